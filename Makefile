@@ -40,7 +40,7 @@ check: $(READY) $(PROTOS_READY) ## formatting, lint, types, import directions, t
 	@$(BIN)/ruff format --check --quiet . || { echo "mend with: $(BIN)/ruff format ."; exit 1; }
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports --no-timestamp 2>/dev/null || $(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/buf lint
 	@.venv-protos/bin/python scripts/generate_protos.py --check
 

@@ -46,6 +46,7 @@ def generated_files(base: Path) -> dict[str, bytes]:
 
 
 def main() -> int:
+    """Generate or check; the process's exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the committed code is out of date")
     check = parser.parse_args().check

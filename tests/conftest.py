@@ -1,0 +1,34 @@
+"""What every test runs with: no network, no Ray of somebody else's, reproducible examples."""
+
+import os
+from collections.abc import Iterable
+
+import hypothesis
+import pytest
+
+# Set before anything imports a library that reads them; child processes inherit them.
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+# A Ray address in the environment would make tests join that cluster.
+os.environ.pop("RAY_ADDRESS", None)
+
+# Deadlines fail on a busy machine without a bug in sight. The examples are the same in every run;
+# look for new ones with `make test ARGS="--hypothesis-profile=search"`.
+hypothesis.settings.register_profile("tinkerpool", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile("tinkerpool")
+
+
+def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none; torch is imported only if such a test was collected."""
+    needing_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not needing_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in needing_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

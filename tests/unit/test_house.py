@@ -1,0 +1,81 @@
+"""The rules of the house that import-linter cannot express, and the generated code."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("tinkerpool", "workers", "coordinator")
+
+# library -> the only files that may import it
+CONFINED = {
+    "sqlite3": ["coordinator/store.py"],
+    "ray": ["workers/pool.py", "workers/actor.py"],
+    "grpc": ["coordinator/grpc_*.py", "tinkerpool/client/transport.py", "tinkerpool/*_pb2_grpc.py"],
+    "grpc_health": ["coordinator/grpc_*.py"],
+    "grpc_reflection": ["coordinator/grpc_*.py"],
+    "grpc_status": ["coordinator/grpc_*.py", "tinkerpool/client/transport.py"],
+}
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Top-level names of all libraries that a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+@pytest.mark.parametrize("library", CONFINED)
+def test_library_is_imported_only_in_its_own_files(library: str) -> None:
+    importers = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if library in imports_of(path)
+    }
+    strangers = {name for name in importers if not any(fnmatch(name, allowed) for allowed in CONFINED[library])}
+    assert not strangers, f"{library} belongs in {CONFINED[library]} only"
+
+
+# Imports in a fresh interpreter, which then says which of the unwanted libraries came along.
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+names, unwanted = sys.argv[1].split(","), sys.argv[2].split(",")
+for name in names:
+    module = importlib.import_module(name)
+    for found in pkgutil.walk_packages(getattr(module, "__path__", []), name + "."):
+        importlib.import_module(found.name)
+print(*sorted(set(unwanted) & sys.modules.keys()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("modules", "unwanted"),
+    [
+        ("tinkerpool.v1", "torch,transformers,ray,typer,rich,coordinator,workers"),
+        ("tinkerpool", "torch,transformers,ray,coordinator,workers"),
+        ("workers.messages,workers.pool", "torch,transformers,ray,grpc,sqlite3,coordinator"),
+        ("coordinator", "torch,transformers,ray"),
+    ],
+)
+def test_import_stays_light(modules: str, unwanted: str) -> None:
+    command = [sys.executable, "-c", IMPORT_ALL, modules, unwanted]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [], f"importing {modules} must not load these"
+
+
+def test_generated_code_is_what_the_protos_give() -> None:
+    python = ROOT / ".venv-protos" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("the .proto compiler is not installed; `make protos` or `make test` installs it")
+    command = [str(python), str(ROOT / "scripts" / "generate_protos.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
