@@ -1,6 +1,7 @@
 """What every test runs with: no network, no Ray of somebody else's, reproducible examples."""
 
 import os
+import secrets
 from collections.abc import Iterable
 
 import hypothesis
@@ -9,6 +10,7 @@ import pytest
 # Set before anything imports a library that reads them; child processes inherit them.
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # or Ray would write one into the home directory
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
