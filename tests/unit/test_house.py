@@ -41,7 +41,7 @@ def test_library_is_imported_only_in_its_own_files(library: str) -> None:
         if library in imports_of(path)
     }
     strangers = {name for name in importers if not any(fnmatch(name, allowed) for allowed in CONFINED[library])}
-    assert not strangers, f"{library} belongs in {CONFINED[library]} only"
+    assert not strangers, f"{sorted(strangers)}: {library} belongs in {CONFINED[library]} only"
 
 
 # Imports in a fresh interpreter, which then says which of the unwanted libraries came along.
