@@ -1,0 +1,58 @@
+"""The one exception that use cases raise for callers. Doors turn it into their protocol's error; the text is for users."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+
+
+class Code(IntEnum):
+    """Canonical status codes, with gRPC's numbers."""
+
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    DATA_LOSS = 15
+    UNAUTHENTICATED = 16
+
+
+class ServiceError(Exception):
+    """A refusal, as the caller shall see it: canonical code, constant for programs, sentence for people.
+
+    `retry_delay_s` is set exactly when the same call may succeed later; nothing was consumed then.
+    """
+
+    def __init__(
+        self,
+        code: Code,
+        reason: str,
+        message: str,
+        *,
+        retry_delay_s: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.retry_delay_s = retry_delay_s
+        self.metadata = dict(metadata or {})
+
+
+def invalid(message: str, reason: str = "INVALID_ARGUMENT") -> ServiceError:
+    """The request itself is wrong."""
+    return ServiceError(Code.INVALID_ARGUMENT, reason, message)
+
+
+def not_found(what: str, name: str) -> ServiceError:
+    """No such thing, or another tenant's: the two look the same."""
+    return ServiceError(Code.NOT_FOUND, "NOT_FOUND", f"no {what} {name[:200]!r}: check the name and the API key")

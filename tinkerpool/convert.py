@@ -1,0 +1,49 @@
+"""Tensor messages to and from numpy. No copy where numpy allows it; every malformed tensor is a ValueError.
+
+Shapes and dtypes are checked here, meanings (which input, which range) where they are known.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinkerpool.v1 import types_pb2
+
+_NUMPY_DTYPES: dict[int, np.dtype[Any]] = {
+    types_pb2.DATA_TYPE_FLOAT32: np.dtype("<f4"),
+    types_pb2.DATA_TYPE_INT32: np.dtype("<i4"),
+    types_pb2.DATA_TYPE_INT64: np.dtype("<i8"),
+}
+_DATA_TYPES = {dtype: data_type for data_type, dtype in _NUMPY_DTYPES.items()}
+
+
+def to_tensor(array: NDArray[Any]) -> types_pb2.Tensor:
+    """A Tensor message of a float32, int32 or int64 array of any shape. Raises ValueError for another dtype."""
+    array = np.asarray(array)
+    data_type = _DATA_TYPES.get(array.dtype.newbyteorder("<"))
+    if data_type is None:
+        raise ValueError(f"a tensor is float32, int32 or int64, not {array.dtype}: convert it with .astype()")
+    little_endian = np.ascontiguousarray(array, dtype=_NUMPY_DTYPES[data_type])
+    return types_pb2.Tensor(
+        data=little_endian.tobytes(),
+        dtype=data_type,  # type: ignore[arg-type]  # the generated enum is not an int for mypy
+        shape=array.shape,
+    )
+
+
+def from_tensor(tensor: types_pb2.Tensor) -> NDArray[Any]:
+    """The array of a Tensor message, read-only, sharing its bytes. Raises ValueError if bytes and shape disagree."""
+    dtype = _NUMPY_DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise ValueError("the tensor's dtype is unset or unknown: use FLOAT32, INT32 or INT64")
+    shape = tuple(tensor.shape)
+    if any(size < 0 for size in shape):
+        raise ValueError(f"the tensor's shape {shape} has a negative size")
+    expected = math.prod(shape) * dtype.itemsize
+    if len(tensor.data) != expected:
+        raise ValueError(f"the tensor has {len(tensor.data)} bytes where shape {shape} of {dtype} needs {expected}")
+    return np.frombuffer(tensor.data, dtype=dtype).reshape(shape)

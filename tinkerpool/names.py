@@ -1,0 +1,77 @@
+"""Ids and paths: how they are made, how they are read. Pure strings; knows neither tenants nor where anything is stored.
+
+adapter     `<session id>:train:<index>`
+sampler     `<session id>:sample:<index>`
+operation   `<adapter or sampler id>:<seq>`
+checkpoint  `tinker://<adapter id>/<weights|sampler_weights>/<name>`
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+SCHEME = "tinker://"
+TRAINING = "weights"
+SAMPLER = "sampler_weights"
+CHECKPOINT_KINDS = (TRAINING, SAMPLER)
+
+_CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
+_ADAPTER_ID = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,9}")
+_TENANT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def adapter_id(session_id: str, index: int) -> str:
+    """The id of a session's adapter number `index` (from 0)."""
+    return f"{session_id}:train:{index}"
+
+
+def sampler_id(session_id: str, index: int) -> str:
+    """The id of a session's sampler number `index` (from 0)."""
+    return f"{session_id}:sample:{index}"
+
+
+def operation_name(target_id: str, seq: int) -> str:
+    """The name of an operation: its adapter or sampler, and its seq there."""
+    return f"{target_id}:{seq}"
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether `name` may name a checkpoint: 1 to 128 of letters, digits, `-`, `_`, `.`, not beginning with a dot."""
+    return _CHECKPOINT_NAME.fullmatch(name) is not None
+
+
+def is_tenant_name(name: str) -> bool:
+    """Whether `name` may name a tenant: 1 to 64 of letters, digits, `-`, `_`."""
+    return _TENANT_NAME.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPath:
+    """A parsed checkpoint path."""
+
+    adapter_id: str
+    kind: str
+    """`weights` or `sampler_weights`."""
+    name: str
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.adapter_id}/{self.kind}/{self.name}"
+
+    @classmethod
+    def parse(cls, path: str) -> CheckpointPath:
+        """Read `tinker://<adapter id>/<kind>/<name>`. Raises ValueError, with what is wrong, for anything else."""
+        expected = f"expected {SCHEME}<adapter id>/<{'|'.join(CHECKPOINT_KINDS)}>/<name>, got {path[:200]!r}"
+        if not path.startswith(SCHEME):
+            raise ValueError(f"a checkpoint path begins with {SCHEME}: {expected}")
+        parts = path.removeprefix(SCHEME).split("/")
+        if len(parts) != 3:
+            raise ValueError(f"a checkpoint path has three parts: {expected}")
+        adapter, kind, name = parts
+        if _ADAPTER_ID.fullmatch(adapter) is None:
+            raise ValueError(f"malformed adapter id in a checkpoint path: {expected}")
+        if kind not in CHECKPOINT_KINDS:
+            raise ValueError(f"unknown kind of checkpoint: {expected}")
+        if not is_checkpoint_name(name):
+            raise ValueError(f"malformed checkpoint name: {expected}")
+        return cls(adapter, kind, name)

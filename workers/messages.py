@@ -1,0 +1,334 @@
+"""What coordinator and workers say to each other: frozen data, and nothing that computes.
+
+Knows neither torch, ray, SQL, gRPC nor tenants. Arrays are numpy and never written to after construction.
+
+Main invariant: an item names the seq that must come directly before it on its adapter (`prev_seq`); a worker that is
+anywhere else in that adapter's order refuses the item. That is what makes applying an item twice, or skipping one,
+impossible whatever the network or a restart does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+class ErrorCode(Enum):
+    """Why an item failed; the coordinator maps it to a canonical status code."""
+
+    INVALID_ARGUMENT = "invalid_argument"
+    """The request itself is wrong, in a way only the engine can see."""
+    NON_FINITE = "non_finite"
+    """The loss or the gradient overflowed or became NaN; the adapter's weights are unchanged."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """The item alone does not fit on the device."""
+    DATA_LOSS = "data_loss"
+    """State that was to be loaded does not match its own description."""
+    OUT_OF_ORDER = "out_of_order"
+    """The worker's copy of the adapter is not at `prev_seq`: a fence held, the coordinator reinstalls the adapter."""
+    CANCELLED = "cancelled"
+    """A sample that was cancelled."""
+    INTERNAL = "internal"
+    """A fault of ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemError:
+    """One item's failure. `message` is for the user: what was wrong and how to mend it; no paths, no stack."""
+
+    code: ErrorCode
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """Everything that makes a fresh adapter, bit for bit, on any worker of its base model."""
+
+    adapter_id: str
+    rank: int
+    """LoRA rank, a power of two."""
+    alpha: float
+    """LoRA scaling numerator: y = x W^T + alpha / rank * (x A^T) B^T."""
+    seed: int
+    """Seeds A; B starts at zero."""
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterState:
+    """An adapter's durable state between gradient windows. Byte fields are whole safetensors files."""
+
+    weights: bytes
+    """`base_model.model.<module>.lora_A.weight` (rank, d_in) and `.lora_B.weight` (d_out, rank), fp32: PEFT's layout."""
+    optimizer: bytes | None
+    """First and second moments, the same names with `exp_avg.` / `exp_avg_sq.` before them; None: fresh moments."""
+    num_steps: int
+    """Optimizer steps taken so far (AdamW's bias correction)."""
+    applied_seq: int
+    """The last seq this state contains."""
+    fingerprint: str
+    """The numerics (torch build, CPU kind, threads) that computed it; bits are promised for equal fingerprints."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterInstall:
+    """Put an adapter on a worker, replacing any copy it has. `state` None: a fresh one, from the seed, at seq 0."""
+
+    spec: AdapterSpec
+    state: AdapterState | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datum:
+    """One training sequence."""
+
+    tokens: NDArray[np.int32]
+    """Token ids, shape (n,)."""
+    loss_inputs: Mapping[str, NDArray[np.float32] | NDArray[np.int32]]
+    """By name; first dimension n: `target_tokens` int32 (n,) or (n, k), `weights`, `advantages`, `logprobs`, ... fp32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamParams:
+    """AdamW hyperparameters of one step (torch's definition, decoupled weight decay)."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    """Global norm over this adapter's gradient; 0 clips nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One operation's part in a batch. All items act on one adapter at one place in its order."""
+
+    op_id: str
+    adapter_id: str
+    prev_seq: int
+    """The worker's `applied_seq` must equal this, else the item is OUT_OF_ORDER."""
+    seq: int
+    """`applied_seq` after the item (for a chunked pass: after its last chunk), whether it succeeds or fails."""
+    drop_gradient: bool = False
+    """Discard the pending gradient first: an operation between `prev_seq` and `seq` failed and closed its window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassItem(Item):
+    """One canonical chunk of a forward or forward_backward."""
+
+    chunk_index: int
+    num_chunks: int
+    data: tuple[Datum, ...]
+    loss_fn: str
+    loss_config: Mapping[str, float]
+    backward: bool
+    """Accumulate the gradient of the summed loss; False for a forward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimStepItem(Item):
+    """One AdamW step on the accumulated gradient, which is zero afterwards."""
+
+    params: AdamParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveItem(Item):
+    """Read the adapter's state out; changes nothing. The pending gradient is not part of it."""
+
+    with_optimizer: bool
+    publish_as: str = ""
+    """If set, also pin a copy of the weights for sampling under this version key, on this worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadItem(Item):
+    """Replace weights (and moments) by a checkpoint's; discards the pending gradient. `state.applied_seq` is ignored."""
+
+    state: AdapterState
+    with_optimizer: bool
+    """False: fresh moments and step count, whatever the state holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one worker does in one phase of one cycle: installs, removals, then items.
+
+    Items of one adapter stand in seq order. Consecutive `PassItem`s are one packed pass.
+    """
+
+    epoch: int
+    """The coordinator's life; a worker refuses older ones and drops all adapters when it sees a newer one."""
+    cycle_id: int
+    installs: tuple[AdapterInstall, ...] = ()
+    removals: tuple[str, ...] = ()
+    """Adapter ids and version keys to forget."""
+    items: tuple[Item, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemResult:
+    """One item's outcome, in the order of the batch's items."""
+
+    op_id: str
+    error: ItemError | None = None
+    logprobs: tuple[NDArray[np.float32], ...] = ()
+    """PassItem: per datum, the log-probabilities of `target_tokens`, in its shape."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """`name:reduction` keys, as users see them (`loss:sum`, `grad_norm:last`, ...)."""
+    state: AdapterState | None = None
+    """SaveItem: the state."""
+    num_tokens: int = 0
+    """Tokens this item put through the base model (metering)."""
+    engine_s: float = 0.0
+    """Seconds of engine time charged to this item: its share of the pass by tokens, or its own step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchResult:
+    """A worker's answer to a batch."""
+
+    epoch: int
+    cycle_id: int
+    incarnation: str
+    results: tuple[ItemResult, ...]
+    wall_s: float
+    """Seconds from taking the batch to having the results, on the worker."""
+
+
+class StopReason(Enum):
+    """Why a sampled sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to draw tokens. Checked by the coordinator; the engine trusts it."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = -1
+    """-1: all tokens."""
+    top_p: float = 1.0
+    seed: int = 0
+    """Always set: a missing seed is drawn at admission, so that a rerun gives the same tokens."""
+    stop_tokens: tuple[int, ...] = ()
+    """Token ids that end a sequence (they are part of its tokens)."""
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerVersion:
+    """Immutable weights to sample from: an adapter as it was at one moment, or the bare base model."""
+
+    key: str
+    """Names the version; the empty string is the base model without an adapter."""
+    spec: AdapterSpec | None = None
+    state: AdapterState | None = None
+    """Given when the worker may not hold `key` yet; only `weights` is used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """Sample `num_samples` continuations of one prompt."""
+
+    op_id: str
+    version: SamplerVersion
+    prompt: NDArray[np.int32]
+    """Token ids, shape (p,), p >= 1."""
+    num_samples: int
+    params: SamplingParams
+    prompt_logprobs: bool = False
+    stream: bool = False
+    """Emit a `TokenEvent` per token; the final `SampleResult` comes either way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """One token of one sequence, the moment it is drawn."""
+
+    op_id: str
+    sequence_index: int
+    token: int
+    logprob: float
+    """Natural log-probability under the untempered model, before top-k and top-p."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledSequence:
+    """One finished continuation."""
+
+    tokens: NDArray[np.int32]
+    """Shape (n,), the stop token included."""
+    logprobs: NDArray[np.float32]
+    """Shape (n,), as in `TokenEvent.logprob`."""
+    stop_reason: StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleResult:
+    """A finished, failed or cancelled sample request."""
+
+    op_id: str
+    sequences: tuple[SampledSequence, ...] = ()
+    prompt_logprobs: NDArray[np.float32] | None = None
+    """Shape (p,); the first entry is NaN (nothing comes before it)."""
+    error: ItemError | None = None
+    num_prompt_tokens: int = 0
+    num_sampled_tokens: int = 0
+    engine_s: float = 0.0
+
+
+SampleEvent = TokenEvent | SampleResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What a worker found its base model to be."""
+
+    name: str
+    """The name users ask for."""
+    num_params: int
+    vocab_size: int
+    """Valid token ids are 0 .. vocab_size - 1."""
+    max_seq_len: int
+    """Longest sequence (prompt plus samples), in tokens."""
+    max_rank: int
+    chunk_tokens: int
+    """Size of a canonical chunk; a constant of the base model, never of the load."""
+    eos_token_ids: tuple[int, ...]
+    attn_modules: tuple[str, ...]
+    """Leaf names of the modules that `train_attn` adapts (`q_proj`, ...)."""
+    mlp_modules: tuple[str, ...]
+    unembed_modules: tuple[str, ...]
+    tokenizer_files: Mapping[str, bytes]
+    """`tokenizer.json`, `tokenizer_config.json` and the like, whole, so that a client needs no model hub."""
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """One life of a worker."""
+
+    worker_id: str
+    """Stays the same when the worker is replaced."""
+    incarnation: str
+    """Changes with every life."""
+    model: ModelInfo
+    pid: int
+    node: str
+    """Host name or Ray node id."""
+    num_slots: int
+    """Adapters (and sampler versions) that fit in its bank at once; more are evicted to its host memory."""
+    device: str
