@@ -1,0 +1,164 @@
+"""Causal attention over packed rows, one sequence at a time, without a mask across sequences.
+
+Knows where sequences begin and end; not layers, models or adapters. Consecutive sequences of one length are one call of
+the kernel, which treats every sequence and head for itself: the bits are those of each sequence alone.
+
+Main invariant: a sequence's output and gradient depend on its own rows alone. Rows of no sequence get zeros.
+
+Dimensions: T rows of the pass, S sequences in a run, L tokens of a sequence, H query heads, K key-value heads, E head
+dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Attend(Protocol):
+    """How a pass attends: the seam between the base model and what runs it (packed training, or a key-value cache)."""
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        """Query (1, H, T, E), key and value (1, K, T, E), rotary embedding applied -> (1, T, H, E).
+
+        `layer` counts from 0. With `sliding_window` w, a query at position i sees keys at positions i - w + 1 to i;
+        with None all up to i. T includes the padding rows that the base model appended at the end; their output is
+        ignored but must be finite.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` consecutive sequences of `length` tokens, beginning at row `start`."""
+
+    start: int
+    count: int
+    length: int
+
+
+def runs_of(lengths: Sequence[int]) -> tuple[Run, ...]:
+    """Group consecutive equal lengths of sequences that stand one behind the other from row 0."""
+    runs: list[Run] = []
+    start = 0
+    for length in lengths:
+        assert length > 0, "an empty sequence"
+        if runs and runs[-1].length == length:
+            runs[-1] = Run(runs[-1].start, runs[-1].count + 1, length)
+        else:
+            runs.append(Run(start, 1, length))
+        start += length
+    return tuple(runs)
+
+
+class PackedAttention:
+    """Attend within each of the sequences that stand one behind the other from row 0. Differentiable."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.runs = runs_of(lengths)
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        """See `Attend`."""
+        masks = [self._mask(run.length, sliding_window, query) for run in self.runs]
+        out: Tensor = _PackedAttentionFunction.apply(  # type: ignore[no-untyped-call]
+            query, key, value, self.runs, masks, scaling
+        )
+        return out
+
+    def _mask(self, length: int, window: int | None, like: Tensor) -> Tensor | None:
+        """None: plain causal. Otherwise an additive (L, L) mask of a sliding window that is shorter than L."""
+        if window is None or length <= window:
+            return None
+        mask = self._masks.get((length, window))
+        if mask is None:
+            distance = torch.arange(length).unsqueeze(1) - torch.arange(length)  # (L, L) query minus key
+            hidden = (distance < 0) | (distance >= window)
+            mask = torch.zeros(length, length).masked_fill_(hidden, float("-inf")).to(like.device, like.dtype)
+            self._masks[length, window] = mask
+        return mask
+
+
+class _PackedAttentionFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        runs: Sequence[Run],
+        masks: Sequence[Tensor | None],
+        scaling: float,
+    ) -> Tensor:
+        num_groups = query.shape[1] // key.shape[1]
+        if num_groups > 1:
+            key, value = key.repeat_interleave(num_groups, dim=1), value.repeat_interleave(num_groups, dim=1)
+        outputs, saved = [], []
+        for run, mask in zip(runs, masks, strict=True):
+            q, k, v = (_sequences(tensor, run) for tensor in (query, key, value))  # (S, H, L, E)
+            out, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, mask is None, attn_mask=mask, scale=scaling
+            )
+            outputs.append(out)
+            saved.append((q, k, v, out, log_sum_exp))
+        ctx.saved = saved
+        ctx.runs, ctx.masks, ctx.scaling, ctx.num_groups = runs, masks, scaling, num_groups
+        return _packed(outputs, query.shape[2]).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        num_rows = dout.shape[1]
+        dout = dout.transpose(1, 2)  # (1, H, T, E)
+        dqs, dks, dvs = [], [], []
+        for run, mask, (q, k, v, out, log_sum_exp) in zip(ctx.runs, ctx.masks, ctx.saved, strict=True):
+            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _sequences(dout, run),
+                q,
+                k,
+                v,
+                out,
+                log_sum_exp,
+                0.0,
+                mask is None,
+                attn_mask=mask,
+                scale=ctx.scaling,
+            )
+            dqs.append(dq)
+            dks.append(_sum_groups(dk, ctx.num_groups))
+            dvs.append(_sum_groups(dv, ctx.num_groups))
+        return _packed(dqs, num_rows), _packed(dks, num_rows), _packed(dvs, num_rows), None, None, None
+
+
+def _sequences(tensor: Tensor, run: Run) -> Tensor:
+    """The run's rows of (1, H, T, E) as a view (S, H, L, E)."""
+    rows = tensor[0, :, run.start : run.start + run.count * run.length]
+    sequences: Tensor = rows.unflatten(1, (run.count, run.length))
+    return sequences.transpose(0, 1)
+
+
+def _packed(runs: list[Tensor], num_rows: int) -> Tensor:
+    """Runs (S, H, L, E) one behind the other, zeros after the last: (1, H, T, E), rows outermost in memory."""
+    parts = [run.transpose(1, 2).flatten(0, 1) for run in runs]  # (S * L, H, E) each
+    missing = num_rows - sum(part.shape[0] for part in parts)
+    if missing:
+        parts.append(parts[0].new_zeros(missing, *parts[0].shape[1:]))
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return rows.transpose(0, 1).unsqueeze(0)
+
+
+def _sum_groups(grad: Tensor, num_groups: int) -> Tensor:
+    """Gradients of repeated heads (S, H, L, E) -> (S, K, L, E), added in a fixed order."""
+    if num_groups == 1:
+        return grad
+    grouped: Tensor = grad.unflatten(1, (-1, num_groups))
+    total = grouped[:, :, 0] + grouped[:, :, 1]
+    for group in range(2, num_groups):
+        total += grouped[:, :, group]
+    return total

@@ -1,0 +1,302 @@
+"""The adapter bank: every adapter's weights, moments and gradient as rows of flat buffers, evicted to host memory.
+
+Knows rows and keys; not what an adapter's seq is, nor arithmetic on it. A key is an adapter being trained, or a sampler
+version: an immutable copy of weights.
+
+Main invariant: a key's bits are the same wherever they are. `num_slots` keys are resident at most; acquiring others
+evicts the least recently used, with everything they hold, so a full bank is never an error.
+
+Dimensions: P values of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.layout import RowLayout, rank_class, trained_kinds
+from workers.lora import GroupAdapter, GroupShape, Kind
+from workers.messages import AdapterSpec
+
+SLAB_ROWS = 4
+"""Rows that are allocated at once, of one layout."""
+
+
+@dataclass(slots=True)
+class Row:
+    """A slot: contiguous vectors (P,), fp32, and the views of them that the layers use."""
+
+    slab: Slab
+    weights: Tensor
+    exp_avg: Tensor | None
+    """First moment; None, as the next two, in rows for sampler versions."""
+    exp_avg_sq: Tensor | None
+    grad: Tensor | None
+    groups: tuple[GroupAdapter | None, ...]
+    """Per group of the base model: what `Segment.groups` takes."""
+
+
+@dataclass(slots=True)
+class HostRow:
+    """An entry that is not resident: vectors (P,), fp32, in host memory."""
+
+    weights: Tensor | None = None
+    """None: fresh, to be drawn from the seed."""
+    exp_avg: Tensor | None = None
+    """None, as the next two: zeros."""
+    exp_avg_sq: Tensor | None = None
+    grad: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Entry:
+    """What the bank holds under one key: either `row` or `host` is set."""
+
+    key: str
+    spec: AdapterSpec
+    layout: RowLayout
+    is_trained: bool
+    """False: a sampler version, weights alone."""
+    row: Row | None = None
+    host: HostRow | None = None
+    has_moments: bool = False
+    """Whether the moments may be other than zero; set by whoever writes them."""
+    has_grad: bool = False
+    """Whether the gradient may be other than zero; set by whoever adds to it."""
+
+
+class Slab:
+    """A few rows of one layout in one allocation per buffer, slot-major."""
+
+    def __init__(self, layout: RowLayout, num_rows: int, device: torch.device, *, is_trained: bool) -> None:
+        def buffer() -> Tensor:
+            return torch.zeros(num_rows, layout.num_values, device=device)  # (rows, P)
+
+        self.layout = layout
+        self.is_trained = is_trained
+        self.num_rows = num_rows
+        self.weights = buffer()
+        self.moments = (buffer(), buffer()) if is_trained else None
+        self.grad = buffer() if is_trained else None
+        self.free = [self._row(index) for index in range(num_rows)]
+
+    def _row(self, index: int) -> Row:
+        weights = self.weights[index]
+        grad = None if self.grad is None else self.grad[index]
+        exp_avg, exp_avg_sq = (None, None) if self.moments is None else (moment[index] for moment in self.moments)
+        return Row(self, weights, exp_avg, exp_avg_sq, grad, self.layout.groups(weights, grad))
+
+
+@dataclass(slots=True)
+class BankStats:
+    """Counts since the bank was made."""
+
+    num_evictions: int = 0
+    num_loads: int = 0
+
+
+class Bank:
+    """All adapters and sampler versions of one base model on one device. One thread only."""
+
+    def __init__(self, shapes: Sequence[GroupShape], num_slots: int, device: torch.device | str = "cpu") -> None:
+        if num_slots < 1:
+            raise ValueError(f"num_slots is {num_slots}; the bank needs at least one slot")
+        self.num_slots = num_slots
+        self.stats = BankStats()
+        self._shapes = tuple(shapes)
+        self._device = torch.device(device)
+        self._layouts: dict[tuple[int, tuple[Kind, ...]], RowLayout] = {}
+        self._slabs: list[Slab] = []
+        self._entries: dict[str, Entry] = {}
+        self._resident: dict[str, Entry] = {}
+        """In order of use, the least recently used first."""
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_resident(self) -> int:
+        """Keys that are in a slot now."""
+        return len(self._resident)
+
+    def layout(self, spec: AdapterSpec) -> RowLayout:
+        """The layout of an adapter's row. Raises ValueError for a rank or flags that no row can hold."""
+        key = rank_class(spec.rank), trained_kinds(spec)
+        if key not in self._layouts:
+            self._layouts[key] = RowLayout(self._shapes, *key)
+        return self._layouts[key]
+
+    # ------------------------------------------------------------------ keys
+
+    def add(self, key: str, spec: AdapterSpec, host: HostRow | None = None, *, is_trained: bool = True) -> Entry:
+        """Hold an adapter or version under a new key; fresh if `host` is None. It takes no slot until acquired."""
+        assert key not in self._entries, f"{key} is in the bank already"
+        host = HostRow() if host is None else host
+        entry = Entry(
+            key=key,
+            spec=spec,
+            layout=self.layout(spec),
+            is_trained=is_trained,
+            host=host,
+            has_moments=host.exp_avg is not None,
+            has_grad=host.grad is not None,
+        )
+        self._entries[key] = entry
+        return entry
+
+    def entry(self, key: str) -> Entry:
+        """What is held under a key. Raises KeyError."""
+        return self._entries[key]
+
+    def remove(self, key: str) -> None:
+        """Forget a key, wherever it is. Unknown keys are ignored."""
+        entry = self._entries.pop(key, None)
+        if entry is not None and entry.row is not None:
+            self._release(entry)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for key in list(self._entries):
+            self.remove(key)
+
+    def publish(self, key: str, version: str) -> None:
+        """Hold a copy of an adapter's weights under a version key (again: replaced), for sampling. One row copied."""
+        source = self._entries[key]
+        self.remove(version)
+        entry = self.add(version, source.spec, is_trained=False)
+        if source.row is None:
+            assert source.host is not None
+            weights = source.host.weights
+            entry.host = HostRow(weights=None if weights is None else weights.clone())
+        elif self.num_slots == 1:
+            entry.host = HostRow(weights=source.row.weights.to("cpu", copy=True))
+        else:
+            row = self._free_row(entry, keep={key})
+            row.weights.copy_(source.row.weights)
+            self._occupy(entry, row)
+
+    # ------------------------------------------------------------------ slots
+
+    def acquire(self, keys: Sequence[str]) -> list[Row]:
+        """Rows of all these keys, resident together. Valid until the next `acquire`, `publish` or `remove`.
+
+        At most `num_slots` different keys: whoever has more runs several passes. Raises KeyError for an unknown key.
+        """
+        wanted = set(keys)
+        assert len(wanted) <= self.num_slots, f"{len(wanted)} keys at once, {self.num_slots} slots"
+        rows = []
+        for key in keys:
+            entry = self._entries[key]
+            if entry.row is None:
+                self._load(entry, keep=wanted)
+            else:
+                self._resident[key] = self._resident.pop(key)
+            assert entry.row is not None
+            rows.append(entry.row)
+        return rows
+
+    def evict(self, key: str) -> None:
+        """Move a key to host memory, bits unchanged. Does nothing if it is there already."""
+        entry = self._entries[key]
+        row = entry.row
+        if row is None:
+            return
+        entry.host = HostRow(weights=row.weights.to("cpu", copy=True))
+        if entry.has_moments:
+            assert row.exp_avg is not None
+            assert row.exp_avg_sq is not None
+            entry.host.exp_avg = row.exp_avg.to("cpu", copy=True)
+            entry.host.exp_avg_sq = row.exp_avg_sq.to("cpu", copy=True)
+        if entry.has_grad:
+            assert row.grad is not None
+            entry.host.grad = row.grad.to("cpu", copy=True)
+        self._release(entry)
+        self.stats.num_evictions += 1
+
+    def drop_grad(self, key: str) -> None:
+        """Make a pending gradient zero."""
+        entry = self._entries[key]
+        if entry.has_grad:
+            if entry.row is not None:
+                assert entry.row.grad is not None
+                entry.row.grad.zero_()
+            else:
+                assert entry.host is not None
+                entry.host.grad = None
+            entry.has_grad = False
+
+    def read(self, key: str) -> HostRow:
+        """Weights and moments as they are, without making the key resident. Do not keep: views of the row."""
+        entry = self._entries[key]
+        row = entry.row
+        if row is None:
+            assert entry.host is not None
+            if entry.host.weights is None:
+                entry.host.weights = entry.layout.initial_weights(entry.spec)
+            return entry.host
+        moments = (row.exp_avg, row.exp_avg_sq) if entry.has_moments else (None, None)
+        return HostRow(row.weights, *moments, row.grad if entry.has_grad else None)
+
+    def replace(self, key: str, host: HostRow) -> None:
+        """Put other contents in place of a key's: weights, moments and gradient, None as in `HostRow`."""
+        entry = self._entries[key]
+        if entry.row is not None:
+            self._release(entry)
+        entry.host = host
+        entry.has_moments = host.exp_avg is not None
+        entry.has_grad = host.grad is not None
+
+    # ------------------------------------------------------------------ inside
+
+    def _load(self, entry: Entry, keep: set[str]) -> None:
+        host = entry.host
+        assert host is not None
+        row = self._free_row(entry, keep)
+        row.weights.copy_(entry.layout.initial_weights(entry.spec) if host.weights is None else host.weights)
+        for vector, value in ((row.exp_avg, host.exp_avg), (row.exp_avg_sq, host.exp_avg_sq), (row.grad, host.grad)):
+            if vector is None:
+                continue
+            if value is None:
+                vector.zero_()
+            else:
+                vector.copy_(value)
+        self._occupy(entry, row)
+        self.stats.num_loads += 1
+
+    def _occupy(self, entry: Entry, row: Row) -> None:
+        scaling = entry.spec.alpha / entry.spec.rank
+        for group in row.groups:
+            if group is not None:
+                group.scaling = scaling
+        entry.row, entry.host = row, None
+        self._resident[entry.key] = entry
+
+    def _release(self, entry: Entry) -> None:
+        """Give an entry's slot back, and its slab if all of it is free and there are more rows than slots."""
+        row = entry.row
+        assert row is not None
+        entry.row = None
+        del self._resident[entry.key]
+        slab = row.slab
+        slab.free.append(row)
+        num_allocated = sum(other.num_rows for other in self._slabs)
+        if len(slab.free) == slab.num_rows and num_allocated > self.num_slots:
+            self._slabs.remove(slab)
+            slab.free.clear()
+
+    def _free_row(self, entry: Entry, keep: set[str]) -> Row:
+        """A free row for an entry, after evicting the least recently used if all slots are taken."""
+        if len(self._resident) >= self.num_slots:
+            self.evict(next(key for key in self._resident if key not in keep))
+        for slab in self._slabs:
+            if slab.free and slab.layout is entry.layout and slab.is_trained == entry.is_trained:
+                return slab.free.pop()
+        slab = Slab(entry.layout, min(SLAB_ROWS, self.num_slots), self._device, is_trained=entry.is_trained)
+        self._slabs.append(slab)
+        return slab.free.pop()
