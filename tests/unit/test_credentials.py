@@ -1,0 +1,43 @@
+import stat
+from pathlib import Path
+
+import pytest
+
+from tinkerpool.credentials import Credentials, credentials_file, read_credentials, write_credentials
+
+MINE = Credentials(url="grpc://127.0.0.1:7600", api_key="tp_mine")
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKERPOOL_HOME", str(tmp_path / "home"))
+
+
+def test_what_is_written_is_read_again_and_only_its_owner_may() -> None:
+    assert read_credentials() is None
+    path = write_credentials(MINE)
+    assert read_credentials() == MINE
+    assert path == credentials_file()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_another_pools_key_is_kept_beside_the_new_one() -> None:
+    for number in range(3):
+        write_credentials(Credentials(url="grpc://elsewhere", api_key=f"tp_{number}"))
+    write_credentials(MINE)
+    kept = sorted(path.name for path in credentials_file().parent.iterdir())
+    assert kept == ["credentials.1.json", "credentials.2.json", "credentials.3.json", "credentials.json"]
+
+
+def test_the_same_key_at_a_new_address_replaces_the_old() -> None:
+    write_credentials(Credentials(url="grpc://127.0.0.1:1", api_key=MINE.api_key))
+    write_credentials(MINE)
+    assert [path.name for path in credentials_file().parent.iterdir()] == ["credentials.json"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"url": "x"}', "\xff"])
+def test_a_file_that_is_not_ours_is_named_in_the_error(content: str) -> None:
+    credentials_file().parent.mkdir()
+    credentials_file().write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"credentials\.json"):
+        read_credentials()
