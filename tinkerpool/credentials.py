@@ -1,6 +1,6 @@
 """Where a pool on this machine leaves its address and a key, so that clients here need no arguments.
 
-`~/.tinkerpool/credentials.json`, readable by its owner only; `TINKERPOOL_HOME` names another folder than `~/.tinkerpool`.
+`~/.tinkerpool/credentials.json`, readable by its owner only; `TINKERPOOL_HOME` names another folder instead.
 Knows neither the client nor the pool; both read and write through here.
 """
 
