@@ -16,6 +16,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+
 class ErrorCode(Enum):
     """Why an item failed; the coordinator maps it to a canonical status code."""
 

@@ -1,0 +1,291 @@
+"""Canonical bodies: what an operation asks for, as bytes that are equal exactly when the request is the same.
+
+A body is the contract's own request message without `seq` and `request_id`, every tensor in its one canonical dtype,
+serialized with sorted maps. It is what the log holds, what the idempotency hash covers, and what recovery decodes. Checks
+everything that can be checked without the model's weights; raises ServiceError INVALID_ARGUMENT, saying what to change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import Message
+from numpy.typing import NDArray
+
+from coordinator.config import Limits
+from coordinator.errors import invalid
+from tinkerpool.convert import from_tensor, to_tensor
+from tinkerpool.v1 import sampling_pb2, training_pb2, types_pb2
+from workers.messages import AdamParams, Datum, ModelInfo, SamplingParams
+
+PassRequest = training_pb2.ForwardRequest | training_pb2.ForwardBackwardRequest | training_pb2.TrainStepRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRule:
+    """What a loss takes."""
+
+    required: frozenset[str]
+    optional: frozenset[str] = frozenset()
+    options: frozenset[str] = frozenset()
+
+
+_RL = frozenset({"target_tokens", "logprobs", "advantages"})
+_CLIP = frozenset({"clip_low_threshold", "clip_high_threshold"})
+LOSS_RULES: Mapping[str, LossRule] = {
+    "cross_entropy": LossRule(required=frozenset({"target_tokens", "weights"})),
+    "importance_sampling": LossRule(required=_RL),
+    "ppo": LossRule(required=_RL, optional=_CLIP, options=_CLIP),
+    "cispo": LossRule(required=_RL, optional=_CLIP, options=_CLIP),
+    "dro": LossRule(required=_RL, options=frozenset({"beta"})),
+    "gspo": LossRule(required=_RL, optional=_CLIP | {"sequence_ratio_mask"}, options=_CLIP),
+}
+IGNORED_INPUT = "mask"
+"""Recipes carry it along for themselves."""
+
+
+def loss_name(value: int) -> str:
+    """The loss of an enum value. Raises ServiceError for an unset or unknown one."""
+    try:
+        name = types_pb2.LossFunction.Name(value).removeprefix("LOSS_FUNCTION_").lower()  # type: ignore[arg-type]
+    except ValueError:
+        name = str(value)
+    if name not in LOSS_RULES:
+        raise invalid(f"loss_function {name!r} is not known: use one of {', '.join(LOSS_RULES)}", "UNKNOWN_LOSS")
+    return name
+
+
+def digest(body: bytes, kind: str) -> bytes:
+    """The idempotency hash of a body; the kind is part of it."""
+    return hashlib.sha256(kind.encode() + b"\0" + body).digest()
+
+
+def serialize(message: Message) -> bytes:
+    """The canonical bytes of a message."""
+    return message.SerializeToString(deterministic=True)
+
+
+def canonical_pass(request: PassRequest, model: ModelInfo, limits: Limits) -> tuple[bytes, tuple[Datum, ...]]:
+    """Check a forward or forward_backward; returns its body and its decoded data."""
+    name = loss_name(request.loss_function)
+    rule = LOSS_RULES[name]
+    if not request.data:
+        raise invalid("data is empty: send at least one sequence")
+    if len(request.data) > limits.datums_max:
+        raise invalid(
+            f"{len(request.data)} sequences in one request, at most {limits.datums_max}: send several requests"
+        )
+    for key, value in request.loss_config.items():
+        if key not in rule.options:
+            known = ", ".join(sorted(rule.options)) or "none"
+            raise invalid(f"loss_config {key!r} is not an option of {name} (its options: {known})")
+        if not math.isfinite(value):
+            raise invalid(f"loss_config {key!r} must be finite, not {value}")
+    data = tuple(_datum(f"data[{i}]", datum, name, rule, model) for i, datum in enumerate(request.data))
+    body = training_pb2.ForwardBackwardRequest(
+        adapter_id=request.adapter_id, loss_function=request.loss_function, loss_config=dict(request.loss_config)
+    )
+    for datum in data:
+        body.data.add(
+            tokens=to_tensor(datum.tokens), loss_inputs={key: to_tensor(v) for key, v in datum.loss_inputs.items()}
+        )
+    return serialize(body), data
+
+
+def decode_pass(body: bytes) -> tuple[str, dict[str, float], tuple[Datum, ...]]:
+    """Loss, its options and the data of a canonical body."""
+    request = training_pb2.ForwardBackwardRequest.FromString(body)
+    data = tuple(
+        Datum(
+            tokens=from_tensor(datum.tokens),
+            loss_inputs={key: from_tensor(datum.loss_inputs[key]) for key in sorted(datum.loss_inputs)},
+        )
+        for datum in request.data
+    )
+    return loss_name(request.loss_function), dict(request.loss_config), data
+
+
+def canonical_adam(adapter_id: str, adam: types_pb2.AdamParams) -> bytes:
+    """Check an optimizer step's hyperparameters and fill in the defaults; returns the body of the optim_step."""
+    values = {key: getattr(adam, key) for key in AdamParams.__dataclass_fields__ if adam.HasField(key)}  # type: ignore[arg-type]
+    params = AdamParams(**values)
+    for key, limit in (
+        ("learning_rate", math.inf),
+        ("beta1", 1.0),
+        ("beta2", 1.0),
+        ("weight_decay", math.inf),
+        ("grad_clip_norm", math.inf),
+    ):
+        value = getattr(params, key)
+        if not 0 <= value < limit:
+            upper = "" if limit == math.inf else f" and below {limit:g}"
+            raise invalid(f"adam.{key} must be a finite number, 0 or more{upper}, not {value}")
+    if not 0 < params.eps < math.inf:
+        raise invalid(f"adam.eps must be above 0, not {params.eps}")
+    filled = {key: getattr(params, key) for key in AdamParams.__dataclass_fields__}
+    return serialize(training_pb2.OptimStepRequest(adapter_id=adapter_id, adam=types_pb2.AdamParams(**filled)))
+
+
+def decode_adam(body: bytes) -> AdamParams:
+    """The hyperparameters of a canonical optim_step."""
+    adam = training_pb2.OptimStepRequest.FromString(body).adam
+    return AdamParams(**{key: getattr(adam, key) for key in AdamParams.__dataclass_fields__})
+
+
+def canonical_sample(
+    request: sampling_pb2.SampleRequest, model: ModelInfo, limits: Limits, drawn_seed: int
+) -> tuple[bytes, int]:
+    """Check a sample request; returns its body, in which every default and the seed are filled in, and its cost in tokens."""
+    prompt = _tokens("prompt", _array("prompt", request.prompt), model)
+    params = request.params
+    room = model.max_seq_len - len(prompt)
+    if room < 1:
+        raise invalid(
+            f"the prompt has {len(prompt)} tokens; with at least one sampled token it must fit in {model.max_seq_len}"
+        )
+    max_tokens = params.max_tokens or room
+    if not 1 <= max_tokens <= room:
+        raise invalid(
+            f"params.max_tokens is {max_tokens}; after a prompt of {len(prompt)} tokens it can be 1 to {room}, "
+            f"since {model.name} takes {model.max_seq_len} tokens in all"
+        )
+    num_samples = request.num_samples or 1
+    if not 1 <= num_samples <= limits.num_samples_max:
+        raise invalid(f"num_samples must be 1 to {limits.num_samples_max}, not {num_samples}")
+    temperature = params.temperature if params.HasField("temperature") else 1.0
+    top_k = params.top_k if params.HasField("top_k") else -1
+    top_p = params.top_p if params.HasField("top_p") else 1.0
+    if not 0 <= temperature < math.inf:
+        raise invalid(f"params.temperature must be 0 (greedy) or more, not {temperature}")
+    if top_k != -1 and top_k < 1:
+        raise invalid(f"params.top_k must be -1 (all tokens) or at least 1, not {top_k}")
+    if not 0 < top_p <= 1:
+        raise invalid(f"params.top_p must be above 0 and at most 1, not {top_p}")
+    if params.HasField("stop"):
+        stop = params.stop
+        if any(not text for text in stop.strings):
+            raise invalid("params.stop.strings has an empty string: it would stop before the first token")
+        if any(not 0 <= token < model.vocab_size for token in stop.tokens):
+            raise invalid(f"params.stop.tokens must be token ids from 0 to {model.vocab_size - 1}")
+    else:
+        stop = sampling_pb2.StopCondition(tokens=model.eos_token_ids)
+    seed = params.seed if params.HasField("seed") else drawn_seed
+    body = sampling_pb2.SampleRequest(
+        sampler_id=request.sampler_id,
+        prompt=to_tensor(prompt),
+        num_samples=num_samples,
+        include_prompt_logprobs=request.include_prompt_logprobs,
+        params=sampling_pb2.SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop
+        ),
+    )
+    return serialize(body), len(prompt) + num_samples * max_tokens
+
+
+def decode_sample(body: bytes) -> tuple[NDArray[np.int32], int, bool, SamplingParams]:
+    """Prompt, number of samples, whether prompt log-probabilities are wanted, and how to draw."""
+    request = sampling_pb2.SampleRequest.FromString(body)
+    params = request.params
+    return (
+        from_tensor(request.prompt),
+        request.num_samples,
+        request.include_prompt_logprobs,
+        SamplingParams(
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            seed=params.seed,
+            stop_tokens=tuple(params.stop.tokens),
+            stop_strings=tuple(params.stop.strings),
+        ),
+    )
+
+
+def check_metadata(metadata: Mapping[str, str], limits: Limits) -> None:
+    """Refuse user metadata above the limit."""
+    size = sum(len(key) + len(value) for key, value in metadata.items())
+    if size > limits.metadata_bytes_max:
+        raise invalid(
+            f"user_metadata has {size} bytes, at most {limits.metadata_bytes_max}: keep only what you look up"
+        )
+
+
+def _datum(where: str, datum: types_pb2.Datum, loss: str, rule: LossRule, model: ModelInfo) -> Datum:
+    tokens = _tokens(f"{where}.tokens", _array(f"{where}.tokens", datum.tokens), model)
+    if len(tokens) > model.max_seq_len:
+        raise invalid(
+            f"{where} has {len(tokens)} tokens, but {model.name} takes at most {model.max_seq_len}: cut the sequence",
+            "SEQUENCE_TOO_LONG",
+        )
+    names = set(datum.loss_inputs) - {IGNORED_INPUT}
+    _check_names(where, names, loss, rule)
+    inputs: dict[str, Any] = {}
+    for name in sorted(names):
+        label = f"{where}.loss_inputs[{name!r}]"
+        array = _array(label, datum.loss_inputs[name])
+        if name == "target_tokens":
+            inputs[name] = _tokens(label, array, model, num_dims=(1, 2) if loss == "cross_entropy" else (1,))
+        else:
+            inputs[name] = _floats(label, array)
+        if len(array) != len(tokens):
+            raise invalid(
+                f"{label} has length {len(array)} but tokens has {len(tokens)}: give one entry per token "
+                "(position t of target_tokens is what should follow position t of tokens)",
+                "LENGTH_MISMATCH",
+            )
+        if name != "target_tokens" and array.shape != datum_shape(datum):
+            raise invalid(
+                f"{label} has shape {array.shape} but target_tokens has {datum_shape(datum)}", "LENGTH_MISMATCH"
+            )
+    return Datum(tokens=tokens, loss_inputs=inputs)
+
+
+def datum_shape(datum: types_pb2.Datum) -> tuple[int, ...]:
+    """The shape of a datum's targets."""
+    return tuple(datum.loss_inputs["target_tokens"].shape)
+
+
+def _check_names(where: str, names: Iterable[str], loss: str, rule: LossRule) -> None:
+    names = set(names)
+    if missing := sorted(rule.required - names):
+        raise invalid(f"{where}.loss_inputs lacks {', '.join(missing)}, which {loss} needs")
+    if unknown := sorted(names - rule.required - rule.optional):
+        allowed = ", ".join(sorted(rule.required | rule.optional))
+        raise invalid(f"{where}.loss_inputs has {', '.join(unknown)}, which {loss} does not take (it takes {allowed})")
+
+
+def _array(label: str, tensor: types_pb2.Tensor) -> NDArray[Any]:
+    try:
+        return from_tensor(tensor)
+    except ValueError as error:
+        raise invalid(f"{label}: {error}") from None
+
+
+def _tokens(label: str, array: NDArray[Any], model: ModelInfo, num_dims: Sequence[int] = (1,)) -> NDArray[np.int32]:
+    if array.dtype.kind != "i" or array.ndim not in num_dims:
+        raise invalid(f"{label} must be a vector of int32 or int64 token ids, got {array.dtype} of shape {array.shape}")
+    if array.size == 0:
+        raise invalid(f"{label} is empty: give at least one token")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= model.vocab_size:
+        wrong = low if low < 0 else high
+        raise invalid(
+            f"{label} has token id {wrong}; {model.name} has ids 0 to {model.vocab_size - 1}: "
+            "was another model's tokenizer used?",
+            "TOKEN_OUT_OF_RANGE",
+        )
+    return array.astype(np.int32, copy=False)
+
+
+def _floats(label: str, array: NDArray[Any]) -> NDArray[np.float32]:
+    floats = array.astype(np.float32, copy=False)
+    if not np.isfinite(floats).all():
+        where = int(np.flatnonzero(~np.isfinite(floats))[0])
+        raise invalid(f"{label} is not finite at element {where}: NaN and infinity are refused", "NON_FINITE_INPUT")
+    return floats

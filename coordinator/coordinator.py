@@ -1,0 +1,53 @@
+"""One coordinator: the core, the keys and the use cases, ready for doors."""
+
+from __future__ import annotations
+
+import asyncio
+
+from coordinator.auth import Authenticator
+from coordinator.clock import Time
+from coordinator.config import CoordinatorConfig
+from coordinator.core import Core
+from coordinator.service import Service
+from workers.pool import Pool
+
+DEFAULT_TENANT = "default"
+
+
+class Coordinator:
+    """Start it, put doors before `service` and `authenticator`, await `failed`, stop it."""
+
+    def __init__(self, config: CoordinatorConfig, pool: Pool, time: Time | None = None) -> None:
+        self.core = Core(config, pool, time)
+        self.authenticator: Authenticator
+        self.service: Service
+
+    async def start(self) -> None:
+        """Recover and begin cycles. Raises DataDirInUse, or what keeps the pool from starting."""
+        try:
+            await self.core.start()
+        except BaseException:
+            await self.core.stop()
+            raise
+        self.authenticator = Authenticator(self.core.store, self.core.time.wall)
+        self.service = Service(self.core, self.authenticator)
+
+    async def stop(self) -> None:
+        """Finish the running cycles, snapshot, end the pool."""
+        await self.core.stop()
+
+    async def failed(self) -> None:
+        """Raise what makes going on unsafe, as soon as it happens."""
+        assert self.core.failure is not None
+        await asyncio.shield(self.core.failure)
+
+    def health(self) -> bool:
+        """Whether cycles can make progress."""
+        return self.core.is_healthy()
+
+    async def first_admin_key(self) -> str | None:
+        """The administrator's key of a new data directory; None if there are keys already."""
+        if self.authenticator.list_keys():
+            return None
+        key, _ = await self.authenticator.create_key(DEFAULT_TENANT, is_admin=True)
+        return key

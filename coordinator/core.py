@@ -1,0 +1,344 @@
+"""The coordinator's parts, put together, and their life: start, supervise, sweep, stop. Knows no doors and no requests.
+
+One life holds the data directory's lock and has an epoch of its own; workers refuse batches of older epochs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+from collections import deque
+from collections.abc import Coroutine
+from typing import IO
+
+from coordinator import recovery
+from coordinator.admission import Admission
+from coordinator.batches import BatchBuilder
+from coordinator.clock import SystemTime, Time
+from coordinator.config import CoordinatorConfig
+from coordinator.cycle import CycleLoop, finished_row
+from coordinator.queue import AdapterQueue
+from coordinator.sampling import Sampling
+from coordinator.saving import Saver
+from coordinator.sessions import SessionTable
+from coordinator.store import CycleCommit, Store
+from coordinator.waiting import OperationTable
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import pool_pb2
+from workers.messages import AdapterSpec, ModelInfo
+from workers.pool import Pool, WorkerLost
+
+logger = logging.getLogger(__name__)
+
+PING_INTERVAL_S = 2.0
+PING_TIMEOUT_S = 5.0
+REPLACE_RETRY_S = 2.0
+CYCLES_SHOWN_MAX = 1000
+
+
+class DataDirInUse(Exception):
+    """Another coordinator holds the data directory."""
+
+
+class Core:
+    """Everything that outlives a request."""
+
+    def __init__(self, config: CoordinatorConfig, pool: Pool, time: Time | None = None) -> None:
+        self.config = config
+        self.pool = pool
+        self.time = time or SystemTime()
+        self.epoch = 0
+        self.models: dict[str, ModelInfo] = {}
+        self.loops: dict[str, CycleLoop] = {}
+        self.adapters: dict[str, AdapterQueue] = {}
+        self.cycles: deque[pool_pb2.Cycle] = deque(maxlen=CYCLES_SHOWN_MAX)
+        self.cycle_watchers: set[asyncio.Queue[pool_pb2.Cycle | None]] = set()
+        self.failure: asyncio.Future[None] | None = None
+        """Raises what makes going on unsafe; whoever runs the coordinator awaits it."""
+        self.started_at = 0.0
+        self._last_cycle_id = 0
+        self._lock: IO[str] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._replacing: set[str] = set()
+        self._is_stopping = False
+        self._specs: dict[str, AdapterSpec] = {}
+
+    async def start(self) -> None:
+        """Take the data directory, recover, start the pool, begin cycles. Raises DataDirInUse."""
+        self.config.data_dir.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        self.failure = asyncio.get_running_loop().create_future()
+        self.store = Store(self.config.data_dir / "tinkerpool.db", wall=self.time.wall)
+        self.epoch = await self.store.raise_epoch()
+        self._last_cycle_id = self.store.last_cycle_id()
+        self.table = OperationTable()
+        self.sessions = SessionTable(self.store, self.time.monotonic)
+        self.sessions.load()
+        self.admission = Admission(self.store, self.table, self.config.limits)
+        self.saver = Saver(
+            self.config.data_dir, self.store, self.models.__getitem__, self.time.wall, self.sessions.take_sampler_index
+        )
+        self.saver.remove_orphans()
+        self.sampling = Sampling(
+            config=self.config,
+            pool=self.pool,
+            store=self.store,
+            table=self.table,
+            saver=self.saver,
+            spec_of=self.spec_of,
+            live_workers=self._live_workers,
+            worker_lost=self._worker_lost,
+            fatal=self._fail,
+        )
+        await self.pool.start()
+        for worker in self.pool.workers():
+            self.models.setdefault(worker.model.name, worker.model)
+        self._make_loops()
+        self._recover()
+        for worker in self.pool.workers():
+            self.sampling.worker_started(worker.worker_id)
+            self._spawn(self._ping(worker.worker_id))
+        for loop in self.loops.values():
+            self._spawn(loop.run())
+        self._spawn(self._sweep())
+        self.started_at = self.time.monotonic()
+
+    async def stop(self) -> None:
+        """Admit nothing more, finish the running cycles, snapshot, end the pool. Idempotent."""
+        if self._is_stopping or self._lock is None:
+            return
+        self._is_stopping = True
+        if hasattr(self, "admission"):
+            self.admission.is_stopping = True
+            self.table.close()
+            for watcher in self.cycle_watchers:
+                watcher.put_nowait(None)
+            await self.sampling.stop()
+            is_healthy = self.failure is not None and not self.failure.done()
+            for loop in self.loops.values() if is_healthy else ():
+                await loop.stop()
+                with contextlib.suppress(WorkerLost):
+                    await loop.snapshot_all()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.pool.stop()
+        if hasattr(self, "store"):
+            self.store.close()
+        self._lock.close()
+
+    def is_healthy(self) -> bool:
+        """Whether cycles can make progress: nothing has failed and every base model has a live worker."""
+        return (
+            not self._is_stopping
+            and self.failure is not None
+            and not self.failure.done()
+            and bool(self.loops)
+            and all(loop.workers() for loop in self.loops.values())
+        )
+
+    def add_adapter(self, adapter: AdapterQueue) -> None:
+        """A new adapter."""
+        self.adapters[adapter.adapter_id] = adapter
+        self._specs[adapter.adapter_id] = adapter.spec
+        if loop := self.loops.get(adapter.base_model):
+            loop.adapters[adapter.adapter_id] = adapter
+
+    async def delete_adapter(self, adapter: AdapterQueue, error: ops_pb.OperationError) -> None:
+        """Delete an adapter's training state; its unfinished operations fail with `error`."""
+        self.adapters.pop(adapter.adapter_id, None)
+        loop = self.loops.get(adapter.base_model)
+        if loop is not None:
+            await loop.remove(adapter)
+        if adapter.worker_id:
+            self.sampling.forget(adapter.worker_id, adapter.adapter_id)
+        unfinished = [operation for operation in adapter.operations.values() if not operation.is_committed]
+        for operation in unfinished:
+            if not operation.is_final:
+                operation.fail(error)
+        await self.store.commit_cycle(CycleCommit(finished=[finished_row(operation) for operation in unfinished]))
+        folder = await self.store.delete_adapter(adapter.adapter_id)
+        for operation in unfinished:
+            operation.drop_body()
+            self.table.finished(operation)
+        if folder is not None:
+            self.saver.snapshots.remove(folder)
+
+    def touch(self, adapter: AdapterQueue) -> None:
+        """The adapter has something new."""
+        if loop := self.loops.get(adapter.base_model):
+            loop.touch(adapter)
+
+    def spec_of(self, adapter_id: str) -> AdapterSpec:
+        """What makes an adapter, also a deleted one."""
+        if adapter_id not in self._specs:
+            row = self.store.read_one("SELECT * FROM adapters WHERE adapter_id = ?", (adapter_id,))
+            assert row is not None
+            self._specs[adapter_id] = recovery.spec_of_row(row)
+        return self._specs[adapter_id]
+
+    async def end_session(self, session_id: str) -> None:
+        """End a session: its samplers and queued samples end, its adapters leave the bank; their state stays."""
+        self.sessions.remove(session_id)
+        await self.store.execute(
+            "UPDATE sessions SET ended_at = ? WHERE session_id = ? AND ended_at IS NULL", (self.time.wall(), session_id)
+        )
+        for row in self.store.read("SELECT sampler_id FROM samplers WHERE session_id = ?", (session_id,)):
+            self.sampling.end_sampler(row["sampler_id"])
+
+    # ---- start
+
+    def _take_lock(self) -> None:
+        path = self.config.data_dir / "lock"
+        lock = path.open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            owner = lock.read().strip() or "unknown"
+            lock.close()
+            raise DataDirInUse(
+                f"{self.config.data_dir} is in use by another tinkerpool (process {owner}): stop that one, or choose "
+                "another data directory"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        self._lock = lock
+
+    def _make_loops(self) -> None:
+        fair = recovery.load_fair_state(self.store)
+        for base_model in self.models:
+            self.loops[base_model] = CycleLoop(
+                base_model=base_model,
+                config=self.config,
+                time=self.time,
+                epoch=self.epoch,
+                store=self.store,
+                pool=self.pool,
+                builder=BatchBuilder(self.store, self.saver.checkpoints, self.saver.snapshots),
+                saver=self.saver,
+                table=self.table,
+                fair=fair,
+                new_cycle_id=self._new_cycle_id,
+                publish=self._publish_cycle,
+                take_removals=self.sampling.take_removals,
+                published=self.sampling.published,
+                worker_lost=self._worker_lost,
+            )
+
+    def _recover(self) -> None:
+        for adapter in recovery.load_adapters(self.store):
+            self.add_adapter(adapter)
+            for operation in adapter.operations.values():
+                if not operation.is_final:
+                    self.table.add(operation)
+            self.touch(adapter)
+        for operation in recovery.load_samples(self.store):
+            self.table.add(operation)
+            sampler = self.store.read_one("SELECT * FROM samplers WHERE sampler_id = ?", (operation.target_id,))
+            assert sampler is not None
+            self.sampling.submit(operation, sampler)
+
+    def _new_cycle_id(self) -> int:
+        self._last_cycle_id += 1
+        return self._last_cycle_id
+
+    # ---- life
+
+    def _publish_cycle(self, cycle: pool_pb2.Cycle) -> None:
+        self.cycles.append(cycle)
+        for watcher in self.cycle_watchers:
+            if watcher.qsize() < CYCLES_SHOWN_MAX:
+                watcher.put_nowait(cycle)
+
+    def _live_workers(self, base_model: str) -> list[str]:
+        loop = self.loops.get(base_model)
+        return [worker.worker_id for worker in loop.workers()] if loop else []
+
+    def _worker_lost(self, worker_id: str) -> None:
+        """Give up one life of a worker and start its next. Called by whoever notices first."""
+        if worker_id in self._replacing or self._is_stopping:
+            return
+        self._replacing.add(worker_id)
+        for loop in self.loops.values():
+            if any(worker.worker_id == worker_id for worker in loop.workers()):
+                loop.lose_worker(worker_id)
+        self.sampling.worker_ended(worker_id)
+        self._spawn(self._replace(worker_id))
+
+    async def _replace(self, worker_id: str) -> None:
+        worker = None
+        while worker is None:
+            try:
+                worker = await self.pool.replace(worker_id)
+            except WorkerLost as error:
+                logger.error("worker %s does not start again: %s; trying on", worker_id, error)
+                await self.time.sleep(REPLACE_RETRY_S)
+        logger.warning("worker %s replaced by %s", worker_id, worker.incarnation)
+        self._replacing.discard(worker_id)
+        self.loops[worker.model.name].worker_is_back(worker_id)
+        self.sampling.worker_started(worker_id)
+
+    async def _ping(self, worker_id: str) -> None:
+        while True:
+            await self.time.sleep(PING_INTERVAL_S)
+            if worker_id in self._replacing:
+                continue
+            try:
+                await asyncio.wait_for(self.pool.ping(worker_id), PING_TIMEOUT_S)
+            except (WorkerLost, TimeoutError) as error:
+                logger.warning("worker %s does not answer: %s", worker_id, str(error) or "time-out")
+                self._worker_lost(worker_id)
+
+    async def _sweep(self) -> None:
+        """Expire sessions, fail what waits behind a lost seq, drop old results."""
+        while True:
+            await self.time.sleep(self.config.sweep_interval_s)
+            for session in self.sessions.expired(self.config.session_timeout_s):
+                logger.info("session %s expired", session.session_id)
+                await self.end_session(session.session_id)
+            for adapter in self.adapters.values():
+                self._fail_behind_gap(adapter)
+            await self.store.execute(
+                "DELETE FROM operations WHERE finished_at < ? AND body IS NULL",
+                (self.time.wall() - self.config.result_retention_s,),
+            )
+
+    def _fail_behind_gap(self, adapter: AdapterQueue) -> None:
+        missing, now = adapter.missing_seq(), self.time.monotonic()
+        if missing is None:
+            adapter.gap_since = None
+            return
+        if adapter.gap_since is None:
+            adapter.gap_since = now
+        elif now - adapter.gap_since > self.config.gap_timeout_s:
+            error = ops_pb.OperationError(
+                code=10,
+                reason="SEQ_LOST",
+                message=f"operation {missing} of {adapter.adapter_id} never came: send it, then these again under new seqs",
+            )
+            for operation in adapter.operations.values():
+                if operation.seq > missing and not operation.is_final:
+                    operation.fail(error)
+                    adapter.decided.append(operation)
+            adapter.gap_since = None
+            self.touch(adapter)
+
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        logger.critical("the coordinator cannot go on", exc_info=error)
+        if self.failure is not None and not self.failure.done():
+            self.failure.set_exception(error)

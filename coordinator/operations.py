@@ -1,0 +1,179 @@
+"""An operation in memory: what was asked, how it is cut into chunks, and how it ended.
+
+Knows the kinds and their properties; neither order (`queue`), nor storage, nor doors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.messages import Datum, ItemError, ItemResult
+
+
+class Kind(Enum):
+    """What an operation does. The value is its name in the store and in reports."""
+
+    FORWARD = "forward"
+    FORWARD_BACKWARD = "forward_backward"
+    OPTIM_STEP = "optim_step"
+    LOAD_STATE = "load_state"
+    SAVE_STATE = "save_state"
+    SAVE_WEIGHTS_FOR_SAMPLER = "save_weights_for_sampler"
+    SAMPLE = "sample"
+
+    @property
+    def is_pass(self) -> bool:
+        """Runs in a cycle's pass; the others on an adapter run in its step phase."""
+        return self in (Kind.FORWARD, Kind.FORWARD_BACKWARD)
+
+    @property
+    def changes_state(self) -> bool:
+        """Changes the adapter, so that recovery must run it again."""
+        return self in (Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.LOAD_STATE)
+
+    @property
+    def needs_open_window(self) -> bool:
+        """Must not run once an earlier operation of its gradient window failed."""
+        return self in (Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)
+
+    @property
+    def wire(self) -> ops_pb.OperationKind.ValueType:
+        """The enum value in the contract."""
+        return getattr(ops_pb, f"OPERATION_KIND_{self.name}")  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A canonical chunk: datums `start` to `stop` of a request. A function of the request and the base model alone."""
+
+    start: int
+    stop: int
+    num_tokens: int
+
+
+def cut_chunks(lengths: list[int], chunk_tokens: int) -> tuple[Chunk, ...]:
+    """Cut a request into canonical chunks: whole sequences in order, up to `chunk_tokens`; a longer one is its own."""
+    chunks: list[Chunk] = []
+    start, total = 0, 0
+    for index, length in enumerate(lengths):
+        if index > start and total + length > chunk_tokens:
+            chunks.append(Chunk(start, index, total))
+            start, total = index, 0
+        total += length
+    chunks.append(Chunk(start, len(lengths), total))
+    return tuple(chunks)
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One durable request. `outcome` is set when it is decided and shown to nobody before it is committed."""
+
+    tenant_id: str
+    target_id: str
+    seq: int
+    kind: Kind
+    body: bytes
+    """The canonical request; empty once it is no longer needed in memory (the store has it)."""
+    body_hash: bytes
+    request_id: str
+    chunk_tokens: int
+    """The chunk size that it was admitted with."""
+    num_bytes: int
+    """Size of the body, for the quotas."""
+    chunks: tuple[Chunk, ...] = ()
+    data: tuple[Datum, ...] = ()
+    """Decoded sequences; dropped with `body`."""
+    next_chunk: int = 0
+    """Chunks that ran on the adapter's present copy."""
+    parts: list[ItemResult] = field(default_factory=list)
+    """Results of those chunks."""
+    is_running: bool = False
+    is_durable: bool = False
+    """The append has committed."""
+    is_committed: bool = False
+    """The outcome has committed."""
+    outcome: ops_pb.Operation | None = None
+
+    @property
+    def name(self) -> str:
+        """`<target>:<seq>`."""
+        return f"{self.target_id}:{self.seq}"
+
+    @property
+    def is_final(self) -> bool:
+        """Decided, though perhaps not yet committed."""
+        return self.outcome is not None
+
+    @property
+    def is_failed(self) -> bool:
+        """Decided, with an error."""
+        return self.outcome is not None and self.outcome.state == ops_pb.OPERATION_STATE_FAILED
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that go through the base model for it."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+    def restart(self) -> None:
+        """Forget what ran on a copy of the adapter that is gone."""
+        self.next_chunk = 0
+        self.parts.clear()
+        self.is_running = False
+
+    def drop_body(self) -> None:
+        """Free the request's memory; recovery reads it from the store again."""
+        self.body = b""
+        self.data = ()
+
+    def as_message(self) -> ops_pb.Operation:
+        """The operation as its owner may see it now."""
+        if self.outcome is not None and self.is_committed:
+            return self.outcome
+        state = ops_pb.OPERATION_STATE_RUNNING if self.is_running else ops_pb.OPERATION_STATE_QUEUED
+        return ops_pb.Operation(
+            name=self.name, kind=self.kind.wire, state=state, target_id=self.target_id, seq=self.seq
+        )
+
+    def fail(self, error: ops_pb.OperationError, *, cycle_id: int = 0) -> None:
+        """Decide: failed. Tokens and engine time of what ran stay charged."""
+        self._decide(ops_pb.OPERATION_STATE_FAILED, cycle_id)
+        assert self.outcome is not None
+        self.outcome.error.CopyFrom(error)
+
+    def succeed(self, cycle_id: int) -> ops_pb.Operation:
+        """Decide: succeeded. Returns the outcome, whose result the caller fills in."""
+        self._decide(ops_pb.OPERATION_STATE_SUCCEEDED, cycle_id)
+        assert self.outcome is not None
+        return self.outcome
+
+    def _decide(self, state: ops_pb.OperationState.ValueType, cycle_id: int) -> None:
+        assert self.outcome is None, f"{self.name} was decided twice"
+        self.is_running = False
+        self.outcome = ops_pb.Operation(
+            name=self.name,
+            kind=self.kind.wire,
+            state=state,
+            target_id=self.target_id,
+            seq=self.seq,
+            cycle_id=cycle_id,
+            num_tokens=sum(part.num_tokens for part in self.parts),
+            engine_seconds=sum(part.engine_s for part in self.parts),
+        )
+
+
+_CODES = {
+    "invalid_argument": 3,
+    "non_finite": 9,
+    "out_of_memory": 8,
+    "data_loss": 15,
+    "out_of_order": 10,
+    "cancelled": 1,
+    "internal": 13,
+}
+
+
+def item_error(error: ItemError) -> ops_pb.OperationError:
+    """A worker's error as users see it."""
+    return ops_pb.OperationError(code=_CODES[error.code.value], reason=error.code.name, message=error.message)

@@ -1,0 +1,215 @@
+"""Each adapter's operations in order, and how far its copy on a worker has come. In memory only; rebuilt from the log.
+
+Knows neither fairness (`planner`) nor storage nor what the operations compute. The invariants:
+
+- operations run strictly by seq, with no gap; a decided one that failed counts as done;
+- `cursor` is the last seq that the copy on the worker has behind it, `placed_seq` the last one that worker ran; they
+  differ by operations that need no worker (failed ones, and on a replay everything that changes no state);
+- once an operation that adds gradient fails, its gradient window is closed: what needs it fails too, up to and
+  including the next optim_step, and the worker is told to drop the pending gradient before it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from coordinator.operations import Kind, Operation
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.messages import AdapterSpec
+
+
+@dataclass(slots=True, eq=False)
+class AdapterQueue:
+    """One adapter: what it is, what it has been asked, where its copy lives and how far that has come."""
+
+    tenant_id: str
+    session_id: str
+    base_model: str
+    spec: AdapterSpec
+    snapshot_seq: int = 0
+    """What the newest durable snapshot contains; a new copy starts there."""
+    next_seq: int = 1
+    """The place after the highest accepted one: what a server-assigned operation gets."""
+    operations: dict[int, Operation] = field(default_factory=dict)
+    """Everything after `snapshot_seq`, by seq."""
+    worker_id: str = ""
+    """Where the copy lives; empty: nowhere, it must be installed."""
+    cursor: int = 0
+    placed_seq: int = 0
+    window_error: ops_pb.OperationError | None = None
+    """The failure that closed the current gradient window."""
+    must_drop_gradient: bool = False
+    """The copy holds gradient of a closed window."""
+    engine_s_since_snapshot: float = 0.0
+    """What a replay from the snapshot would cost."""
+    window_bytes: int = 0
+    """Bytes of the requests since the last optimizer step was accepted."""
+    gap_since: float | None = None
+    """When an operation was first seen to wait behind a seq that has not come."""
+    decided: list[Operation] = field(default_factory=list)
+    """Failed here, without a worker; waiting to be committed."""
+
+    @property
+    def adapter_id(self) -> str:
+        """Its id."""
+        return self.spec.adapter_id
+
+    @property
+    def applied_seq(self) -> int:
+        """The last seq up to which everything is committed."""
+        seq = self.snapshot_seq
+        while (operation := self.operations.get(seq + 1)) is not None and operation.is_committed:
+            seq += 1
+        return seq
+
+    @property
+    def num_unfinished(self) -> int:
+        """Operations that are accepted and not yet decided."""
+        return sum(1 for operation in self.operations.values() if not operation.is_final)
+
+    @property
+    def is_replaying(self) -> bool:
+        """The copy is behind what has been decided."""
+        return any(self._is_replay(operation) for operation in self.operations.values())
+
+    @property
+    def is_snapshot_safe(self) -> bool:
+        """No gradient is pending: what the copy holds is all there is."""
+        for seq in range(self.cursor, self.snapshot_seq, -1):
+            operation = self.operations.get(seq)
+            if operation is None or operation.kind in (Kind.OPTIM_STEP, Kind.LOAD_STATE):
+                return True
+            if operation.kind is Kind.FORWARD_BACKWARD:
+                return False
+        return True
+
+    def add(self, operation: Operation) -> None:
+        """Take an accepted operation into the order."""
+        assert operation.seq not in self.operations
+        self.operations[operation.seq] = operation
+        self.next_seq = max(self.next_seq, operation.seq + 1)
+
+    def retract(self, operation: Operation) -> None:
+        """Take back one whose append failed. If a worker may have seen it, its copy is given up."""
+        self.operations.pop(operation.seq, None)
+        if operation.is_running or operation.parts or operation.seq <= self.cursor:
+            self.lose_copy()
+
+    def lose_copy(self) -> None:
+        """The copy on the worker is gone or not to be trusted: start again from the snapshot."""
+        self.worker_id = ""
+        self.cursor = self.placed_seq = self.snapshot_seq
+        self.window_error = None
+        self.must_drop_gradient = False
+        for operation in self.operations.values():
+            operation.restart()
+
+    def placed(self, worker_id: str) -> None:
+        """A fresh copy from the snapshot is being installed there."""
+        self.lose_copy()
+        self.worker_id = worker_id
+        self.engine_s_since_snapshot = 0.0
+
+    def settle(self) -> None:
+        """Move the cursor over everything that needs no worker, failing what a closed window forbids."""
+        while (operation := self.operations.get(self.cursor + 1)) is not None:
+            if not operation.is_final:
+                if self.window_error is None or not operation.kind.needs_open_window or operation.is_running:
+                    return
+                operation.fail(window_closed(self.window_error))
+                self.decided.append(operation)
+            elif self._is_replay(operation):
+                return
+            self._pass(operation)
+
+    def ready_passes(self) -> Iterator[Operation]:
+        """The prefix of forwards and forward_backwards that may run now, in order. Call `settle` first."""
+        seq = self.cursor + 1
+        while (operation := self.operations.get(seq)) is not None:
+            if operation.is_final and not self._is_replay(operation):
+                if operation.is_failed or operation.kind.changes_state:
+                    return
+            elif not operation.kind.is_pass:
+                return
+            else:
+                yield operation
+            seq += 1
+
+    def ready_states(self) -> Iterator[Operation]:
+        """What the step phase may run now, in order: at most one optim_step, and saves and loads. Call `settle` first."""
+        seq, num_steps = self.cursor + 1, 0
+        while (operation := self.operations.get(seq)) is not None:
+            if operation.is_final and not self._is_replay(operation):
+                if operation.is_failed or operation.kind.changes_state:
+                    return
+            elif operation.kind.is_pass or (operation.kind is Kind.OPTIM_STEP and num_steps == 1):
+                return
+            else:
+                num_steps += operation.kind is Kind.OPTIM_STEP
+                yield operation
+            seq += 1
+
+    def is_ready(self) -> bool:
+        """Whether a cycle would do anything for it."""
+        self.settle()
+        return (
+            bool(self.decided) or next(self.ready_passes(), None) is not None or any(True for _ in self.ready_states())
+        )
+
+    def ran(self, operation: Operation) -> None:
+        """The worker has this operation behind it, whether it succeeded or failed."""
+        self.placed_seq = operation.seq
+        operation.is_running = False
+
+    def covered(self, seq: int) -> None:
+        """A snapshot up to `seq` is durable."""
+        self.snapshot_seq = seq
+        self.engine_s_since_snapshot = 0.0
+        for old in [s for s in self.operations if s <= seq and self.operations[s].is_committed]:
+            del self.operations[old]
+
+    def missing_seq(self) -> int | None:
+        """The seq that operations wait for and that has not come, if there is one."""
+        self.settle()
+        expected = self.cursor + 1
+        waits_behind = any(not o.is_final for s, o in self.operations.items() if s > expected)
+        return expected if waits_behind and expected not in self.operations else None
+
+    def _is_replay(self, operation: Operation) -> bool:
+        return (
+            operation.is_final
+            and not operation.is_failed
+            and operation.kind.changes_state
+            and operation.seq > self.placed_seq
+        )
+
+    def _pass(self, operation: Operation) -> None:
+        self.cursor = operation.seq
+        if operation.kind is Kind.FORWARD_BACKWARD and operation.is_failed:
+            assert operation.outcome is not None
+            self.window_error = self.window_error or _named(operation)
+            self.must_drop_gradient = True
+        elif operation.kind is Kind.OPTIM_STEP:
+            self.window_error = None
+            self.must_drop_gradient |= operation.is_failed
+        elif operation.kind is Kind.LOAD_STATE and not operation.is_failed:
+            self.window_error = None
+
+
+def _named(operation: Operation) -> ops_pb.OperationError:
+    assert operation.outcome is not None
+    error = ops_pb.OperationError()
+    error.CopyFrom(operation.outcome.error)
+    error.message = f"{operation.name} failed: {error.message}"
+    return error
+
+
+def window_closed(first: ops_pb.OperationError) -> ops_pb.OperationError:
+    """Why an operation of a closed gradient window is not run; `first` is the failure that closed it."""
+    return ops_pb.OperationError(
+        code=9,
+        reason="GRADIENT_WINDOW_CLOSED",
+        message=f"not run, because an earlier operation of the same step failed and its gradient is gone; {first.message}; "
+        "submit the step again after the next optim_step",
+    )

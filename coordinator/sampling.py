@@ -1,0 +1,392 @@
+"""Sample requests: whose turn it is, on which worker, with which weights; and their tokens and results on the way back.
+
+Samples have no order among themselves, so they pass by the cycles: a request goes to a worker as soon as that has room,
+tenants taking turns. Tokens stream to listeners and are kept nowhere; a finished request commits by group commit. A lost
+worker's requests start again from their logged seeds and give the same tokens.
+
+Knows the pool's sampling side and the store; not what a token means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+
+from coordinator.batches import service_error
+from coordinator.bodies import decode_sample
+from coordinator.config import CoordinatorConfig
+from coordinator.cycle import finished_row
+from coordinator.errors import Code, ServiceError
+from coordinator.operations import Operation, item_error
+from coordinator.saving import Saver
+from coordinator.store import CycleCommit, Row, Store
+from coordinator.waiting import OperationTable
+from tinkerpool.convert import to_tensor
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import sampling_pb2
+from workers.messages import (
+    AdapterSpec,
+    ErrorCode,
+    ItemError,
+    SampleRequest,
+    SampleResult,
+    SamplerVersion,
+    StopReason,
+    TokenEvent,
+)
+from workers.pool import Pool, WorkerLost
+
+logger = logging.getLogger(__name__)
+
+VERSIONS_MAX = 64
+"""Sampler versions that one worker is asked to remember; the least recently used leave."""
+
+Event = sampling_pb2.SampledToken | ops_pb.Operation
+"""What a listener gets; None when the coordinator stops."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    operation: Operation
+    sampler: Row
+    num_samples: int
+    worker_id: str = ""
+    is_cancelled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """What one life of a worker is doing and which versions it knows."""
+
+    num_sequences: int = 0
+    versions: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    removals: list[str] = field(default_factory=list)
+    running: dict[str, _Request] = field(default_factory=dict)
+
+
+class Sampling:
+    """All sample requests of a coordinator."""
+
+    def __init__(
+        self,
+        *,
+        config: CoordinatorConfig,
+        pool: Pool,
+        store: Store,
+        table: OperationTable,
+        saver: Saver,
+        spec_of: Callable[[str], AdapterSpec],
+        live_workers: Callable[[str], list[str]],
+        worker_lost: Callable[[str], None],
+        fatal: Callable[[BaseException], None],
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._store = store
+        self._table = table
+        self._saver = saver
+        self._spec_of = spec_of
+        self._live_workers = live_workers
+        self._worker_lost = worker_lost
+        self._fatal = fatal
+        self._waiting: dict[str, OrderedDict[str, deque[_Request]]] = {}
+        self._requests: dict[str, _Request] = {}
+        self._workers: dict[str, _Worker] = {}
+        self._listeners: dict[str, list[asyncio.Queue[Event | None]]] = {}
+        self._last_seq: dict[str, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.is_stopping = False
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are not finished."""
+        return len(self._requests)
+
+    def submit(self, operation: Operation, sampler: Row) -> None:
+        """Queue a durable sample operation."""
+        _, num_samples, _, _ = decode_sample(operation.body)
+        request = _Request(operation, sampler, num_samples)
+        self._last_seq[operation.target_id] = max(operation.seq, self._last_seq.get(operation.target_id, 0))
+        self._requests[operation.name] = request
+        self._enqueue(request)
+        self._dispatch(sampler["base_model"])
+
+    def next_seq(self, sampler_id: str) -> int:
+        """A number that no request to this sampler has had."""
+        if sampler_id not in self._last_seq:
+            row = self._store.read_one("SELECT MAX(seq) AS seq FROM operations WHERE target_id = ?", (sampler_id,))
+            self._last_seq[sampler_id] = (row["seq"] if row else None) or 0
+        self._last_seq[sampler_id] += 1
+        return self._last_seq[sampler_id]
+
+    def cancel(self, name: str) -> None:
+        """End a request at the next decode step, or at once if it waits."""
+        request = self._requests.get(name)
+        if request is None or request.is_cancelled:
+            return
+        request.is_cancelled = True
+        if request.worker_id:
+            self._spawn(self._cancel_on(request.worker_id, name))
+        else:
+            self._dequeue(request)
+            self._finish(request, SampleResult(op_id=name, error=CANCELLED))
+
+    def end_sampler(self, sampler_id: str) -> None:
+        """Its session has ended: cancel what it has queued."""
+        for request in [r for r in self._requests.values() if r.operation.target_id == sampler_id]:
+            self.cancel(request.operation.name)
+
+    def listen(self, name: str) -> asyncio.Queue[Event | None]:
+        """Tokens of a request from now on, and at the end its operation. Call before it is submitted."""
+        queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._listeners.setdefault(name, []).append(queue)
+        return queue
+
+    def unlisten(self, name: str, queue: asyncio.Queue[Event | None]) -> None:
+        """The listener has gone."""
+        queues = self._listeners.get(name, [])
+        if queue in queues:
+            queues.remove(queue)
+        if not queues:
+            self._listeners.pop(name, None)
+
+    def worker_started(self, worker_id: str) -> None:
+        """A life of a worker begins: follow its events."""
+        self._workers[worker_id] = _Worker()
+        self._spawn(self._follow(worker_id, self._workers[worker_id]))
+        for base_model in list(self._waiting):
+            self._dispatch(base_model)
+
+    def worker_ended(self, worker_id: str) -> None:
+        """A life of a worker has ended: its requests start again elsewhere."""
+        worker = self._workers.pop(worker_id, None)
+        if worker is None:
+            return
+        for request in worker.running.values():
+            request.worker_id = ""
+            self._enqueue(request)
+        for base_model in list(self._waiting):
+            self._dispatch(base_model)
+
+    def published(self, worker_id: str, version: str) -> None:
+        """A worker holds this version since its last batch."""
+        if worker_id in self._workers:
+            self._remember(self._workers[worker_id], version)
+
+    def forget(self, worker_id: str, key: str) -> None:
+        """Let a worker drop an adapter or version with its next batch."""
+        if worker_id in self._workers:
+            self._workers[worker_id].removals.append(key)
+
+    def take_removals(self, worker_id: str) -> tuple[str, ...]:
+        """Versions that the worker shall forget with its next batch."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return ()
+        removals, worker.removals = tuple(worker.removals), []
+        return removals
+
+    async def stop(self) -> None:
+        """Start and follow nothing more. Unfinished requests run again after the next start."""
+        self.is_stopping = True
+        for queue in [queue for queues in self._listeners.values() for queue in queues]:
+            queue.put_nowait(None)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---- turns
+
+    def _enqueue(self, request: _Request) -> None:
+        tenants = self._waiting.setdefault(request.sampler["base_model"], OrderedDict())
+        tenants.setdefault(request.operation.tenant_id, deque()).append(request)
+
+    def _dequeue(self, request: _Request) -> None:
+        tenants = self._waiting.get(request.sampler["base_model"], OrderedDict())
+        queue = tenants.get(request.operation.tenant_id, deque())
+        if request in queue:
+            queue.remove(request)
+        if not queue:
+            tenants.pop(request.operation.tenant_id, None)
+
+    def _dispatch(self, base_model: str) -> None:
+        """Hand out requests while a worker has room, one tenant after another."""
+        tenants = self._waiting.get(base_model)
+        while tenants and not self.is_stopping:
+            tenant, queue = next(iter(tenants.items()))
+            request = queue[0]
+            worker_id = self._choose_worker(base_model, request)
+            if worker_id is None:
+                return
+            queue.popleft()
+            tenants.move_to_end(tenant)
+            if not queue:
+                del tenants[tenant]
+            request.worker_id = worker_id
+            request.operation.is_running = True
+            worker = self._workers[worker_id]
+            worker.running[request.operation.name] = request
+            worker.num_sequences += request.num_samples
+            self._spawn(self._start(worker_id, worker, request))
+
+    def _choose_worker(self, base_model: str, request: _Request) -> str | None:
+        """A worker with room: one that knows the version, then the least busy."""
+        version = request.sampler["version"]
+        candidates = [
+            (version not in worker.versions, worker.num_sequences, worker_id)
+            for worker_id in self._live_workers(base_model)
+            if (worker := self._workers.get(worker_id)) is not None
+            and (
+                worker.num_sequences == 0
+                or worker.num_sequences + request.num_samples <= self._config.samples_per_worker_max
+            )
+        ]
+        return min(candidates)[2] if candidates else None
+
+    def _remember(self, worker: _Worker, version: str) -> None:
+        worker.versions[version] = None
+        worker.versions.move_to_end(version)
+        if version in worker.removals:
+            worker.removals.remove(version)
+        in_use = {request.sampler["version"] for request in worker.running.values()}
+        for old in [v for v in worker.versions if v not in in_use and v != version]:
+            if len(worker.versions) <= VERSIONS_MAX:
+                break
+            del worker.versions[old]
+            worker.removals.append(old)
+
+    # ---- one request's way
+
+    async def _start(self, worker_id: str, worker: _Worker, request: _Request) -> None:
+        name = request.operation.name
+        try:
+            version = await self._version(worker, request.sampler)
+            prompt, num_samples, wants_prompt_logprobs, params = decode_sample(request.operation.body)
+            await self._pool.start_sample(
+                worker_id,
+                SampleRequest(
+                    op_id=name,
+                    version=version,
+                    prompt=prompt,
+                    num_samples=num_samples,
+                    params=params,
+                    prompt_logprobs=wants_prompt_logprobs,
+                    stream=name in self._listeners,
+                ),
+            )
+            if request.is_cancelled:
+                await self._pool.cancel_sample(worker_id, name)
+        except ServiceError as error:
+            self._done_on(worker, request)
+            request.operation.fail(service_error(error))
+            await self._commit(request)
+        except WorkerLost as error:
+            logger.warning("worker %s lost: %s", worker_id, error)
+            self._worker_lost(worker_id)
+
+    async def _version(self, worker: _Worker, sampler: Row) -> SamplerVersion:
+        key = sampler["version"]
+        if not key:
+            return SamplerVersion(key="")
+        spec = self._spec_of(sampler["adapter_id"])
+        if key in worker.versions:
+            self._remember(worker, key)
+            return SamplerVersion(key=key, spec=spec)
+        if sampler["folder"]:
+            files, row = self._saver.samplers, sampler
+        else:
+            files = self._saver.checkpoints
+            found = self._store.read_one("SELECT * FROM checkpoints WHERE path = ?", (sampler["model_path"],))
+            if found is None:
+                raise ServiceError(
+                    Code.NOT_FOUND, "NOT_FOUND", f"the sampler's checkpoint {sampler['model_path']} was deleted"
+                )
+            row = found
+        state = await asyncio.to_thread(files.read, row["folder"], row["sha256"])
+        self._remember(worker, key)
+        return SamplerVersion(key=key, spec=spec, state=state)
+
+    async def _cancel_on(self, worker_id: str, name: str) -> None:
+        try:
+            await self._pool.cancel_sample(worker_id, name)
+        except WorkerLost:
+            self._worker_lost(worker_id)
+
+    async def _follow(self, worker_id: str, worker: _Worker) -> None:
+        try:
+            async for event in self._pool.sample_events(worker_id):
+                request = worker.running.get(event.op_id)
+                if request is None:
+                    continue
+                if isinstance(event, TokenEvent):
+                    token = sampling_pb2.SampledToken(
+                        sequence_index=event.sequence_index, token=event.token, logprob=event.logprob
+                    )
+                    for queue in self._listeners.get(event.op_id, ()):
+                        queue.put_nowait(token)
+                else:
+                    self._done_on(worker, request)
+                    self._finish(request, event)
+        except WorkerLost as error:
+            if not self.is_stopping and self._workers.get(worker_id) is worker:
+                logger.warning("worker %s lost: %s", worker_id, error)
+                self._worker_lost(worker_id)
+
+    def _done_on(self, worker: _Worker, request: _Request) -> None:
+        if worker.running.pop(request.operation.name, None) is not None:
+            worker.num_sequences -= request.num_samples
+
+    def _finish(self, request: _Request, result: SampleResult) -> None:
+        operation = request.operation
+        if result.error is not None:
+            operation.fail(item_error(result.error))
+        else:
+            _fill(operation, result)
+        assert operation.outcome is not None
+        operation.outcome.num_tokens = result.num_prompt_tokens + result.num_sampled_tokens
+        operation.outcome.engine_seconds = result.engine_s
+        self._spawn(self._commit(request))
+        self._dispatch(request.sampler["base_model"])
+
+    async def _commit(self, request: _Request) -> None:
+        operation = request.operation
+        await self._store.commit_cycle(CycleCommit(finished=[finished_row(operation)]))
+        operation.drop_body()
+        self._requests.pop(operation.name, None)
+        self._table.finished(operation)
+        assert operation.outcome is not None
+        for queue in self._listeners.get(operation.name, ()):
+            queue.put_nowait(operation.outcome)
+
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished_task)
+
+    def _finished_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fatal(error)
+
+
+CANCELLED = ItemError(code=ErrorCode.CANCELLED, message="cancelled")
+
+_STOP_REASONS = {
+    StopReason.STOP: ops_pb.STOP_REASON_STOP,
+    StopReason.LENGTH: ops_pb.STOP_REASON_LENGTH,
+}
+
+
+def _fill(operation: Operation, result: SampleResult) -> None:
+    sample = operation.succeed(0).sample
+    for sequence in result.sequences:
+        sample.sequences.add(
+            tokens=to_tensor(sequence.tokens),
+            logprobs=to_tensor(sequence.logprobs),
+            stop_reason=_STOP_REASONS[sequence.stop_reason],
+        )
+    if result.prompt_logprobs is not None:
+        sample.prompt_logprobs.CopyFrom(to_tensor(result.prompt_logprobs))

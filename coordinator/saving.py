@@ -1,0 +1,158 @@
+"""Makes states that workers hand out durable, and the rows that point at them: checkpoints, samplers, snapshots.
+
+The order is always file first (synced and renamed), then row, in the transaction of the cycle's commit; a folder that is
+replaced is removed only after that. Knows nothing of workers or order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from coordinator.batches import save_path, save_request
+from coordinator.errors import Code, ServiceError
+from coordinator.files import Saved, StateFiles
+from coordinator.operations import Operation
+from coordinator.queue import AdapterQueue
+from coordinator.store import CycleCommit, SnapshotRow, Store
+from tinkerpool import names
+from tinkerpool.v1 import checkpoints_pb2
+from workers.messages import AdapterState, ItemResult, ModelInfo
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """The folders of a data directory and their rows."""
+
+    def __init__(
+        self,
+        data_dir: Path,
+        store: Store,
+        models: Callable[[str], ModelInfo],
+        wall: Callable[[], float],
+        new_sampler_index: Callable[[str], int],
+    ) -> None:
+        self.checkpoints = StateFiles(data_dir / "checkpoints")
+        self.snapshots = StateFiles(data_dir / "snapshots")
+        self.samplers = StateFiles(data_dir / "samplers")
+        self._store = store
+        self._models = models
+        self._wall = wall
+        self._new_sampler_index = new_sampler_index
+
+    async def save(
+        self, commit: CycleCommit, cycle_id: int, adapter: AdapterQueue, operation: Operation, result: ItemResult
+    ) -> None:
+        """Write a user's checkpoint or unnamed sampler and decide its operation. Raises ServiceError if it cannot be."""
+        request = save_request(operation)
+        assert result.state is not None
+        if not request.name:
+            saved = await self._write(self.samplers, adapter, result.state)
+            session_id = adapter.session_id
+            sampler_id = names.sampler_id(session_id, self._new_sampler_index(session_id))
+            commit.samplers.append(
+                {
+                    "sampler_id": sampler_id,
+                    "tenant_id": adapter.tenant_id,
+                    "session_id": session_id,
+                    "body": b"",
+                    "base_model": adapter.base_model,
+                    "model_path": "",
+                    "adapter_id": adapter.adapter_id,
+                    "version": operation.name,
+                    "folder": saved.folder,
+                    "sha256": saved.sha256,
+                    "created_at": self._wall(),
+                }
+            )
+            operation.succeed(cycle_id).save_weights_for_sampler.sampler_id = sampler_id
+            return
+        path = save_path(operation, request.name)
+        self._check_free(commit, str(path))
+        saved = await self._write(self.checkpoints, adapter, result.state)
+        commit.checkpoints.append(
+            {
+                "path": str(path),
+                "tenant_id": adapter.tenant_id,
+                "adapter_id": adapter.adapter_id,
+                "kind": path.kind,
+                "folder": saved.folder,
+                "size_bytes": saved.size_bytes,
+                "sha256": saved.sha256,
+                "seq": operation.seq,
+                "base_model": adapter.base_model,
+                "rank": adapter.spec.rank,
+                "fingerprint": result.state.fingerprint,
+                "user_metadata": json.dumps(dict(request.user_metadata)),
+                "created_at": self._wall(),
+            }
+        )
+        outcome = operation.succeed(cycle_id)
+        if isinstance(request, checkpoints_pb2.SaveStateRequest):
+            outcome.save_state.path = str(path)
+        else:
+            outcome.save_weights_for_sampler.path = str(path)
+
+    async def take_snapshot(self, commit: CycleCommit, adapter: AdapterQueue, result: ItemResult) -> None:
+        """Write a snapshot. Without one the log is longer, and nothing else: a failure is only reported."""
+        if result.state is None:
+            logger.warning("no snapshot of %s: %s", adapter.adapter_id, result.error)
+            return
+        try:
+            saved = await self._write(self.snapshots, adapter, result.state)
+        except ServiceError as error:
+            logger.warning("no snapshot of %s: %s", adapter.adapter_id, error)
+            return
+        self._snapshot_row(commit, adapter.adapter_id, result.state.applied_seq, saved)
+
+    async def write_first_snapshot(self, commit: CycleCommit, adapter: AdapterQueue, state: AdapterState) -> None:
+        """What a new adapter starts from, when that is not its seed."""
+        saved = await self._write(self.snapshots, adapter, state)
+        self._snapshot_row(commit, adapter.adapter_id, 0, saved)
+
+    def committed(self, commit: CycleCommit, adapters: Mapping[str, AdapterQueue]) -> None:
+        """The commit is durable: what its snapshots cover is no longer needed."""
+        for snapshot in commit.snapshots:
+            if snapshot.adapter_id in adapters:
+                adapters[snapshot.adapter_id].covered(snapshot.seq)
+        for folder in commit.replaced_snapshots:
+            self.snapshots.remove(folder)
+
+    def remove_orphans(self) -> None:
+        """Delete folders that a crash left without a row."""
+        for files, table in (
+            (self.checkpoints, "checkpoints"),
+            (self.snapshots, "snapshots"),
+            (self.samplers, "samplers"),
+        ):
+            files.remove_orphans({row["folder"] for row in self._store.read(f"SELECT folder FROM {table}")})  # noqa: S608
+
+    def _snapshot_row(self, commit: CycleCommit, adapter_id: str, seq: int, saved: Saved) -> None:
+        old = self._store.read_one("SELECT folder FROM snapshots WHERE adapter_id = ?", (adapter_id,))
+        if old is not None:
+            commit.replaced_snapshots.append(old["folder"])
+        commit.snapshots.append(SnapshotRow(adapter_id=adapter_id, seq=seq, folder=saved.folder, sha256=saved.sha256))
+
+    def _check_free(self, commit: CycleCommit, path: str) -> None:
+        in_commit = any(row["path"] == path for row in commit.checkpoints)
+        if in_commit or self._store.read_one("SELECT 1 FROM checkpoints WHERE path = ?", (path,)):
+            raise ServiceError(
+                Code.ALREADY_EXISTS,
+                "CHECKPOINT_EXISTS",
+                f"{path} exists already: choose another name, or delete it first",
+            )
+
+    async def _write(self, files: StateFiles, adapter: AdapterQueue, state: AdapterState) -> Saved:
+        try:
+            return await asyncio.to_thread(files.write, adapter.spec, self._models(adapter.base_model), state)
+        except OSError as error:
+            logger.exception("cannot write the state of %s", adapter.adapter_id)
+            raise ServiceError(
+                Code.RESOURCE_EXHAUSTED,
+                "DISK",
+                f"the server cannot write the state to disk ({error.strerror}): nothing was saved; try again later",
+            ) from None

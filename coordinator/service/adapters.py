@@ -1,0 +1,203 @@
+"""Adapters: create, look up, delete."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+from coordinator.auth import Principal
+from coordinator.bodies import check_metadata, serialize
+from coordinator.errors import Code, ServiceError, invalid
+from coordinator.queue import AdapterQueue
+from coordinator.recovery import adapter_of_row
+from coordinator.service.base import UseCases, metadata_of, timestamp
+from coordinator.sessions import Session
+from coordinator.store import ConflictError, CycleCommit, Row
+from tinkerpool import names
+from tinkerpool.v1 import adapters_pb2 as pb
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.messages import AdapterSpec, ModelInfo
+
+DEFAULT_RANK = 32
+DEFAULT_ALPHA = 32.0
+
+
+class AdapterUseCases(UseCases):
+    """AdapterService."""
+
+    async def create_adapter(self, principal: Principal, request: pb.CreateAdapterRequest) -> pb.CreateAdapterResponse:
+        """A new adapter, or the one that this index or request id made."""
+        self._core.admission.check_open()
+        session = self._live_session(principal, request.session_id)
+        check_metadata(request.user_metadata, self._core.config.limits)
+        if request.HasField("index") and request.index < 0:
+            raise invalid(f"index must be 0 or more, not {request.index}")
+        canonical = pb.CreateAdapterRequest()
+        canonical.CopyFrom(request)
+        canonical.ClearField("request_id")
+        body = serialize(canonical)
+        if existing := self._existing_adapter(request):
+            return pb.CreateAdapterResponse(adapter=self._message(self._same(existing, body)))
+        source = self._checkpoint(principal, request.from_path) if request.from_path else None
+        model, values = self._values(request, source)
+        self._check_quota(principal)
+        index = request.index if request.HasField("index") else session.next_adapter
+        session.next_adapter = max(session.next_adapter, index + 1)
+        adapter_id = names.adapter_id(session.session_id, index)
+        if source is not None:
+            await self._write_start(adapter_id, principal, session, model, values, source, request.with_optimizer)
+        try:
+            await self._core.store.insert(
+                "adapters",
+                adapter_id=adapter_id,
+                tenant_id=principal.tenant_id,
+                session_id=session.session_id,
+                request_id=request.request_id or None,
+                body=body,
+                base_model=model.name,
+                user_metadata=json.dumps(dict(request.user_metadata)),
+                created_at=self._core.time.wall(),
+                **values,
+            )
+        except ConflictError:
+            existing = self._existing_adapter(request)
+            assert existing is not None
+            return pb.CreateAdapterResponse(adapter=self._message(self._same(existing, body)))
+        row = self._row(adapter_id)
+        self._core.add_adapter(adapter_of_row(row))
+        return pb.CreateAdapterResponse(adapter=self._message(row))
+
+    async def get_adapter(self, principal: Principal, request: pb.GetAdapterRequest) -> pb.GetAdapterResponse:
+        """An adapter and its next seq."""
+        adapter = self._adapter(principal, request.adapter_id)
+        return pb.GetAdapterResponse(adapter=self._message(self._row(adapter.adapter_id)))
+
+    async def list_adapters(self, principal: Principal, request: pb.ListAdaptersRequest) -> pb.ListAdaptersResponse:
+        """The tenant's adapters, newest first."""
+        rows, token = self._page(
+            "SELECT * FROM adapters WHERE tenant_id = ? AND deleted_at IS NULL ORDER BY created_at DESC, adapter_id",
+            (principal.tenant_id,),
+            request.page_size,
+            request.page_token,
+            20,
+        )
+        return pb.ListAdaptersResponse(adapters=[self._message(row) for row in rows], next_page_token=token)
+
+    async def delete_adapter(self, principal: Principal, request: pb.DeleteAdapterRequest) -> pb.DeleteAdapterResponse:
+        """Delete an adapter; what it has queued fails."""
+        row = self._core.store.read_one(
+            "SELECT * FROM adapters WHERE adapter_id = ? AND tenant_id = ?", (request.adapter_id, principal.tenant_id)
+        )
+        if row is not None and row["deleted_at"] is not None:
+            return pb.DeleteAdapterResponse()
+        adapter = self._adapter(principal, request.adapter_id)
+        await self._core.delete_adapter(
+            adapter, ops_pb.OperationError(code=1, reason="ADAPTER_DELETED", message="the adapter was deleted")
+        )
+        return pb.DeleteAdapterResponse()
+
+    def _existing_adapter(self, request: pb.CreateAdapterRequest) -> Row | None:
+        if request.HasField("index"):
+            adapter_id = names.adapter_id(request.session_id, request.index)
+            return self._core.store.read_one("SELECT * FROM adapters WHERE adapter_id = ?", (adapter_id,))
+        if not request.request_id:
+            return None
+        return self._core.store.read_one(
+            "SELECT * FROM adapters WHERE session_id = ? AND request_id = ?", (request.session_id, request.request_id)
+        )
+
+    def _same(self, row: Row, body: bytes) -> Row:
+        if bytes(row["body"]) != body:
+            raise ServiceError(
+                Code.ALREADY_EXISTS,
+                "ADAPTER_EXISTS",
+                f"{row['adapter_id']} was created before with other settings: use another index or request_id",
+            )
+        return row
+
+    def _values(
+        self, request: pb.CreateAdapterRequest, source: Row | None
+    ) -> tuple[ModelInfo, dict[str, int | float | bool]]:
+        """The columns that make the adapter, with every default filled in."""
+        if not request.base_model and source is None:
+            raise invalid(f"base_model is empty: name one of {', '.join(self._core.models)}")
+        if source is not None and request.base_model not in ("", source["base_model"]):
+            raise invalid(f"the checkpoint belongs to base model {source['base_model']}, not {request.base_model}")
+        model = self._model(request.base_model or (source["base_model"] if source else ""))
+        origin = self._core.spec_of(source["adapter_id"]) if source is not None else None
+        rank = request.rank or (origin.rank if origin else min(DEFAULT_RANK, model.max_rank))
+        if rank < 1 or rank > model.max_rank or rank & (rank - 1):
+            allowed = ", ".join(str(1 << i) for i in range(model.max_rank.bit_length()) if 1 << i <= model.max_rank)
+            raise invalid(f"rank {rank} is not allowed: for {model.name} use one of {allowed}", "RANK_NOT_ALLOWED")
+        alpha = request.alpha if request.HasField("alpha") else (origin.alpha if origin else DEFAULT_ALPHA)
+        if not 0 < alpha < math.inf:
+            raise invalid(f"alpha must be above 0 and finite, not {alpha}")
+        seed = request.seed if request.HasField("seed") else (origin.seed if origin else 0)
+        flags = {}
+        for name in ("train_attn", "train_mlp", "train_unembed"):
+            flags[name] = getattr(request, name) if request.HasField(name) else getattr(origin, name, True)
+        if not any(flags.values()):
+            raise invalid("train_attn, train_mlp and train_unembed are all false: there would be nothing to train")
+        if origin is not None and (rank, *flags.values()) != (
+            origin.rank,
+            origin.train_attn,
+            origin.train_mlp,
+            origin.train_unembed,
+        ):
+            raise invalid("rank and train_* must be those of the checkpoint: leave them out")
+        return model, {"rank": rank, "alpha": alpha, "seed": seed, **flags}
+
+    def _check_quota(self, principal: Principal) -> None:
+        limit = self._core.config.limits.adapters_max
+        if sum(1 for a in self._core.adapters.values() if a.tenant_id == principal.tenant_id) >= limit:
+            raise ServiceError(
+                Code.RESOURCE_EXHAUSTED,
+                "ADAPTER_QUOTA",
+                f"you have {limit} adapters, the most allowed: delete some first",
+            )
+
+    async def _write_start(
+        self,
+        adapter_id: str,
+        principal: Principal,
+        session: Session,
+        model: ModelInfo,
+        values: dict[str, int | float | bool],
+        source: Row,
+        with_optimizer: bool,
+    ) -> None:
+        """Copy a checkpoint as the new adapter's first snapshot, so that it does not depend on it any more."""
+        state = self._core.saver.checkpoints.read(source["folder"], source["sha256"])
+        if not with_optimizer:
+            state = replace(state, optimizer=None, num_steps=0)
+        spec = AdapterSpec(adapter_id=adapter_id, **values)  # type: ignore[arg-type]
+        adapter = AdapterQueue(principal.tenant_id, session.session_id, model.name, spec)
+        commit = CycleCommit()
+        await self._core.saver.write_first_snapshot(commit, adapter, state)
+        await self._core.store.commit_cycle(commit)
+
+    def _row(self, adapter_id: str) -> Row:
+        row = self._core.store.read_one("SELECT * FROM adapters WHERE adapter_id = ?", (adapter_id,))
+        assert row is not None
+        return row
+
+    def _message(self, row: Row) -> pb.Adapter:
+        adapter = self._core.adapters.get(row["adapter_id"])
+        if adapter is None:
+            raise ServiceError(Code.FAILED_PRECONDITION, "ADAPTER_DELETED", f"{row['adapter_id']} was deleted")
+        return pb.Adapter(
+            adapter_id=row["adapter_id"],
+            base_model=row["base_model"],
+            rank=row["rank"],
+            alpha=row["alpha"],
+            seed=row["seed"],
+            train_attn=bool(row["train_attn"]),
+            train_mlp=bool(row["train_mlp"]),
+            train_unembed=bool(row["train_unembed"]),
+            next_seq=adapter.next_seq,
+            applied_seq=adapter.applied_seq,
+            user_metadata=metadata_of(row),
+            create_time=timestamp(row["created_at"]),
+            session_id=row["session_id"],
+        )

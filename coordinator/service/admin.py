@@ -1,0 +1,47 @@
+"""Keys and tenants, for administrators."""
+
+from __future__ import annotations
+
+from coordinator.auth import Principal
+from coordinator.errors import Code, ServiceError
+from coordinator.service.base import UseCases, timestamp
+from coordinator.store import Row
+from tinkerpool.v1 import pool_pb2 as pb
+
+
+class AdminUseCases(UseCases):
+    """AdminService."""
+
+    async def create_api_key(self, principal: Principal, request: pb.CreateApiKeyRequest) -> pb.CreateApiKeyResponse:
+        """A new key, shown this once."""
+        _check_admin(principal)
+        key, row = await self._authenticator.create_key(request.tenant, is_admin=request.is_admin)
+        return pb.CreateApiKeyResponse(key=key, api_key=_message(row))
+
+    async def list_api_keys(self, principal: Principal, request: pb.ListApiKeysRequest) -> pb.ListApiKeysResponse:
+        """All keys, without secrets."""
+        _check_admin(principal)
+        return pb.ListApiKeysResponse(api_keys=[_message(row) for row in self._authenticator.list_keys()])
+
+    async def revoke_api_key(self, principal: Principal, request: pb.RevokeApiKeyRequest) -> pb.RevokeApiKeyResponse:
+        """Refuse a key from now on."""
+        _check_admin(principal)
+        await self._authenticator.revoke_key(request.key_id)
+        return pb.RevokeApiKeyResponse()
+
+
+def _check_admin(principal: Principal) -> None:
+    if not principal.is_admin:
+        raise ServiceError(
+            Code.PERMISSION_DENIED, "ADMIN_ONLY", "this needs an administrator's key: ask whoever started the pool"
+        )
+
+
+def _message(row: Row) -> pb.ApiKey:
+    return pb.ApiKey(
+        key_id=row["key_id"],
+        tenant=row["name"],
+        is_admin=bool(row["is_admin"]),
+        create_time=timestamp(row["created_at"]),
+        is_revoked=row["revoked_at"] is not None,
+    )

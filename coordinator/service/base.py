@@ -1,0 +1,92 @@
+"""What all use cases share: the parts, and looking things up as their owner. Foreign and absent look the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from coordinator.auth import Authenticator, Principal
+from coordinator.core import Core
+from coordinator.errors import Code, ServiceError, invalid, not_found
+from coordinator.queue import AdapterQueue
+from coordinator.sessions import Session
+from coordinator.store import Row
+from workers.messages import ModelInfo
+
+
+class UseCases:
+    """Holds the parts."""
+
+    def __init__(self, core: Core, authenticator: Authenticator) -> None:
+        self._core = core
+        self._authenticator = authenticator
+
+    def _adapter(self, principal: Principal, adapter_id: str) -> AdapterQueue:
+        adapter = self._core.adapters.get(adapter_id)
+        if adapter is None or adapter.tenant_id != principal.tenant_id:
+            raise not_found("adapter", adapter_id)
+        return adapter
+
+    def _live_session(self, principal: Principal, session_id: str) -> Session:
+        session = self._core.sessions.get(session_id)
+        if session is not None and session.tenant_id == principal.tenant_id:
+            self._core.sessions.touch(session_id)
+            return session
+        self._session_row(principal, session_id)
+        raise ServiceError(
+            Code.FAILED_PRECONDITION,
+            "SESSION_ENDED",
+            f"session {session_id} has ended (it was finished, or sent no heartbeat for "
+            f"{self._core.config.session_timeout_s:.0f} s): create a new one; adapters and checkpoints are still there",
+        )
+
+    def _session_row(self, principal: Principal, session_id: str) -> Row:
+        row = self._core.store.read_one(
+            "SELECT * FROM sessions WHERE session_id = ? AND tenant_id = ?", (session_id, principal.tenant_id)
+        )
+        if row is None:
+            raise not_found("session", session_id)
+        return row
+
+    def _checkpoint(self, principal: Principal, path: str) -> Row:
+        row = self._core.store.read_one(
+            "SELECT * FROM checkpoints WHERE path = ? AND tenant_id = ?", (path, principal.tenant_id)
+        )
+        if row is None:
+            raise not_found("checkpoint", path)
+        return row
+
+    def _model(self, name: str) -> ModelInfo:
+        model = self._core.models.get(name)
+        if model is None:
+            served = ", ".join(self._core.models) or "none"
+            raise ServiceError(
+                Code.NOT_FOUND, "NOT_FOUND", f"this pool does not serve base model {name[:200]!r}; it serves: {served}"
+            )
+        return model
+
+    def _page(self, sql: str, parameters: Sequence[Any], size: int, token: str, default: int) -> tuple[list[Row], str]:
+        """One page of a query that ends in ORDER BY; the token is the offset."""
+        if token and not token.isdecimal():
+            raise invalid(f"page_token {token[:40]!r} was not handed out by this service")
+        if size < 0:
+            raise invalid(f"page_size must be 0 or more, not {size}")
+        limit, offset = min(size or default, 1000), int(token or 0)
+        rows = self._core.store.read(f"{sql} LIMIT ? OFFSET ?", (*parameters, limit + 1, offset))
+        return rows[:limit], str(offset + limit) if len(rows) > limit else ""
+
+
+def timestamp(seconds: float) -> Timestamp:
+    """Wall-clock seconds as the contract has them."""
+    message = Timestamp()
+    message.FromNanoseconds(int(seconds * 1e9))
+    return message
+
+
+def metadata_of(row: Row) -> dict[str, str]:
+    """A row's user metadata."""
+    metadata: dict[str, str] = json.loads(row["user_metadata"])
+    return metadata

@@ -1,0 +1,75 @@
+"""Checkpoints that exist: list, get, delete, export. Saving is an operation on an adapter (`training`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from coordinator.auth import Principal
+from coordinator.service.base import UseCases, metadata_of, timestamp
+from coordinator.store import Row
+from tinkerpool import names
+from tinkerpool.v1 import checkpoints_pb2 as pb
+
+_KINDS = {
+    names.TRAINING: pb.CHECKPOINT_KIND_TRAINING,
+    names.SAMPLER: pb.CHECKPOINT_KIND_SAMPLER,
+}
+
+
+class CheckpointUseCases(UseCases):
+    """CheckpointService."""
+
+    async def list_checkpoints(
+        self, principal: Principal, request: pb.ListCheckpointsRequest
+    ) -> pb.ListCheckpointsResponse:
+        """Checkpoints of an adapter, or all the tenant's, newest first."""
+        kinds = [kind for kind, value in _KINDS.items() if request.kind in (pb.CHECKPOINT_KIND_UNSPECIFIED, value)]
+        marks = ", ".join("?" * len(kinds))
+        rows, token = self._page(
+            f"SELECT * FROM checkpoints WHERE tenant_id = ? AND kind IN ({marks}) AND ? IN ('', adapter_id)"  # noqa: S608
+            " ORDER BY created_at DESC, path",
+            (principal.tenant_id, *kinds, request.adapter_id),
+            request.page_size,
+            request.page_token,
+            100,
+        )
+        return pb.ListCheckpointsResponse(checkpoints=[_message(row) for row in rows], next_page_token=token)
+
+    async def get_checkpoint(self, principal: Principal, request: pb.GetCheckpointRequest) -> pb.GetCheckpointResponse:
+        """A checkpoint."""
+        return pb.GetCheckpointResponse(checkpoint=_message(self._checkpoint(principal, request.path)))
+
+    async def delete_checkpoint(
+        self, principal: Principal, request: pb.DeleteCheckpointRequest
+    ) -> pb.DeleteCheckpointResponse:
+        """Delete a checkpoint: the row first, so that a crash leaves an orphaned folder and not a broken checkpoint."""
+        row = self._checkpoint(principal, request.path)
+        await self._core.store.execute("DELETE FROM checkpoints WHERE path = ?", (request.path,))
+        self._core.saver.checkpoints.remove(row["folder"])
+        return pb.DeleteCheckpointResponse()
+
+    async def export_checkpoint(
+        self, principal: Principal, request: pb.ExportCheckpointRequest
+    ) -> AsyncIterator[pb.ExportCheckpointResponse]:
+        """A checkpoint as a tar archive of a PEFT directory."""
+        row = self._checkpoint(principal, request.path)
+        pieces = await asyncio.to_thread(lambda: list(self._core.saver.checkpoints.tar(row["folder"], row["sha256"])))
+        for piece in pieces:
+            yield pb.ExportCheckpointResponse(data=piece)
+
+
+def _message(row: Row) -> pb.Checkpoint:
+    return pb.Checkpoint(
+        path=row["path"],
+        adapter_id=row["adapter_id"],
+        kind=_KINDS[row["kind"]],
+        size_bytes=row["size_bytes"],
+        sha256=row["sha256"],
+        create_time=timestamp(row["created_at"]),
+        seq=row["seq"],
+        base_model=row["base_model"],
+        rank=row["rank"],
+        user_metadata=metadata_of(row),
+        fingerprint=row["fingerprint"],
+    )

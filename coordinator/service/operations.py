@@ -1,0 +1,65 @@
+"""Operations: get, wait, cancel."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from coordinator.auth import Principal
+from coordinator.errors import Code, ServiceError, invalid, not_found
+from coordinator.operations import Kind, Operation
+from coordinator.service.base import UseCases
+from tinkerpool.v1 import operations_pb2 as pb
+
+
+class OperationUseCases(UseCases):
+    """OperationService."""
+
+    async def get_operation(self, principal: Principal, request: pb.GetOperationRequest) -> pb.GetOperationResponse:
+        """An operation as it is now."""
+        return pb.GetOperationResponse(operation=self._operation(principal, request.name).as_message())
+
+    async def wait_operations(
+        self, principal: Principal, request: pb.WaitOperationsRequest
+    ) -> AsyncIterator[pb.WaitOperationsResponse]:
+        """Each operation once, when it is finished."""
+        limit = self._core.config.limits.wait_names_max
+        if not 1 <= len(request.names) <= limit:
+            raise invalid(f"{len(request.names)} names to wait for: give 1 to {limit}")
+        found = {name: self._operation(principal, name) for name in request.names}
+        async for operation in self._core.table.wait(found, lambda name: found[name].as_message()):
+            yield pb.WaitOperationsResponse(operation=operation)
+        if self._core.table.is_closed:
+            raise ServiceError(
+                Code.UNAVAILABLE,
+                "SHUTTING_DOWN",
+                "the pool is shutting down; what is unfinished goes on afterwards: wait again",
+                retry_delay_s=1.0,
+            )
+
+    async def cancel_operation(
+        self, principal: Principal, request: pb.CancelOperationRequest
+    ) -> pb.CancelOperationResponse:
+        """End an operation that has not begun, or a sample that has."""
+        operation = self._operation(principal, request.name)
+        if operation.kind is Kind.SAMPLE:
+            self._core.sampling.cancel(operation.name)
+        else:
+            self._cancel_queued(operation)
+        return pb.CancelOperationResponse(operation=self._operation(principal, request.name).as_message())
+
+    def _cancel_queued(self, operation: Operation) -> None:
+        adapter = self._core.adapters.get(operation.target_id)
+        if adapter is None or operation.is_final or operation.is_running or operation.next_chunk:
+            return
+        operation.fail(pb.OperationError(code=1, reason="CANCELLED", message=f"{operation.name} was cancelled"))
+        adapter.decided.append(operation)
+        self._core.touch(adapter)
+
+    def _operation(self, principal: Principal, name: str) -> Operation:
+        target_id, _, seq = name.rpartition(":")
+        operation = None
+        if seq.isdecimal() and len(seq) < 19:
+            operation = self._core.admission.find(target_id, int(seq))
+        if operation is None or operation.tenant_id != principal.tenant_id:
+            raise not_found("operation", name)
+        return operation

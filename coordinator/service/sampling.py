@@ -1,0 +1,167 @@
+"""Samplers and samples."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+
+from coordinator.admission import Draft
+from coordinator.auth import Principal
+from coordinator.bodies import canonical_sample, serialize
+from coordinator.errors import Code, ServiceError, invalid, not_found
+from coordinator.operations import Chunk, Kind, Operation
+from coordinator.sampling import Event
+from coordinator.service.base import UseCases
+from coordinator.store import ConflictError, Row
+from tinkerpool import names
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import sampling_pb2 as pb
+
+
+class SamplingUseCases(UseCases):
+    """SamplingService."""
+
+    async def create_sampler(self, principal: Principal, request: pb.CreateSamplerRequest) -> pb.CreateSamplerResponse:
+        """A new sampler, or the one that this index or request id made."""
+        self._core.admission.check_open()
+        session = self._live_session(principal, request.session_id)
+        if bool(request.model_path) == bool(request.base_model):
+            raise invalid("name exactly one of model_path and base_model")
+        if request.HasField("index") and request.index < 0:
+            raise invalid(f"index must be 0 or more, not {request.index}")
+        canonical = pb.CreateSamplerRequest()
+        canonical.CopyFrom(request)
+        canonical.ClearField("request_id")
+        body = serialize(canonical)
+        if existing := self._existing_sampler(request):
+            return pb.CreateSamplerResponse(sampler=_message(_same(existing, body)))
+        source = self._checkpoint(principal, request.model_path) if request.model_path else None
+        model = self._model(source["base_model"] if source else request.base_model)
+        index = request.index if request.HasField("index") else session.next_sampler
+        session.next_sampler = max(session.next_sampler, index + 1)
+        sampler_id = names.sampler_id(session.session_id, index)
+        try:
+            await self._core.store.insert(
+                "samplers",
+                sampler_id=sampler_id,
+                tenant_id=principal.tenant_id,
+                session_id=session.session_id,
+                request_id=request.request_id or None,
+                body=body,
+                base_model=model.name,
+                model_path=request.model_path,
+                adapter_id=source["adapter_id"] if source else "",
+                version=names.operation_name(source["adapter_id"], source["seq"]) if source else "",
+                folder="",
+                sha256="",
+                created_at=self._core.time.wall(),
+            )
+        except ConflictError:
+            existing = self._existing_sampler(request)
+            assert existing is not None
+            return pb.CreateSamplerResponse(sampler=_message(_same(existing, body)))
+        return pb.CreateSamplerResponse(sampler=_message(self._sampler(principal, sampler_id)))
+
+    async def get_sampler(self, principal: Principal, request: pb.GetSamplerRequest) -> pb.GetSamplerResponse:
+        """A sampler."""
+        return pb.GetSamplerResponse(sampler=_message(self._sampler(principal, request.sampler_id)))
+
+    async def sample(self, principal: Principal, request: pb.SampleRequest) -> pb.SampleResponse:
+        """Queue a sample."""
+        operation, sampler, is_new = await self._admit(principal, request)
+        if is_new:
+            self._core.sampling.submit(operation, sampler)
+        return pb.SampleResponse(operation=operation.as_message())
+
+    async def stream_sample(
+        self, principal: Principal, request: pb.StreamSampleRequest
+    ) -> AsyncIterator[pb.StreamSampleResponse]:
+        """Queue a sample, and stream its tokens and at the end the finished operation."""
+        operation, sampler, is_new = await self._admit(principal, request.request)
+        events = self._core.sampling.listen(operation.name)
+        try:
+            if is_new:
+                self._core.sampling.submit(operation, sampler)
+            if operation.is_committed:
+                yield pb.StreamSampleResponse(operation=operation.as_message())
+                return
+            while True:
+                event = await self._next_event(events, operation)
+                if isinstance(event, ops_pb.Operation):
+                    yield pb.StreamSampleResponse(operation=event)
+                    return
+                yield pb.StreamSampleResponse(token=event)
+        finally:
+            self._core.sampling.unlisten(operation.name, events)
+
+    async def _next_event(self, events: asyncio.Queue[Event | None], operation: Operation) -> Event:
+        event = await events.get()
+        if event is None:
+            raise ServiceError(
+                Code.UNAVAILABLE,
+                "SHUTTING_DOWN",
+                f"the pool is shutting down; {operation.name} goes on afterwards: wait for it there",
+                retry_delay_s=1.0,
+            )
+        return event
+
+    async def _admit(self, principal: Principal, request: pb.SampleRequest) -> tuple[Operation, Row, bool]:
+        sampler = self._sampler(principal, request.sampler_id)
+        self._live_session(principal, sampler["session_id"])
+        model = self._model(sampler["base_model"])
+        if not request.seq and not request.request_id:
+            raise invalid("seq is 0 and request_id is empty: set one of them, so that the call is safe to repeat")
+        seed = _seed(request)
+
+        def build() -> tuple[bytes, tuple[Chunk, ...]]:
+            body, _ = canonical_sample(request, model, self._core.config.limits, seed)
+            return body, ()
+
+        operation, is_new = await self._core.admission.to_sampler(
+            principal.tenant_id,
+            request.sampler_id,
+            request.seq,
+            request.request_id,
+            self._core.sampling.next_seq(request.sampler_id),
+            Draft(Kind.SAMPLE, request, build),
+        )
+        return operation, sampler, is_new
+
+    def _sampler(self, principal: Principal, sampler_id: str) -> Row:
+        row = self._core.store.read_one(
+            "SELECT * FROM samplers WHERE sampler_id = ? AND tenant_id = ?", (sampler_id, principal.tenant_id)
+        )
+        if row is None:
+            raise not_found("sampler", sampler_id)
+        return row
+
+    def _existing_sampler(self, request: pb.CreateSamplerRequest) -> Row | None:
+        if request.HasField("index"):
+            sampler_id = names.sampler_id(request.session_id, request.index)
+            return self._core.store.read_one("SELECT * FROM samplers WHERE sampler_id = ?", (sampler_id,))
+        if not request.request_id:
+            return None
+        return self._core.store.read_one(
+            "SELECT * FROM samplers WHERE session_id = ? AND request_id = ?", (request.session_id, request.request_id)
+        )
+
+
+def _seed(request: pb.SampleRequest) -> int:
+    """A seed for a request without one: new for each request, the same when that request is repeated."""
+    digest = hashlib.sha256(f"{request.sampler_id}\0{request.seq}\0{request.request_id}".encode())
+    return int.from_bytes(digest.digest()[:8], "little") >> 1
+
+
+def _same(row: Row, body: bytes) -> Row:
+    if bytes(row["body"]) != body:
+        raise ServiceError(
+            Code.ALREADY_EXISTS,
+            "SAMPLER_EXISTS",
+            f"{row['sampler_id']} was created before with other settings: use another index or request_id",
+        )
+    return row
+
+
+def _message(row: Row) -> pb.Sampler:
+    return pb.Sampler(sampler_id=row["sampler_id"], base_model=row["base_model"], model_path=row["model_path"])

@@ -1,0 +1,112 @@
+"""Sessions, capabilities and tokenizers."""
+
+from __future__ import annotations
+
+import json
+import uuid
+
+from coordinator.auth import Principal
+from coordinator.bodies import LOSS_RULES, check_metadata
+from coordinator.service.base import UseCases, metadata_of, timestamp
+from coordinator.store import ConflictError, Row
+from coordinator.version import VERSION
+from tinkerpool.v1 import sessions_pb2 as pb
+
+
+class SessionUseCases(UseCases):
+    """SessionService."""
+
+    async def get_capabilities(
+        self, principal: Principal, request: pb.GetCapabilitiesRequest
+    ) -> pb.GetCapabilitiesResponse:
+        """What the pool can do."""
+        limits = self._core.config.limits
+        return pb.GetCapabilitiesResponse(
+            base_models=[
+                pb.BaseModel(
+                    name=model.name,
+                    num_params=model.num_params,
+                    vocab_size=model.vocab_size,
+                    max_sequence_tokens=model.max_seq_len,
+                    max_rank=model.max_rank,
+                    chunk_tokens=model.chunk_tokens,
+                    num_workers=len(self._core.loops[model.name].workers()),
+                )
+                for model in self._core.models.values()
+            ],
+            version=VERSION,
+            loss_functions=list(LOSS_RULES),
+            max_message_bytes=limits.message_bytes_max,
+            max_datums=limits.datums_max,
+        )
+
+    async def get_tokenizer(self, principal: Principal, request: pb.GetTokenizerRequest) -> pb.GetTokenizerResponse:
+        """A base model's tokenizer files."""
+        return pb.GetTokenizerResponse(files=dict(self._model(request.base_model).tokenizer_files))
+
+    async def create_session(self, principal: Principal, request: pb.CreateSessionRequest) -> pb.CreateSessionResponse:
+        """A new session, or the one that this request id made."""
+        self._core.admission.check_open()
+        check_metadata(request.user_metadata, self._core.config.limits)
+        session_id = str(uuid.uuid4())
+        try:
+            await self._core.store.insert(
+                "sessions",
+                session_id=session_id,
+                tenant_id=principal.tenant_id,
+                request_id=request.request_id or None,
+                user_metadata=json.dumps(dict(request.user_metadata)),
+                created_at=self._core.time.wall(),
+            )
+            self._core.sessions.add(session_id, principal.tenant_id)
+        except ConflictError:
+            row = self._core.store.read_one(
+                "SELECT session_id FROM sessions WHERE tenant_id = ? AND request_id = ?",
+                (principal.tenant_id, request.request_id),
+            )
+            assert row is not None
+            session_id = row["session_id"]
+        return pb.CreateSessionResponse(session=self._session(self._session_row(principal, session_id)))
+
+    async def heartbeat(self, principal: Principal, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+        """The client is alive."""
+        self._live_session(principal, request.session_id)
+        return pb.HeartbeatResponse()
+
+    async def finish_session(self, principal: Principal, request: pb.FinishSessionRequest) -> pb.FinishSessionResponse:
+        """End a session."""
+        self._session_row(principal, request.session_id)
+        await self._core.end_session(request.session_id)
+        return pb.FinishSessionResponse()
+
+    async def get_session(self, principal: Principal, request: pb.GetSessionRequest) -> pb.GetSessionResponse:
+        """A session."""
+        return pb.GetSessionResponse(session=self._session(self._session_row(principal, request.session_id)))
+
+    async def list_sessions(self, principal: Principal, request: pb.ListSessionsRequest) -> pb.ListSessionsResponse:
+        """The tenant's live sessions, newest first."""
+        rows, token = self._page(
+            "SELECT * FROM sessions WHERE tenant_id = ? AND ended_at IS NULL ORDER BY created_at DESC, session_id",
+            (principal.tenant_id,),
+            request.page_size,
+            request.page_token,
+            20,
+        )
+        return pb.ListSessionsResponse(sessions=[self._session(row) for row in rows], next_page_token=token)
+
+    def _session(self, row: Row) -> pb.Session:
+        session_id = row["session_id"]
+        store = self._core.store
+        adapters = store.read(
+            "SELECT adapter_id FROM adapters WHERE session_id = ? AND deleted_at IS NULL ORDER BY created_at",
+            (session_id,),
+        )
+        samplers = store.read("SELECT sampler_id FROM samplers WHERE session_id = ? ORDER BY created_at", (session_id,))
+        return pb.Session(
+            session_id=session_id,
+            user_metadata=metadata_of(row),
+            adapter_ids=[r["adapter_id"] for r in adapters],
+            sampler_ids=[r["sampler_id"] for r in samplers],
+            create_time=timestamp(row["created_at"]),
+            is_live=row["ended_at"] is None,
+        )

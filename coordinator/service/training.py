@@ -1,0 +1,142 @@
+"""Operations with a place in an adapter's order: passes, steps, loads, saves."""
+
+from __future__ import annotations
+
+
+from google.protobuf.message import Message
+
+from coordinator.admission import Draft
+from coordinator.auth import Principal
+from coordinator.bodies import PassRequest, canonical_adam, canonical_pass, check_metadata, serialize
+from coordinator.errors import Code, ServiceError, invalid
+from coordinator.operations import Chunk, Kind, Operation, cut_chunks
+from coordinator.queue import AdapterQueue
+from coordinator.service.base import UseCases
+from tinkerpool import names
+from tinkerpool.v1 import checkpoints_pb2 as checkpoints_pb
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import training_pb2 as pb
+from workers.messages import ModelInfo
+
+Built = tuple[bytes, tuple[Chunk, ...]]
+SaveRequest = checkpoints_pb.SaveStateRequest | checkpoints_pb.SaveWeightsForSamplerRequest
+
+
+class TrainingUseCases(UseCases):
+    """TrainingService, and the two methods of CheckpointService that are operations."""
+
+    async def forward(self, principal: Principal, request: pb.ForwardRequest) -> pb.ForwardResponse:
+        """Queue a forward."""
+        adapter, model = self._served(principal, request.adapter_id)
+        [operation] = await self._submit(
+            adapter, request.seq, request.request_id, self._pass(request, model, Kind.FORWARD)
+        )
+        return pb.ForwardResponse(operation=operation)
+
+    async def forward_backward(
+        self, principal: Principal, request: pb.ForwardBackwardRequest
+    ) -> pb.ForwardBackwardResponse:
+        """Queue a forward_backward."""
+        adapter, model = self._served(principal, request.adapter_id)
+        draft = self._pass(request, model, Kind.FORWARD_BACKWARD)
+        [operation] = await self._submit(adapter, request.seq, request.request_id, draft)
+        return pb.ForwardBackwardResponse(operation=operation)
+
+    async def optim_step(self, principal: Principal, request: pb.OptimStepRequest) -> pb.OptimStepResponse:
+        """Queue an optimizer step."""
+        adapter, _ = self._served(principal, request.adapter_id)
+        [operation] = await self._submit(adapter, request.seq, request.request_id, self._step(request))
+        return pb.OptimStepResponse(operation=operation)
+
+    async def train_step(self, principal: Principal, request: pb.TrainStepRequest) -> pb.TrainStepResponse:
+        """Queue a forward_backward and the step after it."""
+        adapter, model = self._served(principal, request.adapter_id)
+        drafts = (self._pass(request, model, Kind.FORWARD_BACKWARD), self._step(request))
+        forward_backward, optim_step = await self._submit(adapter, request.seq, request.request_id, *drafts)
+        return pb.TrainStepResponse(forward_backward=forward_backward, optim_step=optim_step)
+
+    async def load_state(self, principal: Principal, request: pb.LoadStateRequest) -> pb.LoadStateResponse:
+        """Queue a load."""
+        adapter, _ = self._served(principal, request.adapter_id)
+
+        def build() -> Built:
+            row = self._checkpoint(principal, request.path)
+            if row["kind"] != names.TRAINING:
+                raise invalid(f"{request.path} has weights for sampling only: load a checkpoint made by save_state")
+            if row["base_model"] != adapter.base_model:
+                raise invalid(f"{request.path} belongs to base model {row['base_model']}, not {adapter.base_model}")
+            body = pb.LoadStateRequest(
+                adapter_id=request.adapter_id, path=request.path, with_optimizer=request.with_optimizer
+            )
+            return serialize(body), ()
+
+        draft = Draft(Kind.LOAD_STATE, request, build)
+        [operation] = await self._submit(adapter, request.seq, request.request_id, draft)
+        return pb.LoadStateResponse(operation=operation)
+
+    async def save_state(
+        self, principal: Principal, request: checkpoints_pb.SaveStateRequest
+    ) -> checkpoints_pb.SaveStateResponse:
+        """Queue a checkpoint of weights and moments."""
+        adapter, _ = self._served(principal, request.adapter_id)
+        [operation] = await self._submit(adapter, request.seq, request.request_id, self._save(request, Kind.SAVE_STATE))
+        return checkpoints_pb.SaveStateResponse(operation=operation)
+
+    async def save_weights_for_sampler(
+        self, principal: Principal, request: checkpoints_pb.SaveWeightsForSamplerRequest
+    ) -> checkpoints_pb.SaveWeightsForSamplerResponse:
+        """Queue a checkpoint of weights, or an unnamed sampler."""
+        adapter, _ = self._served(principal, request.adapter_id)
+        draft = self._save(request, Kind.SAVE_WEIGHTS_FOR_SAMPLER)
+        [operation] = await self._submit(adapter, request.seq, request.request_id, draft)
+        return checkpoints_pb.SaveWeightsForSamplerResponse(operation=operation)
+
+    async def _submit(self, adapter: AdapterQueue, seq: int, request_id: str, *drafts: Draft) -> list[ops_pb.Operation]:
+        operations: list[Operation] = await self._core.admission.to_adapter(
+            adapter, seq, request_id, drafts, lambda: self._core.touch(adapter)
+        )
+        return [operation.as_message() for operation in operations]
+
+    def _served(self, principal: Principal, adapter_id: str) -> tuple[AdapterQueue, ModelInfo]:
+        adapter = self._adapter(principal, adapter_id)
+        self._core.sessions.touch(adapter.session_id)
+        if adapter.base_model not in self._core.models:
+            raise ServiceError(
+                Code.FAILED_PRECONDITION,
+                "BASE_MODEL_NOT_SERVED",
+                f"{adapter_id} belongs to base model {adapter.base_model}, which this pool does not serve at the moment",
+            )
+        return adapter, self._core.models[adapter.base_model]
+
+    def _pass(self, request: PassRequest, model: ModelInfo, kind: Kind) -> Draft:
+        def build() -> Built:
+            body, data = canonical_pass(request, model, self._core.config.limits)
+            return body, cut_chunks([len(datum.tokens) for datum in data], model.chunk_tokens)
+
+        return Draft(kind, request, build, model.chunk_tokens)
+
+    def _step(self, request: pb.OptimStepRequest | pb.TrainStepRequest) -> Draft:
+        def build() -> Built:
+            return canonical_adam(request.adapter_id, request.adam), ()
+
+        return Draft(Kind.OPTIM_STEP, request, build)
+
+    def _save(self, request: SaveRequest, kind: Kind) -> Draft:
+        def build() -> Built:
+            if (request.name or kind is Kind.SAVE_STATE) and not names.is_checkpoint_name(request.name):
+                raise invalid(
+                    f"name {request.name[:80]!r} is not allowed: 1 to 128 of letters, digits, '-', '_' and '.', not "
+                    "beginning with a dot"
+                )
+            check_metadata(request.user_metadata, self._core.config.limits)
+            return serialize(_without_place(request)), ()
+
+        return Draft(kind, request, build)
+
+
+def _without_place(request: Message) -> Message:
+    body = type(request)()
+    body.CopyFrom(request)
+    body.ClearField("seq")
+    body.ClearField("request_id")
+    return body

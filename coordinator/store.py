@@ -1,0 +1,458 @@
+"""The durable log: SQLite in WAL mode, one writer, group commit. The only module that knows SQL.
+
+A write is a function on the connection; all writes that wait are committed as one transaction with one fsync, in the
+order they were handed in. So what is handed in later never becomes durable earlier: a cycle's commit cannot precede
+the append of an operation in it. Readers use a connection of their own and see committed data only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Row = sqlite3.Row
+Write = Callable[[sqlite3.Connection], Any]
+
+
+class StorageError(Exception):
+    """The database did not take a write: the disk is full or fails. Nothing of that write is durable."""
+
+
+class ConflictError(StorageError):
+    """A constraint forbids the row: something of that key exists."""
+
+
+SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE tenants (
+    tenant_id TEXT PRIMARY KEY,
+    name TEXT NOT NULL UNIQUE,
+    weight REAL NOT NULL DEFAULT 1.0 CHECK (weight > 0),
+    virtual_tokens REAL NOT NULL DEFAULT 0,
+    created_at REAL NOT NULL
+);
+CREATE TABLE api_keys (
+    key_id TEXT PRIMARY KEY,
+    tenant_id TEXT NOT NULL REFERENCES tenants,
+    secret_sha256 BLOB NOT NULL,          -- the secret itself is never stored
+    is_admin INTEGER NOT NULL,
+    created_at REAL NOT NULL,
+    revoked_at REAL
+);
+CREATE TABLE sessions (
+    session_id TEXT PRIMARY KEY,
+    tenant_id TEXT NOT NULL REFERENCES tenants,
+    request_id TEXT,
+    user_metadata TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    ended_at REAL,
+    UNIQUE (tenant_id, request_id)        -- makes CreateSession safe to repeat
+);
+CREATE TABLE adapters (
+    adapter_id TEXT PRIMARY KEY,
+    tenant_id TEXT NOT NULL REFERENCES tenants,
+    session_id TEXT NOT NULL REFERENCES sessions,
+    request_id TEXT,
+    body BLOB NOT NULL,                   -- the canonical CreateAdapterRequest
+    base_model TEXT NOT NULL,
+    rank INTEGER NOT NULL,
+    alpha REAL NOT NULL,
+    seed INTEGER NOT NULL,
+    train_attn INTEGER NOT NULL,
+    train_mlp INTEGER NOT NULL,
+    train_unembed INTEGER NOT NULL,
+    user_metadata TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    deleted_at REAL,
+    UNIQUE (session_id, request_id)
+);
+CREATE INDEX adapters_by_tenant ON adapters (tenant_id, created_at);
+CREATE TABLE samplers (
+    sampler_id TEXT PRIMARY KEY,
+    tenant_id TEXT NOT NULL REFERENCES tenants,
+    session_id TEXT NOT NULL REFERENCES sessions,
+    request_id TEXT,
+    body BLOB NOT NULL,                   -- the canonical CreateSamplerRequest; empty for an unnamed save
+    base_model TEXT NOT NULL,
+    model_path TEXT NOT NULL,
+    adapter_id TEXT NOT NULL,             -- whose weights; empty for the bare base model
+    version TEXT NOT NULL,                -- names the weights, for workers that hold them already; empty: base model
+    folder TEXT NOT NULL,                 -- its weights, below the data directory; empty: those of model_path, if any
+    sha256 TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    UNIQUE (session_id, request_id)
+);
+CREATE TABLE operations (
+    target_id TEXT NOT NULL,              -- an adapter or a sampler
+    seq INTEGER NOT NULL CHECK (seq >= 1),
+    tenant_id TEXT NOT NULL REFERENCES tenants,
+    kind TEXT NOT NULL,
+    request_id TEXT,
+    body BLOB,                            -- the canonical request; NULL once a snapshot covers it
+    body_hash BLOB NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    chunk_tokens INTEGER NOT NULL,        -- canonical chunks are a function of the body and this
+    outcome BLOB,                         -- the finished v1.Operation; NULL while unfinished
+    is_failed INTEGER NOT NULL DEFAULT 0,
+    finished_at REAL,
+    engine_s REAL NOT NULL DEFAULT 0,
+    PRIMARY KEY (target_id, seq),         -- exactly once: a seq exists once, whatever is sent
+    UNIQUE (target_id, request_id)
+) WITHOUT ROWID;
+CREATE INDEX operations_unfinished ON operations (target_id, seq) WHERE outcome IS NULL;
+CREATE INDEX operations_finished ON operations (finished_at) WHERE finished_at IS NOT NULL;
+CREATE TABLE cycles (cycle_id INTEGER PRIMARY KEY, summary BLOB NOT NULL);
+CREATE TABLE plans (                      -- cycles that were about to run: after a crash, whom to suspect
+    cycle_id INTEGER NOT NULL,
+    adapter_id TEXT NOT NULL,
+    worker_id TEXT NOT NULL
+);
+CREATE TABLE snapshots (
+    adapter_id TEXT PRIMARY KEY,          -- the newest one; the folder of the one before goes once this row is durable
+    seq INTEGER NOT NULL,
+    folder TEXT NOT NULL,
+    sha256 TEXT NOT NULL
+);
+CREATE TABLE checkpoints (
+    path TEXT PRIMARY KEY,
+    tenant_id TEXT NOT NULL REFERENCES tenants,
+    adapter_id TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    folder TEXT NOT NULL,
+    size_bytes INTEGER NOT NULL,
+    sha256 TEXT NOT NULL,
+    seq INTEGER NOT NULL,
+    base_model TEXT NOT NULL,
+    rank INTEGER NOT NULL,
+    fingerprint TEXT NOT NULL,
+    user_metadata TEXT NOT NULL,
+    created_at REAL NOT NULL
+);
+CREATE INDEX checkpoints_by_tenant ON checkpoints (tenant_id, created_at);
+CREATE TABLE usage (
+    tenant_id TEXT NOT NULL REFERENCES tenants,
+    kind TEXT NOT NULL,
+    num_operations INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    engine_s REAL NOT NULL,
+    PRIMARY KEY (tenant_id, kind)
+) WITHOUT ROWID;
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationRow:
+    """An operation to append, or one that has just been decided."""
+
+    target_id: str
+    seq: int
+    tenant_id: str
+    kind: str
+    request_id: str
+    body: bytes
+    body_hash: bytes
+    chunk_tokens: int
+    outcome: bytes | None = None
+    is_failed: bool = False
+    num_tokens: int = 0
+    engine_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotRow:
+    """A durable snapshot folder that now stands for everything of its adapter up to `seq`."""
+
+    adapter_id: str
+    seq: int
+    folder: str
+    sha256: str
+
+
+@dataclass(slots=True, kw_only=True)
+class CycleCommit:
+    """Everything that one cycle makes true, in one transaction."""
+
+    cycle_id: int = 0
+    """0: no cycle, only decided operations."""
+    summary: bytes = b""
+    finished: list[OperationRow] = field(default_factory=list)
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    samplers: list[dict[str, Any]] = field(default_factory=list)
+    snapshots: list[SnapshotRow] = field(default_factory=list)
+    replaced_snapshots: list[str] = field(default_factory=list)
+    """Folders that nothing points at once this is durable; not stored."""
+    virtual_tokens: dict[str, float] = field(default_factory=dict)
+    """Tenant to counter."""
+
+
+class Store:
+    """The database in a data directory. Open it, await its writes, close it."""
+
+    CYCLES_KEPT = 10_000
+
+    def __init__(self, path: Path, *, wall: Callable[[], float]) -> None:
+        """Open or create the database. Raises ValueError if it was written by a newer version."""
+        self._wall = wall
+        self._path = path
+        self._writer = _connect(path)
+        self._migrate()
+        self._reader = _connect(path)
+        self._reader.execute("PRAGMA query_only = ON")
+        self._queue: queue.SimpleQueue[tuple[Write, asyncio.Future[Any], asyncio.AbstractEventLoop] | None] = (
+            queue.SimpleQueue()
+        )
+        self._notes: deque[Write] = deque()
+        self._thread = threading.Thread(target=self._commit_forever, name="store-writer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Commit what waits, then close."""
+        self._queue.put(None)
+        self._thread.join()
+        self._writer.close()
+        self._reader.close()
+
+    def write(self, write: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
+        """Hand in a write; the future is done when it is durable. A write that raises is undone alone."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._queue.put((write, future, loop))
+        return future
+
+    def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
+        """Rows of a query over committed data."""
+        return self._reader.execute(sql, parameters).fetchall()
+
+    def read_one(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None:
+        """The first row of a query over committed data."""
+        row: Row | None = self._reader.execute(sql, parameters).fetchone()
+        return row
+
+    def insert(self, table: str, **values: Any) -> asyncio.Future[None]:
+        """Insert one row. Raises ConflictError through the future if a constraint forbids it."""
+        return self.write(lambda db: _insert(db, table, values))
+
+    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> asyncio.Future[int]:
+        """Run one statement; the future has the number of rows it changed."""
+        return self.write(lambda db: db.execute(sql, parameters).rowcount)
+
+    def append(self, rows: Iterable[OperationRow]) -> asyncio.Future[None]:
+        """Log operations, all or none."""
+        rows = list(rows)
+        now = self._wall()
+
+        def write(db: sqlite3.Connection) -> None:
+            for row in rows:
+                is_finished = row.outcome is not None
+                _insert(
+                    db,
+                    "operations",
+                    {
+                        "target_id": row.target_id,
+                        "seq": row.seq,
+                        "tenant_id": row.tenant_id,
+                        "kind": row.kind,
+                        "request_id": row.request_id or None,
+                        "body": row.body,
+                        "body_hash": row.body_hash,
+                        "num_bytes": len(row.body),
+                        "chunk_tokens": row.chunk_tokens,
+                        "outcome": row.outcome,
+                        "is_failed": row.is_failed,
+                        "finished_at": now if is_finished else None,
+                    },
+                )
+                if is_finished:
+                    _count(db, row)
+
+        return self.write(write)
+
+    def commit_cycle(self, commit: CycleCommit) -> asyncio.Future[None]:
+        """Make a cycle's outcomes true: results, checkpoints, snapshots, fair-share counters and metering."""
+        now = self._wall()
+
+        def write(db: sqlite3.Connection) -> None:
+            for row in commit.finished:
+                changed = db.execute(
+                    "UPDATE operations SET outcome = ?, is_failed = ?, finished_at = ?, engine_s = ?"
+                    " WHERE target_id = ? AND seq = ? AND outcome IS NULL",
+                    (row.outcome, row.is_failed, now, row.engine_s, row.target_id, row.seq),
+                ).rowcount
+                if changed == 0:  # its append failed, so it was never acknowledged and need not be finished
+                    assert not db.execute(
+                        "SELECT 1 FROM operations WHERE target_id = ? AND seq = ?", _key(row)
+                    ).fetchone(), f"{row.target_id}:{row.seq} was finished before"
+                    continue
+                if row.kind == "sample":  # nothing replays a finished sample
+                    db.execute("UPDATE operations SET body = NULL WHERE target_id = ? AND seq = ?", _key(row))
+                _count(db, row)
+            for checkpoint in commit.checkpoints:
+                _insert(db, "checkpoints", checkpoint)
+            for sampler in commit.samplers:
+                _insert(db, "samplers", sampler)
+            for snapshot in commit.snapshots:
+                db.execute(
+                    "INSERT OR REPLACE INTO snapshots (adapter_id, seq, folder, sha256) VALUES (?, ?, ?, ?)",
+                    (snapshot.adapter_id, snapshot.seq, snapshot.folder, snapshot.sha256),
+                )
+                db.execute(
+                    "UPDATE operations SET body = NULL WHERE target_id = ? AND seq <= ? AND outcome IS NOT NULL",
+                    (snapshot.adapter_id, snapshot.seq),
+                )
+            for tenant_id, counter in commit.virtual_tokens.items():
+                db.execute("UPDATE tenants SET virtual_tokens = ? WHERE tenant_id = ?", (counter, tenant_id))
+            if commit.cycle_id:
+                db.execute("INSERT INTO cycles VALUES (?, ?)", (commit.cycle_id, commit.summary))
+                db.execute("DELETE FROM cycles WHERE cycle_id <= ?", (commit.cycle_id - self.CYCLES_KEPT,))
+                db.execute("DELETE FROM plans WHERE cycle_id <= ?", (commit.cycle_id,))
+                db.execute("UPDATE meta SET value = ? WHERE key = 'last_cycle_id'", (commit.cycle_id,))
+
+        return self.write(write)
+
+    def note_plan(self, cycle_id: int, placements: dict[str, str]) -> None:
+        """Note which adapters a cycle runs where. Becomes durable with the next write; its cycle's commit removes it."""
+
+        def write(db: sqlite3.Connection) -> None:
+            for adapter_id, worker_id in placements.items():
+                db.execute("INSERT INTO plans VALUES (?, ?, ?)", (cycle_id, adapter_id, worker_id))
+
+        self._notes.append(write)
+
+    def read_body(self, target_id: str, seq: int) -> bytes:
+        """The body of an operation that recovery still needs."""
+        row = self.read_one("SELECT body FROM operations WHERE target_id = ? AND seq = ?", (target_id, seq))
+        assert row is not None and row["body"] is not None, f"{target_id}:{seq} has left the log too early"
+        return bytes(row["body"])
+
+    def delete_adapter(self, adapter_id: str) -> asyncio.Future[str | None]:
+        """Delete an adapter's training state; the future has its snapshot's folder, which nothing points at any more."""
+        now = self._wall()
+
+        def write(db: sqlite3.Connection) -> str | None:
+            row = db.execute("SELECT folder FROM snapshots WHERE adapter_id = ?", (adapter_id,)).fetchone()
+            db.execute("UPDATE adapters SET deleted_at = ? WHERE adapter_id = ?", (now, adapter_id))
+            db.execute("DELETE FROM snapshots WHERE adapter_id = ?", (adapter_id,))
+            db.execute("UPDATE operations SET body = NULL WHERE target_id = ?", (adapter_id,))
+            return str(row["folder"]) if row is not None else None
+
+        return self.write(write)
+
+    def raise_epoch(self) -> asyncio.Future[int]:
+        """Begin a new life of the coordinator; the future has its number."""
+
+        def write(db: sqlite3.Connection) -> int:
+            db.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch'")
+            return _meta(db, "epoch")
+
+        return self.write(write)
+
+    def last_cycle_id(self) -> int:
+        """The id of the last committed cycle; 0 before the first."""
+        return _meta(self._reader, "last_cycle_id")
+
+    def _migrate(self) -> None:
+        db = self._writer
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version > SCHEMA_VERSION:
+            raise ValueError(
+                f"{self._path} was written by a newer tinkerpool (schema {version}, this one knows {SCHEMA_VERSION}): "
+                "upgrade tinkerpool, or use another data directory"
+            )
+        if version == SCHEMA_VERSION:
+            return
+        db.execute("BEGIN IMMEDIATE")
+        for statement in _SCHEMA.split(";\n"):
+            if statement.strip():
+                db.execute(statement)
+        db.execute("INSERT INTO meta VALUES ('epoch', 0), ('last_cycle_id', 0)")
+        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        db.execute("COMMIT")
+
+    def _commit_forever(self) -> None:
+        while True:
+            batch = [self._queue.get()]
+            while not self._queue.empty():
+                batch.append(self._queue.get())
+            writes = [entry for entry in batch if entry is not None]
+            if writes:
+                self._commit(writes)
+            if len(writes) < len(batch):
+                return
+
+    def _commit(self, writes: list[tuple[Write, asyncio.Future[Any], asyncio.AbstractEventLoop]]) -> None:
+        """One transaction for all; a write that fails is rolled back to its savepoint and fails alone."""
+        db = self._writer
+        outcomes: list[tuple[Any, BaseException | None]] = []
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            while self._notes:
+                self._notes.popleft()(db)
+            for write, _, _ in writes:
+                db.execute("SAVEPOINT one")
+                try:
+                    outcomes.append((write(db), None))
+                except Exception as error:
+                    db.execute("ROLLBACK TO one")
+                    outcomes.append((None, error))
+                db.execute("RELEASE one")
+            db.execute("COMMIT")
+        except sqlite3.Error as error:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            outcomes = [(None, error)] * len(writes)
+        for (_, future, loop), (value, failure) in zip(writes, outcomes, strict=True):
+            loop.call_soon_threadsafe(_resolve, future, value, failure)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+    db.row_factory = sqlite3.Row
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")  # in WAL mode nothing less syncs at commit
+    db.execute("PRAGMA foreign_keys = ON")
+    return db
+
+
+def _resolve(future: asyncio.Future[Any], value: Any, failure: BaseException | None) -> None:
+    if future.cancelled():
+        return
+    if failure is None:
+        future.set_result(value)
+    elif isinstance(failure, sqlite3.IntegrityError):
+        future.set_exception(ConflictError(str(failure)))
+    elif isinstance(failure, sqlite3.Error):
+        future.set_exception(StorageError(str(failure)))
+    else:
+        future.set_exception(failure)
+
+
+def _insert(db: sqlite3.Connection, table: str, values: dict[str, Any]) -> None:
+    columns, marks = ", ".join(values), ", ".join("?" * len(values))
+    db.execute(f"INSERT INTO {table} ({columns}) VALUES ({marks})", tuple(values.values()))  # noqa: S608 (our names)
+
+
+def _key(row: OperationRow) -> tuple[str, int]:
+    return row.target_id, row.seq
+
+
+def _count(db: sqlite3.Connection, row: OperationRow) -> None:
+    """Metering: charge a finished operation to its tenant."""
+    db.execute(
+        "INSERT INTO usage VALUES (?, ?, 1, ?, ?) ON CONFLICT (tenant_id, kind) DO UPDATE SET"
+        " num_operations = num_operations + 1, num_tokens = num_tokens + excluded.num_tokens,"
+        " engine_s = engine_s + excluded.engine_s",
+        (row.tenant_id, row.kind, row.num_tokens, row.engine_s),
+    )
+
+
+def _meta(db: sqlite3.Connection, key: str) -> int:
+    return int(db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])

@@ -1,0 +1,90 @@
+"""Operations that are not finished, by name, and who waits for them. In memory; finished ones are read from the store.
+
+Nobody polls: a waiter is a queue that gets each operation once, when its outcome has committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from coordinator.operations import Operation
+from tinkerpool.v1 import operations_pb2 as ops_pb
+
+
+class OperationTable:
+    """Live operations and their waiters."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, Operation] = {}
+        self._waiters: dict[str, list[asyncio.Queue[ops_pb.Operation | None]]] = {}
+        self._open_queues: set[asyncio.Queue[ops_pb.Operation | None]] = set()
+        self._bytes_by_tenant: dict[str, int] = {}
+        self.is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def add(self, operation: Operation) -> None:
+        """An operation was accepted."""
+        self._live[operation.name] = operation
+        tenant = operation.tenant_id
+        self._bytes_by_tenant[tenant] = self._bytes_by_tenant.get(tenant, 0) + operation.num_bytes
+
+    def get(self, name: str) -> Operation | None:
+        """The operation of that name, if it has not committed its outcome."""
+        return self._live.get(name)
+
+    def live(self) -> Iterable[Operation]:
+        """All of them."""
+        return self._live.values()
+
+    def pending_bytes(self, tenant_id: str) -> int:
+        """Bytes of a tenant's unfinished requests."""
+        return self._bytes_by_tenant.get(tenant_id, 0)
+
+    def remove(self, operation: Operation) -> None:
+        """It is finished, or its append failed."""
+        if self._live.pop(operation.name, None) is not None:
+            self._bytes_by_tenant[operation.tenant_id] -= operation.num_bytes
+
+    def finished(self, operation: Operation) -> None:
+        """Its outcome has committed: wake who waits."""
+        operation.is_committed = True
+        self.remove(operation)
+        assert operation.outcome is not None
+        for queue in self._waiters.pop(operation.name, ()):
+            queue.put_nowait(operation.outcome)
+
+    async def wait(
+        self, names: Iterable[str], read_finished: Callable[[str], ops_pb.Operation]
+    ) -> AsyncIterator[ops_pb.Operation]:
+        """Each named operation once, when it is finished. `read_finished` gets those that are not live, and may raise."""
+        queue: asyncio.Queue[ops_pb.Operation | None] = asyncio.Queue()
+        unique = dict.fromkeys(names)
+        done = [read_finished(name) for name in unique if name not in self._live]
+        waiting = [name for name in unique if name in self._live]
+        for name in waiting:
+            self._waiters.setdefault(name, []).append(queue)
+        self._open_queues.add(queue)
+        try:
+            for operation in done:
+                yield operation
+            for _ in waiting:
+                finished = await queue.get()
+                if finished is None:
+                    return
+                yield finished
+        finally:
+            self._open_queues.discard(queue)
+            for name in waiting:
+                if queue in (queues := self._waiters.get(name, [])):
+                    queues.remove(queue)
+                    if not queues:
+                        del self._waiters[name]
+
+    def close(self) -> None:
+        """End every wait; what is unfinished goes on after the next start."""
+        self.is_closed = True
+        for queue in self._open_queues:
+            queue.put_nowait(None)
