@@ -1,0 +1,109 @@
+"""The methods of the contract that the client calls, with the types that they take and give. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from google.protobuf.message import Message
+
+from tinkerpool.v1 import adapters_pb2 as adapters
+from tinkerpool.v1 import checkpoints_pb2 as checkpoints
+from tinkerpool.v1 import operations_pb2 as operations
+from tinkerpool.v1 import pool_pb2 as pool
+from tinkerpool.v1 import sampling_pb2 as sampling
+from tinkerpool.v1 import sessions_pb2 as sessions
+from tinkerpool.v1 import training_pb2 as training
+
+RequestT = TypeVar("RequestT", bound=Message)
+ResponseT = TypeVar("ResponseT", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Unary(Generic[RequestT, ResponseT]):
+    """One request, one response."""
+
+    service: str
+    name: str
+    request_type: type[RequestT]
+    response_type: type[ResponseT]
+
+    @property
+    def path(self) -> str:
+        """What HTTP/2 calls it."""
+        return f"/tinkerpool.v1.{self.service}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStream(Unary[RequestT, ResponseT]):
+    """One request, a stream of responses."""
+
+
+GET_CAPABILITIES = Unary(
+    "SessionService", "GetCapabilities", sessions.GetCapabilitiesRequest, sessions.GetCapabilitiesResponse
+)
+GET_TOKENIZER = Unary("SessionService", "GetTokenizer", sessions.GetTokenizerRequest, sessions.GetTokenizerResponse)
+CREATE_SESSION = Unary("SessionService", "CreateSession", sessions.CreateSessionRequest, sessions.CreateSessionResponse)
+HEARTBEAT = Unary("SessionService", "Heartbeat", sessions.HeartbeatRequest, sessions.HeartbeatResponse)
+FINISH_SESSION = Unary("SessionService", "FinishSession", sessions.FinishSessionRequest, sessions.FinishSessionResponse)
+GET_SESSION = Unary("SessionService", "GetSession", sessions.GetSessionRequest, sessions.GetSessionResponse)
+LIST_SESSIONS = Unary("SessionService", "ListSessions", sessions.ListSessionsRequest, sessions.ListSessionsResponse)
+
+CREATE_ADAPTER = Unary("AdapterService", "CreateAdapter", adapters.CreateAdapterRequest, adapters.CreateAdapterResponse)
+GET_ADAPTER = Unary("AdapterService", "GetAdapter", adapters.GetAdapterRequest, adapters.GetAdapterResponse)
+LIST_ADAPTERS = Unary("AdapterService", "ListAdapters", adapters.ListAdaptersRequest, adapters.ListAdaptersResponse)
+DELETE_ADAPTER = Unary("AdapterService", "DeleteAdapter", adapters.DeleteAdapterRequest, adapters.DeleteAdapterResponse)
+
+FORWARD = Unary("TrainingService", "Forward", training.ForwardRequest, training.ForwardResponse)
+FORWARD_BACKWARD = Unary(
+    "TrainingService", "ForwardBackward", training.ForwardBackwardRequest, training.ForwardBackwardResponse
+)
+OPTIM_STEP = Unary("TrainingService", "OptimStep", training.OptimStepRequest, training.OptimStepResponse)
+TRAIN_STEP = Unary("TrainingService", "TrainStep", training.TrainStepRequest, training.TrainStepResponse)
+LOAD_STATE = Unary("TrainingService", "LoadState", training.LoadStateRequest, training.LoadStateResponse)
+
+CREATE_SAMPLER = Unary(
+    "SamplingService", "CreateSampler", sampling.CreateSamplerRequest, sampling.CreateSamplerResponse
+)
+GET_SAMPLER = Unary("SamplingService", "GetSampler", sampling.GetSamplerRequest, sampling.GetSamplerResponse)
+SAMPLE = Unary("SamplingService", "Sample", sampling.SampleRequest, sampling.SampleResponse)
+STREAM_SAMPLE = ServerStream(
+    "SamplingService", "StreamSample", sampling.StreamSampleRequest, sampling.StreamSampleResponse
+)
+
+SAVE_STATE = Unary("CheckpointService", "SaveState", checkpoints.SaveStateRequest, checkpoints.SaveStateResponse)
+SAVE_WEIGHTS_FOR_SAMPLER = Unary(
+    "CheckpointService",
+    "SaveWeightsForSampler",
+    checkpoints.SaveWeightsForSamplerRequest,
+    checkpoints.SaveWeightsForSamplerResponse,
+)
+LIST_CHECKPOINTS = Unary(
+    "CheckpointService", "ListCheckpoints", checkpoints.ListCheckpointsRequest, checkpoints.ListCheckpointsResponse
+)
+GET_CHECKPOINT = Unary(
+    "CheckpointService", "GetCheckpoint", checkpoints.GetCheckpointRequest, checkpoints.GetCheckpointResponse
+)
+DELETE_CHECKPOINT = Unary(
+    "CheckpointService", "DeleteCheckpoint", checkpoints.DeleteCheckpointRequest, checkpoints.DeleteCheckpointResponse
+)
+EXPORT_CHECKPOINT = ServerStream(
+    "CheckpointService", "ExportCheckpoint", checkpoints.ExportCheckpointRequest, checkpoints.ExportCheckpointResponse
+)
+
+GET_OPERATION = Unary(
+    "OperationService", "GetOperation", operations.GetOperationRequest, operations.GetOperationResponse
+)
+WAIT_OPERATIONS = ServerStream(
+    "OperationService", "WaitOperations", operations.WaitOperationsRequest, operations.WaitOperationsResponse
+)
+CANCEL_OPERATION = Unary(
+    "OperationService", "CancelOperation", operations.CancelOperationRequest, operations.CancelOperationResponse
+)
+
+GET_POOL_STATUS = Unary("PoolService", "GetPoolStatus", pool.GetPoolStatusRequest, pool.GetPoolStatusResponse)
+WATCH_CYCLES = ServerStream("PoolService", "WatchCycles", pool.WatchCyclesRequest, pool.WatchCyclesResponse)
+GET_USAGE = Unary("PoolService", "GetUsage", pool.GetUsageRequest, pool.GetUsageResponse)
+CREATE_API_KEY = Unary("AdminService", "CreateApiKey", pool.CreateApiKeyRequest, pool.CreateApiKeyResponse)
+LIST_API_KEYS = Unary("AdminService", "ListApiKeys", pool.ListApiKeysRequest, pool.ListApiKeysResponse)
+REVOKE_API_KEY = Unary("AdminService", "RevokeApiKey", pool.RevokeApiKeyRequest, pool.RevokeApiKeyResponse)

@@ -1,0 +1,150 @@
+"""The seam between the client and the network, and the gRPC side of it. The only file that imports grpc.
+
+A transport makes one attempt at a call and says by an `ApiError` how it failed; repeating is `retry`'s business.
+Tests put a fake in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import grpc
+import grpc.aio
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from tinkerpool.client.methods import RequestT, ResponseT, ServerStream, Unary
+from tinkerpool.errors import ApiError, Code, ConfigurationError, api_error
+
+SEND_BYTES_MAX = 64 << 20
+"""Largest request."""
+RECEIVE_BYTES_MAX = 256 << 20
+"""Largest response."""
+DEFAULT_PORT = 7600
+
+_CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", SEND_BYTES_MAX),
+    ("grpc.max_receive_message_length", RECEIVE_BYTES_MAX),
+    # A waiting stream finds out within 40 s that the other side is gone without a word.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # A restarted coordinator is found again soon; gRPC's own backoff would grow to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Retries are ours: they know which refusals are final.
+    ("grpc.enable_retries", 0),
+    # Each client has its own connection, so that closing one or its keepalive never touches another.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+class Transport(Protocol):
+    """One attempt at a call. All methods run on the client's background loop."""
+
+    async def call(self, method: Unary[RequestT, ResponseT], request: RequestT, *, timeout_s: float) -> ResponseT:
+        """Send a request and return the response. Raises ApiError."""
+        ...
+
+    def stream(self, method: ServerStream[RequestT, ResponseT], request: RequestT) -> AsyncIterator[ResponseT]:
+        """Send a request and yield the responses. Raises ApiError, also in the middle. Closing it cancels the call."""
+        ...
+
+    async def close(self) -> None:
+        """Give up all calls and the connection. Idempotent."""
+        ...
+
+
+def parse_target(base_url: str) -> tuple[str, bool]:
+    """The `host:port` of a URL and whether it asks for TLS. Raises ConfigurationError, with an example.
+
+    `http://host:7600`, `https://host` (TLS, port 443) and `host:port` are understood.
+    """
+    url = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
+    try:
+        port = url.port
+    except ValueError:
+        port = -1
+    if url.scheme not in {"http", "https"} or not url.hostname or port == -1 or url.path.strip("/") or url.query:
+        raise ConfigurationError(f"expected a URL such as http://127.0.0.1:{DEFAULT_PORT}, got {base_url!r}")
+    is_tls = url.scheme == "https"
+    host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
+    return f"{host}:{port or (443 if is_tls else DEFAULT_PORT)}", is_tls
+
+
+class GrpcTransport:
+    """Calls over one gRPC channel, which is opened at the first call, on the loop that makes it."""
+
+    def __init__(self, base_url: str, api_key: str, *, root_certificates: bytes | None = None) -> None:
+        self._target, is_tls = parse_target(base_url)
+        is_tls = is_tls or root_certificates is not None
+        self._credentials = grpc.ssl_channel_credentials(root_certificates) if is_tls else None
+        self._metadata = (("authorization", f"Bearer {api_key}"),)
+        self._channel: grpc.aio.Channel | None = None
+        self._calls: dict[str, Any] = {}
+
+    async def call(self, method: Unary[RequestT, ResponseT], request: RequestT, *, timeout_s: float) -> ResponseT:
+        """As in Transport; UNAVAILABLE at once if nobody listens."""
+        call = self._callable(method)
+        try:
+            response: ResponseT = await call(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self._api_error(error) from None
+        return response
+
+    async def stream(self, method: ServerStream[RequestT, ResponseT], request: RequestT) -> AsyncIterator[ResponseT]:
+        """As in Transport."""
+        call = self._callable(method)(request, metadata=self._metadata)
+        try:
+            async for response in call:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            raise self._api_error(error) from None
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """As in Transport."""
+        channel, self._channel = self._channel, None
+        self._calls.clear()
+        if channel is not None:
+            await channel.close()
+
+    def _callable(self, method: Unary[RequestT, ResponseT]) -> Any:
+        if method.path not in self._calls:
+            channel = self._open_channel()
+            kind = channel.unary_stream if isinstance(method, ServerStream) else channel.unary_unary
+            self._calls[method.path] = kind(
+                method.path,
+                request_serializer=method.request_type.SerializeToString,
+                response_deserializer=method.response_type.FromString,
+            )
+        return self._calls[method.path]
+
+    def _open_channel(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            if self._credentials is None:
+                self._channel = grpc.aio.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
+            else:
+                self._channel = grpc.aio.secure_channel(self._target, self._credentials, options=_CHANNEL_OPTIONS)
+        return self._channel
+
+    def _api_error(self, error: grpc.aio.AioRpcError) -> ApiError:
+        reason, metadata, retry_delay_s = "", {}, None
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]  # has what a grpc.Call is asked for
+        for detail in status.details if status else ():
+            if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+                info = error_details_pb2.ErrorInfo()
+                detail.Unpack(info)
+                reason, metadata = info.reason, dict(info.metadata)
+            elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+                retry = error_details_pb2.RetryInfo()
+                detail.Unpack(retry)
+                retry_delay_s = retry.retry_delay.ToNanoseconds() / 1e9
+        message = error.details() or "no details"
+        if not reason:
+            message = f"{message} (at {self._target})"
+        number: int = error.code().value[0]
+        return api_error(Code.of(number), message, reason=reason, metadata=metadata, retry_delay_s=retry_delay_s)
