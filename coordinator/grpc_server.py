@@ -6,7 +6,6 @@ The port is bound before anything slow starts, so that a port in use is known at
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import socket
 from collections.abc import Callable
@@ -21,6 +20,8 @@ from coordinator.grpc_calls import SERVICES, Authenticate, Calls
 
 HEALTH_INTERVAL_S = 1.0
 """How often the health service asks."""
+_FOR_EVER_S = 86400.0
+"""Grace of calls while the coordinator stops; it tells them to end."""
 
 
 class DoorError(Exception):
@@ -86,13 +87,14 @@ class GrpcConfig:
 
 
 class GrpcDoor:
-    """One gRPC server: `bind`, `start`, `stop`, in this order, each once."""
+    """One gRPC server: `bind`, `start`, then `refuse` if something is to be done before `stop`; each once."""
 
     def __init__(self, config: GrpcConfig) -> None:
         self._config = config
         self._server = grpc.aio.server(options=_options(config))
         self._health = health.aio.HealthServicer()
         self._health_task: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._port = 0
 
     @property
@@ -123,14 +125,21 @@ class GrpcDoor:
         await self._server.start()
         self._health_task = asyncio.create_task(self._watch_health(["", *names], is_healthy), name="grpc health")
 
-    async def stop(self, grace_s: float) -> None:
-        """Refuse new calls now; end those that run when they are done, at the latest after `grace_s`."""
-        if self._health_task is not None:
-            self._health_task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._health_task
+    async def refuse(self) -> None:
+        """Say NOT_SERVING and take no new calls; those that run go on."""
+        if self._health_task is None or self._closing is not None:
+            return
+        self._health_task.cancel()
         await self._health.enter_graceful_shutdown()
+        self._closing = asyncio.create_task(self._server.stop(_FOR_EVER_S), name="grpc closing")
+        await asyncio.sleep(0)
+
+    async def stop(self, grace_s: float) -> None:
+        """End the calls that run when they are done, at the latest after `grace_s`. Idempotent."""
+        await self.refuse()
         await self._server.stop(grace_s)
+        if self._closing is not None:
+            await self._closing
 
     async def _watch_health(self, names: list[str], is_healthy: Callable[[], bool]) -> None:
         while True:

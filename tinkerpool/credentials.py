@@ -21,7 +21,7 @@ class Credentials:
     """How to reach a pool."""
 
     url: str
-    """`grpc://<host>:<port>`, or `grpcs://` for TLS."""
+    """`http://<host>:<port>`, or `https://` for TLS."""
     api_key: str
     """A key of that pool."""
 

@@ -5,7 +5,7 @@ import pytest
 
 from tinkerpool.credentials import Credentials, credentials_file, read_credentials, write_credentials
 
-MINE = Credentials(url="grpc://127.0.0.1:7600", api_key="tp_mine")
+MINE = Credentials(url="http://127.0.0.1:7600", api_key="tp_mine")
 
 
 @pytest.fixture(autouse=True)
@@ -23,14 +23,14 @@ def test_what_is_written_is_read_again_and_only_its_owner_may() -> None:
 
 def test_another_pools_key_is_kept_beside_the_new_one() -> None:
     for number in range(3):
-        write_credentials(Credentials(url="grpc://elsewhere", api_key=f"tp_{number}"))
+        write_credentials(Credentials(url="http://elsewhere", api_key=f"tp_{number}"))
     write_credentials(MINE)
     kept = sorted(path.name for path in credentials_file().parent.iterdir())
     assert kept == ["credentials.1.json", "credentials.2.json", "credentials.3.json", "credentials.json"]
 
 
 def test_the_same_key_at_a_new_address_replaces_the_old() -> None:
-    write_credentials(Credentials(url="grpc://127.0.0.1:1", api_key=MINE.api_key))
+    write_credentials(Credentials(url="http://127.0.0.1:1", api_key=MINE.api_key))
     write_credentials(MINE)
     assert [path.name for path in credentials_file().parent.iterdir()] == ["credentials.json"]
 

@@ -1,0 +1,182 @@
+"""The composition root: a pool, a coordinator, doors, and their life in one process, from start to signal to end.
+
+Knows which parts there are and in which order they start and stop; what they do is theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.background import READY_FILE, Serving
+from coordinator.config import CoordinatorConfig
+from coordinator.coordinator import DEFAULT_TENANT, Coordinator
+from coordinator.errors import ServiceError
+from coordinator.grpc_server import GrpcConfig, GrpcDoor
+from tinkerpool.credentials import Credentials, credentials_file, read_credentials, write_credentials
+from workers.pool import Pool
+
+_log = logging.getLogger(__name__)
+DOOR_GRACE_S = 5.0
+"""How long running calls have to end by themselves once the coordinator has told them to."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Settings of one process that serves a pool."""
+
+    coordinator: CoordinatorConfig
+    grpc: GrpcConfig
+    ready_file: Path | None = None
+    """Written when the pool is ready, removed when it stops; one is in the data directory in any case."""
+    is_new_key_wanted: bool = False
+    """Make another administrator's key and leave it in the credentials file."""
+
+
+class Server:
+    """One pool with its doors. `run` once."""
+
+    def __init__(self, config: ServerConfig, pool: Pool, say: Callable[[str], None]) -> None:
+        """`say` gets what the operator shall read, a line at a time."""
+        self._config = config
+        self._say = say
+        self._coordinator = Coordinator(config.coordinator, pool)
+        self._door = GrpcDoor(config.grpc)
+        self._ready_files: list[Path] = []
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT, then finish what runs and return; the same signal again kills.
+
+        Raises DoorError, DataDirInUse, what keeps the pool from starting, and what makes going on unsafe.
+        """
+        stopping = asyncio.Event()
+        with _signals(stopping) as take_signals:
+            self._door.bind()
+            try:
+                if not await _before(stopping.wait(), self._start()):
+                    return
+                take_signals()  # again: Ray puts handlers of its own in place
+                await _before(stopping.wait(), self._coordinator.failed())
+                self._say("Stopping: finishing the running cycles.")
+            finally:
+                await self._stop()
+        self._say("Stopped.")
+
+    async def _start(self) -> None:
+        await self._coordinator.start()
+        await self._door.start(
+            self._coordinator.service, self._coordinator.authenticator.authenticate, self._coordinator.health
+        )
+        for line in await self._leave_key():
+            self._say(line)
+        serving = Serving(
+            url=self.url,
+            pid=os.getpid(),
+            data_dir=str(self._config.coordinator.data_dir),
+            models=tuple(self._coordinator.core.models),
+        )
+        for path in (self._config.coordinator.data_dir / READY_FILE, self._config.ready_file):
+            if path is not None:
+                serving.write(path)
+                self._ready_files.append(path)
+        self._say(f"tinkerpool is ready at {self.url}")
+
+    async def _stop(self) -> None:
+        for path in self._ready_files:
+            path.unlink(missing_ok=True)
+        await self._door.refuse()
+        await self._coordinator.stop()
+        await self._door.stop(DOOR_GRACE_S)
+
+    @property
+    def url(self) -> str:
+        """Where clients on this machine find the pool."""
+        grpc = self._config.grpc
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(grpc.host, grpc.host)  # noqa: S104  # compared, not bound
+        host = f"[{host}]" if ":" in host else host
+        return f"{'https' if grpc.is_tls else 'http'}://{host}:{self._door.port}"
+
+    async def _leave_key(self) -> list[str]:
+        """See that clients on this machine find the pool and a key of it; returns what to tell the operator."""
+        authenticator = self._coordinator.authenticator
+        key = await self._coordinator.first_admin_key()
+        if key is None and self._config.is_new_key_wanted:
+            key, _ = await authenticator.create_key(DEFAULT_TENANT, is_admin=True)
+        if key is not None:
+            path = write_credentials(Credentials(url=self.url, api_key=key))
+            return [
+                f"A new administrator's key (tenant '{DEFAULT_TENANT}') is in {path}, and nowhere else.",
+                "Programs on this machine find it there by themselves: tinkerpool.ServiceClient().",
+                "Others send it with every call, in the metadata 'authorization: Bearer <key>'.",
+                "More keys: tinkerpool key create TENANT",
+            ]
+        with contextlib.suppress(ValueError):
+            found = read_credentials()
+            if found is not None and self._is_ours(found.api_key):
+                path = write_credentials(Credentials(url=self.url, api_key=found.api_key))
+                return [f"Its key is in {path}. More keys: tinkerpool key create TENANT"]
+        return [
+            f"{credentials_file()} has no key of this pool. Use one that you have, with --api-key or "
+            "TINKERPOOL_API_KEY, or start with --new-key to get another."
+        ]
+
+    def _is_ours(self, key: str) -> bool:
+        try:
+            self._coordinator.authenticator.authenticate(key)
+        except ServiceError:
+            return False
+        return True
+
+
+async def _before(interruption: Awaitable[object], work: Awaitable[None]) -> bool:
+    """Do the work unless the interruption comes first; whether the work was done. Raises what the work raises."""
+    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(interruption)
+    try:
+        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+            return True
+        return False
+    finally:
+        for future in (working, waiting):
+            future.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _signals(stopping: asyncio.Event) -> Iterator[Callable[[], None]]:
+    """While inside, the first SIGTERM or SIGINT sets `stopping`, and the next one kills.
+
+    Yields what takes them again.
+    """
+    loop = asyncio.get_running_loop()
+    previous = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+
+    def on_signal(signum: signal.Signals) -> None:
+        _log.info("%s: stopping", signum.name)
+        stopping.set()
+        release(dict.fromkeys(_SIGNALS, signal.SIG_DFL))
+
+    def take() -> None:
+        if not stopping.is_set():
+            for signum in _SIGNALS:
+                loop.add_signal_handler(signum, on_signal, signum)
+
+    def release(handlers: Mapping[signal.Signals, Any]) -> None:
+        for signum, handler in handlers.items():
+            loop.remove_signal_handler(signum)
+            signal.signal(signum, handler)
+
+    take()
+    try:
+        yield take
+    finally:
+        release(previous)
