@@ -66,6 +66,9 @@ class Entry:
     """Whether the moments may be other than zero; set by whoever writes them."""
     has_grad: bool = False
     """Whether the gradient may be other than zero; set by whoever adds to it."""
+    num_holders: int = 0
+    is_removed: bool = False
+    """Removed while held: goes with the last holder."""
 
 
 class Slab:
@@ -155,20 +158,38 @@ class Bank:
         return self._entries[key]
 
     def remove(self, key: str) -> None:
-        """Forget a key, wherever it is. Unknown keys are ignored."""
-        entry = self._entries.pop(key, None)
-        if entry is not None and entry.row is not None:
-            self._release(entry)
+        """Forget a key, wherever it is, once nobody holds it. Unknown keys are ignored."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        if entry.num_holders:
+            entry.is_removed = True
+        else:
+            self._forget(entry)
+
+    def hold(self, key: str) -> None:
+        """Keep a key from being removed until `unhold`; it may still be evicted. Raises KeyError."""
+        self._entries[key].num_holders += 1
+
+    def unhold(self, key: str) -> None:
+        """Undo one `hold`; ignored for keys that `clear` took away."""
+        entry = self._entries.get(key)
+        if entry is None or not entry.num_holders:
+            return
+        entry.num_holders -= 1
+        if entry.is_removed and not entry.num_holders:
+            self._forget(entry)
 
     def clear(self) -> None:
-        """Forget everything."""
-        for key in list(self._entries):
-            self.remove(key)
+        """Forget everything, held or not."""
+        for entry in list(self._entries.values()):
+            self._forget(entry)
 
     def publish(self, key: str, version: str) -> None:
         """Hold a copy of an adapter's weights under a version key (again: replaced), for sampling. One row copied."""
         source = self._entries[key]
-        self.remove(version)
+        if version in self._entries:
+            self._forget(self._entries[version])
         entry = self.add(version, source.spec, is_trained=False)
         if source.row is None:
             assert source.host is not None
@@ -253,6 +274,11 @@ class Bank:
         entry.has_grad = host.grad is not None
 
     # ------------------------------------------------------------------ inside
+
+    def _forget(self, entry: Entry) -> None:
+        del self._entries[entry.key]
+        if entry.row is not None:
+            self._release(entry)
 
     def _load(self, entry: Entry, keep: set[str]) -> None:
         host = entry.host

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.activations import ACT2FN
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -38,6 +39,7 @@ from workers.attention import Attend, PackedAttention
 from workers.lora import CurrentPass, GroupShape, Kind, LinearGroup, MultiLoraLinear, Routing, Segment
 from workers.messages import ModelInfo
 from workers.norms import fuse_rms_norms
+from workers.numerics import Elementwise, find_rows_min
 
 ATTENTION_NAME = "tinkerpool"
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -104,6 +106,11 @@ class BaseModel:
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 module.tinkerpool_pass = self.current
+        self.rows_min = find_rows_min(
+            (weight for group in self.groups for weight in group.weights), self._elementwise()
+        )
+        """Rows from which bits are independent of other rows; None: never, and no promise is made."""
+        self.current.rows_min = self.rows_min or self.current.rows_min
         self._probe(*reference)
 
     # ------------------------------------------------------------------ forward
@@ -197,6 +204,19 @@ class BaseModel:
         return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
 
     # ------------------------------------------------------------------ loading
+
+    def _elementwise(self) -> list[Elementwise]:
+        """The transcendental functions that layers apply to all rows at once: activation and rotary embedding."""
+        activation = ACT2FN[getattr(self.config, "hidden_activation", None) or self.config.hidden_act]
+        widths = {shape.d_outs[0] for shape in self.group_shapes if shape.kind == "mlp"}
+
+        def derivative(values: Tensor) -> Tensor:
+            with torch.enable_grad():
+                values = values.clone().requires_grad_()
+                return torch.autograd.grad(activation(values).sum(), values)[0]
+
+        functions = [(width, function) for width in widths for function in (activation, derivative)]
+        return [*functions, (self.head_dim, torch.cos), (self.head_dim, torch.sin)]
 
     def _put_linears_in(self) -> tuple[LinearGroup, ...]:
         """Replace the linears of every layer and the unembedding; groups in the order of the forward."""

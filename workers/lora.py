@@ -109,7 +109,7 @@ class CurrentPass:
         """Makes outputs require a gradient although neither the embeddings nor the frozen weights do."""
 
 
-def add_lora(y: Tensor, x: Tensor, adapter: GroupAdapter, position: int, xa: Tensor) -> None:
+def add_lora(y: Tensor, adapter: GroupAdapter, position: int, xa: Tensor) -> None:
     """y (N, F) += xa_i B_i^T in place, with xa (N, G * R) from `project`."""
     rank = adapter.rank
     y.addmm_(xa[:, position * rank : (position + 1) * rank], adapter.Bs_t[position])
@@ -180,7 +180,7 @@ class LinearGroup:
                 xa = project(segment, adapter)  # (N, G * R)
                 xas.append(xa)
                 for position, split in enumerate(y_splits):
-                    add_lora(split[piece], segment, adapter, position, xa)
+                    add_lora(split[piece], adapter, position, xa)
         return [y.view(*x.shape[:-1], y.shape[-1]) for y in ys], xas
 
     def _forward_short(self, x: Tensor, ys: list[Tensor], adapter: GroupAdapter) -> Tensor:
@@ -191,7 +191,7 @@ class LinearGroup:
         xa = project(x, adapter)
         for position, y in enumerate(ys):
             padded = F.pad(y, padding)
-            add_lora(padded, x, adapter, position, xa)
+            add_lora(padded, adapter, position, xa)
             y.copy_(padded[:num_rows])
         return xa[:num_rows]
 

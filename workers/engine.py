@@ -1,0 +1,505 @@
+"""One warm base model and everybody's adapters: runs one batch after another, in one packed pass each where it can.
+
+Knows batches and items; not tenants, durability, or how it is reached. The parts: `base_model` (the forward), `bank`
+(where adapters lie), `packing`, `logits` and `losses` (the pass), `optim`, `snapshot`, `progress` (order), `sampler`.
+
+Main invariant: an item's result and its adapter's bits depend on that item and adapter alone, not on what else is in
+the batch, how it is cut into passes, or which slots are free. A failing item changes nothing but its own adapter.
+
+How a batch runs: fence, installs, removals, then the items in order. Consecutive passes are gathered into groups of at
+most `num_slots` adapters and `pass_tokens_max` tokens; a group is one packed pass (forwards and backwards apart).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from workers.attention import PackedAttention
+from workers.bank import Bank, HostRow
+from workers.base_model import BaseModel
+from workers.logits import ChunkedLoss, Part
+from workers.losses import prepare
+from workers.messages import (
+    AdapterInstall,
+    AdapterState,
+    Batch,
+    BatchResult,
+    ErrorCode,
+    Item,
+    ItemError,
+    ItemResult,
+    LoadItem,
+    ModelInfo,
+    OptimStepItem,
+    PassItem,
+    SampleEvent,
+    SampleRequest,
+    SaveItem,
+)
+from workers.numerics import fingerprint
+from workers.optim import NonFiniteStepError, adamw_step, check_params
+from workers.packing import Request, pack
+from workers.progress import Progress
+from workers.snapshot import DamagedStateError, OtherAdapterError, optimizer_file, read_state, weights_file
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How to make a `TrainingEngine`."""
+
+    model: str
+    """A Hugging Face directory of a causal language model, or a name in the local hub cache."""
+    model_name: str = ""
+    """The name that users ask for; empty: `model`."""
+    num_slots: int = 16
+    """Adapters and sampler versions in the bank at once; others wait in host memory."""
+    num_threads: int | None = None
+    """Threads of the library's kernels; None leaves the process's setting. Part of the fingerprint. `OMP_NUM_THREADS`
+    and what bounds their spinning (`GOMP_SPINCOUNT`) must be in the environment before torch is imported."""
+    device: str = "cpu"
+    pass_tokens_max: int = 8192
+    """Rows of one packed pass; a longer run of items is cut. Bounds memory, changes no bits."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_slots", "pass_tokens_max"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(f"num_threads is {self.num_threads}; it must be at least 1, or None")
+
+
+class SamplerProtocol(Protocol):
+    """What the engine asks of `workers.sampler.Sampler(base_model, bank)`; the first four are the engine's own."""
+
+    def start_sample(self, request: SampleRequest) -> None:
+        """See `Engine`."""
+
+    def cancel_sample(self, op_id: str) -> None:
+        """See `Engine`."""
+
+    def decode_step(self) -> Sequence[SampleEvent]:
+        """See `Engine`."""
+
+    def can_decode(self) -> bool:
+        """See `Engine`."""
+
+    def reset(self) -> None:
+        """Forget every request, without events: the coordinator that asked is gone, and the bank has been cleared."""
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """How one pass item went."""
+
+    part: Part | None = None
+    error: ItemError | None = None
+    engine_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Group:
+    """Pass items that run together. All were admitted."""
+
+    requests: list[Request] = field(default_factory=list)
+    adapters: set[str] = field(default_factory=set)
+    num_tokens: int = 0
+
+
+class TrainingEngine:
+    """Implements `workers.pool.Engine`. One thread only."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        incarnation: str = "",
+        *,
+        make_sampler: Callable[[BaseModel, Bank], SamplerProtocol] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Load the base model. Raises UnsupportedModelError (a ValueError) and OSError with what is wrong."""
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self.config = config
+        self.base_model = BaseModel(config.model, name=config.model_name, device=config.device)
+        self.bank = Bank(self.base_model.group_shapes, config.num_slots, self.base_model.device)
+        self.sampler = None if make_sampler is None else make_sampler(self.base_model, self.bank)
+        self._info = self.base_model.info(fingerprint(self.base_model.rows_min, self.base_model.device))
+        self._loss = ChunkedLoss(self.base_model.unembedding, self.base_model.vocab_size)
+        self._incarnation = incarnation
+        self._clock = clock
+        self._epoch = 0
+        self._progress: dict[str, Progress] = {}
+        self._broken: dict[str, ItemError] = {}
+        """Adapters whose install failed, and why; their items answer with it."""
+
+    # ------------------------------------------------------------------ Engine
+
+    @property
+    def info(self) -> ModelInfo:
+        """Facts about the base model."""
+        return self._info
+
+    def run(self, batch: Batch) -> BatchResult:
+        """Run one batch to its end. Items of an epoch older than the newest seen are all OUT_OF_ORDER."""
+        begin_s = self._clock()
+        if batch.epoch < self._epoch:
+            stale = ItemError(code=ErrorCode.OUT_OF_ORDER, message="the batch is of an older epoch")
+            results = [ItemResult(op_id=item.op_id, error=stale) for item in batch.items]
+        else:
+            if batch.epoch > self._epoch:
+                self._begin_epoch(batch.epoch)
+            for install in batch.installs:
+                self._install(install)
+            for key in batch.removals:
+                self._remove(key)
+            results = self._run_items(batch.items)
+        return BatchResult(
+            epoch=self._epoch,
+            cycle_id=batch.cycle_id,
+            incarnation=self._incarnation,
+            results=tuple(results),
+            wall_s=self._clock() - begin_s,
+        )
+
+    def start_sample(self, request: SampleRequest) -> None:
+        """Queue a sample request."""
+        assert self.sampler is not None, "this engine was made without a sampler"
+        self.sampler.start_sample(request)
+
+    def cancel_sample(self, op_id: str) -> None:
+        """Stop a request; unknown ids are ignored."""
+        if self.sampler is not None:
+            self.sampler.cancel_sample(op_id)
+
+    def decode_step(self) -> Sequence[SampleEvent]:
+        """Advance every running sequence by one token."""
+        return () if self.sampler is None else self.sampler.decode_step()
+
+    def can_decode(self) -> bool:
+        """Whether `decode_step` has anything to do."""
+        return self.sampler is not None and self.sampler.can_decode()
+
+    # ------------------------------------------------------------------ adapters
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """A new coordinator: what is here may be ahead of its log."""
+        self._epoch = epoch
+        self.bank.clear()
+        self._progress.clear()
+        self._broken.clear()
+        if self.sampler is not None:
+            self.sampler.reset()
+
+    def _remove(self, key: str) -> None:
+        self.bank.remove(key)
+        self._progress.pop(key, None)
+        self._broken.pop(key, None)
+
+    def _install(self, install: AdapterInstall) -> None:
+        spec, state = install.spec, install.state
+        self._remove(spec.adapter_id)
+        try:
+            if spec.rank > self.base_model.max_rank:
+                raise OtherAdapterError(f"rank is {spec.rank}; this model takes at most {self.base_model.max_rank}")
+            layout = self.bank.layout(spec)
+            host = None if state is None else read_state(layout, spec, state.weights, state.optimizer)
+        except ValueError as error:
+            is_damaged = isinstance(error, DamagedStateError | OtherAdapterError) and state is not None
+            code = ErrorCode.DATA_LOSS if is_damaged else ErrorCode.INVALID_ARGUMENT
+            self._broken[spec.adapter_id] = ItemError(code=code, message=str(error))
+            return
+        self.bank.add(spec.adapter_id, spec, host)
+        progress = Progress()
+        if state is not None:
+            progress.applied_seq = state.applied_seq
+            progress.num_steps = 0 if state.optimizer is None else state.num_steps
+        self._progress[spec.adapter_id] = progress
+
+    # ------------------------------------------------------------------ items
+
+    def _run_items(self, items: Sequence[Item]) -> list[ItemResult]:
+        results: list[ItemResult] = []
+        index = 0
+        while index < len(items):
+            item = items[index]
+            stop = index + 1
+            if isinstance(item, PassItem):
+                while stop < len(items) and isinstance(items[stop], PassItem):
+                    stop += 1
+                results += self._run_passes([it for it in items[index:stop] if isinstance(it, PassItem)])
+            else:
+                results.append(self._run_other(item))
+            index = stop
+        return results
+
+    def _admit(self, item: Item) -> ItemError | None:
+        """Check an item's place in its adapter's order and take it; see `Progress.admit`."""
+        progress = self._progress.get(item.adapter_id)
+        if progress is None:
+            missing = ItemError(code=ErrorCode.OUT_OF_ORDER, message="this worker does not hold the adapter")
+            return self._broken.get(item.adapter_id, missing)
+        error = progress.admit(item)
+        if error is None and (item.drop_gradient or isinstance(item, LoadItem)):
+            self.bank.drop_grad(item.adapter_id)
+        return error
+
+    # ------------------------------------------------------------------ passes
+
+    def _run_passes(self, items: Sequence[PassItem]) -> list[ItemResult]:
+        """A run of passes, group by group. Results in the order of the items."""
+        results: dict[int, ItemResult] = {}
+        group = _Group()
+        members: list[tuple[int, PassItem, Request | None, ItemError | None]] = []
+
+        def flush() -> None:
+            nonlocal group
+            outcomes = iter(self._run_group(group))
+            for index, item, request, error in members:
+                outcome = _Outcome(error=error) if request is None else next(outcomes)
+                results[index] = self._settled(item, request, outcome)
+            group = _Group()
+            members.clear()
+
+        for index, item in enumerate(items):
+            is_full = len(group.adapters) == self.config.num_slots and item.adapter_id not in group.adapters
+            num_tokens = sum(len(datum.tokens) for datum in item.data)
+            is_long = group.num_tokens and group.num_tokens + num_tokens > self.config.pass_tokens_max
+            if is_full or is_long or (item.drop_gradient and item.adapter_id in group.adapters):
+                flush()
+            error = self._admit(item)
+            if error is not None:
+                results[index] = ItemResult(op_id=item.op_id, error=error)
+                continue
+            try:
+                request = self._checked(item)
+            except ValueError as invalid:
+                error = ItemError(code=ErrorCode.INVALID_ARGUMENT, message=str(invalid))
+                members.append((index, item, None, error))
+            else:
+                members.append((index, item, request, None))
+                group.requests.append(request)
+                group.num_tokens += num_tokens
+            group.adapters.add(item.adapter_id)
+        flush()
+        return [results[index] for index in range(len(items))]
+
+    def _checked(self, item: PassItem) -> Request:
+        """Raises ValueError, with a message for the user, unless the item can run."""
+        longest = self.base_model.max_seq_len
+        for index, datum in enumerate(item.data):
+            if len(datum.tokens) > longest:
+                raise ValueError(f"datum {index} has {len(datum.tokens)} tokens; the model takes at most {longest}")
+        return Request(item=item, loss=prepare(item.data, item.loss_fn, item.loss_config, self.base_model.vocab_size))
+
+    def _settled(self, item: PassItem, request: Request | None, outcome: _Outcome) -> ItemResult:
+        """An admitted item's result. A failed backward takes its adapter's pending gradient with it."""
+        error = self._progress[item.adapter_id].settle(item, outcome.error)
+        if error is not None:
+            if item.backward:
+                self.bank.drop_grad(item.adapter_id)
+            return ItemResult(op_id=item.op_id, error=error, engine_s=outcome.engine_s)
+        part = outcome.part
+        assert request is not None
+        assert part is not None
+        metrics = {"loss:sum": part.loss_sum}
+        if part.num_clipped is not None:
+            metrics["clipped_tokens:sum"] = float(part.num_clipped)
+        if request.loss.has_ignored_input:
+            metrics["ignored_input_mask:max"] = 1.0
+        return ItemResult(
+            op_id=item.op_id,
+            logprobs=request.loss.split_logprobs(part.logprobs),
+            metrics=metrics,
+            num_tokens=request.num_tokens,
+            engine_s=outcome.engine_s,
+        )
+
+    def _run_group(self, group: _Group) -> list[_Outcome]:
+        """Run a group's requests, those with a gradient and those without apart; outcomes in their order."""
+        outcomes: dict[int, _Outcome] = {}
+        for backward in (True, False):
+            indices = [i for i, request in enumerate(group.requests) if request.item.backward == backward]
+            requests = [group.requests[index] for index in indices]
+            if requests:
+                outcomes.update(zip(indices, self._run_requests(requests, backward=backward), strict=True))
+        return [outcomes[index] for index in range(len(group.requests))]
+
+    def _run_requests(self, requests: Sequence[Request], *, backward: bool) -> list[_Outcome]:
+        """One packed pass. If it cannot be done, its halves, down to the request that cannot be done alone."""
+        begin_s = self._clock()
+        keys = [request.item.adapter_id for request in requests]
+        backup = self._pending_gradients(keys) if backward else {}
+        try:
+            parts = self._pass(requests, backward=backward)
+        except Exception as error:
+            # An exception's traceback holds the pass's tensors; they must go before the halves are tried.
+            failure = _item_error(error)
+            logger.warning("a pass of %d requests failed: %s", len(requests), failure.message, exc_info=error)
+            del error
+        else:
+            engine_s = self._clock() - begin_s
+            num_tokens = sum(request.num_tokens for request in requests)
+            return [
+                _Outcome(part, None if part.is_finite else _non_finite(), engine_s * request.num_tokens / num_tokens)
+                for request, part in zip(requests, parts, strict=True)
+            ]
+        for key in set(keys) if backward else ():
+            self.bank.drop_grad(key)
+            if key in backup:
+                gradient = self.bank.acquire([key])[0].grad
+                assert gradient is not None
+                gradient.copy_(backup[key])
+                self.bank.entry(key).has_grad = True
+        if len(requests) == 1:
+            return [_Outcome(error=failure, engine_s=self._clock() - begin_s)]
+        middle = len(requests) // 2
+        return [
+            *self._run_requests(requests[:middle], backward=backward),
+            *self._run_requests(requests[middle:], backward=backward),
+        ]
+
+    def _pending_gradients(self, keys: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Copies of the gradients that a pass will add to, for the case that it must be undone."""
+        pending = {}
+        for key in dict.fromkeys(keys):
+            gradient = self.bank.read(key).grad
+            if gradient is not None:
+                pending[key] = gradient.clone()
+        return pending
+
+    def _pass(self, requests: Sequence[Request], *, backward: bool) -> list[Part]:
+        """Forward, losses and backward of all requests at once; gradients are added to the adapters' rows."""
+        keys = [request.item.adapter_id for request in requests]
+        rows = self.bank.acquire(keys)
+        packed = pack(requests, rows, self.base_model.device)
+        if backward:
+            for key in keys:
+                self.bank.entry(key).has_grad = True
+        # A pass in which only unembeddings are adapted ends at the last hidden states.
+        is_deep = backward and any(group is not None for row in rows for group in row.groups[:-1])
+        with torch.set_grad_enabled(is_deep):
+            attend = PackedAttention(packed.lengths)
+            hidden = self.base_model.forward(packed.tokens, packed.positions, packed.segments, attend)
+            dhidden = self._loss.run(hidden.detach(), packed.parts, backward=backward)
+            if is_deep:
+                torch.autograd.backward(hidden, dhidden)
+        return packed.parts
+
+    # ------------------------------------------------------------------ steps, saves, loads
+
+    def _run_other(self, item: Item) -> ItemResult:
+        begin_s = self._clock()
+        error = self._admit(item)
+        metrics: dict[str, float] = {}
+        state = None
+        if error is None:
+            try:
+                match item:
+                    case OptimStepItem():
+                        metrics = self._step(item)
+                    case SaveItem():
+                        state = self._save(item)
+                    case LoadItem():
+                        self._load(item)
+                    case _:
+                        raise TypeError(f"an engine cannot run a {type(item).__name__}")
+            except Exception as exception:
+                error = _item_error(exception)
+                if error.code == ErrorCode.INTERNAL:
+                    logger.exception("an item failed")
+                self._progress[item.adapter_id].fail(item, error)
+        if isinstance(item, OptimStepItem) and item.adapter_id in self._progress and _is_applied(error):
+            self.bank.drop_grad(item.adapter_id)
+            self._progress[item.adapter_id].num_datums = 0
+        return ItemResult(op_id=item.op_id, error=error, metrics=metrics, state=state, engine_s=self._clock() - begin_s)
+
+    def _step(self, item: OptimStepItem) -> dict[str, float]:
+        check_params(item.params)
+        progress = self._progress[item.adapter_id]
+        entry = self.bank.entry(item.adapter_id)
+        row = self.bank.acquire([item.adapter_id])[0]
+        norms = adamw_step(row, item.params, progress.num_steps + 1)
+        entry.has_grad = False
+        entry.has_moments = True
+        progress.num_steps += 1
+        return {
+            "grad_norm:last": norms.gradient,
+            "update_norm:last": norms.update,
+            "adapter_norm:last": norms.adapter,
+            "num_datums:sum": float(progress.num_datums),
+        }
+
+    def _save(self, item: SaveItem) -> AdapterState:
+        entry = self.bank.entry(item.adapter_id)
+        progress = self._progress[item.adapter_id]
+        if item.publish_as:
+            self.bank.publish(item.adapter_id, item.publish_as)
+        host = self.bank.read(item.adapter_id)
+        assert host.weights is not None
+        return AdapterState(
+            weights=weights_file(entry.layout, entry.spec, host.weights),
+            optimizer=optimizer_file(entry.layout, entry.spec, host) if item.with_optimizer else None,
+            num_steps=progress.num_steps,
+            applied_seq=progress.applied_seq,
+            fingerprint=self._info.fingerprint,
+        )
+
+    def _load(self, item: LoadItem) -> None:
+        entry = self.bank.entry(item.adapter_id)
+        optimizer = item.state.optimizer if item.with_optimizer else None
+        host: HostRow = read_state(entry.layout, entry.spec, item.state.weights, optimizer)
+        self.bank.replace(item.adapter_id, host)
+        self._progress[item.adapter_id].num_steps = 0 if optimizer is None else item.state.num_steps
+
+
+def engine_factory(
+    config: EngineConfig, make_sampler: Callable[[BaseModel, Bank], SamplerProtocol] | None = None
+) -> Callable[[str], TrainingEngine]:
+    """An `EngineFactory`: takes the incarnation, to be called on the thread that will own the engine."""
+    return lambda incarnation: TrainingEngine(config, incarnation, make_sampler=make_sampler)
+
+
+def _is_applied(error: ItemError | None) -> bool:
+    """Whether the item consumed its seq."""
+    return error is None or error.code != ErrorCode.OUT_OF_ORDER
+
+
+def _non_finite() -> ItemError:
+    return ItemError(
+        code=ErrorCode.NON_FINITE,
+        message=(
+            "the loss or its gradient is infinite or not a number, and was not applied; look for extreme values in the "
+            "loss inputs, or a learning rate that has driven the adapter away"
+        ),
+    )
+
+
+def _item_error(error: Exception) -> ItemError:
+    """What an item answers when `error` ended it. Never a stack or a path."""
+    match error:
+        case NonFiniteStepError():
+            message = f"{error}; the step was not taken and the gradient was dropped. Lower the learning rate or clip."
+            return ItemError(code=ErrorCode.NON_FINITE, message=message)
+        case DamagedStateError():
+            return ItemError(code=ErrorCode.DATA_LOSS, message=str(error))
+        case ValueError() if type(error) in {ValueError, OtherAdapterError}:
+            return ItemError(code=ErrorCode.INVALID_ARGUMENT, message=str(error))
+        case MemoryError() | torch.OutOfMemoryError():
+            return _out_of_memory()
+        case RuntimeError() if "allocate memory" in str(error):
+            return _out_of_memory()
+    return ItemError(code=ErrorCode.INTERNAL, message="the worker failed to run this; its log has the reason")
+
+
+def _out_of_memory() -> ItemError:
+    return ItemError(
+        code=ErrorCode.OUT_OF_MEMORY, message="there is not enough memory for this alone; send shorter sequences"
+    )

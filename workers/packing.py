@@ -1,0 +1,75 @@
+"""Lays the sequences of many requests out as the rows of one pass, without padding between them.
+
+Knows requests and rows of the bank; not models or losses' formulas.
+
+Main invariant: one segment per request (a request here is one canonical chunk), in the order given, its sequences in
+request order. What a request contributes does not depend on where its rows lie.
+
+Dimensions: T rows of the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.bank import Row
+from workers.logits import Part
+from workers.lora import Segment
+from workers.losses import RequestLoss
+from workers.messages import PassItem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A chunk that is to run, checked."""
+
+    item: PassItem
+    loss: RequestLoss
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows that it takes."""
+        return len(self.loss.targets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """The rows of one pass."""
+
+    tokens: Tensor
+    """(T,) int64."""
+    positions: Tensor
+    """(T,) int64, from 0 in every sequence."""
+    lengths: list[int]
+    """Of the sequences, in row order."""
+    segments: list[Segment]
+    parts: list[Part]
+    """Per request, in the order given."""
+
+
+def pack(requests: Sequence[Request], rows: Sequence[Row], device: torch.device) -> Packed:
+    """Put requests one behind the other; `rows[i]` is the adapter of request i."""
+    tokens, positions, segments, parts = [], [], [], []
+    lengths: list[int] = []
+    start = 0
+    for request, row in zip(requests, rows, strict=True):
+        stop = start + request.num_tokens
+        for datum in request.item.data:
+            tokens.append(datum.tokens)
+            positions.append(np.arange(len(datum.tokens)))
+        lengths.extend(request.loss.lengths)
+        segments.append(Segment(start, stop, row.groups))
+        parts.append(Part(start=start, stop=stop, adapter=row.groups[-1], loss=request.loss))
+        start = stop
+    return Packed(
+        tokens=torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(device),
+        positions=torch.from_numpy(np.concatenate(positions)).to(device),
+        lengths=lengths,
+        segments=segments,
+        parts=parts,
+    )
