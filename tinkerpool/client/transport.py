@@ -6,7 +6,7 @@ Tests put a fake in its place.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -48,7 +48,7 @@ class Transport(Protocol):
         """Send a request and return the response. Raises ApiError."""
         ...
 
-    def stream(self, method: ServerStream[RequestT, ResponseT], request: RequestT) -> AsyncIterator[ResponseT]:
+    def stream(self, method: ServerStream[RequestT, ResponseT], request: RequestT) -> AsyncGenerator[ResponseT, None]:
         """Send a request and yield the responses. Raises ApiError, also in the middle. Closing it cancels the call."""
         ...
 
@@ -94,7 +94,9 @@ class GrpcTransport:
             raise self._api_error(error) from None
         return response
 
-    async def stream(self, method: ServerStream[RequestT, ResponseT], request: RequestT) -> AsyncIterator[ResponseT]:
+    async def stream(
+        self, method: ServerStream[RequestT, ResponseT], request: RequestT
+    ) -> AsyncGenerator[ResponseT, None]:
         """As in Transport."""
         call = self._callable(method)(request, metadata=self._metadata)
         try:

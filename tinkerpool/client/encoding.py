@@ -1,0 +1,140 @@
+"""Between the user's types and the contract's messages, both ways. Pure; ValueError for what cannot be said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tinkerpool import types
+from tinkerpool.convert import from_tensor, to_tensor
+from tinkerpool.errors import Code, OperationFailed
+from tinkerpool.v1 import operations_pb2, sampling_pb2, types_pb2
+
+_LOSS_PREFIX = "LOSS_FUNCTION_"
+LOSS_FN_OUTPUT_TYPE = "TorchLossReturn"
+
+
+def loss_function(name: str) -> types_pb2.LossFunction.ValueType:
+    """The contract's number of a loss. Raises ValueError with the names that there are."""
+    known = {
+        key.removeprefix(_LOSS_PREFIX).lower(): value
+        for key, value in types_pb2.LossFunction.items()
+        if value != types_pb2.LOSS_FUNCTION_UNSPECIFIED
+    }
+    if name not in known:
+        hint = "; for a loss of your own use forward_backward_custom" if name == "custom" else ""
+        raise ValueError(f"unknown loss_fn {name!r}: use one of {', '.join(known)}{hint}")
+    return known[name]
+
+
+def add_datum(data: Any, datum: types.Datum) -> None:
+    """Append a datum to a request's repeated field."""
+    message: types_pb2.Datum = data.add()
+    message.tokens.CopyFrom(to_tensor(datum.model_input.to_numpy()))
+    for name, tensor in datum.loss_fn_inputs.items():
+        array = tensor.data.reshape(tensor.shape)
+        if name == "target_tokens":
+            array = types.as_tokens(array, "target_tokens")  # half the bytes
+        message.loss_inputs[name].CopyFrom(to_tensor(array))
+
+
+def datum_bytes(datum: types.Datum) -> int:
+    """About how many bytes a datum takes in a request."""
+    return 4 * datum.model_input.length + sum(tensor.data.nbytes for tensor in datum.loss_fn_inputs.values())
+
+
+def adam_params(params: types.AdamParams) -> types_pb2.AdamParams:
+    """The message, with every field set, so that it means the same to every version of the service."""
+    return types_pb2.AdamParams(
+        learning_rate=params.learning_rate,
+        beta1=params.beta1,
+        beta2=params.beta2,
+        eps=params.eps,
+        weight_decay=params.weight_decay,
+        grad_clip_norm=params.grad_clip_norm,
+    )
+
+
+def sampling_params(params: types.SamplingParams) -> sampling_pb2.SamplingParams:
+    """The message; a missing seed is drawn by the service."""
+    message = sampling_pb2.SamplingParams(
+        max_tokens=params.max_tokens or 0,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=params.seed,
+    )
+    if params.stop is not None:
+        message.stop.SetInParent()  # set and empty means: nothing but the length
+        stops: list[Any] = [params.stop] if isinstance(params.stop, str) else list(params.stop)
+        message.stop.strings.extend(stop for stop in stops if isinstance(stop, str))
+        message.stop.tokens.extend(int(stop) for stop in stops if not isinstance(stop, str))
+    return message
+
+
+def check_succeeded(operation: operations_pb2.Operation) -> operations_pb2.Operation:
+    """The operation, if it succeeded. Raises OperationFailed with its error."""
+    if operation.state == operations_pb2.OPERATION_STATE_FAILED:
+        error = operation.error
+        raise OperationFailed(error.message, code=Code.of(error.code), reason=error.reason, operation=operation.name)
+    return operation
+
+
+def is_finished(operation: operations_pb2.Operation) -> bool:
+    """Whether the message carries an outcome."""
+    return operation.WhichOneof("result") is not None or operation.HasField("error")
+
+
+def forward_backward_output(operation: operations_pb2.Operation) -> types.ForwardBackwardOutput:
+    """The result of a succeeded forward or forward_backward."""
+    result = operation.forward_backward
+    return types.ForwardBackwardOutput(
+        loss_fn_output_type=LOSS_FN_OUTPUT_TYPE,
+        loss_fn_outputs=[{"logprobs": types.TensorData(from_tensor(tensor))} for tensor in result.logprobs],
+        metrics=dict(result.metrics),
+    )
+
+
+def sample_response(operation: operations_pb2.Operation) -> types.SampleResponse:
+    """The result of a succeeded sample."""
+    result = operation.sample
+    prompt_logprobs = None
+    if result.HasField("prompt_logprobs"):
+        values = from_tensor(result.prompt_logprobs).tolist()
+        prompt_logprobs = [None if np.isnan(value) else value for value in values]
+    return types.SampleResponse(
+        sequences=[_sequence(sequence) for sequence in result.sequences], prompt_logprobs=prompt_logprobs
+    )
+
+
+def _sequence(sequence: operations_pb2.SampledSequence) -> types.SampledSequence:
+    is_stop = sequence.stop_reason == operations_pb2.STOP_REASON_STOP
+    return types.SampledSequence(
+        stop_reason="stop" if is_stop else "length",
+        tokens=from_tensor(sequence.tokens).tolist(),
+        logprobs=from_tensor(sequence.logprobs).tolist(),
+    )
+
+
+def loss_config(config: Mapping[str, float] | None) -> dict[str, float]:
+    """Options of a loss. Raises ValueError for one that is not a number."""
+    values = dict(config or {})
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+            raise ValueError(f"loss_fn_config[{name!r}] must be a number, got {value!r}")
+    return {name: float(value) for name, value in values.items()}
+
+
+def string_map(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    """User metadata. Raises ValueError for anything but strings."""
+    values = dict(metadata or {})
+    if not all(isinstance(part, str) for part in _parts(values)):
+        raise ValueError("user_metadata maps strings to strings")
+    return values
+
+
+def _parts(values: Mapping[Any, Any]) -> Iterable[Any]:
+    yield from values.keys()
+    yield from values.values()
