@@ -1,15 +1,17 @@
 """What is let into an order, and at which place. The one way by which operations enter queue, table and log.
 
 A retryable refusal consumes nothing. A permanent refusal of an explicit seq is recorded as a failed operation, so that
-what comes after it need not wait for ever. A seq or request id that is known gives the operation it named, if the body is
-the same. Acceptance puts the operation into its queue at once, so that a cycle may start while the log is being synced;
-the caller is acknowledged only after that.
+what comes after it need not wait for ever. A seq or request id that is known gives the operation it named, if the body
+is the same. Acceptance puts the operation into its queue at once, so that a cycle may start while the log is being
+synced; the caller is acknowledged only after that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from google.protobuf.message import Message
 
 from coordinator.batches import service_error
 from coordinator.bodies import digest, serialize
@@ -19,7 +21,6 @@ from coordinator.operations import Chunk, Kind, Operation
 from coordinator.queue import AdapterQueue, window_closed
 from coordinator.store import ConflictError, OperationRow, Row, StorageError, Store
 from coordinator.waiting import OperationTable
-from google.protobuf.message import Message
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 RETRY_DELAY_S = 1.0
@@ -171,8 +172,8 @@ class Admission:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
                 "WINDOW_TOO_LARGE",
-                f"the gradient since the last optim_step comes from {adapter.window_bytes + added} bytes of requests, at "
-                f"most {self._limits.window_bytes_max} are kept: take an optim_step first",
+                f"the gradient since the last optim_step comes from {adapter.window_bytes + added} bytes of requests, "
+                f"at most {self._limits.window_bytes_max} are kept: take an optim_step first",
             )
 
     async def _record_refusal(

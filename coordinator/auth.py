@@ -1,7 +1,7 @@
 """API keys and who they belong to. Knows nothing of what a tenant may do with its things.
 
-A key reads `tp_<key id>_<secret>`; the database has the id and the SHA-256 of the secret. The secret is 32 random bytes,
-so a plain hash cannot be guessed from. `tml-` may stand before a key, for clients that insist on it.
+A key reads `tp_<key id>_<secret>`; the database has the id and the SHA-256 of the secret. The secret is 32 random
+bytes, so a plain hash cannot be guessed from. `tml-` may stand before a key, for clients that insist on it.
 """
 
 from __future__ import annotations

@@ -78,7 +78,10 @@ class BatchBuilder:
         return items
 
     def state_items(self, adapter: AdapterQueue) -> list[tuple[Operation, Item]]:
-        """What the step phase runs for the adapter. An operation that cannot even start is failed here and ends the chain."""
+        """What the step phase runs for the adapter.
+
+        An operation that cannot even start is failed here and ends the chain.
+        """
         items: list[tuple[Operation, Item]] = []
         prev_seq = adapter.placed_seq
         for operation in adapter.ready_states():

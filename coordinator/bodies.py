@@ -1,8 +1,9 @@
 """Canonical bodies: what an operation asks for, as bytes that are equal exactly when the request is the same.
 
 A body is the contract's own request message without `seq` and `request_id`, every tensor in its one canonical dtype,
-serialized with sorted maps. It is what the log holds, what the idempotency hash covers, and what recovery decodes. Checks
-everything that can be checked without the model's weights; raises ServiceError INVALID_ARGUMENT, saying what to change.
+serialized with sorted maps. It is what the log holds, what the idempotency hash covers, and what recovery decodes.
+Checks everything that can be checked without the model's weights; raises ServiceError INVALID_ARGUMENT, saying what to
+change.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def decode_adam(body: bytes) -> AdamParams:
 def canonical_sample(
     request: sampling_pb2.SampleRequest, model: ModelInfo, limits: Limits, drawn_seed: int
 ) -> tuple[bytes, int]:
-    """Check a sample request; returns its body, in which every default and the seed are filled in, and its cost in tokens."""
+    """Check a sample request; returns its body, with every default and the seed filled in, and its cost in tokens."""
     prompt = _tokens("prompt", _array("prompt", request.prompt), model)
     params = request.params
     room = model.max_seq_len - len(prompt)

@@ -29,12 +29,15 @@ class SystemTime:
     """The machine's clocks."""
 
     def monotonic(self) -> float:
+        """See `Time`."""
         return time.monotonic()
 
     def wall(self) -> float:
+        """See `Time`."""
         return time.time()
 
     async def sleep(self, seconds: float) -> None:
+        """See `Time`."""
         await asyncio.sleep(seconds)
 
 

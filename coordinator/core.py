@@ -319,7 +319,7 @@ class Core:
             error = ops_pb.OperationError(
                 code=10,
                 reason="SEQ_LOST",
-                message=f"operation {missing} of {adapter.adapter_id} never came: send it, then these again under new seqs",
+                message=f"operation {missing} of {adapter.adapter_id} never came: send it, then these again",
             )
             for operation in adapter.operations.values():
                 if operation.seq > missing and not operation.is_final:

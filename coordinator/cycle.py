@@ -1,8 +1,8 @@
 """The hot loop of one base model: plan, log, run, commit.
 
-A cycle has two phases. The pass runs chunks of forwards and forward_backwards of many tenants on every worker at once; the
-step phase, planned when the pass has ended, takes the optimizer steps, saves and loads that are due by then. Nothing that
-a cycle did is visible before its commit.
+A cycle has two phases. The pass runs chunks of forwards and forward_backwards of many tenants on every worker at once;
+the step phase, planned when the pass has ended, takes the optimizer steps, saves and loads that are due by then.
+Nothing that a cycle did is visible before its commit.
 
 Knows the parts (queues, planner, builder, pool, store) and their order; each part knows its own business. Does not know
 doors, tenants' names or SQL.
@@ -190,18 +190,17 @@ class CycleLoop:
 
     def _plan(self) -> tuple[Running, PassPlan]:
         cycle = Running(self._new_cycle_id(), self._time.wall(), self._time.monotonic())
-        candidates = []
-        for adapter in self._ready.values():
-            if tokens := _ready_chunk_tokens(adapter):
-                candidates.append(
-                    Candidate(
-                        adapter_id=adapter.adapter_id,
-                        tenant_id=adapter.tenant_id,
-                        worker_id=adapter.worker_id,
-                        chunk_tokens=tokens,
-                        last_cycle_id=self._last_cycle.get(adapter.adapter_id, 0),
-                    )
-                )
+        candidates = [
+            Candidate(
+                adapter_id=adapter.adapter_id,
+                tenant_id=adapter.tenant_id,
+                worker_id=adapter.worker_id,
+                chunk_tokens=tokens,
+                last_cycle_id=self._last_cycle.get(adapter.adapter_id, 0),
+            )
+            for adapter in self._ready.values()
+            if (tokens := _ready_chunk_tokens(adapter))
+        ]
         plan, self.fair = plan_pass(candidates, self.fair, self._residents(), self._config.cycle_tokens_max)
         return cycle, plan
 
@@ -260,7 +259,10 @@ class CycleLoop:
         await self._run_work(cycle, work)
 
     def _install(self, adapter: AdapterQueue, worker_id: str, work: _Work) -> bool:
-        """Make sure that the adapter has a copy on the worker. False if its state is damaged; its operations fail then."""
+        """Make sure that the adapter has a copy on the worker.
+
+        False if its state is damaged; its operations fail then.
+        """
         if adapter.worker_id:
             return True
         try:
@@ -269,21 +271,20 @@ class CycleLoop:
             self._fail_all(adapter, error)
             return False
         adapter.placed(worker_id)
+        adapter.settle()
         work.installs.setdefault(worker_id, []).append(install)
         return True
 
     async def _run_work(self, cycle: Running, work: _Work) -> None:
         """Run one phase on all its workers at once, then take in the answers."""
-        if not work.items:
-            return
         batches = work.batches(self._epoch, cycle.cycle_id, self._take_removals)
         answers = await asyncio.gather(
             *(self._pool.run(worker_id, batch) for worker_id, batch in batches.items()), return_exceptions=True
         )
         for worker_id, answer in zip(batches, answers, strict=True):
             if isinstance(answer, BatchResult):
-                assert len(answer.results) == len(work.items[worker_id])
-                for (adapter, operation, item), result in zip(work.items[worker_id], answer.results, strict=True):
+                entries = work.items.get(worker_id, [])
+                for (adapter, operation, item), result in zip(entries, answer.results, strict=True):
                     await self._take_in(cycle, adapter, operation, item, result)
             elif isinstance(answer, WorkerLost):
                 logger.warning("worker %s lost in cycle %d: %s", worker_id, cycle.cycle_id, answer)
@@ -436,9 +437,9 @@ class _Work:
                 cycle_id=cycle_id,
                 installs=tuple(self.installs.get(worker_id, ())),
                 removals=take_removals(worker_id),
-                items=tuple(item for _, _, item in entries),
+                items=tuple(item for _, _, item in self.items.get(worker_id, ())),
             )
-            for worker_id, entries in self.items.items()
+            for worker_id in self.installs | self.items
         }
 
 
@@ -473,5 +474,5 @@ def _replay_differs(adapter: AdapterQueue, operation: Operation, result: ItemRes
     return ServiceError(
         Code.DATA_LOSS,
         "REPLAY_DIFFERS",
-        f"{adapter.adapter_id} could not be rebuilt: {operation.name}, which had succeeded, failed when it was run again",
+        f"{adapter.adapter_id} could not be rebuilt: {operation.name} had succeeded, but failed when run again",
     )

@@ -1,4 +1,7 @@
-"""The one exception that use cases raise for callers. Doors turn it into their protocol's error; the text is for users."""
+"""The one exception that use cases raise for callers.
+
+Doors turn it into their protocol's error; the text is for users.
+"""
 
 from __future__ import annotations
 

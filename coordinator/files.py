@@ -1,9 +1,10 @@
-"""State folders on disk: written atomically, read only if they match their checksum. Knows no database and no names of users.
+"""State folders on disk: written atomically, read only if they match their checksum. Knows no database and no names of
+users.
 
-A folder holds `adapter_model.safetensors` and `adapter_config.json` (together a PEFT directory), `optimizer.safetensors`
-if moments were saved, and `state.json`. It is written under a temporary name, every file and the folder are synced, then
-it is renamed and the parent synced; only after that may a database row point at it. A folder without a row is an orphan
-of a crash and is removed at the next start.
+A folder holds `adapter_model.safetensors` and `adapter_config.json` (together a PEFT directory),
+`optimizer.safetensors` if moments were saved, and `state.json`. It is written under a temporary name, every file and
+the folder are synced, then it is renamed and the parent synced; only after that may a database row point at it. A
+folder without a row is an orphan of a crash and is removed at the next start.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Who is in the next pass: a pure function of what is ready, what each tenant has had, and the budget.
 
 Fairness is by virtual token counters (as in VTC, Sheng et al., OSDI 2024): every chunk planned adds its tokens over the
-tenant's weight to the tenant's counter, and the next chunk goes to the tenant with the lowest. A tenant that was away is
-lifted to the lowest counter of those who stayed, so idleness saves nothing up. Within a tenant: round robin over adapters.
+tenant's weight to the tenant's counter, and the next chunk goes to the tenant with the lowest. A tenant that was away
+is lifted to the lowest counter of those who stayed, so idleness saves nothing up. Within a tenant: round robin over
+adapters.
 
 Knows no clock, no database, no worker: everything comes in as values, and a new state goes out.
 """
@@ -75,6 +76,9 @@ def plan_pass(
     num_chunks: dict[str, int] = {}
     placements: dict[str, str] = {}
     tokens = dict.fromkeys(residents, 0)
+    load = dict.fromkeys(residents, 0)  # what residents bring plus what was placed: newcomers go where it is least
+    for resident in (candidate for rotation in rotations.values() for candidate in rotation if candidate.worker_id):
+        load[resident.worker_id] += sum(resident.chunk_tokens)
     num_residents = dict(residents)
     heap = [(shares[tenant].virtual_tokens, tenant) for tenant in rotations] if residents else []
     heapq.heapify(heap)
@@ -86,10 +90,11 @@ def plan_pass(
         cost = candidate.chunk_tokens[num_taken]
         worker = placements.get(candidate.adapter_id) or candidate.worker_id
         if not worker:
-            worker = min(num_residents, key=lambda w: (tokens[w], num_residents[w], w))
+            worker = min(load, key=lambda w: (load[w], num_residents[w], w))
         if tokens[worker] == 0 or tokens[worker] + cost <= budget_tokens:
             if candidate.adapter_id not in placements and not candidate.worker_id:
                 num_residents[worker] += 1
+                load[worker] += sum(candidate.chunk_tokens)
             placements[candidate.adapter_id] = worker
             num_chunks[candidate.adapter_id] = num_taken + 1
             tokens[worker] += cost

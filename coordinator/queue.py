@@ -137,7 +137,10 @@ class AdapterQueue:
             seq += 1
 
     def ready_states(self) -> Iterator[Operation]:
-        """What the step phase may run now, in order: at most one optim_step, and saves and loads. Call `settle` first."""
+        """What the step phase may run now, in order: at most one optim_step, and saves and loads.
+
+        Call `settle` first.
+        """
         seq, num_steps = self.cursor + 1, 0
         while (operation := self.operations.get(seq)) is not None:
             if operation.is_final and not self._is_replay(operation):
@@ -210,6 +213,6 @@ def window_closed(first: ops_pb.OperationError) -> ops_pb.OperationError:
     return ops_pb.OperationError(
         code=9,
         reason="GRADIENT_WINDOW_CLOSED",
-        message=f"not run, because an earlier operation of the same step failed and its gradient is gone; {first.message}; "
-        "submit the step again after the next optim_step",
+        message=f"not run: an earlier operation of the same step failed and its gradient is gone; {first.message};"
+        " submit the step again after the next optim_step",
     )

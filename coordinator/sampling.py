@@ -1,8 +1,8 @@
 """Sample requests: whose turn it is, on which worker, with which weights; and their tokens and results on the way back.
 
 Samples have no order among themselves, so they pass by the cycles: a request goes to a worker as soon as that has room,
-tenants taking turns. Tokens stream to listeners and are kept nowhere; a finished request commits by group commit. A lost
-worker's requests start again from their logged seeds and give the same tokens.
+tenants taking turns. Tokens stream to listeners and are kept nowhere; a finished request commits by group commit. A
+lost worker's requests start again from their logged seeds and give the same tokens.
 
 Knows the pool's sampling side and the store; not what a token means.
 """

@@ -1,7 +1,7 @@
 """Makes states that workers hand out durable, and the rows that point at them: checkpoints, samplers, snapshots.
 
-The order is always file first (synced and renamed), then row, in the transaction of the cycle's commit; a folder that is
-replaced is removed only after that. Knows nothing of workers or order.
+The order is always file first (synced and renamed), then row, in the transaction of the cycle's commit; a folder that
+is replaced is removed only after that. Knows nothing of workers or order.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class Saver:
     async def save(
         self, commit: CycleCommit, cycle_id: int, adapter: AdapterQueue, operation: Operation, result: ItemResult
     ) -> None:
-        """Write a user's checkpoint or unnamed sampler and decide its operation. Raises ServiceError if it cannot be."""
+        """Write a user's checkpoint or unnamed sampler and decide its operation.
+
+        Raises ServiceError if it cannot be.
+        """
         request = save_request(operation)
         assert result.state is not None
         if not request.name:

@@ -319,7 +319,10 @@ class Store:
         return self.write(write)
 
     def note_plan(self, cycle_id: int, placements: dict[str, str]) -> None:
-        """Note which adapters a cycle runs where. Becomes durable with the next write; its cycle's commit removes it."""
+        """Note which adapters a cycle runs where.
+
+        Becomes durable with the next write; its cycle's commit removes it.
+        """
 
         def write(db: sqlite3.Connection) -> None:
             for adapter_id, worker_id in placements.items():
@@ -330,11 +333,12 @@ class Store:
     def read_body(self, target_id: str, seq: int) -> bytes:
         """The body of an operation that recovery still needs."""
         row = self.read_one("SELECT body FROM operations WHERE target_id = ? AND seq = ?", (target_id, seq))
-        assert row is not None and row["body"] is not None, f"{target_id}:{seq} has left the log too early"
+        assert row is not None, f"{target_id}:{seq} is not in the log"
+        assert row["body"] is not None, f"{target_id}:{seq} has left the log too early"
         return bytes(row["body"])
 
     def delete_adapter(self, adapter_id: str) -> asyncio.Future[str | None]:
-        """Delete an adapter's training state; the future has its snapshot's folder, which nothing points at any more."""
+        """Delete an adapter's training state; the future has its snapshot's folder, now without a row."""
         now = self._wall()
 
         def write(db: sqlite3.Connection) -> str | None:
@@ -400,7 +404,7 @@ class Store:
                 db.execute("SAVEPOINT one")
                 try:
                     outcomes.append((write(db), None))
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 (handed on to whoever wrote)
                     db.execute("ROLLBACK TO one")
                     outcomes.append((None, error))
                 db.execute("RELEASE one")

@@ -59,7 +59,10 @@ class OperationTable:
     async def wait(
         self, names: Iterable[str], read_finished: Callable[[str], ops_pb.Operation]
     ) -> AsyncIterator[ops_pb.Operation]:
-        """Each named operation once, when it is finished. `read_finished` gets those that are not live, and may raise."""
+        """Each named operation once, when it is finished.
+
+        `read_finished` gets those that are not live, and may raise.
+        """
         queue: asyncio.Queue[ops_pb.Operation | None] = asyncio.Queue()
         unique = dict.fromkeys(names)
         done = [read_finished(name) for name in unique if name not in self._live]

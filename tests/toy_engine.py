@@ -1,9 +1,9 @@
 """An engine without a model, for testing everything around one.
 
 An adapter's state is a SHA-256 chain over what was applied to it, with the pending gradient as a second chain that an
-optim_step folds in. So a lost, doubled or reordered operation, or a gradient that should have been dropped, shows in the
-final hash. The fences (epoch, `prev_seq`, chunk order) are the real engine's. Knobs for failure are options of the loss:
-any datum with token `POISON_TOKEN` fails its item, `KILL_TOKEN` raises out of the engine, as a crash would.
+optim_step folds in. So a lost, doubled or reordered operation, or a gradient that should have been dropped, shows in
+the final hash. The fences (epoch, `prev_seq`, chunk order) are the real engine's. Knobs for failure are options of the
+loss: any datum with token `POISON_TOKEN` fails its item, `KILL_TOKEN` raises out of the engine, as a crash would.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The pool in this process: one engine loop per worker. For tests, for laptops, and wherever Ray would be one part too many.
+"""The pool in this process: one engine loop per worker. For tests, for laptops, and wherever Ray would be one part too
+many.
 
 The engine shares this process's fate and its interpreter lock; otherwise everything is as in a Ray pool.
 """

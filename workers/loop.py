@@ -74,7 +74,7 @@ class EngineLoop:
         failure: BaseException = WorkerLost("the engine was stopped")
         try:
             engine = self._factory(self._incarnation)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (handed on to whoever awaits `ready`)
             self._end(error)
             self.ready.set_exception(error)
             return

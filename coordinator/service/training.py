@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from google.protobuf.message import Message
 
 from coordinator.admission import Draft
@@ -104,7 +103,7 @@ class TrainingUseCases(UseCases):
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
                 "BASE_MODEL_NOT_SERVED",
-                f"{adapter_id} belongs to base model {adapter.base_model}, which this pool does not serve at the moment",
+                f"{adapter_id} belongs to base model {adapter.base_model}, which this pool does not serve now",
             )
         return adapter, self._core.models[adapter.base_model]
 
