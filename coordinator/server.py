@@ -18,15 +18,20 @@ from typing import Any
 from coordinator.background import READY_FILE, Serving
 from coordinator.config import CoordinatorConfig
 from coordinator.coordinator import DEFAULT_TENANT, Coordinator
+from coordinator.core import DataDirInUse
 from coordinator.errors import ServiceError
-from coordinator.grpc_server import GrpcConfig, GrpcDoor
+from coordinator.grpc_server import DoorError, GrpcConfig, GrpcDoor
 from tinkerpool.credentials import Credentials, credentials_file, read_credentials, write_credentials
-from workers.pool import Pool
+from workers.pool import Pool, PoolStartError
 
 _log = logging.getLogger(__name__)
 DOOR_GRACE_S = 5.0
 """How long running calls have to end by themselves once the coordinator has told them to."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StartError(Exception):
+    """The pool cannot start; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +60,12 @@ class Server:
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then finish what runs and return; the same signal again kills.
 
-        Raises DoorError, DataDirInUse, what keeps the pool from starting, and what makes going on unsafe.
+        Raises StartError, and what makes going on unsafe.
         """
         stopping = asyncio.Event()
         with _signals(stopping) as take_signals:
-            self._door.bind()
             try:
-                if not await _before(stopping.wait(), self._start()):
+                if not await self._start_before(stopping):
                     return
                 take_signals()  # again: Ray puts handlers of its own in place
                 await _before(stopping.wait(), self._coordinator.failed())
@@ -69,6 +73,15 @@ class Server:
             finally:
                 await self._stop()
         self._say("Stopped.")
+
+    async def _start_before(self, stopping: asyncio.Event) -> bool:
+        try:
+            self._door.bind()
+            return await _before(stopping.wait(), self._start())
+        except (DoorError, DataDirInUse, PoolStartError) as error:
+            raise StartError(str(error)) from error
+        except Exception as error:
+            raise StartError(f"the pool cannot start: {error}") from error
 
     async def _start(self) -> None:
         await self._coordinator.start()

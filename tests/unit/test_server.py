@@ -17,9 +17,8 @@ import pytest
 
 from coordinator.background import READY_FILE, Serving, running_pid
 from coordinator.config import CoordinatorConfig
-from coordinator.core import DataDirInUse
-from coordinator.grpc_server import DoorError, GrpcConfig
-from coordinator.server import Server, ServerConfig
+from coordinator.grpc_server import GrpcConfig
+from coordinator.server import Server, ServerConfig, StartError
 from tests.toy_engine import ToyEngine
 from tinkerpool.credentials import Credentials, credentials_file, read_credentials, write_credentials
 from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
@@ -176,7 +175,7 @@ async def test_a_signal_stops_it_and_ends_waiting_clients_with_unavailable(
 
 async def test_a_second_one_on_the_same_data_says_why_and_leaves_the_first_alone(start: Start, data_dir: Path) -> None:
     running = await start()
-    with pytest.raises(DataDirInUse, match=f"process {os.getpid()}"):
+    with pytest.raises(StartError, match=f"process {os.getpid()}"):
         await make(data_dir, []).run()
     assert Serving.read(data_dir / READY_FILE) is not None
     assert len((await status(running.url, left().api_key)).workers) == 1
@@ -189,7 +188,7 @@ async def test_a_port_in_use_is_known_before_anything_is_started(data_dir: Path)
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(DoorError, match=str(port)):
+        with pytest.raises(StartError, match=str(port)):
             await make(data_dir, [], port=port).run()
     assert not files_below(data_dir)
 
@@ -203,6 +202,17 @@ async def test_a_signal_while_it_starts_stops_it(data_dir: Path) -> None:
     config = ServerConfig(coordinator=CoordinatorConfig(data_dir=data_dir), grpc=GrpcConfig(port=0))
     async with asyncio.timeout(10):
         await Server(config, SlowPool({"w0": ToyEngine}), lambda line: None).run()
+    assert running_pid(data_dir) is None
+
+
+async def test_what_keeps_the_pool_from_starting_is_said(data_dir: Path) -> None:
+    class BrokenPool(LocalPool):
+        async def start(self) -> None:
+            raise RuntimeError("no such model")
+
+    config = ServerConfig(coordinator=CoordinatorConfig(data_dir=data_dir), grpc=GrpcConfig(port=0))
+    with pytest.raises(StartError, match="cannot start: no such model"):
+        await Server(config, BrokenPool({"w0": ToyEngine}), lambda line: None).run()
     assert running_pid(data_dir) is None
 
 

@@ -1,0 +1,1 @@
+"""The `tinkerpool` command: what looks into a pool over the network. What runs one joins from `coordinator.cli`."""

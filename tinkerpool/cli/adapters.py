@@ -1,0 +1,88 @@
+"""`tinkerpool adapter`: the LoRAs being trained."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tinkerpool.cli import show
+from tinkerpool.cli.connection import TIMEOUT_S, JsonOption, KeyOption, UrlOption, ask, call, find_target
+from tinkerpool.client.methods import DELETE_ADAPTER, LIST_ADAPTERS
+from tinkerpool.client.transport import Transport
+from tinkerpool.v1 import adapters_pb2
+
+PAGE_SIZE = 1000
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.command("list")
+def list_adapters(
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many, the newest first.")] = 50,
+    url: UrlOption = "",
+    api_key: KeyOption = "",
+    json: JsonOption = False,
+) -> None:
+    """List your adapters, newest first."""
+
+    async def fetch(transport: Transport) -> adapters_pb2.ListAdaptersResponse:
+        found = adapters_pb2.ListAdaptersResponse()
+        while True:
+            request = adapters_pb2.ListAdaptersRequest(
+                page_size=min(PAGE_SIZE, limit - len(found.adapters)), page_token=found.next_page_token
+            )
+            page = await transport.call(LIST_ADAPTERS, request, timeout_s=TIMEOUT_S)
+            found.adapters.extend(page.adapters)
+            found.next_page_token = page.next_page_token
+            if not page.next_page_token or len(found.adapters) >= limit:
+                return found
+
+    found = ask(find_target(url, api_key), fetch)
+    if json:
+        show.json_message(found)
+        return
+    if not found.adapters:
+        show.say("There are no adapters yet: ServiceClient().create_lora_training_client(...) makes one.")
+        return
+    show.table(
+        "Adapters",
+        ("adapter", "base model", "rank", "trains", "done", "waiting", "created"),
+        (
+            (
+                adapter.adapter_id,
+                adapter.base_model,
+                str(adapter.rank),
+                "+".join(
+                    name
+                    for name, is_trained in (
+                        ("attn", adapter.train_attn),
+                        ("mlp", adapter.train_mlp),
+                        ("unembed", adapter.train_unembed),
+                    )
+                    if is_trained
+                ),
+                str(adapter.applied_seq),
+                str(adapter.next_seq - 1 - adapter.applied_seq),
+                show.age(adapter.create_time),
+            )
+            for adapter in found.adapters
+        ),
+        right="rank done waiting",
+    )
+    if found.next_page_token:
+        show.note(f"There are more; --limit {limit * 4} shows them.")
+
+
+@app.command()
+def delete(
+    adapter_id: Annotated[str, typer.Argument(help="As `tinkerpool adapter list` shows it.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    url: UrlOption = "",
+    api_key: KeyOption = "",
+) -> None:
+    """Delete an adapter and its training state for good. Its checkpoints stay."""
+    target = find_target(url, api_key)
+    if not yes:
+        typer.confirm(f"Delete {adapter_id} and its training state for good?", abort=True)
+    call(target, DELETE_ADAPTER, adapters_pb2.DeleteAdapterRequest(adapter_id=adapter_id))
+    show.note(f"{adapter_id} is deleted.")

@@ -1,0 +1,92 @@
+"""All commands in one application, grouped as `tinkerpool --help` shows them.
+
+Commands that run a pool register themselves through the entry-point group `tinkerpool.commands`, so that this package
+knows nothing of theirs.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points, version
+from typing import Annotated
+
+import typer
+import typer.core
+
+from tinkerpool.cli import adapters, checkpoints, keys, pool
+
+COMMAND_GROUP = "tinkerpool.commands"
+"""Entry points here are functions that take the application and add commands to it."""
+
+RUN_PANEL = "Run a pool on this machine"
+LOOK_PANEL = "Look into a pool"
+THINGS_PANEL = "Adapters and checkpoints"
+ADMIN_PANEL = "Administer"
+PANELS = (RUN_PANEL, LOOK_PANEL, THINGS_PANEL, ADMIN_PANEL)
+"""The groups of commands, in the order of `--help`."""
+
+HELP = "\n\n".join(
+    (
+        "Many users fine-tune language models on one shared pool.",
+        "A pool keeps a base model warm. You train a LoRA adapter on it from an ordinary Python loop, on any machine; "
+        "the pool runs the batches of all its users together, in clock cycles.",
+        "[bold]Try it on this machine[/bold]",
+        "  [cyan]tinkerpool up[/cyan]       start a pool in the background; it prints a first program\n"
+        "  [cyan]tinkerpool watch[/cyan]    see its cycles go by while the program runs\n"
+        "  [cyan]tinkerpool usage[/cyan]    who used how much\n"
+        "  [cyan]tinkerpool down[/cyan]     stop it; everything is kept for the next [cyan]up[/cyan]",
+        "[bold]Use somebody else's pool[/bold]",
+        "  [cyan]export TINKERPOOL_BASE_URL=http://HOST:7600 TINKERPOOL_API_KEY=tp_...[/cyan]",
+    )
+)
+
+
+class _Grouped(typer.core.TyperGroup):
+    """Lists the commands panel by panel."""
+
+    def list_commands(self, ctx: object) -> list[str]:
+        panels = {name: getattr(command, "rich_help_panel", None) for name, command in self.commands.items()}
+        return sorted(panels, key=lambda name: PANELS.index(panels[name]) if panels[name] in PANELS else len(PANELS))
+
+
+def build() -> typer.Typer:
+    """The application, with whatever the entry points add."""
+    app = typer.Typer(
+        name="tinkerpool",
+        help=HELP,
+        cls=_Grouped,
+        rich_markup_mode="rich",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    for entry_point in sorted(entry_points(group=COMMAND_GROUP), key=lambda found: found.name):
+        entry_point.load()(app)
+    for command in (pool.status, pool.watch, pool.usage):
+        app.command(rich_help_panel=LOOK_PANEL)(command)
+    app.add_typer(adapters.app, name="adapter", help="Your adapters: list, delete.", rich_help_panel=THINGS_PANEL)
+    app.add_typer(
+        checkpoints.app,
+        name="checkpoint",
+        help="Your checkpoints: list, export for PEFT, delete.",
+        rich_help_panel=THINGS_PANEL,
+    )
+    app.add_typer(keys.app, name="key", help="API keys: create, list, revoke.", rich_help_panel=ADMIN_PANEL)
+    app.command("version", rich_help_panel=ADMIN_PANEL)(_print_version)
+    return app
+
+
+def _root(
+    is_version_wanted: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, show_default=False)
+    ] = False,
+) -> None:
+    if is_version_wanted:
+        _print_version()
+        raise typer.Exit
+
+
+def _print_version() -> None:
+    """Print the version of this installation."""
+    print(f"tinkerpool {version('tinkerpool')}")

@@ -1,0 +1,121 @@
+"""From options, environment and credentials file to a pool, and from its refusals to sentences for the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+import typer
+
+from tinkerpool.cli.errors import CliError
+from tinkerpool.client.methods import RequestT, ResponseT, Unary
+from tinkerpool.client.transport import GrpcTransport, Transport, parse_target
+from tinkerpool.credentials import credentials_file, read_credentials
+from tinkerpool.errors import Code, DeadlineExceeded, NotFound, TinkerpoolError, Unauthenticated, Unavailable
+
+T = TypeVar("T")
+TIMEOUT_S = 20.0
+
+UrlOption = Annotated[
+    str,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        envvar="TINKERPOOL_BASE_URL",
+        help="Address of the pool, http://HOST:PORT (https:// for TLS). Default: the one started on this machine.",
+        show_default=False,
+    ),
+]
+KeyOption = Annotated[
+    str,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        envvar="TINKERPOOL_API_KEY",
+        help="API key. Default: the one that the pool left on this machine.",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A pool to talk to."""
+
+    url: str
+    api_key: str
+    key_source: str
+    """Where the key came from, for people."""
+
+
+def find_target(url: str, api_key: str) -> Target:
+    """The pool that is meant; what is not given is read from the credentials file. Raises CliError."""
+    source = "--api-key or TINKERPOOL_API_KEY"
+    if not (url and api_key):
+        try:
+            found = read_credentials()
+        except ValueError as error:
+            raise CliError(str(error)) from None
+        if found is None:
+            raise CliError(
+                "no pool was started on this machine yet: start one with `tinkerpool up`, or give the --url and the "
+                "--api-key of another (or set TINKERPOOL_BASE_URL and TINKERPOOL_API_KEY)"
+            )
+        source = source if api_key else str(credentials_file())
+        url, api_key = url or found.url, api_key or found.api_key
+    return Target(url=url, api_key=api_key, key_source=source)
+
+
+@asynccontextmanager
+async def open_transport(target: Target) -> AsyncIterator[Transport]:
+    """A connection for the time of a command. Raises CliError for refusals, inside too."""
+    transport = GrpcTransport(target.url, target.api_key)
+    try:
+        yield transport
+    except TinkerpoolError as error:
+        raise CliError(_explain(error, target)) from None
+    finally:
+        await transport.close()
+
+
+def ask(target: Target, work: Callable[[Transport], Awaitable[T]]) -> T:
+    """Run one command's conversation with a pool. Raises CliError."""
+
+    async def converse() -> T:
+        async with open_transport(target) as transport:
+            return await work(transport)
+
+    return asyncio.run(converse())
+
+
+def call(target: Target, method: Unary[RequestT, ResponseT], request: RequestT) -> ResponseT:
+    """One call. Raises CliError."""
+    return ask(target, lambda transport: transport.call(method, request, timeout_s=TIMEOUT_S))
+
+
+def _explain(error: TinkerpoolError, target: Target) -> str:
+    """An error of the client's for somebody at a terminal."""
+    has_answered = getattr(error, "reason", "") != ""
+    match error:
+        case Unavailable() if not has_answered:
+            host = parse_target(target.url)[0].rpartition(":")[0]
+            if host in {"127.0.0.1", "localhost", "[::1]"}:
+                return f"no pool is running at {target.url}; start one with `tinkerpool up`"
+            return f"no pool answers at {target.url}: is it running, and can this machine reach it?"
+        case DeadlineExceeded():
+            return f"the pool at {target.url} did not answer within {TIMEOUT_S:.0f} s; is it still starting?"
+        case Unauthenticated():
+            return (
+                f"the pool at {target.url} does not know the API key from {target.key_source}; give another with "
+                "--api-key, or start the pool with --new-key to have one written to the credentials file"
+            )
+        case NotFound() if not has_answered:
+            return f"what listens at {target.url} is no tinkerpool"
+        case _ if getattr(error, "code", None) is Code.UNIMPLEMENTED:
+            return f"what listens at {target.url} is no tinkerpool, or one of another version"
+        case _:
+            return str(getattr(error, "message", error))

@@ -1,0 +1,89 @@
+"""How things look on the terminal: tables, durations, sizes, JSON. Knows no commands and no network."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+
+from google.protobuf.json_format import MessageToDict, MessageToJson
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+console = Console(highlight=False)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right: str = "") -> None:
+    """Print a table; `right` names the columns of numbers, separated by spaces."""
+    shown = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
+    numbers = set(right.split())
+    for column in columns:
+        # An id that is cut short is of no use; a table that is too wide wraps.
+        shown.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    for row in rows:
+        shown.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+    console.print(shown)
+
+
+def say(text: str) -> None:
+    """Print a line as it is."""
+    console.print(Text(text), soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Print a line for people on stderr, so that scripts that read stdout do not see it."""
+    print(text, file=sys.stderr)
+
+
+def json_message(message: Message) -> None:
+    """Print a message as JSON, with the contract's field names."""
+    print(MessageToJson(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
+
+
+def json_line(message: Message) -> None:
+    """Print a message as one line of JSON."""
+    import json
+
+    print(json.dumps(MessageToDict(message, preserving_proto_field_name=True)), flush=True)
+
+
+def duration(seconds: float) -> str:
+    """`850 us`, `12 ms`, `3.4 s`, `5 min`, `3.2 h`, `12 days`."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    for limit, divisor, unit in ((60, 1, "s"), (3600, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            value = seconds / divisor
+            return f"{value:.1f} {unit}" if value < 10 else f"{value:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"
+
+
+def age(timestamp: Timestamp) -> str:
+    """How long ago a moment was."""
+    return f"{duration(max(0.0, time.time() - timestamp.ToNanoseconds() / 1e9))} ago"
+
+
+def clock_time(timestamp: Timestamp) -> str:
+    """A moment of today as local time, with milliseconds."""
+    seconds = timestamp.ToNanoseconds() / 1e9
+    return time.strftime("%H:%M:%S", time.localtime(seconds)) + f".{int(seconds * 1000) % 1000:03d}"
+
+
+def size(num_bytes: int) -> str:
+    """`512 B`, `3.4 kB`, `12 MB`, `1.2 GB`."""
+    value = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.1f} {unit}" if unit != "B" and value < 10 else f"{value:.0f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def count(number: float) -> str:
+    """A whole number with thousands separated."""
+    return f"{number:,.0f}"
