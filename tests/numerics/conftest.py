@@ -1,0 +1,39 @@
+"""Miniature models of every supported architecture, made once per session, and a fixed number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from build_mini_model import build_mini_model
+from tests.numerics.harness import ARCHITECTURES
+
+
+@pytest.fixture(scope="session")
+def model_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model directory per architecture."""
+    root = tmp_path_factory.mktemp("models")
+    return {name: build_mini_model(root / name, name, seed=number) for number, name in enumerate(ARCHITECTURES)}
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def model_directory(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
+    """Each architecture in turn."""
+    return model_directories[request.param]
+
+
+@pytest.fixture
+def qwen3(model_directories: dict[str, Path]) -> Path:
+    """For what does not depend on the architecture."""
+    return model_directories["qwen3"]
+
+
+@pytest.fixture(autouse=True)
+def _restore_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
