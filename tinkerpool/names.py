@@ -1,4 +1,5 @@
-"""Ids and paths: how they are made, how they are read. Pure strings; knows neither tenants nor where anything is stored.
+"""Ids and paths: how they are made, how they are read. Pure strings; knows neither tenants nor where anything is
+stored.
 
 adapter     `<session id>:train:<index>`
 sampler     `<session id>:sample:<index>`

@@ -1,7 +1,9 @@
 """One thread that owns one engine and does everything with it, batches and decode steps in turn.
 
-Knows neither what a batch means nor where callers live (another thread, another process). While there is both, it
-alternates: after every batch at least one decode step, after every decode step the next batch; so neither starves.
+Knows neither what a batch means nor where callers live (another thread, another process).
+
+Main invariant: while there are both, one batch and one decode step alternate, so neither starves; what callers hand
+over is taken in their order. An engine that raises is dead: everything that waits for it fails with WorkerLost.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from workers.messages import Batch, BatchResult, SampleEvent, SampleRequest
@@ -19,20 +21,25 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """Owns an engine's thread. `on_event` is called on it, for every sample event, and must not block."""
+    """Owns an engine's thread, from construction to `stop`."""
 
-    def __init__(self, factory: EngineFactory, incarnation: str, on_event: Callable[[SampleEvent], None]) -> None:
+    def __init__(
+        self, factory: EngineFactory, incarnation: str, on_events: Callable[[Sequence[SampleEvent]], None]
+    ) -> None:
+        """Start the thread. It makes the engine, and calls `on_events` after each decode step; that must not block."""
         self.ready: Future[Engine] = Future()
         """Done when the engine is made; has its failure if it could not be."""
-        self.failed: Future[None] = Future()
-        """Done, with WorkerLost, when the engine has raised or the loop was stopped."""
+        self.ended: Future[None] = Future()
+        """Fails with WorkerLost when the engine has raised, could not be made, or the loop was stopped."""
         self._factory = factory
         self._incarnation = incarnation
-        self._on_event = on_event
+        self._on_events = on_events
         self._changed = threading.Condition()
         self._batches: deque[tuple[Batch, Future[BatchResult]]] = deque()
         self._controls: deque[Callable[[Engine], None]] = deque()
         self._is_stopping = False
+        for future in (self.ready, self.ended):
+            future.set_running_or_notify_cancel()  # a caller who gives up waiting must not cancel it for the others
         self._thread = threading.Thread(target=self._run, name=f"engine-{incarnation}", daemon=True)
         self._thread.start()
 
@@ -41,54 +48,67 @@ class EngineLoop:
         future: Future[BatchResult] = Future()
         with self._changed:
             if self._is_stopping:
-                future.set_exception(WorkerLost("the engine has stopped"))
+                future.set_exception(self._why_ended())
             else:
                 self._batches.append((batch, future))
                 self._changed.notify()
         return future
 
     def start_sample(self, request: SampleRequest) -> None:
-        """Hand over a sample request; it joins at the next decode step."""
+        """Hand over a sample request; it joins at the next decode step. Raises WorkerLost."""
         self._control(lambda engine: engine.start_sample(request))
 
     def cancel_sample(self, op_id: str) -> None:
-        """Stop a sample request at the next decode step."""
+        """Stop a sample request at the next decode step. Raises WorkerLost."""
         self._control(lambda engine: engine.cancel_sample(op_id))
 
-    def stop(self) -> None:
-        """End the thread after the batch that is running; what waits fails with WorkerLost. Idempotent."""
+    def check(self) -> None:
+        """Raises WorkerLost if the loop has ended."""
+        if self.ended.done():
+            raise self._why_ended()
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End the thread after what it is doing now; what waits fails with WorkerLost. Idempotent.
+
+        Returns whether the thread has ended; with None it is waited for, however long that takes.
+        """
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _why_ended(self) -> WorkerLost:
+        error = self.ended.exception() if self.ended.done() else None
+        return WorkerLost(str(error or "the engine is stopping"))
 
     def _control(self, control: Callable[[Engine], None]) -> None:
         with self._changed:
             if self._is_stopping:
-                raise WorkerLost("the engine has stopped")
+                raise self._why_ended()
             self._controls.append(control)
             self._changed.notify()
 
     def _run(self) -> None:
-        failure: BaseException = WorkerLost("the engine was stopped")
+        reason = "the engine was stopped"
         try:
             engine = self._factory(self._incarnation)
         except BaseException as error:  # noqa: BLE001 (handed on to whoever awaits `ready`)
-            self._end(error)
+            self._end(f"the engine could not be made: {error}")
             self.ready.set_exception(error)
             return
         self.ready.set_result(engine)
         try:
-            while self._step(engine):
+            while self._turn(engine):
                 pass
         except BaseException as error:
-            logger.exception("the engine failed")
-            failure = WorkerLost(f"the engine failed: {error}")
-        self._end(failure)
+            logger.exception("the engine of %s failed", self._incarnation)
+            reason = f"the engine failed: {error}"
+        self._end(reason)
 
-    def _step(self, engine: Engine) -> bool:
-        """Whatever is first: controls, one batch, one decode step. False when it is time to stop."""
+    def _turn(self, engine: Engine) -> bool:
+        """What was handed over, then one batch, then one decode step. False when it is time to stop."""
         with self._changed:
             while not (self._is_stopping or self._batches or self._controls or engine.can_decode()):
                 self._changed.wait()
@@ -100,22 +120,27 @@ class EngineLoop:
         for control in controls:
             control(engine)
         if entry is not None:
-            batch, future = entry
-            try:
-                future.set_result(engine.run(batch))
-            except BaseException as error:
-                future.set_exception(WorkerLost(f"the engine failed: {error}"))
-                raise
+            self._run_batch(engine, *entry)
         if engine.can_decode():
-            for event in engine.decode_step():
-                self._on_event(event)
+            self._on_events(engine.decode_step())
         return True
 
-    def _end(self, failure: BaseException) -> None:
+    def _run_batch(self, engine: Engine, batch: Batch, future: Future[BatchResult]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = engine.run(batch)
+        except BaseException as error:
+            future.set_exception(WorkerLost(f"the engine failed: {error}"))
+            raise
+        future.set_result(result)
+
+    def _end(self, reason: str) -> None:
         with self._changed:
             self._is_stopping = True
             waiting = list(self._batches)
             self._batches.clear()
         for _, future in waiting:
-            future.set_exception(WorkerLost(str(failure)))
-        self.failed.set_exception(failure)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(WorkerLost(reason))
+        self.ended.set_exception(WorkerLost(reason))

@@ -91,7 +91,10 @@ class Datum:
     tokens: NDArray[np.int32]
     """Token ids, shape (n,)."""
     loss_inputs: Mapping[str, NDArray[np.float32] | NDArray[np.int32]]
-    """By name; first dimension n: `target_tokens` int32 (n,) or (n, k), `weights`, `advantages`, `logprobs`, ... fp32."""
+    """By name; first dimension n: `target_tokens` int32 (n,) or (n, k), `weights`, `advantages`, `logprobs`, ...
+
+    fp32.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +155,10 @@ class SaveItem(Item):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadItem(Item):
-    """Replace weights (and moments) by a checkpoint's; discards the pending gradient. `state.applied_seq` is ignored."""
+    """Replace weights (and moments) by a checkpoint's; discards the pending gradient.
+
+    `state.applied_seq` is ignored.
+    """
 
     state: AdapterState
     with_optimizer: bool
