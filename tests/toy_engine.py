@@ -1,9 +1,12 @@
 """An engine without a model, for testing everything around one.
 
 An adapter's state is a SHA-256 chain over what was applied to it, with the pending gradient as a second chain that an
-optim_step folds in. So a lost, doubled or reordered operation, or a gradient that should have been dropped, shows in
-the final hash. The fences (epoch, `prev_seq`, chunk order) are the real engine's. Knobs for failure are options of the
-loss: any datum with token `POISON_TOKEN` fails its item, `KILL_TOKEN` raises out of the engine, as a crash would.
+optim_step folds in, and a third one for the moments. So a lost, doubled or reordered operation, or a gradient that
+should have been dropped, shows in the final hash. Order, chunks and gradient windows are kept by the real engine's
+`workers.progress`; epochs, installs and removals as it does.
+
+Failure on demand: a datum with `POISON_TOKEN`, or the loss option `toy_fail`, fails its item; `KILL_TOKEN` raises out
+of the engine, as a fault of ours would; `EXIT_TOKEN` ends the process, as a crash in native code would.
 """
 
 from __future__ import annotations
@@ -11,10 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
+import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -40,9 +43,13 @@ from workers.messages import (
     StopReason,
     TokenEvent,
 )
+from workers.pool import EngineFactory, EngineSettings
+from workers.progress import Progress
 
 POISON_TOKEN = 66
 KILL_TOKEN = 67
+EXIT_TOKEN = 68
+FAIL_OPTION = "toy_fail"
 FINGERPRINT = "toy"
 
 
@@ -89,8 +96,6 @@ def item_digest(item: Item) -> bytes:
             return digest(item.seq, item.chunk_index, *parts)
         case OptimStepItem():
             return digest(item.seq, "step", repr(item.params))
-        case LoadItem():
-            return digest(item.seq, "load", item.state.weights)
     raise AssertionError(f"{type(item).__name__} changes no state")
 
 
@@ -100,10 +105,10 @@ class ToyAdapter:
 
     spec: AdapterSpec
     chain: bytes
+    """Stands for the weights."""
     gradient: bytes = b""
-    applied_seq: int = 0
-    next_chunk: int = 0
-    num_steps: int = 0
+    moments: bytes = b""
+    progress: Progress = field(default_factory=Progress)
 
 
 @dataclass(slots=True)
@@ -117,23 +122,18 @@ class _Sequence:
 class ToyEngine:
     """Implements `workers.pool.Engine`. `seconds_per_batch` makes it slow."""
 
-    def __init__(
-        self, incarnation: str, *, name: str = "toy", num_slots: int = 4, seconds_per_batch: float = 0.0
-    ) -> None:
+    def __init__(self, incarnation: str, *, name: str = "toy", seconds_per_batch: float = 0.0) -> None:
         self.incarnation = incarnation
         self.adapters: dict[str, ToyAdapter] = {}
         self.versions: dict[str, bytes] = {}
         self.batches: list[Batch] = []
         self._info = toy_model_info(name)
         self._epoch = 0
+        self._broken: dict[str, ItemError] = {}
         self._seconds_per_batch = seconds_per_batch
         self._running: list[_Sequence] = []
         self._done: dict[str, list[SampledSequence | None]] = {}
         self._events: list[SampleEvent] = []
-        self.num_slots = num_slots
-        self.pid = os.getpid()
-        self.node = socket.gethostname()
-        self.device = "cpu"
 
     @property
     def info(self) -> ModelInfo:
@@ -143,95 +143,111 @@ class ToyEngine:
         started = time.perf_counter()
         if self._seconds_per_batch:
             time.sleep(self._seconds_per_batch)
-        if batch.epoch > self._epoch:
-            self._epoch = batch.epoch
-            self.adapters.clear()
         self.batches.append(batch)
-        for install in batch.installs:
-            self.adapters[install.spec.adapter_id] = self._installed(install)
-        for key in batch.removals:
-            self.adapters.pop(key, None)
-            self.versions.pop(key, None)
         if batch.epoch < self._epoch:
             error = ItemError(code=ErrorCode.OUT_OF_ORDER, message=f"epoch {batch.epoch} is over")
             results = tuple(ItemResult(op_id=item.op_id, error=error) for item in batch.items)
         else:
+            if batch.epoch > self._epoch:
+                self._begin_epoch(batch.epoch)
+            for install in batch.installs:
+                self._install(install)
+            for key in batch.removals:
+                self._remove(key)
             results = tuple(self._apply(item) for item in batch.items)
         return BatchResult(
-            epoch=batch.epoch,
+            epoch=self._epoch,
             cycle_id=batch.cycle_id,
             incarnation=self.incarnation,
             results=results,
             wall_s=time.perf_counter() - started,
         )
 
-    def _installed(self, install: AdapterInstall) -> ToyAdapter:
+    def _begin_epoch(self, epoch: int) -> None:
+        is_first, self._epoch = self._epoch == 0, epoch
+        if is_first:
+            return  # samples may have come before the first batch
+        for held in (self.adapters, self.versions, self._broken, self._running, self._done, self._events):
+            held.clear()
+
+    def _remove(self, key: str) -> None:
+        for held in (self.adapters, self.versions, self._broken):
+            held.pop(key, None)
+
+    def _install(self, install: AdapterInstall) -> None:
+        adapter_id = install.spec.adapter_id
+        self._remove(adapter_id)
         adapter = ToyAdapter(install.spec, fresh_chain(install.spec))
         if install.state is not None:
-            self._load(adapter, install.state, with_optimizer=install.state.optimizer is not None)
-            adapter.applied_seq = install.state.applied_seq
-        return adapter
-
-    def _load(self, adapter: ToyAdapter, state: AdapterState, *, with_optimizer: bool) -> None:
-        adapter.chain = bytes.fromhex(json.loads(state.weights)["chain"])
-        adapter.gradient = b""
-        adapter.num_steps = state.num_steps if with_optimizer else 0
+            try:
+                _load(adapter, install.state, with_optimizer=True)
+            except ValueError as error:
+                self._broken[adapter_id] = ItemError(code=ErrorCode.DATA_LOSS, message=str(error))
+                return
+            adapter.progress.applied_seq = install.state.applied_seq
+        self.adapters[adapter_id] = adapter
 
     def _apply(self, item: Item) -> ItemResult:
         adapter = self.adapters.get(item.adapter_id)
-        chunk = item.chunk_index if isinstance(item, PassItem) else 0
-        if adapter is None or adapter.applied_seq != item.prev_seq or adapter.next_chunk != chunk:
-            at = "absent" if adapter is None else f"at {adapter.applied_seq}, chunk {adapter.next_chunk}"
-            message = f"{item.op_id} chunk {chunk} follows {item.prev_seq}, but {item.adapter_id} is {at}"
-            return ItemResult(op_id=item.op_id, error=ItemError(code=ErrorCode.OUT_OF_ORDER, message=message))
-        if item.drop_gradient:
+        if adapter is None:
+            absent = ItemError(code=ErrorCode.OUT_OF_ORDER, message="this worker does not hold the adapter")
+            return ItemResult(op_id=item.op_id, error=self._broken.get(item.adapter_id, absent))
+        error = adapter.progress.admit(item)
+        is_admitted = error is None or error.code is not ErrorCode.OUT_OF_ORDER
+        if error is None and (item.drop_gradient or isinstance(item, LoadItem)):
             adapter.gradient = b""
         match item:
             case PassItem():
-                return self._pass(adapter, item)
+                return ItemResult(op_id=item.op_id, error=error) if error else self._pass(adapter, item)
             case OptimStepItem():
-                adapter.chain = digest(adapter.chain, adapter.gradient, item_digest(item))
-                adapter.gradient = b""
-                adapter.num_steps += 1
-                adapter.applied_seq = item.seq
-                return ItemResult(op_id=item.op_id, metrics={"grad_norm:last": 1.0})
+                metrics = {} if error else _step(adapter, item)
+                if is_admitted:
+                    adapter.gradient, adapter.progress.num_datums = b"", 0
+                return ItemResult(op_id=item.op_id, error=error, metrics=metrics)
             case SaveItem():
-                adapter.applied_seq = item.seq
-                if item.publish_as:
+                if error is None and item.publish_as:
                     self.versions[item.publish_as] = adapter.chain
-                return ItemResult(op_id=item.op_id, state=toy_state(adapter))
+                state = None if error else toy_state(adapter, with_optimizer=item.with_optimizer)
+                return ItemResult(op_id=item.op_id, error=error, state=state)
             case LoadItem():
-                self._load(adapter, item.state, with_optimizer=item.with_optimizer)
-                adapter.applied_seq = item.seq
-                return ItemResult(op_id=item.op_id)
+                if error is None:
+                    try:
+                        _load(adapter, item.state, with_optimizer=item.with_optimizer)
+                    except ValueError as damage:
+                        error = ItemError(code=ErrorCode.DATA_LOSS, message=str(damage))
+                        adapter.progress.fail(item, error)
+                return ItemResult(op_id=item.op_id, error=error)
         raise AssertionError(type(item))
 
     def _pass(self, adapter: ToyAdapter, item: PassItem) -> ItemResult:
-        if any(KILL_TOKEN in datum.tokens for datum in item.data):
+        tokens = np.concatenate([datum.tokens for datum in item.data])
+        if KILL_TOKEN in tokens:
             raise RuntimeError("killed by a toy token")
-        num_tokens = sum(len(datum.tokens) for datum in item.data)
-        if any(POISON_TOKEN in datum.tokens for datum in item.data):
-            adapter.gradient, adapter.next_chunk, adapter.applied_seq = b"", 0, item.seq
-            error = ItemError(code=ErrorCode.NON_FINITE, message="the loss is not finite")
-            return ItemResult(op_id=item.op_id, error=error, num_tokens=num_tokens)
+        if EXIT_TOKEN in tokens:
+            os.kill(os.getpid(), signal.SIGKILL)
+        failure = None
+        if POISON_TOKEN in tokens or item.loss_config.get(FAIL_OPTION):
+            failure = ItemError(code=ErrorCode.NON_FINITE, message="the loss is not finite")
+        error = adapter.progress.settle(item, failure)
+        if error is not None:
+            if item.backward:
+                adapter.gradient = b""
+            return ItemResult(op_id=item.op_id, error=error)
         if item.backward:
             adapter.gradient = digest(adapter.gradient, item_digest(item))
-        adapter.next_chunk = item.chunk_index + 1
-        if adapter.next_chunk == item.num_chunks:
-            adapter.next_chunk, adapter.applied_seq = 0, item.seq
         value = int.from_bytes(adapter.chain[:2], "little") / 65536
         return ItemResult(
             op_id=item.op_id,
             logprobs=tuple(np.full(d.loss_inputs["target_tokens"].shape, -value, np.float32) for d in item.data),
-            metrics={"loss:sum": value * num_tokens},
-            num_tokens=num_tokens,
-            engine_s=1e-6 * num_tokens,
+            metrics={"loss:sum": value * len(tokens)},
+            num_tokens=len(tokens),
+            engine_s=1e-6 * len(tokens),
         )
 
     def start_sample(self, request: SampleRequest) -> None:
         key = request.version.key
         if request.version.state is not None:
-            self.versions[key] = bytes.fromhex(json.loads(request.version.state.weights)["chain"])
+            self.versions[key] = _read(request.version.state.weights)
         if key and key not in self.versions:
             error = ItemError(code=ErrorCode.INTERNAL, message=f"unknown version {key}")
             self._events.append(SampleResult(op_id=request.op_id, error=error))
@@ -286,18 +302,65 @@ class ToyEngine:
         ]
 
 
-def toy_state(adapter: ToyAdapter) -> AdapterState:
+def _step(adapter: ToyAdapter, item: OptimStepItem) -> dict[str, float]:
+    adapter.chain = digest(adapter.chain, adapter.gradient, item_digest(item))
+    adapter.moments = digest(adapter.moments, adapter.gradient, item_digest(item))
+    adapter.progress.num_steps += 1
+    norm = 1.0 if adapter.gradient else 0.0
+    num_datums = float(adapter.progress.num_datums)
+    return {
+        "grad_norm:last": norm,
+        "update_norm:last": norm,
+        "adapter_norm:last": 1.0,
+        "num_datums:sum": num_datums,
+    }
+
+
+def _load(adapter: ToyAdapter, state: AdapterState, *, with_optimizer: bool) -> None:
+    """Raises ValueError if the state is damaged."""
+    optimizer = state.optimizer if with_optimizer else None
+    adapter.chain = _read(state.weights)
+    adapter.moments = b"" if optimizer is None else _read(optimizer)
+    adapter.gradient = b""
+    adapter.progress.num_steps = 0 if optimizer is None else state.num_steps
+
+
+def toy_state(adapter: ToyAdapter, *, with_optimizer: bool = True) -> AdapterState:
     """An adapter's durable state."""
     return AdapterState(
-        weights=json.dumps({"chain": adapter.chain.hex()}).encode(),
-        optimizer=b"moments",
-        num_steps=adapter.num_steps,
-        applied_seq=adapter.applied_seq,
+        weights=_written(adapter.chain),
+        optimizer=_written(adapter.moments) if with_optimizer else None,
+        num_steps=adapter.progress.num_steps,
+        applied_seq=adapter.progress.applied_seq,
         fingerprint=FINGERPRINT,
     )
+
+
+def _written(chain: bytes) -> bytes:
+    return json.dumps({"chain": chain.hex(), "sha256": digest(chain).hex()}).encode()
+
+
+def _read(data: bytes) -> bytes:
+    try:
+        fields = json.loads(data)
+        chain = bytes.fromhex(fields["chain"])
+        is_sound = fields["sha256"] == digest(chain).hex()
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError("the state cannot be read") from error
+    if not is_sound:
+        raise ValueError("the state does not match its own checksum")
+    return chain
 
 
 def toy_token(chain: bytes, request: SampleRequest, index: int, position: int) -> int:
     """A token as a function of weights, prompt, seed, sample and position, never 0."""
     value = digest(chain, request.prompt.tobytes(), request.params.seed, index, position)
     return 1 + int.from_bytes(value[:4], "little") % 60
+
+
+def toy_factory(settings: EngineSettings) -> EngineFactory:
+    """What `PoolConfig.engine` names: a model path is JSON options of ToyEngine, or "missing", which has no model."""
+    if settings.model_path == "missing":
+        raise OSError("there is no model in missing")
+    options = json.loads(settings.model_path) if settings.model_path.startswith("{") else {}
+    return lambda incarnation: ToyEngine(incarnation, name=settings.model_name, **options)

@@ -191,7 +191,9 @@ class TrainingEngine:
 
     def _begin_epoch(self, epoch: int) -> None:
         """A new coordinator: what is here may be ahead of its log."""
-        self._epoch = epoch
+        is_first, self._epoch = self._epoch == 0, epoch
+        if is_first:
+            return  # nothing is here but samples that came before the first batch
         self.bank.clear()
         self._progress.clear()
         self._broken.clear()

@@ -1,23 +1,32 @@
 """The pool as the coordinator sees it, and the engine as a pool sees it: two seams, no torch, no ray at import time.
 
 `LocalPool` (`workers.local`) runs an engine in this process; `RayPool` (`workers.ray_pool`) runs one per Ray actor.
-Both drive their engines with the same `workers.loop.EngineLoop`.
+Both drive their engines with the same `workers.loop.EngineLoop`. `make_pool` makes either from a `PoolConfig`.
 """
 
 from __future__ import annotations
 
+import importlib
+import os
+import secrets
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol, cast
 
 from workers.messages import Batch, BatchResult, ModelInfo, SampleEvent, SampleRequest, WorkerInfo
 
 
 class WorkerLost(Exception):
-    """The worker died, hangs or cannot be reached. What it was doing may or may not have happened; its state is gone."""
+    """The worker died, hangs or cannot be reached. What it was doing may have happened or not; its state is gone."""
+
+
+class PoolStartError(Exception):
+    """The pool cannot start as it is configured; the message says what to change."""
 
 
 class Engine(Protocol):
-    """One warm base model. Called from one thread only; never raises for a tenant's mistake (see `ItemResult.error`)."""
+    """One warm base model. One thread only; raises nothing for a tenant's mistake (see `ItemResult.error`)."""
 
     @property
     def info(self) -> ModelInfo:
@@ -47,7 +56,7 @@ class Pool(Protocol):
     """Workers, each with one warm base model. The coordinator supervises; a pool restarts nothing by itself."""
 
     async def start(self) -> None:
-        """Start every configured worker and wait until each has its base model loaded."""
+        """Start every configured worker and wait until each has its base model loaded. Raises PoolStartError."""
 
     async def stop(self) -> None:
         """End every worker and whatever else `start` created. Idempotent."""
@@ -72,3 +81,159 @@ class Pool(Protocol):
 
     async def replace(self, worker_id: str) -> WorkerInfo:
         """Kill what is left of a worker and start its next life, empty. Raises `WorkerLost` if that fails too."""
+
+
+ENGINE = "workers.build:engine_factory"
+SPIN_COUNT = 10_000
+"""How long an idle OpenMP thread spins before it sleeps. Unbounded spinning is several times slower on busy cores, none
+at all twice as slow on quiet ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What a worker process is told about the engine that it shall make."""
+
+    model_name: str
+    """The name that users ask for."""
+    model_path: str
+    """A Hugging Face directory, or a name in the local hub cache."""
+    num_slots: int
+    """Adapters and sampler versions in its bank at once."""
+    num_threads: int
+    """Threads of the library's kernels."""
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolModel:
+    """One base model and its workers."""
+
+    name: str
+    """The name that users ask for."""
+    path: str
+    """A Hugging Face directory, or a name in the local hub cache, on every node that may run its workers."""
+    num_workers: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.path:
+            raise ValueError("a model needs a name and a path")
+        if self.num_workers < 1:
+            raise ValueError(f"{self.name}: num_workers is {self.num_workers}; it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """Settings of a pool."""
+
+    models: tuple[PoolModel, ...]
+    kind: Literal["ray", "local"] = "ray"
+    """"ray": every worker is a process, an actor of Ray. "local": all of them are threads of this process."""
+    num_slots: int = 16
+    """Adapters and sampler versions in the bank of each worker at once; more wait in its host memory."""
+    num_threads: int = 0
+    """Threads of each worker; 0: this machine's cores divided by the workers, or `num_cpus` on a cluster."""
+    num_cpus: float = 1.0
+    """CPUs that each worker claims from Ray: for placement only."""
+    num_gpus: float = 0.0
+    """GPUs that each worker claims from Ray."""
+    device: str = "cpu"
+    """Torch device of each worker."""
+    ray_address: str | None = None
+    """A Ray cluster to join; None: a private one on this machine, which ends with the pool."""
+    ray_temp_dir: str | None = None
+    """Where the private Ray keeps sockets and logs, a short path; None: a temporary folder, removed at the end."""
+    start_timeout_s: float = 600.0
+    """How long a worker may take to get its resources and load its model."""
+    engine: str = ENGINE
+    """`module:attribute` of a function from `EngineSettings` to an `EngineFactory`, imported by the worker."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in {"ray", "local"}:
+            raise ValueError(f"kind is {self.kind!r}; it must be 'ray' or 'local'")
+        names = [model.name for model in self.models]
+        if not names:
+            raise ValueError("a pool needs at least one model")
+        if len(set(names)) < len(names):
+            raise ValueError(f"each model needs a name of its own, got {', '.join(names)}")
+        if self.num_slots < 1:
+            raise ValueError(f"num_slots is {self.num_slots}; it must be at least 1")
+        for name in ("num_threads", "num_cpus", "num_gpus"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        if not self.start_timeout_s > 0:
+            raise ValueError(f"start_timeout_s is {self.start_timeout_s}; it must be above 0")
+        if self.ray_address is not None and self.ray_temp_dir is not None:
+            raise ValueError("ray_temp_dir is for a private Ray; a cluster (ray_address) has its own")
+        module, _, attribute = self.engine.partition(":")
+        if not module or not attribute:
+            raise ValueError(f"engine is {self.engine!r}; it must be 'module:attribute'")
+
+    @property
+    def num_workers(self) -> int:
+        """Of all models together."""
+        return sum(model.num_workers for model in self.models)
+
+    def engines(self) -> dict[str, EngineSettings]:
+        """What runs on each worker, by worker id."""
+        models = [model for model in self.models for _ in range(model.num_workers)]
+        return {
+            f"w{index}": EngineSettings(
+                model_name=model.name,
+                model_path=model.path,
+                num_slots=self.num_slots,
+                num_threads=self._threads(),
+                device=self.device,
+            )
+            for index, model in enumerate(models)
+        }
+
+    def _threads(self) -> int:
+        if self.num_threads:
+            return self.num_threads
+        if self.ray_address is not None:
+            return max(1, int(self.num_cpus))
+        return max(1, num_cores() // self.num_workers)
+
+
+def new_incarnation(worker_id: str) -> str:
+    """A name for a life of a worker that no life has had, in this process or an earlier one."""
+    return f"{worker_id}-{secrets.token_hex(6)}"
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def thread_environment(num_threads: int) -> dict[str, str]:
+    """The environment of a worker process. It must be set before torch is imported."""
+    threads = str(num_threads)
+    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "GOMP_SPINCOUNT": str(SPIN_COUNT)}
+
+
+def engine_factory(path: str, settings: EngineSettings) -> EngineFactory:
+    """A factory that imports `module:attribute` when it is called, where the engine will live, and asks it."""
+
+    def make_engine(incarnation: str) -> Engine:
+        module, _, attribute = path.partition(":")
+        make = cast("Callable[[EngineSettings], EngineFactory]", getattr(importlib.import_module(module), attribute))
+        return make(settings)(incarnation)
+
+    return make_engine
+
+
+def make_pool(config: PoolConfig) -> Pool:
+    """A pool that is not started yet."""
+    engines = config.engines()
+    if config.kind == "ray":
+        from workers.ray_pool import RayPool
+
+        return RayPool(config)
+    from workers.local import LocalPool
+
+    if "torch" not in sys.modules:
+        threads = max(settings.num_threads for settings in engines.values())
+        os.environ |= {name: value for name, value in thread_environment(threads).items() if name not in os.environ}
+
+    factories = {worker_id: engine_factory(config.engine, settings) for worker_id, settings in engines.items()}
+    return LocalPool(factories, num_slots=config.num_slots, device=config.device)

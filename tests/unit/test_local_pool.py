@@ -1,0 +1,155 @@
+"""The pool in this process, and what is checked of a pool's settings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tests.toy_engine import KILL_TOKEN, ToyEngine
+from tests.unit.test_loop import batch, request
+from workers.local import LocalPool
+from workers.messages import SampleEvent, SampleResult, TokenEvent
+from workers.pool import Pool, PoolConfig, PoolModel, PoolStartError, WorkerLost, make_pool
+
+TOY_FACTORY = "tests.toy_engine:toy_factory"
+
+
+@asynccontextmanager
+async def started(pool: Pool) -> AsyncIterator[Pool]:
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.stop()
+
+
+def toy_pool(num_workers: int = 2) -> LocalPool:
+    return LocalPool({f"w{index}": ToyEngine for index in range(num_workers)}, num_slots=3)
+
+
+async def test_workers_are_listed_in_order_with_an_incarnation_each() -> None:
+    async with started(toy_pool()) as pool:
+        first, second = pool.workers()
+        assert (first.worker_id, second.worker_id) == ("w0", "w1")
+        assert first.incarnation != second.incarnation
+        assert (first.model.name, first.num_slots, first.device) == ("toy", 3, "cpu")
+    assert pool.workers() == ()
+
+
+async def test_results_come_from_the_life_that_ran_the_batch() -> None:
+    async with started(toy_pool()) as pool:
+        for worker in pool.workers():
+            result = await pool.run(worker.worker_id, batch(7))
+            assert (result.cycle_id, result.incarnation) == (7, worker.incarnation)
+            assert result.results[0].error is None
+
+
+async def test_sampled_tokens_stream_and_the_result_repeats_them() -> None:
+    async with started(toy_pool(1)) as pool:
+        await pool.start_sample("w0", request("s", max_tokens=5))
+        events: list[SampleEvent] = []
+        async for event in pool.sample_events("w0"):
+            events.append(event)
+            if isinstance(event, SampleResult):
+                break
+    *tokens, result = events
+    assert isinstance(result, SampleResult)
+    assert [event.token for event in tokens if isinstance(event, TokenEvent)] == result.sequences[0].tokens.tolist()
+    assert len(tokens) == 5
+
+
+async def test_failed_engine_is_lost_until_it_is_replaced_by_an_empty_one() -> None:
+    async with started(toy_pool()) as pool:
+        stream = asyncio.ensure_future(anext(aiter(pool.sample_events("w0"))))
+        old = pool.workers()[0]
+        with pytest.raises(WorkerLost):
+            await pool.run("w0", batch(0, token=KILL_TOKEN))
+        for lost in (pool.run("w0", batch(1)), pool.start_sample("w0", request("s", 1)), pool.ping("w0"), stream):
+            with pytest.raises(WorkerLost):
+                await lost
+        await pool.ping("w1")
+        assert pool.workers()[0] == old
+        new = await pool.replace("w0")
+        assert new.worker_id == "w0"
+        assert new.incarnation != old.incarnation
+        assert pool.workers()[0] == new
+        assert (await pool.run("w0", batch(2))).incarnation == new.incarnation
+
+
+async def test_replacing_a_healthy_worker_ends_its_stream() -> None:
+    async with started(toy_pool(1)) as pool:
+        stream = asyncio.ensure_future(anext(aiter(pool.sample_events("w0"))))
+        await asyncio.sleep(0)
+        await pool.replace("w0")
+        with pytest.raises(WorkerLost):
+            await stream
+
+
+async def test_pool_whose_worker_cannot_start_says_which_and_why() -> None:
+    def broken(incarnation: str) -> ToyEngine:
+        raise OSError("no model there")
+
+    pool = LocalPool({"w0": ToyEngine, "w1": broken})
+    with pytest.raises(PoolStartError, match=r"w1.*no model there"):
+        await pool.start()
+    assert pool.workers() == ()
+
+
+async def test_unknown_worker_is_lost() -> None:
+    async with started(toy_pool()) as pool:
+        with pytest.raises(WorkerLost):
+            await pool.run("w9", batch(0))
+
+
+async def test_config_gives_each_model_its_own_workers_by_import_string() -> None:
+    models = (
+        PoolModel(name="small", path="toy", num_workers=2),
+        PoolModel(name="slow", path=json.dumps({"seconds_per_batch": 0.01})),
+    )
+    config = PoolConfig(kind="local", models=models, engine=TOY_FACTORY, num_slots=5)
+    async with started(make_pool(config)) as pool:
+        names = [(worker.worker_id, worker.model.name, worker.num_slots) for worker in pool.workers()]
+        assert names == [("w0", "small", 5), ("w1", "small", 5), ("w2", "slow", 5)]
+        assert (await pool.run("w2", batch(0))).wall_s >= 0.01
+
+
+def test_threads_are_the_configured_ones_or_the_cores_divided_by_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.pool.num_cores", lambda: 8)
+    models = (PoolModel(name="a", path="a", num_workers=2), PoolModel(name="b", path="b"))
+
+    def threads(**values: Any) -> set[int]:
+        config = PoolConfig(models=models, **values)
+        return {settings.num_threads for settings in config.engines().values()}
+
+    assert threads() == {2}
+    assert threads(num_threads=5) == {5}
+    assert threads(ray_address="10.0.0.1:6379", num_cpus=3.5) == {3}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"models": ()}, "at least one model"),
+        ({"kind": "kubernetes"}, "kind is"),
+        ({"models": (PoolModel(name="a", path="x"), PoolModel(name="a", path="y"))}, "a name of its own"),
+        ({"num_slots": 0}, "num_slots is 0"),
+        ({"num_threads": -1}, "num_threads is -1"),
+        ({"num_gpus": float("nan")}, "num_gpus is nan"),
+        ({"start_timeout_s": 0}, "start_timeout_s is 0"),
+        ({"ray_address": "here", "ray_temp_dir": "/tmp/x"}, "private Ray"),
+        ({"engine": "workers.engine"}, "module:attribute"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PoolConfig(**{"models": (PoolModel(name="toy", path="toy"),)} | values)
+
+
+def test_model_without_workers_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_workers is 0"):
+        PoolModel(name="a", path="a", num_workers=0)
