@@ -1,0 +1,78 @@
+"""tinkerpool: train LoRA adapters on a pool of warm models that many share, from an ordinary training loop.
+
+    import tinkerpool
+
+    service = tinkerpool.ServiceClient()
+    client = service.create_lora_training_client(rank=8)
+    tokens = client.get_tokenizer().encode("In the beginning")
+    datum = tinkerpool.Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)})
+    step = client.train_step([datum], "cross_entropy", tinkerpool.AdamParams(learning_rate=1e-3))
+    print(step.result().forward_backward.metrics)
+
+Needs numpy, grpcio and protobuf; takes torch tensors if there is torch.
+"""
+
+import importlib
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from tinkerpool import errors, types
+from tinkerpool.errors import OperationFailed, TinkerpoolError
+from tinkerpool.types import (
+    AdamParams,
+    Datum,
+    EncodedTextChunk,
+    ForwardBackwardOutput,
+    ModelInput,
+    OptimStepResponse,
+    SampledSequence,
+    SampleResponse,
+    SamplingParams,
+    TensorData,
+)
+
+if TYPE_CHECKING:
+    from tinkerpool.client.futures import APIFuture
+    from tinkerpool.client.rest_client import RestClient
+    from tinkerpool.client.sampling_client import SamplingClient
+    from tinkerpool.client.service_client import ServiceClient
+    from tinkerpool.client.training_client import TrainingClient
+
+__version__ = version("tinkerpool")
+
+__all__ = [
+    "APIFuture",
+    "AdamParams",
+    "Datum",
+    "EncodedTextChunk",
+    "ForwardBackwardOutput",
+    "ModelInput",
+    "OperationFailed",
+    "OptimStepResponse",
+    "RestClient",
+    "SampleResponse",
+    "SampledSequence",
+    "SamplingClient",
+    "SamplingParams",
+    "ServiceClient",
+    "TensorData",
+    "TinkerpoolError",
+    "TrainingClient",
+    "errors",
+    "types",
+]
+
+# Imported when first used: the pool's own processes take `tinkerpool.convert` and the like, and have no use for grpc.
+_CLIENTS = {
+    "APIFuture": "tinkerpool.client.futures",
+    "RestClient": "tinkerpool.client.rest_client",
+    "SamplingClient": "tinkerpool.client.sampling_client",
+    "ServiceClient": "tinkerpool.client.service_client",
+    "TrainingClient": "tinkerpool.client.training_client",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _CLIENTS:
+        return getattr(importlib.import_module(_CLIENTS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -468,8 +468,32 @@ class TrainingRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRunsResponse:
+    """A listing of adapters."""
+
+    training_runs: list[TrainingRun]
+    """Newest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointsListResponse:
+    """A listing of checkpoints."""
+
+    checkpoints: list[Checkpoint]
+    """Newest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListSessionsResponse:
+    """A listing of sessions."""
+
+    sessions: list[str]
+    """Their ids, newest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionInfo:
-    """A client process's lifetime, as listings show it."""
+    """A client process's lifetime."""
 
     session_id: str
     """Opaque."""

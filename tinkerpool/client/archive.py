@@ -1,0 +1,64 @@
+"""A tar archive from the pool becomes a directory, whole or not at all. The pool is not trusted with paths."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+import tempfile
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Self
+
+
+class ArchiveFile:
+    """Collects an archive beside `directory`, then unpacks it there. A context manager; leaves nothing else behind."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises FileExistsError if the directory is there and not empty."""
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise FileExistsError(f"{directory} exists and is not an empty directory: choose another one")
+        self._directory = directory
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        self._work = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
+        self._file = (self._work / "archive.tar").open("w+b")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        shutil.rmtree(self._work, ignore_errors=True)
+
+    def write(self, data: bytes) -> None:
+        """The next bytes of the archive."""
+        self._file.write(data)
+
+    def unpack(self) -> None:
+        """Make the directory. Raises ValueError for an archive with anything but plain files inside it."""
+        content = self._work / "content"
+        content.mkdir()
+        self._file.seek(0)
+        try:
+            with tarfile.open(fileobj=self._file, mode="r:") as archive:
+                for member in archive:
+                    self._unpack_member(archive, member, content)
+        except tarfile.TarError as error:
+            raise ValueError(f"the pool sent a broken archive: {error}") from error
+        if self._directory.exists():
+            self._directory.rmdir()
+        content.rename(self._directory)
+
+    def _unpack_member(self, archive: tarfile.TarFile, member: tarfile.TarInfo, content: Path) -> None:
+        path = PurePosixPath(member.name)
+        if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
+            raise ValueError(f"the pool sent an archive with {member.name[:80]!r}, which is no plain file inside it")
+        if member.isdir():
+            return
+        source = archive.extractfile(member)
+        assert source is not None
+        target = content.joinpath(*path.parts)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with source, target.open("wb") as file:
+            shutil.copyfileobj(source, file)

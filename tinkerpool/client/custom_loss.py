@@ -1,0 +1,110 @@
+"""Losses of the user's own, computed where the user is. Pure, except that the user's function runs on a thread.
+
+The pool computes log-probabilities p; the function here computes a loss C(p) and its gradient; the pool then adds the
+gradient of the cross entropy `L = sum(-p w)` with `w = -dC/dp`, which is the gradient of C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import importlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinkerpool.types import Datum, ForwardBackwardOutput, TensorData, as_array
+
+T = TypeVar("T")
+Gradient = NDArray[np.float32]
+
+TorchLoss = Callable[[list[Datum], list[Any]], tuple[Any, Mapping[str, float]]]
+"""From the data and a torch tensor of log-probabilities per datum to the loss, a scalar tensor, and metrics."""
+
+NumpyLoss = Callable[
+    [list[Datum], list[NDArray[np.float32]]], tuple[float, Sequence[NDArray[Any]], Mapping[str, float]]
+]
+"""From the data and log-probabilities per datum to the loss, its gradient per datum, and metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class CustomLoss:
+    """What the user's function gave."""
+
+    value: float
+    gradients: list[Gradient]
+    """Per datum: d(loss) / d(log-probability), in the shape of `target_tokens`."""
+    metrics: dict[str, float]
+
+
+def surrogate(data: Sequence[Datum], gradients: Sequence[Gradient] | None = None) -> list[Datum]:
+    """The cross entropy data: `target_tokens`, and as `weights` the negated gradients, or zeros before there are any.
+
+    Raises ValueError for a datum without `target_tokens`.
+    """
+    result = []
+    for i, datum in enumerate(data):
+        if "target_tokens" not in datum.loss_fn_inputs:
+            raise ValueError(f"data[{i}] has no loss_fn_inputs['target_tokens']: whose log-probabilities are wanted?")
+        targets = datum.loss_fn_inputs["target_tokens"]
+        weights = np.zeros(targets.shape, np.float32) if gradients is None else -gradients[i]
+        inputs = {"target_tokens": targets, "weights": TensorData(weights, "float32")}
+        result.append(Datum(datum.model_input, inputs))
+    return result
+
+
+def evaluate_torch(loss_fn: TorchLoss, data: list[Datum], logprobs: list[NDArray[np.float32]]) -> CustomLoss:
+    """Run a function that torch can differentiate. Raises what it raises, and ValueError if it returned no scalar."""
+    torch = importlib.import_module("torch")
+    leaves = [torch.tensor(array, requires_grad=True) for array in logprobs]
+    loss, metrics = loss_fn(data, leaves)
+    if not hasattr(loss, "backward") or loss.numel() != 1:
+        raise ValueError("the custom loss must be a torch tensor with one element: return (loss, metrics)")
+    if not loss.requires_grad:
+        raise ValueError("the custom loss does not depend on the log-probabilities: is there a .detach() or .item()?")
+    loss.backward()
+    gradients = [np.zeros(leaf.shape, np.float32) if leaf.grad is None else leaf.grad.numpy() for leaf in leaves]
+    return CustomLoss(float(loss), gradients, _metrics(metrics))
+
+
+def evaluate_numpy(loss_fn: NumpyLoss, data: list[Datum], logprobs: list[NDArray[np.float32]]) -> CustomLoss:
+    """Run a function that differentiates itself. Raises what it raises, ValueError for gradients of wrong shapes."""
+    loss, gradients, metrics = loss_fn(data, [array.copy() for array in logprobs])
+    arrays = [as_array(gradient).astype(np.float32) for gradient in gradients]
+    if [a.shape for a in arrays] != [a.shape for a in logprobs]:
+        raise ValueError("the custom loss must return one gradient per datum, in the shape of its log-probabilities")
+    return CustomLoss(float(loss), arrays, _metrics(metrics))
+
+
+def with_loss(output: ForwardBackwardOutput, loss: CustomLoss) -> ForwardBackwardOutput:
+    """The output of the second pass with the custom loss as `loss:sum`; the cross entropy is `surrogate_loss:sum`."""
+    metrics = dict(output.metrics)
+    if "loss:sum" in metrics:
+        metrics["surrogate_loss:sum"] = metrics.pop("loss:sum")
+    metrics |= loss.metrics
+    metrics["loss:sum"] = loss.value
+    return ForwardBackwardOutput(
+        loss_fn_output_type=output.loss_fn_output_type, loss_fn_outputs=output.loss_fn_outputs, metrics=metrics
+    )
+
+
+async def on_a_thread(work: Callable[[], T]) -> T:
+    """Run the user's code on a thread of its own, where it may block without holding anything up."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  # whatever it is, it belongs to who waits for the result
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="tinkerpool-custom-loss", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def _metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}

@@ -1,0 +1,281 @@
+"""Everything about a pool that is not training or sampling: checkpoints, listings, its state. The name is the SDK's.
+
+Every method returns a future at once; `await` it or take its `result()`. What the SDK has no type for comes as a message
+of the contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from tinkerpool import types
+from tinkerpool.client import methods
+from tinkerpool.client.archive import ArchiveFile
+from tinkerpool.client.connection import Connection
+from tinkerpool.client.futures import APIFuture, BackgroundStream
+from tinkerpool.errors import ApiError
+from tinkerpool.names import CheckpointPath
+from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, operations_pb2, pool_pb2, sessions_pb2
+
+T = TypeVar("T")
+PAGE_SIZE_MAX = 1000
+
+
+class RestClient:
+    """Made by `ServiceClient.create_rest_client`, which lends it its connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def get_server_capabilities(self) -> APIFuture[types.GetServerCapabilitiesResponse]:
+        """The pool's base models and limits."""
+        return self._start(fetch_capabilities(self._connection))
+
+    def list_training_runs(self, limit: int = 20, offset: int = 0) -> APIFuture[types.TrainingRunsResponse]:
+        """Your adapters, newest first."""
+        return self._start(self._list_training_runs(limit, offset))
+
+    def get_training_run(self, training_run_id: str) -> APIFuture[types.TrainingRun]:
+        """An adapter. Raises NotFound."""
+        return self._start(self._get_training_run(training_run_id))
+
+    def get_training_run_by_tinker_path(self, tinker_path: str) -> APIFuture[types.TrainingRun]:
+        """The adapter that a checkpoint was saved from. Raises NotFound, and ValueError for what is no path."""
+        return self.get_training_run(CheckpointPath.parse(tinker_path).adapter_id)
+
+    def delete_training_run(self, training_run_id: str) -> APIFuture[None]:
+        """Delete an adapter and its training state; its checkpoints stay. Raises NotFound."""
+        return self._start(self._delete_training_run(training_run_id))
+
+    def list_checkpoints(self, training_run_id: str) -> APIFuture[types.CheckpointsListResponse]:
+        """All checkpoints of an adapter, newest first."""
+        return self._start(self._list_checkpoints(training_run_id, None, 0))
+
+    def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> APIFuture[types.CheckpointsListResponse]:
+        """Your checkpoints, newest first."""
+        return self._start(self._list_checkpoints("", limit, offset))
+
+    def get_checkpoint(self, tinker_path: str) -> APIFuture[types.Checkpoint]:
+        """A checkpoint. Raises NotFound."""
+        return self._start(self._get_checkpoint(tinker_path))
+
+    def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> APIFuture[None]:
+        """Delete a checkpoint for good. Raises NotFound."""
+        return self.delete_checkpoint_from_tinker_path(f"tinker://{training_run_id}/{checkpoint_id}")
+
+    def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
+        """Delete a checkpoint for good. Raises NotFound."""
+        return self._start(self._delete_checkpoint(tinker_path))
+
+    def export_checkpoint(self, tinker_path: str, directory: str | Path) -> APIFuture[Path]:
+        """Write a checkpoint as a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`); returns it.
+
+        The directory appears whole or not at all. Raises FileExistsError if it is there and not empty, NotFound,
+        DataLoss if the pool's file is damaged.
+        """
+        return self._start(self._export(tinker_path, Path(directory)))
+
+    def list_sessions(self, limit: int = 20, offset: int = 0) -> APIFuture[types.ListSessionsResponse]:
+        """Ids of your live sessions, newest first."""
+        return self._start(self._list_sessions(limit, offset))
+
+    def get_session(self, session_id: str) -> APIFuture[types.SessionInfo]:
+        """A session, live or not. Raises NotFound."""
+        return self._start(self._get_session(session_id))
+
+    def get_operation(self, name: str) -> APIFuture[operations_pb2.Operation]:
+        """An operation as it is now. Raises NotFound, also when its result is past its retention."""
+        return self._start(self._get_operation(name))
+
+    def cancel_operation(self, name: str) -> APIFuture[operations_pb2.Operation]:
+        """Ask that an operation not be finished; returns it as it is after that. Raises NotFound."""
+        return self._start(self._cancel_operation(name))
+
+    def get_pool_status(self, num_cycles: int = 20) -> APIFuture[pool_pb2.GetPoolStatusResponse]:
+        """Workers, queues, and the last cycles with who was in them."""
+        request = pool_pb2.GetPoolStatusRequest(num_cycles=num_cycles)
+        return self._start(self._connection.call(methods.GET_POOL_STATUS, request))
+
+    def get_usage(self) -> APIFuture[pool_pb2.GetUsageResponse]:
+        """Tokens, operations and engine seconds per tenant and kind of operation."""
+        return self._start(self._connection.call(methods.GET_USAGE, pool_pb2.GetUsageRequest()))
+
+    def watch_cycles(self) -> BackgroundStream[pool_pb2.Cycle]:
+        """Every clock cycle when it has committed, from now on, for ever: `for` or `async for`.
+
+        A reader that is too slow, and one whose connection broke, misses some, as the cycle ids show.
+        """
+        return self._connection.stream_of(self._watch_cycles)
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> APIFuture[T]:
+        return self._connection.start(work, is_cancellable=True)
+
+    async def _list_training_runs(self, limit: int, offset: int) -> types.TrainingRunsResponse:
+        async def page(size: int, token: str) -> tuple[list[adapters_pb2.Adapter], str]:
+            request = adapters_pb2.ListAdaptersRequest(page_size=size, page_token=token)
+            response = await self._connection.call(methods.LIST_ADAPTERS, request)
+            return list(response.adapters), response.next_page_token
+
+        adapters = await _list(page, limit, offset)
+        return types.TrainingRunsResponse(training_runs=[_training_run(adapter) for adapter in adapters])
+
+    async def _get_training_run(self, training_run_id: str) -> types.TrainingRun:
+        request = adapters_pb2.GetAdapterRequest(adapter_id=training_run_id)
+        return _training_run((await self._connection.call(methods.GET_ADAPTER, request)).adapter)
+
+    async def _delete_training_run(self, training_run_id: str) -> None:
+        request = adapters_pb2.DeleteAdapterRequest(adapter_id=training_run_id)
+        await self._connection.call(methods.DELETE_ADAPTER, request)
+
+    async def _list_checkpoints(self, adapter_id: str, limit: int | None, offset: int) -> types.CheckpointsListResponse:
+        async def page(size: int, token: str) -> tuple[list[checkpoints_pb2.Checkpoint], str]:
+            request = checkpoints_pb2.ListCheckpointsRequest(adapter_id=adapter_id, page_size=size, page_token=token)
+            response = await self._connection.call(methods.LIST_CHECKPOINTS, request)
+            return list(response.checkpoints), response.next_page_token
+
+        checkpoints = await _list(page, limit, offset)
+        return types.CheckpointsListResponse(checkpoints=[_checkpoint(checkpoint) for checkpoint in checkpoints])
+
+    async def _get_checkpoint(self, path: str) -> types.Checkpoint:
+        request = checkpoints_pb2.GetCheckpointRequest(path=path)
+        return _checkpoint((await self._connection.call(methods.GET_CHECKPOINT, request)).checkpoint)
+
+    async def _delete_checkpoint(self, path: str) -> None:
+        request = checkpoints_pb2.DeleteCheckpointRequest(path=path)
+        await self._connection.call(methods.DELETE_CHECKPOINT, request)
+
+    async def _export(self, path: str, directory: Path) -> Path:
+        backoff = self._connection.make_backoff()
+        request = checkpoints_pb2.ExportCheckpointRequest(path=path)
+        while True:
+            with ArchiveFile(directory) as archive:
+                try:
+                    async with aclosing(self._connection.stream(methods.EXPORT_CHECKPOINT, request)) as pieces:
+                        async for piece in pieces:
+                            archive.write(piece.data)
+                except ApiError as error:  # a broken stream starts again from the beginning
+                    await self._connection.pause(backoff, error)
+                else:
+                    archive.unpack()
+                    return directory
+
+    async def _list_sessions(self, limit: int, offset: int) -> types.ListSessionsResponse:
+        async def page(size: int, token: str) -> tuple[list[sessions_pb2.Session], str]:
+            request = sessions_pb2.ListSessionsRequest(page_size=size, page_token=token)
+            response = await self._connection.call(methods.LIST_SESSIONS, request)
+            return list(response.sessions), response.next_page_token
+
+        sessions = await _list(page, limit, offset)
+        return types.ListSessionsResponse(sessions=[session.session_id for session in sessions])
+
+    async def _get_session(self, session_id: str) -> types.SessionInfo:
+        request = sessions_pb2.GetSessionRequest(session_id=session_id)
+        return _session((await self._connection.call(methods.GET_SESSION, request)).session)
+
+    async def _get_operation(self, name: str) -> operations_pb2.Operation:
+        request = operations_pb2.GetOperationRequest(name=name)
+        return (await self._connection.call(methods.GET_OPERATION, request)).operation
+
+    async def _cancel_operation(self, name: str) -> operations_pb2.Operation:
+        request = operations_pb2.CancelOperationRequest(name=name)
+        return (await self._connection.call(methods.CANCEL_OPERATION, request)).operation
+
+    async def _watch_cycles(self) -> AsyncIterator[pool_pb2.Cycle]:
+        backoff = self._connection.make_backoff()
+        while True:
+            try:
+                stream = self._connection.stream(methods.WATCH_CYCLES, pool_pb2.WatchCyclesRequest())
+                async with aclosing(stream) as responses:
+                    async for response in responses:
+                        backoff.reset()
+                        yield response.cycle
+            except ApiError as error:
+                await self._connection.pause(backoff, error)
+            else:
+                return
+
+
+async def fetch_capabilities(connection: Connection) -> types.GetServerCapabilitiesResponse:
+    """The pool's base models and limits."""
+    response = await connection.call(methods.GET_CAPABILITIES, sessions_pb2.GetCapabilitiesRequest())
+    models = [
+        types.SupportedModel(
+            model_name=model.name,
+            max_context_length=model.max_sequence_tokens,
+            vocab_size=model.vocab_size,
+            max_rank=model.max_rank,
+            num_params=model.num_params,
+            num_workers=model.num_workers,
+        )
+        for model in response.base_models
+    ]
+    return types.GetServerCapabilitiesResponse(
+        supported_models=models,
+        version=response.version,
+        loss_functions=list(response.loss_functions),
+        max_datums=response.max_datums,
+        max_message_bytes=response.max_message_bytes,
+    )
+
+
+async def _list(page: Callable[[int, str], Awaitable[tuple[list[T], str]]], limit: int | None, offset: int) -> list[T]:
+    """Items `offset` to `offset + limit` of a listing in pages; all from `offset` on if `limit` is None."""
+    if offset < 0 or (limit is not None and limit < 1):
+        raise ValueError(f"limit must be at least 1 and offset at least 0, got {limit} and {offset}")
+    items: list[T] = []
+    end = None if limit is None else offset + limit
+    token = ""
+    while True:
+        size = PAGE_SIZE_MAX if end is None else min(end - len(items), PAGE_SIZE_MAX)
+        more, token = await page(size, token)
+        items += more
+        if not token or (end is not None and len(items) >= end):
+            return items[offset:end]
+
+
+def _time(timestamp: Timestamp) -> datetime:
+    return timestamp.ToDatetime(tzinfo=UTC)
+
+
+def _training_run(adapter: adapters_pb2.Adapter) -> types.TrainingRun:
+    return types.TrainingRun(
+        training_run_id=adapter.adapter_id,
+        base_model=adapter.base_model,
+        lora_rank=adapter.rank,
+        create_time=_time(adapter.create_time),
+        num_operations=adapter.applied_seq,
+        user_metadata=dict(adapter.user_metadata),
+    )
+
+
+def _checkpoint(checkpoint: checkpoints_pb2.Checkpoint) -> types.Checkpoint:
+    path = CheckpointPath.parse(checkpoint.path)
+    is_training = checkpoint.kind == checkpoints_pb2.CHECKPOINT_KIND_TRAINING
+    return types.Checkpoint(
+        checkpoint_id=f"{path.kind}/{path.name}",
+        checkpoint_type="training" if is_training else "sampler",
+        time=_time(checkpoint.create_time),
+        tinker_path=checkpoint.path,
+        size_bytes=checkpoint.size_bytes,
+        base_model=checkpoint.base_model,
+        lora_rank=checkpoint.rank,
+        sha256=checkpoint.sha256,
+        user_metadata=dict(checkpoint.user_metadata),
+    )
+
+
+def _session(session: sessions_pb2.Session) -> types.SessionInfo:
+    return types.SessionInfo(
+        session_id=session.session_id,
+        training_run_ids=list(session.adapter_ids),
+        sampler_ids=list(session.sampler_ids),
+        create_time=_time(session.create_time),
+        is_live=session.is_live,
+        user_metadata=dict(session.user_metadata),
+    )

@@ -1,0 +1,271 @@
+"""The way in: from an address and a key to training clients, sampling clients and the rest client."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from tinkerpool import types
+from tinkerpool.client import methods
+from tinkerpool.client.connection import Connection
+from tinkerpool.client.encoding import string_map
+from tinkerpool.client.futures import APIFuture
+from tinkerpool.client.rest_client import RestClient, fetch_capabilities
+from tinkerpool.client.sampling_client import SamplingClient, create_sampler
+from tinkerpool.client.session import Session
+from tinkerpool.client.training_client import TrainingClient
+from tinkerpool.client.transport import DEFAULT_PORT, GrpcTransport, Transport, parse_target
+from tinkerpool.credentials import credentials_file, read_credentials
+from tinkerpool.errors import ConfigurationError
+from tinkerpool.v1 import adapters_pb2
+
+CLOSE_TIMEOUT_S = 5.0
+
+
+class ServiceClient:
+    """A client of one pool. Makes no call by itself: the session is created when something first needs it.
+
+    Usable from any thread and any asyncio loop, and as a context manager. `close` ends the session; without it the pool
+    notices after 10 minutes.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        *,
+        root_certificates: bytes | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        """Raises ConfigurationError if there is no key, or the URL makes no sense.
+
+        Args:
+            base_url: `http://host:port`, `https://host:port` (TLS) or `host:port`. None: `$TINKERPOOL_BASE_URL`, else
+                the pool that was last started on this machine, else 127.0.0.1:7600.
+            api_key: None: `$TINKERPOOL_API_KEY`, else the key that the pool at this address left on this machine.
+            user_metadata: anything that helps you to recognise the session.
+            root_certificates: in PEM; the authorities to trust instead of this machine's. Asks for TLS.
+            transport: another way to reach the pool than gRPC, for tests.
+        """
+        if transport is None:
+            transport = GrpcTransport(*find_service(base_url, api_key), root_certificates=root_certificates)
+        self._connection = Connection(transport)
+        self._session = Session(self._connection, user_metadata)
+
+    def create_lora_training_client(
+        self,
+        base_model: str | None = None,
+        rank: int | None = None,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: Mapping[str, str] | None = None,
+        *,
+        alpha: float | None = None,
+    ) -> TrainingClient:
+        """A new adapter, and the client that trains it.
+
+        Args:
+            base_model: None: the pool's, if it has only one.
+            rank: LoRA rank, a power of two. None: 32, or the model's largest where that is smaller.
+            seed: of the initial weights. None: 0.
+            train_mlp: adapt the MLP projections.
+            train_attn: adapt the attention projections.
+            train_unembed: adapt the unembedding.
+            user_metadata: anything that helps you to recognise the adapter.
+            alpha: LoRA scaling numerator. None: 32.
+
+        Raises:
+            NotFound: the pool does not serve that model.
+            InvalidArgument: a rank that is not allowed, nothing to train.
+            ValueError: no `base_model`, and the pool has several.
+        """
+        request = _adapter_request(rank, seed, train_mlp, train_attn, train_unembed, user_metadata, alpha)
+        return self._connection.start(self._create_adapter(request, base_model)).result()
+
+    async def create_lora_training_client_async(
+        self,
+        base_model: str | None = None,
+        rank: int | None = None,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: Mapping[str, str] | None = None,
+        *,
+        alpha: float | None = None,
+    ) -> TrainingClient:
+        """`create_lora_training_client`, awaited."""
+        request = _adapter_request(rank, seed, train_mlp, train_attn, train_unembed, user_metadata, alpha)
+        return await self._connection.start(self._create_adapter(request, base_model))
+
+    def create_training_client_from_state(
+        self, path: str, user_metadata: Mapping[str, str] | None = None
+    ) -> TrainingClient:
+        """A new adapter with the weights of a checkpoint by `save_state`; moments start afresh. Raises NotFound."""
+        return self._from_state(path, user_metadata, with_optimizer=False).result()
+
+    async def create_training_client_from_state_async(
+        self, path: str, user_metadata: Mapping[str, str] | None = None
+    ) -> TrainingClient:
+        """`create_training_client_from_state`, awaited."""
+        return await self._from_state(path, user_metadata, with_optimizer=False)
+
+    def create_training_client_from_state_with_optimizer(
+        self, path: str, user_metadata: Mapping[str, str] | None = None
+    ) -> TrainingClient:
+        """A new adapter that goes on where a checkpoint made by `save_state` was taken. Raises NotFound."""
+        return self._from_state(path, user_metadata, with_optimizer=True).result()
+
+    async def create_training_client_from_state_with_optimizer_async(
+        self, path: str, user_metadata: Mapping[str, str] | None = None
+    ) -> TrainingClient:
+        """`create_training_client_from_state_with_optimizer`, awaited."""
+        return await self._from_state(path, user_metadata, with_optimizer=True)
+
+    def get_training_client(self, model_id: str) -> TrainingClient:
+        """A client that goes on with an adapter of yours, say after a crash of its first client. Raises NotFound.
+
+        An adapter has one writer: as soon as this one writes, the other's calls raise AlreadyExists.
+        """
+        return self._connection.start(self._attach(model_id)).result()
+
+    async def get_training_client_async(self, model_id: str) -> TrainingClient:
+        """`get_training_client`, awaited."""
+        return await self._connection.start(self._attach(model_id))
+
+    def create_sampling_client(self, model_path: str | None = None, base_model: str | None = None) -> SamplingClient:
+        """A sampler of a checkpoint or of a bare base model; of the pool's only base model if neither is given.
+
+        Raises NotFound, InvalidArgument if both are given, ValueError if neither is and the pool has several models.
+        """
+        return self._connection.start(self._create_sampler(model_path, base_model)).result()
+
+    async def create_sampling_client_async(
+        self, model_path: str | None = None, base_model: str | None = None
+    ) -> SamplingClient:
+        """`create_sampling_client`, awaited."""
+        return await self._connection.start(self._create_sampler(model_path, base_model))
+
+    def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
+        """The pool's base models and limits."""
+        return self._connection.start(fetch_capabilities(self._connection)).result()
+
+    async def get_server_capabilities_async(self) -> types.GetServerCapabilitiesResponse:
+        """`get_server_capabilities`, awaited."""
+        return await self._connection.start(fetch_capabilities(self._connection))
+
+    def create_rest_client(self) -> RestClient:
+        """For checkpoints, listings and the state of the pool. Makes no call."""
+        return RestClient(self._connection)
+
+    def close(self) -> None:
+        """End the session and everything that still waits. Idempotent."""
+        self._connection.start(self._close()).result(CLOSE_TIMEOUT_S)
+
+    async def close_async(self) -> None:
+        """`close`, awaited."""
+        await self._connection.start(self._close()).result_async(CLOSE_TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close_async()
+
+    def _from_state(
+        self, path: str, user_metadata: Mapping[str, str] | None, *, with_optimizer: bool
+    ) -> APIFuture[TrainingClient]:
+        request = adapters_pb2.CreateAdapterRequest(
+            from_path=path, with_optimizer=with_optimizer, user_metadata=string_map(user_metadata)
+        )
+        return self._connection.start(self._create_adapter(request, ""))
+
+    async def _create_adapter(
+        self, request: adapters_pb2.CreateAdapterRequest, base_model: str | None
+    ) -> TrainingClient:
+        request.base_model = await self._only_model() if base_model is None else base_model
+        request.session_id = await self._session.id()
+        request.request_id = uuid.uuid4().hex
+        response = await self._connection.call(methods.CREATE_ADAPTER, request)
+        return TrainingClient(self._session, response.adapter)
+
+    async def _attach(self, model_id: str) -> TrainingClient:
+        request = adapters_pb2.GetAdapterRequest(adapter_id=model_id)
+        response = await self._connection.call(methods.GET_ADAPTER, request)
+        return TrainingClient(self._session, response.adapter)
+
+    async def _create_sampler(self, model_path: str | None, base_model: str | None) -> SamplingClient:
+        if model_path is None and base_model is None:
+            base_model = await self._only_model()
+        return await create_sampler(self._session, model_path=model_path or "", base_model=base_model or "")
+
+    async def _only_model(self) -> str:
+        models = [model.model_name for model in (await fetch_capabilities(self._connection)).supported_models]
+        if len(models) != 1:
+            raise ValueError(f"name a base_model: this pool serves {', '.join(models) or 'none'}")
+        return models[0]
+
+    async def _close(self) -> None:
+        await self._session.close()
+        await self._connection.close()
+
+
+def find_service(base_url: str | None, api_key: str | None) -> tuple[str, str]:
+    """Address and key, from arguments, environment and what a pool left on this machine. Raises ConfigurationError.
+
+    A key from the file goes only to the address in the file.
+    """
+    base_url = base_url or os.environ.get("TINKERPOOL_BASE_URL")
+    api_key = api_key or os.environ.get("TINKERPOOL_API_KEY")
+    if base_url and api_key:
+        return base_url, api_key
+    try:
+        found = read_credentials()
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+    if not base_url:
+        base_url = found.url if found else f"http://127.0.0.1:{DEFAULT_PORT}"
+    if not api_key and found and parse_target(found.url) == parse_target(base_url):
+        api_key = found.api_key
+    if not api_key:
+        raise ConfigurationError(
+            f"no API key for {base_url}: pass api_key, set TINKERPOOL_API_KEY, or start a pool on this machine with "
+            f"`tinkerpool up`, which leaves its key in {credentials_file()}"
+        )
+    return base_url, api_key
+
+
+def _adapter_request(
+    rank: int | None,
+    seed: int | None,
+    train_mlp: bool,
+    train_attn: bool,
+    train_unembed: bool,
+    user_metadata: Mapping[str, str] | None,
+    alpha: float | None,
+) -> adapters_pb2.CreateAdapterRequest:
+    return adapters_pb2.CreateAdapterRequest(
+        rank=rank or 0,
+        seed=seed,
+        train_mlp=train_mlp,
+        train_attn=train_attn,
+        train_unembed=train_unembed,
+        user_metadata=string_map(user_metadata),
+        alpha=alpha,
+    )

@@ -1,0 +1,75 @@
+"""One client process's lifetime, as the service sees it: created when first needed, kept alive, finished at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Mapping
+
+from tinkerpool.client import methods
+from tinkerpool.client.connection import Connection
+from tinkerpool.client.encoding import string_map
+from tinkerpool.errors import ApiError, FailedPrecondition, NotFound, TinkerpoolError
+from tinkerpool.v1 import sessions_pb2
+
+_log = logging.getLogger("tinkerpool")
+
+HEARTBEAT_INTERVAL_S = 10.0
+HEARTBEAT_TIMEOUT_S = 10.0
+SILENCE_MAX_S = 120.0
+"""After this long without an answered heartbeat the log says so."""
+FINISH_TIMEOUT_S = 2.0
+
+
+class Session:
+    """A session and its heartbeats. Its coroutines run on the background loop."""
+
+    def __init__(self, connection: Connection, user_metadata: Mapping[str, str] | None) -> None:
+        self.connection = connection
+        self._user_metadata = string_map(user_metadata)
+        self._request_id = uuid.uuid4().hex
+        self._creation: asyncio.Task[str] | None = None
+        self._heartbeats: asyncio.Task[None] | None = None
+
+    async def id(self) -> str:
+        """The session's id; the first call creates it. Raises ApiError."""
+        if self._creation is None or (self._creation.done() and self._creation.exception()):
+            self._creation = asyncio.create_task(self._create())
+        return await asyncio.shield(self._creation)
+
+    async def close(self) -> None:
+        """Tell the service that nobody needs the session any more, if it answers soon. Idempotent."""
+        if self._heartbeats is None or self._creation is None:
+            return
+        self._heartbeats.cancel()
+        self._heartbeats = None
+        request = sessions_pb2.FinishSessionRequest(session_id=self._creation.result())
+        try:
+            await self.connection.call_once(methods.FINISH_SESSION, request, timeout_s=FINISH_TIMEOUT_S)
+        except TinkerpoolError as error:
+            _log.info("the session was left to expire: %s", error)
+
+    async def _create(self) -> str:
+        request = sessions_pb2.CreateSessionRequest(user_metadata=self._user_metadata, request_id=self._request_id)
+        response = await self.connection.call(methods.CREATE_SESSION, request)
+        session_id = response.session.session_id
+        self._heartbeats = asyncio.create_task(self._keep_alive(session_id))
+        return session_id
+
+    async def _keep_alive(self, session_id: str) -> None:
+        request = sessions_pb2.HeartbeatRequest(session_id=session_id)
+        silence_s = 0.0
+        while True:
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            try:
+                await self.connection.call_once(methods.HEARTBEAT, request, timeout_s=HEARTBEAT_TIMEOUT_S)
+            except (NotFound, FailedPrecondition) as error:
+                _log.warning("session %s has ended, make a new ServiceClient: %s", session_id, error)
+                return
+            except ApiError as error:
+                silence_s += HEARTBEAT_INTERVAL_S
+                if silence_s >= SILENCE_MAX_S:
+                    _log.warning("no heartbeat was answered for %.0f s; the session may expire: %s", silence_s, error)
+            else:
+                silence_s = 0.0

@@ -1,0 +1,267 @@
+"""Training one adapter. Every method takes the next place in the adapter's order, sends, and returns a future at once.
+
+The places travel with the requests: however they overtake each other or are sent again, the service runs each once, in
+order.
+What cannot be sent at all raises ValueError and takes no place; whatever else goes wrong is raised by the future.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, overload
+
+from tinkerpool import types
+from tinkerpool.client import batches, custom_loss, encoding, methods, passes
+from tinkerpool.client.connection import Connection
+from tinkerpool.client.futures import APIFuture, Ready
+from tinkerpool.client.ordering import AdapterOrder
+from tinkerpool.client.sampling_client import SamplingClient, create_sampler, fetch_tokenizer
+from tinkerpool.client.session import Session
+from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, operations_pb2, training_pb2
+
+
+class TrainingClient(Ready):
+    """Made by the `create_*` methods of ServiceClient."""
+
+    def __init__(self, session: Session, adapter: adapters_pb2.Adapter) -> None:
+        self._session = session
+        self._connection: Connection = session.connection
+        self._adapter = adapter
+        self._order = AdapterOrder(self._connection, adapter.next_seq)
+
+    @property
+    def model_id(self) -> str:
+        """The adapter's id, `<session id>:train:<index>`."""
+        return self._adapter.adapter_id
+
+    def forward(
+        self, data: Sequence[types.Datum], loss_fn: types.LossFnType, loss_fn_config: Mapping[str, float] | None = None
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        """Log-probabilities and the loss; changes nothing. Large batches travel as several requests.
+
+        Raises ValueError for an empty batch, an unknown loss, or a datum that is too large to send.
+        """
+        build = partial(passes.build_request, adapter_id=self.model_id, loss_fn=loss_fn, loss_fn_config=loss_fn_config)
+        requests = [build(training_pb2.ForwardRequest, chunk) for chunk in batches.split(data)]
+        return self._order.take(len(requests), lambda seq: passes.run(self._order, methods.FORWARD, requests, seq))
+
+    def forward_backward(
+        self, data: Sequence[types.Datum], loss_fn: types.LossFnType, loss_fn_config: Mapping[str, float] | None = None
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        """Like `forward`, and adds the loss's gradient to the adapter's pending gradient, until `optim_step`."""
+        build = partial(passes.build_request, adapter_id=self.model_id, loss_fn=loss_fn, loss_fn_config=loss_fn_config)
+        requests = [build(training_pb2.ForwardBackwardRequest, chunk) for chunk in batches.split(data)]
+        return self._order.take(
+            len(requests), lambda seq: passes.run(self._order, methods.FORWARD_BACKWARD, requests, seq)
+        )
+
+    def optim_step(self, adam_params: types.AdamParams | None = None) -> APIFuture[types.OptimStepResponse]:
+        """One AdamW step on the pending gradient, which is zero afterwards. Submit it without awaiting the
+        `forward_backward` before it: then both run in the same clock cycle.
+        """
+        adam = encoding.adam_params(adam_params or types.AdamParams())
+        request = training_pb2.OptimStepRequest(adapter_id=self.model_id, adam=adam)
+        return self._order.take(1, lambda seq: self._optim_step(request, seq))
+
+    def train_step(
+        self,
+        data: Sequence[types.Datum],
+        loss_fn: types.LossFnType,
+        adam_params: types.AdamParams | None = None,
+        loss_fn_config: Mapping[str, float] | None = None,
+    ) -> APIFuture[types.TrainStepResponse]:
+        """`forward_backward` and `optim_step` in one message: the cheapest step. tinkerpool's own, not in the SDK."""
+        *first, last = batches.split(data)
+        build = partial(passes.build_request, adapter_id=self.model_id, loss_fn=loss_fn, loss_fn_config=loss_fn_config)
+        requests = [build(training_pb2.ForwardBackwardRequest, chunk) for chunk in first]
+        step = build(training_pb2.TrainStepRequest, last)
+        step.adam.CopyFrom(encoding.adam_params(adam_params or types.AdamParams()))
+        return self._order.take(len(requests) + 2, lambda seq: passes.run_train_step(self._order, requests, step, seq))
+
+    @overload
+    def forward_backward_custom(
+        self, data: Sequence[types.Datum], loss_fn: custom_loss.TorchLoss, *, with_gradients: Literal[False] = False
+    ) -> APIFuture[types.ForwardBackwardOutput]: ...
+
+    @overload
+    def forward_backward_custom(
+        self, data: Sequence[types.Datum], loss_fn: custom_loss.NumpyLoss, *, with_gradients: Literal[True]
+    ) -> APIFuture[types.ForwardBackwardOutput]: ...
+
+    def forward_backward_custom(
+        self, data: Sequence[types.Datum], loss_fn: Callable[..., Any], *, with_gradients: bool = False
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        """`forward_backward` with a loss of your own, which runs here, on a thread, between two passes in the pool.
+
+        `loss_fn(data, logprobs)` gets one torch tensor of log-probabilities per datum, in the shape of its
+        `target_tokens`, and returns `(loss, metrics)`. With `with_gradients` it gets numpy arrays and returns
+        `(loss, gradients, metrics)`; that way needs no torch. Submit `optim_step` without awaiting this: its place is
+        behind both passes. If `loss_fn` raises, the future raises that, and the `optim_step` behind it fails instead of
+        stepping on a part of the gradient.
+        """
+        evaluate = custom_loss.evaluate_numpy if with_gradients else custom_loss.evaluate_torch
+        custom = passes.CustomPass(self.model_id, data, partial(evaluate, loss_fn))
+        return self._order.take(custom.num_seqs, lambda seq: custom.run(self._order, seq))
+
+    def save_state(
+        self, name: str, user_metadata: Mapping[str, str] | None = None
+    ) -> APIFuture[types.SaveWeightsResponse]:
+        """Save weights, moments and step count as checkpoint `weights/<name>`, as they are at this place in the order.
+
+        The future raises OperationFailed (ALREADY_EXISTS) if there is a checkpoint of that name.
+        """
+        request = checkpoints_pb2.SaveStateRequest(
+            adapter_id=self.model_id, name=name, user_metadata=encoding.string_map(user_metadata)
+        )
+        return self._order.take(1, lambda seq: self._save_state(request, seq))
+
+    def save_weights_for_sampler(
+        self, name: str, user_metadata: Mapping[str, str] | None = None
+    ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
+        """Save the weights as checkpoint `sampler_weights/<name>`, for `create_sampling_client`."""
+        if not name:
+            raise ValueError(
+                "name is empty: for a sampler without a checkpoint use save_weights_and_get_sampling_client"
+            )
+        request = checkpoints_pb2.SaveWeightsForSamplerRequest(
+            adapter_id=self.model_id, name=name, user_metadata=encoding.string_map(user_metadata)
+        )
+        return self._order.take(1, lambda seq: self._named_sampler_weights(request, seq))
+
+    def load_state(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
+        """Replace the weights by a checkpoint's; moments start afresh, and the pending gradient is discarded."""
+        request = training_pb2.LoadStateRequest(adapter_id=self.model_id, path=path)
+        return self._order.take(1, lambda seq: self._load_state(request, seq))
+
+    def load_state_with_optimizer(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
+        """Replace weights, moments and step count by a checkpoint's; the pending gradient is discarded."""
+        request = training_pb2.LoadStateRequest(adapter_id=self.model_id, path=path, with_optimizer=True)
+        return self._order.take(1, lambda seq: self._load_state(request, seq))
+
+    def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
+        """A sampler of the weights as they are at this place in the order; waits until it is there.
+
+        Without a name there is no checkpoint, and the sampler lives as long as its session.
+        """
+        return self._sampling_client(name).result()
+
+    def create_sampling_client(self, model_path: str) -> SamplingClient:
+        """A sampler of a saved checkpoint. Raises NotFound, InvalidArgument."""
+        return self._connection.start(create_sampler(self._session, model_path=model_path)).result()
+
+    def get_info(self) -> types.GetInfoResponse:
+        """What this adapter is; answered without asking the pool."""
+        return types.GetInfoResponse(
+            model_id=self.model_id,
+            model_data=types.ModelData(model_name=self._adapter.base_model),
+            lora_rank=self._adapter.rank,
+            lora_alpha=self._adapter.alpha,
+            model_name=self._adapter.base_model,
+        )
+
+    def get_tokenizer(self) -> Any:
+        """The base model's tokenizer: of transformers if installed, else of tokenizers. Raises ImportError."""
+        return self._connection.start(fetch_tokenizer(self._connection, self._adapter.base_model)).result()
+
+    # The twins of the SDK's older idiom: awaited once they have taken their place, awaited twice they give the result.
+
+    async def forward_async(
+        self, data: Sequence[types.Datum], loss_fn: types.LossFnType, loss_fn_config: Mapping[str, float] | None = None
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        """`forward`."""
+        return self.forward(data, loss_fn, loss_fn_config)
+
+    async def forward_backward_async(
+        self, data: Sequence[types.Datum], loss_fn: types.LossFnType, loss_fn_config: Mapping[str, float] | None = None
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        """`forward_backward`."""
+        return self.forward_backward(data, loss_fn, loss_fn_config)
+
+    async def forward_backward_custom_async(
+        self, data: Sequence[types.Datum], loss_fn: Callable[..., Any], *, with_gradients: bool = False
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        """`forward_backward_custom`."""
+        if with_gradients:
+            return self.forward_backward_custom(data, loss_fn, with_gradients=True)
+        return self.forward_backward_custom(data, loss_fn)
+
+    async def optim_step_async(self, adam_params: types.AdamParams | None = None) -> APIFuture[types.OptimStepResponse]:
+        """`optim_step`."""
+        return self.optim_step(adam_params)
+
+    async def train_step_async(
+        self,
+        data: Sequence[types.Datum],
+        loss_fn: types.LossFnType,
+        adam_params: types.AdamParams | None = None,
+        loss_fn_config: Mapping[str, float] | None = None,
+    ) -> APIFuture[types.TrainStepResponse]:
+        """`train_step`."""
+        return self.train_step(data, loss_fn, adam_params, loss_fn_config)
+
+    async def save_state_async(
+        self, name: str, user_metadata: Mapping[str, str] | None = None
+    ) -> APIFuture[types.SaveWeightsResponse]:
+        """`save_state`."""
+        return self.save_state(name, user_metadata)
+
+    async def save_weights_for_sampler_async(
+        self, name: str, user_metadata: Mapping[str, str] | None = None
+    ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
+        """`save_weights_for_sampler`."""
+        return self.save_weights_for_sampler(name, user_metadata)
+
+    async def load_state_async(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
+        """`load_state`."""
+        return self.load_state(path)
+
+    async def load_state_with_optimizer_async(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
+        """`load_state_with_optimizer`."""
+        return self.load_state_with_optimizer(path)
+
+    async def save_weights_and_get_sampling_client_async(self, name: str | None = None) -> SamplingClient:
+        """`save_weights_and_get_sampling_client`, awaited."""
+        return await self._sampling_client(name)
+
+    async def create_sampling_client_async(self, model_path: str) -> SamplingClient:
+        """`create_sampling_client`, awaited."""
+        return await self._connection.start(create_sampler(self._session, model_path=model_path))
+
+    async def get_info_async(self) -> types.GetInfoResponse:
+        """`get_info`."""
+        return self.get_info()
+
+    async def _optim_step(self, request: training_pb2.OptimStepRequest, seq: int) -> types.OptimStepResponse:
+        operation = await self._order.run(methods.OPTIM_STEP, request, seq)
+        return types.OptimStepResponse(metrics=dict(operation.optim_step.metrics))
+
+    async def _save_state(self, request: checkpoints_pb2.SaveStateRequest, seq: int) -> types.SaveWeightsResponse:
+        operation = await self._order.run(methods.SAVE_STATE, request, seq)
+        return types.SaveWeightsResponse(path=operation.save_state.path)
+
+    async def _save_weights_for_sampler(
+        self, request: checkpoints_pb2.SaveWeightsForSamplerRequest, seq: int
+    ) -> operations_pb2.SaveWeightsForSamplerResult:
+        operation = await self._order.run(methods.SAVE_WEIGHTS_FOR_SAMPLER, request, seq)
+        return operation.save_weights_for_sampler
+
+    async def _named_sampler_weights(
+        self, request: checkpoints_pb2.SaveWeightsForSamplerRequest, seq: int
+    ) -> types.SaveWeightsForSamplerResponse:
+        return types.SaveWeightsForSamplerResponse(path=(await self._save_weights_for_sampler(request, seq)).path)
+
+    async def _load_state(self, request: training_pb2.LoadStateRequest, seq: int) -> types.LoadWeightsResponse:
+        operation = await self._order.run(methods.LOAD_STATE, request, seq)
+        return types.LoadWeightsResponse(path=operation.load_state.path)
+
+    def _sampling_client(self, name: str | None) -> APIFuture[SamplingClient]:
+        request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=self.model_id, name=name or "")
+
+        async def create(seq: int) -> SamplingClient:
+            saved = await self._save_weights_for_sampler(request, seq)
+            if saved.sampler_id:
+                return SamplingClient(self._session, saved.sampler_id, self._adapter.base_model)
+            return await create_sampler(self._session, model_path=saved.path)
+
+        return self._order.take(1, create)
