@@ -32,8 +32,13 @@ _ARGUMENTS = "tinkerpool.arguments"
 
 EXAMPLE = """\
 import tinkerpool
-from tinkerpool.types import Datum, ModelInput
+client = tinkerpool.ServiceClient().create_lora_training_client("{model}", rank=8)
+tokens = client.get_tokenizer().encode("The LORD is my shepherd; I shall not want.")
+datum = tinkerpool.Datum(tokens[:-1], {{"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}})
+step = client.train_step([datum], "cross_entropy", tinkerpool.AdamParams(learning_rate=1e-3))
+print(step.result().forward_backward.metrics)
 """
+"""A first program, to paste into Python."""
 
 
 class _KeepsArguments(typer.core.TyperCommand):
@@ -51,8 +56,8 @@ DataDirOption = Annotated[
 _SERVE_HELP = (
     "Run a pool in this terminal, until Ctrl-C or SIGTERM.\n\n"
     "The first start on a data directory makes an administrator's key and leaves it, with the address, in "
-    "~/.tinkerpool/credentials.json, where programs on this machine find it. The line 'tinkerpool is ready at URL' says "
-    "that it serves; --ready-file says so to scripts."
+    "~/.tinkerpool/credentials.json, where programs on this machine find it. The line 'tinkerpool is ready at URL' "
+    "says that it serves; --ready-file says so to scripts."
 )
 _UP_HELP = (
     "Start a pool in the background, and wait until it is ready.\n\n"
@@ -117,6 +122,7 @@ def _serve_or_up(
     ready_file: Annotated[
         Path | None, typer.Option(help="Written as JSON when the pool is ready, removed when it stops.")
     ] = None,
+    engine: Annotated[str | None, typer.Option(hidden=True, help="module:attribute of another engine.")] = None,
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="What to log.")] = "info",
 ) -> None:
     _check_libraries()
@@ -124,7 +130,7 @@ def _serve_or_up(
     from coordinator.grpc_server import GrpcConfig
     from coordinator.models import DEFAULT_MODEL, resolve_model
     from coordinator.server import ServerConfig
-    from workers.pool import PoolConfig
+    from workers.pool import ENGINE, PoolConfig
 
     data_dir = _data_dir(data_dir)
     try:
@@ -150,6 +156,7 @@ def _serve_or_up(
             num_gpus=num_gpus,
             device=device or ("cuda" if num_gpus else "cpu"),
             ray_address=ray_address,
+            engine=engine or ENGINE,
         )
     except ValueError as error:
         raise CliError(str(error)) from None

@@ -84,6 +84,8 @@ class Server:
             raise StartError(f"the pool cannot start: {error}") from error
 
     async def _start(self) -> None:
+        # Everybody's training data: for the operator's eyes only.
+        self._config.coordinator.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._coordinator.start()
         await self._door.start(
             self._coordinator.service, self._coordinator.authenticator.authenticate, self._coordinator.health

@@ -77,14 +77,18 @@ def build() -> typer.Typer:
     return app
 
 
-def _root(
-    is_version_wanted: Annotated[
-        bool, typer.Option("--version", help="Print the version.", is_eager=True, show_default=False)
-    ] = False,
-) -> None:
-    if is_version_wanted:
+def _version_and_exit(is_wanted: bool) -> None:
+    if is_wanted:
         _print_version()
         raise typer.Exit
+
+
+def _root(
+    _is_version_wanted: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version_and_exit, is_eager=True)
+    ] = False,
+) -> None:
+    """Holds the options that stand before any command."""
 
 
 def _print_version() -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import shutil
-import tarfile
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +10,7 @@ import typer
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import TIMEOUT_S, JsonOption, KeyOption, UrlOption, ask, call, find_target
 from tinkerpool.cli.errors import CliError
+from tinkerpool.client.archive import ArchiveFile
 from tinkerpool.client.methods import DELETE_CHECKPOINT, EXPORT_CHECKPOINT, LIST_CHECKPOINTS
 from tinkerpool.client.transport import Transport
 from tinkerpool.names import CheckpointPath
@@ -84,23 +81,19 @@ def export(
 ) -> None:
     """Write a checkpoint as a PEFT directory, which PEFT, transformers and vLLM load."""
     _check_path(path)
-    if directory.exists():
-        raise CliError(f"{directory} exists: name a new directory")
-
-    async def fetch(transport: Transport) -> bytes:
-        archive = io.BytesIO()
-        async for response in transport.stream(EXPORT_CHECKPOINT, pb.ExportCheckpointRequest(path=path)):
-            archive.write(response.data)
-        return archive.getvalue()
-
-    archive = ask(find_target(url, api_key), fetch)
+    target = find_target(url, api_key)
     try:
-        _unpack(archive, directory)
-    except (OSError, tarfile.TarError) as error:
-        raise CliError(f"cannot write {directory}: {error}") from error
-    show.note(
-        f"Wrote {directory} ({show.size(len(archive))}): peft.PeftModel.from_pretrained(base, {str(directory)!r})"
-    )
+        with ArchiveFile(directory) as archive:
+
+            async def fetch(transport: Transport) -> None:
+                async for response in transport.stream(EXPORT_CHECKPOINT, pb.ExportCheckpointRequest(path=path)):
+                    archive.write(response.data)
+
+            ask(target, fetch)
+            archive.unpack()
+    except (OSError, ValueError) as error:
+        raise CliError(str(error)) from None
+    show.note(f"Wrote {directory}: peft.PeftModel.from_pretrained(base, {str(directory)!r}) loads it.")
 
 
 @app.command()
@@ -124,21 +117,3 @@ def _check_path(path: str) -> None:
         CheckpointPath.parse(path)
     except ValueError as error:
         raise CliError(str(error)) from None
-
-
-def _unpack(archive: bytes, directory: Path) -> None:
-    """All of the archive or nothing; only plain files, and only into the directory."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            for member in tar:
-                file = tar.extractfile(member) if member.isfile() else None
-                if file is None or Path(member.name).name != member.name:
-                    raise tarfile.TarError(f"the archive has an entry that is no plain file: {member.name!r}")
-                (temporary / member.name).write_bytes(file.read())
-        temporary.chmod(0o755)
-        temporary.rename(directory)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise

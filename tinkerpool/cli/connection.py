@@ -12,9 +12,17 @@ import typer
 
 from tinkerpool.cli.errors import CliError
 from tinkerpool.client.methods import RequestT, ResponseT, Unary
+from tinkerpool.client.service_client import find_service
 from tinkerpool.client.transport import GrpcTransport, Transport, parse_target
-from tinkerpool.credentials import credentials_file, read_credentials
-from tinkerpool.errors import Code, DeadlineExceeded, NotFound, TinkerpoolError, Unauthenticated, Unavailable
+from tinkerpool.credentials import credentials_file
+from tinkerpool.errors import (
+    Code,
+    ConfigurationError,
+    DeadlineExceeded,
+    TinkerpoolError,
+    Unauthenticated,
+    Unavailable,
+)
 
 T = TypeVar("T")
 TIMEOUT_S = 20.0
@@ -53,21 +61,18 @@ class Target:
 
 
 def find_target(url: str, api_key: str) -> Target:
-    """The pool that is meant; what is not given is read from the credentials file. Raises CliError."""
-    source = "--api-key or TINKERPOOL_API_KEY"
-    if not (url and api_key):
-        try:
-            found = read_credentials()
-        except ValueError as error:
-            raise CliError(str(error)) from None
-        if found is None:
+    """The pool that is meant, found as ServiceClient finds it. Raises CliError."""
+    try:
+        found_url, found_key = find_service(url or None, api_key or None)
+    except ConfigurationError as error:
+        if not url and not credentials_file().exists():
             raise CliError(
                 "no pool was started on this machine yet: start one with `tinkerpool up`, or give the --url and the "
                 "--api-key of another (or set TINKERPOOL_BASE_URL and TINKERPOOL_API_KEY)"
-            )
-        source = source if api_key else str(credentials_file())
-        url, api_key = url or found.url, api_key or found.api_key
-    return Target(url=url, api_key=api_key, key_source=source)
+            ) from None
+        raise CliError(str(error)) from None
+    source = "--api-key or TINKERPOOL_API_KEY" if api_key else str(credentials_file())
+    return Target(url=found_url, api_key=found_key, key_source=source)
 
 
 @asynccontextmanager
@@ -113,8 +118,6 @@ def _explain(error: TinkerpoolError, target: Target) -> str:
                 f"the pool at {target.url} does not know the API key from {target.key_source}; give another with "
                 "--api-key, or start the pool with --new-key to have one written to the credentials file"
             )
-        case NotFound() if not has_answered:
-            return f"what listens at {target.url} is no tinkerpool"
         case _ if getattr(error, "code", None) is Code.UNIMPLEMENTED:
             return f"what listens at {target.url} is no tinkerpool, or one of another version"
         case _:

@@ -25,7 +25,7 @@ def main() -> None:
             raise
         _fail("the command line needs two more libraries; install them with: pip install 'tinkerpool[cli]'")
     try:
-        build()()
+        build()(prog_name="tinkerpool")
     except (CliError, TinkerpoolError) as error:
         _fail(str(error))
     except BrokenPipeError:  # `tinkerpool ... | head`

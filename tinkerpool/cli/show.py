@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+"""Wide where nobody looks, so that `grep` finds whole lines."""
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right: str = "") -> None:
