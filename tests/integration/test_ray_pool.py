@@ -1,0 +1,178 @@
+"""The pool on a real Ray, with toy engines in real processes: rounds of messages, deaths, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.toy_engine import KILL_TOKEN
+from tests.unit.test_loop import batch, request
+from workers.messages import SampleEvent, SampleResult, TokenEvent, WorkerInfo
+from workers.pool import PoolConfig, PoolModel, PoolStartError, WorkerLost, make_pool
+from workers.ray_pool import RayPool
+
+pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+
+NOTICED_S = 5.0
+"""How soon a death must be noticed; Ray takes milliseconds on a quiet machine."""
+
+
+def pool_config(*models: PoolModel, **values: Any) -> PoolConfig:
+    settings: dict[str, Any] = {"engine": "tests.toy_engine:toy_factory", "num_slots": 5, "start_timeout_s": 60.0}
+    return PoolConfig(models=models or (PoolModel(name="toy", path="toy"),), **(settings | values))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool() -> AsyncIterator[RayPool]:
+    models = (
+        PoolModel(name="toy", path="toy", num_workers=2),
+        PoolModel(name="slow", path='{"seconds_per_batch": 0.5}', num_workers=2),
+    )
+    pool = make_pool(pool_config(*models, num_threads=3))
+    assert isinstance(pool, RayPool)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.stop()
+
+
+def worker(pool: RayPool, worker_id: str) -> WorkerInfo:
+    return next(info for info in pool.workers() if info.worker_id == worker_id)
+
+
+async def lost_within(seconds: float, call: Awaitable[object]) -> str:
+    with pytest.raises(WorkerLost) as caught:
+        await asyncio.wait_for(call, seconds)
+    return str(caught.value)
+
+
+async def events_until_result(pool: RayPool, worker_id: str) -> list[SampleEvent]:
+    events: list[SampleEvent] = []
+    async for event in pool.sample_events(worker_id):
+        events.append(event)
+        if isinstance(event, SampleResult):
+            break
+    return events
+
+
+async def test_every_worker_is_a_process_of_its_own_with_its_own_model(pool: RayPool) -> None:
+    infos = pool.workers()
+    assert [(info.worker_id, info.model.name) for info in infos] == [
+        ("w0", "toy"),
+        ("w1", "toy"),
+        ("w2", "slow"),
+        ("w3", "slow"),
+    ]
+    assert len({info.pid for info in infos} | {os.getpid()}) == 5
+    assert len({info.incarnation for info in infos}) == 4
+    assert {info.num_slots for info in infos} == {5}
+    assert {info.node for info in infos} == {infos[0].node}
+
+
+async def test_thread_settings_are_in_the_environment_of_the_process(pool: RayPool) -> None:
+    variables = Path(f"/proc/{worker(pool, 'w0').pid}/environ").read_text(encoding="utf-8").split("\0")
+    assert {"OMP_NUM_THREADS=3", "MKL_NUM_THREADS=3", "GOMP_SPINCOUNT=10000"} <= set(variables)
+
+
+async def test_batch_comes_back_from_the_life_that_ran_it(pool: RayPool) -> None:
+    result = await pool.run("w0", batch(7))
+    assert (result.cycle_id, result.incarnation) == (7, worker(pool, "w0").incarnation)
+    assert result.results[0].error is None
+    assert result.results[0].logprobs[0].dtype == "float32"
+
+
+async def test_workers_run_at_the_same_time(pool: RayPool) -> None:
+    await asyncio.gather(pool.ping("w2"), pool.ping("w3"))
+    started = time.perf_counter()
+    await asyncio.gather(pool.run("w2", batch(1)), pool.run("w3", batch(1)))
+    assert time.perf_counter() - started < 0.9  # 0.5 s each
+
+
+async def test_ping_is_answered_beside_a_running_batch(pool: RayPool) -> None:
+    running = asyncio.create_task(pool.run("w2", batch(2)))
+    await asyncio.sleep(0.05)
+    await asyncio.wait_for(pool.ping("w2"), 0.4)
+    assert not running.done()
+    await running
+
+
+async def test_sampled_tokens_stream_and_the_result_repeats_them(pool: RayPool) -> None:
+    await pool.start_sample("w1", request("s", max_tokens=5))
+    *tokens, result = await asyncio.wait_for(events_until_result(pool, "w1"), 20)
+    assert isinstance(result, SampleResult)
+    assert [event.token for event in tokens if isinstance(event, TokenEvent)] == result.sequences[0].tokens.tolist()
+    assert len(tokens) == 5
+
+
+async def test_cancelled_sample_says_so(pool: RayPool) -> None:
+    await pool.start_sample("w1", request("long", max_tokens=10_000_000))
+    await pool.cancel_sample("w1", "long")
+    result = (await asyncio.wait_for(events_until_result(pool, "w1"), 20))[-1]
+    assert isinstance(result, SampleResult)
+    assert result.error is not None
+
+
+async def test_killed_process_is_lost_to_everybody_who_waits_until_it_is_replaced(pool: RayPool) -> None:
+    old = worker(pool, "w2")
+    running = asyncio.create_task(pool.run("w2", batch(3)))
+    stream = asyncio.ensure_future(anext(aiter(pool.sample_events("w2"))))
+    await asyncio.sleep(0.1)
+    os.kill(old.pid, signal.SIGKILL)
+    for waiting in (running, stream, pool.ping("w2"), pool.start_sample("w2", request("s", 1))):
+        assert old.incarnation in await lost_within(NOTICED_S, waiting)
+    assert worker(pool, "w2") == old
+    await pool.ping("w3")
+    new = await pool.replace("w2")
+    assert worker(pool, "w2") == new
+    assert new.incarnation != old.incarnation
+    assert new.pid != old.pid
+    assert (await pool.run("w2", batch(4))).incarnation == new.incarnation
+
+
+async def test_stopped_process_is_killed_and_replaced_and_its_late_answer_dropped(pool: RayPool) -> None:
+    old = worker(pool, "w3")
+    running = asyncio.create_task(pool.run("w3", batch(5)))
+    await asyncio.sleep(0.1)
+    os.kill(old.pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(pool.ping("w3"), 0.5)
+    replacing = asyncio.create_task(pool.replace("w3"))
+    assert "replaced" in await lost_within(NOTICED_S, running)
+    new = await replacing
+    assert not Path(f"/proc/{old.pid}").exists()
+    assert (await pool.run("w3", batch(6))).incarnation == new.incarnation
+
+
+async def test_engine_that_raises_loses_its_worker(pool: RayPool) -> None:
+    old = worker(pool, "w1")
+    assert "toy token" in await lost_within(NOTICED_S, pool.run("w1", batch(0, token=KILL_TOKEN)))
+    await lost_within(NOTICED_S, pool.ping("w1"))
+    await lost_within(NOTICED_S, anext(aiter(pool.sample_events("w1"))))
+    assert (await pool.replace("w1")).incarnation != old.incarnation
+
+
+async def test_caller_who_gives_up_disturbs_nobody(pool: RayPool) -> None:
+    for cycle_id in range(3):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.run("w3", batch(cycle_id)), 0.05)
+    assert (await pool.run("w3", batch(9))).cycle_id == 9
+
+
+async def test_unknown_worker_is_lost(pool: RayPool) -> None:
+    await lost_within(NOTICED_S, pool.run("w9", batch(0)))
+
+
+async def test_second_pool_in_a_process_is_refused_and_leaves_the_first_alone(pool: RayPool) -> None:
+    second = RayPool(pool_config())
+    with pytest.raises(PoolStartError, match="one pool at a time"):
+        await second.start()
+    await pool.ping("w0")

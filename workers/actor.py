@@ -1,0 +1,104 @@
+"""One engine in a process of its own: the Ray actor of a worker, which hands everything on to the engine's loop.
+
+Knows neither what a batch means nor who calls. Batches, results and events cross as pickles of our own making (`pack`):
+Ray's serializer takes up to twice as long for the many small objects of a batch.
+
+Main invariant: only the engine's thread does work. Calls in the group `control` return at once, whatever that thread is
+doing, and in their order; a call in `work` waits for its batch, the one in `events` for whatever is sampled.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import ray
+
+from workers.loop import EngineLoop
+from workers.messages import Batch, SampleEvent, SampleRequest, WorkerInfo
+from workers.pool import EngineSettings, WorkerLost, engine_factory
+
+CONCURRENCY_GROUPS = {"work": 2, "control": 1, "events": 1}
+"""Threads by kind of call. One for `control` keeps its calls in order."""
+
+
+def pack(message: Any) -> bytes:
+    """A message of `workers.messages`, as it crosses between processes."""
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def unpack(packed: bytes) -> Any:
+    """The message again. Only for what comes from the pool's own processes, through Ray's authenticated channels."""
+    return pickle.loads(packed)  # noqa: S301 (see above)
+
+
+class EngineActor:
+    """One life of a worker. The pool makes a Ray actor of it, with `CONCURRENCY_GROUPS`."""
+
+    def __init__(self, engine: str, settings: EngineSettings, worker_id: str, incarnation: str) -> None:
+        """Begin to load the engine; `engine` is an import string as in `PoolConfig`."""
+        self._settings = settings
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._events: SimpleQueue[Sequence[SampleEvent] | None] = SimpleQueue()
+        self._loop = EngineLoop(engine_factory(engine, settings), incarnation, self._events.put)
+        self._loop.ended.add_done_callback(lambda _: self._events.put(None))
+
+    # ---- work
+
+    def start(self) -> WorkerInfo:
+        """Wait until the base model is loaded. Raises WorkerLost with the reason why it cannot be."""
+        try:
+            engine = self._loop.ready.result()
+        except Exception as error:  # noqa: BLE001 (its own class may not survive the way to the caller)
+            raise WorkerLost(str(error) or type(error).__name__) from None
+        return WorkerInfo(
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            model=engine.info,
+            pid=os.getpid(),
+            node=ray.get_runtime_context().get_node_id(),
+            num_slots=self._settings.num_slots,
+            device=self._settings.device,
+        )
+
+    def run(self, packed: bytes) -> bytes:
+        """Run a packed `Batch`; returns its `BatchResult`, packed. Raises WorkerLost."""
+        batch: Batch = unpack(packed)
+        return pack(self._loop.submit(batch).result())
+
+    # ---- control
+
+    def ping(self) -> None:
+        """Raises WorkerLost if the engine has failed."""
+        self._loop.check()
+
+    def start_sample(self, packed: bytes) -> None:
+        """Hand over a packed `SampleRequest`. Raises WorkerLost."""
+        request: SampleRequest = unpack(packed)
+        self._loop.start_sample(request)
+
+    def cancel_sample(self, op_id: str) -> None:
+        """Stop a sample request. Raises WorkerLost."""
+        self._loop.cancel_sample(op_id)
+
+    # ---- events
+
+    def events(self) -> Iterator[bytes]:
+        """Sample events as they happen: packed lists, each of all that had gathered. Ends with the engine."""
+        while (first := self._events.get()) is not None:
+            gathered = list(first)
+            is_last = False
+            try:
+                while not is_last:
+                    more = self._events.get_nowait()
+                    is_last = more is None
+                    gathered += more or ()
+            except Empty:
+                pass
+            yield pack(gathered)
+            if is_last:
+                return

@@ -1,0 +1,298 @@
+"""The pool on Ray: every worker is an actor, a process of its own, on this machine or on a cluster.
+
+Knows processes and how they end; not what a batch means. Ray restarts and retries nothing: a call that fails ends that
+life of its worker, and only `replace` begins another.
+
+Main invariant: after a life has ended, nothing of it reaches a caller. Each life has its own handle, its own stream and
+an `ended` future that every call waits for beside its answer, so an answer that comes late is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import select
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from workers.actor import CONCURRENCY_GROUPS, EngineActor, pack, unpack
+from workers.messages import Batch, BatchResult, SampleEvent, SampleRequest, WorkerInfo
+from workers.pool import PoolConfig, PoolStartError, WorkerLost, new_incarnation, num_cores, thread_environment
+
+logger = logging.getLogger(__name__)
+
+KILL_GRACE_S = 1.0
+"""How long Ray has to end a process that was told to die, before we kill it: one that is stopped takes Ray seconds."""
+
+
+class RayPool:
+    """Implements `workers.pool.Pool`. One at a time in a process, as there is one Ray in a process."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        """`config.kind` is "ray"."""
+        self._config = config
+        self._engines = config.engines()
+        self._lives: dict[str, _Life] = {}
+        self._host: _RayHost | None = None
+
+    async def start(self) -> None:
+        """Start Ray, then every worker at the same time, and wait until all are ready. Raises PoolStartError."""
+        assert self._host is None, "the pool has been started already"
+        self._host = _RayHost(self._config)
+        try:
+            await self._host.start()
+            self._check_room()
+            begun = await asyncio.gather(*map(self._begin, self._engines), return_exceptions=True)
+            for worker_id, error in zip(self._engines, begun, strict=True):
+                if isinstance(error, WorkerLost):
+                    raise PoolStartError(f"worker {worker_id} cannot start: {error}") from error
+                if isinstance(error, BaseException):
+                    raise error
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End every worker and, if it is a private one, Ray. Idempotent."""
+        lives, self._lives = list(self._lives.values()), {}
+        for life in lives:
+            life.end("the pool was stopped")
+        await asyncio.gather(*(life.kill() for life in lives))
+        if self._host is not None:
+            await self._host.stop()
+            self._host = None
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """The workers, by the order of their ids in the configuration."""
+        return tuple(self._lives[worker_id].info for worker_id in self._engines if worker_id in self._lives)
+
+    async def run(self, worker_id: str, batch: Batch) -> BatchResult:
+        """Run a batch. Raises WorkerLost."""
+        result: BatchResult = unpack(await self._life(worker_id).call("run", pack(batch), group="work"))
+        return result
+
+    async def start_sample(self, worker_id: str, request: SampleRequest) -> None:
+        """Hand over a sample request. Raises WorkerLost."""
+        await self._life(worker_id).call("start_sample", pack(request))
+
+    async def cancel_sample(self, worker_id: str, op_id: str) -> None:
+        """Stop a sample request. Raises WorkerLost."""
+        await self._life(worker_id).call("cancel_sample", op_id)
+
+    async def sample_events(self, worker_id: str) -> AsyncIterator[SampleEvent]:
+        """The stream of the present life's sample events. Raises WorkerLost at its end."""
+        life = self._life(worker_id)
+        while (events := await life.events.get()) is not None:
+            for event in events:
+                yield event
+        raise life.lost()
+
+    async def ping(self, worker_id: str) -> None:
+        """Whether the worker's process answers and its engine lives. Raises WorkerLost."""
+        await self._life(worker_id).call("ping")
+
+    async def replace(self, worker_id: str) -> WorkerInfo:
+        """Kill a worker's process, whatever state it is in, and start its next life. Raises WorkerLost."""
+        life = self._life(worker_id)
+        life.end("it was replaced")
+        await life.kill()
+        await self._begin(worker_id)
+        return self._life(worker_id).info
+
+    def _life(self, worker_id: str) -> _Life:
+        life = self._lives.get(worker_id)
+        if life is None:
+            raise WorkerLost(f"{worker_id} is not running")
+        return life
+
+    async def _begin(self, worker_id: str) -> None:
+        """Start a worker's next life. Raises WorkerLost."""
+        settings, incarnation = self._engines[worker_id], new_incarnation(worker_id)
+        actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(EngineActor).options(
+            num_cpus=self._config.num_cpus,
+            num_gpus=self._config.num_gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy="SPREAD",
+            runtime_env={"env_vars": thread_environment(settings.num_threads)},
+        )
+        actor = actor_class.remote(self._config.engine, settings, worker_id, incarnation)
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                info: WorkerInfo = await actor.start.options(concurrency_group="work").remote()
+            self._lives[worker_id] = _Life(info, actor, is_on_this_machine=self._config.ray_address is None)
+        except TimeoutError:
+            _kill(actor)
+            raise WorkerLost(
+                f"it was not ready after {self._config.start_timeout_s:g} s. It asks Ray for {self._claim()}; "
+                f"{_resources(ray.available_resources())} of {_resources(ray.cluster_resources())} are free"
+            ) from None
+        except RayError as error:
+            _kill(actor)
+            raise WorkerLost(_reason(error)) from error
+        except BaseException:
+            _kill(actor)
+            raise
+
+    def _check_room(self) -> None:
+        """Refuse at once what a private Ray will never have room for; a cluster may grow. Raises PoolStartError."""
+        if self._config.ray_address is not None:
+            return
+        num_gpus = ray.cluster_resources().get("GPU", 0)
+        if self._config.num_cpus > num_cores() or self._config.num_gpus * self._config.num_workers > num_gpus:
+            raise PoolStartError(
+                f"{self._config.num_workers} worker(s) ask for {self._claim()} each; this machine has "
+                f"{_resources({'CPU': num_cores(), 'GPU': num_gpus})}. Ask for less (num_cpus, num_gpus) or for fewer "
+                "workers"
+            )
+
+    def _claim(self) -> str:
+        return _resources({"CPU": self._config.num_cpus, "GPU": self._config.num_gpus})
+
+
+class _Life:
+    """One incarnation of a worker: its actor, its stream of events, and its end."""
+
+    def __init__(self, info: WorkerInfo, actor: Any, *, is_on_this_machine: bool) -> None:
+        self.info = info
+        self.events: asyncio.Queue[Sequence[SampleEvent] | None] = asyncio.Queue()
+        self._actor = actor
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._pidfd = _open_process(info.pid) if is_on_this_machine else None
+        stream = actor.events.options(num_returns="streaming", concurrency_group="events").remote()
+        self._pump = asyncio.create_task(self._take_events(stream))
+
+    async def call(self, method: str, *arguments: Any, group: str = "control") -> Any:
+        """A method's answer. Raises WorkerLost as soon as the life has ended, answer or no answer."""
+        if self._ended.done():
+            raise self.lost()
+        reference = getattr(self._actor, method).options(concurrency_group=group).remote(*arguments)
+        answer = asyncio.wrap_future(reference.future())
+        try:
+            await asyncio.wait((answer, self._ended), return_when=asyncio.FIRST_COMPLETED)
+            if not self._ended.done() and (error := answer.exception()) is not None:
+                self.end(_reason(error))
+            if self._ended.done():
+                raise self.lost()
+            return answer.result()
+        finally:
+            if not answer.cancel():
+                answer.exception()  # seen, so that asyncio does not report it
+
+    def end(self, reason: str) -> None:
+        """Nothing of this life reaches a caller from now on. The first reason stays."""
+        if not self._ended.done():
+            self._ended.set_result(reason)
+            self.events.put_nowait(None)
+            self._pump.cancel()
+
+    def lost(self) -> WorkerLost:
+        """How this life ended."""
+        return WorkerLost(f"{self.info.incarnation} has ended: {self._ended.result()}")
+
+    async def kill(self) -> None:
+        """See that the process is gone (on a cluster: that Ray was told)."""
+        _kill(self._actor)
+        if self._pidfd is not None:
+            if not await asyncio.to_thread(_has_ended, self._pidfd, KILL_GRACE_S):
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                await asyncio.to_thread(_has_ended, self._pidfd, KILL_GRACE_S)
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    async def _take_events(self, stream: AsyncIterator[Any]) -> None:
+        reason = "its engine has failed"
+        try:
+            async for reference in stream:
+                self.events.put_nowait(unpack(await reference))
+        except RayError as error:
+            reason = _reason(error)
+        self.end(reason)
+
+
+class _RayHost:
+    """Ray in this process, from start to stop, in a thread of its own.
+
+    The kernel kills the processes that Ray starts when the thread that started them ends; so it is one that lasts. In
+    the main thread Ray would block the event loop for seconds and take over the signals.
+    """
+
+    def __init__(self, config: PoolConfig) -> None:
+        self._config = config
+        self._started: Future[None] = Future()
+        self._is_stopping = threading.Event()
+        self._thread = threading.Thread(target=self._live, name="ray", daemon=True)
+
+    async def start(self) -> None:
+        """Start or join Ray. Raises PoolStartError."""
+        self._thread.start()
+        try:
+            await asyncio.shield(asyncio.wrap_future(self._started))
+        except Exception as error:
+            raise PoolStartError(f"Ray does not start: {error}") from error
+
+    async def stop(self) -> None:
+        """End it, or leave the cluster; also a start that is not done yet."""
+        self._is_stopping.set()
+        await asyncio.to_thread(self._thread.join)
+
+    def _live(self) -> None:
+        config, temp_dir = self._config, None
+        try:
+            if ray.is_initialized():
+                raise RuntimeError("this process uses Ray already; one pool at a time")
+            options: dict[str, Any] = {"address": config.ray_address}
+            if config.ray_address is None:
+                temp_dir = None if config.ray_temp_dir else tempfile.mkdtemp(prefix="tinkerpool-ray-")
+                # Claims place workers on nodes; on one machine there is nothing to place, so all of them fit.
+                num_cpus = max(num_cores(), math.ceil(config.num_cpus * config.num_workers))
+                options = {"address": "local", "_temp_dir": config.ray_temp_dir or temp_dir, "num_cpus": num_cpus}
+            ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, **options)
+        except BaseException as error:  # noqa: BLE001 (handed on to whoever awaits the start)
+            self._started.set_exception(error)
+        else:
+            self._started.set_result(None)
+            self._is_stopping.wait()
+        ray.shutdown()
+        if temp_dir is not None:
+            shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _kill(actor: Any) -> None:
+    with suppress(RayError, ValueError):  # it is dead already, or Ray is
+        ray.kill(actor, no_restart=True)
+
+
+def _open_process(pid: int) -> int | None:
+    """A handle that stays with this process, while its pid may go to another; None where there is no such thing."""
+    with suppress(AttributeError, OSError):
+        return os.pidfd_open(pid)
+    return None
+
+
+def _has_ended(pidfd: int, timeout_s: float) -> bool:
+    return bool(select.select([pidfd], [], [], timeout_s)[0])
+
+
+def _reason(error: BaseException) -> str:
+    """The cause, without a traceback and without Ray's advice."""
+    if isinstance(error, RayTaskError):
+        return str(error.cause)
+    lines = [line for line in str(error).splitlines() if line and not line.startswith(("\t", " "))]
+    return " ".join(lines).partition(" Some common causes")[0]
+
+
+def _resources(amounts: dict[str, float]) -> str:
+    return f"{amounts.get('CPU', 0):g} CPUs and {amounts.get('GPU', 0):g} GPUs"
