@@ -91,7 +91,7 @@ class GrpcDoor:
 
     def __init__(self, config: GrpcConfig) -> None:
         self._config = config
-        self._server = grpc.aio.server(options=_options(config))
+        self._server: grpc.aio.Server
         self._health = health.aio.HealthServicer()
         self._health_task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -103,8 +103,9 @@ class GrpcDoor:
         return self._port
 
     def bind(self) -> None:
-        """Take the port. Raises DoorError if it is in use or not to be had."""
+        """Take the port, on the running loop. Raises DoorError if it is in use or not to be had."""
         config = self._config
+        self._server = grpc.aio.server(options=_options(config))
         _check_free(config.host, config.port)
         address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
         try:
@@ -137,8 +138,8 @@ class GrpcDoor:
     async def stop(self, grace_s: float) -> None:
         """End the calls that run when they are done, at the latest after `grace_s`. Idempotent."""
         await self.refuse()
-        await self._server.stop(grace_s)
         if self._closing is not None:
+            await self._server.stop(grace_s)
             await self._closing
 
     async def _watch_health(self, names: list[str], is_healthy: Callable[[], bool]) -> None:

@@ -1,0 +1,77 @@
+"""The `tinkerpool` command in processes of its own, for tests of what an operator does at a terminal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.background import Serving
+
+ROOT = Path(__file__).resolve().parents[2]
+TOY = ("--pool", "local", "--engine", "tests.toy_engine:toy_factory", "--port", "0")
+"""Options of a pool without torch."""
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """Somebody with a home of their own."""
+
+    home: Path
+
+    @property
+    def data_dir(self) -> Path:
+        return self.home / "pool"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        mine = {name: value for name, value in os.environ.items() if not name.startswith("TINKERPOOL_")}
+        return mine | {"TINKERPOOL_HOME": str(self.home), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+    def run(self, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        """`tinkerpool <arguments>` to its end."""
+        return self.python("-m", "tinkerpool.cli", *arguments, timeout_s=timeout_s)
+
+    def python(self, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        """`python <arguments>` to its end."""
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env=self.environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    @contextmanager
+    def serve(self, *arguments: str, timeout_s: float = 60) -> Iterator[tuple[subprocess.Popen[str], Serving]]:
+        """`tinkerpool serve <arguments>` until the block ends; begins when the pool is ready."""
+        self.home.mkdir(parents=True, exist_ok=True)
+        output = self.home / "serve.out"
+        ready_file = self.home / "ready.json"
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tinkerpool.cli", "serve", *arguments, "--ready-file", str(ready_file)],
+                env=self.environment,
+                cwd=ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        try:
+            deadline = time.monotonic() + timeout_s
+            while (serving := Serving.read(ready_file)) is None:
+                assert process.poll() is None, output.read_text()
+                assert time.monotonic() < deadline, output.read_text()
+                time.sleep(0.05)
+            yield process, serving
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(60)
