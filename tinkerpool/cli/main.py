@@ -18,6 +18,8 @@ TRACEBACK_VARIABLE = "TINKERPOOL_TRACEBACK"
 
 def main() -> None:
     """Run the command line of this process."""
+    # Read when grpc is imported. We never fork without exec; else grpc would log a line for each process of Ray's.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     try:
         from tinkerpool.cli.app import build
     except ModuleNotFoundError as error:

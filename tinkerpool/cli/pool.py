@@ -17,6 +17,8 @@ from tinkerpool.v1 import pool_pb2
 
 OTHERS = "(others)"
 """Stands for tenants whose names this key may not see."""
+NODE_CHARS = 12
+"""Shown of a node: Ray's ids have 56 hexadecimal digits. JSON has all of it."""
 
 
 def status(
@@ -55,7 +57,7 @@ def status(
                 worker.device,
                 str(worker.num_slots),
                 str(worker.num_adapters),
-                worker.node,
+                worker.node[:NODE_CHARS],
                 str(worker.pid),
                 Text("live", "green") if worker.is_live else Text("lost, being replaced", "red"),
             )
