@@ -80,7 +80,7 @@ def start(data_dir: Path, serve_arguments: Sequence[str], on_wait: Callable[[str
             f"a pool is already running {where}on {data_dir} (process {pid}); stop it with `tinkerpool down`, or give "
             "another --data-dir and --port"
         )
-    data_dir.mkdir(parents=True, exist_ok=True)
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     ready_file = data_dir / READY_FILE
     ready_file.unlink(missing_ok=True)
     log_file = _fresh_log(data_dir)
