@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -88,17 +89,15 @@ class EngineActor:
     # ---- events
 
     def events(self) -> Iterator[bytes]:
-        """Sample events as they happen: packed lists, each of all that had gathered. Ends with the engine."""
+        """Sample events as they happen: packed lists, each of all that had gathered. Raises WorkerLost at the end."""
         while (first := self._events.get()) is not None:
             gathered = list(first)
-            is_last = False
-            try:
-                while not is_last:
+            more: Sequence[SampleEvent] | None = ()
+            with suppress(Empty):
+                while more is not None:
+                    gathered += more
                     more = self._events.get_nowait()
-                    is_last = more is None
-                    gathered += more or ()
-            except Empty:
-                pass
             yield pack(gathered)
-            if is_last:
-                return
+            if more is None:
+                break
+        self._loop.check()

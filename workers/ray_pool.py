@@ -53,12 +53,15 @@ class RayPool:
         try:
             await self._host.start()
             self._check_room()
-            begun = await asyncio.gather(*map(self._begin, self._engines), return_exceptions=True)
-            for worker_id, error in zip(self._engines, begun, strict=True):
-                if isinstance(error, WorkerLost):
-                    raise PoolStartError(f"worker {worker_id} cannot start: {error}") from error
-                if isinstance(error, BaseException):
-                    raise error
+            async with asyncio.TaskGroup() as beginning:
+                for worker_id in self._engines:
+                    beginning.create_task(self._begin(worker_id))
+        except BaseExceptionGroup as group:
+            await self.stop()
+            error = group.exceptions[0]
+            if isinstance(error, WorkerLost):
+                raise PoolStartError(str(error)) from error
+            raise error from None
         except BaseException:
             await self.stop()
             raise
@@ -132,18 +135,15 @@ class RayPool:
             async with asyncio.timeout(self._config.start_timeout_s):
                 info: WorkerInfo = await actor.start.options(concurrency_group="work").remote()
             self._lives[worker_id] = _Life(info, actor, is_on_this_machine=self._config.ray_address is None)
-        except TimeoutError:
+        except BaseException as error:
             _kill(actor)
-            raise WorkerLost(
-                f"it was not ready after {self._config.start_timeout_s:g} s. It asks Ray for {self._claim()}; "
-                f"{_resources(ray.available_resources())} of {_resources(ray.cluster_resources())} are free"
-            ) from None
-        except RayError as error:
-            _kill(actor)
-            raise WorkerLost(_reason(error)) from error
-        except BaseException:
-            _kill(actor)
-            raise
+            if isinstance(error, TimeoutError):
+                reason = f"it was not ready after {self._config.start_timeout_s:g} s, with {self._claim()}, {_free()}"
+            elif isinstance(error, RayError):
+                reason = _reason(error)
+            else:
+                raise
+            raise WorkerLost(f"worker {worker_id} ({settings.model_name}) cannot start: {reason}") from error
 
     def _check_room(self) -> None:
         """Refuse at once what a private Ray will never have room for; a cluster may grow. Raises PoolStartError."""
@@ -152,13 +152,12 @@ class RayPool:
         num_gpus = ray.cluster_resources().get("GPU", 0)
         if self._config.num_cpus > num_cores() or self._config.num_gpus * self._config.num_workers > num_gpus:
             raise PoolStartError(
-                f"{self._config.num_workers} worker(s) ask for {self._claim()} each; this machine has "
-                f"{_resources({'CPU': num_cores(), 'GPU': num_gpus})}. Ask for less (num_cpus, num_gpus) or for fewer "
-                "workers"
+                f"this machine has {num_cores()} CPUs and {num_gpus:g} GPUs, too few for {self._config.num_workers} "
+                f"workers with {self._claim()}; lower num_cpus, num_gpus or the number of workers"
             )
 
     def _claim(self) -> str:
-        return _resources({"CPU": self._config.num_cpus, "GPU": self._config.num_gpus})
+        return f"{self._config.num_cpus:g} CPUs and {self._config.num_gpus:g} GPUs claimed for each worker"
 
 
 class _Life:
@@ -213,7 +212,7 @@ class _Life:
             self._pidfd = None
 
     async def _take_events(self, stream: AsyncIterator[Any]) -> None:
-        reason = "its engine has failed"
+        reason = "its stream of events ended"
         try:
             async for reference in stream:
                 self.events.put_nowait(unpack(await reference))
@@ -237,6 +236,8 @@ class _RayHost:
 
     async def start(self) -> None:
         """Start or join Ray. Raises PoolStartError."""
+        if ray.is_initialized():
+            raise PoolStartError("this process uses Ray already; one pool at a time")
         self._thread.start()
         try:
             await asyncio.shield(asyncio.wrap_future(self._started))
@@ -246,13 +247,12 @@ class _RayHost:
     async def stop(self) -> None:
         """End it, or leave the cluster; also a start that is not done yet."""
         self._is_stopping.set()
-        await asyncio.to_thread(self._thread.join)
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join)
 
     def _live(self) -> None:
         config, temp_dir = self._config, None
         try:
-            if ray.is_initialized():
-                raise RuntimeError("this process uses Ray already; one pool at a time")
             options: dict[str, Any] = {"address": config.ray_address}
             if config.ray_address is None:
                 temp_dir = None if config.ray_temp_dir else tempfile.mkdtemp(prefix="tinkerpool-ray-")
@@ -294,5 +294,6 @@ def _reason(error: BaseException) -> str:
     return " ".join(lines).partition(" Some common causes")[0]
 
 
-def _resources(amounts: dict[str, float]) -> str:
-    return f"{amounts.get('CPU', 0):g} CPUs and {amounts.get('GPU', 0):g} GPUs"
+def _free() -> str:
+    free, total = ray.available_resources(), ray.cluster_resources()
+    return ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}s free" for name in ("CPU", "GPU"))
