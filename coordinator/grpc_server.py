@@ -114,7 +114,8 @@ class GrpcDoor:
             else:
                 self._port = self._server.add_insecure_port(address)
         except RuntimeError as error:
-            raise DoorError(f"cannot listen on {address}: {error}") from error
+            hint = f"; are {config.tls_cert} and {config.tls_key} a certificate and its key, in PEM?"
+            raise DoorError(f"cannot listen on {address}{hint if config.is_tls else f': {error}'}") from error
 
     async def start(self, service: object, authenticate: Authenticate, is_healthy: Callable[[], bool]) -> None:
         """Serve. `service` has a method for every RPC, see `grpc_calls`; `is_healthy` is asked every second."""

@@ -33,15 +33,15 @@ class Terminal:
         mine = {name: value for name, value in os.environ.items() if not name.startswith("TINKERPOOL_")}
         return mine | {"TINKERPOOL_HOME": str(self.home), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
-    def run(self, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        """`tinkerpool <arguments>` to its end."""
-        return self.python("-m", "tinkerpool.cli", *arguments, timeout_s=timeout_s)
+    def run(self, *arguments: str, timeout_s: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
+        """`tinkerpool <arguments>` to its end, with more environment variables."""
+        return self.python("-m", "tinkerpool.cli", *arguments, timeout_s=timeout_s, **variables)
 
-    def python(self, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    def python(self, *arguments: str, timeout_s: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
         """`python <arguments>` to its end."""
         return subprocess.run(
             [sys.executable, *arguments],
-            env=self.environment,
+            env=self.environment | variables,
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -14,6 +14,7 @@ import pytest
 from coordinator import background
 from coordinator.background import READY_FILE, Serving, running_pid
 from coordinator.models import SHIPPED_DIR, resolve_model
+from tests.support.certificates import make_certificate
 from tests.support.serving import TOY, Terminal
 from tinkerpool.credentials import FILE_NAME
 
@@ -122,6 +123,17 @@ def test_what_cannot_work_is_one_sentence_before_anything_starts(
     assert done.stderr.startswith(f"Error: {sentence}"), done.stderr
     assert done.stderr.count("\n") == 1
     assert not terminal.data_dir.exists()
+
+
+def test_a_pool_with_tls_is_reached_by_those_who_trust_its_certificate(terminal: Terminal, tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path)
+    with terminal.serve(*TOY, "--tls-cert", str(cert), "--tls-key", str(key)) as (_, serving):
+        assert serving.url.startswith("https://127.0.0.1:")
+        status = terminal.run("status")
+        assert status.returncode == 1
+        assert f"the certificate of {serving.url} is not trusted on this machine" in status.stderr
+        status = terminal.run("status", GRPC_DEFAULT_SSL_ROOTS_FILE_PATH=str(cert))
+        assert status.returncode == 0, status.stderr
 
 
 def test_logs_follow_goes_on_with_new_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:

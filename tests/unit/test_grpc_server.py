@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,6 +22,8 @@ from coordinator.auth import Principal
 from coordinator.errors import Code, ServiceError
 from coordinator.grpc_calls import SERVICES, Calls, use_case_name
 from coordinator.grpc_server import DoorError, GrpcConfig, GrpcDoor
+from coordinator.service import Service
+from tests.support.certificates import make_certificate
 from tests.support.fake_service import KEY, FakeService, authenticate
 from tinkerpool.v1 import operations_pb2, operations_pb2_grpc, sessions_pb2, sessions_pb2_grpc
 
@@ -75,7 +79,14 @@ def details_of(status: status_pb2.Status) -> list[Any]:
     return details
 
 
-def test_every_rpc_of_the_contract_has_a_use_case_by_its_name() -> None:
+def test_the_service_has_a_use_case_of_the_right_kind_for_every_rpc() -> None:
+    for method in (method for descriptor in SERVICES for method in descriptor.methods):
+        use_case = getattr(Service, use_case_name(method))
+        is_right_kind = inspect.isasyncgenfunction if method.server_streaming else inspect.iscoroutinefunction
+        assert is_right_kind(use_case), use_case
+
+
+def test_a_service_that_lacks_a_use_case_is_refused_at_the_start() -> None:
     class Empty:
         pass
 
@@ -310,6 +321,47 @@ async def test_a_port_in_use_is_an_error_that_names_the_port() -> None:
 async def test_an_address_that_is_not_ours_is_an_error() -> None:
     with pytest.raises(DoorError, match=r"cannot listen on port 7600 of 192\.0\.2\.1"):
         GrpcDoor(GrpcConfig(host="192.0.2.1", allow_plaintext=True)).bind()
+
+
+async def test_tls_serves_those_who_trust_its_certificate_and_nobody_in_plaintext(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path)
+    door = GrpcDoor(GrpcConfig(port=0, tls_cert=cert, tls_key=key))
+    door.bind()
+    service = FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse(version="1"))
+    await door.start(service, authenticate, lambda: True)
+    target = f"127.0.0.1:{door.port}"
+    async with grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(cert.read_bytes())) as channel:
+        assert (await capabilities(channel)).version == "1"
+    async with grpc.aio.insecure_channel(target) as channel:
+        error, _ = await refusal(capabilities(channel))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+    await door.stop(0)
+
+
+async def test_mutual_tls_refuses_clients_without_a_certificate(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path)
+    door = GrpcDoor(GrpcConfig(port=0, tls_cert=cert, tls_key=key, tls_client_ca=cert))
+    door.bind()
+    service = FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse(version="1"))
+    await door.start(service, authenticate, lambda: True)
+    pem = cert.read_bytes()
+    mine = grpc.ssl_channel_credentials(pem, key.read_bytes(), pem)
+    async with grpc.aio.secure_channel(f"127.0.0.1:{door.port}", mine) as channel:
+        assert (await capabilities(channel)).version == "1"
+    nobodys = grpc.ssl_channel_credentials(pem)
+    async with grpc.aio.secure_channel(f"127.0.0.1:{door.port}", nobodys) as channel:
+        error, _ = await refusal(capabilities(channel))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+    await door.stop(0)
+
+
+async def test_a_certificate_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.pem"
+    with pytest.raises(DoorError, match=r"missing\.pem: no such file"):
+        GrpcDoor(GrpcConfig(port=0, tls_cert=missing, tls_key=missing)).bind()
+    (tmp_path / "wrong.pem").write_text("no certificate")
+    with pytest.raises(DoorError, match="certificate"):
+        GrpcDoor(GrpcConfig(port=0, tls_cert=tmp_path / "wrong.pem", tls_key=tmp_path / "wrong.pem")).bind()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "pool.example.org"])

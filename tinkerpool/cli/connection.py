@@ -106,6 +106,11 @@ def _explain(error: TinkerpoolError, target: Target) -> str:
     """An error of the client's for somebody at a terminal."""
     has_answered = getattr(error, "reason", "") != ""
     match error:
+        case Unavailable() if not has_answered and _is_certificate_trouble(error):
+            return (
+                f"the certificate of {target.url} is not trusted on this machine; the environment variable "
+                "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names a file (PEM) with the authorities to trust"
+            )
         case Unavailable() if not has_answered:
             host = parse_target(target.url)[0].rpartition(":")[0]
             if host in {"127.0.0.1", "localhost", "[::1]"}:
@@ -122,3 +127,7 @@ def _explain(error: TinkerpoolError, target: Target) -> str:
             return f"what listens at {target.url} is no tinkerpool, or one of another version"
         case _:
             return str(getattr(error, "message", error))
+
+
+def _is_certificate_trouble(error: TinkerpoolError) -> bool:
+    return "certificate" in str(error).lower()
