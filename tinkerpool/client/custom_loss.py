@@ -68,7 +68,7 @@ def evaluate_torch(loss_fn: TorchLoss, data: list[Datum], logprobs: list[NDArray
         raise ValueError("the custom loss does not depend on the log-probabilities: is there a .detach() or .item()?")
     loss.backward()
     gradients = [np.zeros(leaf.shape, np.float32) if leaf.grad is None else leaf.grad.numpy() for leaf in leaves]
-    return CustomLoss(float(loss), gradients, _metrics(metrics))
+    return CustomLoss(float(loss.detach()), gradients, _metrics(metrics))
 
 
 def evaluate_numpy(loss_fn: NumpyLoss, data: list[Datum], logprobs: list[NDArray[np.float32]]) -> CustomLoss:

@@ -1,7 +1,7 @@
 """Everything about a pool that is not training or sampling: checkpoints, listings, its state. The name is the SDK's.
 
-Every method returns a future at once; `await` it or take its `result()`. What the SDK has no type for comes as a message
-of the contract.
+Every method returns a future at once; `await` it or take its `result()`. What the SDK has no type for comes as a
+message of the contract.
 """
 
 from __future__ import annotations

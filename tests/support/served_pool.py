@@ -1,0 +1,71 @@
+"""A whole pool behind a real gRPC door, on a thread of its own: for tests that use it as a program would."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tinkerpool
+from coordinator.config import CoordinatorConfig
+from coordinator.coordinator import Coordinator
+from coordinator.grpc_server import GrpcConfig, GrpcDoor
+from workers.pool import Pool
+
+SHIPPED_MODEL = Path(__file__).parents[2] / "workers" / "models" / "kjv-2m"
+
+
+@dataclass(slots=True)
+class ServedPool:
+    """Its address, its administrator's key, and the coordinator inside."""
+
+    url: str
+    admin_key: str
+    coordinator: Coordinator
+    _loop: asyncio.AbstractEventLoop
+
+    def key(self, tenant: str) -> str:
+        """A new key of a tenant."""
+        creating = self.coordinator.authenticator.create_key(tenant)
+        return asyncio.run_coroutine_threadsafe(creating, self._loop).result(10)[0]
+
+    def client(self, tenant: str) -> tinkerpool.ServiceClient:
+        """A client with a key of its own."""
+        return tinkerpool.ServiceClient(base_url=self.url, api_key=self.key(tenant))
+
+
+@contextmanager
+def served_pool(data_dir: Path, make_pool: Callable[[], Pool], **config: Any) -> Iterator[ServedPool]:
+    """Start pool, coordinator and door; stop them when the block ends."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    def call(coroutine: Any, timeout_s: float = 120.0) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout_s)
+
+    async def start() -> tuple[Coordinator, GrpcDoor, str]:
+        coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir, **config), make_pool())
+        door = GrpcDoor(GrpcConfig(port=0))
+        door.bind()
+        await coordinator.start()
+        await door.start(coordinator.service, coordinator.authenticator.authenticate, coordinator.health)
+        return coordinator, door, await coordinator.first_admin_key() or ""
+
+    async def stop() -> None:
+        await door.refuse()
+        await coordinator.stop()
+        await door.stop(1.0)
+
+    coordinator, door, admin_key = call(start())
+    try:
+        yield ServedPool(f"http://127.0.0.1:{door.port}", admin_key, coordinator, loop)
+    finally:
+        call(stop())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()

@@ -1,0 +1,75 @@
+"""Cutting batches and merging results, by the SDK's rules."""
+
+import numpy as np
+import pytest
+
+from tinkerpool import Datum, ForwardBackwardOutput, TensorData
+from tinkerpool.client import batches
+
+
+def datum(num_tokens: int = 1) -> Datum:
+    return Datum(np.zeros(num_tokens, np.int32), {"weights": np.zeros(num_tokens, np.float32)})
+
+
+def output(metrics: dict[str, float], num_datums: int = 1, first: int = 0) -> ForwardBackwardOutput:
+    outputs = [{"logprobs": TensorData([float(first + i)])} for i in range(num_datums)]
+    return ForwardBackwardOutput(loss_fn_output_type="T", loss_fn_outputs=outputs, metrics=metrics)
+
+
+def test_a_chunk_has_at_most_1024_datums() -> None:
+    assert [len(chunk) for chunk in batches.split([datum()] * 2049)] == [1024, 1024, 1]
+
+
+def test_a_chunk_has_at_most_5_megabytes_and_keeps_the_order() -> None:
+    data = [datum(250_000) for _ in range(6)]  # 2 MB each
+    chunks = batches.split(data)
+    assert [len(chunk) for chunk in chunks] == [2, 2, 2]
+    assert [d for chunk in chunks for d in chunk] == data
+
+
+def test_a_datum_that_is_too_large_travels_alone() -> None:
+    assert [len(chunk) for chunk in batches.split([datum(), datum(1_000_000), datum()])] == [1, 1, 1]
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="no data"):
+        batches.split([])
+    with pytest.raises(ValueError, match="list of Datum"):
+        batches.split([[1, 2]])  # type: ignore[list-item]
+
+
+def test_outputs_are_concatenated_in_order() -> None:
+    merged = batches.merge([output({}, 2, first=0), output({}, 1, first=2)])
+    assert [d["logprobs"].tolist() for d in merged.loss_fn_outputs] == [[0], [1], [2]]
+
+
+def test_every_reduction_merges_as_its_name_says() -> None:
+    first = {"a:sum": 1, "b:mean": 1, "c:min": 1, "d:max": 1, "e:slack": 1, "f:hash2": 2**63, "g:unique": 7}
+    second = {"a:sum": 2, "b:mean": 4, "c:min": 4, "d:max": 4, "e:slack": 4, "f:hash2": 2**63, "g:unique": 8}
+    merged = batches.merge([output(dict(first), 2), output(dict(second), 1)]).metrics
+    assert merged == {
+        "a:sum": 3,
+        "b:mean": 2,
+        "c:min": 1,
+        "d:max": 4,
+        "e:slack": 2,
+        "f:hash2": 0,
+        "g:unique": 7,
+        "g:unique_1": 8,
+    }
+
+
+def test_metrics_that_a_chunk_lacks_and_unknown_reductions_are_dropped() -> None:
+    assert batches.merge_metrics([{"a:sum": 1, "b:sum": 1, "c:odd": 1}, {"a:sum": 1, "c:odd": 1}], [1, 1]) == {
+        "a:sum": 2
+    }
+
+
+@pytest.mark.parametrize("key", ["loss", "a:b:sum"])
+def test_a_metric_without_exactly_one_colon_is_an_error(key: str) -> None:
+    with pytest.raises(ValueError, match="one colon"):
+        batches.merge_metrics([{key: 1.0}], [1])
+
+
+def test_a_single_chunk_is_merged_too() -> None:
+    assert batches.merge([output({"loss:sum": 1.5, "x:last": 1.0})]).metrics == {"loss:sum": 1.5}

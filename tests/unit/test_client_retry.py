@@ -1,0 +1,103 @@
+"""What is tried again, after how long, and what is final."""
+
+import random
+from typing import Any
+
+import pytest
+
+from tinkerpool.client.retry import Backoff, RetryPolicy, is_retryable
+from tinkerpool.errors import ApiError, Code, api_error
+
+REFUSED = api_error(Code.UNAVAILABLE, "connection refused")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def backoff(clock: Clock | None = None, **policy: Any) -> Backoff:
+    return Backoff(RetryPolicy(**policy), clock=clock or Clock(), rng=random.Random(0))
+
+
+def test_delays_grow_to_a_limit_with_jitter() -> None:
+    delays = [b.next_delay_s(REFUSED, has_connected=True) for b in [backoff()] for _ in range(12)]
+    expected = [min(0.05 * 2**i, 5.0) for i in range(12)]
+    assert all(0.75 * e <= d <= 1.25 * e for d, e in zip(delays, expected, strict=True))
+    assert len({d / e for d, e in zip(delays, expected, strict=True)}) == 12
+
+
+def test_a_service_that_was_there_once_is_awaited_for_ever() -> None:
+    clock = Clock()
+    tries = backoff(clock)
+    for _ in range(100):
+        clock.now += 60
+        tries.next_delay_s(REFUSED, has_connected=True)
+
+
+def test_a_service_that_never_answered_is_given_up_after_a_while() -> None:
+    clock = Clock()
+    tries = backoff(clock, connect_timeout_s=30)
+    clock.now = 29
+    tries.next_delay_s(REFUSED, has_connected=False)
+    clock.now = 30
+    with pytest.raises(ApiError, match="connection refused"):
+        tries.next_delay_s(REFUSED, has_connected=False)
+
+
+def test_the_services_own_delay_is_never_undercut() -> None:
+    full = api_error(Code.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", retry_delay_s=2.0)
+    delays = [backoff().next_delay_s(full, has_connected=True) for _ in range(20)]
+    assert all(2.0 <= delay <= 2.5 for delay in delays)
+
+
+def test_progress_makes_delays_short_again() -> None:
+    tries = backoff(jitter=0)
+    for _ in range(5):
+        tries.next_delay_s(REFUSED, has_connected=True)
+    tries.reset()
+    assert tries.next_delay_s(REFUSED, has_connected=True) == 0.05
+
+
+def test_unforeseen_failures_are_retried_a_few_times_only() -> None:
+    crash = api_error(Code.INTERNAL, "RST_STREAM")
+    tries = backoff(unforeseen_max=2)
+    tries.next_delay_s(crash, has_connected=True)
+    tries.next_delay_s(crash, has_connected=True)
+    with pytest.raises(ApiError):
+        tries.next_delay_s(crash, has_connected=True)
+
+
+@pytest.mark.parametrize("code", list(Code))
+def test_a_refusal_by_the_service_is_final_unless_it_says_otherwise(code: Code) -> None:
+    refusal = api_error(code, "no", reason="WHY")
+    assert is_retryable(refusal) is (code is Code.UNAVAILABLE)
+    assert is_retryable(api_error(code, "later", reason="WHY", retry_delay_s=0.0))
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (Code.UNAVAILABLE, True),
+        (Code.CANCELLED, True),
+        (Code.DEADLINE_EXCEEDED, True),
+        (Code.INTERNAL, True),
+        (Code.UNKNOWN, True),
+        (Code.UNIMPLEMENTED, False),
+        (Code.RESOURCE_EXHAUSTED, False),
+        (Code.UNAUTHENTICATED, False),
+        (Code.INVALID_ARGUMENT, False),
+    ],
+)
+def test_what_the_network_did_is_retried_if_it_may_pass(code: Code, expected: bool) -> None:
+    assert is_retryable(api_error(code, "no ErrorInfo")) is expected
+
+
+@pytest.mark.parametrize(
+    "policy", [{"initial_s": 0}, {"factor": 0.5}, {"jitter": 1}, {"max_s": 0.01}, {"unforeseen_max": -1}]
+)
+def test_a_policy_that_cannot_work_is_refused(policy: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"must be|needs"):
+        RetryPolicy(**policy)

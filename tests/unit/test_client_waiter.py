@@ -1,0 +1,182 @@
+"""Many operations over few streams: nothing is lost, nothing is asked twice without need."""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+import pytest
+
+from tinkerpool.client.retry import Backoff, RetryPolicy
+from tinkerpool.client.waiter import STREAMS_MAX, Waiter
+from tinkerpool.errors import ApiError, ClientClosed, Code, NotFound, Unauthenticated, api_error
+from tinkerpool.v1.operations_pb2 import Operation, WaitOperationsRequest, WaitOperationsResponse
+
+BROKEN = api_error(Code.UNAVAILABLE, "connection lost")
+
+
+@dataclass
+class Service:
+    """Streams operations as they finish. `faults` are raised by the next streams, each after one delivery."""
+
+    finished: set[str] = field(default_factory=set)
+    unknown: set[str] = field(default_factory=set)
+    faults: list[Exception] = field(default_factory=list)
+    requests: list[list[str]] = field(default_factory=list)
+    num_open: int = 0
+    num_open_max: int = 0
+    num_pauses: int = 0
+
+    def __post_init__(self) -> None:
+        self.changed = asyncio.Condition()
+
+    async def finish(self, *names: str) -> None:
+        async with self.changed:
+            self.finished |= set(names)
+            self.changed.notify_all()
+
+    async def stream(self, request: WaitOperationsRequest) -> AsyncGenerator[WaitOperationsResponse, None]:
+        missing = list(request.names)
+        self.requests.append(list(missing))
+        if self.unknown & set(missing):
+            raise api_error(Code.NOT_FOUND, "no such operation", reason="NOT_FOUND")
+        fault = self.faults.pop(0) if self.faults else None
+        self.num_open += 1
+        self.num_open_max = max(self.num_open_max, self.num_open)
+        try:
+            while missing:
+                async with self.changed:
+                    await self.changed.wait_for(lambda: self.finished & set(missing))
+                for name in sorted(self.finished & set(missing)):
+                    missing.remove(name)
+                    yield WaitOperationsResponse(operation=Operation(name=name))
+                    if fault is not None:
+                        raise fault
+        finally:
+            self.num_open -= 1
+
+    async def pause(self, backoff: Backoff, error: ApiError) -> None:
+        self.num_pauses += 1
+        backoff.next_delay_s(error, has_connected=True)
+        await asyncio.sleep(0)
+
+    def waiter(self) -> Waiter:
+
+        return Waiter(self.stream, lambda: Backoff(RetryPolicy(), clock=lambda: 0.0, rng=random.Random(0)), self.pause)
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_names_of_the_same_turn_share_one_stream() -> None:
+    service = Service()
+    waiter = service.waiter()
+    waits = [asyncio.create_task(waiter.wait(f"a:{i}")) for i in range(500)]
+    await settle()
+    assert [len(names) for names in service.requests] == [500]
+    await service.finish(*(f"a:{i}" for i in range(500)))
+    assert [operation.name for operation in await asyncio.gather(*waits)] == [f"a:{i}" for i in range(500)]
+
+
+async def test_waiting_twice_for_one_operation_asks_once() -> None:
+    service = Service()
+    waiter = service.waiter()
+    waits = [asyncio.create_task(waiter.wait("a:1")) for _ in range(2)]
+    await settle()
+    await service.finish("a:1")
+    await asyncio.gather(*waits)
+    assert service.requests == [["a:1"]]
+
+
+async def test_a_broken_stream_is_opened_again_with_what_is_missing() -> None:
+    service = Service(faults=[BROKEN, BROKEN])
+    waiter = service.waiter()
+    waits = [asyncio.create_task(waiter.wait(f"a:{i}")) for i in range(4)]
+    await settle()
+    await service.finish("a:0", "a:1", "a:2", "a:3")
+    await asyncio.gather(*waits)
+    assert service.requests == [["a:0", "a:1", "a:2", "a:3"], ["a:1", "a:2", "a:3"], ["a:2", "a:3"]]
+    assert service.num_pauses == 2
+
+
+async def test_streams_that_were_opened_one_by_one_are_merged_when_they_are_many() -> None:
+    service = Service()
+    waiter = service.waiter()
+    names = [f"a:{i}" for i in range(3 * STREAMS_MAX)]
+    waits = []
+    for name in names:
+        waits.append(asyncio.create_task(waiter.wait(name)))
+        await settle()
+    await asyncio.sleep(0.05)
+    assert service.num_open_max <= STREAMS_MAX + 1  # one may still be closing
+    await service.finish(*names)
+    assert [operation.name for operation in await asyncio.gather(*waits)] == names
+    await settle()
+    assert service.num_open == 0
+
+
+async def test_one_who_gives_up_does_not_take_the_others_along() -> None:
+    service = Service()
+    waiter = service.waiter()
+    impatient, patient = (asyncio.create_task(waiter.wait("a:1")) for _ in range(2))
+    await settle()
+    impatient.cancel()
+    await settle()
+    await service.finish("a:1")
+    assert (await patient).name == "a:1"
+
+
+async def test_an_unknown_name_fails_alone() -> None:
+    service = Service(unknown={"a:2"})
+    waiter = service.waiter()
+    waits = [asyncio.create_task(waiter.wait(f"a:{i}")) for i in range(5)]
+    await settle()
+    await service.finish(*(f"a:{i}" for i in range(5)))
+    results = await asyncio.gather(*waits, return_exceptions=True)
+    assert isinstance(results.pop(2), NotFound)
+    assert [r.name for r in results if isinstance(r, Operation)] == ["a:0", "a:1", "a:3", "a:4"]
+
+
+async def test_a_final_refusal_fails_what_waits_and_later_waits_work_again() -> None:
+    service = Service(faults=[api_error(Code.UNAUTHENTICATED, "revoked", reason="API_KEY_INVALID")])
+    waiter = service.waiter()
+    waits = [asyncio.create_task(waiter.wait(f"a:{i}")) for i in range(3)]
+    await settle()
+    await service.finish("a:0", "a:1", "a:2")
+    results = await asyncio.gather(*waits, return_exceptions=True)
+    assert [type(r) for r in results] == [Operation, Unauthenticated, Unauthenticated]
+    assert (await waiter.wait("a:1")).name == "a:1"
+
+
+async def test_closing_ends_every_wait() -> None:
+    service = Service()
+    waiter = service.waiter()
+    waits = [asyncio.create_task(waiter.wait(f"a:{i}")) for i in range(3)]
+    await settle()
+    await waiter.close()
+    assert all(isinstance(r, ClientClosed) for r in await asyncio.gather(*waits, return_exceptions=True))
+    assert service.num_open == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_no_operation_is_lost_whatever_breaks(seed: int) -> None:
+    rng = random.Random(seed)
+    service = Service()
+    waiter = service.waiter()
+    names = [f"a:{i}" for i in range(200)]
+    waits = {}
+    unfinished: list[str] = []
+    for name in names:
+        waits[name] = asyncio.create_task(waiter.wait(name))
+        unfinished.append(name)
+        if rng.random() < 0.3:
+            service.faults.append(BROKEN)
+        if rng.random() < 0.5:
+            await asyncio.sleep(rng.choice([0, 0, 0.001]))
+        if rng.random() < 0.5:
+            await service.finish(unfinished.pop(rng.randrange(len(unfinished))))
+    await service.finish(*unfinished)
+    results = await asyncio.wait_for(asyncio.gather(*waits.values()), 20)
+    assert [operation.name for operation in results] == names
