@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from workers.layout import RowLayout, rank_class, trained_kinds
-from workers.lora import GroupAdapter, GroupShape, Kind
+from workers.lora import AdapterViews, GroupShape, Kind
 from workers.messages import AdapterSpec
 
-SLAB_ROWS = 4
-"""Rows that are allocated at once, of one layout."""
+SLAB_ROWS = 32
+"""Rows that are reserved at once, of one layout. Memory is taken as rows are used."""
 
 
 @dataclass(slots=True)
@@ -35,8 +35,8 @@ class Row:
     """First moment; None, as the next two, in rows for sampler versions."""
     exp_avg_sq: Tensor | None
     grad: Tensor | None
-    groups: tuple[GroupAdapter | None, ...]
-    """Per group of the base model: what `Segment.groups` takes."""
+    groups: AdapterViews
+    """Views for the layers: what `Segment` takes."""
 
 
 @dataclass(slots=True)
@@ -72,11 +72,12 @@ class Entry:
 
 
 class Slab:
-    """A few rows of one layout in one allocation per buffer, slot-major."""
+    """Rows of one layout in one allocation per buffer, slot-major."""
 
     def __init__(self, layout: RowLayout, num_rows: int, device: torch.device, *, is_trained: bool) -> None:
         def buffer() -> Tensor:
-            return torch.zeros(num_rows, layout.num_values, device=device)  # (rows, P)
+            # Not written here: pages that no row has used take no memory. `Bank._load` writes all of a row.
+            return torch.empty(num_rows, layout.num_values, device=device)  # (rows, P)
 
         self.layout = layout
         self.is_trained = is_trained
@@ -84,13 +85,35 @@ class Slab:
         self.weights = buffer()
         self.moments = (buffer(), buffer()) if is_trained else None
         self.grad = buffer() if is_trained else None
-        self.free = [self._row(index) for index in range(num_rows)]
+        self.views = layout.views(self.weights, self.grad)
+        self._unused = num_rows
+        self._free: list[Row] = []
 
-    def _row(self, index: int) -> Row:
-        weights = self.weights[index]
-        grad = None if self.grad is None else self.grad[index]
-        exp_avg, exp_avg_sq = (None, None) if self.moments is None else (moment[index] for moment in self.moments)
-        return Row(self, weights, exp_avg, exp_avg_sq, grad, self.layout.groups(weights, grad))
+    @property
+    def num_free(self) -> int:
+        """Rows that nothing is in."""
+        return self._unused + len(self._free)
+
+    def take(self) -> Row | None:
+        """A free row, the lowest first, for rows beside each other are computed in one batch."""
+        if self._free:
+            self._free.sort(key=lambda row: -row.groups.slot)
+            return self._free.pop()
+        if not self._unused:
+            return None
+        self._unused -= 1
+        return self._row(self.num_rows - self._unused - 1)
+
+    def give(self, row: Row) -> None:
+        """Take a row back."""
+        self._free.append(row)
+
+    def _row(self, slot: int) -> Row:
+        grad = None if self.grad is None else self.grad[slot]
+        exp_avg, exp_avg_sq = (None, None) if self.moments is None else (moment[slot] for moment in self.moments)
+        groups = tuple(None if views is None else views.row(slot) for views in self.views)
+        adapter = AdapterViews(self.views, groups, slot)
+        return Row(self, self.weights[slot], exp_avg, exp_avg_sq, grad, adapter)
 
 
 @dataclass(slots=True)
@@ -296,10 +319,7 @@ class Bank:
         self.stats.num_loads += 1
 
     def _occupy(self, entry: Entry, row: Row) -> None:
-        scaling = entry.spec.alpha / entry.spec.rank
-        for group in row.groups:
-            if group is not None:
-                group.scaling = scaling
+        row.groups.scaling = entry.spec.alpha / entry.spec.rank
         entry.row, entry.host = row, None
         self._resident[entry.key] = entry
 
@@ -310,19 +330,22 @@ class Bank:
         entry.row = None
         del self._resident[entry.key]
         slab = row.slab
-        slab.free.append(row)
-        num_allocated = sum(other.num_rows for other in self._slabs)
-        if len(slab.free) == slab.num_rows and num_allocated > self.num_slots:
+        slab.give(row)
+        num_reserved = sum(other.num_rows for other in self._slabs)
+        if slab.num_free == slab.num_rows and num_reserved > self.num_slots:
             self._slabs.remove(slab)
-            slab.free.clear()
 
     def _free_row(self, entry: Entry, keep: set[str]) -> Row:
         """A free row for an entry, after evicting the least recently used if all slots are taken."""
         if len(self._resident) >= self.num_slots:
             self.evict(next(key for key in self._resident if key not in keep))
         for slab in self._slabs:
-            if slab.free and slab.layout is entry.layout and slab.is_trained == entry.is_trained:
-                return slab.free.pop()
+            if slab.num_free and slab.layout is entry.layout and slab.is_trained == entry.is_trained:
+                row = slab.take()
+                assert row is not None
+                return row
         slab = Slab(entry.layout, min(SLAB_ROWS, self.num_slots), self._device, is_trained=entry.is_trained)
         self._slabs.append(slab)
-        return slab.free.pop()
+        row = slab.take()
+        assert row is not None
+        return row

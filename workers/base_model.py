@@ -36,10 +36,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from workers.attention import Attend, PackedAttention
-from workers.lora import CurrentPass, GroupShape, Kind, LinearGroup, MultiLoraLinear, Routing, Segment
+from workers.lora import CurrentPass, GroupShape, Kind, LinearGroup, MultiLoraLinear, Segment
 from workers.messages import ModelInfo
 from workers.norms import fuse_rms_norms
-from workers.numerics import Elementwise, find_rows_min
+from workers.numerics import Elementwise, can_batch_segments, find_rows_min
 
 ATTENTION_NAME = "tinkerpool"
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -106,11 +106,7 @@ class BaseModel:
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 module.tinkerpool_pass = self.current
-        self.rows_min = find_rows_min(
-            (weight for group in self.groups for weight in group.weights), self._elementwise()
-        )
-        """Rows from which bits are independent of other rows; None: never, and no promise is made."""
-        self.current.rows_min = self.rows_min or self.current.rows_min
+        self._test_numerics()
         self._probe(*reference)
 
     # ------------------------------------------------------------------ forward
@@ -127,7 +123,7 @@ class BaseModel:
         if padding:
             tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
         current = self.current
-        current.routing = Routing(num_rows + padding, segments, len(self.groups))
+        current.routing = current.route(segments)
         current.attend = attend
         for group in self.groups:
             group.forget()
@@ -142,8 +138,7 @@ class BaseModel:
         """Hidden states (N, D) of `forward` -> logits (N, V), adapters included. Segments count rows of `hidden`."""
         num_rows = hidden.shape[0]
         padding = max(0, self.current.rows_min - num_rows)
-        self.current.routing = Routing(num_rows + padding, segments, len(self.groups))
-        (logits,), _ = self._unembedding.forward(F.pad(hidden, (0, 0, 0, padding)))
+        (logits,), _ = self._unembedding.forward(F.pad(hidden, (0, 0, 0, padding)), self.current.route(segments))
         return logits[:num_rows]
 
     @property
@@ -204,6 +199,13 @@ class BaseModel:
         return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
 
     # ------------------------------------------------------------------ loading
+
+    def _test_numerics(self) -> None:
+        weights = [weight for group in self.groups for weight in group.weights]
+        self.rows_min = find_rows_min(weights, self._elementwise())
+        """Rows from which bits are independent of other rows; None: never, and no promise is made."""
+        self.current.rows_min = self.rows_min or self.current.rows_min
+        self.current.can_batch = can_batch_segments(weights, self.current.rows_min)
 
     def _elementwise(self) -> list[Elementwise]:
         """The transcendental functions that layers apply to all rows at once: activation and rotary embedding."""

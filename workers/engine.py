@@ -386,7 +386,7 @@ class TrainingEngine:
             for key in keys:
                 self.bank.entry(key).has_grad = True
         # A pass in which only unembeddings are adapted ends at the last hidden states.
-        is_deep = backward and any(group is not None for row in rows for group in row.groups[:-1])
+        is_deep = backward and any(views is not None for row in rows for views in row.groups.groups[:-1])
         with torch.set_grad_enabled(is_deep):
             attend = PackedAttention(packed.lengths)
             hidden = self.base_model.forward(packed.tokens, packed.positions, packed.segments, attend)

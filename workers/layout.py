@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.lora import GroupAdapter, GroupShape, Kind
+from workers.lora import GroupShape, GroupViews, Kind
 from workers.messages import AdapterSpec
 
 RANK_CLASSES = (8, 16, 32, 64, 128)
@@ -57,13 +57,14 @@ class Part:
     num_columns: int
 
     def view(self, flat: Tensor) -> Tensor:
-        """(P,) -> (num_rows, num_columns), sharing memory."""
-        return flat[self.offset : self.offset + self.num_rows * self.num_columns].view(self.num_rows, self.num_columns)
+        """(..., P) -> (..., num_rows, num_columns), sharing memory."""
+        part = flat[..., self.offset : self.offset + self.num_rows * self.num_columns]
+        return part.view(*flat.shape[:-1], self.num_rows, self.num_columns)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupParts:
-    """Where a group lies: its As one below the other, then each B."""
+    """Where a group lies: its As (R, D) one below the other, then each B^T (R, F)."""
 
     shape: GroupShape
     A: Part
@@ -88,20 +89,18 @@ class RowLayout:
         for shape in shapes:
             if shape.kind in kinds:
                 A = take(len(shape.names) * padded_rank, shape.d_in)
-                self.parts.append(GroupParts(shape, A, tuple(take(d_out, padded_rank) for d_out in shape.d_outs)))
+                self.parts.append(GroupParts(shape, A, tuple(take(padded_rank, d_out) for d_out in shape.d_outs)))
             else:
                 self.parts.append(None)
         self.num_values = end
         """P."""
 
-    def groups(self, weights: Tensor, grad: Tensor | None) -> tuple[GroupAdapter | None, ...]:
-        """Views of a row's weights and gradient (P,), per group of the base model. Scaling is set by the caller."""
-        return tuple(None if parts is None else self._group(parts, weights, grad) for parts in self.parts)
+    def views(self, weights: Tensor, grad: Tensor | None) -> tuple[GroupViews | None, ...]:
+        """Views of rows' weights and gradients (S, P), per group of the base model."""
+        return tuple(None if parts is None else self._views(parts, weights, grad) for parts in self.parts)
 
-    def _group(self, parts: GroupParts, weights: Tensor, grad: Tensor | None) -> GroupAdapter:
-        return GroupAdapter(
-            rank=self.padded_rank,
-            scaling=0.0,
+    def _views(self, parts: GroupParts, weights: Tensor, grad: Tensor | None) -> GroupViews:
+        return GroupViews(
             A=parts.A.view(weights),
             Bs=tuple(part.view(weights) for part in parts.Bs),
             A_grad=None if grad is None else parts.A.view(grad),
@@ -116,7 +115,7 @@ class RowLayout:
             As = parts.A.view(flat).split(self.padded_rank)
             for name, A, B in zip(parts.shape.names, As, parts.Bs, strict=True):
                 yield f"{name}.lora_A.weight", A[:rank]
-                yield f"{name}.lora_B.weight", B.view(flat)[:, :rank]
+                yield f"{name}.lora_B.weight", B.view(flat)[:rank].t()
 
     def initial_weights(self, spec: AdapterSpec) -> Tensor:
         """A fresh adapter (P,), fp32 on the CPU: A uniform in +-1/sqrt(D) from the seed and the module's name, B zero.

@@ -21,12 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.lora import GroupAdapter, LinearGroup, add_lora, backward_segment, project
+from workers.lora import AdapterViews, LinearGroup, Saved, Segment
 from workers.losses import RequestLoss
 
 BLOCK_VALUES = 1 << 21
 """Logits per block aimed at: 8 MiB in fp32."""
 BLOCK_ROWS_MIN, BLOCK_ROWS_MAX = 64, 256
+
+
+ROW_ALIGNMENT = 16
+"""In values. Rows of logits begin at whole cache lines, or a product's bits would depend on a piece's place."""
 
 
 def block_rows_of(vocab_size: int) -> int:
@@ -41,8 +45,7 @@ class Part:
 
     start: int
     stop: int
-    adapter: GroupAdapter | None
-    """Its part in the unembedding; None if it does not adapt it."""
+    adapter: AdapterViews
     loss: RequestLoss
     logprobs: Tensor = field(init=False)
     """(N, K), filled piece by piece."""
@@ -71,6 +74,16 @@ class Piece:
     start: int
     stop: int
 
+    @property
+    def first_row(self) -> int:
+        """In the pass."""
+        return self.part.start + self.start
+
+    @property
+    def end_row(self) -> int:
+        """In the pass, the row after the last."""
+        return self.part.start + self.stop
+
 
 class ChunkedLoss:
     """Runs the unembedding of one base model and the losses on it. Keeps two blocks of logits between passes."""
@@ -79,19 +92,19 @@ class ChunkedLoss:
         self.unembedding = unembedding
         self.block_rows = block_rows_of(vocab_size)
         weight = unembedding.weights[0]
-        self._weight, self._weight_t, self._bias = weight, unembedding.weights_t[0], unembedding.biases[0]
-        rows_max = max(self.block_rows, unembedding.current.rows_min)
-        self._logits = weight.new_empty(rows_max, weight.shape[0])  # (B, V)
-        self._probabilities = torch.empty_like(self._logits)  # (B, V)
+        num_rows, num_columns = max(self.block_rows, unembedding.current.rows_min), weight.shape[0]
+        aligned = -(-num_columns // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        self._logits, self._probabilities = (weight.new_empty(num_rows, aligned)[:, :num_columns] for _ in range(2))
 
     @torch.no_grad()
     def run(self, hidden: Tensor, parts: Sequence[Part], *, backward: bool) -> Tensor | None:
         """Fill the parts' results from hidden states (T, D); with `backward` return d(loss)/d(hidden) (T, D).
 
-        Parts stand in row order. With `backward` the gradients of adapters of the unembedding are added on the way. A
-        part that is not finite gets `is_finite` False; its rows of the result, and its adapter's gradient, are then
-        meaningless and must be dropped, the others' are not touched by it.
+        With `backward` the gradients of adapters of the unembedding are added on the way. A part that is not finite has
+        `is_finite` False; its rows of the result, and its adapter's gradient, are then meaningless and must be dropped,
+        the others' are not touched by it.
         """
+        parts = sorted(parts, key=lambda part: part.start)
         for part in parts:
             if not part.loss.loss.is_local:
                 self._find_slopes(hidden, part)
@@ -106,9 +119,8 @@ class ChunkedLoss:
         for part in parts:
             for start in range(0, part.stop - part.start, self.block_rows):
                 piece = Piece(part, start, min(start + self.block_rows, part.stop - part.start))
-                first = block[0].part.start + block[0].start if block else 0
-                is_next = bool(block) and block[-1].part.start + block[-1].stop == part.start + start
-                if block and not (is_next and part.start + piece.stop - first <= self.block_rows):
+                is_next = bool(block) and block[-1].end_row == piece.first_row
+                if block and not (is_next and piece.end_row - block[0].first_row <= self.block_rows):
                     yield block
                     block = []
                 block.append(piece)
@@ -125,7 +137,7 @@ class ChunkedLoss:
         part.add(terms.loss, terms.num_clipped)
 
     def _run_block(self, hidden: Tensor, dhidden: Tensor | None, block: list[Piece]) -> None:
-        rows, xas = self._logits_of(hidden, block)
+        rows, saved = self._logits_of(hidden, block)
         self._logprobs_of(block)
         slopes = [self._slopes_of(piece) for piece in block]  # (N, K) each
         if dhidden is None:
@@ -136,46 +148,29 @@ class ChunkedLoss:
         total = torch.cat([slope if slope.shape[1] == 1 else slope.sum(1, keepdim=True) for slope in slopes])  # (B, 1)
         dlogits[:num_rows].mul_(total.neg_())
         dlogits[num_rows:].zero_()
-        sizes = [piece.stop - piece.start for piece in block]
-        dlogits_of = dlogits[:num_rows].split(sizes)
-        for piece, slope, dpiece in zip(block, slopes, dlogits_of, strict=True):
+        dpieces = dlogits[:num_rows].split([len(slope) for slope in slopes])
+        for piece, slope, dpiece in zip(block, slopes, dpieces, strict=True):
             dpiece.scatter_add_(1, piece.part.loss.targets[piece.start : piece.stop], slope)
             if not piece.part.is_finite:
                 dpiece.zero_()
-        first = block[0].part.start + block[0].start
-        dblock = dhidden[first : first + num_rows]
+        first = block[0].first_row
         if len(rows) == num_rows:
-            torch.mm(dlogits, self._weight, out=dblock)
+            self.unembedding.backward(rows, saved, [dlogits], dhidden[first : first + num_rows])
         else:
-            dblock.copy_((dlogits @ self._weight)[:num_rows])
-        pieces = zip(block, rows[:num_rows].split(sizes), xas, dlogits_of, dblock.split(sizes), strict=True)
-        for piece, x, xa, dpiece, dx in pieces:
-            if piece.part.adapter is not None:
-                assert xa is not None
-                dx.addmm_(backward_segment(x, xa, [dpiece], piece.part.adapter), piece.part.adapter.A)
+            dblock = torch.empty_like(rows)
+            self.unembedding.backward(rows, saved, [dlogits], dblock)
+            dhidden[first : first + num_rows] = dblock[:num_rows]
 
-    def _logits_of(self, hidden: Tensor, block: list[Piece]) -> tuple[Tensor, list[Tensor | None]]:
-        """Fill the block's logits. Returns its rows of `hidden`, padded if few, and x A^T per piece."""
-        first = block[0].part.start + block[0].start
-        sizes = [piece.stop - piece.start for piece in block]
-        num_rows = sum(sizes)
-        rows = hidden[first : first + num_rows]
-        rows_min = self.unembedding.current.rows_min
-        if num_rows < rows_min:
-            rows = F.pad(rows, (0, 0, 0, rows_min - num_rows))
-        logits = self._logits[: len(rows)]
-        if self._bias is None:
-            torch.mm(rows, self._weight_t, out=logits)
-        else:
-            torch.addmm(self._bias, rows, self._weight_t, out=logits)
-        self.unembedding.current.num_base_matmuls += 1
-        xas: list[Tensor | None] = []
-        for piece, x, y in zip(block, rows[:num_rows].split(sizes), logits[:num_rows].split(sizes), strict=True):
-            adapter = piece.part.adapter
-            xas.append(None if adapter is None else project(x, adapter))
-            if adapter is not None and xas[-1] is not None:
-                add_lora(y, adapter, 0, xas[-1])
-        return rows, xas
+    def _logits_of(self, hidden: Tensor, block: list[Piece]) -> tuple[Tensor, list[Saved]]:
+        """Fill the block's logits. Returns its rows of `hidden`, padded if few, and what the backward needs."""
+        first = block[0].first_row
+        segments = [Segment(piece.first_row - first, piece.end_row - first, piece.part.adapter) for piece in block]
+        rows = hidden[first : block[-1].end_row]
+        current = self.unembedding.current
+        if len(rows) < current.rows_min:
+            rows = F.pad(rows, (0, 0, 0, current.rows_min - len(rows)))
+        _, saved = self.unembedding.forward(rows, current.route(segments), [self._logits[: len(rows)]])
+        return rows, saved
 
     def _logprobs_of(self, block: list[Piece]) -> None:
         """Fill the targets' log-probabilities, and the block's probabilities.
@@ -185,14 +180,17 @@ class ChunkedLoss:
         """
         num_rows = sum(piece.stop - piece.start for piece in block)
         logits, probabilities = self._logits[:num_rows], self._probabilities[:num_rows]
-        torch.softmax(logits, -1, out=probabilities)
+        if probabilities.is_contiguous():
+            torch.softmax(logits, -1, out=probabilities)
+        else:
+            probabilities.copy_(torch.softmax(logits, -1))
         highest = logits.amax(-1, keepdim=True)  # (B, 1)
         likeliest = probabilities.amax(-1, keepdim=True)  # (B, 1)
         row = 0
         for piece in block:
             rows = slice(row, row + piece.stop - piece.start)
             target_logits = logits[rows].gather(1, piece.part.loss.targets[piece.start : piece.stop])  # (N, K)
-            logprobs = target_logits.sub_(highest[rows]).add_(likeliest[rows].log())
+            logprobs = target_logits.sub_(highest[rows]).add_(likeliest[rows].clone().log_())
             piece.part.logprobs[piece.start : piece.stop] = logprobs
             row = rows.stop
 

@@ -7,15 +7,17 @@ Knows segments and views of adapters; not the bank that owns them, nor losses, t
 
 Main invariant: what is computed for a segment depends on that segment's rows, its adapter and the number of its rows
 alone. Its gradient is added in the order of the segments of that adapter. Nothing is masked by multiplying with zero:
-0 x NaN would let one tenant's overflow reach another.
+0 x NaN would let one tenant's overflow reach another. Products of a few columns depend on the alignment of their
+operands, so rows are a multiple of 16 values (64 bytes) apart wherever a segment's place in the pass may vary.
 
-Dimensions: T rows of the packed pass, N rows of a segment, D inputs, F outputs, R padded rank, G linears in a group.
+Dimensions: T rows of the packed pass, N rows of a segment, S segments of a run, D inputs, F outputs, R padded rank, G
+linears in a group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -38,87 +40,175 @@ class GroupShape:
     d_outs: tuple[int, ...]
 
 
-@dataclass(slots=True, kw_only=True)
-class GroupAdapter:
-    """One adapter's part in one group: views into its row of the bank."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupViews:
+    """Views of a group's A and B in a bank: of one row, or of all S rows of a slab with S as the first dimension."""
 
-    rank: int
-    """Padded rank R."""
-    scaling: float
     A: Tensor
     """(G * R, D): the A of every linear, one below the other."""
     Bs: tuple[Tensor, ...]
-    """Per linear (F, R)."""
-    A_t: Tensor = field(init=False)
-    Bs_t: tuple[Tensor, ...] = field(init=False)
+    """Per linear B^T (R, F): products with B in this layout are several times faster than with (F, R)."""
     A_grad: Tensor | None
-    """(G * R, D), added to by the backward; None for rows that are only sampled from."""
+    """As A, added to by the backward; None in rows that are only sampled from."""
     B_grads: tuple[Tensor, ...]
 
-    def __post_init__(self) -> None:
-        self.A_t = self.A.t()
-        self.Bs_t = tuple(B.t() for B in self.Bs)
+    def row(self, slot: int) -> GroupViews:
+        """The views of one row of a slab."""
+        return GroupViews(
+            A=self.A[slot],
+            Bs=tuple(B[slot] for B in self.Bs),
+            A_grad=None if self.A_grad is None else self.A_grad[slot],
+            B_grads=tuple(B_grad[slot] for B_grad in self.B_grads),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class AdapterViews:
+    """An adapter in its slot: what a `Segment` needs to know of it."""
+
+    slab: Sequence[GroupViews | None]
+    """Per group of the base model, over all rows of the slab; None where the group is not adapted."""
+    groups: Sequence[GroupViews | None]
+    """The same of this row alone."""
+    slot: int
+    """Index of the row in its slab."""
+    scaling: float = 0.0
+    """alpha / rank of the adapter in the slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows `start` to `stop` of the pass belong to one adapter; `groups[i]` is None where it does not adapt group i."""
+    """Rows `start` to `stop` of the pass go through one adapter (`Row.groups` of the bank)."""
 
     start: int
     stop: int
-    groups: Sequence[GroupAdapter | None]
+    adapter: AdapterViews
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Consecutive segments of equal length whose adapters lie in one slab, at rising slots: computed as one batch."""
+
+    start: int
+    length: int
+    adapters: list[AdapterViews]
+
+    @property
+    def stop(self) -> int:
+        """The row after the last."""
+        return self.start + self.length * len(self.adapters)
+
+    def can_take(self, segment: Segment) -> bool:
+        """Whether a segment that comes next may join. An adapter's own next segment may not: sums keep their order.
+
+        An even length keeps every segment's part of the projections at a whole number of cache lines, as it is alone.
+        """
+        last, new = self.adapters[-1], segment.adapter
+        return (
+            self.length % 2 == 0
+            and segment.start == self.stop
+            and segment.stop - segment.start == self.length
+            and new.slab is last.slab
+            and new.slot > last.slot
+            and new.scaling == last.scaling
+        )
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """This run's rows of (T, F): a view (N, F) of a single segment, (S, N, F) of several."""
+        part = tensor[self.start : self.stop]
+        return part if len(self.adapters) == 1 else part.view(len(self.adapters), self.length, -1)
+
+    def views(self, group: int) -> GroupViews | None:
+        """Weights of the run's adapters, and their gradients in so far as they are views (consecutive slots)."""
+        if len(self.adapters) == 1:
+            return self.adapters[0].groups[group]
+        slab = self.adapters[0].slab[group]
+        if slab is None:
+            return None
+        first, last = self.adapters[0].slot, self.adapters[-1].slot + 1
+        if last - first == len(self.adapters):
+            return GroupViews(
+                A=slab.A[first:last],
+                Bs=tuple(B[first:last] for B in slab.Bs),
+                A_grad=None if slab.A_grad is None else slab.A_grad[first:last],
+                B_grads=tuple(B_grad[first:last] for B_grad in slab.B_grads),
+            )
+        slots = self.slots()
+        return GroupViews(
+            A=slab.A.index_select(0, slots),
+            Bs=tuple(B.index_select(0, slots) for B in slab.Bs),
+            A_grad=None if slab.A_grad is None else slab.A_grad.index_select(0, slots),
+            B_grads=tuple(B_grad.index_select(0, slots) for B_grad in slab.B_grads),
+        )
+
+    def slots(self) -> Tensor:
+        """Slots of the adapters, (S,) int64."""
+        return torch.tensor([adapter.slot for adapter in self.adapters], device=self._device())
+
+    def put_back(self, group: int, views: GroupViews) -> None:
+        """Write gradients that `views` had to copy to the slab again."""
+        slab = self.adapters[0].slab[group]
+        assert slab is not None
+        assert slab.A_grad is not None
+        assert views.A_grad is not None
+        if len(self.adapters) == 1 or views.A_grad.data_ptr() == slab.A_grad[self.adapters[0].slot].data_ptr():
+            return
+        slots = self.slots()
+        slab.A_grad.index_copy_(0, slots, views.A_grad)
+        for B_grad, copy in zip(slab.B_grads, views.B_grads, strict=True):
+            B_grad.index_copy_(0, slots, copy)
+
+    def _device(self) -> torch.device:
+        return next(views.A.device for views in self.adapters[0].groups if views is not None)
 
 
 class Routing:
     """Which rows of a pass go through which adapter. Rows in no segment see the base model alone.
 
-    Segments must not overlap and must stand in row order.
+    Segments must not overlap and must stand in row order. Those shorter than `rows_min` are computed alone, padded.
     """
 
-    def __init__(self, num_rows: int, segments: Sequence[Segment], num_groups: int) -> None:
-        self.num_rows = num_rows
-        self.sizes: list[int] = []
-        """Cuts all rows into segments and the gaps between them, for `Tensor.split`."""
-        self.of_group: list[list[tuple[int, GroupAdapter]]] = [[] for _ in range(num_groups)]
-        """Per group: the piece of the split and the adapter it goes through."""
+    def __init__(self, segments: Sequence[Segment], rows_min: int, *, can_batch: bool = True) -> None:
+        self.runs: list[Run] = []
         end = 0
         for segment in segments:
-            assert end <= segment.start < segment.stop <= num_rows, "segments overlap or leave the pass"
-            if segment.start > end:
-                self.sizes.append(segment.start - end)
-            for pieces, adapter in zip(self.of_group, segment.groups, strict=True):
-                if adapter is not None:
-                    pieces.append((len(self.sizes), adapter))
-            self.sizes.append(segment.stop - segment.start)
+            assert end <= segment.start < segment.stop, "segments overlap or are empty"
             end = segment.stop
-        if end < num_rows:
-            self.sizes.append(num_rows - end)
+            length = segment.stop - segment.start
+            if can_batch and length >= rows_min and self.runs and self.runs[-1].can_take(segment):
+                self.runs[-1].adapters.append(segment.adapter)
+            else:
+                self.runs.append(Run(segment.start, length, [segment.adapter]))
 
 
 class CurrentPass:
     """What the layers of one base model share during a pass. One per base model; used by one thread."""
 
     def __init__(self, rows_min: int = 16) -> None:
-        self.routing = Routing(0, (), 0)
+        self.routing = Routing((), rows_min)
         self.attend: Any = None
         self.rows_min = rows_min
         """Matmuls with fewer rows are padded to this many; below it, the bits of a row depend on the others."""
+        self.can_batch = True
+        """Whether segments in one batch have the bits of each alone; see the self-test."""
         self.num_base_matmuls = 0
         """Products of activations with frozen weights so far, forward only."""
         self.anchor = torch.zeros((), requires_grad=True)
         """Makes outputs require a gradient although neither the embeddings nor the frozen weights do."""
 
-
-def add_lora(y: Tensor, adapter: GroupAdapter, position: int, xa: Tensor) -> None:
-    """y (N, F) += xa_i B_i^T in place, with xa (N, G * R) from `project`."""
-    rank = adapter.rank
-    y.addmm_(xa[:, position * rank : (position + 1) * rank], adapter.Bs_t[position])
+    def route(self, segments: Sequence[Segment]) -> Routing:
+        """How these segments are computed."""
+        return Routing(segments, self.rows_min, can_batch=self.can_batch)
 
 
-def project(x: Tensor, adapter: GroupAdapter) -> Tensor:
-    """Scaled x A^T for every linear of the group: (N, D) -> (N, G * R)."""
-    out = x.new_empty(x.shape[0], adapter.A.shape[0])
-    return torch.addmm(out, x, adapter.A_t, beta=0, alpha=adapter.scaling, out=out)
+@dataclass(slots=True, eq=False)
+class Saved:
+    """What a group's backward needs of one run: the adapters' views and the scaled x A^T."""
+
+    run: Run
+    views: GroupViews
+    xa: Tensor
+    """(N, G * R), or (S, N, G * R)."""
 
 
 class LinearGroup:
@@ -142,98 +232,116 @@ class LinearGroup:
                 if not any(output is not None for output in self._outputs):
                     self._input = None
                 return ready
-        outputs = self._differentiable(x) if torch.is_grad_enabled() else self.forward(x)[0]
+        outputs = self._differentiable(x) if torch.is_grad_enabled() else self._plain(x)
         if len(self.weights) > 1:
             self._input = x
             self._outputs = list(outputs)
             self._outputs[position] = None
         return outputs[position]
 
-    def _differentiable(self, x: Tensor) -> Sequence[Tensor]:
-        outputs: Sequence[Tensor] = _GroupFunction.apply(x, self.current.anchor, self)  # type: ignore[no-untyped-call]
-        return outputs
-
     def forget(self) -> None:
         """Drop outputs that nobody asked for."""
         self._input = None
         self._outputs = []
 
-    def forward(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """x (..., D) -> outputs (..., F) per linear, and per adapted segment the scaled x A^T (N, G * R)."""
-        current = self.current
-        routing = current.routing
-        rows = x.reshape(-1, self.shape.d_in)  # (T, D)
-        ys = []
-        for weight_t, bias in zip(self.weights_t, self.biases, strict=True):
-            ys.append(rows @ weight_t if bias is None else torch.addmm(bias, rows, weight_t))  # (T, F)
-        current.num_base_matmuls += len(ys)
-        xas = []
-        pieces = routing.of_group[self.shape.index]
-        if pieces:
-            x_split = rows.split(routing.sizes)
-            y_splits = [y.split(routing.sizes) for y in ys]
-            for piece, adapter in pieces:
-                segment = x_split[piece]  # (N, D)
-                if segment.shape[0] < current.rows_min:
-                    xas.append(self._forward_short(segment, [split[piece] for split in y_splits], adapter))
-                    continue
-                xa = project(segment, adapter)  # (N, G * R)
-                xas.append(xa)
-                for position, split in enumerate(y_splits):
-                    add_lora(split[piece], adapter, position, xa)
-        return [y.view(*x.shape[:-1], y.shape[-1]) for y in ys], xas
+    def _differentiable(self, x: Tensor) -> Sequence[Tensor]:
+        outputs: Sequence[Tensor] = _GroupFunction.apply(x, self.current.anchor, self)  # type: ignore[no-untyped-call]
+        return outputs
 
-    def _forward_short(self, x: Tensor, ys: list[Tensor], adapter: GroupAdapter) -> Tensor:
-        """A segment with few rows, padded so that its matmuls have the bits of a longer one."""
+    def _plain(self, x: Tensor) -> Sequence[Tensor]:
+        ys, _ = self.forward(x.reshape(-1, self.shape.d_in), self.current.routing)
+        return [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
+
+    def forward(
+        self, x: Tensor, routing: Routing, outs: Sequence[Tensor | None] | None = None
+    ) -> tuple[list[Tensor], list[Saved]]:
+        """x (T, D) -> outputs (T, F) per linear, into `outs` if given, and what the backward needs."""
+        ys = []
+        outs = outs or [None] * len(self.weights)
+        for weight_t, bias, out in zip(self.weights_t, self.biases, outs, strict=True):
+            ys.append(torch.mm(x, weight_t, out=out) if bias is None else torch.addmm(bias, x, weight_t, out=out))
+        self.current.num_base_matmuls += len(ys)
+        saved = []
+        for run in routing.runs:
+            views = run.views(self.shape.index)
+            if views is None:
+                continue
+            forward = self._forward_short if run.length < self.current.rows_min else forward_segments
+            xa = forward(run.rows(x), [run.rows(y) for y in ys], views, run.adapters[0].scaling)
+            saved.append(Saved(run, views, xa))
+        return ys, saved
+
+    def _forward_short(self, x: Tensor, ys: list[Tensor], views: GroupViews, scaling: float) -> Tensor:
+        """One segment with few rows, padded so that its matmuls have the bits of a longer one."""
         num_rows = x.shape[0]
         padding = (0, 0, 0, self.current.rows_min - num_rows)
-        x = F.pad(x, padding)  # (rows_min, D)
-        xa = project(x, adapter)
-        for position, y in enumerate(ys):
-            padded = F.pad(y, padding)
-            add_lora(padded, adapter, position, xa)
-            y.copy_(padded[:num_rows])
+        padded = [F.pad(y, padding) for y in ys]
+        xa = forward_segments(F.pad(x, padding), padded, views, scaling)
+        for y, longer in zip(ys, padded, strict=True):
+            y.copy_(longer[:num_rows])
         return xa[:num_rows]
 
-    def backward(self, x: Tensor, xas: list[Tensor], dys: Sequence[Tensor], *, input_needs_grad: bool) -> Tensor | None:
-        """Add dA and dB of every segment into its adapter's gradient; return dx (..., D) if it is needed."""
-        routing = self.current.routing
-        rows = x.reshape(-1, self.shape.d_in)  # (T, D)
-        dy_rows = [dy.reshape(-1, dy.shape[-1]) for dy in dys]  # (T, F) each
-        dx = None
-        if input_needs_grad:
-            dx = dy_rows[0] @ self.weights[0]  # (T, D)
-            for dy, weight in zip(dy_rows[1:], self.weights[1:], strict=True):
+    def backward(self, x: Tensor, saved: Sequence[Saved], dys: Sequence[Tensor], dx: Tensor | None) -> None:
+        """Add dA and dB of every segment to its adapter's gradient, and write dx (T, D) if it is not None.
+
+        x (T, D), dys (T, F) per linear.
+        """
+        if dx is not None:
+            torch.mm(dys[0], self.weights[0], out=dx)
+            for dy, weight in zip(dys[1:], self.weights[1:], strict=True):
                 dx.addmm_(dy, weight)
-        pieces = routing.of_group[self.shape.index]
-        if pieces:
-            x_split = rows.split(routing.sizes)
-            dy_splits = [dy.split(routing.sizes) for dy in dy_rows]
-            dx_split = None if dx is None else dx.split(routing.sizes)
-            for (piece, adapter), xa in zip(pieces, xas, strict=True):
-                segment_dys = [split[piece] for split in dy_splits]
-                dxa = backward_segment(x_split[piece], xa, segment_dys, adapter)
-                if dx_split is not None:
-                    dx_split[piece].addmm_(dxa, adapter.A)
-        return None if dx is None else dx.view(x.shape)
+        for part in saved:
+            run = part.run
+            dx_rows = None if dx is None else run.rows(dx)
+            backward_segments(run.rows(x), [run.rows(dy) for dy in dys], dx_rows, part)
+            run.put_back(self.shape.index, part.views)
 
 
-def backward_segment(x: Tensor, xa: Tensor, dys: Sequence[Tensor], adapter: GroupAdapter) -> Tensor:
-    """Add one segment's dA and dB to its adapter's gradient; return d(x A^T), scaled: (N, G * R).
+def forward_segments(x: Tensor, ys: Sequence[Tensor], views: GroupViews, scaling: float) -> Tensor:
+    """ys[i] (N, F) += scaling x A_i^T B_i^T in place; returns the scaled x A^T (N, G * R).
 
-    x (N, D), xa (N, G * R) scaled, dys per linear (N, F). With y = s x A^T B^T:  dB = dy^T (s x A^T),
-    dA = (s dy B)^T x,  and the caller adds dx = (s dy B) A.
+    Or the same for S segments, with S as the first dimension of everything.
     """
-    assert adapter.A_grad is not None, "a row that is only sampled from has no gradient"
-    rank, scaling = adapter.rank, adapter.scaling
-    dxa = torch.empty_like(xa, memory_format=torch.contiguous_format)
-    for position, (dy, B, B_grad) in enumerate(zip(dys, adapter.Bs, adapter.B_grads, strict=True)):
-        columns = slice(position * rank, (position + 1) * rank)
-        part = dxa[:, columns]  # (N, R)
-        torch.addmm(part, dy, B, beta=0, alpha=scaling, out=part)
-        B_grad.addmm_(dy.t(), xa[:, columns])
-    adapter.A_grad.addmm_(dxa.t(), x)
-    return dxa
+    num_linears = len(ys)
+    xa = x.new_empty(*x.shape[:-1], views.A.shape[-2])
+    _multiply(xa, x, views.A.transpose(-2, -1), scaling)
+    parts = (xa,) if num_linears == 1 else xa.chunk(num_linears, dim=-1)  # (N, R) each
+    for y, part, B in zip(ys, parts, views.Bs, strict=True):
+        _add_product(y, part, B)
+    return xa
+
+
+def backward_segments(x: Tensor, dys: Sequence[Tensor], dx: Tensor | None, saved: Saved) -> None:
+    """Add dA and dB to the gradients, and to dx (N, D) if given. Shapes as in `forward_segments`.
+
+    With y = s x A^T B^T:  dB^T = (s x A^T)^T dy,  dA = (s dy B)^T x,  dx = (s dy B) A.
+    """
+    views, xa, scaling = saved.views, saved.xa, saved.run.adapters[0].scaling
+    assert views.A_grad is not None, "a row that is only sampled from has no gradient"
+    num_linears = len(dys)
+    dxa = torch.empty_like(xa, memory_format=torch.contiguous_format)  # (N, G * R)
+    dparts = (dxa,) if num_linears == 1 else dxa.chunk(num_linears, dim=-1)
+    parts = (xa,) if num_linears == 1 else xa.chunk(num_linears, dim=-1)
+    for dy, dpart, part, B, B_grad in zip(dys, dparts, parts, views.Bs, views.B_grads, strict=True):
+        _multiply(dpart, dy, B.transpose(-2, -1), scaling)
+        _add_product(B_grad, part.transpose(-2, -1), dy)
+    _add_product(views.A_grad, dxa.transpose(-2, -1), x)
+    if dx is not None:
+        _add_product(dx, dxa, views.A)
+
+
+def _multiply(out: Tensor, left: Tensor, right: Tensor, scaling: float) -> None:
+    """out = scaling left right, of matrices or batches of them; their bits are the same (see the self-test)."""
+    multiply = torch.addmm if out.ndim == 2 else torch.baddbmm
+    multiply(out, left, right, beta=0, alpha=scaling, out=out)
+
+
+def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """out += left right, of matrices or batches of them."""
+    if out.ndim == 2:
+        out.addmm_(left, right)
+    else:
+        out.baddbmm_(left, right)
 
 
 class _GroupFunction(torch.autograd.Function):
@@ -242,16 +350,18 @@ class _GroupFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, group: LinearGroup) -> tuple[Tensor, ...]:
         del anchor
-        outputs, ctx.xas = group.forward(x)
+        ys, ctx.saved = group.forward(x.reshape(-1, group.shape.d_in), group.current.routing)
         ctx.save_for_backward(x)
         ctx.group = group
-        return tuple(outputs)
+        return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in ys)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
-        needs_grad: bool = ctx.needs_input_grad[0]
-        return ctx.group.backward(x, ctx.xas, dys, input_needs_grad=needs_grad), None, None
+        rows = x.reshape(-1, x.shape[-1])  # (T, D)
+        dx = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+        ctx.group.backward(rows, ctx.saved, [dy.reshape(-1, dy.shape[-1]) for dy in dys], dx)
+        return None if dx is None else dx.view(x.shape), None, None
 
 
 class MultiLoraLinear(nn.Module):

@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from workers.lora import AdapterViews, GroupViews, Run, Saved, backward_segments, forward_segments
+
 ROWS_MIN_CANDIDATES = (16, 32, 48, 64, 96, 128, 192, 240)
 MULTIPLES = (1, 2, 3, 4, 5, 7, 8, 11, 16)
 EXTRA_ROWS = (1, 5, 9)
+BATCHED_SEGMENTS = 5
 
 
 def fingerprint(rows_min: int | None, device: torch.device) -> str:
@@ -52,6 +55,51 @@ def find_rows_min(weights: Iterable[Tensor], elementwise: Iterable[Elementwise])
         if is_independent and all(_has_independent_rows(*function, like, rows_min) for function in elementwise):
             return rows_min
     return None
+
+
+@torch.no_grad()
+def can_batch_segments(weights: Iterable[Tensor], rows_min: int) -> bool:
+    """Whether segments computed as one batch get the bits that each gets alone, at whatever row it begins."""
+    shapes = {tuple(weight.shape): weight for weight in weights}
+    return all(
+        _batch_equals_singles(weight, rank, length)
+        for weight in shapes.values()
+        for rank in (8, 32)
+        for length in (rows_min, rows_min + 2, 3 * rows_min + 2, 128)
+    )
+
+
+def _batch_equals_singles(weight: Tensor, rank: int, length: int) -> bool:
+    d_out, d_in = weight.shape
+    aligned = -(-d_out // 16) * 16
+    num = BATCHED_SEGMENTS
+    x = _values(num * length + 1, d_in, weight)
+    dy = _values(num * length + 1, aligned, weight)[:, :d_out]
+    As, Bs = (_values(num * rank, width, weight).view(num, rank, width) for width in (d_in, aligned))
+    adapters = [AdapterViews((), (), slot, 2.0) for slot in range(num)]
+
+    def compute(start: int, segments: slice) -> list[Tensor]:
+        """y, dx, dA, dB of some segments, whose rows begin at `start`."""
+        run = Run(start, length, adapters[segments])
+        views = GroupViews(
+            A=As[segments].squeeze(0),
+            Bs=(Bs[segments, :, :d_out].squeeze(0),),
+            A_grad=As[segments].clone().squeeze(0),
+            B_grads=(Bs[segments].clone()[..., :d_out].squeeze(0),),
+        )
+        y, dx = dy.clone(), x.clone()
+        xa = forward_segments(run.rows(x), [run.rows(y)], views, 2.0)
+        backward_segments(run.rows(x), [run.rows(dy)], run.rows(dx), Saved(run, views, xa))
+        results = [run.rows(y), run.rows(dx), views.A_grad, views.B_grads[0]]
+        return [result.view(len(run.adapters), *result.shape[-2:]) for result in results if result is not None]
+
+    for start in (0, 1):
+        together = compute(start, slice(0, num))
+        for slot in range(num):
+            alone = compute(start + slot * length, slice(slot, slot + 1))
+            if not all(torch.equal(whole[slot], part[0]) for whole, part in zip(together, alone, strict=True)):
+                return False
+    return True
 
 
 def _has_independent_products(weight: Tensor, rows_min: int) -> bool:

@@ -2,14 +2,15 @@
 
 Knows requests and rows of the bank; not models or losses' formulas.
 
-Main invariant: one segment per request (a request here is one canonical chunk), in the order given, its sequences in
-request order. What a request contributes does not depend on where its rows lie.
+Main invariant: one segment per request (a request here is one canonical chunk), its sequences in request order; the
+requests of one adapter in the order given. What a request contributes does not depend on where its rows lie.
 
 Dimensions: T rows of the pass.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,27 +50,43 @@ class Packed:
     """Of the sequences, in row order."""
     segments: list[Segment]
     parts: list[Part]
-    """Per request, in the order given."""
+    """Per request, in the order given (their rows may stand in another)."""
 
 
 def pack(requests: Sequence[Request], rows: Sequence[Row], device: torch.device) -> Packed:
     """Put requests one behind the other; `rows[i]` is the adapter of request i."""
-    tokens, positions, segments, parts = [], [], [], []
+    tokens, positions, segments = [], [], []
     lengths: list[int] = []
+    parts: dict[int, Part] = {}
     start = 0
-    for request, row in zip(requests, rows, strict=True):
+    for index in row_order(requests, rows):
+        request, adapter = requests[index], rows[index].groups
         stop = start + request.num_tokens
         for datum in request.item.data:
             tokens.append(datum.tokens)
             positions.append(np.arange(len(datum.tokens)))
         lengths.extend(request.loss.lengths)
-        segments.append(Segment(start, stop, row.groups))
-        parts.append(Part(start=start, stop=stop, adapter=row.groups[-1], loss=request.loss))
+        segments.append(Segment(start, stop, adapter))
+        parts[index] = Part(start=start, stop=stop, adapter=adapter, loss=request.loss)
         start = stop
     return Packed(
         tokens=torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(device),
         positions=torch.from_numpy(np.concatenate(positions)).to(device),
         lengths=lengths,
         segments=segments,
-        parts=parts,
+        parts=[parts[index] for index in range(len(requests))],
     )
+
+
+def row_order(requests: Sequence[Request], rows: Sequence[Row]) -> list[int]:
+    """Indices of requests in the order of their rows: what can be computed in one batch stands together.
+
+    First each adapter's first request, then each one's second, and so on, so that gradients are added in order.
+    """
+    rounds: Counter[int] = Counter()
+    keys = []
+    for index, (request, row) in enumerate(zip(requests, rows, strict=True)):
+        adapter = row.groups
+        keys.append((rounds[id(row)], id(row.slab), adapter.scaling, request.num_tokens, adapter.slot, index))
+        rounds[id(row)] += 1
+    return [key[-1] for key in sorted(keys)]
