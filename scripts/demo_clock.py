@@ -1,0 +1,213 @@
+"""The demo's clock demonstration: what a step costs in cycles and seconds, by how a training loop submits it.
+
+naive      await the forward_backward, then submit the optim_step and await that
+paired     submit both, then await both: they share a cycle
+pipelined  submit the next step's before awaiting this one's: there is always something for the next cycle
+
+Each loop runs alone, then in the company of two other tenants that train all the while. The engine alone, in this
+process, runs the same step without a service around it: the difference is what the service adds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinkerpool import ServiceClient, TrainingClient, types
+from workers import messages
+from workers.pool import ENGINE, EngineSettings, engine_factory
+
+ADAM = types.AdamParams(learning_rate=1e-4)
+RANK = 16
+PIPELINE_DEPTH = 2
+"""Steps under way at a time in the pipelined loop."""
+NUM_COMPANIONS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopCost:
+    """What a step cost on average."""
+
+    loop: str
+    company: int
+    """Other tenants that trained meanwhile."""
+    cycles_per_step: float
+    seconds_per_step: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedLatency:
+    """Medians over steps of one batch, alone in the pool."""
+
+    service_s: float
+    """forward_backward and optim_step over gRPC, submitted together, with their results durable."""
+    engine_s: float
+    """The same on an engine in this process."""
+
+
+Cycles = list[float]
+
+
+def naive(training: TrainingClient, batch: Sequence[types.Datum], num_steps: int) -> Cycles:
+    """Await everything before submitting anything."""
+    cycles = []
+    for _ in range(num_steps):
+        cycles.append(_cycle(training.forward_backward(batch, "cross_entropy").result()))
+        cycles.append(_cycle(training.optim_step(ADAM).result()))
+    return cycles
+
+
+def paired(training: TrainingClient, batch: Sequence[types.Datum], num_steps: int) -> Cycles:
+    """Submit both halves of a step, then await them."""
+    cycles = []
+    for _ in range(num_steps):
+        halves = training.forward_backward(batch, "cross_entropy"), training.optim_step(ADAM)
+        cycles += [_cycle(half.result()) for half in halves]
+    return cycles
+
+
+def pipelined(training: TrainingClient, batch: Sequence[types.Datum], num_steps: int) -> Cycles:
+    """Submit the next step before awaiting this one."""
+    cycles: Cycles = []
+    waiting: deque[Any] = deque()
+    for _ in range(num_steps):
+        waiting += (training.forward_backward(batch, "cross_entropy"), training.optim_step(ADAM))
+        while len(waiting) > 2 * (PIPELINE_DEPTH - 1):
+            cycles.append(_cycle(waiting.popleft().result()))
+    return cycles + [_cycle(half.result()) for half in waiting]
+
+
+LOOPS: tuple[Callable[[TrainingClient, Sequence[types.Datum], int], Cycles], ...] = (naive, paired, pipelined)
+
+
+def measure_loops(
+    service: ServiceClient,
+    companions: Sequence[ServiceClient],
+    base_model: str,
+    batch: Sequence[types.Datum],
+    steps: int,
+) -> list[LoopCost]:
+    """Each loop alone, then each in company."""
+    training = service.create_lora_training_client(base_model, rank=RANK).result()
+    paired(training, batch, 2)
+    costs = [_measure(loop, training, batch, steps, company=0) for loop in LOOPS]
+    with _company([c.create_lora_training_client(base_model, rank=RANK).result() for c in companions], batch):
+        costs += [_measure(loop, training, batch, steps, company=len(companions)) for loop in LOOPS]
+    return costs
+
+
+def measure_latency(
+    service: ServiceClient, model_path: str, base_model: str, num_threads: int, batch: Sequence[types.Datum], steps: int
+) -> AddedLatency:
+    """The paired loop's steps one by one, then the engine's."""
+    training = service.create_lora_training_client(base_model, rank=RANK).result()
+    service_s = _median_s(lambda: paired(training, batch, 1), steps)
+    step = _engine_step(model_path, base_model, num_threads, batch)
+    return AddedLatency(service_s=service_s, engine_s=_median_s(step, steps))
+
+
+def _measure(
+    loop: Callable[[TrainingClient, Sequence[types.Datum], int], Cycles],
+    training: TrainingClient,
+    batch: Sequence[types.Datum],
+    steps: int,
+    *,
+    company: int,
+) -> LoopCost:
+    started = time.perf_counter()
+    cycles = loop(training, batch, steps)
+    return LoopCost(
+        loop=loop.__name__,
+        company=company,
+        cycles_per_step=(cycles[-1] - cycles[0] + 1) / steps,
+        seconds_per_step=(time.perf_counter() - started) / steps,
+    )
+
+
+@contextmanager
+def _company(trainings: Sequence[TrainingClient], batch: Sequence[types.Datum]) -> Iterator[None]:
+    """While inside, others train."""
+    done = threading.Event()
+
+    def keep_training(training: TrainingClient) -> None:
+        while not done.is_set():
+            pipelined(training, batch, 5)
+
+    threads = [threading.Thread(target=keep_training, args=(training,)) for training in trainings]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
+def _median_s(step: Callable[[], object], num_steps: int) -> float:
+    times = []
+    for _ in range(num_steps + 2):
+        started = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[2:])  # the first ones warm up
+
+
+def _engine_step(
+    model_path: str, base_model: str, num_threads: int, batch: Sequence[types.Datum]
+) -> Callable[[], object]:
+    """An engine in this process, and one step on it: the two phases of a cycle, as a worker runs them."""
+    settings = EngineSettings(
+        model_name=base_model, model_path=model_path, num_slots=4, num_threads=num_threads, device="cpu"
+    )
+    engine = engine_factory(ENGINE, settings)("demo")
+    spec = messages.AdapterSpec(
+        adapter_id="demo", rank=RANK, alpha=32.0, seed=0, train_attn=True, train_mlp=True, train_unembed=True
+    )
+    data = tuple(
+        messages.Datum(
+            tokens=datum.model_input.to_numpy(),
+            loss_inputs={name: _engine_array(tensor) for name, tensor in datum.loss_fn_inputs.items()},
+        )
+        for datum in batch
+    )
+    install = messages.AdapterInstall(spec=spec, state=None)
+    engine.run(messages.Batch(epoch=1, cycle_id=1, installs=(install,)))
+    seq = 0
+
+    def run(item: messages.Item) -> None:
+        [result] = engine.run(messages.Batch(epoch=1, cycle_id=1 + seq, items=(item,))).results
+        assert result.error is None, result.error
+
+    def step() -> None:
+        nonlocal seq
+        run(
+            messages.PassItem(
+                op_id="pass", adapter_id="demo", prev_seq=seq, seq=seq + 1, chunk_index=0, num_chunks=1, data=data,
+                loss_fn="cross_entropy", loss_config={}, backward=True,
+            )
+        )  # fmt: skip
+        params = messages.AdamParams(learning_rate=1e-4)
+        run(messages.OptimStepItem(op_id="step", adapter_id="demo", prev_seq=seq + 1, seq=seq + 2, params=params))
+        seq += 2
+
+    return step
+
+
+def _engine_array(tensor: types.TensorData) -> NDArray[np.float32] | NDArray[np.int32]:
+    array = tensor.to_numpy()
+    return array.astype(np.int32) if tensor.dtype == "int64" else array.astype(np.float32)
+
+
+def _cycle(output: types.ForwardBackwardOutput | types.OptimStepResponse) -> float:
+    return output.metrics["clock_cycle:unique"]

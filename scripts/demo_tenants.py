@@ -1,0 +1,445 @@
+"""The demo's three tenants: what each wants to learn, its training loop, and how its progress is measured.
+
+Each is an ordinary program against `tinkerpool.ServiceClient`, with a key of its own, in a thread of its own. They know
+nothing of each other; that they share cycles is the pool's business. Everything random has a fixed seed, and a tenant's
+numbers do not depend on who shares its cycles, so a run on the same machine gives the same numbers again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plain_english import num_old_words
+from tinkerpool import SamplingClient, ServiceClient, types
+
+DATA = Path(__file__).resolve().parent / "data"
+BIG_MODEL_PARAMS = 50_000_000
+LINE_END = "\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Size of the three runs."""
+
+    scribe_steps: int = 200
+    scribe_pairs: int = 16
+    """Pairs in a step."""
+    poet_steps: int = 50
+    poet_prompts: int = 6
+    poet_samples: int = 12
+    """Samples of each prompt: the group whose mean reward is the baseline."""
+    poet_tokens: int = 16
+    """Most tokens of a sample."""
+    judge_steps: int = 60
+    judge_pairs: int = 12
+    """Preferences in a step, of two sequences each."""
+    test_pairs: int = 52
+    clock_steps: int = 20
+    """Steps of each loop of the clock demonstration."""
+    rank: int = 16
+    learning_rate: float = 1e-2
+    """Of the supervised run; the other two take a part of it."""
+    seed: int = 0
+
+    @classmethod
+    def of(cls, num_params: int, seed: int, *, is_quick: bool) -> Settings:
+        """What suits a base model of this size."""
+        settings = cls(seed=seed)
+        if is_quick:
+            settings = replace(settings, scribe_steps=30, poet_steps=16, judge_steps=12, test_pairs=16, clock_steps=6)
+        if num_params > BIG_MODEL_PARAMS:
+            settings = replace(
+                settings,
+                scribe_steps=12, scribe_pairs=4, poet_steps=8, poet_prompts=2, poet_samples=6, poet_tokens=12,
+                judge_steps=6, judge_pairs=2, test_pairs=4, clock_steps=3, learning_rate=1e-3,
+            )  # fmt: skip
+        return settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """Where a tenant was after a step."""
+
+    step: int
+    """From 1."""
+    cycle: int
+    """The clock cycle of its forward_backward."""
+    seconds: float
+    """Since the three began."""
+    value: float
+    """What the tenant follows: a loss, a reward, a margin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A sample before and after."""
+
+    prompt: str
+    before: str
+    after: str
+
+
+class Tenant(ABC):
+    """One user's program. `run` it in a thread; the rest may be read meanwhile."""
+
+    name: ClassVar[str]
+    task: ClassVar[str]
+    """What it does, for people."""
+    measure: ClassVar[str]
+    """What `Point.value` is."""
+
+    def __init__(self, service: ServiceClient, base_model: str, settings: Settings, num_steps: int) -> None:
+        self.settings = settings
+        self.num_steps = num_steps
+        self.points: list[Point] = []
+        self.results: dict[str, float] = {}
+        """Numbers for the report, by name."""
+        self.examples: list[Example] = []
+        self.checkpoint = ""
+        """Path of the trained weights, when there are any."""
+        self.error = ""
+        self._service = service
+        self._base_model = base_model
+        self._rng = np.random.default_rng(settings.seed)
+
+    def run(self, barrier: threading.Barrier) -> None:
+        """Prepare, wait for the others, train, and look at the outcome. An error ends up in `error`."""
+        try:
+            self.training = self._service.create_lora_training_client(
+                self._base_model, rank=self.settings.rank, seed=self.settings.seed
+            ).result()
+            self.tokenizer = self.training.get_tokenizer()
+            base = self._service.create_sampling_client(base_model=self._base_model).result()
+            before = self.look(base)
+            self.prepare()
+            barrier.wait()
+            self._started = time.perf_counter()
+            self.train()
+            self.checkpoint = self.training.save_weights_for_sampler("final").result().path
+            trained = self._service.create_sampling_client(model_path=self.checkpoint).result()
+            after = self.look(trained)
+            self.examples = [Example(prompt=p, before=b, after=after[p]) for p, b in before.items()]
+            self.conclude()
+        except Exception:  # noqa: BLE001  # a thread's errors are the report's business
+            barrier.abort()
+            self.error = traceback.format_exc()
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Data, and measurements before the first step."""
+
+    @abstractmethod
+    def train(self) -> None:
+        """All steps."""
+
+    @abstractmethod
+    def conclude(self) -> None:
+        """Measurements after the last step."""
+
+    @abstractmethod
+    def example_prompts(self) -> Sequence[str]:
+        """What to sample before and after."""
+
+    def look(self, sampler: SamplingClient) -> dict[str, str]:
+        """Prompts and their likeliest continuations, up to the end of the line."""
+        params = types.SamplingParams(max_tokens=32, temperature=0, stop=[LINE_END])
+        prompts = self.example_prompts()
+        futures = [sampler.sample(types.ModelInput.from_ints(self.encode(p)), 1, params) for p in prompts]
+        texts = [self.tokenizer.decode(future.result().sequences[0].tokens) for future in futures]
+        return {prompt: text.rstrip(LINE_END) for prompt, text in zip(prompts, texts, strict=True)}
+
+    def encode(self, prompt: str) -> list[int]:
+        """A prompt with whatever the model expects at the beginning of a text."""
+        return list(self.tokenizer.encode(prompt))
+
+    def datum(self, prompt: str | list[int], completion: str | list[int], **values: Any) -> types.Datum:
+        """A sequence whose prompt has zeros in all `values`; those of the completion are given, one number or many."""
+        prompt = self.encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(completion, str):
+            completion = list(self.tokenizer.encode(completion, add_special_tokens=False))
+        tokens = prompt + completion
+        inputs: dict[str, Any] = {"target_tokens": tokens[1:]}
+        for name, value in values.items():
+            inputs[name] = np.zeros(len(tokens) - 1, np.float32)
+            inputs[name][len(prompt) - 1 :] = value
+        return types.Datum(types.ModelInput.from_ints(tokens[:-1]), inputs)
+
+    def adam(self, step: int, part: float = 1.0) -> types.AdamParams:
+        """Step number `step`, from 0, with a part of the learning rate, which falls to a tenth on the way."""
+        decay = 1 - 0.9 * step / self.num_steps
+        return types.AdamParams(learning_rate=self.settings.learning_rate * part * decay)
+
+    def record(self, output: types.ForwardBackwardOutput, value: float) -> None:
+        """Note a finished step."""
+        self.points.append(
+            Point(
+                step=len(self.points) + 1,
+                cycle=int(output.metrics["clock_cycle:unique"]),
+                seconds=time.perf_counter() - self._started,
+                value=value,
+            )
+        )
+
+
+class Scribe(Tenant):
+    """Supervised fine-tuning: says clauses of 1611 in plainer English. Its loop is pipelined."""
+
+    name = "scribe"
+    task = "supervised: rewrite old clauses in plain English"
+    measure = "loss per token"
+
+    def __init__(self, service: ServiceClient, base_model: str, settings: Settings) -> None:
+        super().__init__(service, base_model, settings, settings.scribe_steps)
+        self._test = read_pairs("test")[: settings.test_pairs]
+
+    def prepare(self) -> None:
+        """Batches, and the loss on clauses that are never trained on."""
+        self._train = [self._pair(pair) for pair in read_pairs("train")]
+        self._order = endless(self._rng, len(self._train), self.settings.scribe_pairs, self.num_steps)
+        self._test_data = [self._pair(pair) for pair in self._test]
+        self.results["test_loss_start"] = self._test_loss()
+
+    def train(self) -> None:
+        """One step is submitted before the one before it is awaited."""
+        waiting: list[tuple[Any, list[types.Datum]]] = []
+        for step, indices in enumerate(self._order):
+            batch = [self._train[i] for i in indices]
+            waiting.append((self.training.forward_backward(batch, "cross_entropy"), batch))
+            self.training.optim_step(self.adam(step))
+            if len(waiting) > 1:
+                self._finish(*waiting.pop(0))
+        for future, batch in waiting:
+            self._finish(future, batch)
+
+    def _finish(self, future: Any, batch: list[types.Datum]) -> None:
+        output = future.result()
+        self.record(output, output.metrics["loss:sum"] / num_weighted(batch))
+
+    def conclude(self) -> None:
+        """Loss at the end, and on unseen clauses."""
+        self.results |= ends("loss", self.points)
+        self.results["test_loss_end"] = self._test_loss()
+        self.results["old_words_copied"] = sum(num_old_words(e.prompt) for e in self.examples)
+        self.results["old_words_end"] = sum(num_old_words(e.after) for e in self.examples)
+
+    def example_prompts(self) -> Sequence[str]:
+        """Unseen clauses."""
+        return [pair["prompt"] for pair in self._test[:: max(1, len(self._test) // 4)]][:4]
+
+    def some_data(self, num_pairs: int) -> list[types.Datum]:
+        """Training pairs, always the same."""
+        return self._train[:num_pairs]
+
+    def _pair(self, pair: dict[str, str]) -> types.Datum:
+        return self.datum(pair["prompt"], pair["completion"], weights=1.0)
+
+    def _test_loss(self) -> float:
+        output = self.training.forward(self._test_data, "cross_entropy").result()
+        return output.metrics["loss:sum"] / num_weighted(self._test_data)
+
+
+class Poet(Tenant):
+    """Reinforcement learning: writes lines whose words begin with S. On-policy: publish, sample, score, step."""
+
+    name = "poet"
+    task = "reinforcement: write lines whose words begin with S"
+    measure = "mean reward"
+    PROMPTS = ("And", "The", "Then", "He", "For", "But", "Now", "Let")
+
+    def __init__(self, service: ServiceClient, base_model: str, settings: Settings) -> None:
+        super().__init__(service, base_model, settings, settings.poet_steps)
+
+    def prepare(self) -> None:
+        """Prompts."""
+        self._prompts = [self.encode(prompt) for prompt in self.PROMPTS[: self.settings.poet_prompts]]
+        self._kl: list[float] = []
+
+    def train(self) -> None:
+        """On-policy steps: publish, sample, score, train."""
+        for step in range(self.num_steps):
+            sampler = self.training.save_weights_and_get_sampling_client()
+            groups = [
+                sampler.sample(
+                    types.ModelInput.from_ints(prompt),
+                    self.settings.poet_samples,
+                    types.SamplingParams(
+                        max_tokens=self.settings.poet_tokens,
+                        stop=[LINE_END],
+                        seed=self.settings.seed * 1_000_003 + step * 1_009 + index,
+                    ),
+                )
+                for index, prompt in enumerate(self._prompts)
+            ]
+            batch, rewards = [], []
+            for prompt, group in zip(self._prompts, groups, strict=True):
+                sequences = group.result().sequences
+                scores = np.array([reward(self.tokenizer.decode(sequence.tokens)) for sequence in sequences])
+                rewards += scores.tolist()
+                for sequence, advantage in zip(sequences, scores - scores.mean(), strict=True):
+                    batch.append(self.datum(prompt, sequence.tokens, logprobs=sequence.logprobs, advantages=advantage))
+            output = self.training.forward_backward(batch, "importance_sampling")
+            step_taken = self.training.optim_step(self.adam(step, 0.5))
+            self.record(output.result(), float(np.mean(rewards)))
+            self._kl.append(kl_sample_train(batch, output.result()))
+            step_taken.result()
+
+    def conclude(self) -> None:
+        """Reward, and how far sampler and trainer are apart."""
+        self.results |= ends("reward", self.points)
+        self.results["kl_sample_train_max"] = max(map(abs, self._kl))
+
+    def example_prompts(self) -> Sequence[str]:
+        """Beginnings of lines."""
+        return self.PROMPTS[:4]
+
+
+class Judge(Tenant):
+    """A loss of one's own: direct preference optimisation, for plain wording over old."""
+
+    name = "judge"
+    task = "custom loss (DPO): prefer plain wording to old"
+    measure = "preference margin"
+    BETA = 0.1
+    PROMPT_WORDS = 2
+
+    def __init__(self, service: ServiceClient, base_model: str, settings: Settings) -> None:
+        super().__init__(service, base_model, settings, settings.judge_steps)
+        self._test = [p for p in map(self._preference, read_pairs("test")) if p][: settings.test_pairs]
+
+    def prepare(self) -> None:
+        """Preferences, and the reference: log-probabilities before the first step."""
+        found = [p for p in map(self._preference, read_pairs("train")) if p]
+        steps = endless(self._rng, len(found), self.settings.judge_pairs, self.num_steps)
+        used = sorted({index for indices in steps for index in indices})
+        data = {index: self._two(found[index]) for index in used}
+        # An adapter begins as its base model, so before the first step it is its own reference.
+        flat = [datum for index in used for datum in data[index]]
+        logprobs = sums(flat, self.training.forward(flat, "cross_entropy").result())
+        self._data = data
+        self._reference = {index: logprobs[2 * at : 2 * at + 2] for at, index in enumerate(used)}
+        self._steps = steps
+        self._test_data = [datum for preference in self._test for datum in self._two(preference)]
+        self.results["accuracy_start"] = self._accuracy()
+
+    def train(self) -> None:
+        """Steps whose loss is computed here, between two passes in the pool."""
+        for step, indices in enumerate(self._steps):
+            batch = [datum for index in indices for datum in self._data[index]]
+            reference = np.concatenate([self._reference[index] for index in indices])
+            future = self.training.forward_backward_custom(batch, partial(self._dpo, reference))
+            self.training.optim_step(self.adam(step, 0.2))
+            self.record(future.result(), future.result().metrics["margin:mean"])
+
+    def _dpo(
+        self, data: list[types.Datum], logprobs: list[Any], reference: NDArray[Any]
+    ) -> tuple[Any, dict[str, float]]:
+        """Rafailov et al. 2023: -log sigmoid(beta (log-ratio of the chosen - log-ratio of the rejected))."""
+        import torch
+
+        weights = [datum.loss_fn_inputs["weights"].to_torch() for datum in data]
+        ratios = torch.stack([(p * w).sum() for p, w in zip(logprobs, weights, strict=True)]) - torch.tensor(reference)
+        margins = self.BETA * (ratios[0::2] - ratios[1::2])
+        loss = -torch.nn.functional.logsigmoid(margins).mean()
+        return loss, {
+            "margin:mean": float(margins.detach().mean()),
+            "accuracy:mean": float((margins > 0).float().mean()),
+        }
+
+    def conclude(self) -> None:
+        """Margin, and how often it is right about unseen clauses."""
+        self.results |= ends("margin", self.points)
+        self.results["accuracy_end"] = self._accuracy()
+
+    def example_prompts(self) -> Sequence[str]:
+        """Beginnings of unseen clauses."""
+        return list(dict.fromkeys(prompt for prompt, _, _ in self._test))[:4]
+
+    def _preference(self, pair: dict[str, str]) -> tuple[str, str, str] | None:
+        """Beginning, plain ending and old ending of a clause; None if they differ from the start."""
+        old, plain = pair["prompt"].split(" "), pair["completion"].split(" ")
+        start, prompt = self.PROMPT_WORDS, " ".join(old[: self.PROMPT_WORDS])
+        if old[:start] != plain[:start] or len(old) < start + 2:
+            return None
+        return prompt, " " + " ".join(plain[start:]), " " + " ".join(old[start:])
+
+    def _two(self, preference: tuple[str, str, str]) -> list[types.Datum]:
+        prompt, chosen, rejected = preference
+        return [self.datum(prompt, completion, weights=1.0) for completion in (chosen, rejected)]
+
+    def _accuracy(self) -> float:
+        """How often the plain ending of an unseen clause is likelier than the old one."""
+        logprobs = sums(self._test_data, self.training.forward(self._test_data, "cross_entropy").result())
+        return float(np.mean(logprobs[0::2] > logprobs[1::2]))
+
+
+TENANTS = (Scribe, Poet, Judge)
+
+
+@dataclass(frozen=True, slots=True)
+class LetterReward:
+    """The share of a line's words that are new and begin with a letter; lines below `words_min` words lose by it."""
+
+    letter: str = "s"
+    words_min: int = 6
+    pattern: re.Pattern[str] = field(default=re.compile(r"[a-z]+"))
+
+    def __call__(self, line: str) -> float:
+        """From 0 to 1."""
+        words = self.pattern.findall(line.lower())
+        return len({word for word in words if word.startswith(self.letter)}) / max(len(words), self.words_min)
+
+
+reward = LetterReward()
+
+
+def read_pairs(name: str) -> list[dict[str, str]]:
+    """Pairs of a clause and its rewriting."""
+    lines = (DATA / f"plain_english.{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def endless(rng: np.random.Generator, num_items: int, batch: int, num_steps: int) -> list[list[int]]:
+    """Batches of indices, epoch after epoch in new orders."""
+    num_epochs = -(-batch * num_steps // num_items)
+    order = np.concatenate([rng.permutation(num_items) for _ in range(num_epochs)])
+    return [order[step * batch : (step + 1) * batch].tolist() for step in range(num_steps)]
+
+
+def num_weighted(data: Sequence[types.Datum]) -> float:
+    """How many tokens count in a loss."""
+    return float(sum(datum.loss_fn_inputs["weights"].data.sum() for datum in data))
+
+
+def sums(data: Sequence[types.Datum], output: types.ForwardBackwardOutput) -> NDArray[np.float32]:
+    """Log-probability of each sequence's weighted part."""
+    weighted = zip(data, output.loss_fn_outputs, strict=True)
+    values = [float(o["logprobs"].data @ datum.loss_fn_inputs["weights"].data) for datum, o in weighted]
+    return np.array(values, np.float32)
+
+
+def kl_sample_train(data: Sequence[types.Datum], output: types.ForwardBackwardOutput) -> float:
+    """Mean over sampled tokens of (log-probability when sampled - log-probability when trained): 0 if both agree."""
+    differences = []
+    for datum, o in zip(data, output.loss_fn_outputs, strict=True):
+        sampled = datum.loss_fn_inputs["logprobs"].data
+        differences.append((sampled - o["logprobs"].data)[sampled != 0])
+    return float(np.concatenate(differences).mean())
+
+
+def ends(name: str, points: Sequence[Point], num: int = 3) -> dict[str, float]:
+    """Means of the first and of the last few steps."""
+    values = [point.value for point in points]
+    return {f"{name}_start": float(np.mean(values[:num])), f"{name}_end": float(np.mean(values[-num:]))}
