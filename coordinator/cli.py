@@ -134,8 +134,9 @@ def _serve_or_up(
 
     data_dir = _data_dir(data_dir)
     try:
+        coordinator_config = CoordinatorConfig(data_dir=data_dir, cycle_tokens_max=cycle_tokens)
         config = ServerConfig(
-            coordinator=CoordinatorConfig(data_dir=data_dir, cycle_tokens_max=cycle_tokens),
+            coordinator=coordinator_config,
             grpc=GrpcConfig(
                 host=host,
                 port=port,
@@ -143,6 +144,7 @@ def _serve_or_up(
                 tls_key=tls_key,
                 tls_client_ca=tls_client_ca,
                 allow_plaintext=allow_plaintext,
+                message_bytes_max=coordinator_config.limits.message_bytes_max,
             ),
             ready_file=ready_file,
             is_new_key_wanted=new_key,

@@ -21,7 +21,7 @@ from coordinator.coordinator import DEFAULT_TENANT, Coordinator
 from coordinator.core import DataDirInUse
 from coordinator.errors import ServiceError
 from coordinator.grpc_server import DoorError, GrpcConfig, GrpcDoor
-from tinkerpool.credentials import Credentials, credentials_file, read_credentials, write_credentials
+from tinkerpool.credentials import Credentials, credentials_file, kept_credentials, write_credentials
 from workers.pool import Pool, PoolStartError
 
 _log = logging.getLogger(__name__)
@@ -44,6 +44,13 @@ class ServerConfig:
     """Written when the pool is ready, removed when it stops; one is in the data directory in any case."""
     is_new_key_wanted: bool = False
     """Make another administrator's key and leave it in the credentials file."""
+
+    def __post_init__(self) -> None:
+        announced, taken = self.coordinator.limits.message_bytes_max, self.grpc.message_bytes_max
+        if announced != taken:
+            raise ValueError(
+                f"the coordinator announces {announced} bytes as the largest message, the door takes {taken}"
+            )
 
 
 class Server:
@@ -133,9 +140,8 @@ class Server:
                 "Others send it with every call, in the metadata 'authorization: Bearer <key>'.",
                 "More keys: tinkerpool key create TENANT",
             ]
-        with contextlib.suppress(ValueError):
-            found = read_credentials()
-            if found is not None and self._is_ours(found.api_key):
+        for found in kept_credentials():
+            if self._is_ours(found.api_key):
                 path = write_credentials(Credentials(url=self.url, api_key=found.api_key))
                 return [f"Its key is in {path}. More keys: tinkerpool key create TENANT"]
         return [

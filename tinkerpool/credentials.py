@@ -10,10 +10,12 @@ import contextlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FILE_NAME = "credentials.json"
+_KEPT_GLOB = "credentials.*.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,18 @@ def credentials_file() -> Path:
 
 def read_credentials() -> Credentials | None:
     """What a pool on this machine left, None if none did. Raises ValueError for a file that is not of ours."""
-    path = credentials_file()
+    return _read(credentials_file())
+
+
+def kept_credentials() -> Iterator[Credentials]:
+    """What `read_credentials` returns, then what other pools left before; files that are not ours are passed over."""
+    for path in (credentials_file(), *sorted(home().glob(_KEPT_GLOB))):
+        with contextlib.suppress(ValueError):
+            if (credentials := _read(path)) is not None:
+                yield credentials
+
+
+def _read(path: Path) -> Credentials | None:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         return Credentials(url=str(fields["url"]), api_key=str(fields["api_key"]))
@@ -51,7 +64,7 @@ def read_credentials() -> Credentials | None:
 
 
 def write_credentials(credentials: Credentials) -> Path:
-    """Write them for this user alone; returns the file. A file with another key is kept beside it, under a new name."""
+    """Write them for this user alone; returns the file. Another key that was there is kept in a file beside it."""
     path = credentials_file()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(ValueError):
@@ -63,6 +76,10 @@ def write_credentials(credentials: Credentials) -> Path:
         json.dump(asdict(credentials), file, indent=2)
         file.write("\n")
     Path(temporary).rename(path)
+    for kept in path.parent.glob(_KEPT_GLOB):
+        with contextlib.suppress(ValueError):
+            if (other := _read(kept)) is not None and other.api_key == credentials.api_key:
+                kept.unlink()
     return path
 
 

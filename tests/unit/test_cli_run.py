@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from coordinator import background
 from coordinator.background import READY_FILE, Serving, running_pid
 from coordinator.models import SHIPPED_DIR, resolve_model
 from tests.support.certificates import make_certificate
-from tests.support.serving import TOY, Terminal
+from tests.support.serving import ROOT, TOY, Terminal
 from tinkerpool.credentials import FILE_NAME
 
 
@@ -123,6 +125,38 @@ def test_what_cannot_work_is_one_sentence_before_anything_starts(
     assert done.stderr.startswith(f"Error: {sentence}"), done.stderr
     assert done.stderr.count("\n") == 1
     assert not terminal.data_dir.exists()
+
+
+def test_a_new_tenant_gets_in_with_its_key_until_it_is_revoked(terminal: Terminal) -> None:
+    with terminal.serve(*TOY):
+        key = terminal.run("key", "create", "alice").stdout.strip()
+        assert terminal.run("usage", TINKERPOOL_API_KEY=key).returncode == 0
+        refused = terminal.run("key", "list", TINKERPOOL_API_KEY=key)
+        assert (refused.returncode, "needs an administrator's key" in refused.stderr) == (1, True)
+        assert [line.split()[1] for line in terminal.run("key", "list").stdout.splitlines()[2:]] == ["default", "alice"]
+        assert terminal.run("key", "revoke", key).returncode == 0
+        refused = terminal.run("usage", TINKERPOOL_API_KEY=key)
+        assert (refused.returncode, "does not know the API key" in refused.stderr) == (1, True)
+        last = terminal.run("key", "revoke", json.loads((terminal.home / FILE_NAME).read_text())["api_key"])
+        assert (last.returncode, "the last administrator's key" in last.stderr) == (1, True)
+    log = (terminal.home / "serve.out").read_text()
+    assert key.rpartition("_")[2] not in log
+
+
+def test_watch_ends_quietly_at_ctrl_c(terminal: Terminal) -> None:
+    with terminal.serve(*TOY):
+        watch = subprocess.Popen(
+            [sys.executable, "-m", "tinkerpool.cli", "watch"],
+            env=terminal.environment,
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert watch.stderr is not None
+        assert watch.stderr.readline().startswith("Watching http://127.0.0.1:")
+        watch.send_signal(signal.SIGINT)
+        assert (watch.wait(20), watch.stderr.read()) == (0, "\n")
+        watch.stderr.close()
 
 
 def test_a_pool_with_tls_is_reached_by_those_who_trust_its_certificate(terminal: Terminal, tmp_path: Path) -> None:

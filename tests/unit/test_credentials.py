@@ -3,7 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from tinkerpool.credentials import Credentials, credentials_file, read_credentials, write_credentials
+from tinkerpool.credentials import (
+    Credentials,
+    credentials_file,
+    kept_credentials,
+    read_credentials,
+    write_credentials,
+)
 
 MINE = Credentials(url="http://127.0.0.1:7600", api_key="tp_mine")
 
@@ -33,6 +39,15 @@ def test_the_same_key_at_a_new_address_replaces_the_old() -> None:
     write_credentials(Credentials(url="http://127.0.0.1:1", api_key=MINE.api_key))
     write_credentials(MINE)
     assert [path.name for path in credentials_file().parent.iterdir()] == ["credentials.json"]
+
+
+def test_a_key_that_was_kept_is_found_and_put_back_without_leaving_a_copy() -> None:
+    other = Credentials(url="http://elsewhere", api_key="tp_other")
+    for credentials in (MINE, other, MINE, other, MINE):
+        write_credentials(credentials)
+        assert read_credentials() == credentials
+    assert list(kept_credentials()) == [MINE, other]
+    assert len(list(credentials_file().parent.iterdir())) == 2
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"url": "x"}', "\xff"])

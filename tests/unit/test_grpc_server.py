@@ -318,6 +318,14 @@ async def test_a_port_in_use_is_an_error_that_names_the_port() -> None:
     await first.stop(0)
 
 
+async def test_two_doors_never_share_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.grpc_server._check_free", lambda host, port: None)
+    first = GrpcDoor(GrpcConfig(port=0))
+    first.bind()
+    with pytest.raises(DoorError, match=str(first.port)):
+        GrpcDoor(GrpcConfig(port=first.port)).bind()
+
+
 async def test_an_address_that_is_not_ours_is_an_error() -> None:
     with pytest.raises(DoorError, match=r"cannot listen on port 7600 of 192\.0\.2\.1"):
         GrpcDoor(GrpcConfig(host="192.0.2.1", allow_plaintext=True)).bind()

@@ -141,6 +141,16 @@ async def test_a_lost_key_is_said_and_a_new_one_is_made_only_when_asked_for(star
     assert credentials_file().with_name("credentials.1.json").exists()
 
 
+async def test_two_pools_of_one_user_find_their_own_keys_again(start: Start, tmp_path: Path) -> None:
+    keys = []
+    for name in ("a", "b", "a", "b"):
+        running = await start(data_dir=tmp_path / name)
+        keys.append(left().api_key)
+        assert (await status(left().url, left().api_key)).epoch == len(keys) // 2 + len(keys) % 2
+        await end(running.task)
+    assert keys[:2] == keys[2:]
+
+
 async def test_the_ready_files_are_there_exactly_while_it_serves(start: Start, data_dir: Path, tmp_path: Path) -> None:
     ready_file = tmp_path / "deep" / "ready.json"
     running = await start(ready_file=ready_file)
