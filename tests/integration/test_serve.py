@@ -1,0 +1,72 @@
+"""`tinkerpool serve` with the real engine and the shipped model: one terminal starts it, another one uses it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from coordinator.cli import EXAMPLE
+from coordinator.models import DEFAULT_MODEL
+from tests.support.serving import Terminal
+
+LOCAL = ("--pool", "local", "--port", "0", "--threads", "1")
+RAY = ("--pool", "ray", "--port", "0", "--threads", "1", "--cpus", "0.5")
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Terminal:
+    return Terminal(tmp_path / "home")
+
+
+def run_example(terminal: Terminal) -> dict[str, float]:
+    """The metrics that the program that `tinkerpool up` suggests prints."""
+    done = terminal.python("-c", EXAMPLE.format(model=DEFAULT_MODEL), timeout_s=90)
+    assert done.returncode == 0, done.stderr
+    metrics: dict[str, float] = json.loads(done.stdout.splitlines()[-1].replace("'", '"'))
+    return metrics
+
+
+def usage(terminal: Terminal) -> dict[str, dict[str, str]]:
+    rows = json.loads(terminal.run("usage", "--json").stdout)["rows"]
+    return {row["kind"]: row for row in rows}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_suggested_program_trains_on_a_local_pool_and_its_state_survives_a_restart(terminal: Terminal) -> None:
+    with terminal.serve(*LOCAL, timeout_s=90) as (process, _):
+        first = run_example(terminal)
+        assert first["loss:sum"] > 0
+        assert first["clock_cycle:unique"] >= 1
+        assert int(usage(terminal)["forward_backward"]["num_tokens"]) > 0
+        status = terminal.run("status").stdout
+        assert "default +step" in status
+        process.terminate()
+        assert process.wait(60) == 0
+    (terminal.home / "ready.json").unlink(missing_ok=True)
+    with terminal.serve(*LOCAL, timeout_s=90):
+        [adapter] = json.loads(terminal.run("adapter", "list", "--json").stdout)["adapters"]
+        assert (adapter["base_model"], adapter["applied_seq"]) == (DEFAULT_MODEL, "2")
+        assert usage(terminal)["optim_step"]["num_operations"] == "1"
+        # Another adapter with the same seed, on another life of the pool, and the same numbers to the last bit.
+        assert run_example(terminal)["loss:sum"] == first["loss:sum"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.ray
+def test_a_pool_started_in_the_background_runs_its_workers_in_processes_of_their_own(terminal: Terminal) -> None:
+    up = terminal.run("up", *RAY, "--workers", "2", timeout_s=110)
+    assert up.returncode == 0, up.stderr
+    try:
+        assert run_example(terminal)["loss:sum"] > 0
+        workers = json.loads(terminal.run("status", "--json").stdout)["workers"]
+        pids = {int(worker["pid"]) for worker in workers}
+        assert len(pids) == 2
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    finally:
+        down = terminal.run("down")
+    assert down.returncode == 0, down.stderr
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
