@@ -71,8 +71,9 @@ _CLIENTS = {
     "TrainingClient": "tinkerpool.client.training_client",
 }
 
+if not TYPE_CHECKING:  # or a type checker would believe any name
 
-def __getattr__(name: str) -> Any:
-    if name in _CLIENTS:
-        return getattr(importlib.import_module(_CLIENTS[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _CLIENTS:
+            return getattr(importlib.import_module(_CLIENTS[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

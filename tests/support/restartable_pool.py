@@ -1,0 +1,81 @@
+"""A coordinator over toy engines behind a real gRPC door, that a test stops and starts again under its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from coordinator.grpc_server import GrpcConfig, GrpcDoor
+from tests.support.toy_pool import ToyPool, running_pool
+
+T = TypeVar("T")
+
+
+class RestartablePool:
+    """Lives on a thread of its own. Comes back at the same port and on the same data."""
+
+    def __init__(self, data_dir: Path, **options: Any) -> None:
+        self._data_dir = data_dir
+        self._options = options
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._parts = AsyncExitStack()
+        self._keys: dict[str, str] = {}
+        self._port = 0
+        self.pool: ToyPool
+
+    @property
+    def url(self) -> str:
+        """Where clients find it."""
+        return f"http://127.0.0.1:{self._port}"
+
+    def key(self, tenant: str = "alice") -> str:
+        """A tenant's API key."""
+        if tenant not in self._keys:
+            self._keys[tenant], _ = self._run(self.pool.coordinator.authenticator.create_key(tenant))
+        return self._keys[tenant]
+
+    def start(self) -> None:
+        """Start, or start again."""
+        self._run(self._start())
+
+    def stop(self) -> None:
+        """Stop serving, then stop the coordinator."""
+        self._run(self._parts.aclose())
+
+    def close(self) -> None:
+        """End the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    async def _start(self) -> None:
+        self._parts = AsyncExitStack()
+        self.pool = await self._parts.enter_async_context(running_pool(self._data_dir, **self._options))
+        coordinator = self.pool.coordinator
+        door = GrpcDoor(GrpcConfig(port=self._port))
+        door.bind()
+        await door.start(coordinator.service, coordinator.authenticator.authenticate, coordinator.health)
+        self._parts.push_async_callback(door.stop, 0)
+        self._port = door.port
+
+
+@contextmanager
+def restartable_pool(data_dir: Path, **options: Any) -> Iterator[RestartablePool]:
+    """A running one; `options` are those of `running_pool`."""
+    pool = RestartablePool(data_dir, **options)
+    pool.start()
+    try:
+        yield pool
+    finally:
+        pool.stop()
+        pool.close()

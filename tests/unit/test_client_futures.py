@@ -1,0 +1,156 @@
+"""Futures and streams, for threads and for coroutines on any loop."""
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from tinkerpool.client import futures
+from tinkerpool.client.background import BackgroundLoop, shared_loop
+from tinkerpool.errors import ClientClosed
+
+
+async def later(value: Any, delay_s: float = 0.02) -> Any:
+    await asyncio.sleep(delay_s)
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+def start(value: Any, delay_s: float = 0.02, **options: Any) -> futures.APIFuture[Any]:
+    return futures.start(shared_loop(), later(value, delay_s), **options)
+
+
+def test_a_result_can_be_taken_again_and_again() -> None:
+    future = start(5)
+    assert future.result() == future.result(0) == asyncio.run(future.result_async()) == 5
+
+
+def test_an_error_is_raised_at_every_taking() -> None:
+    future = start(KeyError("x"))
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            future.result()
+
+
+def test_running_out_of_time_does_not_stop_the_work() -> None:
+    future = start(5, 0.2)
+    with pytest.raises(TimeoutError):
+        future.result(0.01)
+    assert future.result() == 5
+
+
+async def test_futures_are_awaited_on_the_users_loop() -> None:
+    assert await start(5) == 5
+    first, second = await asyncio.gather(start(1), start(2))
+    assert (first, second) == (1, 2)
+    with pytest.raises(KeyError):
+        await start(KeyError())
+
+
+def test_one_future_is_awaited_on_several_loops() -> None:
+    future = start(5, 0.1)
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        results = [threads.submit(lambda: asyncio.run(future.result_async())) for _ in range(4)]
+    assert [result.result() for result in results] == [5] * 4
+
+
+async def test_cancelling_a_wait_leaves_training_alone() -> None:
+    future = start(5, 0.2)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(future.result_async(), 0.01)
+    with pytest.raises(TimeoutError):
+        await future.result_async(0.01)
+    assert not future.cancel()
+    assert await future == 5
+
+
+async def test_an_abandoned_error_makes_no_noise() -> None:
+    future = start(KeyError(), 0.05)
+    with pytest.raises(TimeoutError):
+        await future.result_async(0.01)
+    await asyncio.sleep(0.1)
+
+
+async def test_cancelling_a_wait_cancels_what_may_be_cancelled() -> None:
+    cancelled = threading.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    future = futures.start(shared_loop(), work(), is_cancellable=True)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(future.result_async(), 0.05)
+    assert await asyncio.to_thread(cancelled.wait, 5)
+    other = futures.start(shared_loop(), work(), is_cancellable=True)
+    assert other.cancel()
+    assert other.done()
+
+
+def test_blocking_on_the_clients_own_thread_says_so_instead_of_hanging() -> None:
+    background = shared_loop()
+
+    async def block() -> None:
+        start(5).result()
+
+    with pytest.raises(RuntimeError, match="client's own thread"):
+        background.submit(block()).result(5)
+
+
+def test_work_starts_in_the_order_of_submission() -> None:
+    order: list[int] = []
+
+    async def note(i: int) -> None:
+        order.append(i)
+
+    for future in [futures.start(shared_loop(), note(i)) for i in range(200)]:
+        future.result()
+    assert order == list(range(200))
+
+
+def test_a_standard_future_is_there_for_other_libraries() -> None:
+    assert concurrent.futures.wait([start(5).future()], timeout=5).not_done == set()
+
+
+async def numbers(count: int) -> AsyncGenerator[int, None]:
+    for i in range(count):
+        await asyncio.sleep(0)
+        yield i
+    if count == 2:
+        raise KeyError
+
+
+def stream(count: int) -> futures.BackgroundStream[int]:
+    return futures.BackgroundStream(shared_loop(), lambda: numbers(count))
+
+
+def test_streams_are_read_by_threads() -> None:
+    assert list(stream(3)) == [0, 1, 2]
+    items = stream(2)
+    assert [next(items), next(items)] == [0, 1]
+    with pytest.raises(KeyError):
+        next(items)
+
+
+async def test_streams_are_read_by_coroutines() -> None:
+    assert [i async for i in stream(3)] == [0, 1, 2]
+
+
+def test_a_loop_that_has_ended_refuses_work_and_ends_what_ran() -> None:
+    background = BackgroundLoop()
+    running = futures.start(background, later(5, 10))
+    time.sleep(0.01)
+    background.stop()
+    background.stop()
+    with pytest.raises(concurrent.futures.CancelledError):
+        running.result(1)
+    with pytest.raises(ClientClosed, match="another process"):
+        futures.start(background, later(5))
