@@ -35,8 +35,12 @@ import tinkerpool
 client = tinkerpool.ServiceClient().create_lora_training_client("{model}", rank=8)
 tokens = client.get_tokenizer().encode("The LORD is my shepherd; I shall not want.")
 datum = tinkerpool.Datum(tokens[:-1], {{"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}})
-step = client.train_step([datum], "cross_entropy", tinkerpool.AdamParams(learning_rate=1e-3))
-print(step.result().forward_backward.metrics)
+adam = tinkerpool.AdamParams(learning_rate=1e-2)
+steps = [client.train_step([datum], "cross_entropy", adam) for _ in range(10)]
+print([round(step.result().forward_backward.metrics["loss:sum"], 3) for step in steps])
+sampler = client.save_weights_and_get_sampling_client()
+prompt, params = tinkerpool.ModelInput.from_ints(tokens[:3]), tinkerpool.SamplingParams(max_tokens=12, temperature=0.0)
+print(client.get_tokenizer().decode(sampler.sample(prompt, 1, params).result().sequences[0].tokens))
 """
 """A first program, to paste into Python."""
 

@@ -67,7 +67,7 @@ class Server:
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then finish what runs and return; the same signal again kills.
 
-        Raises StartError, and what makes going on unsafe.
+        Raises StartError, and what makes going on unsafe; anything else is a fault of ours.
         """
         stopping = asyncio.Event()
         with _signals(stopping) as take_signals:
@@ -87,7 +87,7 @@ class Server:
             return await _before(stopping.wait(), self._start())
         except (DoorError, DataDirInUse, PoolStartError) as error:
             raise StartError(str(error)) from error
-        except Exception as error:
+        except OSError as error:
             raise StartError(f"the pool cannot start: {error}") from error
 
     async def _start(self) -> None:

@@ -218,7 +218,7 @@ async def test_a_signal_while_it_starts_stops_it(data_dir: Path) -> None:
 async def test_what_keeps_the_pool_from_starting_is_said(data_dir: Path) -> None:
     class BrokenPool(LocalPool):
         async def start(self) -> None:
-            raise RuntimeError("no such model")
+            raise OSError("no such model")
 
     config = ServerConfig(coordinator=CoordinatorConfig(data_dir=data_dir), grpc=GrpcConfig(port=0))
     with pytest.raises(StartError, match="cannot start: no such model"):
