@@ -119,47 +119,44 @@ class Run:
         return part if len(self.adapters) == 1 else part.view(len(self.adapters), self.length, -1)
 
     def views(self, group: int) -> GroupViews | None:
-        """Weights of the run's adapters, and their gradients in so far as they are views (consecutive slots)."""
+        """The adapters' A (G * R, D) and B^T (R, F) in a group; of several (S, ...), copied if the slots have gaps."""
         if len(self.adapters) == 1:
             return self.adapters[0].groups[group]
         slab = self.adapters[0].slab[group]
         if slab is None:
             return None
+        rows = self._rows()
+        if isinstance(rows, slice):
+            return GroupViews(A=slab.A[rows], Bs=tuple(B[rows] for B in slab.Bs), A_grad=None, B_grads=())
+        Bs = tuple(B.index_select(0, rows) for B in slab.Bs)
+        return GroupViews(A=slab.A.index_select(0, rows), Bs=Bs, A_grad=None, B_grads=())
+
+    def add_gradients(self, group: int, dA: Tensor, dBs: Sequence[Tensor]) -> None:
+        """Add to the adapters' gradients; shapes as in `views`."""
+        if len(self.adapters) == 1:
+            own = self.adapters[0].groups[group]
+            assert own is not None
+            assert own.A_grad is not None, "a row that is only sampled from has no gradient"
+            own.A_grad.add_(dA)
+            for B_grad, dB in zip(own.B_grads, dBs, strict=True):
+                B_grad.add_(dB)
+            return
+        slab, rows = self.adapters[0].slab[group], self._rows()
+        assert slab is not None
+        assert slab.A_grad is not None, "a row that is only sampled from has no gradient"
+        for gradient, value in zip((slab.A_grad, *slab.B_grads), (dA, *dBs), strict=True):
+            if isinstance(rows, slice):
+                gradient[rows].add_(value)
+            else:
+                gradient.index_add_(0, rows, value)
+
+    def _rows(self) -> slice | Tensor:
+        """The adapters' rows of their slab: a slice if they are consecutive, else indices (S,)."""
         first, last = self.adapters[0].slot, self.adapters[-1].slot + 1
         if last - first == len(self.adapters):
-            return GroupViews(
-                A=slab.A[first:last],
-                Bs=tuple(B[first:last] for B in slab.Bs),
-                A_grad=None if slab.A_grad is None else slab.A_grad[first:last],
-                B_grads=tuple(B_grad[first:last] for B_grad in slab.B_grads),
-            )
-        slots = self.slots()
-        return GroupViews(
-            A=slab.A.index_select(0, slots),
-            Bs=tuple(B.index_select(0, slots) for B in slab.Bs),
-            A_grad=None if slab.A_grad is None else slab.A_grad.index_select(0, slots),
-            B_grads=tuple(B_grad.index_select(0, slots) for B_grad in slab.B_grads),
-        )
-
-    def slots(self) -> Tensor:
-        """Slots of the adapters, (S,) int64."""
-        return torch.tensor([adapter.slot for adapter in self.adapters], device=self._device())
-
-    def put_back(self, group: int, views: GroupViews) -> None:
-        """Write gradients that `views` had to copy to the slab again."""
-        slab = self.adapters[0].slab[group]
-        assert slab is not None
-        assert slab.A_grad is not None
-        assert views.A_grad is not None
-        if len(self.adapters) == 1 or views.A_grad.data_ptr() == slab.A_grad[self.adapters[0].slot].data_ptr():
-            return
-        slots = self.slots()
-        slab.A_grad.index_copy_(0, slots, views.A_grad)
-        for B_grad, copy in zip(slab.B_grads, views.B_grads, strict=True):
-            B_grad.index_copy_(0, slots, copy)
-
-    def _device(self) -> torch.device:
-        return next(views.A.device for views in self.adapters[0].groups if views is not None)
+            return slice(first, last)
+        device = next(views.A.device for views in self.adapters[0].slab if views is not None)
+        return torch.tensor([adapter.slot for adapter in self.adapters], device=device)
 
 
 class Routing:
@@ -293,8 +290,10 @@ class LinearGroup:
         for part in saved:
             run = part.run
             dx_rows = None if dx is None else run.rows(dx)
-            backward_segments(run.rows(x), [run.rows(dy) for dy in dys], dx_rows, part)
-            run.put_back(self.shape.index, part.views)
+            dA, dBs = backward_segments(
+                run.rows(x), [run.rows(dy) for dy in dys], dx_rows, part.xa, part.views, run.adapters[0].scaling
+            )
+            run.add_gradients(self.shape.index, dA, dBs)
 
 
 def forward_segments(x: Tensor, ys: Sequence[Tensor], views: GroupViews, scaling: float) -> Tensor:
@@ -311,23 +310,26 @@ def forward_segments(x: Tensor, ys: Sequence[Tensor], views: GroupViews, scaling
     return xa
 
 
-def backward_segments(x: Tensor, dys: Sequence[Tensor], dx: Tensor | None, saved: Saved) -> None:
-    """Add dA and dB to the gradients, and to dx (N, D) if given. Shapes as in `forward_segments`.
+def backward_segments(
+    x: Tensor, dys: Sequence[Tensor], dx: Tensor | None, xa: Tensor, views: GroupViews, scaling: float
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns dA (G * R, D) and per linear dB^T (R, F), and adds to dx (N, D) if given. Else as `forward_segments`.
 
     With y = s x A^T B^T:  dB^T = (s x A^T)^T dy,  dA = (s dy B)^T x,  dx = (s dy B) A.
     """
-    views, xa, scaling = saved.views, saved.xa, saved.run.adapters[0].scaling
-    assert views.A_grad is not None, "a row that is only sampled from has no gradient"
-    num_linears = len(dys)
-    dxa = torch.empty_like(xa, memory_format=torch.contiguous_format)  # (N, G * R)
-    dparts = (dxa,) if num_linears == 1 else dxa.chunk(num_linears, dim=-1)
-    parts = (xa,) if num_linears == 1 else xa.chunk(num_linears, dim=-1)
-    for dy, dpart, part, B, B_grad in zip(dys, dparts, parts, views.Bs, views.B_grads, strict=True):
+    rank = views.Bs[0].shape[-2]
+    parts = (xa,) if len(dys) == 1 else xa.split(rank, dim=-1)  # (N, R) each
+    dparts, dBs = [], []
+    for dy, part, B in zip(dys, parts, views.Bs, strict=True):
+        dpart = dy.new_empty(part.shape)
         _multiply(dpart, dy, B.transpose(-2, -1), scaling)
-        _add_product(B_grad, part.transpose(-2, -1), dy)
-    _add_product(views.A_grad, dxa.transpose(-2, -1), x)
+        dparts.append(dpart)
+        dBs.append(part.transpose(-2, -1) @ dy)
+    dxa = dparts[0] if len(dparts) == 1 else torch.cat(dparts, dim=-1)  # (N, G * R)
+    dA = dxa.transpose(-2, -1) @ x
     if dx is not None:
         _add_product(dx, dxa, views.A)
+    return dA, dBs
 
 
 def _multiply(out: Tensor, left: Tensor, right: Tensor, scaling: float) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from workers.lora import AdapterViews, GroupViews, Run, Saved, backward_segments, forward_segments
+from workers.lora import AdapterViews, GroupViews, Run, backward_segments, forward_segments
 
 ROWS_MIN_CANDIDATES = (16, 32, 48, 64, 96, 128, 192, 240)
 MULTIPLES = (1, 2, 3, 4, 5, 7, 8, 11, 16)
@@ -84,14 +84,13 @@ def _batch_equals_singles(weight: Tensor, rank: int, length: int) -> bool:
         views = GroupViews(
             A=As[segments].squeeze(0),
             Bs=(Bs[segments, :, :d_out].squeeze(0),),
-            A_grad=As[segments].clone().squeeze(0),
-            B_grads=(Bs[segments].clone()[..., :d_out].squeeze(0),),
+            A_grad=None,
+            B_grads=(),
         )
         y, dx = dy.clone(), x.clone()
         xa = forward_segments(run.rows(x), [run.rows(y)], views, 2.0)
-        backward_segments(run.rows(x), [run.rows(dy)], run.rows(dx), Saved(run, views, xa))
-        results = [run.rows(y), run.rows(dx), views.A_grad, views.B_grads[0]]
-        return [result.view(len(run.adapters), *result.shape[-2:]) for result in results if result is not None]
+        dA, (dB,) = backward_segments(run.rows(x), [run.rows(dy)], run.rows(dx), xa, views, 2.0)
+        return [result.view(len(run.adapters), *result.shape[-2:]) for result in (run.rows(y), run.rows(dx), dA, dB)]
 
     for start in (0, 1):
         together = compute(start, slice(0, num))
