@@ -16,6 +16,7 @@
     │   ├── Cancelled
     │   ├── DataLoss
     │   └── InternalError                   every other code: INTERNAL, UNKNOWN, ...
+    ├── OrderBroken                         an earlier refusal keeps a training client from going on
     └── OperationFailed                     the service accepted an operation, and it ended in an error
 
 What can succeed later is retried by the client and never raised, except while no service was ever reached: then
@@ -64,6 +65,10 @@ class ConfigurationError(TinkerpoolError, ValueError):
 
 class ClientClosed(TinkerpoolError):
     """The client was closed before the answer came."""
+
+
+class OrderBroken(TinkerpoolError):
+    """This training client lost its place in the adapter's order; `ServiceClient.get_training_client` goes on."""
 
 
 class ApiError(TinkerpoolError):

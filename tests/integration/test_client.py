@@ -183,6 +183,9 @@ def test_a_second_writer_is_told_the_place_that_is_next(service: ServiceClient) 
     with pytest.raises(errors.AlreadyExists) as raised:
         second.optim_step(AdamParams(learning_rate=2)).result(10)
     assert raised.value.metadata["expected_seq"] == "2"
+    with pytest.raises(errors.OrderBroken):
+        second.optim_step(AdamParams(learning_rate=2)).result(10)
+    service.get_training_client(first.model_id).optim_step(AdamParams(learning_rate=2)).result(10)
 
 
 def test_checkpoints_are_saved_loaded_listed_exported_and_deleted(service: ServiceClient, tmp_path: Path) -> None:

@@ -135,6 +135,19 @@ def test_a_refusal_comes_out_of_its_own_future_only(pool: FakePool, client: Trai
     assert client.optim_step().result(5).metrics == {"grad_norm:last": 1}
 
 
+@pytest.mark.parametrize("code", [errors.Code.ALREADY_EXISTS, errors.Code.UNAUTHENTICATED, errors.Code.INTERNAL])
+def test_after_a_refusal_that_took_no_place_nothing_waits_for_ever(
+    pool: FakePool, client: TrainingClient, code: errors.Code
+) -> None:
+    pool.faults = {"OptimStep": [errors.api_error(code, "no", reason="WHY")]}
+    with pytest.raises(errors.ApiError, match="no"):
+        client.optim_step().result(5)
+    for _ in range(2):
+        with pytest.raises(errors.OrderBroken, match=f"get_training_client.*{code.name}"):
+            client.optim_step().result(5)
+    assert len(pool.requests("OptimStep")) == 1
+
+
 def test_a_failed_operation_says_why_and_which(pool: FakePool, client: TrainingClient) -> None:
     name = f"{MODEL_ID}:1"
     error = operations_pb2.OperationError(code=9, reason="GRADIENT_WINDOW_CLOSED", message="operation 7 failed")

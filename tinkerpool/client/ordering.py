@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from tinkerpool.client.connection import Connection
 from tinkerpool.client.futures import APIFuture
 from tinkerpool.client.methods import RequestT, ResponseT, Unary
+from tinkerpool.errors import AlreadyExists, ApiError, InternalError, OrderBroken, PermissionDenied, Unauthenticated
 from tinkerpool.v1 import operations_pb2
 
 T = TypeVar("T")
@@ -56,10 +57,15 @@ class SendWindow:
 
 
 class AdapterOrder:
-    """Gives out places and sends what takes them. Only `take` is called from the user's threads."""
+    """Gives out places and sends what takes them. Only `take` is called from the user's threads.
+
+    A refusal that leaves the place open, or shows that another client writes to the adapter, ends it: what came later
+    would wait for that place, or be mixed with the other's steps.
+    """
 
     def __init__(self, connection: Connection, next_seq: int) -> None:
         self._connection = connection
+        self._broken_by: ApiError | None = None
         self._lock = threading.Lock()
         self._next_seq = next_seq
         self._window = SendWindow(next_seq)
@@ -74,11 +80,20 @@ class AdapterOrder:
     async def send(
         self, method: Unary[RequestT, ResponseT], request: RequestT, seq: int, *, num_seqs: int = 1
     ) -> ResponseT:
-        """Send one request at its place until the service has taken it. Raises ApiError for a refusal."""
+        """Send one request at its place until the service has taken it. Raises ApiError for a refusal, OrderBroken."""
         request.seq = seq  # type: ignore[attr-defined]  # every request with a place has it
         try:
             await self._window.enter(seq)
+            if self._broken_by is not None:
+                raise OrderBroken(
+                    f"an earlier request was refused and took no place, so that this one, {seq}, cannot follow it; go "
+                    f"on with ServiceClient.get_training_client. The refusal was: {self._broken_by}"
+                )
             return await self._connection.call(method, request)
+        except ApiError as error:
+            if _leaves_a_gap(error) and self._broken_by is None:
+                self._broken_by = error
+            raise
         finally:
             self._window.leave(seq, num_seqs)
 
@@ -90,3 +105,9 @@ class AdapterOrder:
         """Send one request and wait until its operation has succeeded. Raises ApiError, OperationFailed."""
         response = await self.send(method, request, seq)
         return await self.outcome(response.operation)  # type: ignore[attr-defined]  # every such response has it
+
+
+def _leaves_a_gap(error: ApiError) -> bool:
+    """Whether the refused place stays open, or belongs to another client. Other refusals are recorded as failed."""
+    is_foreign = "expected_seq" in error.metadata
+    return is_foreign or isinstance(error, AlreadyExists | InternalError | PermissionDenied | Unauthenticated)

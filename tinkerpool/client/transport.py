@@ -6,6 +6,7 @@ Tests put a fake in its place.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -22,6 +23,8 @@ SEND_BYTES_MAX = 64 << 20
 """Largest request."""
 RECEIVE_BYTES_MAX = 256 << 20
 """Largest response."""
+CALLS_MAX = 256
+"""Calls under way at a time, streams aside; more wait their turn. The service refuses more than 1,000 of both."""
 DEFAULT_PORT = 7600
 
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
@@ -84,15 +87,17 @@ class GrpcTransport:
         self._metadata = (("authorization", f"Bearer {api_key}"),)
         self._channel: grpc.aio.Channel | None = None
         self._calls: dict[str, Any] = {}
+        self._turns = asyncio.Semaphore(CALLS_MAX)
 
     async def call(self, method: Unary[RequestT, ResponseT], request: RequestT, *, timeout_s: float) -> ResponseT:
         """As in Transport; UNAVAILABLE at once if nobody listens."""
-        call = self._callable(method)
-        try:
-            response: ResponseT = await call(request, timeout=timeout_s, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise self._api_error(error) from None
-        return response
+        async with self._turns:
+            call = self._callable(method)
+            try:
+                response: ResponseT = await call(request, timeout=timeout_s, metadata=self._metadata)
+            except grpc.aio.AioRpcError as error:
+                raise self._api_error(error) from None
+            return response
 
     async def stream(
         self, method: ServerStream[RequestT, ResponseT], request: RequestT
