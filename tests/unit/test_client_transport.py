@@ -1,7 +1,9 @@
 """The gRPC side of the seam, against a real door with a fake service; and the table of methods against the contract."""
 
 import asyncio
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -138,3 +140,24 @@ def test_a_client_waits_for_a_full_queue_over_the_wire(url: str, service: FakeSe
 def test_a_wrong_key_is_said_at_the_first_call(url: str) -> None:
     with ServiceClient(url, "wrong") as client, pytest.raises(errors.Unauthenticated):
         client.create_lora_training_client()
+
+
+def test_closing_ends_what_is_under_way(url: str, service: FakeService) -> None:
+    async def never(principal: object, request: object) -> Any:
+        await asyncio.sleep(60)
+
+    async def no_cycles(principal: object, request: object) -> Any:
+        await asyncio.sleep(60)
+        yield pool_pb2.WatchCyclesResponse()
+
+    service.answers |= {"get_usage": never, "watch_cycles": no_cycles}
+    client = ServiceClient(url, KEY)
+    rest = client.create_rest_client()
+    call = rest.get_usage()
+    with ThreadPoolExecutor(1) as thread:
+        cycles = thread.submit(next, rest.watch_cycles())
+        time.sleep(0.2)
+        client.close()
+        for future in (call.future(), cycles):
+            with pytest.raises(errors.ClientClosed):
+                future.result(5)

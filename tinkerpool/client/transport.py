@@ -17,7 +17,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from tinkerpool.client.methods import RequestT, ResponseT, ServerStream, Unary
-from tinkerpool.errors import ApiError, Code, ConfigurationError, api_error
+from tinkerpool.errors import ApiError, ClientClosed, Code, ConfigurationError, api_error
 
 SEND_BYTES_MAX = 64 << 20
 """Largest request."""
@@ -97,6 +97,9 @@ class GrpcTransport:
                 response: ResponseT = await call(request, timeout=timeout_s, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
                 raise self._api_error(error) from None
+            except asyncio.CancelledError:
+                _raise_if_closed()
+                raise
             return response
 
     async def stream(
@@ -109,6 +112,9 @@ class GrpcTransport:
                 yield response
         except grpc.aio.AioRpcError as error:
             raise self._api_error(error) from None
+        except asyncio.CancelledError:
+            _raise_if_closed()
+            raise
         finally:
             call.cancel()
 
@@ -155,3 +161,10 @@ class GrpcTransport:
             message = f"{message} (at {self._target})"
         number: int = error.code().value[0]
         return api_error(Code.of(number), message, reason=reason, metadata=metadata, retry_delay_s=retry_delay_s)
+
+
+def _raise_if_closed() -> None:
+    """A call that was cancelled although its task was not: the channel was closed under it."""
+    task = asyncio.current_task()
+    if task is not None and not task.cancelling():
+        raise ClientClosed("the client was closed before the answer came") from None
