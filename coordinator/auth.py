@@ -82,18 +82,20 @@ class Authenticator:
         row = self._store.read_one(f"{_SELECT} WHERE k.key_id = ?", (key_id,))
         if row is None:
             raise not_found("API key", key_id)
-        others = [r for r in self.list_keys() if r["is_admin"] and r["revoked_at"] is None and r["key_id"] != key_id]
-        if row["is_admin"] and row["revoked_at"] is None and not others:
+        self._rows.pop(key_id, None)
+        num_revoked = await self._store.execute(
+            "UPDATE api_keys SET revoked_at = COALESCE(revoked_at, ?) WHERE key_id = ? AND (NOT is_admin OR"
+            " revoked_at IS NOT NULL OR EXISTS (SELECT 1 FROM api_keys other WHERE other.is_admin"
+            " AND other.revoked_at IS NULL AND other.key_id != api_keys.key_id))",
+            (self._wall(), key_id),
+        )
+        self._rows.pop(key_id, None)
+        if not num_revoked:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
                 "LAST_ADMIN_KEY",
                 "this is the last administrator's key: create another one first",
             )
-        self._rows.pop(key_id, None)
-        await self._store.execute(
-            "UPDATE api_keys SET revoked_at = COALESCE(revoked_at, ?) WHERE key_id = ?", (self._wall(), key_id)
-        )
-        self._rows.pop(key_id, None)
 
     def _row(self, key_id: str) -> Row | None:
         row = self._rows.get(key_id)
