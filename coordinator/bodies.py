@@ -210,7 +210,7 @@ def decode_sample(body: bytes) -> tuple[NDArray[np.int32], int, bool, SamplingPa
 
 def check_metadata(metadata: Mapping[str, str], limits: Limits) -> None:
     """Refuse user metadata above the limit."""
-    size = sum(len(key) + len(value) for key, value in metadata.items())
+    size = sum(len(key.encode()) + len(value.encode()) for key, value in metadata.items())
     if size > limits.metadata_bytes_max:
         raise invalid(
             f"user_metadata has {size} bytes, at most {limits.metadata_bytes_max}: keep only what you look up"
@@ -234,9 +234,10 @@ def _datum(where: str, datum: types_pb2.Datum, loss: str, rule: LossRule, model:
             inputs[name] = _tokens(label, array, model, num_dims=(1, 2) if loss == "cross_entropy" else (1,))
         else:
             inputs[name] = _floats(label, array)
-        if len(array) != len(tokens):
+        length = len(array) if array.ndim else 0
+        if length != len(tokens):
             raise invalid(
-                f"{label} has length {len(array)} but tokens has {len(tokens)}: give one entry per token "
+                f"{label} has length {length} but tokens has {len(tokens)}: give one entry per token "
                 "(position t of target_tokens is what should follow position t of tokens)",
                 "LENGTH_MISMATCH",
             )
