@@ -70,16 +70,17 @@ class StateFiles:
         if state.optimizer is not None:
             files[OPTIMIZER] = state.optimizer
         name = uuid.uuid4().hex
-        temporary = self._root / (_TEMPORARY + name)
+        temporary, final = self._root / (_TEMPORARY + name), self._root / name
         try:
             temporary.mkdir()
             for file_name, content in files.items():
                 _write_synced(temporary / file_name, content)
             _sync_folder(temporary)
-            temporary.rename(self._root / name)
+            temporary.rename(final)
             _sync_folder(self._root)
         except OSError:
-            shutil.rmtree(temporary, ignore_errors=True)
+            for path in (temporary, final):
+                shutil.rmtree(path, ignore_errors=True)
             raise
         return Saved(name, _digest(files), sum(map(len, files.values())))
 
@@ -110,6 +111,7 @@ class StateFiles:
 
     def remove(self, folder: str) -> None:
         """Delete a folder that no row points at any more."""
+        assert folder, "an empty name would be the root"
         shutil.rmtree(self._root / folder, ignore_errors=True)
 
     def remove_orphans(self, known: set[str]) -> None:
