@@ -24,6 +24,9 @@ from coordinator.waiting import OperationTable
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 RETRY_DELAY_S = 1.0
+SAMPLER_SEQ_MAX = 10**15
+"""So that the numbers that the server gives after it still fit everywhere."""
+_COLUMNS = "tenant_id, target_id, seq, kind, body_hash, request_id, chunk_tokens, num_bytes, outcome"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,10 @@ class Draft:
     request: Message
     """As it came, for the record if it is refused."""
     build: Callable[[], tuple[bytes, tuple[Chunk, ...]]]
+    """Must not depend on anything that changes, so that a repeated request is known again."""
     chunk_tokens: int = 0
+    check: Callable[[], None] = lambda: None
+    """What must hold at admission, and need not when the request is repeated."""
 
 
 class Admission:
@@ -57,8 +63,9 @@ class Admission:
         self, adapter: AdapterQueue, seq: int, request_id: str, drafts: Sequence[Draft], touch: Callable[[], None]
     ) -> list[Operation]:
         """Take consecutive operations into an adapter's order, all or none. Returns them once they are durable."""
+        is_explicit = seq > 0
         seq = self._place(adapter.adapter_id, seq, request_id, adapter.next_seq)
-        existing = [self.find(adapter.adapter_id, seq + i) for i in range(len(drafts))]
+        existing = [self._find_from(adapter, seq + i) for i in range(len(drafts))]
         if existing[0] is not None:
             return await self._again(adapter, existing, drafts)
         if seq <= adapter.snapshot_seq:
@@ -68,16 +75,25 @@ class Admission:
                 f"operation {seq} of {adapter.adapter_id} finished long ago and its result was dropped",
                 metadata=_expected(adapter),
             )
-        self._check_room(adapter.tenant_id, adapter.num_unfinished, sum(d.request.ByteSize() for d in drafts))
+        self._check_room(adapter.tenant_id, adapter.adapter_id, sum(d.request.ByteSize() for d in drafts))
+        if seq - adapter.next_seq >= self._limits.pending_operations_max:
+            raise ServiceError(
+                Code.FAILED_PRECONDITION,
+                "SEQ_TOO_FAR",
+                f"seq {seq} is too far ahead: {adapter.adapter_id} goes on with {adapter.next_seq}",
+                metadata=_expected(adapter),
+            )
         try:
             if taken := next((o for o in existing if o is not None), None):
                 raise ServiceError(
                     Code.ALREADY_EXISTS, "SEQ_TAKEN", f"{taken.name} is another operation", metadata=_expected(adapter)
                 )
             built = [draft.build() for draft in drafts]
+            for draft in drafts:
+                draft.check()
             self._check_window(adapter, drafts, built)
         except ServiceError as error:
-            if error.code is not Code.ALREADY_EXISTS:
+            if is_explicit and error.code is not Code.ALREADY_EXISTS:
                 await self._record_refusal(adapter, seq, drafts, error)
                 touch()
             raise
@@ -88,7 +104,6 @@ class Admission:
         for operation in operations:
             adapter.add(operation)
             self._table.add(operation)
-            _count_window(adapter, operation)
         touch()
         try:
             await self._append(operations)
@@ -102,13 +117,16 @@ class Admission:
         self, tenant_id: str, sampler_id: str, seq: int, request_id: str, next_seq: int, draft: Draft
     ) -> tuple[Operation, bool]:
         """Take a sample request in. Returns the durable operation and whether it is new."""
+        if seq > SAMPLER_SEQ_MAX:
+            raise invalid(f"seq must be at most {SAMPLER_SEQ_MAX}, not {seq}")
         seq = self._place(sampler_id, seq, request_id, next_seq)
         existing = self.find(sampler_id, seq)
         body, chunks = draft.build()
         if existing is not None:
-            _check_same(existing, body, {})
+            _check_same(existing, draft, body, {})
+            await self._until_durable([existing])
             return existing, False
-        self._check_room(tenant_id, 0, len(body))
+        self._check_room(tenant_id, sampler_id, len(body))
         operation = _operation(tenant_id, sampler_id, seq, request_id, draft, body, chunks)
         self._table.add(operation)
         await self._append([operation])
@@ -119,8 +137,19 @@ class Admission:
         live = self._table.get(f"{target_id}:{seq}")
         if live is not None:
             return live
-        row = self._store.read_one("SELECT * FROM operations WHERE target_id = ? AND seq = ?", (target_id, seq))
+        sql = f"SELECT {_COLUMNS} FROM operations WHERE target_id = ? AND seq = ?"  # noqa: S608 (our names)
+        row = self._store.read_one(sql, (target_id, seq))
         return operation_of_row(row) if row is not None else None
+
+    def owner(self, target_id: str, seq: int) -> str | None:
+        """The tenant of the operation at a place; None if there is none."""
+        if (live := self._table.get(f"{target_id}:{seq}")) is not None:
+            return live.tenant_id
+        row = self._store.read_one("SELECT tenant_id FROM operations WHERE target_id = ? AND seq = ?", (target_id, seq))
+        return row["tenant_id"] if row is not None else None
+
+    def _find_from(self, adapter: AdapterQueue, seq: int) -> Operation | None:
+        return self.find(adapter.adapter_id, seq) if seq < adapter.next_seq else None
 
     def _place(self, target_id: str, seq: int, request_id: str, next_seq: int) -> int:
         if seq < 0:
@@ -129,9 +158,8 @@ class Admission:
             return seq
         if not request_id:
             raise invalid("seq is 0 and request_id is empty: set one of them, so that the call is safe to repeat")
-        for operation in self._table.live():
-            if operation.target_id == target_id and operation.request_id == request_id:
-                return operation.seq
+        if (live := self._table.of_request(target_id, request_id)) is not None:
+            return live.seq
         row = self._store.read_one(
             "SELECT seq FROM operations WHERE target_id = ? AND request_id = ?", (target_id, request_id)
         )
@@ -148,16 +176,27 @@ class Admission:
             try:
                 body, _ = draft.build()
             except ServiceError as error:
-                _check_same(operation, _refused_body(draft), _expected(adapter))
+                _check_same(operation, draft, None, _expected(adapter))
                 raise error from None
-            _check_same(operation, body, _expected(adapter))
+            _check_same(operation, draft, body, _expected(adapter))
             operations.append(operation)
-        if not all(operation.is_durable for operation in operations):
-            await self._store.execute("SELECT 1")  # comes after their append: durable once this is
+        await self._until_durable(operations)
         return operations
 
-    def _check_room(self, tenant_id: str, num_unfinished: int, num_bytes: int) -> None:
+    async def _until_durable(self, operations: Sequence[Operation]) -> None:
+        """Wait for appends that are under way; raises what their own callers get if those fail."""
+        if all(operation.is_durable for operation in operations):
+            return
+        try:
+            await self._store.execute("SELECT 1")  # handed in after their append: done after it
+        except StorageError as error:
+            raise storage_error(error) from None
+        if not all(operation.is_durable for operation in operations):
+            raise storage_error("the first attempt failed")
+
+    def _check_room(self, tenant_id: str, target_id: str, num_bytes: int) -> None:
         self.check_open()
+        num_unfinished = self._table.num_pending(target_id)
         if num_unfinished >= self._limits.pending_operations_max:
             raise _full(f"{num_unfinished} operations are waiting, at most {self._limits.pending_operations_max}")
         pending = self._table.pending_bytes(tenant_id)
@@ -186,6 +225,7 @@ class Admission:
             operation = _operation(adapter.tenant_id, adapter.adapter_id, seq + i, "", draft, _refused_body(draft), ())
             operation.fail(failure if i == 0 else window_closed(failure))
             adapter.add(operation)
+            self._table.add(operation)
             operations.append(operation)
         try:
             await self._append(operations)
@@ -206,14 +246,19 @@ class Admission:
         except StorageError as error:
             for operation in operations:
                 self._table.remove(operation)
-            raise ServiceError(
-                Code.RESOURCE_EXHAUSTED,
-                "STORAGE",
-                f"the server cannot log requests at the moment ({error}): nothing was accepted, try again later",
-                retry_delay_s=5.0,
-            ) from None
+            raise storage_error(error) from None
         for operation in operations:
             operation.is_durable = True
+
+
+def storage_error(error: object) -> ServiceError:
+    """The log did not take it: nothing is known to the pool that the caller would have to undo."""
+    return ServiceError(
+        Code.RESOURCE_EXHAUSTED,
+        "STORAGE",
+        f"the server cannot log requests at the moment ({error}): nothing was accepted, try again later",
+        retry_delay_s=5.0,
+    )
 
 
 def operation_of_row(row: Row) -> Operation:
@@ -282,8 +327,11 @@ def _refused_body(draft: Draft) -> bytes:
     return digest(serialize(raw), "refused")
 
 
-def _check_same(operation: Operation, body: bytes, metadata: dict[str, str]) -> None:
-    if operation.body_hash != digest(body, operation.kind.value):
+def _check_same(operation: Operation, draft: Draft, body: bytes | None, metadata: dict[str, str]) -> None:
+    """Raise unless the request is the operation's own: by its body, or as it came if it was refused."""
+    if body is not None and operation.body_hash == digest(body, operation.kind.value):
+        return
+    if operation.body_hash != digest(_refused_body(draft), operation.kind.value):
         raise _taken(operation, metadata)
 
 
@@ -308,10 +356,3 @@ def _full(what: str) -> ServiceError:
         f"{what}: wait for some to finish, then try again",
         retry_delay_s=RETRY_DELAY_S,
     )
-
-
-def _count_window(adapter: AdapterQueue, operation: Operation) -> None:
-    if operation.kind is Kind.FORWARD_BACKWARD:
-        adapter.window_bytes += operation.num_bytes
-    elif operation.kind in (Kind.OPTIM_STEP, Kind.LOAD_STATE):
-        adapter.window_bytes = 0

@@ -54,7 +54,9 @@ class BatchBuilder:
         items: list[tuple[Operation, PassItem]] = []
         prev_seq = adapter.placed_seq
         for operation in adapter.ready_passes():
-            loss_fn, loss_config = self._load_pass(operation)
+            if not operation.data:
+                self._load_pass(operation)
+            loss_fn, loss_config = operation.loss
             for index in range(operation.next_chunk, len(operation.chunks)):
                 if len(items) == num_chunks:
                     return items
@@ -80,7 +82,8 @@ class BatchBuilder:
     def state_items(self, adapter: AdapterQueue) -> list[tuple[Operation, Item]]:
         """What the step phase runs for the adapter.
 
-        An operation that cannot even start is failed here and ends the chain.
+        An operation that cannot even start is failed here and ends the chain. Raises ServiceError if it is a replay:
+        then the adapter cannot be rebuilt.
         """
         items: list[tuple[Operation, Item]] = []
         prev_seq = adapter.placed_seq
@@ -88,6 +91,8 @@ class BatchBuilder:
             try:
                 item = self._state_item(adapter, operation, prev_seq)
             except ServiceError as error:
+                if operation.is_final:
+                    raise
                 operation.fail(service_error(error))
                 adapter.decided.append(operation)
                 break
@@ -139,11 +144,10 @@ class BatchBuilder:
             case _:
                 raise AssertionError(f"{operation.kind} has no place in the step phase")
 
-    def _load_pass(self, operation: Operation) -> tuple[str, dict[str, float]]:
+    def _load_pass(self, operation: Operation) -> None:
         body = operation.body or self._store.read_body(operation.target_id, operation.seq)
         loss_fn, loss_config, data = decode_pass(body)
-        operation.data = data
-        return loss_fn, loss_config
+        operation.loss, operation.data = (loss_fn, loss_config), data
 
 
 def fill_pass(operation: Operation, cycle_id: int) -> None:

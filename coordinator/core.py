@@ -6,16 +6,15 @@ One life holds the data directory's lock and has an epoch of its own; workers re
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import logging
 import os
 from collections import deque
 from collections.abc import Coroutine
-from typing import IO
+from typing import IO, Any, TypeVar
 
 from coordinator import recovery
-from coordinator.admission import Admission
+from coordinator.admission import Admission, storage_error
 from coordinator.batches import BatchBuilder
 from coordinator.clock import SystemTime, Time
 from coordinator.config import CoordinatorConfig
@@ -24,13 +23,14 @@ from coordinator.queue import AdapterQueue
 from coordinator.sampling import Sampling
 from coordinator.saving import Saver
 from coordinator.sessions import SessionTable
-from coordinator.store import CycleCommit, Store
+from coordinator.store import StorageError, Store
 from coordinator.waiting import OperationTable
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import pool_pb2
 from workers.messages import AdapterSpec, ModelInfo
 from workers.pool import Pool, WorkerLost
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 2.0
@@ -62,6 +62,7 @@ class Core:
         self._last_cycle_id = 0
         self._lock: IO[str] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._use_cases: set[asyncio.Task[Any]] = set()
         self._replacing: set[str] = set()
         self._is_stopping = False
         self._specs: dict[str, AdapterSpec] = {}
@@ -79,7 +80,11 @@ class Core:
         self.sessions.load()
         self.admission = Admission(self.store, self.table, self.config.limits)
         self.saver = Saver(
-            self.config.data_dir, self.store, self.models.__getitem__, self.time.wall, self.sessions.take_sampler_index
+            self.config.data_dir,
+            self.store,
+            self.models.__getitem__,
+            self.time.wall,
+            self.sessions.take_sampler_index,
         )
         self.saver.remove_orphans()
         self.sampling = Sampling(
@@ -99,7 +104,7 @@ class Core:
         self._make_loops()
         self._recover()
         for worker in self.pool.workers():
-            self.sampling.worker_started(worker.worker_id)
+            self.sampling.worker_started(worker.worker_id, worker.incarnation)
             self._spawn(self._ping(worker.worker_id))
         for loop in self.loops.values():
             self._spawn(loop.run())
@@ -117,18 +122,38 @@ class Core:
             for watcher in self.cycle_watchers:
                 watcher.put_nowait(None)
             await self.sampling.stop()
-            is_healthy = self.failure is not None and not self.failure.done()
-            for loop in self.loops.values() if is_healthy else ():
-                await loop.stop()
-                with contextlib.suppress(WorkerLost):
-                    await loop.snapshot_all()
+            for loop in self.loops.values():
+                await self._finish_loop(loop)
         for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._use_cases, return_exceptions=True)
         await self.pool.stop()
         if hasattr(self, "store"):
             self.store.close()
         self._lock.close()
+
+    async def _finish_loop(self, loop: CycleLoop) -> None:
+        assert self.failure is not None
+        await loop.stop()
+        if self.failure.done():
+            return
+        try:
+            await loop.snapshot_all()
+        except (StorageError, WorkerLost) as error:
+            logger.warning("not everything has a snapshot, the next start will replay: %s", error)
+
+    async def uninterrupted(self, use_case: Coroutine[Any, Any, T]) -> T:
+        """Run a use case to its end even if its caller goes away: half of one would leave memory and log apart.
+
+        Raises ServiceError if the log does not take it.
+        """
+        task = asyncio.get_running_loop().create_task(use_case)
+        self._use_cases.add(task)
+        task.add_done_callback(self._use_cases.discard)
+        try:
+            return await asyncio.shield(task)
+        except StorageError as error:
+            raise storage_error(error) from None
 
     def is_healthy(self) -> bool:
         """Whether cycles can make progress: nothing has failed and every base model has a live worker."""
@@ -142,28 +167,34 @@ class Core:
 
     def add_adapter(self, adapter: AdapterQueue) -> None:
         """A new adapter."""
+        assert adapter.adapter_id not in self.adapters
         self.adapters[adapter.adapter_id] = adapter
         self._specs[adapter.adapter_id] = adapter.spec
         if loop := self.loops.get(adapter.base_model):
             loop.adapters[adapter.adapter_id] = adapter
 
     async def delete_adapter(self, adapter: AdapterQueue, error: ops_pb.OperationError) -> None:
-        """Delete an adapter's training state; its unfinished operations fail with `error`."""
+        """Delete an adapter's training state; its unfinished operations fail with `error`. Raises StorageError."""
         self.adapters.pop(adapter.adapter_id, None)
         loop = self.loops.get(adapter.base_model)
         if loop is not None:
             await loop.remove(adapter)
         if adapter.worker_id:
             self.sampling.forget(adapter.worker_id, adapter.adapter_id)
-        unfinished = [operation for operation in adapter.operations.values() if not operation.is_committed]
+        unfinished = adapter.decided + [o for o in adapter.operations.values() if not o.is_final]
         for operation in unfinished:
             if not operation.is_final:
                 operation.fail(error)
-        await self.store.commit_cycle(CycleCommit(finished=[finished_row(operation) for operation in unfinished]))
-        folder = await self.store.delete_adapter(adapter.adapter_id)
+        try:
+            folder = await self.store.delete_adapter(adapter.adapter_id, [finished_row(o) for o in unfinished])
+        except StorageError:
+            adapter.decided = unfinished
+            self.add_adapter(adapter)
+            self.touch(adapter)
+            raise
         for operation in unfinished:
-            operation.drop_body()
             self.table.finished(operation)
+            operation.retire()
         if folder is not None:
             self.saver.snapshots.remove(folder)
 
@@ -188,6 +219,7 @@ class Core:
         )
         for row in self.store.read("SELECT sampler_id FROM samplers WHERE session_id = ?", (session_id,)):
             self.sampling.end_sampler(row["sampler_id"])
+        await self.saver.remove_samplers(session_id)
 
     # ---- start
 
@@ -259,16 +291,20 @@ class Core:
         loop = self.loops.get(base_model)
         return [worker.worker_id for worker in loop.workers()] if loop else []
 
-    def _worker_lost(self, worker_id: str) -> None:
-        """Give up one life of a worker and start its next. Called by whoever notices first."""
-        if worker_id in self._replacing or self._is_stopping:
+    def _worker_lost(self, worker_id: str, incarnation: str) -> None:
+        """Give up one life of a worker and start its next. Whoever notices first is heard."""
+        if worker_id in self._replacing or incarnation != self._incarnation(worker_id):
             return
         self._replacing.add(worker_id)
         for loop in self.loops.values():
             if any(worker.worker_id == worker_id for worker in loop.workers()):
                 loop.lose_worker(worker_id)
         self.sampling.worker_ended(worker_id)
-        self._spawn(self._replace(worker_id))
+        if not self._is_stopping:
+            self._spawn(self._replace(worker_id))
+
+    def _incarnation(self, worker_id: str) -> str:
+        return next((w.incarnation for w in self.pool.workers() if w.worker_id == worker_id), "")
 
     async def _replace(self, worker_id: str) -> None:
         worker = None
@@ -281,32 +317,36 @@ class Core:
         logger.warning("worker %s replaced by %s", worker_id, worker.incarnation)
         self._replacing.discard(worker_id)
         self.loops[worker.model.name].worker_is_back(worker_id)
-        self.sampling.worker_started(worker_id)
+        self.sampling.worker_started(worker_id, worker.incarnation)
 
     async def _ping(self, worker_id: str) -> None:
         while True:
             await self.time.sleep(PING_INTERVAL_S)
             if worker_id in self._replacing:
                 continue
+            incarnation = self._incarnation(worker_id)
             try:
                 await asyncio.wait_for(self.pool.ping(worker_id), PING_TIMEOUT_S)
             except (WorkerLost, TimeoutError) as error:
                 logger.warning("worker %s does not answer: %s", worker_id, str(error) or "time-out")
-                self._worker_lost(worker_id)
+                self._worker_lost(worker_id, incarnation)
 
     async def _sweep(self) -> None:
         """Expire sessions, fail what waits behind a lost seq, drop old results."""
         while True:
             await self.time.sleep(self.config.sweep_interval_s)
-            for session in self.sessions.expired(self.config.session_timeout_s):
-                logger.info("session %s expired", session.session_id)
-                await self.end_session(session.session_id)
             for adapter in self.adapters.values():
                 self._fail_behind_gap(adapter)
-            await self.store.execute(
-                "DELETE FROM operations WHERE finished_at < ? AND body IS NULL",
-                (self.time.wall() - self.config.result_retention_s,),
-            )
+            try:
+                for session in self.sessions.expired(self.config.session_timeout_s):
+                    logger.info("session %s expired", session.session_id)
+                    await self.end_session(session.session_id)
+                await self.store.execute(
+                    "DELETE FROM operations WHERE finished_at < ? AND body IS NULL",
+                    (self.time.wall() - self.config.result_retention_s,),
+                )
+            except StorageError as error:
+                logger.warning("the database takes no writes: %s; trying on", error)
 
     def _fail_behind_gap(self, adapter: AdapterQueue) -> None:
         missing, now = adapter.missing_seq(), self.time.monotonic()

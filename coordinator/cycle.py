@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -32,6 +33,8 @@ from workers.pool import Pool, WorkerLost
 
 logger = logging.getLogger(__name__)
 
+LOGGED_OPERATIONS_MAX = 1000
+"""Operations since its snapshot after which an adapter is snapshotted, however cheap they were: memory is bounded."""
 REINSTALLS_MAX = 5
 """How often in a row an adapter's copy may be found out of order before its operations are failed."""
 
@@ -78,7 +81,7 @@ class CycleLoop:
         publish: Callable[[pool_pb2.Cycle], None],
         take_removals: Callable[[str], tuple[str, ...]],
         published: Callable[[str, str], None],
-        worker_lost: Callable[[str], None],
+        worker_lost: Callable[[str, str], None],
     ) -> None:
         self.base_model = base_model
         self.adapters: dict[str, AdapterQueue] = {}
@@ -107,13 +110,16 @@ class CycleLoop:
 
     async def run(self) -> None:
         """Cycle after cycle, until `stop`. Raises what makes going on unsafe (a failed commit)."""
-        while True:
-            await self.clock.next_cycle(self._is_ready, self._ready_tenants, self._is_full)
-            self._is_idle.clear()
-            cycle, plan = self._plan()
-            self._log(cycle, plan)
-            await self._run(cycle, plan)
-            await self._commit(cycle)
+        try:
+            while True:
+                await self.clock.next_cycle(self._is_ready, self._ready_tenants, self._is_full)
+                self._is_idle.clear()
+                cycle, plan = self._plan()
+                self._log(cycle, plan)
+                await self._run(cycle, plan)
+                await self._commit(cycle)
+                self._is_idle.set()
+        finally:
             self._is_idle.set()
 
     async def stop(self) -> None:
@@ -122,9 +128,10 @@ class CycleLoop:
         await self._is_idle.wait()
 
     def touch(self, adapter: AdapterQueue) -> None:
-        """The adapter has something new."""
-        self._ready[adapter.adapter_id] = adapter
-        self.clock.notify()
+        """The adapter has something new. (It may have been deleted while that was logged.)"""
+        if adapter.adapter_id in self.adapters:
+            self._ready[adapter.adapter_id] = adapter
+            self.clock.notify()
 
     async def remove(self, adapter: AdapterQueue) -> None:
         """Let go of a deleted adapter; returns when no cycle has it any more."""
@@ -158,12 +165,10 @@ class CycleLoop:
         work = _Work()
         for adapter in self.adapters.values():
             adapter.settle()
-            is_ahead = bool(adapter.worker_id) and adapter.placed_seq > adapter.snapshot_seq
-            if is_ahead and adapter.is_snapshot_safe and not adapter.is_replaying:
+            if self._can_snapshot(adapter):
                 work.add(adapter, None, self._builder.snapshot_item(adapter))
         await self._run_work(cycle, work)
-        await self._store.commit_cycle(cycle.commit)
-        self._saver.committed(cycle.commit, self.adapters)
+        self._saver.committed(cycle.commit, self.adapters, await self._store.commit_cycle(cycle.commit))
 
     # ---- plan
 
@@ -178,8 +183,12 @@ class CycleLoop:
         return frozenset(adapter.tenant_id for adapter in self._ready.values())
 
     def _is_full(self) -> bool:
-        waiting = sum(sum(_ready_chunk_tokens(adapter)) for adapter in self._ready.values())
-        return waiting >= self._config.cycle_tokens_max * max(1, len(self.workers()))
+        room = self._config.cycle_tokens_max * max(1, len(self.workers()))
+        for adapter in self._ready.values():
+            room -= sum(_ready_chunk_tokens(adapter, room))
+            if room <= 0:
+                return True
+        return False
 
     def _residents(self) -> dict[str, int]:
         residents = {worker.worker_id: 0 for worker in self.workers()}
@@ -199,7 +208,7 @@ class CycleLoop:
                 last_cycle_id=self._last_cycle.get(adapter.adapter_id, 0),
             )
             for adapter in self._ready.values()
-            if (tokens := _ready_chunk_tokens(adapter))
+            if (tokens := _ready_chunk_tokens(adapter, self._config.cycle_tokens_max))
         ]
         plan, self.fair = plan_pass(candidates, self.fair, self._residents(), self._config.cycle_tokens_max)
         return cycle, plan
@@ -241,22 +250,36 @@ class CycleLoop:
             if worker_id not in residents or not self._install(adapter, worker_id, work):
                 continue
             residents[worker_id] += 1
-            for operation, item in self._builder.state_items(adapter):
+            try:
+                items = self._builder.state_items(adapter)
+            except ServiceError as error:
+                self._give_up(adapter, error)
+                continue
+            for operation, item in items:
                 operation.is_running = True
                 work.add(adapter, operation, item)
         await self._run_work(cycle, work)
-        await self._run_snapshots(cycle, work)
+        for adapter, operations in work.by_adapter():
+            if any(o.kind is Kind.LOAD_STATE and not o.is_failed for o in operations):
+                adapter.engine_s_since_snapshot = math.inf  # a replay would need the checkpoint, which may be deleted
+        await self._run_snapshots(cycle)
 
-    async def _run_snapshots(self, cycle: Running, steps: _Work) -> None:
-        """Snapshot the adapters that have just stepped and would be dear to replay, and those that loaded a state."""
+    async def _run_snapshots(self, cycle: Running) -> None:
+        """Snapshot the adapters of this cycle that would be dear to replay or have a long log, where it is safe."""
         work = _Work()
-        for adapter, operations in steps.by_adapter():
-            loaded = any(o.kind is Kind.LOAD_STATE and not o.is_failed for o in operations)
-            is_due = adapter.engine_s_since_snapshot > self._config.replay_s_max or loaded
+        for adapter in [self.adapters[a] for a in cycle.entries if a in self.adapters]:
+            is_dear = adapter.engine_s_since_snapshot > self._config.replay_s_max
+            is_due = is_dear or len(adapter.operations) > LOGGED_OPERATIONS_MAX
             adapter.settle()
-            if is_due and adapter.worker_id and adapter.is_snapshot_safe and not adapter.is_replaying:
+            if is_due and self._can_snapshot(adapter):
                 work.add(adapter, None, self._builder.snapshot_item(adapter))
         await self._run_work(cycle, work)
+
+    def _can_snapshot(self, adapter: AdapterQueue) -> bool:
+        is_ahead = bool(adapter.worker_id) and adapter.placed_seq > adapter.snapshot_seq
+        first = next(adapter.ready_passes(), None)
+        is_between_operations = first is None or not first.next_chunk
+        return is_ahead and is_between_operations and adapter.is_snapshot_safe and not adapter.is_replaying
 
     def _install(self, adapter: AdapterQueue, worker_id: str, work: _Work) -> bool:
         """Make sure that the adapter has a copy on the worker.
@@ -268,7 +291,7 @@ class CycleLoop:
         try:
             install = self._builder.install(adapter)
         except ServiceError as error:
-            self._fail_all(adapter, error)
+            self._give_up(adapter, error)
             return False
         adapter.placed(worker_id)
         adapter.settle()
@@ -278,6 +301,7 @@ class CycleLoop:
     async def _run_work(self, cycle: Running, work: _Work) -> None:
         """Run one phase on all its workers at once, then take in the answers."""
         batches = work.batches(self._epoch, cycle.cycle_id, self._take_removals)
+        lives = {worker.worker_id: worker.incarnation for worker in self.workers()}
         answers = await asyncio.gather(
             *(self._pool.run(worker_id, batch) for worker_id, batch in batches.items()), return_exceptions=True
         )
@@ -288,14 +312,15 @@ class CycleLoop:
                     await self._take_in(cycle, adapter, operation, item, result)
             elif isinstance(answer, WorkerLost):
                 logger.warning("worker %s lost in cycle %d: %s", worker_id, cycle.cycle_id, answer)
-                self.lose_worker(worker_id)
-                self._worker_lost(worker_id)
+                self._worker_lost(worker_id, lives.get(worker_id, ""))
             else:
                 raise answer
 
     async def _take_in(
         self, cycle: Running, adapter: AdapterQueue, operation: Operation | None, item: Item, result: ItemResult
     ) -> None:
+        if operation is not None and operation.is_failed:
+            return  # a later chunk of what has just failed
         if result.error is not None and result.error.code is ErrorCode.OUT_OF_ORDER:
             self._found_out_of_order(adapter, result)
             return
@@ -309,11 +334,12 @@ class CycleLoop:
             return
         self._num_reinstalls.pop(adapter.adapter_id, None)
         is_last = not isinstance(item, PassItem) or item.chunk_index == item.num_chunks - 1
-        if operation.is_final:  # a replay, or a later chunk of what has just failed
+        if operation.is_final:  # a replay
             operation.next_chunk = 0 if is_last else operation.next_chunk + 1
-            if is_last or operation.is_failed:
-                if result.error is not None and not operation.is_failed:
-                    self._fail_all(adapter, _replay_differs(adapter, operation, result))
+            if result.error is not None:
+                self._give_up(adapter, _replay_differs(adapter, operation, result))
+            elif is_last:
+                operation.drop_body()
                 adapter.ran(operation)
         else:
             operation.parts.append(result)
@@ -335,8 +361,6 @@ class CycleLoop:
 
     async def _succeed(self, cycle: Running, adapter: AdapterQueue, operation: Operation, result: ItemResult) -> None:
         operation.is_running = False
-        if not operation.body:
-            operation.body = self._store.read_body(operation.target_id, operation.seq)
         match operation.kind:
             case Kind.FORWARD | Kind.FORWARD_BACKWARD:
                 fill_pass(operation, cycle.cycle_id)
@@ -349,9 +373,8 @@ class CycleLoop:
                     await self._saver.save(cycle.commit, cycle.cycle_id, adapter, operation, result)
                 except ServiceError as error:
                     operation.fail(service_error(error), cycle_id=cycle.cycle_id)
-                else:
-                    if operation.kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER:
-                        self._published(adapter.worker_id, operation.name)
+                if operation.kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER:
+                    self._published(adapter.worker_id, operation.name)
             case _:
                 raise AssertionError(f"{operation.kind} is not an operation on an adapter")
 
@@ -364,15 +387,11 @@ class CycleLoop:
         self._num_reinstalls[adapter.adapter_id] = self._num_reinstalls.get(adapter.adapter_id, 0) + 1
         if self._num_reinstalls[adapter.adapter_id] > REINSTALLS_MAX:
             error = ServiceError(Code.INTERNAL, "STATE_LOST", "the adapter's state cannot be rebuilt on any worker")
-            self._fail_all(adapter, error)
+            self._give_up(adapter, error)
 
-    def _fail_all(self, adapter: AdapterQueue, error: ServiceError) -> None:
+    def _give_up(self, adapter: AdapterQueue, error: ServiceError) -> None:
         logger.error("%s: %s", adapter.adapter_id, error.message)
-        for operation in adapter.operations.values():
-            if not operation.is_final:
-                operation.fail(service_error(error))
-                adapter.decided.append(operation)
-        adapter.lose_copy()
+        adapter.give_up(service_error(error))
 
     # ---- commit
 
@@ -389,12 +408,13 @@ class CycleLoop:
         if cycle.entries:
             commit.cycle_id, commit.summary = cycle.cycle_id, serialize(message)
         committing_at = self._time.monotonic()
+        lost: frozenset[str] = frozenset()
         if commit.cycle_id or commit.finished:
-            await self._store.commit_cycle(commit)
+            lost = await self._store.commit_cycle(commit)
         for operation in cycle.finished:
-            operation.drop_body()
             self._table.finished(operation)
-        self._saver.committed(commit, self.adapters)
+            operation.retire()
+        self._saver.committed(commit, self.adapters, lost)
         self.clock.finished(tenants)
         if cycle.entries:
             message.commit_seconds = self._time.monotonic() - committing_at
@@ -463,10 +483,16 @@ def finished_row(operation: Operation) -> OperationRow:
     )
 
 
-def _ready_chunk_tokens(adapter: AdapterQueue) -> tuple[int, ...]:
-    return tuple(
-        chunk.num_tokens for operation in adapter.ready_passes() for chunk in operation.chunks[operation.next_chunk :]
-    )
+def _ready_chunk_tokens(adapter: AdapterQueue, tokens_max: int) -> tuple[int, ...]:
+    """Its ready chunks, in order, up to what fills a cycle: a long queue must not make planning long."""
+    tokens: list[int] = []
+    for operation in adapter.ready_passes():
+        for chunk in operation.chunks[operation.next_chunk :]:
+            tokens.append(chunk.num_tokens)
+            tokens_max -= chunk.num_tokens
+            if tokens_max <= 0:
+                return tuple(tokens)
+    return tuple(tokens)
 
 
 def _replay_differs(adapter: AdapterQueue, operation: Operation, result: ItemResult) -> ServiceError:

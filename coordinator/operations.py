@@ -83,6 +83,8 @@ class Operation:
     num_bytes: int
     """Size of the body, for the quotas."""
     chunks: tuple[Chunk, ...] = ()
+    loss: tuple[str, dict[str, float]] = ("", {})
+    """Decoded loss and its options, once `data` is."""
     data: tuple[Datum, ...] = ()
     """Decoded sequences; dropped with `body`."""
     next_chunk: int = 0
@@ -94,6 +96,8 @@ class Operation:
     """The append has committed."""
     is_committed: bool = False
     """The outcome has committed."""
+    is_retired: bool = False
+    """The result has left memory: the store has it."""
     outcome: ops_pb.Operation | None = None
 
     @property
@@ -123,15 +127,24 @@ class Operation:
         self.is_running = False
 
     def drop_body(self) -> None:
-        """Free the request's memory; recovery reads it from the store again."""
+        """Free the memory of a decided request; a replay reads it from the store again."""
         self.body = b""
         self.data = ()
+        self.parts = []
+
+    def retire(self) -> None:
+        """Keep what order and replay need of a committed operation, and leave its result to the store."""
+        assert self.outcome is not None
+        self.drop_body()
+        self.is_retired = True
+        error = self.outcome.error if self.is_failed else None
+        self.outcome = ops_pb.Operation(state=self.outcome.state, error=error)
 
     def as_message(self) -> ops_pb.Operation:
-        """The operation as its owner may see it now."""
-        if self.outcome is not None and self.is_committed:
+        """The operation as its owner may see it now. (One just retired seems to run: who waits gets the result.)"""
+        if self.outcome is not None and self.is_committed and not self.is_retired:
             return self.outcome
-        state = ops_pb.OPERATION_STATE_RUNNING if self.is_running else ops_pb.OPERATION_STATE_QUEUED
+        state = ops_pb.OPERATION_STATE_RUNNING if self.is_running or self.is_retired else ops_pb.OPERATION_STATE_QUEUED
         return ops_pb.Operation(
             name=self.name, kind=self.kind.wire, state=state, target_id=self.target_id, seq=self.seq
         )

@@ -49,6 +49,8 @@ class AdapterQueue:
     """When an operation was first seen to wait behind a seq that has not come."""
     decided: list[Operation] = field(default_factory=list)
     """Failed here, without a worker; waiting to be committed."""
+    damage: ops_pb.OperationError | None = None
+    """Why no copy can be made: everything that is asked fails with this, until the next start tries again."""
 
     @property
     def adapter_id(self) -> str:
@@ -64,22 +66,20 @@ class AdapterQueue:
         return seq
 
     @property
-    def num_unfinished(self) -> int:
-        """Operations that are accepted and not yet decided."""
-        return sum(1 for operation in self.operations.values() if not operation.is_final)
-
-    @property
     def is_replaying(self) -> bool:
-        """The copy is behind what has been decided."""
-        return any(self._is_replay(operation) for operation in self.operations.values())
+        """The copy is behind what has been decided. Call `settle` first."""
+        operation = self.operations.get(self.cursor + 1)
+        return operation is not None and self._is_replay(operation)
 
     @property
     def is_snapshot_safe(self) -> bool:
         """No gradient is pending: what the copy holds is all there is."""
         for seq in range(self.cursor, self.snapshot_seq, -1):
             operation = self.operations.get(seq)
-            if operation is None or operation.kind in (Kind.OPTIM_STEP, Kind.LOAD_STATE):
+            if operation is None or operation.kind is Kind.OPTIM_STEP:
                 return True
+            if operation.kind is Kind.LOAD_STATE and not operation.is_failed:
+                return True  # a load that failed has left the gradient as it was
             if operation.kind is Kind.FORWARD_BACKWARD:
                 return False
         return True
@@ -89,10 +89,18 @@ class AdapterQueue:
         assert operation.seq not in self.operations
         self.operations[operation.seq] = operation
         self.next_seq = max(self.next_seq, operation.seq + 1)
+        if operation.kind is Kind.FORWARD_BACKWARD:
+            self.window_bytes += operation.num_bytes
+        elif operation.kind in (Kind.OPTIM_STEP, Kind.LOAD_STATE):
+            self.window_bytes = 0
 
     def retract(self, operation: Operation) -> None:
         """Take back one whose append failed. If a worker may have seen it, its copy is given up."""
         self.operations.pop(operation.seq, None)
+        while self.next_seq - 1 > self.snapshot_seq and self.next_seq - 1 not in self.operations:
+            self.next_seq -= 1  # or a place that the server gives would leave a gap
+        if operation.kind is Kind.FORWARD_BACKWARD:
+            self.window_bytes = max(0, self.window_bytes - operation.num_bytes)
         if operation.is_running or operation.parts or operation.seq <= self.cursor:
             self.lose_copy()
 
@@ -111,8 +119,20 @@ class AdapterQueue:
         self.worker_id = worker_id
         self.engine_s_since_snapshot = 0.0
 
+    def give_up(self, error: ops_pb.OperationError) -> None:
+        """No copy can be made: fail what is asked, now and from now on."""
+        self.damage = self.damage or error
+        self.lose_copy()
+        for operation in self.operations.values():
+            if not operation.is_final:
+                operation.fail(self.damage)
+                self.decided.append(operation)
+
     def settle(self) -> None:
         """Move the cursor over everything that needs no worker, failing what a closed window forbids."""
+        if self.damage is not None:
+            self.give_up(self.damage)
+            return
         while (operation := self.operations.get(self.cursor + 1)) is not None:
             if not operation.is_final:
                 if self.window_error is None or not operation.kind.needs_open_window or operation.is_running:
@@ -126,7 +146,7 @@ class AdapterQueue:
     def ready_passes(self) -> Iterator[Operation]:
         """The prefix of forwards and forward_backwards that may run now, in order. Call `settle` first."""
         seq = self.cursor + 1
-        while (operation := self.operations.get(seq)) is not None:
+        while self.damage is None and (operation := self.operations.get(seq)) is not None:
             if operation.is_final and not self._is_replay(operation):
                 if operation.is_failed or operation.kind.changes_state:
                     return
@@ -142,7 +162,7 @@ class AdapterQueue:
         Call `settle` first.
         """
         seq, num_steps = self.cursor + 1, 0
-        while (operation := self.operations.get(seq)) is not None:
+        while self.damage is None and (operation := self.operations.get(seq)) is not None:
             if operation.is_final and not self._is_replay(operation):
                 if operation.is_failed or operation.kind.changes_state:
                     return
@@ -169,6 +189,8 @@ class AdapterQueue:
         """A snapshot up to `seq` is durable."""
         self.snapshot_seq = seq
         self.engine_s_since_snapshot = 0.0
+        # The copy may have been lost while the snapshot was written, and what comes before it is gone from here.
+        self.cursor, self.placed_seq = max(self.cursor, seq), max(self.placed_seq, seq)
         for old in [s for s in self.operations if s <= seq and self.operations[s].is_committed]:
             del self.operations[old]
 
@@ -176,8 +198,10 @@ class AdapterQueue:
         """The seq that operations wait for and that has not come, if there is one."""
         self.settle()
         expected = self.cursor + 1
+        if self.damage is not None or expected in self.operations or self.next_seq <= expected:
+            return None
         waits_behind = any(not o.is_final for s, o in self.operations.items() if s > expected)
-        return expected if waits_behind and expected not in self.operations else None
+        return expected if waits_behind else None
 
     def _is_replay(self, operation: Operation) -> bool:
         return (

@@ -73,6 +73,8 @@ def load_fair_state(store: Store) -> FairState:
 
 def _operation(row: Row) -> Operation:
     operation = operation_of_row(row)
+    if operation.is_final:
+        operation.retire()
     if row["body"] is None or operation.is_failed:
         return operation
     if not operation.is_final:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 VERSIONS_MAX = 64
 """Sampler versions that one worker is asked to remember; the least recently used leave."""
 
+REFUSALS_MAX = 3
+"""How often a request is started anew because a worker did not know its version."""
 Event = sampling_pb2.SampledToken | ops_pb.Operation
 """What a listener gets; None when the coordinator stops."""
 
@@ -55,12 +57,19 @@ class _Request:
     num_samples: int
     worker_id: str = ""
     is_cancelled: bool = False
+    num_refused: int = 0
+    """How often a worker did not know the version."""
+    num_drawn: Counter[int] = field(default_factory=Counter)
+    """Sequence to tokens drawn on its present worker."""
+    num_streamed: Counter[int] = field(default_factory=Counter)
+    """Sequence to tokens that listeners have had: what is drawn again elsewhere is not sent again."""
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
     """What one life of a worker is doing and which versions it knows."""
 
+    incarnation: str
     num_sequences: int = 0
     versions: OrderedDict[str, None] = field(default_factory=OrderedDict)
     removals: list[str] = field(default_factory=list)
@@ -80,7 +89,7 @@ class Sampling:
         saver: Saver,
         spec_of: Callable[[str], AdapterSpec],
         live_workers: Callable[[str], list[str]],
-        worker_lost: Callable[[str], None],
+        worker_lost: Callable[[str, str], None],
         fatal: Callable[[BaseException], None],
     ) -> None:
         self._config = config
@@ -129,7 +138,7 @@ class Sampling:
             return
         request.is_cancelled = True
         if request.worker_id:
-            self._spawn(self._cancel_on(request.worker_id, name))
+            self._spawn(self._cancel_on(request.worker_id, self._workers[request.worker_id], name))
         else:
             self._dequeue(request)
             self._finish(request, SampleResult(op_id=name, error=CANCELLED))
@@ -142,6 +151,8 @@ class Sampling:
     def listen(self, name: str) -> asyncio.Queue[Event | None]:
         """Tokens of a request from now on, and at the end its operation. Call before it is submitted."""
         queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        if self.is_stopping:
+            queue.put_nowait(None)
         self._listeners.setdefault(name, []).append(queue)
         return queue
 
@@ -153,9 +164,9 @@ class Sampling:
         if not queues:
             self._listeners.pop(name, None)
 
-    def worker_started(self, worker_id: str) -> None:
+    def worker_started(self, worker_id: str, incarnation: str) -> None:
         """A life of a worker begins: follow its events."""
-        self._workers[worker_id] = _Worker()
+        self._workers[worker_id] = _Worker(incarnation)
         self._spawn(self._follow(worker_id, self._workers[worker_id]))
         for base_model in list(self._waiting):
             self._dispatch(base_model)
@@ -166,8 +177,7 @@ class Sampling:
         if worker is None:
             return
         for request in worker.running.values():
-            request.worker_id = ""
-            self._enqueue(request)
+            self._again(request)
         for base_model in list(self._waiting):
             self._dispatch(base_model)
 
@@ -203,6 +213,13 @@ class Sampling:
     def _enqueue(self, request: _Request) -> None:
         tenants = self._waiting.setdefault(request.sampler["base_model"], OrderedDict())
         tenants.setdefault(request.operation.tenant_id, deque()).append(request)
+
+    def _again(self, request: _Request) -> None:
+        """Start it anew, on any worker: from its logged seed it draws the same tokens."""
+        request.worker_id = ""
+        request.operation.is_running = False
+        request.num_drawn.clear()
+        self._enqueue(request)
 
     def _dequeue(self, request: _Request) -> None:
         tenants = self._waiting.get(request.sampler["base_model"], OrderedDict())
@@ -264,6 +281,8 @@ class Sampling:
         name = request.operation.name
         try:
             version = await self._version(worker, request.sampler)
+            if worker.running.get(name) is not request:
+                return  # the worker was lost meanwhile, and the request has begun anew
             prompt, num_samples, wants_prompt_logprobs, params = decode_sample(request.operation.body)
             await self._pool.start_sample(
                 worker_id,
@@ -280,12 +299,14 @@ class Sampling:
             if request.is_cancelled:
                 await self._pool.cancel_sample(worker_id, name)
         except ServiceError as error:
-            self._done_on(worker, request)
-            request.operation.fail(service_error(error))
-            await self._commit(request)
+            if worker.running.get(name) is request:
+                self._done_on(worker, request)
+                request.operation.fail(service_error(error))
+                self._spawn(self._commit(request))
+                self._dispatch(request.sampler["base_model"])
         except WorkerLost as error:
             logger.warning("worker %s lost: %s", worker_id, error)
-            self._worker_lost(worker_id)
+            self._worker_lost(worker_id, worker.incarnation)
 
     async def _version(self, worker: _Worker, sampler: Row) -> SamplerVersion:
         key = sampler["version"]
@@ -309,11 +330,11 @@ class Sampling:
         self._remember(worker, key)
         return SamplerVersion(key=key, spec=spec, state=state)
 
-    async def _cancel_on(self, worker_id: str, name: str) -> None:
+    async def _cancel_on(self, worker_id: str, worker: _Worker, name: str) -> None:
         try:
             await self._pool.cancel_sample(worker_id, name)
         except WorkerLost:
-            self._worker_lost(worker_id)
+            self._worker_lost(worker_id, worker.incarnation)
 
     async def _follow(self, worker_id: str, worker: _Worker) -> None:
         try:
@@ -322,18 +343,29 @@ class Sampling:
                 if request is None:
                     continue
                 if isinstance(event, TokenEvent):
-                    token = sampling_pb2.SampledToken(
-                        sequence_index=event.sequence_index, token=event.token, logprob=event.logprob
-                    )
-                    for queue in self._listeners.get(event.op_id, ()):
-                        queue.put_nowait(token)
+                    self._stream(request, event)
+                elif _is_version_unknown(event) and request.num_refused < REFUSALS_MAX:
+                    request.num_refused += 1
+                    worker.versions.pop(request.sampler["version"], None)
+                    self._done_on(worker, request)
+                    self._again(request)
+                    self._dispatch(request.sampler["base_model"])
                 else:
                     self._done_on(worker, request)
                     self._finish(request, event)
         except WorkerLost as error:
             if not self.is_stopping and self._workers.get(worker_id) is worker:
                 logger.warning("worker %s lost: %s", worker_id, error)
-                self._worker_lost(worker_id)
+                self._worker_lost(worker_id, worker.incarnation)
+
+    def _stream(self, request: _Request, event: TokenEvent) -> None:
+        request.num_drawn[event.sequence_index] += 1
+        if request.num_drawn[event.sequence_index] <= request.num_streamed[event.sequence_index]:
+            return
+        request.num_streamed[event.sequence_index] += 1
+        token = sampling_pb2.SampledToken(sequence_index=event.sequence_index, token=event.token, logprob=event.logprob)
+        for queue in self._listeners.get(event.op_id, ()):
+            queue.put_nowait(token)
 
     def _done_on(self, worker: _Worker, request: _Request) -> None:
         if worker.running.pop(request.operation.name, None) is not None:
@@ -358,7 +390,7 @@ class Sampling:
         self._requests.pop(operation.name, None)
         self._table.finished(operation)
         assert operation.outcome is not None
-        for queue in self._listeners.get(operation.name, ()):
+        for queue in self._listeners.pop(operation.name, ()):
             queue.put_nowait(operation.outcome)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
@@ -370,6 +402,11 @@ class Sampling:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fatal(error)
+
+
+def _is_version_unknown(event: SampleResult) -> bool:
+    """The worker's fence held: it has dropped the version that we believed it to have."""
+    return event.error is not None and event.error.code is ErrorCode.OUT_OF_ORDER
 
 
 CANCELLED = ItemError(code=ErrorCode.CANCELLED, message="cancelled")

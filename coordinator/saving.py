@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from coordinator.batches import save_path, save_request
@@ -36,6 +36,7 @@ class Saver:
         wall: Callable[[], float],
         new_sampler_index: Callable[[str], int],
     ) -> None:
+        """`new_sampler_index` takes a session and raises ServiceError if it has ended."""
         self.checkpoints = StateFiles(data_dir / "checkpoints")
         self.snapshots = StateFiles(data_dir / "snapshots")
         self.samplers = StateFiles(data_dir / "samplers")
@@ -54,9 +55,9 @@ class Saver:
         request = save_request(operation)
         assert result.state is not None
         if not request.name:
-            saved = await self._write(self.samplers, adapter, result.state)
             session_id = adapter.session_id
             sampler_id = names.sampler_id(session_id, self._new_sampler_index(session_id))
+            saved = await self._write(self.samplers, adapter, result.state)
             commit.samplers.append(
                 {
                     "sampler_id": sampler_id,
@@ -112,32 +113,41 @@ class Saver:
             return
         self._snapshot_row(commit, adapter.adapter_id, result.state.applied_seq, saved)
 
-    async def write_first_snapshot(self, commit: CycleCommit, adapter: AdapterQueue, state: AdapterState) -> None:
-        """What a new adapter starts from, when that is not its seed."""
+    async def write_start(self, adapter: AdapterQueue, state: AdapterState) -> SnapshotRow:
+        """Write what a new adapter starts from, when that is not its seed. Raises ServiceError if it cannot be."""
         saved = await self._write(self.snapshots, adapter, state)
-        self._snapshot_row(commit, adapter.adapter_id, 0, saved)
+        return SnapshotRow(adapter_id=adapter.adapter_id, seq=0, folder=saved.folder, sha256=saved.sha256)
 
-    def committed(self, commit: CycleCommit, adapters: Mapping[str, AdapterQueue]) -> None:
-        """The commit is durable: what its snapshots cover is no longer needed."""
+    def committed(self, commit: CycleCommit, adapters: Mapping[str, AdapterQueue], lost: Collection[str]) -> None:
+        """The commit is durable, but for the adapters `lost`: what its snapshots cover is no longer needed."""
         for snapshot in commit.snapshots:
+            if snapshot.adapter_id in lost:
+                self.snapshots.remove(snapshot.folder)
+                continue
             if snapshot.adapter_id in adapters:
                 adapters[snapshot.adapter_id].covered(snapshot.seq)
-        for folder in commit.replaced_snapshots:
-            self.snapshots.remove(folder)
+            if folder := commit.replaced_snapshots.get(snapshot.adapter_id):
+                self.snapshots.remove(folder)
 
     def remove_orphans(self) -> None:
         """Delete folders that a crash left without a row."""
-        for files, table in (
+        for files, rows in (
             (self.checkpoints, "checkpoints"),
             (self.snapshots, "snapshots"),
-            (self.samplers, "samplers"),
+            (self.samplers, "samplers JOIN sessions USING (session_id) WHERE ended_at IS NULL"),
         ):
-            files.remove_orphans({row["folder"] for row in self._store.read(f"SELECT folder FROM {table}")})  # noqa: S608
+            files.remove_orphans({row["folder"] for row in self._store.read(f"SELECT folder FROM {rows}")})  # noqa: S608
+
+    async def remove_samplers(self, session_id: str) -> None:
+        """A session has ended, and with it the weights of its unnamed samplers."""
+        rows = self._store.read("SELECT folder FROM samplers WHERE session_id = ? AND folder != ''", (session_id,))
+        for row in rows:
+            await asyncio.to_thread(self.samplers.remove, row["folder"])
 
     def _snapshot_row(self, commit: CycleCommit, adapter_id: str, seq: int, saved: Saved) -> None:
         old = self._store.read_one("SELECT folder FROM snapshots WHERE adapter_id = ?", (adapter_id,))
         if old is not None:
-            commit.replaced_snapshots.append(old["folder"])
+            commit.replaced_snapshots[adapter_id] = old["folder"]
         commit.snapshots.append(SnapshotRow(adapter_id=adapter_id, seq=seq, folder=saved.folder, sha256=saved.sha256))
 
     def _check_free(self, commit: CycleCommit, path: str) -> None:

@@ -6,8 +6,9 @@ In service time only: downtime and steps of the wall clock age no session. Knows
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from coordinator.errors import Code, ServiceError
 from coordinator.store import Store
 
 
@@ -21,6 +22,8 @@ class Session:
     """Monotonic service time."""
     next_adapter: int
     next_sampler: int
+    taken: set[int] = field(default_factory=set)
+    """Sampler numbers that unnamed saves have got, their rows durable or not yet."""
 
 
 class SessionTable:
@@ -57,11 +60,20 @@ class SessionTable:
             session.last_seen = self._monotonic()
 
     def take_sampler_index(self, session_id: str) -> int:
-        """The next sampler's number, also for a session that has just ended."""
+        """A number for a sampler whose row comes with a cycle's commit: nobody else gets it.
+
+        Raises ServiceError if the session has ended.
+        """
         session = self._live.get(session_id)
         if session is None:
-            return self._next("samplers", "sampler_id", session_id)
+            raise ServiceError(
+                Code.FAILED_PRECONDITION,
+                "SESSION_ENDED",
+                f"session {session_id} has ended, and a sampler without a name lives no longer than its session: give "
+                "a name to save a checkpoint",
+            )
         session.next_sampler += 1
+        session.taken.add(session.next_sampler - 1)
         return session.next_sampler - 1
 
     def expired(self, timeout_s: float) -> list[Session]:

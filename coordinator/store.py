@@ -188,8 +188,8 @@ class CycleCommit:
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     samplers: list[dict[str, Any]] = field(default_factory=list)
     snapshots: list[SnapshotRow] = field(default_factory=list)
-    replaced_snapshots: list[str] = field(default_factory=list)
-    """Folders that nothing points at once this is durable; not stored."""
+    replaced_snapshots: dict[str, str] = field(default_factory=dict)
+    """Adapter to the folder that nothing points at once its new snapshot is durable; not stored."""
     virtual_tokens: dict[str, float] = field(default_factory=dict)
     """Tenant to counter."""
 
@@ -204,18 +204,24 @@ class Store:
         self._wall = wall
         self._path = path
         self._writer = _connect(path)
-        self._migrate()
+        try:
+            self._migrate()
+        except BaseException:
+            self._writer.close()
+            raise
         self._reader = _connect(path)
         self._reader.execute("PRAGMA query_only = ON")
         self._queue: queue.SimpleQueue[tuple[Write, asyncio.Future[Any], asyncio.AbstractEventLoop] | None] = (
             queue.SimpleQueue()
         )
         self._notes: deque[Write] = deque()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._commit_forever, name="store-writer", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Commit what waits, then close."""
+        """Commit what waits, then close; what is handed in later is refused."""
+        self._is_closed = True
         self._queue.put(None)
         self._thread.join()
         self._writer.close()
@@ -225,7 +231,10 @@ class Store:
         """Hand in a write; the future is done when it is durable. A write that raises is undone alone."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._queue.put((write, future, loop))
+        if self._is_closed:
+            future.set_exception(StorageError("the database is closed"))
+        else:
+            self._queue.put((write, future, loop))
         return future
 
     def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
@@ -276,34 +285,29 @@ class Store:
 
         return self.write(write)
 
-    def commit_cycle(self, commit: CycleCommit) -> asyncio.Future[None]:
-        """Make a cycle's outcomes true: results, checkpoints, snapshots, fair-share counters and metering."""
+    def commit_cycle(self, commit: CycleCommit) -> asyncio.Future[frozenset[str]]:
+        """Make a cycle's outcomes true: results, checkpoints, snapshots, fair-share counters and metering.
+
+        The future has the adapters of which something ran whose append had failed. Nothing that holds its effect is
+        stored: no snapshot, checkpoint or sampler of theirs.
+        """
         now = self._wall()
 
-        def write(db: sqlite3.Connection) -> None:
+        def write(db: sqlite3.Connection) -> frozenset[str]:
+            lost: set[str] = set()
             for row in commit.finished:
-                changed = db.execute(
-                    "UPDATE operations SET outcome = ?, is_failed = ?, finished_at = ?, engine_s = ?"
-                    " WHERE target_id = ? AND seq = ? AND outcome IS NULL",
-                    (row.outcome, row.is_failed, now, row.engine_s, row.target_id, row.seq),
-                ).rowcount
-                if changed == 0:  # its append failed, so it was never acknowledged and need not be finished
-                    assert not db.execute(
-                        "SELECT 1 FROM operations WHERE target_id = ? AND seq = ?", _key(row)
-                    ).fetchone(), f"{row.target_id}:{row.seq} was finished before"
-                    continue
-                if row.kind == "sample":  # nothing replays a finished sample
-                    db.execute("UPDATE operations SET body = NULL WHERE target_id = ? AND seq = ?", _key(row))
-                _count(db, row)
+                if not _finish(db, row, now):
+                    lost.add(row.target_id)
             for checkpoint in commit.checkpoints:
-                _insert(db, "checkpoints", checkpoint)
+                if checkpoint["adapter_id"] not in lost:
+                    _insert(db, "checkpoints", checkpoint)
             for sampler in commit.samplers:
-                _insert(db, "samplers", sampler)
+                if sampler["adapter_id"] not in lost:
+                    _insert(db, "samplers", sampler)
             for snapshot in commit.snapshots:
-                db.execute(
-                    "INSERT OR REPLACE INTO snapshots (adapter_id, seq, folder, sha256) VALUES (?, ?, ?, ?)",
-                    (snapshot.adapter_id, snapshot.seq, snapshot.folder, snapshot.sha256),
-                )
+                if snapshot.adapter_id in lost:
+                    continue
+                _put_snapshot(db, snapshot)
                 db.execute(
                     "UPDATE operations SET body = NULL WHERE target_id = ? AND seq <= ? AND outcome IS NOT NULL",
                     (snapshot.adapter_id, snapshot.seq),
@@ -314,7 +318,9 @@ class Store:
                 db.execute("INSERT INTO cycles VALUES (?, ?)", (commit.cycle_id, commit.summary))
                 db.execute("DELETE FROM cycles WHERE cycle_id <= ?", (commit.cycle_id - self.CYCLES_KEPT,))
                 db.execute("DELETE FROM plans WHERE cycle_id <= ?", (commit.cycle_id,))
-                db.execute("UPDATE meta SET value = ? WHERE key = 'last_cycle_id'", (commit.cycle_id,))
+                # Loops of different base models commit out of order; the ids must not run backwards after a restart.
+                db.execute("UPDATE meta SET value = MAX(value, ?) WHERE key = 'last_cycle_id'", (commit.cycle_id,))
+            return frozenset(lost)
 
         return self.write(write)
 
@@ -337,11 +343,29 @@ class Store:
         assert row["body"] is not None, f"{target_id}:{seq} has left the log too early"
         return bytes(row["body"])
 
-    def delete_adapter(self, adapter_id: str) -> asyncio.Future[str | None]:
-        """Delete an adapter's training state; the future has its snapshot's folder, now without a row."""
+    def insert_adapter(self, values: dict[str, Any], start: SnapshotRow | None) -> asyncio.Future[None]:
+        """A new adapter and, if that is not its seed, what it starts from: both or neither.
+
+        Raises ConflictError through the future if there is one of that id or request id.
+        """
+
+        def write(db: sqlite3.Connection) -> None:
+            _insert(db, "adapters", values)
+            if start is not None:
+                _put_snapshot(db, start)
+
+        return self.write(write)
+
+    def delete_adapter(self, adapter_id: str, finished: Sequence[OperationRow]) -> asyncio.Future[str | None]:
+        """Delete an adapter's training state, deciding its last operations.
+
+        The future has its snapshot's folder, now without a row.
+        """
         now = self._wall()
 
         def write(db: sqlite3.Connection) -> str | None:
+            for operation in finished:
+                _finish(db, operation, now)
             row = db.execute("SELECT folder FROM snapshots WHERE adapter_id = ?", (adapter_id,)).fetchone()
             db.execute("UPDATE adapters SET deleted_at = ? WHERE adapter_id = ?", (now, adapter_id))
             db.execute("DELETE FROM snapshots WHERE adapter_id = ?", (adapter_id,))
@@ -442,6 +466,30 @@ def _resolve(future: asyncio.Future[Any], value: Any, failure: BaseException | N
 def _insert(db: sqlite3.Connection, table: str, values: dict[str, Any]) -> None:
     columns, marks = ", ".join(values), ", ".join("?" * len(values))
     db.execute(f"INSERT INTO {table} ({columns}) VALUES ({marks})", tuple(values.values()))  # noqa: S608 (our names)
+
+
+def _finish(db: sqlite3.Connection, row: OperationRow, now: float) -> bool:
+    """Decide an operation. False if its append failed: then it was never acknowledged and need not be finished."""
+    changed = db.execute(
+        "UPDATE operations SET outcome = ?, is_failed = ?, finished_at = ?, engine_s = ?"
+        " WHERE target_id = ? AND seq = ? AND outcome IS NULL",
+        (row.outcome, row.is_failed, now, row.engine_s, row.target_id, row.seq),
+    ).rowcount
+    if changed == 0:
+        was_logged = db.execute("SELECT 1 FROM operations WHERE target_id = ? AND seq = ?", _key(row)).fetchone()
+        assert not was_logged, f"{row.target_id}:{row.seq} was finished before"
+        return False
+    if row.kind == "sample":  # nothing replays a finished sample
+        db.execute("UPDATE operations SET body = NULL WHERE target_id = ? AND seq = ?", _key(row))
+    _count(db, row)
+    return True
+
+
+def _put_snapshot(db: sqlite3.Connection, snapshot: SnapshotRow) -> None:
+    db.execute(
+        "INSERT OR REPLACE INTO snapshots (adapter_id, seq, folder, sha256) VALUES (?, ?, ?, ?)",
+        (snapshot.adapter_id, snapshot.seq, snapshot.folder, snapshot.sha256),
+    )
 
 
 def _key(row: OperationRow) -> tuple[str, int]:

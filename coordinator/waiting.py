@@ -20,6 +20,8 @@ class OperationTable:
         self._waiters: dict[str, list[asyncio.Queue[ops_pb.Operation | None]]] = {}
         self._open_queues: set[asyncio.Queue[ops_pb.Operation | None]] = set()
         self._bytes_by_tenant: dict[str, int] = {}
+        self._num_by_target: dict[str, int] = {}
+        self._by_request_id: dict[tuple[str, str], Operation] = {}
         self.is_closed = False
 
     def __len__(self) -> int:
@@ -30,6 +32,9 @@ class OperationTable:
         self._live[operation.name] = operation
         tenant = operation.tenant_id
         self._bytes_by_tenant[tenant] = self._bytes_by_tenant.get(tenant, 0) + operation.num_bytes
+        self._num_by_target[operation.target_id] = self._num_by_target.get(operation.target_id, 0) + 1
+        if operation.request_id:
+            self._by_request_id.setdefault((operation.target_id, operation.request_id), operation)
 
     def get(self, name: str) -> Operation | None:
         """The operation of that name, if it has not committed its outcome."""
@@ -39,14 +44,30 @@ class OperationTable:
         """All of them."""
         return self._live.values()
 
+    def of_request(self, target_id: str, request_id: str) -> Operation | None:
+        """The operation that a request id made on an adapter or sampler, if it has not committed its outcome."""
+        return self._by_request_id.get((target_id, request_id))
+
+    def num_pending(self, target_id: str) -> int:
+        """Unfinished operations of an adapter or sampler."""
+        return self._num_by_target.get(target_id, 0)
+
     def pending_bytes(self, tenant_id: str) -> int:
         """Bytes of a tenant's unfinished requests."""
         return self._bytes_by_tenant.get(tenant_id, 0)
 
     def remove(self, operation: Operation) -> None:
         """It is finished, or its append failed."""
-        if self._live.pop(operation.name, None) is not None:
-            self._bytes_by_tenant[operation.tenant_id] -= operation.num_bytes
+        if self._live.get(operation.name) is not operation:
+            return
+        del self._live[operation.name]
+        self._bytes_by_tenant[operation.tenant_id] -= operation.num_bytes
+        self._num_by_target[operation.target_id] -= 1
+        if not self._num_by_target[operation.target_id]:
+            del self._num_by_target[operation.target_id]
+        key = (operation.target_id, operation.request_id)
+        if self._by_request_id.get(key) is operation:
+            del self._by_request_id[key]
 
     def finished(self, operation: Operation) -> None:
         """Its outcome has committed: wake who waits."""
@@ -59,21 +80,21 @@ class OperationTable:
     async def wait(
         self, names: Iterable[str], read_finished: Callable[[str], ops_pb.Operation]
     ) -> AsyncIterator[ops_pb.Operation]:
-        """Each named operation once, when it is finished.
+        """Each named operation once, when it is finished; fewer if the coordinator stops.
 
-        `read_finished` gets those that are not live, and may raise.
+        `read_finished` gets those that are not live, one by one, and may raise.
         """
         queue: asyncio.Queue[ops_pb.Operation | None] = asyncio.Queue()
         unique = dict.fromkeys(names)
-        done = [read_finished(name) for name in unique if name not in self._live]
+        done = [name for name in unique if name not in self._live]
         waiting = [name for name in unique if name in self._live]
         for name in waiting:
             self._waiters.setdefault(name, []).append(queue)
         self._open_queues.add(queue)
         try:
-            for operation in done:
-                yield operation
-            for _ in waiting:
+            for name in done:
+                yield read_finished(name)
+            for _ in waiting if not self.is_closed else ():
                 finished = await queue.get()
                 if finished is None:
                     return

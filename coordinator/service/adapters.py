@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from dataclasses import replace
 
-from coordinator.auth import Principal
+from coordinator.auth import Authenticator, Principal
 from coordinator.bodies import check_metadata, serialize
+from coordinator.core import Core
 from coordinator.errors import Code, ServiceError, invalid
 from coordinator.queue import AdapterQueue
-from coordinator.recovery import adapter_of_row
-from coordinator.service.base import UseCases, metadata_of, timestamp
-from coordinator.sessions import Session
-from coordinator.store import ConflictError, CycleCommit, Row
+from coordinator.service.base import (
+    UseCases,
+    check_index,
+    metadata_of,
+    request_id_taken,
+    timestamp,
+    uninterrupted,
+)
+from coordinator.store import ConflictError, Row, SnapshotRow, StorageError
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2 as pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -26,13 +33,20 @@ DEFAULT_ALPHA = 32.0
 class AdapterUseCases(UseCases):
     """AdapterService."""
 
+    _deletions: dict[str, asyncio.Future[None]]
+    """Those under way: who asks again waits for the same."""
+
+    def __init__(self, core: Core, authenticator: Authenticator) -> None:
+        super().__init__(core, authenticator)
+        self._deletions = {}
+
+    @uninterrupted
     async def create_adapter(self, principal: Principal, request: pb.CreateAdapterRequest) -> pb.CreateAdapterResponse:
         """A new adapter, or the one that this index or request id made."""
         self._core.admission.check_open()
         session = self._live_session(principal, request.session_id)
         check_metadata(request.user_metadata, self._core.config.limits)
-        if request.HasField("index") and request.index < 0:
-            raise invalid(f"index must be 0 or more, not {request.index}")
+        check_index(request)
         canonical = pb.CreateAdapterRequest()
         canonical.CopyFrom(request)
         canonical.ClearField("request_id")
@@ -45,28 +59,37 @@ class AdapterUseCases(UseCases):
         index = request.index if request.HasField("index") else session.next_adapter
         session.next_adapter = max(session.next_adapter, index + 1)
         adapter_id = names.adapter_id(session.session_id, index)
-        if source is not None:
-            await self._write_start(adapter_id, principal, session, model, values, source, request.with_optimizer)
+        row_values = {
+            "adapter_id": adapter_id,
+            "tenant_id": principal.tenant_id,
+            "session_id": session.session_id,
+            "request_id": request.request_id or None,
+            "body": body,
+            "base_model": model.name,
+            "user_metadata": json.dumps(dict(request.user_metadata)),
+            "created_at": self._core.time.wall(),
+            **values,
+        }
+        adapter = AdapterQueue(
+            principal.tenant_id,
+            session.session_id,
+            model.name,
+            AdapterSpec(adapter_id=adapter_id, **values),  # type: ignore[arg-type]  # _values has them all
+        )
+        start = await self._write_start(adapter, source, request.with_optimizer) if source is not None else None
         try:
-            await self._core.store.insert(
-                "adapters",
-                adapter_id=adapter_id,
-                tenant_id=principal.tenant_id,
-                session_id=session.session_id,
-                request_id=request.request_id or None,
-                body=body,
-                base_model=model.name,
-                user_metadata=json.dumps(dict(request.user_metadata)),
-                created_at=self._core.time.wall(),
-                **values,
-            )
-        except ConflictError:
+            await self._core.store.insert_adapter(row_values, start)
+        except StorageError as error:
+            if start is not None:
+                self._core.saver.snapshots.remove(start.folder)
+            if not isinstance(error, ConflictError):
+                raise
             existing = self._existing_adapter(request)
-            assert existing is not None
+            if existing is None:
+                raise request_id_taken() from None
             return pb.CreateAdapterResponse(adapter=self._message(self._same(existing, body)))
-        row = self._row(adapter_id)
-        self._core.add_adapter(adapter_of_row(row))
-        return pb.CreateAdapterResponse(adapter=self._message(row))
+        self._core.add_adapter(adapter)
+        return pb.CreateAdapterResponse(adapter=self._message(self._row(adapter_id)))
 
     async def get_adapter(self, principal: Principal, request: pb.GetAdapterRequest) -> pb.GetAdapterResponse:
         """An adapter and its next seq."""
@@ -91,10 +114,13 @@ class AdapterUseCases(UseCases):
         )
         if row is not None and row["deleted_at"] is not None:
             return pb.DeleteAdapterResponse()
-        adapter = self._adapter(principal, request.adapter_id)
-        await self._core.delete_adapter(
-            adapter, ops_pb.OperationError(code=1, reason="ADAPTER_DELETED", message="the adapter was deleted")
-        )
+        if row is None or request.adapter_id not in self._deletions:
+            error = ops_pb.OperationError(code=1, reason="ADAPTER_DELETED", message="the adapter was deleted")
+            deletion = self._core.delete_adapter(self._adapter(principal, request.adapter_id), error)
+            task = asyncio.ensure_future(self._core.uninterrupted(deletion))
+            self._deletions[request.adapter_id] = task
+            task.add_done_callback(lambda _: self._deletions.pop(request.adapter_id))
+        await asyncio.shield(self._deletions[request.adapter_id])
         return pb.DeleteAdapterResponse()
 
     def _existing_adapter(self, request: pb.CreateAdapterRequest) -> Row | None:
@@ -157,25 +183,12 @@ class AdapterUseCases(UseCases):
                 f"you have {limit} adapters, the most allowed: delete some first",
             )
 
-    async def _write_start(
-        self,
-        adapter_id: str,
-        principal: Principal,
-        session: Session,
-        model: ModelInfo,
-        values: dict[str, int | float | bool],
-        source: Row,
-        with_optimizer: bool,
-    ) -> None:
+    async def _write_start(self, adapter: AdapterQueue, source: Row, with_optimizer: bool) -> SnapshotRow:
         """Copy a checkpoint as the new adapter's first snapshot, so that it does not depend on it any more."""
-        state = self._core.saver.checkpoints.read(source["folder"], source["sha256"])
+        state = await asyncio.to_thread(self._core.saver.checkpoints.read, source["folder"], source["sha256"])
         if not with_optimizer:
             state = replace(state, optimizer=None, num_steps=0)
-        spec = AdapterSpec(adapter_id=adapter_id, **values)  # type: ignore[arg-type]
-        adapter = AdapterQueue(principal.tenant_id, session.session_id, model.name, spec)
-        commit = CycleCommit()
-        await self._core.saver.write_first_snapshot(commit, adapter, state)
-        await self._core.store.commit_cycle(commit)
+        return await self._core.saver.write_start(adapter, state)
 
     def _row(self, adapter_id: str) -> Row:
         row = self._core.store.read_one("SELECT * FROM adapters WHERE adapter_id = ?", (adapter_id,))
@@ -184,8 +197,12 @@ class AdapterUseCases(UseCases):
 
     def _message(self, row: Row) -> pb.Adapter:
         adapter = self._core.adapters.get(row["adapter_id"])
-        if adapter is None:
+        if adapter is None and row["deleted_at"] is not None:
             raise ServiceError(Code.FAILED_PRECONDITION, "ADAPTER_DELETED", f"{row['adapter_id']} was deleted")
+        if adapter is None:
+            raise ServiceError(
+                Code.UNAVAILABLE, "ADAPTER_CHANGING", f"{row['adapter_id']} is being made or deleted", retry_delay_s=1.0
+            )
         return pb.Adapter(
             adapter_id=row["adapter_id"],
             base_model=row["base_model"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coordinator.auth import Principal
 from coordinator.errors import Code, ServiceError
-from coordinator.service.base import UseCases, timestamp
+from coordinator.service.base import UseCases, timestamp, uninterrupted
 from coordinator.store import Row
 from tinkerpool.v1 import pool_pb2 as pb
 
@@ -12,6 +12,7 @@ from tinkerpool.v1 import pool_pb2 as pb
 class AdminUseCases(UseCases):
     """AdminService."""
 
+    @uninterrupted
     async def create_api_key(self, principal: Principal, request: pb.CreateApiKeyRequest) -> pb.CreateApiKeyResponse:
         """A new key, shown this once."""
         _check_admin(principal)
@@ -23,6 +24,7 @@ class AdminUseCases(UseCases):
         _check_admin(principal)
         return pb.ListApiKeysResponse(api_keys=[_message(row) for row in self._authenticator.list_keys()])
 
+    @uninterrupted
     async def revoke_api_key(self, principal: Principal, request: pb.RevokeApiKeyRequest) -> pb.RevokeApiKeyResponse:
         """Refuse a key from now on."""
         _check_admin(principal)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -14,7 +15,27 @@ from coordinator.errors import Code, ServiceError, invalid, not_found
 from coordinator.queue import AdapterQueue
 from coordinator.sessions import Session
 from coordinator.store import Row
+from tinkerpool.v1.adapters_pb2 import CreateAdapterRequest
+from tinkerpool.v1.sampling_pb2 import CreateSamplerRequest
 from workers.messages import ModelInfo
+
+P = ParamSpec("P")
+T = TypeVar("T")
+PAGE_TOKEN_LENGTH_MAX = 16
+INDEX_MAX = 999_999_999
+
+
+def uninterrupted(
+    use_case: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """Make a use case that writes run to its end, see `Core.uninterrupted`."""
+
+    @functools.wraps(use_case)
+    async def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        core: Core = self._core
+        return await core.uninterrupted(use_case(self, *args, **kwargs))
+
+    return run
 
 
 class UseCases:
@@ -70,13 +91,26 @@ class UseCases:
 
     def _page(self, sql: str, parameters: Sequence[Any], size: int, token: str, default: int) -> tuple[list[Row], str]:
         """One page of a query that ends in ORDER BY; the token is the offset."""
-        if token and not token.isdecimal():
+        if token and not (token.isdecimal() and len(token) < PAGE_TOKEN_LENGTH_MAX):
             raise invalid(f"page_token {token[:40]!r} was not handed out by this service")
         if size < 0:
             raise invalid(f"page_size must be 0 or more, not {size}")
         limit, offset = min(size or default, 1000), int(token or 0)
         rows = self._core.store.read(f"{sql} LIMIT ? OFFSET ?", (*parameters, limit + 1, offset))
         return rows[:limit], str(offset + limit) if len(rows) > limit else ""
+
+
+def check_index(request: CreateAdapterRequest | CreateSamplerRequest) -> None:
+    """Refuse a number in a session that no name can hold."""
+    if request.HasField("index") and not 0 <= request.index <= INDEX_MAX:
+        raise invalid(f"index must be 0 to {INDEX_MAX}, not {request.index}")
+
+
+def request_id_taken() -> ServiceError:
+    """The index is new, the request id is not."""
+    return ServiceError(
+        Code.ALREADY_EXISTS, "REQUEST_ID_TAKEN", "this request_id was used before, with another index: use a new one"
+    )
 
 
 def timestamp(seconds: float) -> Timestamp:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from coordinator.auth import Principal
-from coordinator.service.base import UseCases, metadata_of, timestamp
+from coordinator.service.base import UseCases, metadata_of, timestamp, uninterrupted
 from coordinator.store import Row
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as pb
@@ -40,13 +40,14 @@ class CheckpointUseCases(UseCases):
         """A checkpoint."""
         return pb.GetCheckpointResponse(checkpoint=_message(self._checkpoint(principal, request.path)))
 
+    @uninterrupted
     async def delete_checkpoint(
         self, principal: Principal, request: pb.DeleteCheckpointRequest
     ) -> pb.DeleteCheckpointResponse:
         """Delete a checkpoint: the row first, so that a crash leaves an orphaned folder and not a broken checkpoint."""
         row = self._checkpoint(principal, request.path)
         await self._core.store.execute("DELETE FROM checkpoints WHERE path = ?", (request.path,))
-        self._core.saver.checkpoints.remove(row["folder"])
+        await asyncio.to_thread(self._core.saver.checkpoints.remove, row["folder"])
         return pb.DeleteCheckpointResponse()
 
     async def export_checkpoint(

@@ -25,10 +25,15 @@ class OperationUseCases(UseCases):
         limit = self._core.config.limits.wait_names_max
         if not 1 <= len(request.names) <= limit:
             raise invalid(f"{len(request.names)} names to wait for: give 1 to {limit}")
-        found = {name: self._operation(principal, name) for name in request.names}
-        async for operation in self._core.table.wait(found, lambda name: found[name].as_message()):
+        names = list(dict.fromkeys(request.names))
+        for name in names:
+            if self._core.admission.owner(*_place(name)) != principal.tenant_id:
+                raise not_found("operation", name)
+        num_missing = len(names)
+        async for operation in self._core.table.wait(names, lambda name: self._operation(principal, name).as_message()):
             yield pb.WaitOperationsResponse(operation=operation)
-        if self._core.table.is_closed:
+            num_missing -= 1
+        if num_missing:
             raise ServiceError(
                 Code.UNAVAILABLE,
                 "SHUTTING_DOWN",
@@ -56,10 +61,14 @@ class OperationUseCases(UseCases):
         self._core.touch(adapter)
 
     def _operation(self, principal: Principal, name: str) -> Operation:
-        target_id, _, seq = name.rpartition(":")
-        operation = None
-        if seq.isdecimal() and len(seq) < 19:
-            operation = self._core.admission.find(target_id, int(seq))
+        operation = self._core.admission.find(*_place(name))
         if operation is None or operation.tenant_id != principal.tenant_id:
             raise not_found("operation", name)
         return operation
+
+
+def _place(name: str) -> tuple[str, int]:
+    """Target and seq of an operation's name; a place where nothing is for anything that is not such a name."""
+    target_id, _, seq = name.rpartition(":")
+    is_canonical = seq.isascii() and seq.isdecimal() and seq[0] != "0" and len(seq) < 19
+    return (target_id, int(seq)) if is_canonical else ("", 0)

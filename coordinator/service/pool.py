@@ -53,7 +53,7 @@ class PoolUseCases(UseCases):
         queue: asyncio.Queue[pb.Cycle | None] = asyncio.Queue()
         self._core.cycle_watchers.add(queue)
         try:
-            while (cycle := await queue.get()) is not None:
+            while not self._core.admission.is_stopping and (cycle := await queue.get()) is not None:
                 yield pb.WatchCyclesResponse(cycle=self._shown(principal, cycle))
             raise ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "the pool is shutting down", retry_delay_s=1.0)
         finally:

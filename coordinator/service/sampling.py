@@ -12,7 +12,7 @@ from coordinator.bodies import canonical_sample, serialize
 from coordinator.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations import Chunk, Kind, Operation
 from coordinator.sampling import Event
-from coordinator.service.base import UseCases
+from coordinator.service.base import UseCases, check_index, request_id_taken, uninterrupted
 from coordinator.store import ConflictError, Row
 from tinkerpool import names
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -22,14 +22,14 @@ from tinkerpool.v1 import sampling_pb2 as pb
 class SamplingUseCases(UseCases):
     """SamplingService."""
 
+    @uninterrupted
     async def create_sampler(self, principal: Principal, request: pb.CreateSamplerRequest) -> pb.CreateSamplerResponse:
         """A new sampler, or the one that this index or request id made."""
         self._core.admission.check_open()
         session = self._live_session(principal, request.session_id)
         if bool(request.model_path) == bool(request.base_model):
             raise invalid("name exactly one of model_path and base_model")
-        if request.HasField("index") and request.index < 0:
-            raise invalid(f"index must be 0 or more, not {request.index}")
+        check_index(request)
         canonical = pb.CreateSamplerRequest()
         canonical.CopyFrom(request)
         canonical.ClearField("request_id")
@@ -39,8 +39,10 @@ class SamplingUseCases(UseCases):
         source = self._checkpoint(principal, request.model_path) if request.model_path else None
         model = self._model(source["base_model"] if source else request.base_model)
         index = request.index if request.HasField("index") else session.next_sampler
-        session.next_sampler = max(session.next_sampler, index + 1)
         sampler_id = names.sampler_id(session.session_id, index)
+        if index in session.taken:  # its row comes with a commit, which must not fail
+            raise _sampler_exists(sampler_id)
+        session.next_sampler = max(session.next_sampler, index + 1)
         try:
             await self._core.store.insert(
                 "samplers",
@@ -59,7 +61,8 @@ class SamplingUseCases(UseCases):
             )
         except ConflictError:
             existing = self._existing_sampler(request)
-            assert existing is not None
+            if existing is None:
+                raise request_id_taken() from None
             return pb.CreateSamplerResponse(sampler=_message(_same(existing, body)))
         return pb.CreateSamplerResponse(sampler=_message(self._sampler(principal, sampler_id)))
 
@@ -69,23 +72,18 @@ class SamplingUseCases(UseCases):
 
     async def sample(self, principal: Principal, request: pb.SampleRequest) -> pb.SampleResponse:
         """Queue a sample."""
-        operation, sampler, is_new = await self._admit(principal, request)
-        if is_new:
-            self._core.sampling.submit(operation, sampler)
+        operation, _ = await self._begin(principal, request, is_streamed=False)
         return pb.SampleResponse(operation=operation.as_message())
 
     async def stream_sample(
         self, principal: Principal, request: pb.StreamSampleRequest
     ) -> AsyncIterator[pb.StreamSampleResponse]:
         """Queue a sample, and stream its tokens and at the end the finished operation."""
-        operation, sampler, is_new = await self._admit(principal, request.request)
-        events = self._core.sampling.listen(operation.name)
+        operation, events = await self._begin(principal, request.request, is_streamed=True)
+        if events is None:
+            yield pb.StreamSampleResponse(operation=operation.as_message())
+            return
         try:
-            if is_new:
-                self._core.sampling.submit(operation, sampler)
-            if operation.is_committed:
-                yield pb.StreamSampleResponse(operation=operation.as_message())
-                return
             while True:
                 event = await self._next_event(events, operation)
                 if isinstance(event, ops_pb.Operation):
@@ -94,6 +92,18 @@ class SamplingUseCases(UseCases):
                 yield pb.StreamSampleResponse(token=event)
         finally:
             self._core.sampling.unlisten(operation.name, events)
+
+    @uninterrupted
+    async def _begin(
+        self, principal: Principal, request: pb.SampleRequest, *, is_streamed: bool
+    ) -> tuple[Operation, asyncio.Queue[Event | None] | None]:
+        """Admit and submit; with a queue of events if they are wanted and there will be any."""
+        operation, sampler, is_new = await self._admit(principal, request)
+        wants_events = is_streamed and not operation.is_committed
+        events = self._core.sampling.listen(operation.name) if wants_events else None
+        if is_new:
+            self._core.sampling.submit(operation, sampler)
+        return operation, events
 
     async def _next_event(self, events: asyncio.Queue[Event | None], operation: Operation) -> Event:
         event = await events.get()
@@ -155,12 +165,16 @@ def _seed(request: pb.SampleRequest) -> int:
 
 def _same(row: Row, body: bytes) -> Row:
     if bytes(row["body"]) != body:
-        raise ServiceError(
-            Code.ALREADY_EXISTS,
-            "SAMPLER_EXISTS",
-            f"{row['sampler_id']} was created before with other settings: use another index or request_id",
-        )
+        raise _sampler_exists(row["sampler_id"])
     return row
+
+
+def _sampler_exists(sampler_id: str) -> ServiceError:
+    return ServiceError(
+        Code.ALREADY_EXISTS,
+        "SAMPLER_EXISTS",
+        f"{sampler_id} was created before with other settings: use another index or request_id",
+    )
 
 
 def _message(row: Row) -> pb.Sampler:

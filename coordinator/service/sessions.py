@@ -7,7 +7,7 @@ import uuid
 
 from coordinator.auth import Principal
 from coordinator.bodies import LOSS_RULES, check_metadata
-from coordinator.service.base import UseCases, metadata_of, timestamp
+from coordinator.service.base import UseCases, metadata_of, timestamp, uninterrupted
 from coordinator.store import ConflictError, Row
 from coordinator.version import VERSION
 from tinkerpool.v1 import sessions_pb2 as pb
@@ -44,6 +44,7 @@ class SessionUseCases(UseCases):
         """A base model's tokenizer files."""
         return pb.GetTokenizerResponse(files=dict(self._model(request.base_model).tokenizer_files))
 
+    @uninterrupted
     async def create_session(self, principal: Principal, request: pb.CreateSessionRequest) -> pb.CreateSessionResponse:
         """A new session, or the one that this request id made."""
         self._core.admission.check_open()
@@ -61,11 +62,13 @@ class SessionUseCases(UseCases):
             self._core.sessions.add(session_id, principal.tenant_id)
         except ConflictError:
             row = self._core.store.read_one(
-                "SELECT session_id FROM sessions WHERE tenant_id = ? AND request_id = ?",
+                "SELECT session_id, ended_at FROM sessions WHERE tenant_id = ? AND request_id = ?",
                 (principal.tenant_id, request.request_id),
             )
             assert row is not None
             session_id = row["session_id"]
+            if row["ended_at"] is None:
+                self._core.sessions.add(session_id, principal.tenant_id)
         return pb.CreateSessionResponse(session=self._session(self._session_row(principal, session_id)))
 
     async def heartbeat(self, principal: Principal, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
@@ -73,6 +76,7 @@ class SessionUseCases(UseCases):
         self._live_session(principal, request.session_id)
         return pb.HeartbeatResponse()
 
+    @uninterrupted
     async def finish_session(self, principal: Principal, request: pb.FinishSessionRequest) -> pb.FinishSessionResponse:
         """End a session."""
         self._session_row(principal, request.session_id)

@@ -58,18 +58,20 @@ class TrainingUseCases(UseCases):
         """Queue a load."""
         adapter, _ = self._served(principal, request.adapter_id)
 
-        def build() -> Built:
+        def check() -> None:
             row = self._checkpoint(principal, request.path)
             if row["kind"] != names.TRAINING:
                 raise invalid(f"{request.path} has weights for sampling only: load a checkpoint made by save_state")
             if row["base_model"] != adapter.base_model:
                 raise invalid(f"{request.path} belongs to base model {row['base_model']}, not {adapter.base_model}")
+
+        def build() -> Built:
             body = pb.LoadStateRequest(
                 adapter_id=request.adapter_id, path=request.path, with_optimizer=request.with_optimizer
             )
             return serialize(body), ()
 
-        draft = Draft(Kind.LOAD_STATE, request, build)
+        draft = Draft(Kind.LOAD_STATE, request, build, check=check)
         [operation] = await self._submit(adapter, request.seq, request.request_id, draft)
         return pb.LoadStateResponse(operation=operation)
 
@@ -91,8 +93,8 @@ class TrainingUseCases(UseCases):
         return checkpoints_pb.SaveWeightsForSamplerResponse(operation=operation)
 
     async def _submit(self, adapter: AdapterQueue, seq: int, request_id: str, *drafts: Draft) -> list[ops_pb.Operation]:
-        operations: list[Operation] = await self._core.admission.to_adapter(
-            adapter, seq, request_id, drafts, lambda: self._core.touch(adapter)
+        operations: list[Operation] = await self._core.uninterrupted(
+            self._core.admission.to_adapter(adapter, seq, request_id, drafts, lambda: self._core.touch(adapter))
         )
         return [operation.as_message() for operation in operations]
 
