@@ -304,6 +304,19 @@ async def test_stopping_lets_running_calls_finish_and_takes_no_new_ones() -> Non
             await stopping
 
 
+async def test_watchers_of_health_see_not_serving_before_the_door_closes() -> None:
+    door = GrpcDoor(GrpcConfig(port=0))
+    door.bind()
+    await door.start(FakeService(), authenticate, lambda: True)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        call = stub.Watch(health_pb2.HealthCheckRequest())
+        assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await door.refuse()
+        assert (await call.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await door.stop(0)
+
+
 async def test_a_port_in_use_is_an_error_that_names_the_port() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
