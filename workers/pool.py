@@ -133,13 +133,14 @@ class PoolConfig:
     num_threads: int = 0
     """Threads of each worker; 0: this machine's cores divided by the workers, or `num_cpus` on a cluster."""
     num_cpus: float = 1.0
-    """CPUs that each worker claims from Ray: for placement only."""
+    """CPUs that each worker claims from Ray, for placement on a cluster; 0 claims none. It limits nothing."""
     num_gpus: float = 0.0
-    """GPUs that each worker claims from Ray."""
+    """GPUs that each worker claims from Ray and may use; a fraction shares one. 0: none."""
     device: str = "cpu"
-    """Torch device of each worker."""
+    """Torch device of each worker. With Ray, "cuda" is the GPU that the worker has claimed."""
     ray_address: str | None = None
-    """A Ray cluster to join; None: a private one on this machine, which ends with the pool."""
+    """A Ray cluster to join, `host:port`, its token in `RAY_AUTH_TOKEN` or `~/.ray/auth_token`; None: a private one on
+    this machine, which ends with the pool."""
     ray_temp_dir: str | None = None
     """Where the private Ray keeps sockets and logs, a short path; None: a temporary folder, removed at the end."""
     start_timeout_s: float = 600.0
@@ -160,6 +161,11 @@ class PoolConfig:
         for name in ("num_threads", "num_cpus", "num_gpus"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        if self.kind == "ray" and self.device.startswith("cuda") != (self.num_gpus > 0):
+            raise ValueError(
+                f"device is {self.device!r} and num_gpus is {self.num_gpus:g}; workers on cuda need num_gpus (a fraction "
+                "shares a GPU), and others need 0"
+            )
         if not self.start_timeout_s > 0:
             raise ValueError(f"start_timeout_s is {self.start_timeout_s}; it must be above 0")
         if self.ray_address is not None and self.ray_temp_dir is not None:

@@ -152,8 +152,9 @@ class RayPool:
         num_gpus = ray.cluster_resources().get("GPU", 0)
         if self._config.num_cpus > num_cores() or self._config.num_gpus * self._config.num_workers > num_gpus:
             raise PoolStartError(
-                f"this machine has {num_cores()} CPUs and {num_gpus:g} GPUs, too few for {self._config.num_workers} "
-                f"workers with {self._claim()}; lower num_cpus, num_gpus or the number of workers"
+                f"this machine has {num_cores()} CPUs and {num_gpus:g} GPUs, too few for workers "
+                f"({self._config.num_workers} in all) with {self._claim()}; lower num_cpus, num_gpus or the number of "
+                "workers"
             )
 
     def _claim(self) -> str:

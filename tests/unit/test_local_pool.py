@@ -140,6 +140,8 @@ def test_threads_are_the_configured_ones_or_the_cores_divided_by_the_workers(mon
         ({"num_slots": 0}, "num_slots is 0"),
         ({"num_threads": -1}, "num_threads is -1"),
         ({"num_gpus": float("nan")}, "num_gpus is nan"),
+        ({"device": "cuda"}, "workers on cuda need num_gpus"),
+        ({"num_gpus": 0.5}, "others need 0"),
         ({"start_timeout_s": 0}, "start_timeout_s is 0"),
         ({"ray_address": "here", "ray_temp_dir": "/tmp/x"}, "private Ray"),
         ({"engine": "workers.engine"}, "module:attribute"),
