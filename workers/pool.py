@@ -163,8 +163,8 @@ class PoolConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if self.kind == "ray" and self.device.startswith("cuda") != (self.num_gpus > 0):
             raise ValueError(
-                f"device is {self.device!r} and num_gpus is {self.num_gpus:g}; workers on cuda need num_gpus (a fraction "
-                "shares a GPU), and others need 0"
+                f"device is {self.device!r} and num_gpus is {self.num_gpus:g}; workers on cuda need num_gpus (a "
+                "fraction shares a GPU), and others need 0"
             )
         if not self.start_timeout_s > 0:
             raise ValueError(f"start_timeout_s is {self.start_timeout_s}; it must be above 0")
