@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ ROWS_MIN_CANDIDATES = (16, 32, 48, 64, 96, 128, 192, 240)
 MULTIPLES = (1, 2, 3, 4, 5, 7, 8, 11, 16)
 EXTRA_ROWS = (1, 5, 9)
 BATCHED_SEGMENTS = 5
+LARGE_WEIGHT = 1 << 22
 
 
 def fingerprint(rows_min: int | None, device: torch.device) -> str:
@@ -39,20 +42,40 @@ Elementwise = tuple[int, Callable[[Tensor], Tensor]]
 """Values per row, and a function of each value alone."""
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a kernel is chosen by, besides sizes; the self-test runs once per process for each."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_threads: int
+
+    def values(self, num_rows: int, num_columns: int) -> Tensor:
+        """Normal values (num_rows, num_columns), the same in every process."""
+        generator = torch.Generator().manual_seed(num_rows * num_columns)
+        return torch.randn(num_rows, num_columns, generator=generator).to(self.device, self.dtype)
+
+
+def _kinds(weights: Iterable[Tensor]) -> tuple[Kind, list[tuple[int, int]]]:
+    """The kind of a model's weights, and their different shapes (F, D)."""
+    weights = list(weights)
+    shapes = dict.fromkeys((weight.shape[0], weight.shape[1]) for weight in weights)
+    return Kind(weights[0].device, weights[0].dtype, torch.get_num_threads()), list(shapes)
+
+
 @torch.no_grad()
 def find_rows_min(weights: Iterable[Tensor], elementwise: Iterable[Elementwise]) -> int | None:
     """The smallest number of rows from which every row's bits are independent of the number and place of the others.
 
     Tries products with each shape among the weights (F, D), forward and backward, softmax over F, and the elementwise
     functions (whose vector kernels end in scalar code that gives other bits), with the number of threads in use. None
-    if no candidate passes. Takes milliseconds for small models.
+    if no candidate passes. Takes a fraction of a second for small models.
     """
-    shapes = {tuple(weight.shape): weight for weight in weights}
+    kind, shapes = _kinds(weights)
     elementwise = list(elementwise)
-    like = next(iter(shapes.values()))
     for rows_min in ROWS_MIN_CANDIDATES:
-        is_independent = all(_has_independent_products(weight, rows_min) for weight in shapes.values())
-        if is_independent and all(_has_independent_rows(*function, like, rows_min) for function in elementwise):
+        is_independent = all(_has_independent_products(kind, *shape, rows_min) for shape in shapes)
+        if is_independent and all(_has_independent_rows(*function, kind, rows_min) for function in elementwise):
             return rows_min
     return None
 
@@ -60,33 +83,34 @@ def find_rows_min(weights: Iterable[Tensor], elementwise: Iterable[Elementwise])
 @torch.no_grad()
 def can_batch_segments(weights: Iterable[Tensor], rows_min: int) -> bool:
     """Whether segments computed as one batch get the bits that each gets alone, at whatever row it begins."""
-    shapes = {tuple(weight.shape): weight for weight in weights}
+    kind, shapes = _kinds(weights)
     return all(
-        _batch_equals_singles(weight, rank, length)
-        for weight in shapes.values()
-        for rank in (8, 32)
-        for length in (rows_min, rows_min + 2, 3 * rows_min + 2, 128)
+        _batch_equals_singles(kind, *shape, rank, length)
+        for shape in shapes
+        for rank in ((8,) if _is_large(*shape) else (8, 32))
+        for length in (rows_min, rows_min + 2, *(() if _is_large(*shape) else (3 * rows_min + 2, 128)))
     )
 
 
-def _batch_equals_singles(weight: Tensor, rank: int, length: int) -> bool:
-    d_out, d_in = weight.shape
-    aligned = -(-d_out // 16) * 16
+def _is_large(d_out: int, d_in: int) -> bool:
+    """Products with it take long, and it is a big vocabulary's, which sees blocks of few rows."""
+    return d_out * d_in > LARGE_WEIGHT
+
+
+@cache
+def _batch_equals_singles(kind: Kind, d_out: int, d_in: int, rank: int, length: int) -> bool:
+    aligned = -(-d_out // 16) * 16  # as logits are
     num = BATCHED_SEGMENTS
-    x = _values(num * length + 1, d_in, weight)
-    dy = _values(num * length + 1, aligned, weight)[:, :d_out]
-    As, Bs = (_values(num * rank, width, weight).view(num, rank, width) for width in (d_in, aligned))
+    x = kind.values(num * length + 1, d_in)
+    dy = kind.values(num * length + 1, aligned)[:, :d_out]
+    As, Bs = (kind.values(num * rank, width).view(num, rank, width) for width in (d_in, aligned))
     adapters = [AdapterViews((), (), slot, 2.0) for slot in range(num)]
 
     def compute(start: int, segments: slice) -> list[Tensor]:
         """y, dx, dA, dB of some segments, whose rows begin at `start`."""
         run = Run(start, length, adapters[segments])
-        views = GroupViews(
-            A=As[segments].squeeze(0),
-            Bs=(Bs[segments, :, :d_out].squeeze(0),),
-            A_grad=None,
-            B_grads=(),
-        )
+        B = Bs[segments, :, :d_out].squeeze(0)
+        views = GroupViews(A=As[segments].squeeze(0), Bs=(B,), A_grad=None, B_grads=())
         y, dx = dy.clone(), x.clone()
         xa = forward_segments(run.rows(x), [run.rows(y)], views, 2.0)
         dA, (dB,) = backward_segments(run.rows(x), [run.rows(dy)], run.rows(dx), xa, views, 2.0)
@@ -101,12 +125,14 @@ def _batch_equals_singles(weight: Tensor, rank: int, length: int) -> bool:
     return True
 
 
-def _has_independent_products(weight: Tensor, rows_min: int) -> bool:
+@cache
+def _has_independent_products(kind: Kind, d_out: int, d_in: int, rows_min: int) -> bool:
     """Blocks of logits may have any number of rows from the minimum up."""
-    num_rows = rows_min * MULTIPLES[-1]
-    x, dy = (_values(num_rows, width, weight) for width in (weight.shape[1], weight.shape[0]))
-    counts = [rows_min * multiple for multiple in MULTIPLES]
-    counts += [count + extra for count in counts[:3] for extra in EXTRA_ROWS]
+    multiples = [multiple for multiple in MULTIPLES if multiple <= 4 or not _is_large(d_out, d_in)]
+    counts = [rows_min * multiple for multiple in multiples]
+    weight = kind.values(d_out, d_in)
+    x, dy = (kind.values(counts[-1], width) for width in (d_in, d_out))
+    counts += [count + extra for count in counts[:2] for extra in EXTRA_ROWS]
     return (
         _keeps_rows(x, lambda rows: rows @ weight.t(), counts)
         and _keeps_rows(dy, lambda rows: rows @ weight, counts)
@@ -114,10 +140,9 @@ def _has_independent_products(weight: Tensor, rows_min: int) -> bool:
     )
 
 
-def _has_independent_rows(width: int, function: Callable[[Tensor], Tensor], like: Tensor, rows_min: int) -> bool:
+def _has_independent_rows(width: int, function: Callable[[Tensor], Tensor], kind: Kind, rows_min: int) -> bool:
     """A pass is padded to a multiple of the minimum."""
-    values = _values(rows_min * MULTIPLES[-1], width, like)
-    return _keeps_rows(values, function, [rows_min * multiple for multiple in MULTIPLES])
+    return _keeps_rows(kind.values(rows_min * MULTIPLES[-1], width), function, [rows_min * m for m in MULTIPLES])
 
 
 def _keeps_rows(values: Tensor, compute: Callable[[Tensor], Tensor], counts: list[int]) -> bool:
@@ -128,8 +153,3 @@ def _keeps_rows(values: Tensor, compute: Callable[[Tensor], Tensor], counts: lis
             if not torch.equal(compute(values[start : start + count]), whole[start : start + count]):
                 return False
     return True
-
-
-def _values(num_rows: int, num_columns: int, like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(num_rows * num_columns)
-    return torch.randn(num_rows, num_columns, generator=generator).to(like.device, like.dtype)

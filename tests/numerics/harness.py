@@ -47,7 +47,7 @@ def make_data(loss_fn: str, lengths: Sequence[int], seed: int = 0, num_targets: 
     rng = np.random.default_rng((seed, len(loss_fn), *lengths))
 
     def draw(shape: Any) -> NDArray[np.float32]:
-        return rng.normal(size=shape).astype(np.float32)
+        return np.asarray(rng.standard_normal(shape), dtype=np.float32)
 
     data = []
     for length in lengths:

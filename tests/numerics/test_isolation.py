@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.numerics.harness import Driver, Tenant, Trace, make_data, make_spec, note, training_items
 from workers.messages import AdamParams, Datum, ErrorCode
@@ -46,9 +47,9 @@ def train(driver: Driver, tenants: Sequence[Tenant], *, num_steps: int = NUM_STE
             note(traces[item.adapter_id], result)
         for tenant in tenants:
             traces[tenant.key].gradients.append(driver.gradient(tenant.key).numpy().tobytes())
-        steps = [driver.step(tenant.key, tenant.params) for tenant in tenants]
-        for item, result in zip(steps, driver.run(*steps), strict=True):
-            note(traces[item.adapter_id], result)
+        steps = driver.run(*(driver.step(tenant.key, tenant.params) for tenant in tenants))
+        for tenant, result in zip(tenants, steps, strict=True):
+            note(traces[tenant.key], result)
         for tenant in tenants:
             traces[tenant.key].states.append(driver.state(tenant.key))
     return traces
@@ -121,7 +122,7 @@ def test_no_neighbours_lengths_or_ranks_change_a_bit(
 
 def _with(data: Sequence[Datum], name: str, value: float) -> tuple[Datum, ...]:
     """The data, one value of a loss input replaced."""
-    values = np.array(data[0].loss_inputs[name])
+    values: NDArray[np.float32] = data[0].loss_inputs[name].astype(np.float32)
     values[len(values) // 2] = value
     return (dataclasses.replace(data[0], loss_inputs={**data[0].loss_inputs, name: values}), *data[1:])
 

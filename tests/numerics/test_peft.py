@@ -69,7 +69,7 @@ def test_exported_weights_load_in_peft_with_the_same_log_probabilities_and_gradi
         torch.testing.assert_close(torch.from_numpy(actual), wanted, rtol=1e-5, atol=2e-5)
 
     weights = [torch.from_numpy(datum.loss_inputs["weights"]) for datum in DATA]
-    loss = -sum((p * w).sum() for p, w in zip(expected, weights, strict=True))
+    loss = -torch.stack([(p * w).sum() for p, w in zip(expected, weights, strict=True)]).sum()
     loss.backward()
     parameters = dict(model.named_parameters())
     gradients = driver.gradients("a")
