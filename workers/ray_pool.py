@@ -256,10 +256,12 @@ class _RayHost:
         try:
             options: dict[str, Any] = {"address": config.ray_address}
             if config.ray_address is None:
-                temp_dir = None if config.ray_temp_dir else tempfile.mkdtemp(prefix="tinkerpool-ray-")
+                # Ray opens its folder to everybody; this one around it is ours alone.
+                temp_dir = None if config.ray_temp_dir else tempfile.mkdtemp(prefix="tinkerpool-")
                 # Claims place workers on nodes; on one machine there is nothing to place, so all of them fit.
                 num_cpus = max(num_cores(), math.ceil(config.num_cpus * config.num_workers))
-                options = {"address": "local", "_temp_dir": config.ray_temp_dir or temp_dir, "num_cpus": num_cpus}
+                folder = config.ray_temp_dir or f"{temp_dir}/ray"
+                options = {"address": "local", "_temp_dir": folder, "num_cpus": num_cpus}
             ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, **options)
         except BaseException as error:  # noqa: BLE001 (handed on to whoever awaits the start)
             self._started.set_exception(error)
