@@ -47,6 +47,8 @@ OUTPUT = Path(__file__).resolve().parents[1] / "demo-output"
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
 REFRESH_S = 0.1
+LINE_EVERY_S = 15.0
+"""Where there is no terminal for bars, a line says how far everybody is."""
 console = Console(highlight=False)
 
 
@@ -120,7 +122,7 @@ def train(tenants: Sequence[Tenant]) -> None:
     )
     with Progress(*columns, console=console) as progress:
         tasks = [progress.add_task(f"{t.name:7}", total=t.num_steps, now="preparing") for t in tenants]
-        is_running = True
+        is_running, next_line = True, time.monotonic() + LINE_EVERY_S
         while is_running:
             is_running = any(thread.is_alive() for thread in threads)
             for tenant, task in zip(tenants, tasks, strict=True):
@@ -128,6 +130,9 @@ def train(tenants: Sequence[Tenant]) -> None:
                     last = tenant.points[-1]
                     now = f"{tenant.measure} {last.value:6.3f}   cycle {last.cycle}"
                     progress.update(task, completed=last.step, now=now)
+            if not console.is_terminal and time.monotonic() > next_line:
+                next_line += LINE_EVERY_S
+                console.print(" | ".join(f"{t.name} {len(t.points)}/{t.num_steps}" for t in tenants))
             time.sleep(REFRESH_S)
     for tenant in tenants:
         if tenant.error and "BrokenBarrierError" not in tenant.error:

@@ -15,7 +15,6 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from plain_english import num_old_words
 from tinkerpool import SamplingClient, ServiceClient, types
+from tinkerpool.client.custom_loss import TorchLoss
 
 DATA = Path(__file__).resolve().parent / "data"
 BIG_MODEL_PARAMS = 50_000_000
@@ -37,15 +37,17 @@ class Settings:
     scribe_steps: int = 200
     scribe_pairs: int = 16
     """Pairs in a step."""
-    poet_steps: int = 50
+    poet_steps: int = 32
     poet_prompts: int = 6
-    poet_samples: int = 12
+    poet_samples: int = 10
     """Samples of each prompt: the group whose mean reward is the baseline."""
-    poet_tokens: int = 16
+    poet_tokens: int = 14
     """Most tokens of a sample."""
-    judge_steps: int = 60
+    judge_steps: int = 50
     judge_pairs: int = 12
     """Preferences in a step, of two sequences each."""
+    judge_preferences: int = 240
+    """Different preferences altogether."""
     test_pairs: int = 52
     clock_steps: int = 20
     """Steps of each loop of the clock demonstration."""
@@ -59,12 +61,20 @@ class Settings:
         """What suits a base model of this size."""
         settings = cls(seed=seed)
         if is_quick:
-            settings = replace(settings, scribe_steps=30, poet_steps=16, judge_steps=12, test_pairs=16, clock_steps=6)
+            settings = replace(
+                settings,
+                scribe_steps=40,
+                poet_steps=16,
+                judge_steps=12,
+                judge_preferences=96,
+                test_pairs=16,
+                clock_steps=6,
+            )
         if num_params > BIG_MODEL_PARAMS:
             settings = replace(
                 settings,
                 scribe_steps=12, scribe_pairs=4, poet_steps=8, poet_prompts=2, poet_samples=6, poet_tokens=12,
-                judge_steps=6, judge_pairs=2, test_pairs=4, clock_steps=3, learning_rate=1e-3,
+                judge_steps=6, judge_pairs=2, judge_preferences=8, test_pairs=4, clock_steps=3, learning_rate=1e-3,
             )  # fmt: skip
         return settings
 
@@ -291,7 +301,7 @@ class Poet(Tenant):
                 for sequence, advantage in zip(sequences, scores - scores.mean(), strict=True):
                     batch.append(self.datum(prompt, sequence.tokens, logprobs=sequence.logprobs, advantages=advantage))
             output = self.training.forward_backward(batch, "importance_sampling")
-            step_taken = self.training.optim_step(self.adam(step, 0.5))
+            step_taken = self.training.optim_step(self.adam(step, 0.4))
             self.record(output.result(), float(np.mean(rewards)))
             self._kl.append(kl_sample_train(batch, output.result()))
             step_taken.result()
@@ -322,6 +332,7 @@ class Judge(Tenant):
     def prepare(self) -> None:
         """Preferences, and the reference: log-probabilities before the first step."""
         found = [p for p in map(self._preference, read_pairs("train")) if p]
+        found = found[:: max(1, len(found) // self.settings.judge_preferences)][: self.settings.judge_preferences]
         steps = endless(self._rng, len(found), self.settings.judge_pairs, self.num_steps)
         used = sorted({index for indices in steps for index in indices})
         data = {index: self._two(found[index]) for index in used}
@@ -339,24 +350,22 @@ class Judge(Tenant):
         for step, indices in enumerate(self._steps):
             batch = [datum for index in indices for datum in self._data[index]]
             reference = np.concatenate([self._reference[index] for index in indices])
-            future = self.training.forward_backward_custom(batch, partial(self._dpo, reference))
+            future = self.training.forward_backward_custom(batch, self._dpo(reference))
             self.training.optim_step(self.adam(step, 0.2))
             self.record(future.result(), future.result().metrics["margin:mean"])
 
-    def _dpo(
-        self, data: list[types.Datum], logprobs: list[Any], reference: NDArray[Any]
-    ) -> tuple[Any, dict[str, float]]:
+    def _dpo(self, reference: NDArray[np.float32]) -> TorchLoss:
         """Rafailov et al. 2023: -log sigmoid(beta (log-ratio of the chosen - log-ratio of the rejected))."""
         import torch
 
-        weights = [datum.loss_fn_inputs["weights"].to_torch() for datum in data]
-        ratios = torch.stack([(p * w).sum() for p, w in zip(logprobs, weights, strict=True)]) - torch.tensor(reference)
-        margins = self.BETA * (ratios[0::2] - ratios[1::2])
-        loss = -torch.nn.functional.logsigmoid(margins).mean()
-        return loss, {
-            "margin:mean": float(margins.detach().mean()),
-            "accuracy:mean": float((margins > 0).float().mean()),
-        }
+        def loss_fn(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+            weights = [datum.loss_fn_inputs["weights"].to_torch() for datum in data]
+            totals = torch.stack([(p * w).sum() for p, w in zip(logprobs, weights, strict=True)])
+            ratios = totals - torch.tensor(reference)
+            margins = self.BETA * (ratios[0::2] - ratios[1::2])
+            return -torch.nn.functional.logsigmoid(margins).mean(), {"margin:mean": float(margins.detach().mean())}
+
+        return loss_fn
 
     def conclude(self) -> None:
         """Margin, and how often it is right about unseen clauses."""
