@@ -2,14 +2,16 @@
 
 Knows neither what a batch means nor where callers live (another thread, another process).
 
-Main invariant: while there are both, one batch and one decode step alternate, so neither starves; what callers hand
-over is taken in their order. An engine that raises is dead: everything that waits for it fails with WorkerLost.
+Main invariant: while there are both, decoding gets after each batch as long as the batch took, and at least one step;
+so neither starves, and a sample among long training passes advances by many tokens between two of them. What callers
+hand over is taken in their order. An engine that raises is dead: everything that waits for it fails with WorkerLost.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,9 +26,16 @@ class EngineLoop:
     """Owns an engine's thread, from construction to `stop`."""
 
     def __init__(
-        self, factory: EngineFactory, incarnation: str, on_events: Callable[[Sequence[SampleEvent]], None]
+        self,
+        factory: EngineFactory,
+        incarnation: str,
+        on_events: Callable[[Sequence[SampleEvent]], None],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Start the thread. It makes the engine, and calls `on_events` after each decode step; that must not block."""
+        """Start the thread. It makes the engine, and calls `on_events` after each decode step; that must not block.
+
+        `clock` gives seconds, for sharing the engine's time.
+        """
         self.ready: Future[Engine] = Future()
         """Done when the engine is made; has its failure if it could not be."""
         self.ended: Future[None] = Future()
@@ -34,6 +43,7 @@ class EngineLoop:
         self._factory = factory
         self._incarnation = incarnation
         self._on_events = on_events
+        self._clock = clock
         self._changed = threading.Condition()
         self._batches: deque[tuple[Batch, Future[BatchResult]]] = deque()
         self._controls: deque[Callable[[Engine], None]] = deque()
@@ -108,22 +118,32 @@ class EngineLoop:
         self._end(reason)
 
     def _turn(self, engine: Engine) -> bool:
-        """What was handed over, then one batch, then one decode step. False when it is time to stop."""
+        """What was handed over, then one batch, then its time again of decode steps. False when it is time to stop."""
         with self._changed:
             while not (self._is_stopping or self._batches or self._controls or engine.can_decode()):
                 self._changed.wait()
             if self._is_stopping:
                 return False
-            controls = list(self._controls)
-            self._controls.clear()
             entry = self._batches.popleft() if self._batches else None
-        for control in controls:
-            control(engine)
+        self._take_controls(engine)
+        started = self._clock()
         if entry is not None:
             self._run_batch(engine, *entry)
-        if engine.can_decode():
+        ended = self._clock()
+        until = ended + (ended - started)
+        while engine.can_decode() and not self._is_stopping:
             self._on_events(engine.decode_step())
+            if self._clock() >= until:
+                break
+            self._take_controls(engine)
         return True
+
+    def _take_controls(self, engine: Engine) -> None:
+        with self._changed:
+            controls = list(self._controls)
+            self._controls.clear()
+        for control in controls:
+            control(engine)
 
     def _run_batch(self, engine: Engine, batch: Batch, future: Future[BatchResult]) -> None:
         if not future.set_running_or_notify_cancel():

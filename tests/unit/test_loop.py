@@ -30,10 +30,11 @@ TIMEOUT_S = 20.0
 
 
 class RecordingEngine(ToyEngine):
-    """Notes what it did; a closed gate keeps batches from running."""
+    """Notes what it did; a closed gate keeps batches from running. A batch takes 4 s of its own time, a step 1 s."""
 
     def __init__(self, incarnation: str) -> None:
         super().__init__(incarnation)
+        self.now = 0.0
         self.thread = threading.get_ident()
         self.calls: list[str] = []
         self.gate = threading.Event()
@@ -43,11 +44,13 @@ class RecordingEngine(ToyEngine):
         self.gate.wait(TIMEOUT_S)
         assert threading.get_ident() == self.thread
         self.calls.append(f"batch {batch.cycle_id}")
+        self.now += 4.0
         return super().run(batch)
 
     def decode_step(self) -> Sequence[SampleEvent]:
         assert threading.get_ident() == self.thread
         self.calls.append("decode")
+        self.now += 1.0
         return super().decode_step()
 
 
@@ -57,7 +60,7 @@ class Running:
     def __init__(self) -> None:
         self.events: list[SampleEvent] = []
         self.has_result = threading.Event()
-        self.loop = EngineLoop(RecordingEngine, "toy-1", self.take)
+        self.loop = EngineLoop(RecordingEngine, "toy-1", self.take, clock=lambda: self.engine.now)
         engine = self.loop.ready.result(TIMEOUT_S)
         assert isinstance(engine, RecordingEngine)
         self.engine = engine
@@ -99,7 +102,7 @@ def request(op_id: str, max_tokens: int) -> SampleRequest:
     )
 
 
-def test_batches_and_decode_steps_alternate_while_there_are_both() -> None:
+def test_decoding_gets_after_each_batch_as_long_as_the_batch_took() -> None:
     running = Running()
     running.engine.gate.clear()
     futures: list[Future[BatchResult]] = [running.loop.submit(batch(0))]
@@ -112,7 +115,7 @@ def test_batches_and_decode_steps_alternate_while_there_are_both() -> None:
     calls = running.engine.calls
     assert calls.count("decode") == 50
     between = calls[calls.index("batch 1") : calls.index("batch 8") + 1]
-    assert between == [call for i in range(1, 8) for call in (f"batch {i}", "decode")] + ["batch 8"]
+    assert between == [call for i in range(1, 8) for call in (f"batch {i}", *["decode"] * 4)] + ["batch 8"]
 
 
 def test_cancelled_sample_ends_with_an_error_and_unknown_ids_are_ignored() -> None:
