@@ -1,0 +1,423 @@
+"""The sampler against a naive one without cache, batch or sharing; its bits; its limits; what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from build_mini_model import END_OF_TEXT_ID
+from tests.numerics.harness import Driver, make_data, make_spec
+from tests.numerics.naive import NaiveModel
+from workers.drawing import draw, uniform
+from workers.messages import (
+    AdamParams,
+    AdapterSpec,
+    Datum,
+    ErrorCode,
+    SampledSequence,
+    SampleEvent,
+    SampleRequest,
+    SampleResult,
+    SamplerVersion,
+    SamplingParams,
+    StopReason,
+    TokenEvent,
+)
+from workers.sampler import Sampler
+
+BASE = SamplerVersion(key="")
+
+
+@dataclass(slots=True)
+class Sampling:
+    """A sampler beside a training engine, and what it has told."""
+
+    driver: Driver
+    sampler: Sampler
+    events: list[SampleEvent] = field(default_factory=list)
+    specs: dict[str, AdapterSpec] = field(default_factory=dict)
+
+    def publish(self, *keys: str, **changes: Any) -> None:
+        """Train an adapter per key for two steps, with a large learning rate, and publish it as `key/v`."""
+        for number, key in enumerate(keys):
+            spec = make_spec(key, rank=(4, 8, 16)[number % 3], **changes)
+            self.specs[key] = spec
+            self.driver.install(spec)
+            for _ in range(2):
+                self.driver.train(self.driver.backward(key, make_data("cross_entropy", [9, 14], seed=number)))
+                self.driver.train(self.driver.step(key, AdamParams(learning_rate=0.05)))
+            self.driver.train(self.driver.save(key, publish_as=f"{key}/v"))
+
+    def step(self) -> None:
+        self.events += self.sampler.decode_step()
+
+    def run(self, *requests: SampleRequest) -> list[SampleResult]:
+        """Start these together, and decode until all is done; their results."""
+        for request in requests:
+            self.sampler.start_sample(request)
+        while self.sampler.can_decode():
+            self.step()
+        return [self.result(request.op_id) for request in requests]
+
+    def result(self, op_id: str) -> SampleResult:
+        (result,) = [e for e in self.events if isinstance(e, SampleResult) and e.op_id == op_id]
+        return result
+
+    def sequences(self, *requests: SampleRequest) -> list[tuple[SampledSequence, ...]]:
+        results = self.run(*requests)
+        assert [result.error for result in results] == [None] * len(results)
+        return [result.sequences for result in results]
+
+
+def sampling(model: Path, num_slots: int = 16, **limits: Any) -> Sampling:
+    driver = Driver(model, num_slots=num_slots)
+    return Sampling(driver, Sampler(driver.engine.base_model, driver.engine.bank, **limits))
+
+
+def prompt_of(length: int, seed: int = 0) -> NDArray[np.int32]:
+    return np.random.default_rng((seed, length)).integers(0, 256, length).astype(np.int32)
+
+
+def request(op_id: str, key: str = "", length: int = 12, num_samples: int = 1, **values: Any) -> SampleRequest:
+    others = {name: values.pop(name) for name in ("prompt_logprobs", "stream") if name in values}
+    return SampleRequest(
+        op_id=op_id,
+        version=SamplerVersion(key=key),
+        prompt=values.pop("prompt", prompt_of(length)),
+        num_samples=num_samples,
+        params=SamplingParams(**{"max_tokens": 10, "seed": 7} | values),
+        **others,
+    )
+
+
+def assert_same_bits(mine: Sequence[SampledSequence], theirs: Sequence[SampledSequence]) -> None:
+    assert len(mine) == len(theirs)
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
+        assert one.stop_reason == other.stop_reason
+
+
+def naive_sample(model: NaiveModel, wanted: SampleRequest, index: int) -> tuple[list[int], list[float]]:
+    """One sequence, the whole of it through transformers' own code for every token."""
+    tokens, logprobs, params = wanted.prompt.tolist(), [], wanted.params
+    for position in range(params.max_tokens):
+        logits = model.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].detach()
+        tokens.append(draw(logits.numpy(), params, uniform(params.seed, index, position)))
+        logprobs.append(float(logits.log_softmax(-1)[tokens[-1]]))
+        if tokens[-1] in params.stop_tokens:
+            break
+    return tokens[len(wanted.prompt) :], logprobs
+
+
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.5, "top_p": 0.8},
+    {"top_k": 50, "top_p": 0.9, "stop_tokens": tuple(range(0, 256, 5))},
+]
+
+
+def test_samples_are_those_of_a_naive_sampler_without_cache_or_batch(model_directory: Path) -> None:
+    s = sampling(model_directory)
+    s.publish("a", "b")
+    requests = [
+        request(f"{key}{number}", key and f"{key}/v", length=5 + 7 * number, num_samples=2, max_tokens=12, **way)
+        for number, way in enumerate(WAYS)
+        for key in ("", "a", "b")
+    ]
+    for wanted, result in zip(requests, s.run(*requests), strict=True):
+        key = wanted.version.key.removesuffix("/v")
+        spec = s.specs.get(key, make_spec("none"))
+        naive = NaiveModel(model_directory, spec, s.driver.weights(key) if key else {})
+        for index, sequence in enumerate(result.sequences):
+            tokens, logprobs = naive_sample(naive, wanted, index)
+            assert sequence.tokens.tolist() == tokens
+            np.testing.assert_allclose(sequence.logprobs, logprobs, atol=1e-5)
+    assert all(len(result.sequences) == 2 for result in s.run(request("again", num_samples=2)))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_sample_has_the_same_bits_alone_and_in_any_company(model_directory: Path, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    s = sampling(model_directory)
+    keys = ["a", "b", "c"]
+    s.publish(*keys)
+    wanted = [
+        request(f"{key}{length}", f"{key}/v" if key else "", length, num_samples, seed=length, max_tokens=15, **way)
+        for key in ("", *keys)
+        for length, num_samples, way in ((1, 3, {}), (9, 1, {"temperature": 0.0}), (33, 7, {"top_p": 0.9}))
+    ]
+    alone = [s.sequences(one)[0] for one in wanted]
+    s.events.clear()
+    together = s.sequences(*wanted)
+    s.events.clear()
+    for one in reversed(wanted):  # each joins while the others are somewhere in the middle
+        s.sampler.start_sample(one)
+        s.step()
+        s.step()
+    s.run()
+    for one, bits, crowd in zip(wanted, alone, together, strict=True):
+        assert_same_bits(bits, crowd)
+        assert_same_bits(bits, s.result(one.op_id).sequences)
+
+
+def test_logprobs_are_those_of_the_training_forward(model_directory: Path) -> None:
+    s = sampling(model_directory)
+    s.publish("a")
+    wanted = request(
+        "r", "a/v", length=20, num_samples=3, max_tokens=25, temperature=1.3, top_k=40, prompt_logprobs=True
+    )
+    (result,) = s.run(wanted)
+    assert result.prompt_logprobs is not None
+    assert np.isnan(result.prompt_logprobs[0])
+    for sequence in result.sequences:
+        whole = np.concatenate([wanted.prompt, sequence.tokens])
+        inputs = {"target_tokens": whole[1:], "weights": np.ones(len(whole) - 1, np.float32)}
+        (forward,) = s.driver.train(s.driver.forward("a", [Datum(tokens=whole[:-1], loss_inputs=inputs)]))
+        reported = np.concatenate([result.prompt_logprobs[1:], sequence.logprobs])
+        np.testing.assert_allclose(reported, forward.logprobs[0], atol=1e-5)
+
+
+def test_prompt_longer_than_a_block_of_logits_has_all_its_logprobs(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    (result,) = s.run(request("r", length=400, max_tokens=1, prompt_logprobs=True))
+    prompt = prompt_of(400)
+    inputs = {"target_tokens": prompt[1:], "weights": np.ones(399, np.float32)}
+    s.driver.install(make_spec("fresh"))
+    (forward,) = s.driver.train(s.driver.forward("fresh", [Datum(tokens=prompt[:-1], loss_inputs=inputs)]))
+    assert result.prompt_logprobs is not None
+    np.testing.assert_allclose(result.prompt_logprobs[1:], forward.logprobs[0], atol=1e-5)
+
+
+def test_one_forward_a_step_serves_all_tenants_and_a_prompt_is_computed_once(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.publish("a", "b", "c")
+    base_model = s.driver.engine.base_model
+
+    def matmuls_of_a_step() -> int:
+        before = base_model.num_base_matmuls
+        s.step()
+        return base_model.num_base_matmuls - before
+
+    s.sampler.start_sample(request("r", max_tokens=20))
+    one = matmuls_of_a_step()
+    assert matmuls_of_a_step() == one
+    for key in ("a", "b", "c"):
+        s.sampler.start_sample(request(key, f"{key}/v", num_samples=5, max_tokens=20))
+    assert matmuls_of_a_step() == one, "four prompts of four tenants in one forward"
+    assert matmuls_of_a_step() == one
+    s.run()
+    assert s.result("a").num_prompt_tokens == 12
+    assert s.result("a").num_sampled_tokens == 100
+
+
+def test_more_samples_than_rows_wait_and_get_the_same_tokens(qwen3: Path) -> None:
+    many = request("many", num_samples=11, stop_tokens=tuple(range(0, 256, 3)))
+    (wide,) = sampling(qwen3).sequences(many)
+    s = sampling(qwen3, num_rows_max=3)
+    s.sampler.start_sample(many)
+    s.sampler.start_sample(request("behind"))
+    while s.sampler.can_decode():
+        s.step()
+        assert sum(len(wave.sequences) for wave in s.sampler._waves) <= 3
+    assert_same_bits(s.result("many").sequences, wide)
+    assert s.result("behind").error is None
+
+
+def test_requests_beyond_the_memory_for_caches_wait_but_a_large_one_still_runs(qwen3: Path) -> None:
+    s = sampling(qwen3, cache_bytes_max=1)
+    for number in range(3):
+        s.sampler.start_sample(request(f"r{number}"))
+    s.step()
+    assert len(s.sampler._running) == 1
+    assert [result.error for result in s.run()] == []
+    assert [s.result(f"r{number}").num_sampled_tokens for number in range(3)] == [10, 10, 10]
+
+
+def test_more_versions_than_slots_are_sampled_together(qwen3: Path) -> None:
+    keys = ["a", "b", "c", "d", "e"]
+    s = sampling(qwen3, num_slots=2)
+    s.publish(*keys)
+    wanted = [request(key, f"{key}/v", num_samples=2) for key in keys] + [request("base")]
+    alone = [s.sequences(one)[0] for one in wanted]
+    assert len({sequences[0].tokens.tobytes() for sequences in alone}) == 6
+    s.events.clear()
+    for bits, together in zip(alone, s.sequences(*wanted), strict=True):
+        assert_same_bits(bits, together)
+
+
+def test_version_stays_as_it_was_published_while_its_adapter_trains_on(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.publish("a")
+    (before,) = s.sequences(request("before", "a/v", max_tokens=20))
+    s.events.clear()
+    s.sampler.start_sample(request("meanwhile", "a/v", max_tokens=20))
+    for _ in range(5):
+        s.step()
+        s.driver.train(s.driver.backward("a", make_data("cross_entropy", [9])), s.driver.step("a"))
+    s.driver.engine.bank.remove("a/v")
+    s.run()
+    assert_same_bits(s.result("meanwhile").sequences, before)
+    assert "a/v" not in s.driver.engine.bank, "removed when its last sample had ended"
+
+
+def test_version_travels_as_a_state(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.publish("a")
+    (here,) = s.sequences(request("here", "a/v"))
+    there = sampling(qwen3)
+    version = SamplerVersion(key="elsewhere", spec=s.specs["a"], state=s.driver.state("a"))
+    moved = request("there")
+    moved = SampleRequest(
+        op_id="there", version=version, prompt=moved.prompt, num_samples=1, params=moved.params, stream=False
+    )
+    assert_same_bits(there.sequences(moved)[0], here)
+
+
+def test_tokens_are_told_one_by_one_if_wanted(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    loud, quiet = s.run(request("loud", num_samples=3, stream=True), request("quiet"))
+    for index, sequence in enumerate(loud.sequences):
+        told = [e for e in s.events if isinstance(e, TokenEvent) and e.sequence_index == index]
+        assert [event.op_id for event in told] == ["loud"] * 10
+        assert [event.token for event in told] == sequence.tokens.tolist()
+        assert [np.float32(event.logprob) for event in told] == sequence.logprobs.tolist()
+    assert s.events.index(loud) > max(i for i, e in enumerate(s.events) if isinstance(e, TokenEvent))
+    assert quiet.engine_s > 0
+
+
+def test_stop_token_is_the_last_token_and_says_so(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    (free,) = s.sequences(request("free", max_tokens=30))
+    stop = int(free[0].tokens[6])
+    first = free[0].tokens.tolist().index(stop)
+    s.events.clear()
+    (stopped,) = s.sequences(request("stopped", max_tokens=30, stop_tokens=(stop, END_OF_TEXT_ID)))
+    assert stopped[0].tokens.tolist() == free[0].tokens[: first + 1].tolist()
+    assert (free[0].stop_reason, stopped[0].stop_reason) == (StopReason.LENGTH, StopReason.STOP)
+
+
+def test_stop_string_ends_with_the_token_that_completes_it(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    letters = {"top_k": 258, "temperature": 5.0, "max_tokens": 200}
+    (free,) = s.sequences(request("free", **letters))
+    tokens = free[0].tokens.tolist()
+    printable = [all(32 < token < 127 for token in tokens[i : i + 2]) for i in range(len(tokens) - 1)]
+    place = printable.index(True)  # the miniature's tokens are bytes, so this string is cut into two of them
+    string = bytes(tokens[place : place + 2]).decode()
+    s.events.clear()
+    (stopped,) = s.sequences(request("stopped", **letters, stop_strings=("never to be seen", string)))
+    assert stopped[0].tokens.tolist() == tokens[: place + 2]
+    assert stopped[0].stop_reason is StopReason.STOP
+
+
+def test_zero_tokens_give_the_prompt_logprobs_alone(qwen3: Path) -> None:
+    (result,) = sampling(qwen3).run(request("r", max_tokens=0, num_samples=2, prompt_logprobs=True))
+    assert [len(sequence.tokens) for sequence in result.sequences] == [0, 0]
+    assert result.prompt_logprobs is not None
+    assert np.isfinite(result.prompt_logprobs[1:]).all()
+
+
+def test_cancelled_request_ends_and_the_others_do_not_notice(qwen3: Path) -> None:
+    s = sampling(qwen3, num_rows_max=4)
+    s.publish("a")
+    (alone,) = s.sequences(request("alone", "a/v", num_samples=2))
+    s.events.clear()
+    s.sampler.start_sample(request("running", "a/v", num_samples=2, max_tokens=100))
+    s.sampler.start_sample(request("kept", "a/v", num_samples=2))
+    s.sampler.start_sample(request("waiting", num_samples=4))
+    s.step()
+    s.step()
+    for op_id in ("running", "waiting", "unknown"):
+        s.sampler.cancel_sample(op_id)
+    s.run()
+    for op_id in ("running", "waiting"):
+        error = s.result(op_id).error
+        assert error is not None
+        assert error.code is ErrorCode.CANCELLED
+    assert (s.result("running").num_sampled_tokens, s.result("waiting").num_prompt_tokens) == (4, 0)
+    assert_same_bits(s.result("kept").sequences, alone)
+    assert s.driver.engine.bank.entry("a/v").num_holders == 0
+
+
+def test_request_that_cannot_run_fails_alone_with_a_reason(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.publish("a", "sick")
+    (alone,) = s.sequences(request("alone", "a/v"))
+    s.events.clear()
+    s.driver.engine.bank.acquire(["sick/v"])[0].weights.fill_(float("inf"))
+    damaged = SamplerVersion(key="damaged", spec=s.specs["a"], state=s.driver.state("a"))
+    assert damaged.state is not None
+    broken = type(damaged.state)(
+        weights=damaged.state.weights[:50], optimizer=None, num_steps=0, applied_seq=0, fingerprint=""
+    )
+    bad = {
+        ErrorCode.INTERNAL: [request("unknown", "nobody/v")],
+        ErrorCode.NON_FINITE: [request("sick", "sick/v", num_samples=2)],
+        ErrorCode.DATA_LOSS: [
+            SampleRequest(
+                op_id="damaged",
+                version=SamplerVersion(key="damaged", spec=s.specs["a"], state=broken),
+                prompt=prompt_of(3),
+                num_samples=1,
+                params=SamplingParams(max_tokens=1),
+            )
+        ],
+        ErrorCode.INVALID_ARGUMENT: [
+            request("empty", length=0),
+            request("long", length=500, max_tokens=13),
+            request("large", prompt=np.array([1, 258], np.int32)),
+            request("negative", prompt=np.array([-1], np.int32)),
+        ],
+    }
+    wanted = [request("kept", "a/v"), *(one for requests in bad.values() for one in requests)]
+    kept, *_ = s.run(*wanted)
+    assert_same_bits(kept.sequences, alone[:1])
+    for code, requests in bad.items():
+        for one in requests:
+            error = s.result(one.op_id).error
+            assert error is not None, one.op_id
+            assert error.code is code, one.op_id
+
+
+def test_pass_that_fails_is_halved_until_only_the_culprit_is_left(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = sampling(qwen3)
+    forward = s.driver.engine.base_model.forward
+
+    def failing(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
+        if 199 in tokens.tolist():
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return forward(tokens, *others)
+
+    wanted = [request(f"r{number}", length=3 + number, num_samples=2, temperature=0.0) for number in range(4)]
+    alone = [s.sequences(one)[0] for one in wanted]
+    s.events.clear()
+    monkeypatch.setattr(s.driver.engine.base_model, "forward", failing)
+    culprit = request("culprit", prompt=np.array([1, 199], np.int32))
+    results = s.run(*wanted[:2], culprit, *wanted[2:])
+    error = results.pop(2).error
+    assert error is not None
+    assert error.code is ErrorCode.OUT_OF_MEMORY
+    for bits, result in zip(alone, results, strict=True):
+        assert_same_bits(bits, result.sequences)
+
+
+def test_reset_forgets_everything_without_a_word(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.publish("a")
+    s.sampler.start_sample(request("running", "a/v"))
+    s.step()
+    s.sampler.start_sample(request("waiting"))
+    s.sampler.reset()
+    assert not s.sampler.can_decode()
+    assert s.sampler.decode_step() == []
+    assert s.driver.engine.bank.entry("a/v").num_holders == 0

@@ -1,0 +1,89 @@
+"""Tokens from logits: the distribution, the filters against an obvious twin, and the random numbers themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from workers.drawing import draw, top_k, top_p, uniform
+from workers.messages import SamplingParams
+
+LOGITS = np.array([0.5, -1.0, 2.0, 2.0, -3.0, 1.0, 0.0, 1.5], np.float32)
+
+
+def params(**changes: float) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 1} | changes)
+
+
+def test_random_numbers_are_the_same_for_ever() -> None:
+    assert [uniform(5, 1, 3), uniform(0, 0, 0), uniform(-1, 2, 7)] == [
+        11895804754955783635 / 2**11 // 1 / 2**53,
+        uniform(0, 0, 0),
+        uniform((1 << 64) - 1, 2, 7),
+    ]
+
+
+def test_random_numbers_differ_by_seed_sample_and_position_and_are_uniform() -> None:
+    numbers = [uniform(seed, sample, position) for seed in range(10) for sample in range(10) for position in range(10)]
+    assert len(set(numbers)) == 1000
+    counts, _ = np.histogram(numbers, bins=10, range=(0, 1))
+    assert ((counts - 100.0) ** 2 / 100).sum() < 27.9  # chi square, 9 degrees of freedom, 1 in 1000
+
+
+def test_greedy_takes_the_lowest_of_the_largest() -> None:
+    assert draw(LOGITS, params(temperature=0.0), 0.9) == 2
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_follow_the_tempered_distribution(temperature: float) -> None:
+    expected = np.exp(LOGITS.astype(np.float64) / temperature)
+    expected /= expected.sum()
+    num_draws = 20_000
+    drawn = [draw(LOGITS, params(temperature=temperature), uniform(3, 0, position)) for position in range(num_draws)]
+    counts = np.bincount(drawn, minlength=len(LOGITS))
+    chi_square = ((counts - num_draws * expected) ** 2 / (num_draws * expected)).sum()
+    assert chi_square < 24.3  # 7 degrees of freedom, 1 in 1000
+
+
+def naive_kept(weights: NDArray[np.float64], k: int, p: float) -> list[int]:
+    order = sorted(range(len(weights)), key=lambda index: (-weights[index], index))
+    if k > 0:
+        order = order[:k]
+    total, kept, mass = sum(weights[index] for index in order), [], 0.0
+    for index in order:
+        kept.append(index)
+        mass += weights[index]
+        if mass >= p * total and p < 1:
+            break
+    return sorted(kept)
+
+
+@given(
+    logits=st.lists(st.sampled_from([-30.0, -2.0, -1.0, 0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=40),
+    k=st.integers(-1, 12),
+    p=st.sampled_from([0.05, 0.3, 0.65, 0.92, 0.9999, 1.0]),
+    number=st.floats(0, 1, exclude_max=True),
+)
+def test_filters_keep_what_the_obvious_way_keeps(logits: list[float], k: int, p: float, number: float) -> None:
+    array = np.array(logits, np.float32)
+    weights = np.exp(array.astype(np.float64) - array.max())
+    kept = naive_kept(weights, k, p)
+    cumulative = np.cumsum(weights[kept])
+    picked = next(
+        (token for token, mass in zip(kept, cumulative, strict=True) if number * cumulative[-1] < mass), kept[-1]
+    )
+    assert draw(array, params(top_k=k if k > 0 else -1, top_p=p), number) == picked
+
+
+def test_top_k_and_top_p_take_the_lowest_ids_among_equals() -> None:
+    weights = np.array([1.0, 2.0, 2.0, 2.0, 1.0])
+    assert top_k(weights, 2).tolist() == [1, 2]
+    assert top_p(weights, 0.3).tolist() == [1, 2]
+    assert top_p(weights, 0.01).tolist() == [1]
+
+
+def test_number_just_below_one_picks_a_kept_token() -> None:
+    assert draw(LOGITS, params(top_k=3), 1 - 2.0**-53) == 7
