@@ -30,8 +30,6 @@ from workers.actor import CONCURRENCY_GROUPS, EngineActor, pack, unpack
 from workers.messages import Batch, BatchResult, SampleEvent, SampleRequest, WorkerInfo
 from workers.pool import PoolConfig, PoolStartError, WorkerLost, new_incarnation, num_cores, thread_environment
 
-logger = logging.getLogger(__name__)
-
 KILL_GRACE_S = 1.0
 """How long Ray has to end a process that was told to die, before we kill it: one that is stopped takes Ray seconds."""
 
