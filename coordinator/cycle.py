@@ -39,6 +39,10 @@ REINSTALLS_MAX = 5
 """How often in a row an adapter's copy may be found out of order before its operations are failed."""
 
 
+class TakenOver(Exception):
+    """A later coordinator has the workers: this one must end."""
+
+
 @dataclass(slots=True)
 class Running:
     """The cycle that is under way."""
@@ -307,6 +311,8 @@ class CycleLoop:
         )
         for worker_id, answer in zip(batches, answers, strict=True):
             if isinstance(answer, BatchResult):
+                if answer.epoch != self._epoch:
+                    raise TakenOver(f"{worker_id} works for epoch {answer.epoch}, this is {self._epoch}")
                 entries = work.items.get(worker_id, [])
                 for (adapter, operation, item), result in zip(entries, answer.results, strict=True):
                     await self._take_in(cycle, adapter, operation, item, result)

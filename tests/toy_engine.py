@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -134,6 +135,11 @@ class ToyEngine:
         self._running: list[_Sequence] = []
         self._done: dict[str, list[SampledSequence | None]] = {}
         self._events: list[SampleEvent] = []
+        self.may_run = threading.Event()
+        """Cleared: batches wait for it."""
+        self.may_run.set()
+        self.may_decode = True
+        """False: samples make no progress. Nudge the loop (any control does) after setting it again."""
 
     @property
     def info(self) -> ModelInfo:
@@ -141,6 +147,7 @@ class ToyEngine:
 
     def run(self, batch: Batch) -> BatchResult:
         started = time.perf_counter()
+        self.may_run.wait(30)
         if self._seconds_per_batch:
             time.sleep(self._seconds_per_batch)
         self.batches.append(batch)
@@ -249,7 +256,7 @@ class ToyEngine:
         if request.version.state is not None:
             self.versions[key] = _read(request.version.state.weights)
         if key and key not in self.versions:
-            error = ItemError(code=ErrorCode.INTERNAL, message=f"unknown version {key}")
+            error = ItemError(code=ErrorCode.OUT_OF_ORDER, message=f"unknown version {key}")
             self._events.append(SampleResult(op_id=request.op_id, error=error))
             return
         chain = self.versions.get(key, b"base")
@@ -263,11 +270,11 @@ class ToyEngine:
             self._events.append(SampleResult(op_id=op_id, error=error))
 
     def can_decode(self) -> bool:
-        return bool(self._running or self._events)
+        return bool((self._running and self.may_decode) or self._events)
 
     def decode_step(self) -> Sequence[SampleEvent]:
         events, self._events = self._events, []
-        for sequence in list(self._running):
+        for sequence in list(self._running) if self.may_decode else ():
             request, params = sequence.request, sequence.request.params
             token = toy_token(sequence.chain, request, sequence.index, len(sequence.tokens))
             sequence.tokens.append(token)

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+import sqlite3
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from coordinator.auth import Principal
+from coordinator.clock import Time
 from coordinator.config import CoordinatorConfig
 from coordinator.coordinator import Coordinator
+from coordinator.store import OperationRow, Store
 from tests.toy_engine import ToyEngine
 from tinkerpool.convert import to_tensor
-from tinkerpool.v1 import adapters_pb2, sessions_pb2, training_pb2, types_pb2
+from tinkerpool.v1 import (
+    adapters_pb2,
+    checkpoints_pb2,
+    sampling_pb2,
+    sessions_pb2,
+    training_pb2,
+    types_pb2,
+)
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.local import LocalPool
 
@@ -74,6 +87,61 @@ class ToyPool:
             found[response.operation.name] = response.operation
         return [found[name] for name in names]
 
+    async def take_over(self, *tenants: str) -> None:
+        """Act as tenants of the life before."""
+        for tenant in tenants or ("alice",):
+            row = self.coordinator.core.store.read_one("SELECT * FROM tenants WHERE name = ?", (tenant,))
+            assert row is not None
+            self.principals[tenant] = Principal(row["tenant_id"], tenant, "key", is_admin=False)
+
+    async def session(self, tenant: str = "alice") -> str:
+        """A new session's id."""
+        request = sessions_pb2.CreateSessionRequest(request_id=uuid.uuid4().hex)
+        response = await self.service.create_session(await self.principal(tenant), request)
+        return str(response.session.session_id)
+
+    async def save(self, adapter_id: str, seq: int, name: str, tenant: str = "alice") -> ops_pb.Operation:
+        """Save a state and wait."""
+        request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter_id, seq=seq, name=name)
+        response = await self.service.save_state(await self.principal(tenant), request)
+        return (await self.wait(response.operation.name, tenant=tenant))[0]
+
+    async def publish(self, adapter_id: str, seq: int, name: str = "", tenant: str = "alice") -> ops_pb.Operation:
+        """Save weights for a sampler and wait."""
+        request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter_id, seq=seq, name=name)
+        response = await self.service.save_weights_for_sampler(await self.principal(tenant), request)
+        return (await self.wait(response.operation.name, tenant=tenant))[0]
+
+    async def sampler(self, session_id: str, tenant: str = "alice", **values: Any) -> str:
+        """A new sampler's id; of the base model if `model_path` is not given."""
+        source = values if "model_path" in values else {"base_model": "toy"} | values
+        request = sampling_pb2.CreateSamplerRequest(session_id=session_id, **source)
+        response = await self.service.create_sampler(await self.principal(tenant), request)
+        return str(response.sampler.sampler_id)
+
+    async def sample(self, sampler_id: str, seq: int, tenant: str = "alice", **values: Any) -> str:
+        """Submit a sample; returns the operation's name."""
+        request = sample_request(sampler_id, seq, **values)
+        return str((await self.service.sample(await self.principal(tenant), request)).operation.name)
+
+    async def kill_worker(self, worker_id: str = "w0") -> None:
+        """End a worker's life as a crash would."""
+        life = self.coordinator.core.pool._lives[worker_id]  # type: ignore[attr-defined]
+        await asyncio.to_thread(life.loop.stop)
+
+    def hold(self) -> None:
+        """Let no batch end and no sample make progress."""
+        for engines in self.engines.values():
+            engines[-1].may_run.clear()
+            engines[-1].may_decode = False
+
+    async def release(self) -> None:
+        """Go on."""
+        for worker_id, engines in self.engines.items():
+            engines[-1].may_run.set()
+            engines[-1].may_decode = True
+            await self.coordinator.core.pool.cancel_sample(worker_id, "nobody's")  # wakes the loop
+
     def chain(self, adapter_id: str) -> bytes:
         """The hash chain of the adapter's copy."""
         for engines in self.engines.values():
@@ -84,9 +152,18 @@ class ToyPool:
 
 @asynccontextmanager
 async def running_pool(
-    data_dir: Path, *, num_workers: int = 1, seconds_per_batch: float = 0.0, **config: Any
+    data_dir: Path,
+    *,
+    num_workers: int = 1,
+    seconds_per_batch: float = 0.0,
+    time: Time | None = None,
+    is_crash: bool = False,
+    **config: Any,
 ) -> AsyncIterator[ToyPool]:
-    """Start a coordinator with toy workers on a data directory, and stop it at the end."""
+    """Start a coordinator with toy workers on a data directory, and stop it at the end.
+
+    `is_crash`: its data directory keeps nothing of what happens after the body, as if it had been killed there.
+    """
     engines: dict[str, list[ToyEngine]] = {f"w{i}": [] for i in range(num_workers)}
 
     def factory_of(worker_id: str) -> Any:
@@ -98,12 +175,87 @@ async def running_pool(
         return factory
 
     pool = LocalPool({worker_id: factory_of(worker_id) for worker_id in engines})
-    coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir, **config), pool)
+    coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir, **config), pool, time)
     await coordinator.start()
+    toys = ToyPool(coordinator, engines)
     try:
-        yield ToyPool(coordinator, engines)
+        yield toys
+        if is_crash:
+            shutil.copytree(data_dir, data_dir.with_name("crashed"))
     finally:
+        for lives in engines.values():
+            lives[-1].may_run.set()
         await coordinator.stop()
+        if (crashed := data_dir.with_name("crashed")).exists():
+            shutil.rmtree(data_dir)
+            crashed.rename(data_dir)
+
+
+@dataclass(slots=True)
+class FakeTime:
+    """Implements `coordinator.clock.Time`; a test moves it on."""
+
+    now: float = 1000.0
+    wall_offset: float = 1.7e9
+    sleepers: list[tuple[float, asyncio.Future[None]]] = field(default_factory=list)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.wall_offset + self.now
+
+    async def sleep(self, seconds: float) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.sleepers.append((self.now + seconds, future))
+        await future
+
+    async def advance(self, seconds: float, step: float = 1.0) -> None:
+        """Let time pass, waking who slept long enough after each step."""
+        for _ in range(round(seconds / step)):
+            self.now += step
+            due = [future for end, future in self.sleepers if end <= self.now]
+            self.sleepers = [(end, future) for end, future in self.sleepers if end > self.now]
+            for future in due:
+                if not future.done():
+                    future.set_result(None)
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+
+def fail_appends(monkeypatch: pytest.MonkeyPatch, store: Store, *seqs: int) -> None:
+    """Let the store refuse to log operations at these places, as a full disk would."""
+    append = store.append
+
+    def failing(rows: Iterable[OperationRow]) -> asyncio.Future[None]:
+        rows = list(rows)
+        if any(row.seq in seqs for row in rows):
+            return store.write(_full)
+        return append(rows)
+
+    def _full(_db: sqlite3.Connection) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(store, "append", failing)
+
+
+def sample_request(
+    sampler_id: str,
+    seq: int = 0,
+    *,
+    prompt: Sequence[int] = (1, 2, 3),
+    max_tokens: int = 8,
+    num_samples: int = 1,
+    **params: Any,
+) -> sampling_pb2.SampleRequest:
+    """A sample request; other values are its parameters."""
+    return sampling_pb2.SampleRequest(
+        sampler_id=sampler_id,
+        seq=seq,
+        prompt=to_tensor(np.array(prompt, np.int32)),
+        num_samples=num_samples,
+        params=sampling_pb2.SamplingParams(max_tokens=max_tokens, **params),
+    )
 
 
 def datum(length: int, first: int = 1) -> types_pb2.Datum:
