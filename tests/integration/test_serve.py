@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import tinkerpool
 from coordinator.cli import EXAMPLE
 from coordinator.models import DEFAULT_MODEL
 from tests.support.serving import Terminal
@@ -31,6 +32,23 @@ def run_example(terminal: Terminal) -> tuple[list[float], str]:
 def usage(terminal: Terminal) -> dict[str, dict[str, str]]:
     rows = json.loads(terminal.run("usage", "--json").stdout)["rows"]
     return {row["kind"]: row for row in rows}
+
+
+def check_tenants_meet_in_a_cycle_on_both_workers(terminal: Terminal) -> None:
+    """Four equal adapters train at once: some cycle has both workers, and every worker computes the same bits."""
+    found = json.loads((terminal.home / "credentials.json").read_text())
+    with tinkerpool.ServiceClient(base_url=found["url"], api_key=found["api_key"]) as service:
+        clients = [service.create_lora_training_client(rank=4, seed=5) for _ in range(4)]
+        tokens = list(range(10, 74))
+        datum = tinkerpool.Datum(
+            tinkerpool.ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": [1.0] * 63}
+        )
+        steps = [client.train_step([datum] * 4, "cross_entropy") for _ in range(3) for client in clients]
+        losses = [step.result(120).forward_backward.metrics["loss:sum"] for step in steps]
+        cycles = service.create_rest_client().get_pool_status(num_cycles=100).result(30).cycles
+    assert any(len({entry.worker_id for entry in cycle.entries}) == 2 for cycle in cycles)
+    for step in range(3):
+        assert len(set(losses[4 * step : 4 * step + 4])) == 1
 
 
 @pytest.mark.slow
@@ -68,6 +86,7 @@ def test_a_pool_started_in_the_background_runs_its_workers_in_processes_of_their
         pids = {int(worker["pid"]) for worker in workers}
         assert len(pids) == 2
         assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+        check_tenants_meet_in_a_cycle_on_both_workers(terminal)
     finally:
         down = terminal.run("down")
     assert down.returncode == 0, down.stderr
