@@ -428,7 +428,9 @@ class Store:
                 db.execute("SAVEPOINT one")
                 try:
                     outcomes.append((write(db), None))
-                except Exception as error:  # noqa: BLE001 (handed on to whoever wrote)
+                except Exception as error:
+                    if not db.in_transaction:
+                        raise  # a full disk, for example, has undone everything
                     db.execute("ROLLBACK TO one")
                     outcomes.append((None, error))
                 db.execute("RELEASE one")
@@ -436,6 +438,10 @@ class Store:
         except sqlite3.Error as error:
             if db.in_transaction:
                 db.execute("ROLLBACK")
+            if len(writes) > 1 and error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+                for each in writes:  # whoever needs less room may still find it
+                    self._commit([each])
+                return
             outcomes = [(None, error)] * len(writes)
         for (_, future, loop), (value, failure) in zip(writes, outcomes, strict=True):
             loop.call_soon_threadsafe(_resolve, future, value, failure)

@@ -1,0 +1,259 @@
+"""The durable log alone: order, atomicity and what a second opening finds."""
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.store import (
+    SCHEMA_VERSION,
+    ConflictError,
+    CycleCommit,
+    OperationRow,
+    SnapshotRow,
+    StorageError,
+    Store,
+)
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    store = Store(tmp_path / "log.db", wall=lambda: 1.0)
+    await store.insert("tenants", tenant_id="t", name="alice", created_at=0.0)
+    yield store
+    store.close()
+
+
+def operation(seq: int, **values: Any) -> OperationRow:
+    fields: dict[str, Any] = {
+        "target_id": "a",
+        "seq": seq,
+        "tenant_id": "t",
+        "kind": "forward_backward",
+        "request_id": "",
+        "body": b"body",
+        "body_hash": b"hash",
+        "chunk_tokens": 16,
+    }
+    return OperationRow(**fields | values)
+
+
+async def test_a_write_is_on_disk_when_its_future_is_done(store: Store, tmp_path: Path) -> None:
+    await store.append([operation(1)])
+    with sqlite3.connect(f"file:{tmp_path / 'log.db'}?mode=ro", uri=True) as other:
+        assert other.execute("SELECT seq FROM operations").fetchall() == [(1,)]
+    other.close()
+
+
+async def test_every_commit_is_synced(store: Store) -> None:
+    assert store._writer.execute("PRAGMA synchronous").fetchone()[0] == 2
+    assert store._writer.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+
+
+async def test_waiting_writes_share_a_commit_and_keep_their_order(store: Store) -> None:
+    is_free = threading.Event()
+    busy = store.write(lambda db: is_free.wait(10))
+    commits: list[str] = []
+    store._writer.set_trace_callback(lambda sql: commits.append(sql) if sql == "COMMIT" else None)
+    writes = [
+        store.write(lambda db, i=i: db.execute("INSERT INTO cycles VALUES (?, '')", (100 - i,)).lastrowid)  # type: ignore[misc]
+        for i in range(20)
+    ]
+    is_free.set()
+    await asyncio.gather(busy, *writes)
+    store._writer.set_trace_callback(None)
+    assert [await write for write in writes] == list(range(100, 80, -1))
+    assert len(commits) <= 2
+
+
+async def test_a_write_that_fails_fails_alone(store: Store) -> None:
+    is_free = threading.Event()
+    busy = store.write(lambda db: is_free.wait(10))
+
+    def half(db: sqlite3.Connection) -> None:
+        db.execute("INSERT INTO cycles VALUES (7, '')")
+        raise ValueError("half-way")
+
+    good, bad, conflict, last = (
+        store.append([operation(1)]),
+        store.write(half),
+        store.append([operation(2), operation(1)]),
+        store.append([operation(3)]),
+    )
+    is_free.set()
+    await asyncio.gather(busy, good, last)
+    with pytest.raises(ValueError, match="half-way"):
+        await bad
+    with pytest.raises(ConflictError):
+        await conflict
+    assert [row["seq"] for row in store.read("SELECT seq FROM operations")] == [1, 3]
+    assert not store.read("SELECT * FROM cycles")
+
+
+async def test_nothing_is_lost_when_the_store_is_opened_again(store: Store, tmp_path: Path) -> None:
+    pending = [store.append([operation(seq)]) for seq in range(1, 51)]
+    store.close()
+    await asyncio.gather(*pending)
+    again = Store(tmp_path / "log.db", wall=lambda: 2.0)
+    assert [row["seq"] for row in again.read("SELECT seq FROM operations ORDER BY seq")] == list(range(1, 51))
+    again.close()
+
+
+async def test_a_closed_store_refuses_instead_of_never_answering(tmp_path: Path) -> None:
+    store = Store(tmp_path / "log.db", wall=lambda: 1.0)
+    store.close()
+    with pytest.raises(StorageError):
+        await asyncio.wait_for(store.execute("SELECT 1"), 5)
+
+
+def test_a_newer_schema_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "log.db") as db:
+        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    db.close()
+    with pytest.raises(ValueError, match=r"newer tinkerpool .* upgrade"):
+        Store(tmp_path / "log.db", wall=lambda: 1.0)
+
+
+async def test_a_seq_and_a_request_id_exist_once(store: Store) -> None:
+    await store.append([operation(1, request_id="r")])
+    for other in (operation(1), operation(2, request_id="r")):
+        with pytest.raises(ConflictError):
+            await store.append([other])
+    await store.append([operation(2), operation(3), operation(1, target_id="b", request_id="r")])
+    with pytest.raises(ConflictError):
+        await store.append([operation(0)])
+
+
+async def test_readers_see_only_what_is_committed(store: Store) -> None:
+    is_written, may_commit = threading.Event(), threading.Event()
+
+    def write(db: sqlite3.Connection) -> None:
+        db.execute("INSERT INTO cycles VALUES (1, '')")
+        is_written.set()
+        may_commit.wait(10)
+
+    future = store.write(write)
+    await asyncio.to_thread(is_written.wait, 10)
+    assert not store.read("SELECT * FROM cycles")
+    may_commit.set()
+    await future
+    assert len(store.read("SELECT * FROM cycles")) == 1
+
+
+async def test_the_reader_cannot_write(store: Store) -> None:
+    with pytest.raises(sqlite3.OperationalError):
+        store.read("DELETE FROM tenants")
+
+
+async def test_cycle_ids_never_run_backwards_when_loops_commit_out_of_order(store: Store) -> None:
+    await store.commit_cycle(CycleCommit(cycle_id=8))
+    await store.commit_cycle(CycleCommit(cycle_id=7))
+    assert store.last_cycle_id() == 8
+
+
+async def test_each_life_has_a_new_epoch(store: Store, tmp_path: Path) -> None:
+    epochs = [await store.raise_epoch(), await store.raise_epoch()]
+    store.close()
+    again = Store(tmp_path / "log.db", wall=lambda: 2.0)
+    assert [*epochs, await again.raise_epoch()] == [1, 2, 3]
+    again.close()
+
+
+async def test_an_operation_is_finished_once_and_metered_once(store: Store) -> None:
+    await store.append([operation(1)])
+    done = operation(1, outcome=b"first", num_tokens=5, engine_s=0.5)
+    await store.commit_cycle(CycleCommit(finished=[done]))
+    with pytest.raises(AssertionError, match="finished before"):
+        await store.commit_cycle(CycleCommit(finished=[operation(1, outcome=b"second", num_tokens=5)]))
+    row = store.read_one("SELECT outcome FROM operations")
+    usage = store.read_one("SELECT * FROM usage")
+    assert row is not None
+    assert usage is not None
+    assert row["outcome"] == b"first"
+    assert (usage["num_operations"], usage["num_tokens"], usage["engine_s"]) == (1, 5, 0.5)
+
+
+async def test_nothing_is_stored_that_holds_the_effect_of_an_operation_that_was_not_logged(store: Store) -> None:
+    commit = CycleCommit(
+        finished=[operation(1, outcome=b"ok")],
+        snapshots=[SnapshotRow(adapter_id="a", seq=1, folder="f", sha256="s")],
+        checkpoints=[{"adapter_id": "a"}],
+        samplers=[{"adapter_id": "a"}],
+    )
+    assert await store.commit_cycle(commit) == {"a"}
+    for table in ("operations", "snapshots", "checkpoints", "samplers", "usage"):
+        assert not store.read(f"SELECT * FROM {table}")
+
+
+async def test_a_snapshot_drops_the_bodies_that_it_covers_and_no_others(store: Store) -> None:
+    await store.append([operation(seq) for seq in (1, 2, 3, 4)])
+    finished = [operation(seq, outcome=b"ok") for seq in (1, 2, 4)]
+    snapshot = SnapshotRow(adapter_id="a", seq=3, folder="f", sha256="s")
+    await store.commit_cycle(CycleCommit(finished=finished, snapshots=[snapshot]))
+    assert [row["body"] for row in store.read("SELECT body FROM operations ORDER BY seq")] == [
+        None,
+        None,
+        b"body",
+        b"body",
+    ]
+
+
+async def test_an_adapter_and_what_it_starts_from_are_created_together(store: Store) -> None:
+    await store.insert("sessions", session_id="s", tenant_id="t", user_metadata="{}", created_at=0.0)
+    adapter = {
+        "adapter_id": "s:train:0",
+        "tenant_id": "t",
+        "session_id": "s",
+        "body": b"",
+        "base_model": "toy",
+        "rank": 8,
+        "alpha": 32.0,
+        "seed": 0,
+        "train_attn": True,
+        "train_mlp": True,
+        "train_unembed": True,
+        "user_metadata": "{}",
+        "created_at": 0.0,
+    }
+    await store.insert_adapter(adapter, SnapshotRow(adapter_id="s:train:0", seq=0, folder="first", sha256="x"))
+    with pytest.raises(ConflictError):
+        await store.insert_adapter(adapter, SnapshotRow(adapter_id="s:train:0", seq=0, folder="second", sha256="x"))
+    assert [row["folder"] for row in store.read("SELECT folder FROM snapshots")] == ["first"]
+
+
+async def test_a_plan_is_noted_with_the_next_write_and_gone_with_its_cycle(store: Store) -> None:
+    store.note_plan(1, {"a": "w0"})
+    await store.append([operation(1)])
+    assert [tuple(row) for row in store.read("SELECT * FROM plans")] == [(1, "a", "w0")]
+    await store.commit_cycle(CycleCommit(cycle_id=1))
+    assert not store.read("SELECT * FROM plans")
+
+
+async def test_only_the_last_cycles_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Store, "CYCLES_KEPT", 3)
+    for cycle_id in range(1, 8):
+        await store.commit_cycle(CycleCommit(cycle_id=cycle_id))
+    assert [row["cycle_id"] for row in store.read("SELECT cycle_id FROM cycles")] == [5, 6, 7]
+
+
+async def test_a_full_disk_fails_who_needs_the_room_and_the_store_goes_on_afterwards(store: Store) -> None:
+    num_pages = store._writer.execute("PRAGMA page_count").fetchone()[0]
+    store._writer.execute(f"PRAGMA max_page_count = {num_pages}")
+    is_free = threading.Event()
+    busy = store.write(lambda db: is_free.wait(10))
+    small, large, other = (
+        store.append([operation(1)]),
+        store.append([operation(2, body=bytes(1 << 20))]),
+        store.append([operation(3)]),
+    )
+    is_free.set()
+    await asyncio.gather(busy, small, other)
+    with pytest.raises(StorageError, match="full"):
+        await large
+    store._writer.execute("PRAGMA max_page_count = 1000000")
+    await store.append([operation(2, body=bytes(1 << 20))])
+    assert [row["seq"] for row in store.read("SELECT seq FROM operations")] == [1, 2, 3]
