@@ -9,7 +9,9 @@ import pytest
 
 # Set before anything imports a library that reads them; child processes inherit them.
 os.environ |= {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_OFFLINE": "1",
+    "OMP_WAIT_POLICY": "passive",  # spinning threads are up to ten times slower where other processes want the cores
     "RAY_AUTH_TOKEN": secrets.token_hex(32),  # or Ray would write one into the home directory
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",

@@ -49,7 +49,7 @@ class Progress:
                 return self.failed.error
             is_next = item.chunk_index == (self.next_chunk if self.open_seq == item.seq else 0)
         else:
-            is_next = True
+            is_next = self.open_seq is None
         if self.applied_seq != item.prev_seq or self.open_seq not in {None, item.seq} or not is_next:
             return self._out_of_order(item)
         if item.drop_gradient or isinstance(item, LoadItem):
