@@ -49,7 +49,7 @@ STOP_TIMEOUT_S = 60.0
 REFRESH_S = 0.1
 LINE_EVERY_S = 15.0
 """Where there is no terminal for bars, a line says how far everybody is."""
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 class DemoError(Exception):
@@ -203,6 +203,7 @@ def run(args: argparse.Namespace) -> None:
     model = resolve_model(args.model, args.workers)
     num_threads = args.threads or max(1, num_cores() // args.workers)
     os.environ |= thread_environment(num_threads)  # for the engine in this process, as a worker has it
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     if args.output.exists():
         shutil.rmtree(args.output)
     args.output.mkdir(parents=True)
@@ -239,10 +240,12 @@ def run(args: argparse.Namespace) -> None:
         report_clock(costs, latency)
         usage = admin.create_rest_client().get_usage().result()
 
-    title = f"tinkerpool: {len(tenants)} tenants on one {served.model_name}, in {len(cycles)} shared clock cycles"
+    num_together = sum(len(cycle.entries) > 1 for cycle in cycles)
+    title = (
+        f"tinkerpool: {len(tenants)} tenants train on one {served.model_name}, together in {num_together} clock cycles"
+    )
     curves = [Curve(tenant=t.name, task=t.task, measure=t.measure, points=t.points) for t in tenants]
     draw(args.output / "demo.png", cycles, curves, costs, title)
-    num_together = sum(len(cycle.entries) > 1 for cycle in cycles)
     summary = {
         "model": served.model_name,
         "seed": args.seed,

@@ -109,7 +109,7 @@ def _draw_tokens(axes: Any, cycles: Sequence[pool_pb2.Cycle], colors: Mapping[st
     axes.set_title(
         f"All {len(cycles)} cycles in which they trained: tokens in each pass, by tenant", loc="left", fontsize=9.5
     )
-    axes.set_xlabel("seconds")
+    axes.set_xlabel("seconds (where nobody trains, the worker samples)")
     axes.set_ylabel("tokens")
     axes.margins(x=0.005)
     axes.legend(loc="upper right", ncols=len(colors), frameon=False)

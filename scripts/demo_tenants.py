@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from plain_english import num_old_words
 from tinkerpool import SamplingClient, ServiceClient, types
 from tinkerpool.client.custom_loss import TorchLoss
 
@@ -110,6 +109,8 @@ class Tenant(ABC):
     """What it does, for people."""
     measure: ClassVar[str]
     """What `Point.value` is."""
+    look_params: ClassVar[types.SamplingParams] = types.SamplingParams(max_tokens=32, temperature=0, stop=[LINE_END])
+    """How the samples before and after are drawn."""
 
     def __init__(self, service: ServiceClient, base_model: str, settings: Settings, num_steps: int) -> None:
         self.settings = settings
@@ -164,10 +165,9 @@ class Tenant(ABC):
         """What to sample before and after."""
 
     def look(self, sampler: SamplingClient) -> dict[str, str]:
-        """Prompts and their likeliest continuations, up to the end of the line."""
-        params = types.SamplingParams(max_tokens=32, temperature=0, stop=[LINE_END])
+        """Prompts and their continuations, up to the end of the line."""
         prompts = self.example_prompts()
-        futures = [sampler.sample(types.ModelInput.from_ints(self.encode(p)), 1, params) for p in prompts]
+        futures = [sampler.sample(types.ModelInput.from_ints(self.encode(p)), 1, self.look_params) for p in prompts]
         texts = [self.tokenizer.decode(future.result().sequences[0].tokens) for future in futures]
         return {prompt: text.rstrip(LINE_END) for prompt, text in zip(prompts, texts, strict=True)}
 
@@ -242,8 +242,6 @@ class Scribe(Tenant):
         """Loss at the end, and on unseen clauses."""
         self.results |= ends("loss", self.points)
         self.results["test_loss_end"] = self._test_loss()
-        self.results["old_words_copied"] = sum(num_old_words(e.prompt) for e in self.examples)
-        self.results["old_words_end"] = sum(num_old_words(e.after) for e in self.examples)
 
     def example_prompts(self) -> Sequence[str]:
         """Unseen clauses."""
@@ -267,6 +265,7 @@ class Poet(Tenant):
     name = "poet"
     task = "reinforcement: write lines whose words begin with S"
     measure = "mean reward"
+    look_params = types.SamplingParams(max_tokens=20, seed=0, stop=[LINE_END])
     PROMPTS = ("And", "The", "Then", "He", "For", "But", "Now", "Let")
 
     def __init__(self, service: ServiceClient, base_model: str, settings: Settings) -> None:
