@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,12 @@ def request(op_id: str, key: str = "", length: int = 12, num_samples: int = 1, *
     )
 
 
+def next_tokens(tokens: NDArray[np.int32]) -> Datum:
+    """What the training forward is asked for the log-probability of every token but the first."""
+    weights = np.ones(len(tokens) - 1, np.float32)
+    return Datum(tokens=tokens[:-1], loss_inputs={"target_tokens": tokens[1:], "weights": weights})
+
+
 def assert_same_bits(mine: Sequence[SampledSequence], theirs: Sequence[SampledSequence]) -> None:
     assert len(mine) == len(theirs)
     for one, other in zip(mine, theirs, strict=True):
@@ -181,8 +187,7 @@ def test_logprobs_are_those_of_the_training_forward(model_directory: Path) -> No
     assert np.isnan(result.prompt_logprobs[0])
     for sequence in result.sequences:
         whole = np.concatenate([wanted.prompt, sequence.tokens])
-        inputs = {"target_tokens": whole[1:], "weights": np.ones(len(whole) - 1, np.float32)}
-        (forward,) = s.driver.train(s.driver.forward("a", [Datum(tokens=whole[:-1], loss_inputs=inputs)]))
+        (forward,) = s.driver.train(s.driver.forward("a", [next_tokens(whole)]))
         reported = np.concatenate([result.prompt_logprobs[1:], sequence.logprobs])
         np.testing.assert_allclose(reported, forward.logprobs[0], atol=1e-5)
 
@@ -191,9 +196,8 @@ def test_prompt_longer_than_a_block_of_logits_has_all_its_logprobs(qwen3: Path) 
     s = sampling(qwen3)
     (result,) = s.run(request("r", length=400, max_tokens=1, prompt_logprobs=True))
     prompt = prompt_of(400)
-    inputs = {"target_tokens": prompt[1:], "weights": np.ones(399, np.float32)}
     s.driver.install(make_spec("fresh"))
-    (forward,) = s.driver.train(s.driver.forward("fresh", [Datum(tokens=prompt[:-1], loss_inputs=inputs)]))
+    (forward,) = s.driver.train(s.driver.forward("fresh", [next_tokens(prompt)]))
     assert result.prompt_logprobs is not None
     np.testing.assert_allclose(result.prompt_logprobs[1:], forward.logprobs[0], atol=1e-5)
 
@@ -276,10 +280,7 @@ def test_version_travels_as_a_state(qwen3: Path) -> None:
     (here,) = s.sequences(request("here", "a/v"))
     there = sampling(qwen3)
     version = SamplerVersion(key="elsewhere", spec=s.specs["a"], state=s.driver.state("a"))
-    moved = request("there")
-    moved = SampleRequest(
-        op_id="there", version=version, prompt=moved.prompt, num_samples=1, params=moved.params, stream=False
-    )
+    moved = replace(request("there"), version=version)
     assert_same_bits(there.sequences(moved)[0], here)
 
 
@@ -308,7 +309,7 @@ def test_stop_token_is_the_last_token_and_says_so(qwen3: Path) -> None:
 
 def test_stop_string_ends_with_the_token_that_completes_it(qwen3: Path) -> None:
     s = sampling(qwen3)
-    letters = {"top_k": 258, "temperature": 5.0, "max_tokens": 200}
+    letters: dict[str, Any] = {"top_k": 258, "temperature": 5.0, "max_tokens": 200}
     (free,) = s.sequences(request("free", **letters))
     tokens = free[0].tokens.tolist()
     printable = [all(32 < token < 127 for token in tokens[i : i + 2]) for i in range(len(tokens) - 1)]
@@ -355,23 +356,12 @@ def test_request_that_cannot_run_fails_alone_with_a_reason(qwen3: Path) -> None:
     (alone,) = s.sequences(request("alone", "a/v"))
     s.events.clear()
     s.driver.engine.bank.acquire(["sick/v"])[0].weights.fill_(float("inf"))
-    damaged = SamplerVersion(key="damaged", spec=s.specs["a"], state=s.driver.state("a"))
-    assert damaged.state is not None
-    broken = type(damaged.state)(
-        weights=damaged.state.weights[:50], optimizer=None, num_steps=0, applied_seq=0, fingerprint=""
-    )
+    state = s.driver.state("a")
+    damaged = SamplerVersion(key="damaged", spec=s.specs["a"], state=replace(state, weights=state.weights[:50]))
     bad = {
         ErrorCode.INTERNAL: [request("unknown", "nobody/v")],
         ErrorCode.NON_FINITE: [request("sick", "sick/v", num_samples=2)],
-        ErrorCode.DATA_LOSS: [
-            SampleRequest(
-                op_id="damaged",
-                version=SamplerVersion(key="damaged", spec=s.specs["a"], state=broken),
-                prompt=prompt_of(3),
-                num_samples=1,
-                params=SamplingParams(max_tokens=1),
-            )
-        ],
+        ErrorCode.DATA_LOSS: [replace(request("damaged"), version=damaged)],
         ErrorCode.INVALID_ARGUMENT: [
             request("empty", length=0),
             request("long", length=500, max_tokens=13),
