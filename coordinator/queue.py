@@ -5,8 +5,8 @@ Knows neither fairness (`planner`) nor storage nor what the operations compute. 
 - operations run strictly by seq, with no gap; a decided one that failed counts as done;
 - `cursor` is the last seq that the copy on the worker has behind it, `placed_seq` the last one that worker ran; they
   differ by operations that need no worker (failed ones, and on a replay everything that changes no state);
-- once an operation that adds gradient fails, its gradient window is closed: what needs it fails too, up to and
-  including the next optim_step, and the worker is told to drop the pending gradient before it goes on.
+- once an operation that adds gradient or loads a state fails, its gradient window is closed: what needs it fails too,
+  up to and including the next optim_step, and the worker is told to drop the pending gradient before it goes on.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class AdapterQueue:
 
     @property
     def is_snapshot_safe(self) -> bool:
-        """No gradient is pending: what the copy holds is all there is."""
+        """No gradient is pending and no window closed: what the copy holds is all there is."""
+        if self.window_error is not None:
+            return False
         for seq in range(self.cursor, self.snapshot_seq, -1):
             operation = self.operations.get(seq)
-            if operation is None or operation.kind is Kind.OPTIM_STEP:
+            if operation is None or operation.kind in (Kind.OPTIM_STEP, Kind.LOAD_STATE):
                 return True
-            if operation.kind is Kind.LOAD_STATE and not operation.is_failed:
-                return True  # a load that failed has left the gradient as it was
             if operation.kind is Kind.FORWARD_BACKWARD:
                 return False
         return True
@@ -150,14 +150,15 @@ class AdapterQueue:
             if operation.is_final and not self._is_replay(operation):
                 if operation.is_failed or operation.kind.changes_state:
                     return
-            elif not operation.kind.is_pass:
+            elif not operation.kind.is_pass or self._is_forbidden(operation):
                 return
             else:
                 yield operation
             seq += 1
 
     def ready_states(self) -> Iterator[Operation]:
-        """What the step phase may run now, in order: at most one optim_step, and saves and loads.
+        """What the step phase may run now, in order: saves, at most one optim_step, and at most one load, as the last:
+        should it fail, what comes after it must not have run.
 
         Call `settle` first.
         """
@@ -166,11 +167,15 @@ class AdapterQueue:
             if operation.is_final and not self._is_replay(operation):
                 if operation.is_failed or operation.kind.changes_state:
                     return
-            elif operation.kind.is_pass or (operation.kind is Kind.OPTIM_STEP and num_steps == 1):
+            elif operation.kind.is_pass or self._is_forbidden(operation):
                 return
             else:
+                if operation.kind is Kind.OPTIM_STEP and num_steps == 1:
+                    return
                 num_steps += operation.kind is Kind.OPTIM_STEP
                 yield operation
+                if operation.kind is Kind.LOAD_STATE:
+                    return
             seq += 1
 
     def is_ready(self) -> bool:
@@ -203,6 +208,10 @@ class AdapterQueue:
         waits_behind = any(not o.is_final for s, o in self.operations.items() if s > expected)
         return expected if waits_behind else None
 
+    def _is_forbidden(self, operation: Operation) -> bool:
+        """Its window is closed: `settle` will fail it once it comes to it. (A replay's turn cannot be there yet.)"""
+        return self.window_error is not None and operation.kind.needs_open_window and not operation.is_final
+
     def _is_replay(self, operation: Operation) -> bool:
         return (
             operation.is_final
@@ -220,7 +229,10 @@ class AdapterQueue:
         elif operation.kind is Kind.OPTIM_STEP:
             self.window_error = None
             self.must_drop_gradient |= operation.is_failed
-        elif operation.kind is Kind.LOAD_STATE and not operation.is_failed:
+        elif operation.kind is Kind.LOAD_STATE and operation.is_failed:
+            self.window_error = self.window_error or _named(operation)
+            self.must_drop_gradient = True
+        elif operation.kind is Kind.LOAD_STATE:
             self.window_error = None
 
 

@@ -1,0 +1,229 @@
+"""One adapter's order in memory: what may run, what a closed window forbids, and what a lost copy changes."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from coordinator.operations import Chunk, Kind, Operation
+from coordinator.queue import AdapterQueue
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.messages import AdapterSpec
+
+FB, FORWARD, STEP, LOAD, SAVE = (
+    Kind.FORWARD_BACKWARD,
+    Kind.FORWARD,
+    Kind.OPTIM_STEP,
+    Kind.LOAD_STATE,
+    Kind.SAVE_STATE,
+)
+ERROR = ops_pb.OperationError(code=9, reason="NON_FINITE", message="the loss is not finite")
+
+
+def adapter_with(*kinds: Kind, first: int = 1) -> AdapterQueue:
+    spec = AdapterSpec(adapter_id="a", rank=8, alpha=1.0, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
+    adapter = AdapterQueue("t", "s", "toy", spec)
+    for seq, kind in enumerate(kinds, first):
+        adapter.add(operation(seq, kind))
+    return adapter
+
+
+def operation(seq: int, kind: Kind, num_bytes: int = 10) -> Operation:
+    chunks = (Chunk(0, 1, 4),) if kind.is_pass else ()
+    return Operation("t", "a", seq, kind, b"", b"", "", 16, num_bytes, chunks)
+
+
+def run(adapter: AdapterQueue, *seqs: int, fail: Iterable[int] = ()) -> None:
+    """A worker runs these; all are committed."""
+    for seq in seqs:
+        adapter.settle()
+        one = adapter.operations[seq]
+        ready = list(adapter.ready_passes()) + list(adapter.ready_states())
+        assert one in ready, f"{seq} is not ready"
+        if not one.is_final:
+            one.fail(ERROR) if seq in fail else one.succeed(1)
+        one.is_committed = True
+        adapter.ran(one)
+    adapter.settle()
+
+
+def seqs(operations: Iterable[Operation]) -> list[int]:
+    return [each.seq for each in operations]
+
+
+def test_a_pass_takes_the_prefix_of_passes_and_nothing_behind_a_gap() -> None:
+    adapter = adapter_with(FB, FORWARD, FB, STEP, FB)
+    assert seqs(adapter.ready_passes()) == [1, 2, 3]
+    assert not list(adapter.ready_states())
+    del adapter.operations[2]
+    assert seqs(adapter.ready_passes()) == [1]
+    assert adapter.missing_seq() is None
+    run(adapter, 1)
+    assert adapter.missing_seq() == 2
+
+
+def test_a_step_phase_takes_one_optimizer_step_with_the_saves_and_loads_around_it() -> None:
+    adapter = adapter_with(SAVE, STEP, SAVE, LOAD, STEP, FB)
+    assert seqs(adapter.ready_states()) == [1, 2, 3, 4]
+    assert seqs(adapter_with(STEP, SAVE, STEP).ready_states()) == [1, 2]
+    assert seqs(adapter_with(LOAD, STEP).ready_states()) == [1], "should the load fail, the step must not have run"
+
+
+def test_a_closed_window_stops_at_what_it_forbids_even_behind_a_save() -> None:
+    adapter = adapter_with(FB, SAVE, STEP, STEP)
+    run(adapter, 1, fail=[1])
+    assert seqs(adapter.ready_states()) == [2]
+    run(adapter, 2)
+    assert seqs(adapter.decided) == [3]
+    assert seqs(adapter.ready_states()) == [4]
+
+
+def test_a_failed_pass_closes_its_window_up_to_and_including_the_step() -> None:
+    adapter = adapter_with(FB, FB, FORWARD, FB, STEP, FB, STEP)
+    run(adapter, 1, 2, fail=[2])
+    assert seqs(adapter.ready_passes()) == [3], "a forward still runs"
+    run(adapter, 3)
+    assert seqs(adapter.decided) == [4, 5]
+    assert all(each.outcome is not None and "a:2 failed" in each.outcome.error.message for each in adapter.decided)
+    assert seqs(adapter.ready_passes()) == [6]
+    assert adapter.must_drop_gradient
+
+
+def test_a_load_opens_a_closed_window_and_closes_an_open_one_if_it_fails() -> None:
+    for fails in (False, True):
+        adapter = adapter_with(FB, LOAD, FB, STEP)
+        run(adapter, 1, 2, fail=[2] if fails else [1])
+        assert seqs(adapter.decided) == ([3, 4] if fails else [])
+
+
+def test_a_copy_that_is_lost_is_rebuilt_from_what_changed_state() -> None:
+    adapter = adapter_with(FB, FORWARD, FB, STEP, FB, STEP, SAVE, FB)
+    run(adapter, 1, 2, 3, 4, 5, fail=[5])
+    assert adapter.operations[6].is_failed
+    run(adapter, 7)
+    adapter.placed("w1")
+    adapter.settle()
+    assert adapter.is_replaying
+    replayed = []
+    while adapter.is_replaying:
+        [first, *_] = [*adapter.ready_passes(), *adapter.ready_states()]
+        replayed.append(first.seq)
+        adapter.ran(first)
+        adapter.settle()
+    assert replayed == [1, 3, 4]
+    assert adapter.placed_seq == 4
+    assert seqs(adapter.ready_passes()) == [8]
+    assert adapter.must_drop_gradient
+
+
+def test_a_lost_copy_forgets_the_chunks_that_ran_on_it() -> None:
+    adapter = adapter_with(FB)
+    one = adapter.operations[1]
+    one.next_chunk, one.is_running = 1, True
+    adapter.lose_copy()
+    assert (one.next_chunk, one.is_running, one.parts) == (0, False, [])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "failing", "is_safe"),
+    [
+        ((), (), True),
+        ((STEP,), (), True),
+        ((FB,), (), False),
+        ((FB, FORWARD, SAVE), (), False),
+        ((FB, STEP), (), True),
+        ((FB, STEP, FORWARD), (), True),
+        ((FB, LOAD), (), True),
+        ((FB, LOAD), (2,), False),  # a load that failed has closed the window: what comes next must still know
+        ((FB, STEP), (2,), True),  # the gradient of a step that failed is dropped
+    ],
+)
+def test_a_snapshot_is_safe_exactly_when_no_gradient_is_pending(
+    kinds: tuple[Kind, ...], failing: tuple[int, ...], is_safe: bool
+) -> None:
+    adapter = adapter_with(*kinds)
+    run(adapter, *range(1, len(kinds) + 1), fail=failing)
+    assert adapter.is_snapshot_safe is is_safe
+
+
+def test_an_append_that_fails_leaves_no_hole_for_the_next_place_that_the_server_gives() -> None:
+    adapter = adapter_with(FB, STEP)
+    for kind in (FB, STEP):
+        adapter.add(operation(adapter.next_seq, kind))
+    for seq in (3, 4):
+        adapter.retract(adapter.operations[seq])
+    assert adapter.next_seq == 3
+    adapter.add(operation(9, FB))
+    adapter.retract(adapter.operations[9])
+    assert adapter.next_seq == 3
+
+
+def test_retracting_what_a_worker_may_have_seen_gives_up_its_copy() -> None:
+    adapter = adapter_with(FB, FB)
+    adapter.placed("w0")
+    run(adapter, 1)
+    adapter.operations[2].is_running = True
+    adapter.retract(adapter.operations[2])
+    assert (adapter.worker_id, adapter.cursor) == ("", 0)
+
+
+def test_a_snapshot_that_becomes_durable_after_its_copy_was_lost_is_where_the_order_goes_on() -> None:
+    adapter = adapter_with(FB, STEP)
+    adapter.placed("w0")
+    run(adapter, 1, 2)
+    adapter.lose_copy()
+    adapter.covered(2)
+    adapter.add(operation(3, FB))
+    adapter.settle()
+    assert adapter.missing_seq() is None
+    assert seqs(adapter.ready_passes()) == [3]
+
+
+def test_what_a_snapshot_covers_leaves_memory_and_nothing_else() -> None:
+    adapter = adapter_with(FB, STEP, FB)
+    run(adapter, 1, 2)
+    adapter.covered(2)
+    assert list(adapter.operations) == [3]
+    assert adapter.applied_seq == 2
+
+
+def test_an_adapter_that_cannot_be_rebuilt_fails_all_it_is_asked_and_is_never_ready_to_run() -> None:
+    adapter = adapter_with(FB, STEP, FB)
+    run(adapter, 1, 2)
+    adapter.give_up(ERROR)
+    assert seqs(adapter.decided) == [3]
+    adapter.decided.clear()
+    assert not adapter.is_ready()
+    adapter.add(operation(4, STEP))
+    assert adapter.is_ready()
+    assert seqs(adapter.decided) == [4]
+    assert not list(adapter.ready_passes())
+    assert not list(adapter.ready_states())
+    assert adapter.missing_seq() is None
+
+
+def test_the_bytes_of_a_window_are_counted_until_its_step_and_uncounted_when_retracted() -> None:
+    adapter = adapter_with(FB, FB)
+    assert adapter.window_bytes == 20
+    adapter.retract(adapter.operations[2])
+    assert adapter.window_bytes == 10
+    adapter.add(operation(2, STEP))
+    assert adapter.window_bytes == 0
+
+
+def test_a_thousand_queued_operations_do_not_make_looking_slow() -> None:
+    """Readiness looks at the head of the queue only."""
+    adapter = adapter_with(*[FB] * 10_000)
+    looked: list[int] = []
+    operations = adapter.operations
+
+    class Counting(dict[int, Operation]):
+        def get(self, key: int, default: object = None) -> Operation | None:  # type: ignore[override]
+            looked.append(key)
+            return operations.get(key)
+
+    adapter.operations = Counting(operations)
+    assert adapter.is_ready()
+    assert adapter.missing_seq() is None
+    adapter.settle()
+    assert not adapter.is_replaying
+    assert len(looked) < 20
