@@ -1,0 +1,90 @@
+"""Live sessions, in service time only."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.errors import ServiceError
+from coordinator.sessions import SessionTable
+from coordinator.store import Store
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    store = Store(tmp_path / "log.db", wall=lambda: 1.0)
+    await store.insert("tenants", tenant_id="t", name="alice", created_at=0.0)
+    yield store
+    store.close()
+
+
+async def add_row(store: Store, session_id: str, ended_at: float | None = None) -> None:
+    await store.insert(
+        "sessions", session_id=session_id, tenant_id="t", user_metadata="{}", created_at=0.0, ended_at=ended_at
+    )
+
+
+async def add_sampler(store: Store, session_id: str, index: int) -> None:
+    columns = ("base_model", "model_path", "adapter_id", "version", "folder", "sha256")
+    await store.insert(
+        "samplers",
+        sampler_id=f"{session_id}:sample:{index}",
+        tenant_id="t",
+        session_id=session_id,
+        body=b"",
+        created_at=0.0,
+        **dict.fromkeys(columns, ""),
+    )
+
+
+async def test_a_session_expires_when_it_is_not_heard_of_for_the_time_allowed(store: Store) -> None:
+    clock = Clock()
+    table = SessionTable(store, clock)
+    table.add("s1", "t")
+    clock.now += 6
+    table.add("s2", "t")
+    table.touch("s1")
+    clock.now += 9
+    assert [session.session_id for session in table.expired(10)] == []
+    table.touch("s2")
+    clock.now += 2
+    assert [session.session_id for session in table.expired(10)] == ["s1"]
+    table.remove("s1")
+    assert table.get("s1") is None
+    assert table.expired(10) == []
+
+
+async def test_adding_a_session_again_changes_nothing(store: Store) -> None:
+    table = SessionTable(store, Clock())
+    table.add("s", "t")
+    assert table.take_sampler_index("s") == 0
+    table.add("s", "t")
+    assert table.take_sampler_index("s") == 1
+
+
+async def test_downtime_ages_no_session_and_its_numbering_goes_on(store: Store) -> None:
+    await add_row(store, "live")
+    await add_row(store, "ended", ended_at=5.0)
+    for index in (0, 4, 11):
+        await add_sampler(store, "live", index)
+    clock = Clock()
+    clock.now = 1e9
+    table = SessionTable(store, clock)
+    table.load()
+    assert table.expired(1) == []
+    assert table.get("ended") is None
+    assert [table.take_sampler_index("live") for _ in range(2)] == [12, 13]
+
+
+async def test_an_ended_session_gets_no_more_samplers(store: Store) -> None:
+    table = SessionTable(store, Clock())
+    with pytest.raises(ServiceError) as raised:
+        table.take_sampler_index("gone")
+    assert raised.value.reason == "SESSION_ENDED"
