@@ -227,7 +227,7 @@ def _datum(where: str, datum: types_pb2.Datum, loss: str, rule: LossRule, model:
     names = set(datum.loss_inputs) - {IGNORED_INPUT}
     _check_names(where, names, loss, rule)
     inputs: dict[str, Any] = {}
-    for name in sorted(names):
+    for name in sorted(names, key=lambda name: (name != "target_tokens", name)):  # the others must have its shape
         label = f"{where}.loss_inputs[{name!r}]"
         array = _array(label, datum.loss_inputs[name])
         if name == "target_tokens":
