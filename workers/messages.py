@@ -29,7 +29,8 @@ class ErrorCode(Enum):
     DATA_LOSS = "data_loss"
     """State that was to be loaded does not match its own description."""
     OUT_OF_ORDER = "out_of_order"
-    """The worker's copy of the adapter is not at `prev_seq`: a fence held, the coordinator reinstalls the adapter."""
+    """The worker's copy of the adapter is not at `prev_seq`, or it does not hold the version that a sample names without
+    its state: a fence held, the coordinator sends what is missing."""
     CANCELLED = "cancelled"
     """A sample that was cancelled."""
     INTERNAL = "internal"

@@ -208,7 +208,7 @@ class Sampler:
             return
         if version.key not in self._bank:
             if version.spec is None or version.state is None:
-                raise SampleError(ErrorCode.INTERNAL, "this worker does not hold the weights to sample from")
+                raise SampleError(ErrorCode.OUT_OF_ORDER, "this worker does not hold the version to sample from")
             host = read_state(self._bank.layout(version.spec), version.spec, version.state.weights, None)
             self._bank.add(version.key, version.spec, host, is_trained=False)
         self._bank.hold(version.key)
