@@ -29,8 +29,8 @@ class ErrorCode(Enum):
     DATA_LOSS = "data_loss"
     """State that was to be loaded does not match its own description."""
     OUT_OF_ORDER = "out_of_order"
-    """The worker's copy of the adapter is not at `prev_seq`, or it does not hold the version that a sample names without
-    its state: a fence held, the coordinator sends what is missing."""
+    """The worker's copy of the adapter is not at `prev_seq`, or it does not hold the version of a sample that came
+    without its state: a fence held, the coordinator sends what is missing."""
     CANCELLED = "cancelled"
     """A sample that was cancelled."""
     INTERNAL = "internal"
@@ -66,7 +66,7 @@ class AdapterState:
     """An adapter's durable state between gradient windows. Byte fields are whole safetensors files."""
 
     weights: bytes
-    """`base_model.model.<module>.lora_A.weight` (rank, d_in) and `.lora_B.weight` (d_out, rank), fp32: PEFT's layout."""
+    """`base_model.model.<module>.lora_A.weight` (rank, d_in) and `.lora_B.weight` (d_out, rank), fp32, as in PEFT."""
     optimizer: bytes | None
     """First and second moments, the same names with `exp_avg.` / `exp_avg_sq.` before them; None: fresh moments."""
     num_steps: int
