@@ -80,8 +80,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     args = parser.parse_args()
     rng = np.random.default_rng(0)
-    with embedded_pool(["--model", args.model]) as (url, admin_key), contextlib.ExitStack() as clients:
-        admin = clients.enter_context(ServiceClient(url, admin_key))
+    with embedded_pool(["--model", args.model]) as pool, contextlib.ExitStack() as clients:
+        admin = clients.enter_context(ServiceClient(pool.url, pool.api_key))
         served = admin.get_server_capabilities().supported_models[0]
         batch = []
         for _ in range(args.seqs):
@@ -91,8 +91,8 @@ def main() -> None:
         print("| tenants x sequences x tokens | tokens/s | ms per step of a tenant | cycles per step |")
         print("|---|---|---|---|")
         for num_tenants in args.tenants:
-            keys = [create_key(url, admin_key, f"bench-{index}") for index in range(num_tenants)]
-            services = [clients.enter_context(ServiceClient(url, key)) for key in keys]
+            keys = [create_key(pool, f"bench-{index}") for index in range(num_tenants)]
+            services = [clients.enter_context(ServiceClient(pool.url, key)) for key in keys]
             trainings = [s.create_lora_training_client(served.model_name, rank=args.rank).result() for s in services]
             cost = asyncio.run(measure(trainings, batch, args.steps))
             print(

@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -56,6 +56,22 @@ class DemoError(Exception):
     """Why the demo could not go on."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedPool:
+    """A pool in a child process."""
+
+    url: str
+    api_key: str
+    """An administrator's."""
+    data_dir: Path
+
+    def check(self) -> None:
+        """Raises DemoError if it has ended: clients would wait for its return for ever."""
+        if background.running_pid(self.data_dir) is None:
+            log = "".join(background.tail(self.data_dir, 20, follow=False))
+            raise DemoError(f"the pool has ended; the end of its log:\n{log}")
+
+
 class CycleRecorder:
     """Collects every cycle of the pool, as an administrator sees them, until it is closed."""
 
@@ -75,8 +91,8 @@ class CycleRecorder:
 
 
 @contextlib.contextmanager
-def embedded_pool(serve_arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """A pool in a child process, on a free port, with a data directory that ends with it. Yields its URL and a key."""
+def embedded_pool(serve_arguments: Sequence[str]) -> Iterator[EmbeddedPool]:
+    """A pool in a child process, on a free port, with a data directory that ends with it."""
     with tempfile.TemporaryDirectory(prefix="tinkerpool-demo-") as folder:
         data_dir = Path(folder) / "pool"
         os.environ["TINKERPOOL_HOME"] = folder  # its key is no business of this user's other pools
@@ -90,7 +106,7 @@ def embedded_pool(serve_arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
                 )
             credentials = read_credentials()
             assert credentials is not None
-            yield credentials.url, credentials.api_key
+            yield EmbeddedPool(url=credentials.url, api_key=credentials.api_key, data_dir=data_dir)
         except background.BackgroundError as error:
             raise DemoError(str(error)) from None
         finally:
@@ -99,15 +115,15 @@ def embedded_pool(serve_arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
                     background.stop(data_dir, STOP_TIMEOUT_S)
 
 
-def create_key(url: str, admin_key: str, tenant: str) -> str:
+def create_key(pool: EmbeddedPool, tenant: str) -> str:
     """A key for a tenant, over a stub straight from the contract."""
-    with grpc.insecure_channel(url.removeprefix("http://")) as channel:
+    with grpc.insecure_channel(pool.url.removeprefix("http://")) as channel:
         request = pool_pb2.CreateApiKeyRequest(tenant=tenant)
-        metadata = (("authorization", f"Bearer {admin_key}"),)
+        metadata = (("authorization", f"Bearer {pool.api_key}"),)
         return str(pool_pb2_grpc.AdminServiceStub(channel).CreateApiKey(request, metadata=metadata).key)
 
 
-def train(tenants: Sequence[Tenant]) -> None:
+def train(pool: EmbeddedPool, tenants: Sequence[Tenant]) -> None:
     """Run all of them at once, with a progress bar each."""
     barrier = threading.Barrier(len(tenants))
     threads = [threading.Thread(target=t.run, args=(barrier,), name=t.name, daemon=True) for t in tenants]
@@ -124,6 +140,7 @@ def train(tenants: Sequence[Tenant]) -> None:
         tasks = [progress.add_task(f"{t.name:7}", total=t.num_steps, now="preparing") for t in tenants]
         is_running, next_line = True, time.monotonic() + LINE_EVERY_S
         while is_running:
+            pool.check()
             is_running = any(thread.is_alive() for thread in threads)
             for tenant, task in zip(tenants, tasks, strict=True):
                 if tenant.points:
@@ -209,23 +226,23 @@ def run(args: argparse.Namespace) -> None:
     args.output.mkdir(parents=True)
     arguments = ["--model", args.model, "--workers", str(args.workers), "--pool", args.pool]
     arguments += ["--threads", str(num_threads)]
-    with embedded_pool(arguments) as (url, admin_key), contextlib.ExitStack() as clients:
+    with embedded_pool(arguments) as pool, contextlib.ExitStack() as clients:
 
         def connect(api_key: str) -> ServiceClient:
-            return clients.enter_context(ServiceClient(url, api_key))
+            return clients.enter_context(ServiceClient(pool.url, api_key))
 
-        admin = connect(admin_key)
+        admin = connect(pool.api_key)
         served = admin.get_server_capabilities().supported_models[0]
-        settings = Settings.of(served.num_params, args.seed, is_quick=args.quick)
-        say(f"A pool is ready at {url}", f" after {time.perf_counter() - started:.0f} s: {served.model_name}, "
+        settings = Settings.of(served, args.seed, is_quick=args.quick)
+        say(f"A pool is ready at {pool.url}", f" after {time.perf_counter() - started:.0f} s: {served.model_name}, "
             f"{served.num_params / 1e6:.1f} million parameters, {args.workers} worker(s) in Ray")  # fmt: skip
         recorder = CycleRecorder(admin)
-        keys = {kind.name: create_key(url, admin_key, kind.name) for kind in TENANTS}
+        keys = {kind.name: create_key(pool, kind.name) for kind in TENANTS}
         tenants: list[Tenant] = [kind(connect(keys[kind.name]), served.model_name, settings) for kind in TENANTS]
         say(f"{len(tenants)} tenants train at the same time", ", each with a key and an adapter of its own:")
         for tenant in tenants:
             console.print(Text(f"  {tenant.name:7} {tenant.task}"))
-        train(tenants)
+        train(pool, tenants)
         cycles = recorder.of([tenant.name for tenant in tenants])
         report_tenants(tenants)
         for tenant, kind in zip(tenants, TENANTS, strict=True):
@@ -235,8 +252,8 @@ def run(args: argparse.Namespace) -> None:
         batch = clock_batch(tenants)
         companions = [connect(keys[kind.name]) for kind in TENANTS[:NUM_COMPANIONS]]
         with console.status("Measuring loops ..."):
-            costs = measure_loops(admin, companions, served.model_name, batch, settings.clock_steps)
-            latency = measure_latency(admin, model.path, served.model_name, num_threads, batch, settings.clock_steps)
+            costs = measure_loops(admin, companions, served.model_name, settings.rank, batch, settings.clock_steps)
+            latency = measure_latency(admin, model, num_threads, settings.rank, batch, settings.clock_steps)
         report_clock(costs, latency)
         usage = admin.create_rest_client().get_usage().result()
 

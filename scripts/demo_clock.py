@@ -24,10 +24,9 @@ from numpy.typing import NDArray
 
 from tinkerpool import ServiceClient, TrainingClient, types
 from workers import messages
-from workers.pool import ENGINE, EngineSettings, engine_factory
+from workers.pool import ENGINE, EngineSettings, PoolModel, engine_factory
 
 ADAM = types.AdamParams(learning_rate=1e-4)
-RANK = 16
 PIPELINE_DEPTH = 2
 """Steps under way at a time in the pipelined loop."""
 NUM_COMPANIONS = 2
@@ -93,25 +92,26 @@ def measure_loops(
     service: ServiceClient,
     companions: Sequence[ServiceClient],
     base_model: str,
+    rank: int,
     batch: Sequence[types.Datum],
     steps: int,
 ) -> list[LoopCost]:
     """Each loop alone, then each in company."""
-    training = service.create_lora_training_client(base_model, rank=RANK).result()
+    training = service.create_lora_training_client(base_model, rank=rank).result()
     paired(training, batch, 2)
     costs = [_measure(loop, training, batch, steps, company=0) for loop in LOOPS]
-    with _company([c.create_lora_training_client(base_model, rank=RANK).result() for c in companions], batch):
+    with _company([c.create_lora_training_client(base_model, rank=rank).result() for c in companions], batch):
         costs += [_measure(loop, training, batch, steps, company=len(companions)) for loop in LOOPS]
     return costs
 
 
 def measure_latency(
-    service: ServiceClient, model_path: str, base_model: str, num_threads: int, batch: Sequence[types.Datum], steps: int
+    service: ServiceClient, model: PoolModel, num_threads: int, rank: int, batch: Sequence[types.Datum], steps: int
 ) -> AddedLatency:
     """The paired loop's steps one by one, then the engine's."""
-    training = service.create_lora_training_client(base_model, rank=RANK).result()
+    training = service.create_lora_training_client(model.name, rank=rank).result()
     service_s = _median_s(lambda: paired(training, batch, 1), steps)
-    step = _engine_step(model_path, base_model, num_threads, batch)
+    step = _engine_step(model, num_threads, rank, batch)
     return AddedLatency(service_s=service_s, engine_s=_median_s(step, steps))
 
 
@@ -163,16 +163,14 @@ def _median_s(step: Callable[[], object], num_steps: int) -> float:
     return statistics.median(times[2:])  # the first ones warm up
 
 
-def _engine_step(
-    model_path: str, base_model: str, num_threads: int, batch: Sequence[types.Datum]
-) -> Callable[[], object]:
+def _engine_step(model: PoolModel, num_threads: int, rank: int, batch: Sequence[types.Datum]) -> Callable[[], object]:
     """An engine in this process, and one step on it: the two phases of a cycle, as a worker runs them."""
     settings = EngineSettings(
-        model_name=base_model, model_path=model_path, num_slots=4, num_threads=num_threads, device="cpu"
+        model_name=model.name, model_path=model.path, num_slots=4, num_threads=num_threads, device="cpu"
     )
     engine = engine_factory(ENGINE, settings)("demo")
     spec = messages.AdapterSpec(
-        adapter_id="demo", rank=RANK, alpha=32.0, seed=0, train_attn=True, train_mlp=True, train_unembed=True
+        adapter_id="demo", rank=rank, alpha=32.0, seed=0, train_attn=True, train_mlp=True, train_unembed=True
     )
     data = tuple(
         messages.Datum(

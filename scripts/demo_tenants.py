@@ -14,7 +14,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -56,9 +56,10 @@ class Settings:
     seed: int = 0
 
     @classmethod
-    def of(cls, num_params: int, seed: int, *, is_quick: bool) -> Settings:
+    def of(cls, model: types.SupportedModel, seed: int, *, is_quick: bool) -> Settings:
         """What suits a base model of this size."""
         settings = cls(seed=seed)
+        settings = replace(settings, rank=min(settings.rank, model.max_rank))
         if is_quick:
             settings = replace(
                 settings,
@@ -69,7 +70,7 @@ class Settings:
                 test_pairs=16,
                 clock_steps=6,
             )
-        if num_params > BIG_MODEL_PARAMS:
+        if model.num_params > BIG_MODEL_PARAMS:
             settings = replace(
                 settings,
                 scribe_steps=12, scribe_pairs=4, poet_steps=8, poet_prompts=2, poet_samples=6, poet_tokens=12,
@@ -273,6 +274,8 @@ class Poet(Tenant):
 
     def prepare(self) -> None:
         """Prompts."""
+        texts = [text for pair in read_pairs("train") for text in pair.values()]
+        self._reward = LetterReward(frozenset(word for text in texts for word in words_of(text)))
         self._prompts = [self.encode(prompt) for prompt in self.PROMPTS[: self.settings.poet_prompts]]
         self._kl: list[float] = []
 
@@ -295,7 +298,7 @@ class Poet(Tenant):
             batch, rewards = [], []
             for prompt, group in zip(self._prompts, groups, strict=True):
                 sequences = group.result().sequences
-                scores = np.array([reward(self.tokenizer.decode(sequence.tokens)) for sequence in sequences])
+                scores = np.array([self._reward(self.tokenizer.decode(sequence.tokens)) for sequence in sequences])
                 rewards += scores.tolist()
                 for sequence, advantage in zip(sequences, scores - scores.mean(), strict=True):
                     batch.append(self.datum(prompt, sequence.tokens, logprobs=sequence.logprobs, advantages=advantage))
@@ -322,6 +325,8 @@ class Judge(Tenant):
     task = "custom loss (DPO): prefer plain wording to old"
     measure = "preference margin"
     BETA = 0.1
+    LIKELIHOOD = 0.5
+    """Weight of the chosen ending's log-probability per token, which keeps the model's language in order."""
     PROMPT_WORDS = 2
 
     def __init__(self, service: ServiceClient, base_model: str, settings: Settings) -> None:
@@ -350,11 +355,11 @@ class Judge(Tenant):
             batch = [datum for index in indices for datum in self._data[index]]
             reference = np.concatenate([self._reference[index] for index in indices])
             future = self.training.forward_backward_custom(batch, self._dpo(reference))
-            self.training.optim_step(self.adam(step, 0.2))
+            self.training.optim_step(self.adam(step, 0.15))
             self.record(future.result(), future.result().metrics["margin:mean"])
 
     def _dpo(self, reference: NDArray[np.float32]) -> TorchLoss:
-        """Rafailov et al. 2023: -log sigmoid(beta (log-ratio of the chosen - log-ratio of the rejected))."""
+        """Rafailov et al. 2023: -log sigmoid(beta (log-ratio of the chosen - that of the other)); and a likelihood."""
         import torch
 
         def loss_fn(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
@@ -362,7 +367,9 @@ class Judge(Tenant):
             totals = torch.stack([(p * w).sum() for p, w in zip(logprobs, weights, strict=True)])
             ratios = totals - torch.tensor(reference)
             margins = self.BETA * (ratios[0::2] - ratios[1::2])
-            return -torch.nn.functional.logsigmoid(margins).mean(), {"margin:mean": float(margins.detach().mean())}
+            likelihood = totals[0::2] / torch.stack([w.sum() for w in weights[0::2]])
+            loss = -torch.nn.functional.logsigmoid(margins).mean() - self.LIKELIHOOD * likelihood.mean()
+            return loss, {"margin:mean": float(margins.detach().mean())}
 
         return loss_fn
 
@@ -398,19 +405,25 @@ TENANTS = (Scribe, Poet, Judge)
 
 @dataclass(frozen=True, slots=True)
 class LetterReward:
-    """The share of a line's words that are new and begin with a letter; lines below `words_min` words lose by it."""
+    """The share of a line's words that begin with a letter; each word counts once, and only if there is such a word."""
 
+    known: frozenset[str]
+    """The words that there are. A poet that is paid for anything invents words."""
     letter: str = "s"
     words_min: int = 6
-    pattern: re.Pattern[str] = field(default=re.compile(r"[a-z]+"))
+    """Lines of fewer words lose by it."""
 
     def __call__(self, line: str) -> float:
         """From 0 to 1."""
-        words = self.pattern.findall(line.lower())
-        return len({word for word in words if word.startswith(self.letter)}) / max(len(words), self.words_min)
+        words = words_of(line)
+        return len({w for w in words if w.startswith(self.letter) and w in self.known}) / max(
+            len(words), self.words_min
+        )
 
 
-reward = LetterReward()
+def words_of(text: str) -> list[str]:
+    """The words of a text, in lower case."""
+    return re.findall(r"[a-z]+", text.lower())
 
 
 def read_pairs(name: str) -> list[dict[str, str]]:
