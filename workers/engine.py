@@ -50,6 +50,10 @@ from workers.snapshot import DamagedStateError, OtherAdapterError, optimizer_fil
 
 logger = logging.getLogger(__name__)
 
+TWO_THREADS_PARAMS_MIN = 30_000_000
+"""A smaller base model decodes on one thread: a step is many tiny operations, and meeting at the end of each costs more
+than a second core gives, several times more when the cores are busy. It depends on the model alone, and so do the bits."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -181,7 +185,16 @@ class TrainingEngine:
 
     def decode_step(self) -> Sequence[SampleEvent]:
         """Advance every running sequence by one token."""
-        return () if self.sampler is None else self.sampler.decode_step()
+        if self.sampler is None:
+            return ()
+        if self._info.num_params >= TWO_THREADS_PARAMS_MIN:
+            return self.sampler.decode_step()
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self.sampler.decode_step()
+        finally:
+            torch.set_num_threads(num_threads)
 
     def can_decode(self) -> bool:
         """Whether `decode_step` has anything to do."""
