@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 TWO_THREADS_PARAMS_MIN = 30_000_000
 """A smaller base model decodes on one thread: a step is many tiny operations, and meeting at the end of each costs more
-than a second core gives, several times more when the cores are busy. It depends on the model alone, and so do the bits."""
+than a second core gives, far more when the cores are busy. It depends on the model alone, and so do the bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
