@@ -359,13 +359,14 @@ async def test_a_session_that_ends_takes_its_samplers_and_their_files_with_it(tm
         pool.hold()
         name = await pool.sample(sampler, 1)
         assert len(list((tmp_path / "samplers").iterdir())) == 1
-        await time.advance(80)
-        [cancelled] = await asyncio.wait_for(pool.wait(name), 5)
+        waiting = asyncio.create_task(pool.wait(name))
+        await time.until(waiting.done)
+        [cancelled] = await waiting
         assert cancelled.error.code == 1
         with pytest.raises(ServiceError) as raised:
             await pool.sample(sampler, 2)
         assert raised.value.reason == "SESSION_ENDED"
-        assert list((tmp_path / "samplers").iterdir()) == []
+        await time.until(lambda: not list((tmp_path / "samplers").iterdir()))
         await pool.release()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import sqlite3
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -209,6 +209,15 @@ class FakeTime:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.sleepers.append((self.now + seconds, future))
         await future
+
+    async def until(self, is_done: Callable[[], bool], seconds_max: float = 10_000.0) -> float:
+        """Let time pass until something is done; returns how long that took, in this time."""
+        started = self.now
+        while not is_done():
+            assert self.now - started < seconds_max, f"not done after {seconds_max} s"
+            await self.advance(1.0)
+            await asyncio.sleep(0.001)  # what runs in threads needs real time
+        return self.now - started
 
     async def advance(self, seconds: float, step: float = 1.0) -> None:
         """Let time pass, waking who slept long enough after each step."""
