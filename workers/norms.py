@@ -20,7 +20,9 @@ class _RmsNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        inverse = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()  # (..., 1)
+        # sqrt(D) / |x|, with eps inside the root
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # (..., 1)
+        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         return (x * inverse).mul_(weight)
 
@@ -29,8 +31,8 @@ class _RmsNormFunction(torch.autograd.Function):
         # With u = x * inverse:  dx = inverse * (w dy - u * mean(u * w dy)).
         x, weight, inverse = ctx.saved_tensors
         dx = dy * weight  # (..., D)
-        mean = (dx * x).mean(-1, keepdim=True).mul_(inverse).mul_(inverse)  # (..., 1)
-        return dx.sub_(x * mean).mul_(inverse), None, None
+        total = (dx * x).sum(-1, keepdim=True).mul_(inverse).mul_(inverse)  # (..., 1)
+        return dx.addcmul_(x, total, value=-1 / x.shape[-1]).mul_(inverse), None, None
 
 
 class FusedRmsNorm(nn.Module):
