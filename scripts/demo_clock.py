@@ -30,11 +30,13 @@ ADAM = types.AdamParams(learning_rate=1e-4)
 PIPELINE_DEPTH = 2
 """Steps under way at a time in the pipelined loop."""
 NUM_COMPANIONS = 2
+NUM_ROUNDS = 3
+"""The loops are measured turn about, so that a busy moment of the machine does not fall on one of them alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopCost:
-    """What a step cost on average."""
+    """What a step cost."""
 
     loop: str
     company: int
@@ -45,7 +47,7 @@ class LoopCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedLatency:
-    """Medians over steps of one batch, alone in the pool."""
+    """Medians over steps of one batch, alone in the pool; service and engine take turns."""
 
     service_s: float
     """forward_backward and optim_step over gRPC, submitted together, with their results durable."""
@@ -99,9 +101,9 @@ def measure_loops(
     """Each loop alone, then each in company."""
     training = service.create_lora_training_client(base_model, rank=rank).result()
     paired(training, batch, 2)
-    costs = [_measure(loop, training, batch, steps, company=0) for loop in LOOPS]
+    costs = _measure_all(training, batch, steps, company=0)
     with _company([c.create_lora_training_client(base_model, rank=rank).result() for c in companions], batch):
-        costs += [_measure(loop, training, batch, steps, company=len(companions)) for loop in LOOPS]
+        costs += _measure_all(training, batch, steps, company=len(companions))
     return costs
 
 
@@ -110,27 +112,34 @@ def measure_latency(
 ) -> AddedLatency:
     """The paired loop's steps one by one, then the engine's."""
     training = service.create_lora_training_client(model.name, rank=rank).result()
-    service_s = _median_s(lambda: paired(training, batch, 1), steps)
     step = _engine_step(model, num_threads, rank, batch)
-    return AddedLatency(service_s=service_s, engine_s=_median_s(step, steps))
+    service_s, engine_s = [], []
+    for _ in range(steps + 2):
+        service_s.append(_seconds(lambda: paired(training, batch, 1)))
+        engine_s.append(_seconds(step))
+    # The first ones warm up.
+    return AddedLatency(service_s=statistics.median(service_s[2:]), engine_s=statistics.median(engine_s[2:]))
 
 
-def _measure(
-    loop: Callable[[TrainingClient, Sequence[types.Datum], int], Cycles],
-    training: TrainingClient,
-    batch: Sequence[types.Datum],
-    steps: int,
-    *,
-    company: int,
-) -> LoopCost:
-    started = time.perf_counter()
-    cycles = loop(training, batch, steps)
-    return LoopCost(
-        loop=loop.__name__,
-        company=company,
-        cycles_per_step=(cycles[-1] - cycles[0] + 1) / steps,
-        seconds_per_step=(time.perf_counter() - started) / steps,
-    )
+def _measure_all(training: TrainingClient, batch: Sequence[types.Datum], steps: int, *, company: int) -> list[LoopCost]:
+    num_steps = max(2, steps // NUM_ROUNDS)
+    seconds: dict[str, list[float]] = {loop.__name__: [] for loop in LOOPS}
+    cycles: dict[str, list[float]] = {loop.__name__: [] for loop in LOOPS}
+    for _ in range(NUM_ROUNDS):
+        for loop in LOOPS:
+            started = time.perf_counter()
+            ran_in = loop(training, batch, num_steps)
+            seconds[loop.__name__].append((time.perf_counter() - started) / num_steps)
+            cycles[loop.__name__].append((ran_in[-1] - ran_in[0] + 1) / num_steps)
+    return [
+        LoopCost(
+            loop=name,
+            company=company,
+            cycles_per_step=statistics.mean(cycles[name]),
+            seconds_per_step=statistics.median(seconds[name]),
+        )
+        for name in seconds
+    ]
 
 
 @contextmanager
@@ -154,13 +163,10 @@ def _company(trainings: Sequence[TrainingClient], batch: Sequence[types.Datum]) 
             thread.join()
 
 
-def _median_s(step: Callable[[], object], num_steps: int) -> float:
-    times = []
-    for _ in range(num_steps + 2):
-        started = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[2:])  # the first ones warm up
+def _seconds(step: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    step()
+    return time.perf_counter() - started
 
 
 def _engine_step(model: PoolModel, num_threads: int, rank: int, batch: Sequence[types.Datum]) -> Callable[[], object]:
