@@ -181,12 +181,12 @@ async def running_pool(
     try:
         yield toys
         if is_crash:
-            shutil.copytree(data_dir, data_dir.with_name("crashed"))
+            shutil.copytree(data_dir, data_dir.with_name(f"{data_dir.name}-crashed"))
     finally:
         for lives in engines.values():
             lives[-1].may_run.set()
         await coordinator.stop()
-        if (crashed := data_dir.with_name("crashed")).exists():
+        if (crashed := data_dir.with_name(f"{data_dir.name}-crashed")).exists():
             shutil.rmtree(data_dir)
             crashed.rename(data_dir)
 
