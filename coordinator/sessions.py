@@ -5,6 +5,7 @@ In service time only: downtime and steps of the wall clock age no session. Knows
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,6 +23,8 @@ class Session:
     """Monotonic service time."""
     next_adapter: int
     next_sampler: int
+    creating: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while an adapter or sampler is created in it: who repeats the call finds the first one's."""
     taken: set[int] = field(default_factory=set)
     """Sampler numbers that unnamed saves have got, their rows durable or not yet."""
 

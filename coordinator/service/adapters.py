@@ -20,6 +20,7 @@ from coordinator.service.base import (
     timestamp,
     uninterrupted,
 )
+from coordinator.sessions import Session
 from coordinator.store import ConflictError, Row, SnapshotRow, StorageError
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2 as pb
@@ -51,6 +52,12 @@ class AdapterUseCases(UseCases):
         canonical.CopyFrom(request)
         canonical.ClearField("request_id")
         body = serialize(canonical)
+        async with session.creating:
+            return await self._create_adapter(principal, request, session, body)
+
+    async def _create_adapter(
+        self, principal: Principal, request: pb.CreateAdapterRequest, session: Session, body: bytes
+    ) -> pb.CreateAdapterResponse:
         if existing := self._existing_adapter(request):
             return pb.CreateAdapterResponse(adapter=self._message(self._same(existing, body)))
         source = self._checkpoint(principal, request.from_path) if request.from_path else None
@@ -201,7 +208,7 @@ class AdapterUseCases(UseCases):
             raise ServiceError(Code.FAILED_PRECONDITION, "ADAPTER_DELETED", f"{row['adapter_id']} was deleted")
         if adapter is None:
             raise ServiceError(
-                Code.UNAVAILABLE, "ADAPTER_CHANGING", f"{row['adapter_id']} is being made or deleted", retry_delay_s=1.0
+                Code.UNAVAILABLE, "ADAPTER_CHANGING", f"{row['adapter_id']} is being deleted", retry_delay_s=1.0
             )
         return pb.Adapter(
             adapter_id=row["adapter_id"],

@@ -91,7 +91,7 @@ class UseCases:
 
     def _page(self, sql: str, parameters: Sequence[Any], size: int, token: str, default: int) -> tuple[list[Row], str]:
         """One page of a query that ends in ORDER BY; the token is the offset."""
-        if token and not (token.isdecimal() and len(token) < PAGE_TOKEN_LENGTH_MAX):
+        if token and not (token.isascii() and token.isdecimal() and len(token) < PAGE_TOKEN_LENGTH_MAX):
             raise invalid(f"page_token {token[:40]!r} was not handed out by this service")
         if size < 0:
             raise invalid(f"page_size must be 0 or more, not {size}")

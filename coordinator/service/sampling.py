@@ -13,6 +13,7 @@ from coordinator.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations import Chunk, Kind, Operation
 from coordinator.sampling import Event
 from coordinator.service.base import UseCases, check_index, request_id_taken, uninterrupted
+from coordinator.sessions import Session
 from coordinator.store import ConflictError, Row
 from tinkerpool import names
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -34,6 +35,12 @@ class SamplingUseCases(UseCases):
         canonical.CopyFrom(request)
         canonical.ClearField("request_id")
         body = serialize(canonical)
+        async with session.creating:
+            return await self._create_sampler(principal, request, session, body)
+
+    async def _create_sampler(
+        self, principal: Principal, request: pb.CreateSamplerRequest, session: Session, body: bytes
+    ) -> pb.CreateSamplerResponse:
         if existing := self._existing_sampler(request):
             return pb.CreateSamplerResponse(sampler=_message(_same(existing, body)))
         source = self._checkpoint(principal, request.model_path) if request.model_path else None

@@ -1,8 +1,8 @@
 """Metering: what the operations say they cost is what their tenants are charged, once."""
 
-import asyncio
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +12,10 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import pool_pb2
 
 Row = tuple[int, int, float]
+
+
+def approx(value: float) -> Any:
+    return pytest.approx(value)
 
 
 async def usage(pool: ToyPool, tenant: str) -> dict[str, Row]:
@@ -25,7 +29,7 @@ def sums(operations: list[ops_pb.Operation]) -> dict[str, Row]:
     for each in operations:
         kinds[ops_pb.OperationKind.Name(each.kind).removeprefix("OPERATION_KIND_").lower()].append(each)
     return {
-        kind: (len(all_), sum(o.num_tokens for o in all_), pytest.approx(sum(o.engine_seconds for o in all_)))
+        kind: (len(all_), sum(o.num_tokens for o in all_), approx(sum(o.engine_seconds for o in all_)))
         for kind, all_ in kinds.items()
     }
 
@@ -73,7 +77,7 @@ async def test_a_replay_after_a_lost_worker_or_a_restart_is_not_charged_again(tm
             == (
                 3,
                 15,
-                pytest.approx(15e-6),
+                approx(15e-6),
             )
         )
     async with running_pool(tmp_path) as pool:
@@ -87,12 +91,8 @@ async def test_a_replay_after_a_lost_worker_or_a_restart_is_not_charged_again(tm
 async def test_an_administrator_sees_every_tenant(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapters = {tenant: await pool.adapter(tenant) for tenant in ("alice", "bob")}
-        await asyncio.gather(
-            *(
-                pool.wait(await pool.forward_backward(adapter, 1, 4, tenant=tenant), tenant=tenant)
-                for tenant, adapter in adapters.items()
-            )
-        )
+        for tenant, adapter in adapters.items():
+            await pool.wait(await pool.forward_backward(adapter, 1, 4, tenant=tenant), tenant=tenant)
         key, _ = await pool.coordinator.authenticator.create_key("boss", is_admin=True)
         boss = pool.coordinator.authenticator.authenticate(key)
         rows = (await pool.service.get_usage(boss, pool_pb2.GetUsageRequest())).rows
