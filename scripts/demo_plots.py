@@ -55,7 +55,8 @@ def shown(cycles: Sequence[pool_pb2.Cycle], num_tenants: int) -> Sequence[pool_p
 
     def num_busy(start: int) -> int:
         window = cycles[start : start + CYCLES_SHOWN]
-        return sum(len(cycle.entries) + 2 * (len(cycle.entries) >= num_tenants) for cycle in window)
+        numbers = [sum(entry.num_tokens > 0 for entry in cycle.entries) for cycle in window]
+        return sum(number + 2 * (number >= num_tenants) for number in numbers)
 
     starts = range(max(1, len(cycles) - CYCLES_SHOWN + 1))
     best = max(starts, key=lambda start: (num_busy(start), -abs(start - len(cycles) / 3)))
