@@ -176,7 +176,9 @@ class Sampling:
         worker = self._workers.pop(worker_id, None)
         if worker is None:
             return
-        for request in worker.running.values():
+        requests = list(worker.running.values())
+        worker.running.clear()
+        for request in requests:
             self._again(request)
         for base_model in list(self._waiting):
             self._dispatch(base_model)

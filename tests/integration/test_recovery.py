@@ -16,7 +16,16 @@ from tests.support.toy_pool import FakeTime, ToyPool, datum, fail_appends, pass_
 from tests.toy_engine import POISON_TOKEN, digest, fresh_chain, item_digest
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, training_pb2, types_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.messages import AdamParams, AdapterSpec, Batch, BatchResult, OptimStepItem, PassItem, SaveItem
+from workers.messages import (
+    AdamParams,
+    AdapterSpec,
+    AdapterState,
+    Batch,
+    BatchResult,
+    OptimStepItem,
+    PassItem,
+    SaveItem,
+)
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
 LENGTHS = (8, 8, 8, 4)
@@ -206,6 +215,25 @@ async def test_a_step_behind_a_load_that_fails_is_not_taken_and_a_clean_stop_kee
     assert fine.state == SUCCEEDED
 
 
+async def test_a_step_behind_a_load_that_the_worker_refuses_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        path = (await pool.save(adapter, 1, "a")).save_state.path
+        junk = AdapterState(weights=b"junk", optimizer=None, num_steps=0, applied_seq=1, fingerprint="toy")
+        monkeypatch.setattr(pool.coordinator.core.saver.checkpoints, "read", lambda *_: junk)
+        chain = pool.chain(adapter)
+        pool.hold()
+        await pool.forward_backward(adapter, 2, 5)
+        load = training_pb2.LoadStateRequest(adapter_id=adapter, seq=3, path=path)
+        names = [(await pool.service.load_state(principal, load)).operation.name, await pool.optim_step(adapter, 4)]
+        await pool.release()
+        loaded, step = await pool.wait(*names)
+        assert pool.chain(adapter) == chain
+    assert (loaded.error.code, step.error.reason) == (15, "GRADIENT_WINDOW_CLOSED")
+
+
 def _at(request: training_pb2.LoadStateRequest, seq: int) -> training_pb2.LoadStateRequest:
     other = training_pb2.LoadStateRequest()
     other.CopyFrom(request)
@@ -299,6 +327,32 @@ async def test_a_client_that_goes_away_while_its_operation_is_logged_changes_not
             await asyncio.sleep(0)
         creation.cancel()
         await asyncio.gather(creation, return_exceptions=True)
+
+
+async def test_no_snapshot_is_taken_in_the_middle_of_an_operation(tmp_path: Path) -> None:
+    """The worker would refuse it, and the copy would be given up and built anew for ever."""
+    async with running_pool(tmp_path, replay_s_max=0.0, cycle_tokens_max=16) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        await pool.save(adapter, 1, "a")
+        data = [datum(16)] * 4
+        request = training_pb2.ForwardRequest(
+            adapter_id=adapter, seq=2, data=data, loss_function=types_pb2.LOSS_FUNCTION_CROSS_ENTROPY
+        )
+        [forward] = await pool.wait((await pool.service.forward(principal, request)).operation.name)
+        installs = [install for batch in pool.engines["w0"][-1].batches for install in batch.installs]
+    assert forward.state == SUCCEEDED
+    assert len(installs) == 1
+
+
+async def test_a_replay_leaves_no_requests_in_memory(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        await pool.wait(*[await submit(pool, adapter, seq) for seq in (1, 2, 3, 4)])
+        await pool.kill_worker()
+        await pool.wait(await submit(pool, adapter, 5))
+        operations = pool.coordinator.core.adapters[adapter].operations.values()
+        assert len(operations) == 5
+        assert all(each.body == b"" and each.data == () and each.parts == [] for each in operations)
 
 
 async def test_forwards_alone_do_not_grow_memory_and_log_for_ever(

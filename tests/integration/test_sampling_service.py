@@ -1,6 +1,7 @@
 """Sampling over the service: tokens depend on the logged request alone, whatever happens around it."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.support.toy_pool import FakeTime, ToyPool, fail_appends, running_pool
 from tinkerpool.convert import from_tensor
 from tinkerpool.v1 import checkpoints_pb2, sampling_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.messages import SampleRequest
+from workers.messages import AdapterState, SampleRequest
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
 QUEUED, RUNNING = ops_pb.OPERATION_STATE_QUEUED, ops_pb.OPERATION_STATE_RUNNING
@@ -235,6 +236,54 @@ async def test_a_sampler_of_a_deleted_checkpoint_says_so_and_holds_nobody_up(tmp
     assert (gone.state, gone.error.code) == (FAILED, 5)
     assert "was deleted" in gone.error.message
     assert fine.state == SUCCEEDED
+
+
+async def test_a_sampler_that_cannot_be_read_makes_room_for_who_waits_behind_it(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, samples_per_worker_max=2) as pool:
+        adapter = await pool.adapter()
+        path = (await pool.save(adapter, 1, "first")).save_state.path
+        session = adapter.partition(":")[0]
+        sampler, base = await pool.sampler(session, model_path=path), await pool.sampler(session)
+        may_read = threading.Event()
+
+        def read(*_: object) -> None:
+            may_read.wait(10)
+            raise ServiceError(Code.DATA_LOSS, "CHECKSUM_MISMATCH", "damaged")
+
+        pool.coordinator.core.saver.checkpoints.read = read  # type: ignore[method-assign,assignment]
+        names = [await pool.sample(sampler, 1, num_samples=5), await pool.sample(base, 1, num_samples=2)]
+        may_read.set()
+        damaged, fine = await asyncio.wait_for(pool.wait(*names), 5)
+    assert damaged.error.code == 15
+    assert fine.state == SUCCEEDED
+
+
+async def test_a_sample_whose_worker_is_lost_before_it_got_it_is_started_once_on_the_next(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        path = (await pool.save(adapter, 1, "first")).save_state.path
+        sampler = await pool.sampler(adapter.partition(":")[0], model_path=path)
+        checkpoints, core = pool.coordinator.core.saver.checkpoints, pool.coordinator.core
+        read, may_read, started = checkpoints.read, threading.Event(), []
+        start_sample = core.pool.start_sample
+
+        def slow_read(*args: str) -> AdapterState:
+            may_read.wait(10)
+            return read(*args)
+
+        async def start(worker_id: str, request: SampleRequest) -> None:
+            started.append(request.op_id)
+            await start_sample(worker_id, request)
+
+        checkpoints.read = slow_read  # type: ignore[method-assign,assignment]
+        core.pool.start_sample = start  # type: ignore[method-assign]
+        name = await pool.sample(sampler, 1)
+        await pool.kill_worker()
+        await pool.wait(await pool.forward_backward(adapter, 2, 3))  # on the next life
+        may_read.set()
+        [operation] = await asyncio.wait_for(pool.wait(name), 5)
+    assert operation.state == SUCCEEDED
+    assert started == [name]
 
 
 async def test_weights_that_a_worker_has_dropped_are_sent_again(tmp_path: Path) -> None:
