@@ -40,6 +40,7 @@ from workers.lora import CurrentPass, GroupShape, Kind, LinearGroup, MultiLoraLi
 from workers.messages import ModelInfo
 from workers.norms import fuse_rms_norms
 from workers.numerics import Elementwise, can_batch_segments, find_rows_min
+from workers.rotary import fuse_rotary
 
 ATTENTION_NAME = "tinkerpool"
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -101,6 +102,7 @@ class BaseModel:
         self.group_shapes = tuple(group.shape for group in self.groups)
         self._unembedding = self.groups[-1]
         fuse_rms_norms(model)
+        fuse_rotary(model)
         _register_attention()
         model.set_attn_implementation(ATTENTION_NAME)
         for module in model.modules():
