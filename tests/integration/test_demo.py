@@ -27,6 +27,7 @@ def run_demo(output: Path) -> dict[str, Any]:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True")  # peft's advice on merging; nothing is merged
 def test_the_demo_trains_three_tenants_and_leaves_a_picture_and_adapters(tmp_path: Path) -> None:
     output = tmp_path / "demo-output"
     summary = run_demo(output)
