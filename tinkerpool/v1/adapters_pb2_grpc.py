@@ -73,7 +73,8 @@ class AdapterServiceServicer(object):
 
         NOT_FOUND: no such session, base model or checkpoint. INVALID_ARGUMENT: rank not allowed, nothing to train, a seed
         or alpha out of range. FAILED_PRECONDITION: the session has ended. ALREADY_EXISTS: the same index or request_id
-        with other contents. RESOURCE_EXHAUSTED: the tenant's quota of adapters is used up; delete some.
+        with other contents. RESOURCE_EXHAUSTED: the tenant's quota of adapters is used up; delete some. UNAVAILABLE: that
+        adapter is being created or deleted at this moment, or the pool is shutting down; try again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

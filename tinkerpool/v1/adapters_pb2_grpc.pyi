@@ -43,7 +43,8 @@ class AdapterServiceStub:
 
     NOT_FOUND: no such session, base model or checkpoint. INVALID_ARGUMENT: rank not allowed, nothing to train, a seed
     or alpha out of range. FAILED_PRECONDITION: the session has ended. ALREADY_EXISTS: the same index or request_id
-    with other contents. RESOURCE_EXHAUSTED: the tenant's quota of adapters is used up; delete some.
+    with other contents. RESOURCE_EXHAUSTED: the tenant's quota of adapters is used up; delete some. UNAVAILABLE: that
+    adapter is being created or deleted at this moment, or the pool is shutting down; try again.
     """
     GetAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.GetAdapterRequest, _adapters_pb2.GetAdapterResponse]
     """Returns an adapter, with the seq that its next operation must carry. Reads only.
@@ -77,7 +78,8 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
 
     NOT_FOUND: no such session, base model or checkpoint. INVALID_ARGUMENT: rank not allowed, nothing to train, a seed
     or alpha out of range. FAILED_PRECONDITION: the session has ended. ALREADY_EXISTS: the same index or request_id
-    with other contents. RESOURCE_EXHAUSTED: the tenant's quota of adapters is used up; delete some.
+    with other contents. RESOURCE_EXHAUSTED: the tenant's quota of adapters is used up; delete some. UNAVAILABLE: that
+    adapter is being created or deleted at this moment, or the pool is shutting down; try again.
     """
     GetAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.GetAdapterRequest, _adapters_pb2.GetAdapterResponse]  # type: ignore[assignment]
     """Returns an adapter, with the seq that its next operation must carry. Reads only.
@@ -114,7 +116,8 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
 
         NOT_FOUND: no such session, base model or checkpoint. INVALID_ARGUMENT: rank not allowed, nothing to train, a seed
         or alpha out of range. FAILED_PRECONDITION: the session has ended. ALREADY_EXISTS: the same index or request_id
-        with other contents. RESOURCE_EXHAUSTED: the tenant's quota of adapters is used up; delete some.
+        with other contents. RESOURCE_EXHAUSTED: the tenant's quota of adapters is used up; delete some. UNAVAILABLE: that
+        adapter is being created or deleted at this moment, or the pool is shutting down; try again.
         """
 
     @_abc_1.abstractmethod

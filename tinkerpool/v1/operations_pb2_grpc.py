@@ -64,7 +64,7 @@ class OperationServiceServicer(object):
 
     def GetOperation(self, request, context):
         """Returns an operation as it is now. Reads only. A finished one returns the same bytes at every call, also after a
-        restart, until it is dropped (`OperationResult` retention: an hour after it was first fetched, at most 7 days).
+        restart, until it is dropped, 7 days after it finished.
 
         NOT_FOUND: no such operation, or its result is past its retention.
         """

@@ -39,7 +39,7 @@ class OperationServiceStub:
     def __new__(cls, channel: _aio.Channel) -> OperationServiceAsyncStub: ...
     GetOperation: _grpc.UnaryUnaryMultiCallable[_operations_pb2.GetOperationRequest, _operations_pb2.GetOperationResponse]
     """Returns an operation as it is now. Reads only. A finished one returns the same bytes at every call, also after a
-    restart, until it is dropped (`OperationResult` retention: an hour after it was first fetched, at most 7 days).
+    restart, until it is dropped, 7 days after it finished.
 
     NOT_FOUND: no such operation, or its result is past its retention.
     """
@@ -69,7 +69,7 @@ class OperationServiceAsyncStub(OperationServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetOperation: _aio.UnaryUnaryMultiCallable[_operations_pb2.GetOperationRequest, _operations_pb2.GetOperationResponse]  # type: ignore[assignment]
     """Returns an operation as it is now. Reads only. A finished one returns the same bytes at every call, also after a
-    restart, until it is dropped (`OperationResult` retention: an hour after it was first fetched, at most 7 days).
+    restart, until it is dropped, 7 days after it finished.
 
     NOT_FOUND: no such operation, or its result is past its retention.
     """
@@ -102,7 +102,7 @@ class OperationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operations_pb2.GetOperationResponse, _abc.Awaitable[_operations_pb2.GetOperationResponse]]:
         """Returns an operation as it is now. Reads only. A finished one returns the same bytes at every call, also after a
-        restart, until it is dropped (`OperationResult` retention: an hour after it was first fetched, at most 7 days).
+        restart, until it is dropped, 7 days after it finished.
 
         NOT_FOUND: no such operation, or its result is past its retention.
         """

@@ -41,7 +41,8 @@ class TrainingServiceStub(object):
     the field and the limit. A refused request with an explicit seq consumes it as a failed operation, so that later ones
     need not wait. ALREADY_EXISTS: this seq or request_id was used with another body; ErrorInfo carries `expected_seq`.
     RESOURCE_EXHAUSTED: the queue is full (with RetryInfo: nothing was consumed, try again after the delay), or a message
-    too large (without). FAILED_PRECONDITION: the gradient window is too large. UNAVAILABLE: shutting down; try again.
+    too large (without). FAILED_PRECONDITION: the gradient window is too large, or (SEQ_TOO_FAR, nothing consumed) seq is
+    far beyond the next one. UNAVAILABLE: shutting down; try again.
     """
 
     def __init__(self, channel):
@@ -93,7 +94,8 @@ class TrainingServiceServicer(object):
     the field and the limit. A refused request with an explicit seq consumes it as a failed operation, so that later ones
     need not wait. ALREADY_EXISTS: this seq or request_id was used with another body; ErrorInfo carries `expected_seq`.
     RESOURCE_EXHAUSTED: the queue is full (with RetryInfo: nothing was consumed, try again after the delay), or a message
-    too large (without). FAILED_PRECONDITION: the gradient window is too large. UNAVAILABLE: shutting down; try again.
+    too large (without). FAILED_PRECONDITION: the gradient window is too large, or (SEQ_TOO_FAR, nothing consumed) seq is
+    far beyond the next one. UNAVAILABLE: shutting down; try again.
     """
 
     def Forward(self, request, context):
@@ -128,7 +130,8 @@ class TrainingServiceServicer(object):
     def LoadState(self, request, context):
         """Replaces the weights, and if asked the moments, by a checkpoint's; discards the pending gradient.
         Also NOT_FOUND: no such checkpoint. The operation fails with INVALID_ARGUMENT if rank or modules differ, with
-        DATA_LOSS if the file does not match its checksum.
+        DATA_LOSS if the file does not match its checksum; like every failure that leaves the adapter other than was asked,
+        it closes the gradient window.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -186,7 +189,8 @@ class TrainingService(object):
     the field and the limit. A refused request with an explicit seq consumes it as a failed operation, so that later ones
     need not wait. ALREADY_EXISTS: this seq or request_id was used with another body; ErrorInfo carries `expected_seq`.
     RESOURCE_EXHAUSTED: the queue is full (with RetryInfo: nothing was consumed, try again after the delay), or a message
-    too large (without). FAILED_PRECONDITION: the gradient window is too large. UNAVAILABLE: shutting down; try again.
+    too large (without). FAILED_PRECONDITION: the gradient window is too large, or (SEQ_TOO_FAR, nothing consumed) seq is
+    far beyond the next one. UNAVAILABLE: shutting down; try again.
     """
 
     @staticmethod

@@ -42,7 +42,8 @@ class TrainingServiceStub:
     the field and the limit. A refused request with an explicit seq consumes it as a failed operation, so that later ones
     need not wait. ALREADY_EXISTS: this seq or request_id was used with another body; ErrorInfo carries `expected_seq`.
     RESOURCE_EXHAUSTED: the queue is full (with RetryInfo: nothing was consumed, try again after the delay), or a message
-    too large (without). FAILED_PRECONDITION: the gradient window is too large. UNAVAILABLE: shutting down; try again.
+    too large (without). FAILED_PRECONDITION: the gradient window is too large, or (SEQ_TOO_FAR, nothing consumed) seq is
+    far beyond the next one. UNAVAILABLE: shutting down; try again.
     """
 
     @_typing.overload
@@ -62,7 +63,8 @@ class TrainingServiceStub:
     LoadState: _grpc.UnaryUnaryMultiCallable[_training_pb2.LoadStateRequest, _training_pb2.LoadStateResponse]
     """Replaces the weights, and if asked the moments, by a checkpoint's; discards the pending gradient.
     Also NOT_FOUND: no such checkpoint. The operation fails with INVALID_ARGUMENT if rank or modules differ, with
-    DATA_LOSS if the file does not match its checksum.
+    DATA_LOSS if the file does not match its checksum; like every failure that leaves the adapter other than was asked,
+    it closes the gradient window.
     """
 
 @_typing.type_check_only
@@ -82,7 +84,8 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     the field and the limit. A refused request with an explicit seq consumes it as a failed operation, so that later ones
     need not wait. ALREADY_EXISTS: this seq or request_id was used with another body; ErrorInfo carries `expected_seq`.
     RESOURCE_EXHAUSTED: the queue is full (with RetryInfo: nothing was consumed, try again after the delay), or a message
-    too large (without). FAILED_PRECONDITION: the gradient window is too large. UNAVAILABLE: shutting down; try again.
+    too large (without). FAILED_PRECONDITION: the gradient window is too large, or (SEQ_TOO_FAR, nothing consumed) seq is
+    far beyond the next one. UNAVAILABLE: shutting down; try again.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -99,7 +102,8 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     LoadState: _aio.UnaryUnaryMultiCallable[_training_pb2.LoadStateRequest, _training_pb2.LoadStateResponse]  # type: ignore[assignment]
     """Replaces the weights, and if asked the moments, by a checkpoint's; discards the pending gradient.
     Also NOT_FOUND: no such checkpoint. The operation fails with INVALID_ARGUMENT if rank or modules differ, with
-    DATA_LOSS if the file does not match its checksum.
+    DATA_LOSS if the file does not match its checksum; like every failure that leaves the adapter other than was asked,
+    it closes the gradient window.
     """
 
 class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -118,7 +122,8 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
     the field and the limit. A refused request with an explicit seq consumes it as a failed operation, so that later ones
     need not wait. ALREADY_EXISTS: this seq or request_id was used with another body; ErrorInfo carries `expected_seq`.
     RESOURCE_EXHAUSTED: the queue is full (with RetryInfo: nothing was consumed, try again after the delay), or a message
-    too large (without). FAILED_PRECONDITION: the gradient window is too large. UNAVAILABLE: shutting down; try again.
+    too large (without). FAILED_PRECONDITION: the gradient window is too large, or (SEQ_TOO_FAR, nothing consumed) seq is
+    far beyond the next one. UNAVAILABLE: shutting down; try again.
     """
 
     @_abc_1.abstractmethod
@@ -163,7 +168,8 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_training_pb2.LoadStateResponse, _abc.Awaitable[_training_pb2.LoadStateResponse]]:
         """Replaces the weights, and if asked the moments, by a checkpoint's; discards the pending gradient.
         Also NOT_FOUND: no such checkpoint. The operation fails with INVALID_ARGUMENT if rank or modules differ, with
-        DATA_LOSS if the file does not match its checksum.
+        DATA_LOSS if the file does not match its checksum; like every failure that leaves the adapter other than was asked,
+        it closes the gradient window.
         """
 
 def add_TrainingServiceServicer_to_server(servicer: TrainingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
