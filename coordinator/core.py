@@ -18,8 +18,9 @@ from coordinator.admission import Admission, storage_error
 from coordinator.batches import BatchBuilder
 from coordinator.clock import SystemTime, Time
 from coordinator.config import CoordinatorConfig
-from coordinator.cycle import CycleLoop, finished_row
+from coordinator.cycle import CycleLoop
 from coordinator.queue import AdapterQueue
+from coordinator.running import finished_row
 from coordinator.sampling import Sampling
 from coordinator.saving import Saver
 from coordinator.sessions import SessionTable

@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from coordinator.batches import BatchBuilder, fill_load, fill_pass, fill_step, service_error
 from coordinator.bodies import serialize
@@ -24,11 +23,12 @@ from coordinator.errors import Code, ServiceError
 from coordinator.operations import Kind, Operation, item_error
 from coordinator.planner import Candidate, FairState, PassPlan, place, plan_pass
 from coordinator.queue import AdapterQueue, window_closed
+from coordinator.running import Running, Work, finished_row
 from coordinator.saving import Saver
-from coordinator.store import CycleCommit, OperationRow, Store
+from coordinator.store import Store
 from coordinator.waiting import OperationTable
 from tinkerpool.v1 import pool_pb2
-from workers.messages import AdapterInstall, Batch, BatchResult, ErrorCode, Item, ItemResult, PassItem, WorkerInfo
+from workers.messages import BatchResult, ErrorCode, Item, ItemResult, PassItem, WorkerInfo
 from workers.pool import Pool, WorkerLost
 
 logger = logging.getLogger(__name__)
@@ -41,28 +41,6 @@ REINSTALLS_MAX = 5
 
 class TakenOver(Exception):
     """A later coordinator has the workers: this one must end."""
-
-
-@dataclass(slots=True)
-class Running:
-    """The cycle that is under way."""
-
-    cycle_id: int
-    started_wall: float
-    started: float
-    pass_ended: float = 0.0
-    step_ended: float = 0.0
-    finished: list[Operation] = field(default_factory=list)
-    entries: dict[str, pool_pb2.CycleEntry] = field(default_factory=dict)
-    commit: CycleCommit = field(default_factory=CycleCommit)
-
-    def entry(self, adapter: AdapterQueue) -> pool_pb2.CycleEntry:
-        """The adapter's part in the cycle; `tenant` holds the tenant's id until it is shown to somebody."""
-        if adapter.adapter_id not in self.entries:
-            self.entries[adapter.adapter_id] = pool_pb2.CycleEntry(
-                adapter_id=adapter.adapter_id, tenant=adapter.tenant_id, worker_id=adapter.worker_id
-            )
-        return self.entries[adapter.adapter_id]
 
 
 class CycleLoop:
@@ -166,7 +144,7 @@ class CycleLoop:
     async def snapshot_all(self) -> None:
         """Snapshot every adapter whose copy is ahead of its snapshot, so that the next start replays nothing."""
         cycle = Running(0, self._time.wall(), self._time.monotonic())
-        work = _Work()
+        work = Work()
         for adapter in self.adapters.values():
             adapter.settle()
             if self._can_snapshot(adapter):
@@ -233,7 +211,7 @@ class CycleLoop:
         cycle.step_ended = self._time.monotonic()
 
     async def _run_pass(self, cycle: Running, plan: PassPlan) -> None:
-        work = _Work()
+        work = Work()
         for adapter_id, num_chunks in plan.num_chunks.items():
             adapter = self.adapters[adapter_id]
             if self._install(adapter, plan.placements[adapter_id], work):
@@ -244,7 +222,7 @@ class CycleLoop:
         await self._run_work(cycle, work)
 
     async def _run_steps(self, cycle: Running) -> None:
-        work = _Work()
+        work = Work()
         residents = self._residents()
         for adapter in list(self._ready.values()):
             adapter.settle()
@@ -270,7 +248,7 @@ class CycleLoop:
 
     async def _run_snapshots(self, cycle: Running) -> None:
         """Snapshot the adapters of this cycle that would be dear to replay or have a long log, where it is safe."""
-        work = _Work()
+        work = Work()
         for adapter in [self.adapters[a] for a in cycle.entries if a in self.adapters]:
             is_dear = adapter.engine_s_since_snapshot > self._config.replay_s_max
             is_due = is_dear or len(adapter.operations) > LOGGED_OPERATIONS_MAX
@@ -285,7 +263,7 @@ class CycleLoop:
         is_between_operations = first is None or not first.next_chunk
         return is_ahead and is_between_operations and adapter.is_snapshot_safe and not adapter.is_replaying
 
-    def _install(self, adapter: AdapterQueue, worker_id: str, work: _Work) -> bool:
+    def _install(self, adapter: AdapterQueue, worker_id: str, work: Work) -> bool:
         """Make sure that the adapter has a copy on the worker.
 
         False if its state is damaged; its operations fail then.
@@ -302,7 +280,7 @@ class CycleLoop:
         work.installs.setdefault(worker_id, []).append(install)
         return True
 
-    async def _run_work(self, cycle: Running, work: _Work) -> None:
+    async def _run_work(self, cycle: Running, work: Work) -> None:
         """Run one phase on all its workers at once, then take in the answers."""
         batches = work.batches(self._epoch, cycle.cycle_id, self._take_removals)
         lives = {worker.worker_id: worker.incarnation for worker in self.workers()}
@@ -436,57 +414,6 @@ class CycleLoop:
         )
         message.start_time.FromNanoseconds(int(cycle.started_wall * 1e9))
         return message
-
-
-class _Work:
-    """What one phase of a cycle sends to its workers."""
-
-    def __init__(self) -> None:
-        self.items: dict[str, list[tuple[AdapterQueue, Operation | None, Item]]] = {}
-        self.installs: dict[str, list[AdapterInstall]] = {}
-
-    def add(self, adapter: AdapterQueue, operation: Operation | None, item: Item) -> None:
-        self.items.setdefault(adapter.worker_id, []).append((adapter, operation, item))
-
-    def by_adapter(self) -> Iterable[tuple[AdapterQueue, list[Operation]]]:
-        found: dict[str, tuple[AdapterQueue, list[Operation]]] = {}
-        for entries in self.items.values():
-            for adapter, operation, _ in entries:
-                if operation is not None:
-                    found.setdefault(adapter.adapter_id, (adapter, []))[1].append(operation)
-        return found.values()
-
-    def batches(self, epoch: int, cycle_id: int, take_removals: Callable[[str], tuple[str, ...]]) -> dict[str, Batch]:
-        return {
-            worker_id: Batch(
-                epoch=epoch,
-                cycle_id=cycle_id,
-                installs=tuple(self.installs.get(worker_id, ())),
-                removals=take_removals(worker_id),
-                items=tuple(item for _, _, item in self.items.get(worker_id, ())),
-            )
-            for worker_id in self.installs | self.items
-        }
-
-
-def finished_row(operation: Operation) -> OperationRow:
-    """A decided operation as the store wants it."""
-    outcome = operation.outcome
-    assert outcome is not None
-    return OperationRow(
-        target_id=operation.target_id,
-        seq=operation.seq,
-        tenant_id=operation.tenant_id,
-        kind=operation.kind.value,
-        request_id=operation.request_id,
-        body=operation.body,
-        body_hash=operation.body_hash,
-        chunk_tokens=operation.chunk_tokens,
-        outcome=serialize(outcome),
-        is_failed=operation.is_failed,
-        num_tokens=outcome.num_tokens,
-        engine_s=outcome.engine_seconds,
-    )
 
 
 def _ready_chunk_tokens(adapter: AdapterQueue, tokens_max: int) -> tuple[int, ...]:

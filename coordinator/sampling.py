@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from coordinator.batches import service_error
 from coordinator.bodies import decode_sample
 from coordinator.config import CoordinatorConfig
-from coordinator.cycle import finished_row
 from coordinator.errors import Code, ServiceError
 from coordinator.operations import Operation, item_error
+from coordinator.running import finished_row
 from coordinator.saving import Saver
 from coordinator.store import CycleCommit, Row, Store
 from coordinator.waiting import OperationTable

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from coordinator.schema import SCHEMA_VERSION
 from coordinator.store import (
-    SCHEMA_VERSION,
     ConflictError,
     CycleCommit,
     OperationRow,

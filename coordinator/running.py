@@ -1,0 +1,89 @@
+"""A cycle under way: what it has done so far, and what one of its phases sends to the workers. Data, no decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from coordinator.bodies import serialize
+from coordinator.operations import Operation
+from coordinator.queue import AdapterQueue
+from coordinator.store import CycleCommit, OperationRow
+from tinkerpool.v1 import pool_pb2
+from workers.messages import AdapterInstall, Batch, Item
+
+
+@dataclass(slots=True)
+class Running:
+    """The cycle that is under way."""
+
+    cycle_id: int
+    started_wall: float
+    started: float
+    pass_ended: float = 0.0
+    step_ended: float = 0.0
+    finished: list[Operation] = field(default_factory=list)
+    entries: dict[str, pool_pb2.CycleEntry] = field(default_factory=dict)
+    commit: CycleCommit = field(default_factory=CycleCommit)
+
+    def entry(self, adapter: AdapterQueue) -> pool_pb2.CycleEntry:
+        """The adapter's part in the cycle; `tenant` holds the tenant's id until it is shown to somebody."""
+        if adapter.adapter_id not in self.entries:
+            self.entries[adapter.adapter_id] = pool_pb2.CycleEntry(
+                adapter_id=adapter.adapter_id, tenant=adapter.tenant_id, worker_id=adapter.worker_id
+            )
+        return self.entries[adapter.adapter_id]
+
+
+class Work:
+    """What one phase of a cycle sends to its workers."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, list[tuple[AdapterQueue, Operation | None, Item]]] = {}
+        self.installs: dict[str, list[AdapterInstall]] = {}
+
+    def add(self, adapter: AdapterQueue, operation: Operation | None, item: Item) -> None:
+        """An item for the adapter's worker; no operation: the item is ours (a snapshot)."""
+        self.items.setdefault(adapter.worker_id, []).append((adapter, operation, item))
+
+    def by_adapter(self) -> Iterable[tuple[AdapterQueue, list[Operation]]]:
+        """The operations in it, by adapter."""
+        found: dict[str, tuple[AdapterQueue, list[Operation]]] = {}
+        for entries in self.items.values():
+            for adapter, operation, _ in entries:
+                if operation is not None:
+                    found.setdefault(adapter.adapter_id, (adapter, []))[1].append(operation)
+        return found.values()
+
+    def batches(self, epoch: int, cycle_id: int, take_removals: Callable[[str], tuple[str, ...]]) -> dict[str, Batch]:
+        """One batch per worker."""
+        return {
+            worker_id: Batch(
+                epoch=epoch,
+                cycle_id=cycle_id,
+                installs=tuple(self.installs.get(worker_id, ())),
+                removals=take_removals(worker_id),
+                items=tuple(item for _, _, item in self.items.get(worker_id, ())),
+            )
+            for worker_id in self.installs | self.items
+        }
+
+
+def finished_row(operation: Operation) -> OperationRow:
+    """A decided operation as the store wants it."""
+    outcome = operation.outcome
+    assert outcome is not None
+    return OperationRow(
+        target_id=operation.target_id,
+        seq=operation.seq,
+        tenant_id=operation.tenant_id,
+        kind=operation.kind.value,
+        request_id=operation.request_id,
+        body=operation.body,
+        body_hash=operation.body_hash,
+        chunk_tokens=operation.chunk_tokens,
+        outcome=serialize(outcome),
+        is_failed=operation.is_failed,
+        num_tokens=outcome.num_tokens,
+        engine_s=outcome.engine_seconds,
+    )
