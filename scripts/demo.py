@@ -96,7 +96,6 @@ def embedded_pool(serve_arguments: Sequence[str]) -> Iterator[EmbeddedPool]:
     with tempfile.TemporaryDirectory(prefix="tinkerpool-demo-") as folder:
         data_dir = Path(folder) / "pool"
         os.environ["TINKERPOOL_HOME"] = folder  # its key is no business of this user's other pools
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let its workers yield to everything else here
         try:
             with console.status("Starting a pool ...") as spinner:
                 background.start(

@@ -34,6 +34,11 @@ KILL_GRACE_S = 1.0
 """How long Ray has to end a process that was told to die, before we kill it: one that is stopped takes Ray seconds."""
 
 
+PRIVATE_RAY = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+"""Environment of a Ray of our own, where the operator has set nothing else: its workers do the work here, so they yield
+to nobody (Ray would start them at niceness 15), and it reports to nobody."""
+
+
 class RayPool:
     """Implements `workers.pool.Pool`. One at a time in a process, as there is one Ray in a process."""
 
@@ -254,6 +259,8 @@ class _RayHost:
         try:
             options: dict[str, Any] = {"address": config.ray_address}
             if config.ray_address is None:
+                for name, value in PRIVATE_RAY.items():
+                    os.environ.setdefault(name, value)
                 # Ray opens its folder to everybody; this one around it is ours alone.
                 temp_dir = None if config.ray_temp_dir else tempfile.mkdtemp(prefix="tinkerpool-")
                 # Claims place workers on nodes; on one machine there is nothing to place, so all of them fit.
