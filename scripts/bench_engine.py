@@ -4,9 +4,9 @@
     python scripts/bench_engine.py --shape 27m
     python scripts/bench_engine.py --model DIR --tenants 1 8 --seqs 4 --tokens 128
 
-One step is a forward_backward and an optimizer step of every tenant. Sequential PEFT is what a careful user would write:
-one base model, an adapter and an AdamW per tenant, `set_adapter`, forward, backward, step, one tenant after another. The
-two sides alternate, step by step, and medians are compared. Prints a Markdown table.
+One step is a forward_backward and an optimizer step of every tenant. Sequential PEFT is what a careful user would
+write: one base model, an adapter and an AdamW per tenant, `set_adapter`, forward, backward, step, one tenant after
+another. The two sides alternate, step by step, and medians are compared. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Fused:
             for key, data in zip(self.keys, self.data, strict=True)
         ]
         self._run(items=tuple(passes))
-        place = {"op_id": "", "prev_seq": self.seq + 1, "seq": self.seq + 2, "params": PARAMS}
+        place: dict[str, Any] = {"op_id": "", "prev_seq": self.seq + 1, "seq": self.seq + 2, "params": PARAMS}
         self._run(items=tuple(OptimStepItem(adapter_id=key, **place) for key in self.keys))
         self.seq += 2
 

@@ -21,7 +21,7 @@ class _RmsNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         # sqrt(D) / |x|, with eps inside the root
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # (..., 1)
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # (..., 1)
         inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         return (x * inverse).mul_(weight)
