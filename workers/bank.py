@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(slots=True)
 class HostRow:
-    """An entry that is not resident: vectors (P,), fp32, in host memory."""
+    """An entry that is not resident: vectors (P,), fp32, in host memory, replaced but never written in place."""
 
     weights: Tensor | None = None
     """None: fresh, to be drawn from the seed."""
@@ -216,8 +216,7 @@ class Bank:
         entry = self.add(version, source.spec, is_trained=False)
         if source.row is None:
             assert source.host is not None
-            weights = source.host.weights
-            entry.host = HostRow(weights=None if weights is None else weights.clone())
+            entry.host = HostRow(weights=source.host.weights)  # never written in place
         elif self.num_slots == 1:
             entry.host = HostRow(weights=source.row.weights.to("cpu", copy=True))
         else:

@@ -99,14 +99,10 @@ class Run:
         return self.start + self.length * len(self.adapters)
 
     def can_take(self, segment: Segment) -> bool:
-        """Whether a segment that comes next may join. An adapter's own next segment may not: sums keep their order.
-
-        An even length keeps every segment's part of the projections at a whole number of cache lines, as it is alone.
-        """
+        """Whether a segment that comes next may join. An adapter's own next segment may not: sums keep their order."""
         last, new = self.adapters[-1], segment.adapter
         return (
-            self.length % 2 == 0
-            and segment.start == self.stop
+            segment.start == self.stop
             and segment.stop - segment.start == self.length
             and new.slab is last.slab
             and new.slot > last.slot

@@ -88,7 +88,7 @@ def can_batch_segments(weights: Iterable[Tensor], rows_min: int) -> bool:
         _batch_equals_singles(kind, *shape, rank, length)
         for shape in shapes
         for rank in ((8,) if _is_large(*shape) else (8, 32))
-        for length in (rows_min, rows_min + 2, *(() if _is_large(*shape) else (3 * rows_min + 2, 128)))
+        for length in (rows_min, rows_min + 1, *(() if _is_large(*shape) else (3 * rows_min + 5, 128)))
     )
 
 

@@ -15,6 +15,7 @@ from tests.numerics.harness import Driver, make_data, make_spec
 from workers.base_model import BaseModel, UnsupportedModelError
 from workers.engine import EngineConfig
 from workers.logits import ChunkedLoss
+from workers.lora import Segment
 from workers.messages import (
     AdamParams,
     AdapterInstall,
@@ -317,6 +318,20 @@ def test_ignored_mask_is_noted_in_the_metrics(driver: Driver) -> None:
 def test_empty_batch_is_an_answer_too(driver: Driver) -> None:
     result = driver.engine.run(Batch(epoch=1, cycle_id=7))
     assert (result.cycle_id, result.results) == (7, ())
+
+
+# ---------------------------------------------------------------------- forward of few rows
+
+
+def test_a_row_has_the_same_bits_among_few_rows_of_its_adapter_as_among_many(driver: Driver) -> None:
+    """What the sampler's decode steps rest on: 1 row of an adapter, or 40."""
+    trained(driver, "a")
+    base_model, bank = driver.engine.base_model, driver.engine.bank
+    (row,) = bank.acquire(["a"])
+    hidden = torch.randn(40, base_model.hidden_size)
+    for num_rows in (1, 2, 5, 15, 16, 31):
+        logits = [base_model.unembed(hidden[:n], [Segment(0, n, row.groups)]) for n in (num_rows, 40)]
+        assert torch.equal(logits[0], logits[1][:num_rows])
 
 
 # ---------------------------------------------------------------------- models

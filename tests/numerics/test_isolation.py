@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.numerics.harness import Driver, Tenant, Trace, make_data, make_spec, note, training_items
-from workers.messages import AdamParams, Datum, ErrorCode
+from workers.messages import AdamParams, Batch, Datum, ErrorCode
 
 NUM_STEPS = 3
 
@@ -71,6 +71,24 @@ def test_tenant_sharing_a_pass_gets_the_same_bits_as_alone(model_directory: Path
     alone = train_alone(model_directory, TENANTS)
     assert_same(train(Driver(model_directory), TENANTS), alone)
     assert_same(train(Driver(model_directory), TENANTS[::-1]), alone)
+
+
+@pytest.mark.parametrize("length", [16, 17, 33, 64])
+def test_tenants_of_equal_length_computed_as_one_batch_get_the_same_bits_as_alone(qwen3: Path, length: int) -> None:
+    """Four ranks of one class with four scalings, and two of each, so that batches form and must end in time."""
+    tenants = [
+        Tenant(spec=make_spec(f"{name}{rank}", rank), passes=[make_data("cross_entropy", [length], rank)])
+        for name in "ab"
+        for rank in (1, 4, 8, 16)
+    ]
+    driver = Driver(qwen3)
+    driver.install(make_spec("early"), make_spec("gap"))
+    driver.train(*(driver.step(key) for key in ("early", "gap")))
+    alone = train_alone(qwen3, tenants)
+    assert_same(train(driver, tenants), alone)
+    # Free slots in the middle: the next adapters are not beside each other.
+    driver.engine.run(Batch(epoch=1, cycle_id=1, removals=("early", "a8")))
+    assert_same(train(driver, tenants[::-1]), alone)
 
 
 def test_eight_tenants_on_two_slots_get_the_same_bits_as_alone(qwen3: Path) -> None:

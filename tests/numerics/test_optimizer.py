@@ -78,6 +78,25 @@ def test_padding_of_a_rank_stays_zero(qwen3: Path) -> None:
         assert not padding.any()
 
 
+@pytest.mark.parametrize("value", [1e25, float("inf"), float("nan")])
+def test_gradient_whose_norm_is_not_finite_changes_neither_weights_nor_moments(qwen3: Path, value: float) -> None:
+    """Values of 1e25 are finite, but their squares would make the second moment infinite for ever."""
+    driver = Driver(qwen3)
+    driver.install(make_spec("a"))
+    driver.train(driver.backward("a", make_data("cross_entropy", [20])), driver.step("a"))
+    driver.train(driver.backward("a", make_data("cross_entropy", [20])))
+    (row,) = driver.engine.bank.acquire(["a"])
+    vectors = (row.weights, row.exp_avg, row.exp_avg_sq)
+    copies = [vector.clone() for vector in vectors if vector is not None]
+    assert row.grad is not None
+    row.grad[:100] = value
+    (result,) = driver.run(driver.step("a", AdamParams(grad_clip_norm=1.0)))
+    assert result.error is not None
+    assert result.error.code == ErrorCode.NON_FINITE
+    assert all(torch.equal(a, b) for a, b in zip(vectors, copies, strict=True) if a is not None)
+    assert not row.grad.any()
+
+
 @pytest.mark.parametrize(
     ("params", "field"),
     [
