@@ -50,6 +50,25 @@ def test_three_chunks_give_the_same_bits_when_their_adapter_is_evicted_between_t
     assert run(qwen3, [1, 2], neighbours=True, num_slots=1) == run(qwen3, [])
 
 
+def test_equal_chunks_of_one_adapter_are_not_taken_for_a_batch_of_neighbouring_slots(qwen3: Path) -> None:
+    """Rows stand as c (20), a (32), a (32), c (32): the last three are at slots 0, 0 and 2, with b at slot 1."""
+
+    def gradients(together: bool) -> list[bytes]:
+        driver = Driver(qwen3)
+        driver.install(make_spec("a"), make_spec("b"), make_spec("c"))
+        driver.train(*(driver.step(key) for key in "abc"))
+        requests = {"a": [32, 32], "c": [20, 32]}
+        chunks = [
+            driver.chunks(key, [make_data("cross_entropy", [n], i) for i, n in enumerate(lengths)])
+            for key, lengths in requests.items()
+        ]
+        for items in [[*chunks[0], *chunks[1]]] if together else chunks:
+            driver.train(*items)
+        return [driver.gradient(key).numpy().tobytes() for key in "abc"]
+
+    assert gradients(together=True) == gradients(together=False)
+
+
 def test_a_pass_that_is_too_long_is_cut_and_changes_no_bits(qwen3: Path) -> None:
     data: list[tuple[Datum, ...]] = [make_data("cross_entropy", [40, 41], seed) for seed in range(3)]
 

@@ -75,11 +75,11 @@ def test_tenant_sharing_a_pass_gets_the_same_bits_as_alone(model_directory: Path
 
 @pytest.mark.parametrize("length", [16, 17, 33, 64])
 def test_tenants_of_equal_length_computed_as_one_batch_get_the_same_bits_as_alone(qwen3: Path, length: int) -> None:
-    """Four ranks of one class with four scalings, and two of each, so that batches form and must end in time."""
+    """Ranks of one class with three scalings, and another class, so that batches form and must end in time."""
     tenants = [
         Tenant(spec=make_spec(f"{name}{rank}", rank), passes=[make_data("cross_entropy", [length], rank)])
+        for rank in (8, 4, 1, 16)
         for name in "ab"
-        for rank in (1, 4, 8, 16)
     ]
     driver = Driver(qwen3)
     driver.install(make_spec("early"), make_spec("gap"))
