@@ -1,7 +1,7 @@
 """One warm base model and everybody's adapters: runs one batch after another, in one packed pass each where it can.
 
 Knows batches and items; not tenants, durability, or how it is reached. The parts: `base_model` (the forward), `bank`
-(where adapters lie), `packing`, `logits` and `losses` (the pass), `optim`, `snapshot`, `progress` (order), `sampler`.
+(where adapters lie), `passes` (with `packing`, `logits`, `losses`), `optim`, `snapshot`, `progress` (order), `sampler`.
 
 Main invariant: an item's result and its adapter's bits depend on that item and adapter alone, not on what else is in
 the batch, how it is cut into passes, or which slots are free. A failing item changes nothing but its own adapter.
@@ -20,11 +20,8 @@ from typing import Protocol
 
 import torch
 
-from workers.attention import PackedAttention
 from workers.bank import Bank, HostRow
 from workers.base_model import BaseModel
-from workers.logits import ChunkedLoss, Part
-from workers.losses import prepare
 from workers.messages import (
     AdapterInstall,
     AdapterState,
@@ -44,7 +41,8 @@ from workers.messages import (
 )
 from workers.numerics import fingerprint
 from workers.optim import NonFiniteStepError, adamw_step, check_params
-from workers.packing import Request, pack
+from workers.packing import Request
+from workers.passes import Outcome, PassRunner, failure_of
 from workers.progress import Progress
 from workers.snapshot import DamagedStateError, OtherAdapterError, optimizer_file, read_state, weights_file
 
@@ -100,15 +98,6 @@ class SamplerProtocol(Protocol):
 
 
 @dataclass(slots=True)
-class _Outcome:
-    """How one pass item went."""
-
-    part: Part | None = None
-    error: ItemError | None = None
-    engine_s: float = 0.0
-
-
-@dataclass(slots=True)
 class _Group:
     """Pass items that run together. All were admitted."""
 
@@ -136,7 +125,7 @@ class TrainingEngine:
         self.bank = Bank(self.base_model.group_shapes, config.num_slots, self.base_model.device)
         self.sampler = None if make_sampler is None else make_sampler(self.base_model, self.bank)
         self._info = self.base_model.info(fingerprint(self.base_model.rows_min, self.base_model.device))
-        self._loss = ChunkedLoss(self.base_model.unembedding, self.base_model.vocab_size)
+        self._passes = PassRunner(self.base_model, self.bank, clock)
         self._incarnation = incarnation
         self._clock = clock
         self._epoch = 0
@@ -276,9 +265,9 @@ class TrainingEngine:
 
         def flush() -> None:
             nonlocal group
-            outcomes = iter(self._run_group(group))
+            outcomes = iter(self._passes.run(group.requests))
             for index, item, request, error in members:
-                outcome = _Outcome(error=error) if request is None else next(outcomes)
+                outcome = Outcome(error=error) if request is None else next(outcomes)
                 results[index] = self._settled(item, request, outcome)
             group = _Group()
             members.clear()
@@ -294,7 +283,7 @@ class TrainingEngine:
                 results[index] = ItemResult(op_id=item.op_id, error=error)
                 continue
             try:
-                request = self._checked(item)
+                request = self._passes.checked(item)
             except ValueError as invalid:
                 error = ItemError(code=ErrorCode.INVALID_ARGUMENT, message=str(invalid))
                 members.append((index, item, None, error))
@@ -306,15 +295,7 @@ class TrainingEngine:
         flush()
         return [results[index] for index in range(len(items))]
 
-    def _checked(self, item: PassItem) -> Request:
-        """Raises ValueError, with a message for the user, unless the item can run."""
-        longest = self.base_model.max_seq_len
-        for index, datum in enumerate(item.data):
-            if len(datum.tokens) > longest:
-                raise ValueError(f"datum {index} has {len(datum.tokens)} tokens; the model takes at most {longest}")
-        return Request(item=item, loss=prepare(item.data, item.loss_fn, item.loss_config, self.base_model.vocab_size))
-
-    def _settled(self, item: PassItem, request: Request | None, outcome: _Outcome) -> ItemResult:
+    def _settled(self, item: PassItem, request: Request | None, outcome: Outcome) -> ItemResult:
         """An admitted item's result. A failed backward takes its adapter's pending gradient with it."""
         error = self._progress[item.adapter_id].settle(item, outcome.error)
         if error is not None:
@@ -336,77 +317,6 @@ class TrainingEngine:
             num_tokens=request.num_tokens,
             engine_s=outcome.engine_s,
         )
-
-    def _run_group(self, group: _Group) -> list[_Outcome]:
-        """Run a group's requests, those with a gradient and those without apart; outcomes in their order."""
-        outcomes: dict[int, _Outcome] = {}
-        for backward in (True, False):
-            indices = [i for i, request in enumerate(group.requests) if request.item.backward == backward]
-            requests = [group.requests[index] for index in indices]
-            if requests:
-                outcomes.update(zip(indices, self._run_requests(requests, backward=backward), strict=True))
-        return [outcomes[index] for index in range(len(group.requests))]
-
-    def _run_requests(self, requests: Sequence[Request], *, backward: bool) -> list[_Outcome]:
-        """One packed pass. If it cannot be done, its halves, down to the request that cannot be done alone."""
-        begin_s = self._clock()
-        keys = [request.item.adapter_id for request in requests]
-        backup = self._pending_gradients(keys) if backward else {}
-        try:
-            parts = self._pass(requests, backward=backward)
-        except Exception as error:
-            # An exception's traceback holds the pass's tensors; they must go before the halves are tried.
-            failure = _item_error(error)
-            logger.warning("a pass of %d requests failed: %s", len(requests), failure.message, exc_info=error)
-            del error
-        else:
-            engine_s = self._clock() - begin_s
-            num_tokens = sum(request.num_tokens for request in requests)
-            return [
-                _Outcome(part, None if part.is_finite else _non_finite(), engine_s * request.num_tokens / num_tokens)
-                for request, part in zip(requests, parts, strict=True)
-            ]
-        for key in set(keys) if backward else ():
-            self.bank.drop_grad(key)
-            if key in backup:
-                gradient = self.bank.acquire([key])[0].grad
-                assert gradient is not None
-                gradient.copy_(backup[key])
-                self.bank.entry(key).has_grad = True
-        if len(requests) == 1:
-            return [_Outcome(error=failure, engine_s=self._clock() - begin_s)]
-        middle = len(requests) // 2
-        return [
-            *self._run_requests(requests[:middle], backward=backward),
-            *self._run_requests(requests[middle:], backward=backward),
-        ]
-
-    def _pending_gradients(self, keys: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Copies of the gradients that a pass will add to, for the case that it must be undone."""
-        pending = {}
-        for key in dict.fromkeys(keys):
-            gradient = self.bank.read(key).grad
-            if gradient is not None:
-                pending[key] = gradient.clone()
-        return pending
-
-    def _pass(self, requests: Sequence[Request], *, backward: bool) -> list[Part]:
-        """Forward, losses and backward of all requests at once; gradients are added to the adapters' rows."""
-        keys = [request.item.adapter_id for request in requests]
-        rows = self.bank.acquire(keys)
-        packed = pack(requests, rows, self.base_model.device)
-        if backward:
-            for key in keys:
-                self.bank.entry(key).has_grad = True
-        # A pass in which only unembeddings are adapted ends at the last hidden states.
-        is_deep = backward and any(views is not None for row in rows for views in row.groups.groups[:-1])
-        with torch.set_grad_enabled(is_deep):
-            attend = PackedAttention(packed.lengths)
-            hidden = self.base_model.forward(packed.tokens, packed.positions, packed.segments, attend)
-            dhidden = self._loss.run(hidden.detach(), packed.parts, backward=backward)
-            if is_deep:
-                torch.autograd.backward(hidden, dhidden)
-        return packed.parts
 
     # ------------------------------------------------------------------ steps, saves, loads
 
@@ -487,18 +397,8 @@ def _is_applied(error: ItemError | None) -> bool:
     return error is None or error.code != ErrorCode.OUT_OF_ORDER
 
 
-def _non_finite() -> ItemError:
-    return ItemError(
-        code=ErrorCode.NON_FINITE,
-        message=(
-            "the loss or its gradient is infinite or not a number, and was not applied; look for extreme values in the "
-            "loss inputs, or a learning rate that has driven the adapter away"
-        ),
-    )
-
-
 def _item_error(error: Exception) -> ItemError:
-    """What an item answers when `error` ended it. Never a stack or a path."""
+    """What an item that is no pass answers when `error` ended it."""
     match error:
         case NonFiniteStepError():
             message = f"{error}; the step was not taken and the gradient was dropped. Lower the learning rate or clip."
@@ -507,14 +407,4 @@ def _item_error(error: Exception) -> ItemError:
             return ItemError(code=ErrorCode.DATA_LOSS, message=str(error))
         case ValueError() if type(error) in {ValueError, OtherAdapterError}:
             return ItemError(code=ErrorCode.INVALID_ARGUMENT, message=str(error))
-        case MemoryError() | torch.OutOfMemoryError():
-            return _out_of_memory()
-        case RuntimeError() if "allocate memory" in str(error):
-            return _out_of_memory()
-    return ItemError(code=ErrorCode.INTERNAL, message="the worker failed to run this; its log has the reason")
-
-
-def _out_of_memory() -> ItemError:
-    return ItemError(
-        code=ErrorCode.OUT_OF_MEMORY, message="there is not enough memory for this alone; send shorter sequences"
-    )
+    return failure_of(error)

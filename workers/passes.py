@@ -1,0 +1,141 @@
+"""One packed pass after another: requests in, log-probabilities out, gradients added to the adapters' rows.
+
+Knows the base model, the bank, packing and the losses; not batches, seqs, or what a failure does to an adapter's order.
+
+Main invariant: a request that cannot be run leaves its neighbours' results and gradients as they would be without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from workers.attention import PackedAttention
+from workers.bank import Bank
+from workers.base_model import BaseModel
+from workers.logits import ChunkedLoss, Part
+from workers.losses import prepare
+from workers.messages import ErrorCode, ItemError, PassItem
+from workers.packing import Request, pack
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How one request went: it has a part or an error, or a part whose numbers are not finite and an error."""
+
+    part: Part | None = None
+    error: ItemError | None = None
+    engine_s: float = 0.0
+
+
+class PassRunner:
+    """Runs packed passes on one base model and bank. One thread only."""
+
+    def __init__(self, base_model: BaseModel, bank: Bank, clock: Callable[[], float]) -> None:
+        self.base_model = base_model
+        self.bank = bank
+        self._loss = ChunkedLoss(base_model.unembedding, base_model.vocab_size)
+        self._clock = clock
+
+    def checked(self, item: PassItem) -> Request:
+        """Raises ValueError, with a message for the user, unless the item can run."""
+        longest = self.base_model.max_seq_len
+        for index, datum in enumerate(item.data):
+            if len(datum.tokens) > longest:
+                raise ValueError(f"datum {index} has {len(datum.tokens)} tokens; the model takes at most {longest}")
+        return Request(item=item, loss=prepare(item.data, item.loss_fn, item.loss_config, self.base_model.vocab_size))
+
+    def run(self, requests: Sequence[Request]) -> list[Outcome]:
+        """Run requests of at most `num_slots` adapters, forwards and backwards apart; outcomes in their order."""
+        outcomes: dict[int, Outcome] = {}
+        for backward in (True, False):
+            indices = [i for i, request in enumerate(requests) if request.item.backward == backward]
+            chosen = [requests[index] for index in indices]
+            if chosen:
+                outcomes.update(zip(indices, self._halving(chosen, backward=backward), strict=True))
+        return [outcomes[index] for index in range(len(requests))]
+
+    def _halving(self, requests: Sequence[Request], *, backward: bool) -> list[Outcome]:
+        """One packed pass. If it cannot be done, its halves, down to the request that cannot be done alone."""
+        begin_s = self._clock()
+        keys = [request.item.adapter_id for request in requests]
+        backup = self._pending_gradients(keys) if backward else {}
+        try:
+            parts = self._pass(requests, backward=backward)
+        except Exception as error:
+            # An exception's traceback holds the pass's tensors; they must go before the halves are tried.
+            failure = failure_of(error)
+            logger.warning("a pass of %d requests failed: %s", len(requests), failure.message, exc_info=error)
+            del error
+        else:
+            engine_s = self._clock() - begin_s
+            num_tokens = sum(request.num_tokens for request in requests)
+            return [
+                Outcome(part, None if part.is_finite else _non_finite(), engine_s * request.num_tokens / num_tokens)
+                for request, part in zip(requests, parts, strict=True)
+            ]
+        for key in set(keys) if backward else ():
+            self.bank.drop_grad(key)
+            if key in backup:
+                gradient = self.bank.acquire([key])[0].grad
+                assert gradient is not None
+                gradient.copy_(backup[key])
+                self.bank.entry(key).has_grad = True
+        if len(requests) == 1:
+            return [Outcome(error=failure, engine_s=self._clock() - begin_s)]
+        middle = len(requests) // 2
+        return [
+            *self._halving(requests[:middle], backward=backward),
+            *self._halving(requests[middle:], backward=backward),
+        ]
+
+    def _pending_gradients(self, keys: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Copies of the gradients that a pass will add to, for the case that it must be undone."""
+        pending = {}
+        for key in dict.fromkeys(keys):
+            gradient = self.bank.read(key).grad
+            if gradient is not None:
+                pending[key] = gradient.clone()
+        return pending
+
+    def _pass(self, requests: Sequence[Request], *, backward: bool) -> list[Part]:
+        """Forward, losses and backward of all requests at once; gradients are added to the adapters' rows."""
+        keys = [request.item.adapter_id for request in requests]
+        rows = self.bank.acquire(keys)
+        packed = pack(requests, rows, self.base_model.device)
+        if backward:
+            for key in keys:
+                self.bank.entry(key).has_grad = True
+        # A pass in which only unembeddings are adapted ends at the last hidden states.
+        is_deep = backward and any(views is not None for row in rows for views in row.groups.groups[:-1])
+        with torch.set_grad_enabled(is_deep):
+            attend = PackedAttention(packed.lengths)
+            hidden = self.base_model.forward(packed.tokens, packed.positions, packed.segments, attend)
+            dhidden = self._loss.run(hidden.detach(), packed.parts, backward=backward)
+            if is_deep:
+                torch.autograd.backward(hidden, dhidden)
+        return packed.parts
+
+
+def _non_finite() -> ItemError:
+    return ItemError(
+        code=ErrorCode.NON_FINITE,
+        message=(
+            "the loss or its gradient is infinite or not a number, and was not applied; look for extreme values in the "
+            "loss inputs, or a learning rate that has driven the adapter away"
+        ),
+    )
+
+
+def failure_of(error: Exception) -> ItemError:
+    """What an item answers when an error that is no fault of the user's ended it. Never a stack or a path."""
+    is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    if is_memory or (isinstance(error, RuntimeError) and "allocate memory" in str(error)):
+        message = "there is not enough memory for this alone; send shorter sequences"
+        return ItemError(code=ErrorCode.OUT_OF_MEMORY, message=message)
+    return ItemError(code=ErrorCode.INTERNAL, message="the worker failed to run this; its log has the reason")
