@@ -34,7 +34,7 @@ class Settings:
     """Size of the three runs."""
 
     scribe_steps: int = 200
-    scribe_pairs: int = 16
+    scribe_pairs: int = 32
     """Pairs in a step."""
     poet_steps: int = 32
     poet_prompts: int = 6
