@@ -108,6 +108,10 @@ class Slab:
         """Take a row back."""
         self._free.append(row)
 
+    def close(self) -> None:
+        """Let go of the rows, which point back here, so that the memory is free at once."""
+        self._free.clear()
+
     def _row(self, slot: int) -> Row:
         grad = None if self.grad is None else self.grad[slot]
         exp_avg, exp_avg_sq = (None, None) if self.moments is None else (moment[slot] for moment in self.moments)
@@ -333,6 +337,7 @@ class Bank:
         num_reserved = sum(other.num_rows for other in self._slabs)
         if slab.num_free == slab.num_rows and num_reserved > self.num_slots:
             self._slabs.remove(slab)
+            slab.close()
 
     def _free_row(self, entry: Entry, keep: set[str]) -> Row:
         """A free row for an entry, after evicting the least recently used if all slots are taken."""

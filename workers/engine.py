@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from workers.allocator import keep_freed_memory
 from workers.bank import Bank, HostRow
 from workers.base_model import BaseModel
 from workers.messages import (
@@ -120,6 +121,7 @@ class TrainingEngine:
         """Load the base model. Raises UnsupportedModelError (a ValueError) and OSError with what is wrong."""
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        keep_freed_memory()
         self.config = config
         self.base_model = BaseModel(config.model, name=config.model_name, device=config.device)
         self.bank = Bank(self.base_model.group_shapes, config.num_slots, self.base_model.device)

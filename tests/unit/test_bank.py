@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -213,6 +215,22 @@ def test_dropped_gradient_is_zero_in_the_row_and_on_the_host() -> None:
         (row,) = bank.acquire([key])
         assert row.grad is not None
         assert not row.grad.any()
+
+
+def test_memory_of_rows_that_nobody_uses_is_free_at_once() -> None:
+    """Not when the garbage collector comes by: it does not see how much hangs on a few objects."""
+    bank = Bank(SHAPES, num_slots=1)
+    bank.add("a", make_spec("a", 8))
+    bank.add("b", make_spec("b", 16))
+    gc.collect()
+    gc.disable()
+    try:
+        slab = weakref.ref(bank.acquire(["a"])[0].slab)
+        assert slab() is not None
+        bank.acquire(["b"])
+        assert slab() is None
+    finally:
+        gc.enable()
 
 
 def test_removed_and_cleared_keys_are_gone() -> None:

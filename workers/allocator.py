@@ -1,0 +1,25 @@
+"""Keeps the memory of one pass for the next.
+
+The C library gives freed memory back to the system when much of it lies at the end of the heap. A pass frees all it took,
+and the next would get every page anew, zeroed by the system: some 25,000 page faults, a tenth of a pass of a small model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's `mallopt`."""
+KEPT_BYTES = 1 << 29
+"""Freed memory at the end of the heap that stays with the process."""
+MAPPED_BYTES_MIN = 1 << 25
+"""Single allocations from this size on are mapped and given back at once, as is the library's own upper limit."""
+
+
+def keep_freed_memory() -> bool:
+    """Tell the C library of this process to keep freed memory; returns whether it is one that understands."""
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    return bool(mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES_MIN)) and bool(mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
