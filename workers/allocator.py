@@ -1,7 +1,7 @@
 """Keeps the memory of one pass for the next.
 
-The C library gives freed memory back to the system when much of it lies at the end of the heap. A pass frees all it took,
-and the next would get every page anew, zeroed by the system: some 25,000 page faults, a tenth of a pass of a small model.
+The C library gives freed memory back to the system when much of it is at the end of the heap. A pass frees all it
+took, and the next would get every page anew, zeroed: some 25,000 page faults, a tenth of a small model's pass.
 """
 
 from __future__ import annotations

@@ -327,17 +327,20 @@ class Bank:
         self._resident[entry.key] = entry
 
     def _release(self, entry: Entry) -> None:
-        """Give an entry's slot back, and its slab if all of it is free and there are more rows than slots."""
+        """Give an entry's slot back."""
         row = entry.row
         assert row is not None
         entry.row = None
         del self._resident[entry.key]
-        slab = row.slab
-        slab.give(row)
-        num_reserved = sum(other.num_rows for other in self._slabs)
-        if slab.num_free == slab.num_rows and num_reserved > self.num_slots:
-            self._slabs.remove(slab)
-            slab.close()
+        row.slab.give(row)
+        self._free_slabs()
+
+    def _free_slabs(self) -> None:
+        """Give up slabs in which nothing is, as long as there are more rows than slots."""
+        for slab in [slab for slab in self._slabs if slab.num_free == slab.num_rows]:
+            if sum(other.num_rows for other in self._slabs) > self.num_slots:
+                self._slabs.remove(slab)
+                slab.close()
 
     def _free_row(self, entry: Entry, keep: set[str]) -> Row:
         """A free row for an entry, after evicting the least recently used if all slots are taken."""
@@ -349,7 +352,8 @@ class Bank:
                 assert row is not None
                 return row
         slab = Slab(entry.layout, min(SLAB_ROWS, self.num_slots), self._device, is_trained=entry.is_trained)
-        self._slabs.append(slab)
         row = slab.take()
+        self._slabs.append(slab)
+        self._free_slabs()
         assert row is not None
         return row
