@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from build_mini_model import build_mini_model
 from tests.numerics.harness import Driver, make_data, make_spec
+from tests.numerics.naive import NaiveModel, naive_pass
 from workers.base_model import BaseModel, UnsupportedModelError
 from workers.engine import EngineConfig
 from workers.logits import ChunkedLoss
@@ -360,6 +362,49 @@ def test_model_that_the_fused_pass_would_get_wrong_is_refused(tmp_path: Path, mo
     monkeypatch.setattr("workers.base_model.PackedAttention._mask", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="other log-probabilities"):
         BaseModel(directory)
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 258,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.Qwen2Config(**SMALL),
+        transformers.MistralConfig(**SMALL, sliding_window=7),
+        transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    ],
+    ids=["qwen2", "mistral", "llama with biases"],
+)
+def test_other_dense_models_give_the_naive_gradients_too(tmp_path: Path, config: Any) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.1)
+    model.save_pretrained(tmp_path)
+    driver = Driver(tmp_path)
+    driver.install(make_spec("a", 4))
+    trained(driver, "a")
+    (result,) = driver.train(driver.backward("a", DATA))
+    naive = NaiveModel(tmp_path, make_spec("a", 4), driver.weights("a"))
+    loss, _, gradients = naive_pass(naive, DATA, "cross_entropy", {})
+    assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4, abs=1e-3)
+    for name, gradient in driver.gradients("a").items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-3, atol=1e-4)
+
+
+def test_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
+    transformers.Qwen3MoeConfig(**SMALL, num_experts=4).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="mixture of experts"):
+        BaseModel(tmp_path)
 
 
 @pytest.mark.parametrize("field", ["num_slots", "num_threads", "pass_tokens_max"])
