@@ -333,7 +333,7 @@ class Core:
                 self._worker_lost(worker_id, incarnation)
 
     async def _sweep(self) -> None:
-        """Expire sessions, fail what waits behind a lost seq, drop old results."""
+        """Expire sessions, fail what waits behind a lost seq, drop old results and checkpoints."""
         while True:
             await self.time.sleep(self.config.sweep_interval_s)
             for adapter in self.adapters.values():
@@ -342,6 +342,7 @@ class Core:
                 for session in self.sessions.expired(self.config.session_timeout_s):
                     logger.info("session %s expired", session.session_id)
                     await self.end_session(session.session_id)
+                await self.saver.remove_expired()
                 await self.store.execute(
                     "DELETE FROM operations WHERE finished_at < ? AND body IS NULL",
                     (self.time.wall() - self.config.result_retention_s,),

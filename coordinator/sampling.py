@@ -25,6 +25,7 @@ from coordinator.saving import Saver
 from coordinator.store import CycleCommit, Row, Store
 from coordinator.waiting import OperationTable
 from tinkerpool.convert import to_tensor
+from tinkerpool.names import operation_name
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2
 from workers.messages import (
@@ -323,7 +324,8 @@ class Sampling:
         else:
             files = self._saver.checkpoints
             found = self._store.read_one("SELECT * FROM checkpoints WHERE path = ?", (sampler["model_path"],))
-            if found is None:
+            # Another checkpoint may have taken the path since: a sampler's weights never change.
+            if found is None or operation_name(found["adapter_id"], found["seq"]) != key:
                 raise ServiceError(
                     Code.NOT_FOUND, "NOT_FOUND", f"the sampler's checkpoint {sampler['model_path']} was deleted"
                 )

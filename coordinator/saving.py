@@ -76,7 +76,12 @@ class Saver:
             operation.succeed(cycle_id).save_weights_for_sampler.sampler_id = sampler_id
             return
         path = save_path(operation, request.name)
-        self._check_free(commit, str(path))
+        self._make_free(
+            commit,
+            adapter.adapter_id,
+            str(path),
+            overwrite=isinstance(request, checkpoints_pb2.SaveStateRequest) and request.overwrite,
+        )
         saved = await self._write(self.checkpoints, adapter, result.state)
         commit.checkpoints.append(
             {
@@ -93,6 +98,7 @@ class Saver:
                 "fingerprint": result.state.fingerprint,
                 "user_metadata": json.dumps(dict(request.user_metadata)),
                 "created_at": self._wall(),
+                "expires_at": self._wall() + request.ttl_seconds if request.ttl_seconds else None,
             }
         )
         outcome = operation.succeed(cycle_id)
@@ -120,6 +126,9 @@ class Saver:
 
     def committed(self, commit: CycleCommit, adapters: Mapping[str, AdapterQueue], lost: Collection[str]) -> None:
         """The commit is durable, but for the adapters `lost`: what its snapshots cover is no longer needed."""
+        for adapter_id, overwritten in commit.replaced_checkpoints:
+            if adapter_id not in lost:
+                self.checkpoints.remove(overwritten)
         for snapshot in commit.snapshots:
             if snapshot.adapter_id in lost:
                 self.snapshots.remove(snapshot.folder)
@@ -128,6 +137,14 @@ class Saver:
                 adapters[snapshot.adapter_id].covered(snapshot.seq)
             if folder := commit.replaced_snapshots.get(snapshot.adapter_id):
                 self.snapshots.remove(folder)
+
+    async def remove_expired(self) -> None:
+        """Delete checkpoints past their time to live."""
+        for row in self._store.read("SELECT path, folder FROM checkpoints WHERE expires_at <= ?", (self._wall(),)):
+            await self._store.execute(
+                "DELETE FROM checkpoints WHERE path = ? AND folder = ?", (row["path"], row["folder"])
+            )
+            self.checkpoints.remove(row["folder"])
 
     def remove_orphans(self) -> None:
         """Delete folders that a crash left without a row."""
@@ -150,13 +167,19 @@ class Saver:
             commit.replaced_snapshots[adapter_id] = old["folder"]
         commit.snapshots.append(SnapshotRow(adapter_id=adapter_id, seq=seq, folder=saved.folder, sha256=saved.sha256))
 
-    def _check_free(self, commit: CycleCommit, path: str) -> None:
-        in_commit = any(row["path"] == path for row in commit.checkpoints)
-        if in_commit or self._store.read_one("SELECT 1 FROM checkpoints WHERE path = ?", (path,)):
+    def _make_free(self, commit: CycleCommit, adapter_id: str, path: str, *, overwrite: bool) -> None:
+        """See that nothing has this path when the commit adds it. Raises ServiceError if what has it must stay."""
+        earlier = [row for row in commit.checkpoints if row["path"] == path]
+        stored = self._store.read("SELECT folder FROM checkpoints WHERE path = ?", (path,))
+        if overwrite:
+            commit.checkpoints = [row for row in commit.checkpoints if row["path"] != path]
+            for folder in [row["folder"] for row in earlier] + [row["folder"] for row in stored]:
+                commit.replaced_checkpoints.append((adapter_id, folder))
+        elif earlier or stored:
             raise ServiceError(
                 Code.ALREADY_EXISTS,
                 "CHECKPOINT_EXISTS",
-                f"{path} exists already: choose another name, or delete it first",
+                f"{path} exists already: choose another name, delete it first, or set overwrite",
             )
 
     async def _write(self, files: StateFiles, adapter: AdapterQueue, state: AdapterState) -> Saved:

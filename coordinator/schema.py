@@ -105,7 +105,8 @@ CREATE TABLE checkpoints (
     rank INTEGER NOT NULL,
     fingerprint TEXT NOT NULL,
     user_metadata TEXT NOT NULL,
-    created_at REAL NOT NULL
+    created_at REAL NOT NULL,
+    expires_at REAL                       -- by the wall clock, as users say it; NULL: never
 );
 CREATE INDEX checkpoints_by_tenant ON checkpoints (tenant_id, created_at);
 CREATE TABLE usage (

@@ -71,6 +71,8 @@ class CycleCommit:
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     samplers: list[dict[str, Any]] = field(default_factory=list)
     snapshots: list[SnapshotRow] = field(default_factory=list)
+    replaced_checkpoints: list[tuple[str, str]] = field(default_factory=list)
+    """Adapter and folder of what is overwritten; nothing points there once this is durable. Not stored."""
     replaced_snapshots: dict[str, str] = field(default_factory=dict)
     """Adapter to the folder that nothing points at once its new snapshot is durable; not stored."""
     virtual_tokens: dict[str, float] = field(default_factory=dict)
@@ -181,6 +183,9 @@ class Store:
             for row in commit.finished:
                 if not _finish(db, row, now):
                     lost.add(row.target_id)
+            for adapter_id, folder in commit.replaced_checkpoints:
+                if adapter_id not in lost:
+                    db.execute("DELETE FROM checkpoints WHERE folder = ?", (folder,))
             for checkpoint in commit.checkpoints:
                 if checkpoint["adapter_id"] not in lost:
                     _insert(db, "checkpoints", checkpoint)

@@ -443,6 +443,8 @@ class Checkpoint:
     """LoRA rank."""
     sha256: str
     """Over its contents, in hex."""
+    expires_at: datetime | None = None
+    """When the pool will delete it, UTC; None: never."""
     user_metadata: dict[str, str] = field(default_factory=dict)
     """As given when saving."""
 

@@ -73,4 +73,5 @@ def _message(row: Row) -> pb.Checkpoint:
         rank=row["rank"],
         user_metadata=metadata_of(row),
         fingerprint=row["fingerprint"],
+        expire_time=timestamp(row["expires_at"]) if row["expires_at"] is not None else None,
     )

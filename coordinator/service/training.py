@@ -129,6 +129,12 @@ class TrainingUseCases(UseCases):
                     f"name {request.name[:80]!r} is not allowed: 1 to 128 of letters, digits, '-', '_' and '.', not "
                     "beginning with a dot"
                 )
+            if request.ttl_seconds < 0:
+                raise invalid(f"ttl_seconds must be 0 (keep it) or more, not {request.ttl_seconds}")
+            if request.ttl_seconds and not request.name:
+                raise invalid(
+                    "ttl_seconds is for a checkpoint with a name; a sampler without one ends with its session"
+                )
             check_metadata(request.user_metadata, self._core.config.limits)
             return serialize(_without_place(request)), ()
 

@@ -8,12 +8,14 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coordinator.errors import Code, ServiceError
-from tests.support.toy_pool import ToyPool, running_pool
+from tests.support.toy_pool import FakeTime, ToyPool, running_pool
 from tests.toy_engine import ToyAdapter
-from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, training_pb2
+from tinkerpool.convert import to_tensor
+from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sampling_pb2, training_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.messages import SaveItem
 
@@ -128,6 +130,61 @@ async def test_a_name_that_exists_fails_the_operation_and_keeps_the_first(tmp_pa
     assert first.save_state.path in again.error.message
     assert (one.state, two.state, published.state) == (SUCCEEDED, FAILED, SUCCEEDED)
     assert checkpoint.seq == 1
+
+
+async def test_overwriting_replaces_a_checkpoint_and_its_sampler_does_not_sample_the_new_one(tmp_path: Path) -> None:
+    async def save(seq: int) -> ops_pb.Operation:
+        request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=seq, name="same", overwrite=True)
+        response = await pool.service.save_state(await pool.principal(), request)
+        [operation] = await pool.wait(response.operation.name)
+        return operation
+
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        path = (await save(1)).save_state.path
+        session_id = adapter.partition(":")[0]
+        request = sampling_pb2.CreateSamplerRequest(session_id=session_id, model_path=path, index=0)
+        sampler = (await pool.service.create_sampler(await pool.principal(), request)).sampler
+        seq = await train(pool, adapter, 2)
+        assert (await save(seq)).state == SUCCEEDED
+        [checkpoint] = await checkpoints(pool)
+        sample = sampling_pb2.SampleRequest(
+            sampler_id=sampler.sampler_id,
+            seq=1,
+            prompt=to_tensor(np.ones(2, np.int32)),
+            params=sampling_pb2.SamplingParams(max_tokens=2),
+        )
+        [sampled] = await pool.wait((await pool.service.sample(await pool.principal(), sample)).operation.name)
+        loaded = await pool.wait(await load(pool, adapter, seq + 1, path))
+    assert (checkpoint.path, checkpoint.seq) == (path, seq)
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+    assert (sampled.state, sampled.error.reason) == (FAILED, "NOT_FOUND")
+    assert loaded[0].state == SUCCEEDED
+
+
+async def test_a_checkpoint_goes_when_its_time_to_live_is_over(tmp_path: Path) -> None:
+    time = FakeTime()
+    async with running_pool(tmp_path, time=time, linger_s=0.0) as pool:
+        adapter = await pool.adapter()
+        for seq, ttl_seconds in ((1, 3600), (2, 0)):
+            request = checkpoints_pb2.SaveStateRequest(
+                adapter_id=adapter, seq=seq, name=f"ttl{ttl_seconds}", ttl_seconds=ttl_seconds
+            )
+            await pool.wait((await pool.service.save_state(await pool.principal(), request)).operation.name)
+        kept, going = await checkpoints(pool)
+        await time.advance(10)
+        assert len(await checkpoints(pool)) == 2
+        time.wall_offset += 3600
+        await time.advance(10)
+        while len(await checkpoints(pool)) == 2:  # noqa: ASYNC110 (the write is on the store's thread)
+            await asyncio.sleep(0)
+        [left] = await checkpoints(pool)
+        refused = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=3, ttl_seconds=5)
+        with pytest.raises(ServiceError, match="with a name"):
+            await pool.service.save_weights_for_sampler(await pool.principal(), refused)
+    assert going.HasField("expire_time")
+    assert not kept.HasField("expire_time")
+    assert left.path == kept.path
 
 
 async def test_a_deleted_checkpoint_is_gone_and_its_name_is_free(tmp_path: Path) -> None:

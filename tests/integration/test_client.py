@@ -191,7 +191,7 @@ def test_a_second_writer_is_told_the_place_that_is_next(service: ServiceClient) 
 def test_checkpoints_are_saved_loaded_listed_exported_and_deleted(service: ServiceClient, tmp_path: Path) -> None:
     client = service.create_lora_training_client(rank=8)
     client.train_step([datum(1)], "cross_entropy", ADAM)
-    path = client.save_state("one", {"why": "test"}).result(10).path
+    path = client.save_state("one", user_metadata={"why": "test"}).result(10).path
     assert path == f"tinker://{client.model_id}/weights/one"
     client.load_state(path)
     assert client.load_state_with_optimizer(path).result(10).path == path

@@ -113,6 +113,74 @@ class RestClient:
         """
         return self._connection.stream_of(self._watch_cycles)
 
+    async def get_server_capabilities_async(self) -> types.GetServerCapabilitiesResponse:
+        """`get_server_capabilities`, awaited."""
+        return await self.get_server_capabilities()
+
+    async def list_training_runs_async(self, limit: int = 20, offset: int = 0) -> types.TrainingRunsResponse:
+        """`list_training_runs`, awaited."""
+        return await self.list_training_runs(limit, offset)
+
+    async def get_training_run_async(self, training_run_id: str) -> types.TrainingRun:
+        """`get_training_run`, awaited."""
+        return await self.get_training_run(training_run_id)
+
+    async def get_training_run_by_tinker_path_async(self, tinker_path: str) -> types.TrainingRun:
+        """`get_training_run_by_tinker_path`, awaited."""
+        return await self.get_training_run_by_tinker_path(tinker_path)
+
+    async def delete_training_run_async(self, training_run_id: str) -> None:
+        """`delete_training_run`, awaited."""
+        await self.delete_training_run(training_run_id)
+
+    async def list_checkpoints_async(self, training_run_id: str) -> types.CheckpointsListResponse:
+        """`list_checkpoints`, awaited."""
+        return await self.list_checkpoints(training_run_id)
+
+    async def list_user_checkpoints_async(self, limit: int = 100, offset: int = 0) -> types.CheckpointsListResponse:
+        """`list_user_checkpoints`, awaited."""
+        return await self.list_user_checkpoints(limit, offset)
+
+    async def get_checkpoint_async(self, tinker_path: str) -> types.Checkpoint:
+        """`get_checkpoint`, awaited."""
+        return await self.get_checkpoint(tinker_path)
+
+    async def delete_checkpoint_async(self, training_run_id: str, checkpoint_id: str) -> None:
+        """`delete_checkpoint`, awaited."""
+        await self.delete_checkpoint(training_run_id, checkpoint_id)
+
+    async def delete_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
+        """`delete_checkpoint_from_tinker_path`, awaited."""
+        await self.delete_checkpoint_from_tinker_path(tinker_path)
+
+    async def export_checkpoint_async(self, tinker_path: str, directory: str | Path) -> Path:
+        """`export_checkpoint`, awaited."""
+        return await self.export_checkpoint(tinker_path, directory)
+
+    async def list_sessions_async(self, limit: int = 20, offset: int = 0) -> types.ListSessionsResponse:
+        """`list_sessions`, awaited."""
+        return await self.list_sessions(limit, offset)
+
+    async def get_session_async(self, session_id: str) -> types.SessionInfo:
+        """`get_session`, awaited."""
+        return await self.get_session(session_id)
+
+    async def get_operation_async(self, name: str) -> operations_pb2.Operation:
+        """`get_operation`, awaited."""
+        return await self.get_operation(name)
+
+    async def cancel_operation_async(self, name: str) -> operations_pb2.Operation:
+        """`cancel_operation`, awaited."""
+        return await self.cancel_operation(name)
+
+    async def get_pool_status_async(self, num_cycles: int = 20) -> pool_pb2.GetPoolStatusResponse:
+        """`get_pool_status`, awaited."""
+        return await self.get_pool_status(num_cycles)
+
+    async def get_usage_async(self) -> pool_pb2.GetUsageResponse:
+        """`get_usage`, awaited."""
+        return await self.get_usage()
+
     def _start(self, work: Coroutine[Any, Any, T]) -> APIFuture[T]:
         return self._connection.start(work, is_cancellable=True)
 
@@ -267,6 +335,7 @@ def _checkpoint(checkpoint: checkpoints_pb2.Checkpoint) -> types.Checkpoint:
         lora_rank=checkpoint.rank,
         sha256=checkpoint.sha256,
         user_metadata=dict(checkpoint.user_metadata),
+        expires_at=_time(checkpoint.expire_time) if checkpoint.HasField("expire_time") else None,
     )
 
 

@@ -105,27 +105,42 @@ class TrainingClient(Ready):
         return self._order.take(custom.num_seqs, lambda seq: custom.run(self._order, seq))
 
     def save_state(
-        self, name: str, user_metadata: Mapping[str, str] | None = None
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
     ) -> APIFuture[types.SaveWeightsResponse]:
         """Save weights, moments and step count as checkpoint `weights/<name>`, as they are at this place in the order.
 
-        The future raises OperationFailed (ALREADY_EXISTS) if there is a checkpoint of that name.
+        The pool deletes it after `ttl_seconds`; None keeps it. The future raises OperationFailed (ALREADY_EXISTS) if
+        there is a checkpoint of that name, unless it is to `overwrite` it.
         """
         request = checkpoints_pb2.SaveStateRequest(
-            adapter_id=self.model_id, name=name, user_metadata=encoding.string_map(user_metadata)
+            adapter_id=self.model_id,
+            name=name,
+            ttl_seconds=ttl_seconds or 0,
+            overwrite=overwrite,
+            user_metadata=encoding.string_map(user_metadata),
         )
         return self._order.take(1, lambda seq: self._save_state(request, seq))
 
     def save_weights_for_sampler(
-        self, name: str, user_metadata: Mapping[str, str] | None = None
+        self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
     ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
-        """Save the weights as checkpoint `sampler_weights/<name>`, for `create_sampling_client`."""
+        """Save the weights as checkpoint `sampler_weights/<name>`, for `create_sampling_client`.
+
+        The pool deletes it after `ttl_seconds`; None keeps it.
+        """
         if not name:
             raise ValueError(
                 "name is empty: for a sampler without a checkpoint use save_weights_and_get_sampling_client"
             )
         request = checkpoints_pb2.SaveWeightsForSamplerRequest(
-            adapter_id=self.model_id, name=name, user_metadata=encoding.string_map(user_metadata)
+            adapter_id=self.model_id,
+            name=name,
+            ttl_seconds=ttl_seconds or 0,
+            user_metadata=encoding.string_map(user_metadata),
         )
         return self._order.take(1, lambda seq: self._named_sampler_weights(request, seq))
 
@@ -201,16 +216,20 @@ class TrainingClient(Ready):
         return self.train_step(data, loss_fn, adam_params, loss_fn_config)
 
     async def save_state_async(
-        self, name: str, user_metadata: Mapping[str, str] | None = None
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
     ) -> APIFuture[types.SaveWeightsResponse]:
-        """`save_state`."""
-        return self.save_state(name, user_metadata)
+        """`save_state`; the future."""
+        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
 
     async def save_weights_for_sampler_async(
-        self, name: str, user_metadata: Mapping[str, str] | None = None
+        self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
     ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
-        """`save_weights_for_sampler`."""
-        return self.save_weights_for_sampler(name, user_metadata)
+        """`save_weights_for_sampler`; the future."""
+        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
 
     async def load_state_async(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
         """`load_state`."""

@@ -82,6 +82,7 @@ class Checkpoint(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     USER_METADATA_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """`tinker://<adapter id>/<weights|sampler_weights>/<name>`."""
     adapter_id: _builtins.str
@@ -108,6 +109,10 @@ class Checkpoint(_message.Message):
     def user_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """As given when saving."""
 
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When it will be deleted; unset: never."""
+
     def __init__(
         self,
         *,
@@ -122,10 +127,11 @@ class Checkpoint(_message.Message):
         rank: _builtins.int = ...,
         user_metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         fingerprint: _builtins.str = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "base_model", b"base_model", "create_time", b"create_time", "fingerprint", b"fingerprint", "kind", b"kind", "path", b"path", "rank", b"rank", "seq", b"seq", "sha256", b"sha256", "size_bytes", b"size_bytes", "user_metadata", b"user_metadata"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "base_model", b"base_model", "create_time", b"create_time", "expire_time", b"expire_time", "fingerprint", b"fingerprint", "kind", b"kind", "path", b"path", "rank", b"rank", "seq", b"seq", "sha256", b"sha256", "size_bytes", b"size_bytes", "user_metadata", b"user_metadata"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -162,6 +168,8 @@ class SaveStateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     USER_METADATA_FIELD_NUMBER: _builtins.int
+    OVERWRITE_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.str
     """The adapter."""
     seq: _builtins.int
@@ -170,6 +178,10 @@ class SaveStateRequest(_message.Message):
     """Makes a call with seq 0 safe to repeat."""
     name: _builtins.str
     """1 to 128 of letters, digits, `-`, `_` and `.`, not beginning with a dot."""
+    overwrite: _builtins.bool
+    """Replace a checkpoint of that name, if there is one, instead of failing."""
+    ttl_seconds: _builtins.int
+    """Delete the checkpoint this many seconds after it was saved; 0 keeps it."""
     @_builtins.property
     def user_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Anything that helps its owner, at most 16 kB."""
@@ -182,10 +194,12 @@ class SaveStateRequest(_message.Message):
         request_id: _builtins.str = ...,
         name: _builtins.str = ...,
         user_metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        overwrite: _builtins.bool = ...,
+        ttl_seconds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "name", b"name", "request_id", b"request_id", "seq", b"seq", "user_metadata", b"user_metadata"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "name", b"name", "overwrite", b"overwrite", "request_id", b"request_id", "seq", b"seq", "ttl_seconds", b"ttl_seconds", "user_metadata", b"user_metadata"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -246,6 +260,7 @@ class SaveWeightsForSamplerRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     USER_METADATA_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.str
     """The adapter."""
     seq: _builtins.int
@@ -254,6 +269,8 @@ class SaveWeightsForSamplerRequest(_message.Message):
     """Makes a call with seq 0 safe to repeat."""
     name: _builtins.str
     """As in SaveState; empty: a sampler without a checkpoint."""
+    ttl_seconds: _builtins.int
+    """Delete the checkpoint this many seconds after it was saved; 0 keeps it. Not for one without a name."""
     @_builtins.property
     def user_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Anything that helps its owner, at most 16 kB."""
@@ -266,10 +283,11 @@ class SaveWeightsForSamplerRequest(_message.Message):
         request_id: _builtins.str = ...,
         name: _builtins.str = ...,
         user_metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        ttl_seconds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "name", b"name", "request_id", b"request_id", "seq", b"seq", "user_metadata", b"user_metadata"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "name", b"name", "request_id", b"request_id", "seq", b"seq", "ttl_seconds", b"ttl_seconds", "user_metadata", b"user_metadata"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -81,7 +81,7 @@ class CheckpointServiceServicer(object):
         """Saves weights, moments and step count, as they are at this place in the adapter's order. An operation with a seq:
         order, delivery and status codes as in TrainingService. When the operation has succeeded, the file is durable and
         verified by its SHA-256 at every later read. The pending gradient is not saved. Saving under a name that exists
-        fails the operation with ALREADY_EXISTS.
+        fails the operation with ALREADY_EXISTS, unless `overwrite` is set.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,7 +41,7 @@ class CheckpointServiceStub:
     """Saves weights, moments and step count, as they are at this place in the adapter's order. An operation with a seq:
     order, delivery and status codes as in TrainingService. When the operation has succeeded, the file is durable and
     verified by its SHA-256 at every later read. The pending gradient is not saved. Saving under a name that exists
-    fails the operation with ALREADY_EXISTS.
+    fails the operation with ALREADY_EXISTS, unless `overwrite` is set.
     """
     SaveWeightsForSampler: _grpc.UnaryUnaryMultiCallable[_checkpoints_pb2.SaveWeightsForSamplerRequest, _checkpoints_pb2.SaveWeightsForSamplerResponse]
     """Saves the weights for sampling, as they are at this place in the adapter's order: with a name as a checkpoint,
@@ -82,7 +82,7 @@ class CheckpointServiceAsyncStub(CheckpointServiceStub):
     """Saves weights, moments and step count, as they are at this place in the adapter's order. An operation with a seq:
     order, delivery and status codes as in TrainingService. When the operation has succeeded, the file is durable and
     verified by its SHA-256 at every later read. The pending gradient is not saved. Saving under a name that exists
-    fails the operation with ALREADY_EXISTS.
+    fails the operation with ALREADY_EXISTS, unless `overwrite` is set.
     """
     SaveWeightsForSampler: _aio.UnaryUnaryMultiCallable[_checkpoints_pb2.SaveWeightsForSamplerRequest, _checkpoints_pb2.SaveWeightsForSamplerResponse]  # type: ignore[assignment]
     """Saves the weights for sampling, as they are at this place in the adapter's order: with a name as a checkpoint,
@@ -126,7 +126,7 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
         """Saves weights, moments and step count, as they are at this place in the adapter's order. An operation with a seq:
         order, delivery and status codes as in TrainingService. When the operation has succeeded, the file is durable and
         verified by its SHA-256 at every later read. The pending gradient is not saved. Saving under a name that exists
-        fails the operation with ALREADY_EXISTS.
+        fails the operation with ALREADY_EXISTS, unless `overwrite` is set.
         """
 
     @_abc_1.abstractmethod
