@@ -182,6 +182,9 @@ async def test_a_checkpoint_goes_when_its_time_to_live_is_over(tmp_path: Path) -
         refused = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=3, ttl_seconds=5)
         with pytest.raises(ServiceError, match="with a name"):
             await pool.service.save_weights_for_sampler(await pool.principal(), refused)
+        negative = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=4, name="x", ttl_seconds=-1)
+        with pytest.raises(ServiceError, match="or more"):
+            await pool.service.save_state(await pool.principal(), negative)
     assert going.HasField("expire_time")
     assert not kept.HasField("expire_time")
     assert left.path == kept.path
