@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from workers.failpoints import failpoint
 from workers.messages import Batch, BatchResult, SampleEvent, SampleRequest
 from workers.pool import Engine, EngineFactory, WorkerLost
 
@@ -149,7 +150,9 @@ class EngineLoop:
         if not future.set_running_or_notify_cancel():
             return
         try:
+            failpoint("worker.received")
             result = engine.run(batch)
+            failpoint("worker.applied")
         except BaseException as error:
             future.set_exception(WorkerLost(f"the engine failed: {error}"))
             raise
