@@ -118,7 +118,14 @@ class BatchBuilder:
                 params = decode_adam(body)
                 return OptimStepItem(**names, prev_seq=prev_seq, seq=operation.seq, drop_gradient=drop, params=params)
             case Kind.SAVE_STATE:
-                return SaveItem(**names, prev_seq=prev_seq, seq=operation.seq, drop_gradient=drop, with_optimizer=True)
+                return SaveItem(
+                    **names,
+                    prev_seq=prev_seq,
+                    seq=operation.seq,
+                    drop_gradient=drop,
+                    with_optimizer=True,
+                    with_gradient=False,
+                )
             case Kind.SAVE_WEIGHTS_FOR_SAMPLER:
                 return SaveItem(
                     **names,
@@ -126,6 +133,7 @@ class BatchBuilder:
                     seq=operation.seq,
                     drop_gradient=drop,
                     with_optimizer=False,
+                    with_gradient=False,
                     publish_as=operation.name,
                 )
             case Kind.LOAD_STATE:

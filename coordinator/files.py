@@ -2,7 +2,8 @@
 users.
 
 A folder holds `adapter_model.safetensors` and `adapter_config.json` (together a PEFT directory),
-`optimizer.safetensors` if moments were saved, and `state.json`. It is written under a temporary name, every file and
+`optimizer.safetensors` if moments were saved, `gradient.safetensors` in a snapshot that was taken while a gradient was
+pending, and `state.json`. It is written under a temporary name, every file and
 the folder are synced, then it is renamed and the parent synced; only after that may a database row point at it. A
 folder without a row is an orphan of a crash and is removed at the next start.
 """
@@ -24,10 +25,11 @@ from typing import Any
 from coordinator.errors import Code, ServiceError
 from workers.messages import AdapterSpec, AdapterState, ModelInfo
 
-WEIGHTS, CONFIG, OPTIMIZER, STATE = (
+WEIGHTS, CONFIG, OPTIMIZER, GRADIENT, STATE = (
     "adapter_model.safetensors",
     "adapter_config.json",
     "optimizer.safetensors",
+    "gradient.safetensors",
     "state.json",
 )
 _TEMPORARY = ".writing-"
@@ -60,6 +62,7 @@ class StateFiles:
                     "num_steps": state.num_steps,
                     "applied_seq": state.applied_seq,
                     "fingerprint": state.fingerprint,
+                    "num_datums": state.num_datums,
                     "rank": spec.rank,
                     "alpha": spec.alpha,
                     "seed": spec.seed,
@@ -69,6 +72,8 @@ class StateFiles:
         }
         if state.optimizer is not None:
             files[OPTIMIZER] = state.optimizer
+        if state.gradient is not None:
+            files[GRADIENT] = state.gradient
         name = uuid.uuid4().hex
         temporary, final = self._root / (_TEMPORARY + name), self._root / name
         try:
@@ -94,6 +99,8 @@ class StateFiles:
             num_steps=state["num_steps"],
             applied_seq=state["applied_seq"],
             fingerprint=state["fingerprint"],
+            gradient=files.get(GRADIENT),
+            num_datums=state.get("num_datums", 0),  # folders from before gradients were kept do not say
         )
 
     def tar(self, folder: str, sha256: str, piece_bytes: int = 1 << 20) -> Iterator[bytes]:

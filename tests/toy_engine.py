@@ -188,6 +188,9 @@ class ToyEngine:
         if install.state is not None:
             try:
                 _load(adapter, install.state, with_optimizer=True)
+                if install.state.gradient is not None:
+                    adapter.gradient = _read(install.state.gradient)
+                    adapter.progress.num_datums = install.state.num_datums
             except ValueError as error:
                 self._broken[adapter_id] = ItemError(code=ErrorCode.DATA_LOSS, message=str(error))
                 return
@@ -214,7 +217,9 @@ class ToyEngine:
             case SaveItem():
                 if error is None and item.publish_as:
                     self.versions[item.publish_as] = adapter.chain
-                state = None if error else toy_state(adapter, with_optimizer=item.with_optimizer)
+                state = None
+                if error is None:
+                    state = toy_state(adapter, with_optimizer=item.with_optimizer, with_gradient=item.with_gradient)
                 return ItemResult(op_id=item.op_id, error=error, state=state)
             case LoadItem():
                 if error is None:
@@ -324,7 +329,7 @@ def _step(adapter: ToyAdapter, item: OptimStepItem) -> dict[str, float]:
 
 
 def _load(adapter: ToyAdapter, state: AdapterState, *, with_optimizer: bool) -> None:
-    """Raises ValueError if the state is damaged."""
+    """All but the gradient, which is none afterwards. Raises ValueError if the state is damaged."""
     optimizer = state.optimizer if with_optimizer else None
     adapter.chain = _read(state.weights)
     adapter.moments = b"" if optimizer is None else _read(optimizer)
@@ -332,14 +337,18 @@ def _load(adapter: ToyAdapter, state: AdapterState, *, with_optimizer: bool) -> 
     adapter.progress.num_steps = 0 if optimizer is None else state.num_steps
 
 
-def toy_state(adapter: ToyAdapter, *, with_optimizer: bool = True) -> AdapterState:
+def toy_state(adapter: ToyAdapter, *, with_optimizer: bool = True, with_gradient: bool = False) -> AdapterState:
     """An adapter's durable state."""
+    has_gradient = with_gradient and bool(adapter.gradient)
+    assert not (has_gradient and adapter.progress.window), "whatever closes a window drops its gradient"
     return AdapterState(
         weights=_written(adapter.chain),
         optimizer=_written(adapter.moments) if with_optimizer else None,
         num_steps=adapter.progress.num_steps,
         applied_seq=adapter.progress.applied_seq,
         fingerprint=FINGERPRINT,
+        gradient=_written(adapter.gradient) if has_gradient else None,
+        num_datums=adapter.progress.num_datums if has_gradient else 0,
     )
 
 

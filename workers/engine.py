@@ -45,7 +45,15 @@ from workers.optim import NonFiniteStepError, adamw_step, check_params
 from workers.packing import Request
 from workers.passes import Outcome, PassRunner, failure_of
 from workers.progress import Progress
-from workers.snapshot import DamagedStateError, OtherAdapterError, optimizer_file, read_state, weights_file
+from workers.snapshot import (
+    DamagedStateError,
+    NonFiniteGradientError,
+    OtherAdapterError,
+    gradient_file,
+    optimizer_file,
+    read_state,
+    weights_file,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +224,7 @@ class TrainingEngine:
             if spec.rank > self.base_model.max_rank:
                 raise OtherAdapterError(f"rank is {spec.rank}; this model takes at most {self.base_model.max_rank}")
             layout = self.bank.layout(spec)
-            host = None if state is None else read_state(layout, spec, state.weights, state.optimizer)
+            host = None if state is None else read_state(layout, spec, state.weights, state.optimizer, state.gradient)
         except ValueError as error:
             is_damaged = isinstance(error, DamagedStateError | OtherAdapterError) and state is not None
             code = ErrorCode.DATA_LOSS if is_damaged else ErrorCode.INVALID_ARGUMENT
@@ -227,6 +235,7 @@ class TrainingEngine:
         if state is not None:
             progress.applied_seq = state.applied_seq
             progress.num_steps = 0 if state.optimizer is None else state.num_steps
+            progress.num_datums = 0 if state.gradient is None else state.num_datums
         self._progress[spec.adapter_id] = progress
 
     # ------------------------------------------------------------------ items
@@ -371,12 +380,18 @@ class TrainingEngine:
             self.bank.publish(item.adapter_id, item.publish_as)
         host = self.bank.read(item.adapter_id)
         assert host.weights is not None
+        gradient = None
+        if item.with_gradient and host.grad is not None:
+            assert progress.window is None, "whatever closes a window drops its gradient"
+            gradient = gradient_file(entry.layout, entry.spec, host.grad)
         return AdapterState(
             weights=weights_file(entry.layout, entry.spec, host.weights),
             optimizer=optimizer_file(entry.layout, entry.spec, host) if item.with_optimizer else None,
             num_steps=progress.num_steps,
             applied_seq=progress.applied_seq,
             fingerprint=self._info.fingerprint,
+            gradient=gradient,
+            num_datums=0 if gradient is None else progress.num_datums,
         )
 
     def _load(self, item: LoadItem) -> None:
@@ -405,6 +420,8 @@ def _item_error(error: Exception) -> ItemError:
         case NonFiniteStepError():
             message = f"{error}; the step was not taken and the gradient was dropped. Lower the learning rate or clip."
             return ItemError(code=ErrorCode.NON_FINITE, message=message)
+        case NonFiniteGradientError():
+            return ItemError(code=ErrorCode.NON_FINITE, message=str(error))
         case DamagedStateError():
             return ItemError(code=ErrorCode.DATA_LOSS, message=str(error))
         case ValueError() if type(error) in {ValueError, OtherAdapterError}:

@@ -63,7 +63,10 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterState:
-    """An adapter's durable state between gradient windows. Byte fields are whole safetensors files."""
+    """An adapter's durable state between two operations. Byte fields are whole safetensors files.
+
+    Only a snapshot for recovery holds a gradient; a user's checkpoint never does.
+    """
 
     weights: bytes
     """`base_model.model.<module>.lora_A.weight` (rank, d_in) and `.lora_B.weight` (d_out, rank), fp32, as in PEFT."""
@@ -75,11 +78,18 @@ class AdapterState:
     """The last seq this state contains."""
     fingerprint: str
     """The numerics (torch build, CPU kind, threads) that computed it; bits are promised for equal fingerprints."""
+    gradient: bytes | None = None
+    """The pending gradient, fp32, the names of `weights` with `grad.` before them; None: none is pending."""
+    num_datums: int = 0
+    """Sequences whose gradients are in the window, the next optim_step's `num_datums:sum`; 0 without a gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterInstall:
-    """Put an adapter on a worker, replacing any copy it has. `state` None: a fresh one, from the seed, at seq 0."""
+    """Put an adapter on a worker, replacing any copy it has. `state` None: a fresh one, from the seed, at seq 0.
+
+    A gradient in the state is pending again: what follows gives the same bits as if the copy had never been lost.
+    """
 
     spec: AdapterSpec
     state: AdapterState | None
@@ -147,9 +157,14 @@ class OptimStepItem(Item):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveItem(Item):
-    """Read the adapter's state out; changes nothing. The pending gradient is not part of it."""
+    """Read the adapter's state out; changes nothing, whether a gradient is pending or not."""
 
     with_optimizer: bool
+    with_gradient: bool = False
+    """Also the pending gradient, if there is one (a closed window has none): a snapshot for recovery, not a checkpoint.
+
+    Fails with NON_FINITE if the gradient has overflowed, for no install would take it.
+    """
     publish_as: str = ""
     """If set, also pin a copy of the weights for sampling under this version key, on this worker."""
 
@@ -158,7 +173,7 @@ class SaveItem(Item):
 class LoadItem(Item):
     """Replace weights (and moments) by a checkpoint's; discards the pending gradient.
 
-    `state.applied_seq` is ignored.
+    `state.applied_seq`, `gradient` and `num_datums` are ignored.
     """
 
     state: AdapterState

@@ -23,6 +23,7 @@ from workers.messages import AdapterSpec
 
 PEFT_PREFIX = "base_model.model."
 MOMENTS = ("exp_avg", "exp_avg_sq")
+GRADIENT_PREFIX = f"grad.{PEFT_PREFIX}"
 
 
 class DamagedStateError(ValueError):
@@ -31,6 +32,10 @@ class DamagedStateError(ValueError):
 
 class OtherAdapterError(ValueError):
     """The state is sound but belongs to an adapter of another rank or with other modules."""
+
+
+class NonFiniteGradientError(ArithmeticError):
+    """The pending gradient is infinite or not a number; written down, it could not be told from a damaged one."""
 
 
 def weights_file(layout: RowLayout, spec: AdapterSpec, weights: Tensor) -> bytes:
@@ -47,7 +52,19 @@ def optimizer_file(layout: RowLayout, spec: AdapterSpec, host: HostRow) -> bytes
     return _save(tensors)
 
 
-def read_state(layout: RowLayout, spec: AdapterSpec, weights: bytes, optimizer: bytes | None) -> HostRow:
+def gradient_file(layout: RowLayout, spec: AdapterSpec, gradient: Tensor) -> bytes:
+    """A pending gradient (P,) as a safetensors file, names as the weights' after `grad.`.
+
+    Raises NonFiniteGradientError: a pass can end well although the gradient overflowed, which its step is to report.
+    """
+    if not bool(torch.isfinite(gradient).all()):
+        raise NonFiniteGradientError("the pending gradient has values that are not finite and was not saved")
+    return _save(_named(layout, spec, gradient, GRADIENT_PREFIX))
+
+
+def read_state(
+    layout: RowLayout, spec: AdapterSpec, weights: bytes, optimizer: bytes | None, gradient: bytes | None = None
+) -> HostRow:
     """Vectors (P,) from files. Raises DamagedStateError, OtherAdapterError; the message is for the user."""
     host = HostRow(weights=_read(layout, spec, _load(weights, "weights"), PEFT_PREFIX, "weights"))
     if optimizer is not None:
@@ -61,6 +78,8 @@ def read_state(layout: RowLayout, spec: AdapterSpec, weights: bytes, optimizer: 
         host.exp_avg, host.exp_avg_sq = (
             _read(layout, spec, part, f"{moment}.{PEFT_PREFIX}", "optimizer state") for moment, part in parts.items()
         )
+    if gradient is not None:
+        host.grad = _read(layout, spec, _load(gradient, "gradients"), GRADIENT_PREFIX, "gradients")
     return host
 
 

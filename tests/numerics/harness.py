@@ -141,6 +141,17 @@ class Driver:
         assert state is not None
         return state
 
+    def snapshot_item(self, key: str) -> SaveItem:
+        """A save for recovery: it stands where the adapter stands, and takes the pending gradient along."""
+        place: dict[str, Any] = {"op_id": "snapshot", "prev_seq": self.seqs[key], "seq": self.seqs[key]}
+        return SaveItem(adapter_id=key, **place, with_optimizer=True, with_gradient=True)
+
+    def snapshot(self, key: str) -> AdapterState:
+        """What a fresh copy needs to go on from here, read out."""
+        state = self.train(self.snapshot_item(key))[0].state
+        assert state is not None
+        return state
+
     def gradient(self, key: str) -> torch.Tensor:
         """A copy of the pending gradient (P,), zeros if there is none."""
         bank = self.engine.bank

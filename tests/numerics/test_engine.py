@@ -281,6 +281,7 @@ def test_saving_changes_nothing_and_leaves_the_pending_gradient_out(driver: Driv
     gradient = driver.gradient("a")
     after = driver.state("a")
     assert (after.weights, after.optimizer) == (before.weights, before.optimizer)
+    assert (after.gradient, after.num_datums) == (None, 0)
     assert torch.equal(driver.gradient("a"), gradient)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.errors import Code, ServiceError
-from coordinator.files import StateFiles
+from coordinator.files import StateFiles, _digest
 from tests.toy_engine import toy_model_info
 from workers.messages import AdapterSpec, AdapterState
 
@@ -20,6 +20,7 @@ SPEC = AdapterSpec(
     adapter_id="s:train:0", rank=8, alpha=16.0, seed=3, train_attn=True, train_mlp=True, train_unembed=False
 )
 STATE = AdapterState(weights=b"w" * 3000, optimizer=b"m" * 50, num_steps=4, applied_seq=9, fingerprint="toy")
+IN_A_WINDOW = replace(STATE, gradient=b"g" * 70, num_datums=3)
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def files(tmp_path: Path) -> StateFiles:
 
 
 def test_what_is_written_is_read_back(files: StateFiles) -> None:
-    for state in (STATE, replace(STATE, optimizer=None)):
+    for state in (STATE, replace(STATE, optimizer=None), IN_A_WINDOW, replace(IN_A_WINDOW, optimizer=None)):
         saved = files.write(SPEC, MODEL, state)
         assert files.read(saved.folder, saved.sha256) == state
 
@@ -65,6 +66,29 @@ def test_a_missing_an_extra_and_a_swapped_file_are_data_loss(files: StateFiles, 
     with pytest.raises(ServiceError) as absent:
         files.read("nowhere", saved.sha256)
     assert absent.value.code is Code.DATA_LOSS
+
+
+def test_a_damaged_or_missing_gradient_is_data_loss(files: StateFiles, tmp_path: Path) -> None:
+    saved = files.write(SPEC, MODEL, IN_A_WINDOW)
+    gradient = tmp_path / "states" / saved.folder / "gradient.safetensors"
+    assert gradient.read_bytes() == IN_A_WINDOW.gradient
+    gradient.write_bytes(b"g" * 69 + b"h")
+    with pytest.raises(ServiceError) as damaged:
+        files.read(saved.folder, saved.sha256)
+    gradient.unlink()
+    with pytest.raises(ServiceError) as missing:
+        files.read(saved.folder, saved.sha256)
+    assert damaged.value.code is missing.value.code is Code.DATA_LOSS
+
+
+def test_a_folder_from_before_gradients_were_kept_is_read_as_one_without(files: StateFiles, tmp_path: Path) -> None:
+    saved = files.write(SPEC, MODEL, STATE)
+    folder = tmp_path / "states" / saved.folder
+    fields = json.loads((folder / "state.json").read_bytes())
+    assert fields.pop("num_datums") == 0
+    (folder / "state.json").write_bytes(json.dumps(fields).encode())
+    contents = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert files.read(saved.folder, _digest(contents)) == STATE
 
 
 @pytest.mark.parametrize("step", ["write", "rename", "sync"])
@@ -123,7 +147,7 @@ def test_orphans_of_a_crash_are_removed_and_nothing_else(files: StateFiles, tmp_
 
 
 def test_an_export_is_a_tar_of_a_peft_directory(files: StateFiles) -> None:
-    saved = files.write(SPEC, MODEL, STATE)
+    saved = files.write(SPEC, MODEL, IN_A_WINDOW)
     pieces = list(files.tar(saved.folder, saved.sha256, piece_bytes=1000))
     assert all(len(piece) <= 1000 for piece in pieces)
     with tarfile.open(fileobj=io.BytesIO(b"".join(pieces))) as archive:

@@ -12,7 +12,15 @@ from tests.unit.test_bank import SHAPES, make_spec
 from workers.bank import HostRow
 from workers.layout import RowLayout, rank_class, trained_kinds
 from workers.messages import AdapterSpec
-from workers.snapshot import DamagedStateError, OtherAdapterError, optimizer_file, read_state, weights_file
+from workers.snapshot import (
+    DamagedStateError,
+    NonFiniteGradientError,
+    OtherAdapterError,
+    gradient_file,
+    optimizer_file,
+    read_state,
+    weights_file,
+)
 
 SPEC = make_spec("a", 4)
 Tensors = dict[str, torch.Tensor]
@@ -26,7 +34,7 @@ def layout_of(spec: AdapterSpec) -> RowLayout:
 def some_row(spec: AdapterSpec) -> HostRow:
     layout = layout_of(spec)
     vectors = []
-    for _ in range(3):
+    for _ in range(4):
         flat = torch.zeros(layout.num_values)
         for _, matrix in layout.matrices(flat, spec.rank):
             matrix.copy_(torch.randn(matrix.shape))
@@ -40,18 +48,26 @@ def files(spec: AdapterSpec, row: HostRow) -> tuple[bytes, bytes]:
     return weights_file(layout, spec, row.weights), optimizer_file(layout, spec, row)
 
 
+def gradient_of(spec: AdapterSpec, row: HostRow) -> bytes:
+    assert row.grad is not None
+    return gradient_file(layout_of(spec), spec, row.grad)
+
+
 @pytest.mark.parametrize("spec", [SPEC, make_spec("b", 16, train_mlp=False), make_spec("c", 1, train_attn=False)])
 def test_state_read_back_has_the_same_bits(spec: AdapterSpec) -> None:
     row = some_row(spec)
     weights, optimizer = files(spec, row)
-    back = read_state(layout_of(spec), spec, weights, optimizer)
-    for name in ("weights", "exp_avg", "exp_avg_sq"):
+    gradient = gradient_of(spec, row)
+    back = read_state(layout_of(spec), spec, weights, optimizer, gradient)
+    for name in ("weights", "exp_avg", "exp_avg_sq", "grad"):
         assert torch.equal(getattr(back, name), getattr(row, name))
     assert files(spec, back) == (weights, optimizer)
+    assert gradient_of(spec, back) == gradient
 
 
 def test_files_hold_unpadded_matrices_under_the_names_of_peft() -> None:
-    weights, optimizer = files(SPEC, some_row(SPEC))
+    row = some_row(SPEC)
+    weights, optimizer = files(SPEC, row)
     tensors = load(weights)
     assert tensors[A_NAME].shape == (4, 48)
     assert tensors["base_model.model.l.k_proj.lora_B.weight"].shape == (16, 4)
@@ -59,6 +75,7 @@ def test_files_hold_unpadded_matrices_under_the_names_of_peft() -> None:
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
     moments = {f"{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in tensors}
     assert set(load(optimizer)) == moments
+    assert set(load(gradient_of(SPEC, row))) == {f"grad.{name}" for name in tensors}
 
 
 def test_state_without_optimizer_has_fresh_moments() -> None:
@@ -66,6 +83,7 @@ def test_state_without_optimizer_has_fresh_moments() -> None:
     row = read_state(layout_of(SPEC), SPEC, weights, None)
     assert row.exp_avg is None
     assert row.exp_avg_sq is None
+    assert row.grad is None
 
 
 def test_fresh_moments_are_written_as_zeros() -> None:
@@ -108,6 +126,34 @@ def test_damaged_optimizer_state_is_refused() -> None:
     for damaged in (optimizer[:50], stray, fewer, weights):
         with pytest.raises(DamagedStateError, match="optimizer state"):
             read_state(layout_of(SPEC), SPEC, weights, damaged)
+
+
+def test_damaged_gradient_is_refused() -> None:
+    row = some_row(SPEC)
+    weights, _ = files(SPEC, row)
+    gradient = gradient_of(SPEC, row)
+    tensors, name = load(gradient), f"grad.{A_NAME}"
+    changes: list[Tensors] = [
+        {name: tensors[name].double()},
+        {name: tensors[name][:, :40].clone()},
+        {name: torch.full((4, 48), float("inf"))},
+        {"step": torch.zeros(1), "grad.": torch.zeros(1)},
+    ]
+    for damaged in (b"", gradient[:-1], weights, *(bytes(save({**tensors, **change})) for change in changes)):
+        with pytest.raises((DamagedStateError, OtherAdapterError), match="gradients"):
+            read_state(layout_of(SPEC), SPEC, weights, None, damaged)
+    other = make_spec("b", 8)
+    with pytest.raises(OtherAdapterError, match="gradients are of rank 8"):
+        read_state(layout_of(SPEC), SPEC, weights, None, gradient_of(other, some_row(other)))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_gradient_that_could_not_be_read_back_is_not_written(value: float) -> None:
+    row = some_row(SPEC)
+    assert row.grad is not None
+    row.grad[-1] = value
+    with pytest.raises(NonFiniteGradientError, match="not finite"):
+        gradient_of(SPEC, row)
 
 
 @pytest.mark.parametrize(
