@@ -6,7 +6,7 @@ worker's fence checks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from coordinator.bodies import decode_adam, decode_pass
@@ -41,13 +41,21 @@ class BatchBuilder:
         self._checkpoints = checkpoints
         self._snapshots = snapshots
 
-    def install(self, adapter: AdapterQueue) -> AdapterInstall:
-        """A copy of the adapter as of its newest snapshot. Raises ServiceError DATA_LOSS."""
+    def installer(self, adapter: AdapterQueue) -> Callable[[], AdapterInstall]:
+        """What reads a copy of the adapter as of its newest snapshot; for a thread of its own, files may be large.
+
+        It raises ServiceError DATA_LOSS.
+        """
+        spec = adapter.spec
         row = self._store.read_one("SELECT * FROM snapshots WHERE adapter_id = ?", (adapter.adapter_id,))
-        if row is None:
-            return AdapterInstall(spec=adapter.spec, state=None)
-        state = self._snapshots.read(row["folder"], row["sha256"])
-        return AdapterInstall(spec=adapter.spec, state=replace(state, applied_seq=row["seq"]))
+
+        def install() -> AdapterInstall:
+            if row is None:
+                return AdapterInstall(spec=spec, state=None)
+            state = self._snapshots.read(row["folder"], row["sha256"])
+            return AdapterInstall(spec=spec, state=replace(state, applied_seq=row["seq"]))
+
+        return install
 
     def pass_items(self, adapter: AdapterQueue, num_chunks: int) -> list[tuple[Operation, PassItem]]:
         """The adapter's next `num_chunks` chunks, in order."""
@@ -82,8 +90,9 @@ class BatchBuilder:
     def state_items(self, adapter: AdapterQueue) -> list[tuple[Operation, Item]]:
         """What the step phase runs for the adapter.
 
-        An operation that cannot even start is failed here and ends the chain. Raises ServiceError if it is a replay:
-        then the adapter cannot be rebuilt.
+        Behind a load stands a snapshot of what it loaded: its checkpoint may be deleted at any time, and then nobody
+        could run it again. An operation that cannot even start is failed here and ends the chain. Raises ServiceError
+        if it is a replay: then the adapter cannot be rebuilt.
         """
         items: list[tuple[Operation, Item]] = []
         prev_seq = adapter.placed_seq
@@ -99,12 +108,27 @@ class BatchBuilder:
             adapter.must_drop_gradient = False
             items.append((operation, item))
             prev_seq = operation.seq
+            if operation.kind is Kind.LOAD_STATE and not operation.is_final:
+                items.append((operation, self._snapshot_item(adapter, prev_seq, drop_gradient=False)))
         return items
 
     def snapshot_item(self, adapter: AdapterQueue) -> SaveItem:
         """A save for recovery; it stands where the adapter stands."""
-        seq = adapter.placed_seq
-        return SaveItem(op_id=SNAPSHOT, adapter_id=adapter.adapter_id, prev_seq=seq, seq=seq, with_optimizer=True)
+        drop = adapter.must_drop_gradient
+        adapter.must_drop_gradient = False
+        return self._snapshot_item(adapter, adapter.placed_seq, drop_gradient=drop)
+
+    @staticmethod
+    def _snapshot_item(adapter: AdapterQueue, seq: int, *, drop_gradient: bool) -> SaveItem:
+        return SaveItem(
+            op_id=SNAPSHOT,
+            adapter_id=adapter.adapter_id,
+            prev_seq=seq,
+            seq=seq,
+            drop_gradient=drop_gradient,
+            with_optimizer=True,
+            with_gradient=True,
+        )
 
     def _state_item(self, adapter: AdapterQueue, operation: Operation, prev_seq: int) -> Item:
         body = operation.body or self._store.read_body(operation.target_id, operation.seq)
@@ -223,3 +247,13 @@ def merged_metrics(parts: Iterable[ItemResult]) -> Mapping[str, float]:
 def service_error(error: ServiceError) -> ops_pb.OperationError:
     """A refusal as the outcome of an operation."""
     return ops_pb.OperationError(code=int(error.code), reason=error.reason, message=error.message)
+
+
+def worker_died(operation: Operation) -> ops_pb.OperationError:
+    """Why an operation that ends its worker whenever it runs is run no more."""
+    return ops_pb.OperationError(
+        code=int(Code.INTERNAL),
+        reason="WORKER_DIED",
+        message=f"{operation.name} ended its worker each time that it ran, alone the last times: it does not fit into "
+        "memory, takes far too long, or has found a fault of the engine; send less at once",
+    )

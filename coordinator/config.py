@@ -47,17 +47,22 @@ class CoordinatorConfig:
     sweep_interval_s: float = 5.0
     """How often sessions and gaps are looked at."""
     replay_s_max: float = 10.0
-    """Engine seconds of log after which an adapter is snapshotted at its next optimizer step."""
+    """Engine seconds that a worker's loss may cost: snapshots are taken so that running again takes no longer."""
+    stop_s_max: float = 10.0
+    """How long a stop waits for operations that have been run in part; after that the next start runs them again."""
     samples_per_worker_max: int = 128
     """Sequences handed to one worker's sampler at a time; the rest wait their tenant's turn here."""
     result_retention_s: float = 7 * 86400.0
-    """How long a finished operation can be fetched."""
+    """Service time for which a finished operation can be fetched."""
+    fetched_retention_s: float = 3600.0
+    """Service time for which it can be fetched again."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         if self.cycle_tokens_max < 1:
             raise ValueError(f"cycle_tokens_max must be at least 1, got {self.cycle_tokens_max}")
-        for name in ("linger_s", "session_timeout_s", "gap_timeout_s", "replay_s_max", "result_retention_s"):
+        durations = ("linger_s", "session_timeout_s", "gap_timeout_s", "replay_s_max", "stop_s_max")
+        for name in (*durations, "result_retention_s", "fetched_retention_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be a number of seconds, 0 or more, got {getattr(self, name)}")
         if not self.sweep_interval_s > 0:

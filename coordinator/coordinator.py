@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from coordinator.auth import Authenticator
 from coordinator.clock import Time
@@ -17,8 +18,9 @@ DEFAULT_TENANT = "default"
 class Coordinator:
     """Start it, put doors before `service` and `authenticator`, await `failed`, stop it."""
 
-    def __init__(self, config: CoordinatorConfig, pool: Pool, time: Time | None = None) -> None:
-        self.core = Core(config, pool, time)
+    def __init__(self, config: CoordinatorConfig, pool: Pool, time: Time | None = None, **seams: Any) -> None:
+        """`seams`: see `Core`."""
+        self.core = Core(config, pool, time, **seams)
         self.authenticator: Authenticator
         self.service: Service
 

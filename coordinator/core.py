@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import functools
 import logging
 import os
-from collections import deque
-from collections.abc import Coroutine
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from coordinator import recovery
 from coordinator.admission import Admission, storage_error
 from coordinator.batches import BatchBuilder
-from coordinator.clock import SystemTime, Time
+from coordinator.clock import SystemTime, Time, within
 from coordinator.config import CoordinatorConfig
 from coordinator.cycle import CycleLoop
+from coordinator.disk import Disk, RealDisk
 from coordinator.queue import AdapterQueue
 from coordinator.running import finished_row
 from coordinator.sampling import Sampling
 from coordinator.saving import Saver
 from coordinator.sessions import SessionTable
-from coordinator.store import StorageError, Store
+from coordinator.store import Connection, StorageError, Store
+from coordinator.suspects import Suspects
 from coordinator.waiting import OperationTable
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import pool_pb2
@@ -36,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 2.0
 PING_TIMEOUT_S = 5.0
-REPLACE_RETRY_S = 2.0
+BACKOFF_S, BACKOFF_S_MAX = 0.25, 30.0
+"""How long the second life that ends at once is let lie, and the most."""
 CYCLES_SHOWN_MAX = 1000
 
 
@@ -47,10 +52,21 @@ class DataDirInUse(Exception):
 class Core:
     """Everything that outlives a request."""
 
-    def __init__(self, config: CoordinatorConfig, pool: Pool, time: Time | None = None) -> None:
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        pool: Pool,
+        time: Time | None = None,
+        *,
+        disk: Disk | None = None,
+        connect: Callable[[Path], Connection] | None = None,
+    ) -> None:
+        """`disk` holds the state folders, `connect` opens the database; by default they are the machine's."""
         self.config = config
         self.pool = pool
         self.time = time or SystemTime()
+        self._disk = disk or RealDisk()
+        self._connect = connect
         self.epoch = 0
         self.models: dict[str, ModelInfo] = {}
         self.loops: dict[str, CycleLoop] = {}
@@ -65,6 +81,9 @@ class Core:
         self._tasks: set[asyncio.Task[None]] = set()
         self._use_cases: set[asyncio.Task[Any]] = set()
         self._replacing: set[str] = set()
+        self._num_deaths: Counter[str] = Counter()
+        """By worker, since it was last seen to live on."""
+        self._suspects: dict[str, Suspects] = {}
         self._is_stopping = False
         self._specs: dict[str, AdapterSpec] = {}
 
@@ -73,7 +92,12 @@ class Core:
         self.config.data_dir.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         self.failure = asyncio.get_running_loop().create_future()
-        self.store = Store(self.config.data_dir / "tinkerpool.db", wall=self.time.wall)
+        self.store = Store(
+            self.config.data_dir / "tinkerpool.db",
+            monotonic=self.time.monotonic,
+            connect=self._connect,
+            on_broken=self._fail,
+        )
         self.epoch = await self.store.raise_epoch()
         self._last_cycle_id = self.store.last_cycle_id()
         self.table = OperationTable()
@@ -82,6 +106,7 @@ class Core:
         self.admission = Admission(self.store, self.table, self.config.limits)
         self.saver = Saver(
             self.config.data_dir,
+            self._disk,
             self.store,
             self.models.__getitem__,
             self.time.wall,
@@ -96,6 +121,7 @@ class Core:
             saver=self.saver,
             spec_of=self.spec_of,
             live_workers=self._live_workers,
+            suspects_of=self._suspects.__getitem__,
             worker_lost=self._worker_lost,
             fatal=self._fail,
         )
@@ -119,6 +145,7 @@ class Core:
         self._is_stopping = True
         if hasattr(self, "admission"):
             self.admission.is_stopping = True
+            self.store.give_up()
             self.table.close()
             for watcher in self.cycle_watchers:
                 watcher.put_nowait(None)
@@ -130,7 +157,7 @@ class Core:
         await asyncio.gather(*self._tasks, *self._use_cases, return_exceptions=True)
         await self.pool.stop()
         if hasattr(self, "store"):
-            self.store.close()
+            await self.store.close()
         self._lock.close()
 
     async def _finish_loop(self, loop: CycleLoop) -> None:
@@ -163,7 +190,7 @@ class Core:
             and self.failure is not None
             and not self.failure.done()
             and bool(self.loops)
-            and all(loop.workers() for loop in self.loops.values())
+            and all(loop.workers() and not loop.is_stuck for loop in self.loops.values())
         )
 
     def add_adapter(self, adapter: AdapterQueue) -> None:
@@ -187,7 +214,9 @@ class Core:
             if not operation.is_final:
                 operation.fail(error)
         try:
-            folder = await self.store.delete_adapter(adapter.adapter_id, [finished_row(o) for o in unfinished])
+            folder = await self.store.delete_adapter(
+                adapter.adapter_id, [finished_row(o) for o in unfinished], self.time.wall()
+            )
         except StorageError:
             adapter.decided = unfinished
             self.add_adapter(adapter)
@@ -245,6 +274,7 @@ class Core:
     def _make_loops(self) -> None:
         fair = recovery.load_fair_state(self.store)
         for base_model in self.models:
+            self._suspects[base_model] = Suspects(functools.partial(self._turn, base_model))
             self.loops[base_model] = CycleLoop(
                 base_model=base_model,
                 config=self.config,
@@ -255,6 +285,7 @@ class Core:
                 builder=BatchBuilder(self.store, self.saver.checkpoints, self.saver.snapshots),
                 saver=self.saver,
                 table=self.table,
+                suspects=self._suspects[base_model],
                 fair=fair,
                 new_cycle_id=self._new_cycle_id,
                 publish=self._publish_cycle,
@@ -299,10 +330,28 @@ class Core:
         self._replacing.add(worker_id)
         for loop in self.loops.values():
             if any(worker.worker_id == worker_id for worker in loop.workers()):
-                loop.lose_worker(worker_id)
-        self.sampling.worker_ended(worker_id)
+                self._lose(loop, worker_id)
         if not self._is_stopping:
             self._spawn(self._replace(worker_id))
+
+    def _lose(self, loop: CycleLoop, worker_id: str) -> None:
+        """Let everybody know that a worker is gone, and suspect who was on it."""
+        operations = loop.running_on(worker_id)
+        samples = self.sampling.running_on(worker_id)
+        names = {operation.target_id for operation in operations}.union(samples)
+        by_name = {operation.name: operation for operation in operations}
+        convicted = loop.suspects.died(names, [*by_name, *samples]) if names else None
+        loop.lose_worker(worker_id)
+        self.sampling.worker_ended(worker_id)
+        if convicted in by_name:
+            loop.convict(by_name[convicted])
+        elif convicted is not None:
+            self.sampling.convict(convicted)
+
+    def _turn(self, base_model: str) -> None:
+        """Others may run than before."""
+        self.loops[base_model].clock.notify()
+        self.sampling.dispatch(base_model)
 
     def _incarnation(self, worker_id: str) -> str:
         return next((w.incarnation for w in self.pool.workers() if w.worker_id == worker_id), "")
@@ -310,11 +359,12 @@ class Core:
     async def _replace(self, worker_id: str) -> None:
         worker = None
         while worker is None:
+            self._num_deaths[worker_id] += 1
+            await self.time.sleep(_backoff_s(self._num_deaths[worker_id]))
             try:
                 worker = await self.pool.replace(worker_id)
             except WorkerLost as error:
                 logger.error("worker %s does not start again: %s; trying on", worker_id, error)
-                await self.time.sleep(REPLACE_RETRY_S)
         logger.warning("worker %s replaced by %s", worker_id, worker.incarnation)
         self._replacing.discard(worker_id)
         self.loops[worker.model.name].worker_is_back(worker_id)
@@ -327,10 +377,12 @@ class Core:
                 continue
             incarnation = self._incarnation(worker_id)
             try:
-                await asyncio.wait_for(self.pool.ping(worker_id), PING_TIMEOUT_S)
+                await within(PING_TIMEOUT_S, self.pool.ping(worker_id))
             except (WorkerLost, TimeoutError) as error:
                 logger.warning("worker %s does not answer: %s", worker_id, str(error) or "time-out")
                 self._worker_lost(worker_id, incarnation)
+            else:
+                self._num_deaths.pop(worker_id, None)
 
     async def _sweep(self) -> None:
         """Expire sessions, fail what waits behind a lost seq, drop old results and checkpoints."""
@@ -343,9 +395,10 @@ class Core:
                     logger.info("session %s expired", session.session_id)
                     await self.end_session(session.session_id)
                 await self.saver.remove_expired()
-                await self.store.execute(
-                    "DELETE FROM operations WHERE finished_at < ? AND body IS NULL",
-                    (self.time.wall() - self.config.result_retention_s,),
+                now = self.store.service_time()
+                await self.store.drop_results(
+                    fetched_before=now - self.config.fetched_retention_s,
+                    finished_before=now - self.config.result_retention_s,
                 )
             except StorageError as error:
                 logger.warning("the database takes no writes: %s; trying on", error)
@@ -381,6 +434,12 @@ class Core:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
+        """Going on would be unsafe: let whoever runs the coordinator know."""
         logger.critical("the coordinator cannot go on", exc_info=error)
         if self.failure is not None and not self.failure.done():
             self.failure.set_exception(error)
+
+
+def _backoff_s(num_deaths: int) -> float:
+    """How long to wait before the next life: the first time not at all."""
+    return min(BACKOFF_S_MAX, BACKOFF_S * 2 ** (num_deaths - 2)) if num_deaths > 1 else 0.0

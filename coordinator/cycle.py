@@ -13,30 +13,39 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
-from coordinator.batches import BatchBuilder, fill_load, fill_pass, fill_step, service_error
+from coordinator.batches import BatchBuilder, fill_load, fill_pass, fill_step, service_error, worker_died
 from coordinator.bodies import serialize
-from coordinator.clock import CycleClock, Time
+from coordinator.clock import CycleClock, Time, within
 from coordinator.config import CoordinatorConfig
+from coordinator.deadlines import Deadlines
 from coordinator.errors import Code, ServiceError
 from coordinator.operations import Kind, Operation, item_error
 from coordinator.planner import Candidate, FairState, PassPlan, place, plan_pass
-from coordinator.queue import AdapterQueue, window_closed
+from coordinator.queue import NOBODY, AdapterQueue, window_closed
 from coordinator.running import Running, Work, finished_row
 from coordinator.saving import Saver
+from coordinator.snapshots import Snapshots
 from coordinator.store import Store
+from coordinator.suspects import DEATHS_ALONE_MAX, Suspects
 from coordinator.waiting import OperationTable
 from tinkerpool.v1 import pool_pb2
-from workers.messages import BatchResult, ErrorCode, Item, ItemResult, PassItem, WorkerInfo
+from workers.failpoints import failpoint
+from workers.messages import Batch, BatchResult, ErrorCode, Item, ItemResult, LoadItem, PassItem, WorkerInfo
 from workers.pool import Pool, WorkerLost
 
 logger = logging.getLogger(__name__)
 
-LOGGED_OPERATIONS_MAX = 1000
-"""Operations since its snapshot after which an adapter is snapshotted, however cheap they were: memory is bounded."""
+SNAPSHOTS_AT_ONCE = 8
+"""States that are in memory at a time when everything is snapshotted."""
 REINSTALLS_MAX = 5
 """How often in a row an adapter's copy may be found out of order before its operations are failed."""
+
+
+STOP_POLL_S = 0.01
+OVERDUE_S = 5.0
+"""How long after a deadline the next thing must have happened, or the cycle is stuck."""
 
 
 class TakenOver(Exception):
@@ -58,6 +67,7 @@ class CycleLoop:
         builder: BatchBuilder,
         saver: Saver,
         table: OperationTable,
+        suspects: Suspects,
         fair: FairState,
         new_cycle_id: Callable[[], int],
         publish: Callable[[pool_pb2.Cycle], None],
@@ -71,6 +81,13 @@ class CycleLoop:
         self.fair = fair
         self.is_stopping = False
         self.dead_workers: set[str] = set()
+        self.suspects = suspects
+        self.deadlines = Deadlines()
+        self._snapshots = Snapshots(saver, time, config.replay_s_max, self.clock.notify)
+        self._on_worker: dict[str, list[Operation]] = {}
+        """What each worker is running of the present cycle."""
+        self._overdue_at = math.inf
+        """When the present cycle makes no progress any more."""
         self._config = config
         self._time = time
         self._epoch = epoch
@@ -99,15 +116,26 @@ class CycleLoop:
                 cycle, plan = self._plan()
                 self._log(cycle, plan)
                 await self._run(cycle, plan)
-                await self._commit(cycle)
+                lost = await self._commit(cycle)
+                await self._snapshot(lost)
                 self._is_idle.set()
         finally:
             self._is_idle.set()
 
     async def stop(self) -> None:
-        """Plan no more cycles and wait for the running one."""
+        """Begin no more operations, and wait for the running cycle and for what has been run in part."""
         self.is_stopping = True
         await self._is_idle.wait()
+        deadline = self._time.monotonic() + self._config.stop_s_max
+        while self._is_ready() and self._time.monotonic() < deadline:
+            self.clock.notify()
+            await asyncio.sleep(STOP_POLL_S)
+            await self._is_idle.wait()
+
+    @property
+    def is_stuck(self) -> bool:
+        """The present cycle has not come on for longer than it may."""
+        return self._time.monotonic() > self._overdue_at
 
     def touch(self, adapter: AdapterQueue) -> None:
         """The adapter has something new. (It may have been deleted while that was logged.)"""
@@ -120,19 +148,32 @@ class CycleLoop:
         self.adapters.pop(adapter.adapter_id, None)
         self._ready.pop(adapter.adapter_id, None)
         self._last_cycle.pop(adapter.adapter_id, None)
+        self.suspects.clear(adapter.adapter_id)
         await self._is_idle.wait()
+        self._snapshots.forget(adapter.adapter_id)
+
+    def running_on(self, worker_id: str) -> list[Operation]:
+        """What the worker is running of the present cycle."""
+        return self._on_worker.get(worker_id, [])
 
     def lose_worker(self, worker_id: str) -> None:
-        """A worker's life has ended, and every copy on it."""
+        """A worker's life has ended, and every copy on it. What it was running is suspected."""
         self.dead_workers.add(worker_id)
+        self.suspects.wait(is_waiting=True)
+        seqs: dict[str, list[int]] = {}
+        for operation in self._on_worker.pop(worker_id, ()):
+            seqs.setdefault(operation.target_id, []).append(operation.seq)
         for adapter in self.adapters.values():
             if adapter.worker_id == worker_id:
                 adapter.lose_copy()
                 self._ready[adapter.adapter_id] = adapter
+            if found := seqs.get(adapter.adapter_id):
+                adapter.suspect(min(found), max(found))
 
     def worker_is_back(self, worker_id: str) -> None:
         """A new life of the worker has started, empty."""
         self.dead_workers.discard(worker_id)
+        self.suspects.wait(is_waiting=bool(self.dead_workers))
         self.clock.notify()
 
     def workers(self) -> list[WorkerInfo]:
@@ -141,32 +182,68 @@ class CycleLoop:
             w for w in self._pool.workers() if w.model.name == self.base_model and w.worker_id not in self.dead_workers
         ]
 
+    def convict(self, operation: Operation) -> None:
+        """Its worker died whenever it ran, also alone: fail it."""
+        logger.error("%s has ended its worker %d times while it ran alone", operation.name, DEATHS_ALONE_MAX)
+        adapter = self.adapters[operation.target_id]
+        adapter.suspected = NOBODY
+        if operation.is_final:
+            self._give_up(adapter, _replay_differs(adapter, operation, "its worker died"))
+        else:
+            operation.fail(worker_died(operation))
+            adapter.decided.append(operation)
+        self.touch(adapter)
+
     async def snapshot_all(self) -> None:
         """Snapshot every adapter whose copy is ahead of its snapshot, so that the next start replays nothing."""
-        cycle = Running(0, self._time.wall(), self._time.monotonic())
-        work = Work()
+        await self._snapshots.finish()
+        self._snapshots.settle(self.adapters)
         for adapter in self.adapters.values():
             adapter.settle()
-            if self._can_snapshot(adapter):
-                work.add(adapter, None, self._builder.snapshot_item(adapter))
-        await self._run_work(cycle, work)
-        self._saver.committed(cycle.commit, self.adapters, await self._store.commit_cycle(cycle.commit))
+        ahead = [adapter for adapter in self.adapters.values() if self._snapshots.can_take(adapter)]
+        for start in range(0, len(ahead), SNAPSHOTS_AT_ONCE):
+            await self._take_snapshots(ahead[start : start + SNAPSHOTS_AT_ONCE])
+            await self._snapshots.finish()
+        self._snapshots.settle(self.adapters)
 
     # ---- plan
 
     def _is_ready(self) -> bool:
-        if self.is_stopping or not self.workers():
+        self._snapshots.settle(self.adapters)
+        if not self.workers():
             return False
         for adapter_id in [a for a, adapter in self._ready.items() if not adapter.is_ready()]:
             del self._ready[adapter_id]
-        return bool(self._ready)
+        self._clear_suspects()
+        return any(True for _ in self._allowed())
+
+    def _allowed(self) -> Iterator[AdapterQueue]:
+        """The ready adapters whose turn it may be. Once we are stopping: those in the middle of an operation."""
+        for adapter in self._ready.values():
+            if not self.suspects.may_run(adapter.adapter_id) or (self.is_stopping and adapter.is_between_operations):
+                continue
+            if adapter.worker_id or not self._snapshots.is_unsettled(adapter.adapter_id):
+                yield adapter
+
+    def _clear_suspects(self) -> None:
+        """Let go of suspects that have run what they are suspected for, or have nothing to run any more."""
+        while cleared := [adapter for name in self.suspects.group if (adapter := self._cleared(name)) is not None]:
+            for adapter in cleared:
+                adapter.suspected = NOBODY
+                self.suspects.clear(adapter.adapter_id)
+
+    def _cleared(self, name: str) -> AdapterQueue | None:
+        adapter = self.adapters.get(name)
+        if adapter is None:
+            return None  # a sample
+        return adapter if adapter.cursor >= adapter.suspected[1] or name not in self._ready else None
 
     def _ready_tenants(self) -> frozenset[str]:
-        return frozenset(adapter.tenant_id for adapter in self._ready.values())
+        return frozenset(adapter.tenant_id for adapter in self._allowed())
 
     def _is_full(self) -> bool:
         room = self._config.cycle_tokens_max * max(1, len(self.workers()))
-        for adapter in self._ready.values():
+        for adapter in self._allowed():
             room -= sum(_ready_chunk_tokens(adapter, room))
             if room <= 0:
                 return True
@@ -189,7 +266,7 @@ class CycleLoop:
                 chunk_tokens=tokens,
                 last_cycle_id=self._last_cycle.get(adapter.adapter_id, 0),
             )
-            for adapter in self._ready.values()
+            for adapter in self._allowed()
             if (tokens := _ready_chunk_tokens(adapter, self._config.cycle_tokens_max))
         ]
         plan, self.fair = plan_pass(candidates, self.fair, self._residents(), self._config.cycle_tokens_max)
@@ -214,7 +291,7 @@ class CycleLoop:
         work = Work()
         for adapter_id, num_chunks in plan.num_chunks.items():
             adapter = self.adapters[adapter_id]
-            if self._install(adapter, plan.placements[adapter_id], work):
+            if await self._install(adapter, plan.placements[adapter_id], work):
                 for operation, item in self._builder.pass_items(adapter, num_chunks):
                     operation.is_running = True
                     work.add(adapter, operation, item)
@@ -224,12 +301,15 @@ class CycleLoop:
     async def _run_steps(self, cycle: Running) -> None:
         work = Work()
         residents = self._residents()
-        for adapter in list(self._ready.values()):
+        for adapter in list(self._allowed()):
             adapter.settle()
-            if next(adapter.ready_states(), None) is None:
+            states = list(adapter.ready_states())
+            if not states:
                 continue
+            if states[-1].kind is Kind.LOAD_STATE and self._snapshots.is_unsettled(adapter.adapter_id):
+                continue  # it brings a snapshot of its own
             worker_id = adapter.worker_id or place(residents)
-            if worker_id not in residents or not self._install(adapter, worker_id, work):
+            if worker_id not in residents or not await self._install(adapter, worker_id, work):
                 continue
             residents[worker_id] += 1
             try:
@@ -241,37 +321,18 @@ class CycleLoop:
                 operation.is_running = True
                 work.add(adapter, operation, item)
         await self._run_work(cycle, work)
-        for adapter, operations in work.by_adapter():
-            if any(o.kind is Kind.LOAD_STATE and not o.is_failed for o in operations):
-                adapter.engine_s_since_snapshot = math.inf  # a replay would need the checkpoint, which may be deleted
-        await self._run_snapshots(cycle)
 
-    async def _run_snapshots(self, cycle: Running) -> None:
-        """Snapshot the adapters of this cycle that would be dear to replay or have a long log, where it is safe."""
-        work = Work()
-        for adapter in [self.adapters[a] for a in cycle.entries if a in self.adapters]:
-            is_dear = adapter.engine_s_since_snapshot > self._config.replay_s_max
-            is_due = is_dear or len(adapter.operations) > LOGGED_OPERATIONS_MAX
-            adapter.settle()
-            if is_due and self._can_snapshot(adapter):
-                work.add(adapter, None, self._builder.snapshot_item(adapter))
-        await self._run_work(cycle, work)
-
-    def _can_snapshot(self, adapter: AdapterQueue) -> bool:
-        is_ahead = bool(adapter.worker_id) and adapter.placed_seq > adapter.snapshot_seq
-        first = next(adapter.ready_passes(), None)
-        is_between_operations = first is None or not first.next_chunk
-        return is_ahead and is_between_operations and adapter.is_snapshot_safe and not adapter.is_replaying
-
-    def _install(self, adapter: AdapterQueue, worker_id: str, work: Work) -> bool:
+    async def _install(self, adapter: AdapterQueue, worker_id: str, work: Work) -> bool:
         """Make sure that the adapter has a copy on the worker.
 
-        False if its state is damaged; its operations fail then.
+        False if it cannot have one now, or if its state is damaged; its operations fail then.
         """
         if adapter.worker_id:
             return True
+        if self._snapshots.is_unsettled(adapter.adapter_id):
+            return False  # its copy was lost since the plan was made
         try:
-            install = self._builder.install(adapter)
+            install = await asyncio.to_thread(self._builder.installer(adapter))
         except ServiceError as error:
             self._give_up(adapter, error)
             return False
@@ -284,11 +345,20 @@ class CycleLoop:
         """Run one phase on all its workers at once, then take in the answers."""
         batches = work.batches(self._epoch, cycle.cycle_id, self._take_removals)
         lives = {worker.worker_id: worker.incarnation for worker in self.workers()}
+        self._on_worker = {
+            worker_id: [operation for _, operation, _ in entries if operation is not None]
+            for worker_id, entries in work.items.items()
+        }
         answers = await asyncio.gather(
-            *(self._pool.run(worker_id, batch) for worker_id, batch in batches.items()), return_exceptions=True
+            *(
+                self._run_batch(worker_id, lives.get(worker_id, ""), batch, is_first=index == 0)
+                for index, (worker_id, batch) in enumerate(batches.items())
+            ),
+            return_exceptions=True,
         )
         for worker_id, answer in zip(batches, answers, strict=True):
             if isinstance(answer, BatchResult):
+                self._on_worker.pop(worker_id, None)
                 if answer.epoch != self._epoch:
                     raise TakenOver(f"{worker_id} works for epoch {answer.epoch}, this is {self._epoch}")
                 entries = work.items.get(worker_id, [])
@@ -299,6 +369,22 @@ class CycleLoop:
                 self._worker_lost(worker_id, lives.get(worker_id, ""))
             else:
                 raise answer
+
+    async def _run_batch(self, worker_id: str, incarnation: str, batch: Batch, *, is_first: bool) -> BatchResult:
+        """A worker's answer, if it comes in time. Raises WorkerLost."""
+        if not is_first:
+            failpoint("dispatch.partial")
+        deaths = max((self.suspects.deaths(o.name) for o in self.running_on(worker_id)), default=0)
+        allowed_s = self.deadlines.allowed_s(batch, incarnation, deaths)
+        began = self._time.monotonic()
+        self._overdue_at = began + allowed_s + OVERDUE_S
+        try:
+            answer = await within(allowed_s, self._pool.run(worker_id, batch))
+        except TimeoutError:
+            self.deadlines.forget(incarnation)
+            raise WorkerLost(f"no answer to a batch within {allowed_s:.0f} s") from None
+        self.deadlines.observe(batch, incarnation, self._time.monotonic() - began)
+        return answer
 
     async def _take_in(
         self, cycle: Running, adapter: AdapterQueue, operation: Operation | None, item: Item, result: ItemResult
@@ -314,14 +400,14 @@ class CycleLoop:
         entry.num_tokens += result.num_tokens
         adapter.engine_s_since_snapshot += result.engine_s
         if operation is None:
-            await self._saver.take_snapshot(cycle.commit, adapter, result)
+            self._snapshots.take(adapter, result)
             return
         self._num_reinstalls.pop(adapter.adapter_id, None)
         is_last = not isinstance(item, PassItem) or item.chunk_index == item.num_chunks - 1
         if operation.is_final:  # a replay
             operation.next_chunk = 0 if is_last else operation.next_chunk + 1
             if result.error is not None:
-                self._give_up(adapter, _replay_differs(adapter, operation, result))
+                self._give_up(adapter, _replay_differs(adapter, operation, str(result.error)))
             elif is_last:
                 operation.drop_body()
                 adapter.ran(operation)
@@ -332,12 +418,13 @@ class CycleLoop:
                 operation.fail(window_closed(adapter.window_error), cycle_id=cycle.cycle_id)
             elif result.error is not None:
                 operation.fail(item_error(result.error), cycle_id=cycle.cycle_id)
-            elif is_last:
+            elif is_last and not isinstance(item, LoadItem):
                 await self._succeed(cycle, adapter, operation, result)
             else:
                 operation.is_running = False
                 return
-            adapter.ran(operation)
+            if adapter.worker_id:
+                adapter.ran(operation)
             cycle.finished.append(operation)
             entry.num_operations += 1
             entry.is_step |= operation.kind is Kind.OPTIM_STEP and not operation.is_failed
@@ -351,7 +438,12 @@ class CycleLoop:
             case Kind.OPTIM_STEP:
                 fill_step(operation, result, cycle.cycle_id)
             case Kind.LOAD_STATE:
-                fill_load(operation, cycle.cycle_id)
+                try:
+                    await self._saver.save_loaded(cycle.commit, adapter, result)
+                    fill_load(operation, cycle.cycle_id)
+                except ServiceError as error:
+                    operation.fail(service_error(error), cycle_id=cycle.cycle_id)
+                    adapter.lose_copy()  # it has loaded what nobody could load again
             case Kind.SAVE_STATE | Kind.SAVE_WEIGHTS_FOR_SAMPLER:
                 try:
                     await self._saver.save(cycle.commit, cycle.cycle_id, adapter, operation, result)
@@ -379,7 +471,9 @@ class CycleLoop:
 
     # ---- commit
 
-    async def _commit(self, cycle: Running) -> None:
+    async def _commit(self, cycle: Running) -> frozenset[str]:
+        """Make true what the cycle did. Returns the adapters of which something ran whose append had failed."""
+        self._overdue_at = self._time.monotonic() + OVERDUE_S
         for adapter in list(self._ready.values()):
             adapter.settle()
             cycle.finished += adapter.decided
@@ -394,15 +488,35 @@ class CycleLoop:
         committing_at = self._time.monotonic()
         lost: frozenset[str] = frozenset()
         if commit.cycle_id or commit.finished:
-            lost = await self._store.commit_cycle(commit)
+            lost = await self._store.persist(commit)
+        self._overdue_at = math.inf
         for operation in cycle.finished:
             self._table.finished(operation)
             operation.retire()
-        self._saver.committed(commit, self.adapters, lost)
+        self._saver.committed(commit, lost)
+        for snapshot in commit.snapshots:
+            if snapshot.adapter_id in self.adapters and snapshot.adapter_id not in lost:
+                self.adapters[snapshot.adapter_id].covered(snapshot.seq, b"", math.inf)
         self.clock.finished(tenants)
         if cycle.entries:
             message.commit_seconds = self._time.monotonic() - committing_at
             self._publish(message)
+        return lost
+
+    # ---- between cycles
+
+    async def _snapshot(self, lost: frozenset[str]) -> None:
+        """Have states handed out that are due for a snapshot; they are written beside the next cycles."""
+        due = self._snapshots.due(self.adapters.values(), lost)
+        if due:
+            await self._take_snapshots(due)
+
+    async def _take_snapshots(self, adapters: Iterable[AdapterQueue]) -> None:
+        work = Work()
+        for adapter in adapters:
+            work.add(adapter, None, self._builder.snapshot_item(adapter))
+        await self._run_work(Running(0, self._time.wall(), self._time.monotonic()), work)
+        self._overdue_at = math.inf
 
     def _message(self, cycle: Running) -> pool_pb2.Cycle:
         message = pool_pb2.Cycle(
@@ -428,8 +542,8 @@ def _ready_chunk_tokens(adapter: AdapterQueue, tokens_max: int) -> tuple[int, ..
     return tuple(tokens)
 
 
-def _replay_differs(adapter: AdapterQueue, operation: Operation, result: ItemResult) -> ServiceError:
-    logger.error("replay of %s failed: %s", operation.name, result.error)
+def _replay_differs(adapter: AdapterQueue, operation: Operation, reason: str) -> ServiceError:
+    logger.error("replay of %s failed: %s", operation.name, reason)
     return ServiceError(
         Code.DATA_LOSS,
         "REPLAY_DIFFERS",

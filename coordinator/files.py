@@ -1,5 +1,5 @@
 """State folders on disk: written atomically, read only if they match their checksum. Knows no database and no names of
-users.
+users, and reaches the disk only through `disk`.
 
 A folder holds `adapter_model.safetensors` and `adapter_config.json` (together a PEFT directory),
 `optimizer.safetensors` if moments were saved, `gradient.safetensors` in a snapshot that was taken while a gradient was
@@ -13,8 +13,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
-import shutil
 import tarfile
 import uuid
 from collections.abc import Iterator
@@ -22,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coordinator.disk import Disk
 from coordinator.errors import Code, ServiceError
+from workers.failpoints import failpoint
 from workers.messages import AdapterSpec, AdapterState, ModelInfo
 
 WEIGHTS, CONFIG, OPTIMIZER, GRADIENT, STATE = (
@@ -48,9 +48,12 @@ class Saved:
 class StateFiles:
     """The folders below one root."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, kind: str, disk: Disk) -> None:
+        """`kind` is what failpoints call them. Raises OSError."""
         self._root = root
-        root.mkdir(parents=True, exist_ok=True)
+        self._kind = kind
+        self._disk = disk
+        disk.make_folder(root)
 
     def write(self, spec: AdapterSpec, model: ModelInfo, state: AdapterState) -> Saved:
         """Make a state durable. Raises OSError if the disk does not take it; nothing is left behind then."""
@@ -75,17 +78,21 @@ class StateFiles:
         if state.gradient is not None:
             files[GRADIENT] = state.gradient
         name = uuid.uuid4().hex
+        kind, disk = self._kind, self._disk
         temporary, final = self._root / (_TEMPORARY + name), self._root / name
         try:
-            temporary.mkdir()
+            disk.make_folder(temporary)
             for file_name, content in files.items():
-                _write_synced(temporary / file_name, content)
-            _sync_folder(temporary)
-            temporary.rename(final)
-            _sync_folder(self._root)
+                disk.write(temporary / file_name, content)
+                disk.sync(temporary / file_name)
+            disk.sync(temporary)
+            failpoint(f"{kind}.written")
+            disk.rename(temporary, final)
+            disk.sync(self._root)
+            failpoint(f"{kind}.renamed")
         except OSError:
             for path in (temporary, final):
-                shutil.rmtree(path, ignore_errors=True)
+                disk.remove(path)
             raise
         return Saved(name, _digest(files), sum(map(len, files.values())))
 
@@ -119,17 +126,19 @@ class StateFiles:
     def remove(self, folder: str) -> None:
         """Delete a folder that no row points at any more."""
         assert folder, "an empty name would be the root"
-        shutil.rmtree(self._root / folder, ignore_errors=True)
+        self._disk.remove(self._root / folder)
 
     def remove_orphans(self, known: set[str]) -> None:
         """Delete what a crash left between writing and the row."""
-        for path in self._root.iterdir():
-            if path.name not in known:
-                shutil.rmtree(path, ignore_errors=True)
+        for name in self._disk.names(self._root):
+            if name not in known:
+                self._disk.remove(self._root / name)
 
     def _verified(self, folder: str, sha256: str) -> dict[str, bytes]:
         try:
-            files = {path.name: path.read_bytes() for path in (self._root / folder).iterdir()}
+            files = {
+                name: self._disk.read(self._root / folder / name) for name in self._disk.names(self._root / folder)
+            }
         except OSError:
             files = {}
         if _digest(files) != sha256:
@@ -176,18 +185,3 @@ def _digest(files: dict[str, bytes]) -> str:
         digest.update(f"{name}\0{len(files[name])}\0".encode())
         digest.update(files[name])
     return digest.hexdigest()
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

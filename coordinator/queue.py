@@ -11,12 +11,15 @@ Knows neither fairness (`planner`) nor storage nor what the operations compute. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from coordinator.operations import Kind, Operation
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.messages import AdapterSpec
+
+NOBODY = (0, -1)
+"""No seq is suspected."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +32,10 @@ class AdapterQueue:
     spec: AdapterSpec
     snapshot_seq: int = 0
     """What the newest durable snapshot contains; a new copy starts there."""
+    snapshot_window_error: ops_pb.OperationError | None = None
+    """The failure that had closed the gradient window there."""
+    suspected: tuple[int, int] = NOBODY
+    """First and last seq of operations whose worker died: they run one by one, each in a batch of its own."""
     next_seq: int = 1
     """The place after the highest accepted one: what a server-assigned operation gets."""
     operations: dict[int, Operation] = field(default_factory=dict)
@@ -72,17 +79,21 @@ class AdapterQueue:
         return operation is not None and self._is_replay(operation)
 
     @property
-    def is_snapshot_safe(self) -> bool:
-        """No gradient is pending and no window closed: what the copy holds is all there is."""
-        if self.window_error is not None:
-            return False
+    def is_between_operations(self) -> bool:
+        """The copy has no operation behind it in part, and nothing of it is to be run again. Call `settle` first."""
+        first = next(self.ready_passes(), None)
+        return not self.is_replaying and (first is None or not first.next_chunk)
+
+    @property
+    def has_pending_gradient(self) -> bool:
+        """The copy's gradient is not empty, as far as is known here."""
         for seq in range(self.cursor, self.snapshot_seq, -1):
             operation = self.operations.get(seq)
             if operation is None or operation.kind in (Kind.OPTIM_STEP, Kind.LOAD_STATE):
-                return True
-            if operation.kind is Kind.FORWARD_BACKWARD:
                 return False
-        return True
+            if operation.kind is Kind.FORWARD_BACKWARD:
+                return True
+        return False
 
     def add(self, operation: Operation) -> None:
         """Take an accepted operation into the order."""
@@ -108,10 +119,14 @@ class AdapterQueue:
         """The copy on the worker is gone or not to be trusted: start again from the snapshot."""
         self.worker_id = ""
         self.cursor = self.placed_seq = self.snapshot_seq
-        self.window_error = None
+        self.window_error = self.snapshot_window_error
         self.must_drop_gradient = False
         for operation in self.operations.values():
             operation.restart()
+
+    def suspect(self, first: int, last: int) -> None:
+        """The worker died while it ran operations from `first` to `last`."""
+        self.suspected = (first, max(last, self.suspected[1]))
 
     def placed(self, worker_id: str) -> None:
         """A fresh copy from the snapshot is being installed there."""
@@ -145,6 +160,28 @@ class AdapterQueue:
 
     def ready_passes(self) -> Iterator[Operation]:
         """The prefix of forwards and forward_backwards that may run now, in order. Call `settle` first."""
+        return self._one_by_one(self._ready_passes())
+
+    def ready_states(self) -> Iterator[Operation]:
+        """What the step phase may run now, in order: saves, at most one optim_step, and at most one load, as the last:
+        should it fail, what comes after it must not have run.
+
+        Call `settle` first.
+        """
+        return self._one_by_one(self._ready_states())
+
+    def _one_by_one(self, ready: Iterable[Operation]) -> Iterator[Operation]:
+        """What is ready, up to the first suspected operation, or that one alone."""
+        first, last = self.suspected
+        for index, operation in enumerate(ready):
+            is_suspected = first <= operation.seq <= last
+            if is_suspected and index:
+                return
+            yield operation
+            if is_suspected:
+                return
+
+    def _ready_passes(self) -> Iterator[Operation]:
         seq = self.cursor + 1
         while self.damage is None and (operation := self.operations.get(seq)) is not None:
             if operation.is_final and not self._is_replay(operation):
@@ -156,12 +193,7 @@ class AdapterQueue:
                 yield operation
             seq += 1
 
-    def ready_states(self) -> Iterator[Operation]:
-        """What the step phase may run now, in order: saves, at most one optim_step, and at most one load, as the last:
-        should it fail, what comes after it must not have run.
-
-        Call `settle` first.
-        """
+    def _ready_states(self) -> Iterator[Operation]:
         seq, num_steps = self.cursor + 1, 0
         while self.damage is None and (operation := self.operations.get(seq)) is not None:
             if operation.is_final and not self._is_replay(operation):
@@ -190,14 +222,17 @@ class AdapterQueue:
         self.placed_seq = operation.seq
         operation.is_running = False
 
-    def covered(self, seq: int) -> None:
-        """A snapshot up to `seq` is durable."""
+    def covered(self, seq: int, window_error: bytes, replay_s: float) -> None:
+        """A snapshot up to `seq` is durable; running again what it contains would have taken `replay_s`."""
+        if seq <= self.snapshot_seq:
+            return
         self.snapshot_seq = seq
-        self.engine_s_since_snapshot = 0.0
-        # The copy may have been lost while the snapshot was written, and what comes before it is gone from here.
-        self.cursor, self.placed_seq = max(self.cursor, seq), max(self.placed_seq, seq)
+        self.snapshot_window_error = ops_pb.OperationError.FromString(window_error) if window_error else None
+        self.engine_s_since_snapshot = max(0.0, self.engine_s_since_snapshot - replay_s)
         for old in [s for s in self.operations if s <= seq and self.operations[s].is_committed]:
             del self.operations[old]
+        if self.placed_seq < seq:
+            self.lose_copy()  # it was lost while the snapshot was written, and what it would run again is gone
 
     def missing_seq(self) -> int | None:
         """The seq that operations wait for and that has not come, if there is one."""

@@ -40,11 +40,12 @@ def spec_of_row(row: Row) -> AdapterSpec:
 
 def load_adapters(store: Store) -> list[AdapterQueue]:
     """Every adapter that is not deleted, with its operations since its snapshot."""
-    snapshots = {row["adapter_id"]: row["seq"] for row in store.read("SELECT adapter_id, seq FROM snapshots")}
+    snapshots = {row["adapter_id"]: row for row in store.read("SELECT adapter_id, seq, window_error FROM snapshots")}
     adapters = []
     for row in store.read("SELECT * FROM adapters WHERE deleted_at IS NULL ORDER BY created_at, adapter_id"):
         adapter = adapter_of_row(row)
-        adapter.snapshot_seq = adapter.cursor = adapter.placed_seq = snapshots.get(adapter.adapter_id, 0)
+        if (snapshot := snapshots.get(adapter.adapter_id)) is not None:
+            adapter.covered(snapshot["seq"], bytes(snapshot["window_error"]), 0.0)
         last = store.read_one("SELECT MAX(seq) AS seq FROM operations WHERE target_id = ?", (adapter.adapter_id,))
         adapter.next_seq = max((last["seq"] if last else None) or 0, adapter.snapshot_seq) + 1
         rows = store.read(
@@ -53,7 +54,6 @@ def load_adapters(store: Store) -> list[AdapterQueue]:
         )
         for operation_row in rows:
             adapter.add(_operation(operation_row))
-            adapter.engine_s_since_snapshot += operation_row["engine_s"]
         adapters.append(adapter)
     return adapters
 

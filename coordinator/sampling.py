@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
-from coordinator.batches import service_error
+from coordinator.batches import service_error, worker_died
 from coordinator.bodies import decode_sample
 from coordinator.config import CoordinatorConfig
 from coordinator.errors import Code, ServiceError
@@ -23,6 +23,7 @@ from coordinator.operations import Operation, item_error
 from coordinator.running import finished_row
 from coordinator.saving import Saver
 from coordinator.store import CycleCommit, Row, Store
+from coordinator.suspects import Suspects
 from coordinator.waiting import OperationTable
 from tinkerpool.convert import to_tensor
 from tinkerpool.names import operation_name
@@ -90,6 +91,7 @@ class Sampling:
         saver: Saver,
         spec_of: Callable[[str], AdapterSpec],
         live_workers: Callable[[str], list[str]],
+        suspects_of: Callable[[str], Suspects],
         worker_lost: Callable[[str, str], None],
         fatal: Callable[[BaseException], None],
     ) -> None:
@@ -100,6 +102,7 @@ class Sampling:
         self._saver = saver
         self._spec_of = spec_of
         self._live_workers = live_workers
+        self._suspects_of = suspects_of
         self._worker_lost = worker_lost
         self._fatal = fatal
         self._waiting: dict[str, OrderedDict[str, deque[_Request]]] = {}
@@ -122,7 +125,7 @@ class Sampling:
         self._last_seq[operation.target_id] = max(operation.seq, self._last_seq.get(operation.target_id, 0))
         self._requests[operation.name] = request
         self._enqueue(request)
-        self._dispatch(sampler["base_model"])
+        self.dispatch(sampler["base_model"])
 
     def next_seq(self, sampler_id: str) -> int:
         """A number that no request to this sampler has had."""
@@ -170,7 +173,7 @@ class Sampling:
         self._workers[worker_id] = _Worker(incarnation)
         self._spawn(self._follow(worker_id, self._workers[worker_id]))
         for base_model in list(self._waiting):
-            self._dispatch(base_model)
+            self.dispatch(base_model)
 
     def worker_ended(self, worker_id: str) -> None:
         """A life of a worker has ended: its requests start again elsewhere."""
@@ -182,7 +185,18 @@ class Sampling:
         for request in requests:
             self._again(request)
         for base_model in list(self._waiting):
-            self._dispatch(base_model)
+            self.dispatch(base_model)
+
+    def running_on(self, worker_id: str) -> list[str]:
+        """The requests that a worker has."""
+        return list(self._workers[worker_id].running) if worker_id in self._workers else []
+
+    def convict(self, name: str) -> None:
+        """Its worker died, and it had run alone, more than once: fail it."""
+        if (request := self._requests.get(name)) is not None and not request.operation.is_final:
+            self._dequeue(request)
+            request.operation.fail(worker_died(request.operation))
+            self._spawn(self._commit(request))
 
     def published(self, worker_id: str, version: str) -> None:
         """A worker holds this version since its last batch."""
@@ -213,6 +227,26 @@ class Sampling:
 
     # ---- turns
 
+    def dispatch(self, base_model: str) -> None:
+        """Hand out requests while a worker has room, one tenant after another."""
+        tenants = self._waiting.get(base_model)
+        suspects = self._suspects_of(base_model)
+        while tenants and not self.is_stopping:
+            allowed = (r for queue in tenants.values() for r in queue if suspects.may_run(r.operation.name))
+            request = next(allowed, None)
+            worker_id = self._choose_worker(base_model, request) if request is not None else None
+            if request is None or worker_id is None:
+                return
+            self._dequeue(request)
+            if request.operation.tenant_id in tenants:
+                tenants.move_to_end(request.operation.tenant_id)
+            request.worker_id = worker_id
+            request.operation.is_running = True
+            worker = self._workers[worker_id]
+            worker.running[request.operation.name] = request
+            worker.num_sequences += request.num_samples
+            self._spawn(self._start(worker_id, worker, request))
+
     def _enqueue(self, request: _Request) -> None:
         tenants = self._waiting.setdefault(request.sampler["base_model"], OrderedDict())
         tenants.setdefault(request.operation.tenant_id, deque()).append(request)
@@ -231,26 +265,6 @@ class Sampling:
             queue.remove(request)
         if not queue:
             tenants.pop(request.operation.tenant_id, None)
-
-    def _dispatch(self, base_model: str) -> None:
-        """Hand out requests while a worker has room, one tenant after another."""
-        tenants = self._waiting.get(base_model)
-        while tenants and not self.is_stopping:
-            tenant, queue = next(iter(tenants.items()))
-            request = queue[0]
-            worker_id = self._choose_worker(base_model, request)
-            if worker_id is None:
-                return
-            queue.popleft()
-            tenants.move_to_end(tenant)
-            if not queue:
-                del tenants[tenant]
-            request.worker_id = worker_id
-            request.operation.is_running = True
-            worker = self._workers[worker_id]
-            worker.running[request.operation.name] = request
-            worker.num_sequences += request.num_samples
-            self._spawn(self._start(worker_id, worker, request))
 
     def _choose_worker(self, base_model: str, request: _Request) -> str | None:
         """A worker with room: one that knows the version, then the least busy."""
@@ -306,7 +320,7 @@ class Sampling:
                 self._done_on(worker, request)
                 request.operation.fail(service_error(error))
                 self._spawn(self._commit(request))
-                self._dispatch(request.sampler["base_model"])
+                self.dispatch(request.sampler["base_model"])
         except WorkerLost as error:
             logger.warning("worker %s lost: %s", worker_id, error)
             self._worker_lost(worker_id, worker.incarnation)
@@ -353,7 +367,7 @@ class Sampling:
                     worker.versions.pop(request.sampler["version"], None)
                     self._done_on(worker, request)
                     self._again(request)
-                    self._dispatch(request.sampler["base_model"])
+                    self.dispatch(request.sampler["base_model"])
                 else:
                     self._done_on(worker, request)
                     self._finish(request, event)
@@ -385,13 +399,14 @@ class Sampling:
         operation.outcome.num_tokens = result.num_prompt_tokens + result.num_sampled_tokens
         operation.outcome.engine_seconds = result.engine_s
         self._spawn(self._commit(request))
-        self._dispatch(request.sampler["base_model"])
+        self.dispatch(request.sampler["base_model"])
 
     async def _commit(self, request: _Request) -> None:
         operation = request.operation
-        await self._store.commit_cycle(CycleCommit(finished=[finished_row(operation)]))
+        await self._store.persist(CycleCommit(finished=[finished_row(operation)]))
         operation.drop_body()
         self._requests.pop(operation.name, None)
+        self._suspects_of(request.sampler["base_model"]).clear(operation.name)
         self._table.finished(operation)
         assert operation.outcome is not None
         for queue in self._listeners.pop(operation.name, ()):

@@ -1,7 +1,7 @@
 """Makes states that workers hand out durable, and the rows that point at them: checkpoints, samplers, snapshots.
 
-The order is always file first (synced and renamed), then row, in the transaction of the cycle's commit; a folder that
-is replaced is removed only after that. Knows nothing of workers or order.
+The order is always file first (synced and renamed), then row, for a user's state in the transaction of the cycle's
+commit; a folder that is replaced is removed only after that. Knows nothing of workers or order.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
 from coordinator.batches import save_path, save_request
+from coordinator.disk import Disk
 from coordinator.errors import Code, ServiceError
 from coordinator.files import Saved, StateFiles
 from coordinator.operations import Operation
 from coordinator.queue import AdapterQueue
-from coordinator.store import CycleCommit, SnapshotRow, Store
+from coordinator.store import CycleCommit, SnapshotRow, StorageError, Store, StoreBrokenError
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2
 from workers.messages import AdapterState, ItemResult, ModelInfo
@@ -31,15 +33,16 @@ class Saver:
     def __init__(
         self,
         data_dir: Path,
+        disk: Disk,
         store: Store,
         models: Callable[[str], ModelInfo],
         wall: Callable[[], float],
         new_sampler_index: Callable[[str], int],
     ) -> None:
         """`new_sampler_index` takes a session and raises ServiceError if it has ended."""
-        self.checkpoints = StateFiles(data_dir / "checkpoints")
-        self.snapshots = StateFiles(data_dir / "snapshots")
-        self.samplers = StateFiles(data_dir / "samplers")
+        self.checkpoints = StateFiles(data_dir / "checkpoints", "checkpoint", disk)
+        self.snapshots = StateFiles(data_dir / "snapshots", "snapshot", disk)
+        self.samplers = StateFiles(data_dir / "samplers", "sampler", disk)
         self._store = store
         self._models = models
         self._wall = wall
@@ -99,6 +102,7 @@ class Saver:
                 "user_metadata": json.dumps(dict(request.user_metadata)),
                 "created_at": self._wall(),
                 "expires_at": self._wall() + request.ttl_seconds if request.ttl_seconds else None,
+                "expires_service_s": self._store.service_time() + request.ttl_seconds if request.ttl_seconds else None,
             }
         )
         outcome = operation.succeed(cycle_id)
@@ -107,40 +111,59 @@ class Saver:
         else:
             outcome.save_weights_for_sampler.path = str(path)
 
-    async def take_snapshot(self, commit: CycleCommit, adapter: AdapterQueue, result: ItemResult) -> None:
-        """Write a snapshot. Without one the log is longer, and nothing else: a failure is only reported."""
-        if result.state is None:
-            logger.warning("no snapshot of %s: %s", adapter.adapter_id, result.error)
-            return
+    async def write_snapshot(self, adapter: AdapterQueue, state: AdapterState, window_error: bytes) -> str | None:
+        """Make a snapshot durable and cut the log there.
+
+        Returns the folder that it replaces, empty if none; None if the adapter was deleted meanwhile. Raises OSError
+        and StorageError.
+        """
+        model = self._models(adapter.base_model)
+        saved = await asyncio.to_thread(self.snapshots.write, adapter.spec, model, state)
+        row = SnapshotRow(
+            adapter_id=adapter.adapter_id,
+            seq=state.applied_seq,
+            folder=saved.folder,
+            sha256=saved.sha256,
+            window_error=window_error,
+        )
         try:
-            saved = await self._write(self.snapshots, adapter, result.state)
-        except ServiceError as error:
-            logger.warning("no snapshot of %s: %s", adapter.adapter_id, error)
-            return
-        self._snapshot_row(commit, adapter.adapter_id, result.state.applied_seq, saved)
+            replaced = await self._store.commit_snapshot(row)
+        except StoreBrokenError:
+            raise  # the row may be durable: the next start sees what is an orphan
+        except StorageError:
+            self.snapshots.remove(saved.folder)
+            raise
+        if replaced is None:
+            self.snapshots.remove(saved.folder)
+        return replaced
 
     async def write_start(self, adapter: AdapterQueue, state: AdapterState) -> SnapshotRow:
         """Write what a new adapter starts from, when that is not its seed. Raises ServiceError if it cannot be."""
         saved = await self._write(self.snapshots, adapter, state)
         return SnapshotRow(adapter_id=adapter.adapter_id, seq=0, folder=saved.folder, sha256=saved.sha256)
 
-    def committed(self, commit: CycleCommit, adapters: Mapping[str, AdapterQueue], lost: Collection[str]) -> None:
-        """The commit is durable, but for the adapters `lost`: what its snapshots cover is no longer needed."""
+    async def save_loaded(self, commit: CycleCommit, adapter: AdapterQueue, result: ItemResult) -> None:
+        """Make what was just loaded the adapter's snapshot, in the same commit. Raises ServiceError if it cannot be."""
+        assert result.state is not None
+        old = self._store.read_one("SELECT folder FROM snapshots WHERE adapter_id = ?", (adapter.adapter_id,))
+        start = await self.write_start(adapter, result.state)
+        commit.snapshots.append(replace(start, seq=result.state.applied_seq))
+        if old is not None:
+            commit.replaced_snapshots.append((adapter.adapter_id, old["folder"]))
+
+    def committed(self, commit: CycleCommit, lost: Collection[str]) -> None:
+        """The commit is durable, but for the adapters `lost`: what it overwrites goes."""
         for adapter_id, overwritten in commit.replaced_checkpoints:
             if adapter_id not in lost:
                 self.checkpoints.remove(overwritten)
-        for snapshot in commit.snapshots:
-            if snapshot.adapter_id in lost:
-                self.snapshots.remove(snapshot.folder)
-                continue
-            if snapshot.adapter_id in adapters:
-                adapters[snapshot.adapter_id].covered(snapshot.seq)
-            if folder := commit.replaced_snapshots.get(snapshot.adapter_id):
-                self.snapshots.remove(folder)
+        for adapter_id, covered in commit.replaced_snapshots:
+            if adapter_id not in lost:
+                self.snapshots.remove(covered)
 
     async def remove_expired(self) -> None:
         """Delete checkpoints past their time to live."""
-        for row in self._store.read("SELECT path, folder FROM checkpoints WHERE expires_at <= ?", (self._wall(),)):
+        sql = "SELECT path, folder FROM checkpoints WHERE expires_service_s <= ?"
+        for row in self._store.read(sql, (self._store.service_time(),)):
             await self._store.execute(
                 "DELETE FROM checkpoints WHERE path = ? AND folder = ?", (row["path"], row["folder"])
             )
@@ -160,12 +183,6 @@ class Saver:
         rows = self._store.read("SELECT folder FROM samplers WHERE session_id = ? AND folder != ''", (session_id,))
         for row in rows:
             await asyncio.to_thread(self.samplers.remove, row["folder"])
-
-    def _snapshot_row(self, commit: CycleCommit, adapter_id: str, seq: int, saved: Saved) -> None:
-        old = self._store.read_one("SELECT folder FROM snapshots WHERE adapter_id = ?", (adapter_id,))
-        if old is not None:
-            commit.replaced_snapshots[adapter_id] = old["folder"]
-        commit.snapshots.append(SnapshotRow(adapter_id=adapter_id, seq=seq, folder=saved.folder, sha256=saved.sha256))
 
     def _make_free(self, commit: CycleCommit, adapter_id: str, path: str, *, overwrite: bool) -> None:
         """See that nothing has this path when the commit adds it. Raises ServiceError if what has it must stay."""

@@ -1,8 +1,13 @@
-"""The tables of the durable log, with the reason beside each constraint. Text only: `store` runs it."""
+"""The tables of the durable log, with the reason beside each constraint. Text only: `store` runs it.
 
-SCHEMA_VERSION = 1
+Times named `_at` are of the wall clock, for people to read; what is decided by time is in service time (`_service_s`):
+seconds that the service has run, in all its lives.
+"""
+
+SCHEMA_VERSION = 2
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+INSERT INTO meta VALUES ('epoch', 0), ('last_cycle_id', 0), ('service_ms', 0);
 CREATE TABLE tenants (
     tenant_id TEXT PRIMARY KEY,
     name TEXT NOT NULL UNIQUE,
@@ -73,13 +78,15 @@ CREATE TABLE operations (
     chunk_tokens INTEGER NOT NULL,        -- canonical chunks are a function of the body and this
     outcome BLOB,                         -- the finished v1.Operation; NULL while unfinished
     is_failed INTEGER NOT NULL DEFAULT 0,
-    finished_at REAL,
+    finished_service_s REAL,
+    fetched_service_s REAL,               -- when its owner first had the result
     engine_s REAL NOT NULL DEFAULT 0,
     PRIMARY KEY (target_id, seq),         -- exactly once: a seq exists once, whatever is sent
     UNIQUE (target_id, request_id)
 ) WITHOUT ROWID;
 CREATE INDEX operations_unfinished ON operations (target_id, seq) WHERE outcome IS NULL;
-CREATE INDEX operations_finished ON operations (finished_at) WHERE finished_at IS NOT NULL;
+CREATE INDEX operations_finished ON operations (finished_service_s) WHERE finished_service_s IS NOT NULL;
+CREATE INDEX operations_fetched ON operations (fetched_service_s) WHERE fetched_service_s IS NOT NULL;
 CREATE TABLE cycles (cycle_id INTEGER PRIMARY KEY, summary BLOB NOT NULL);
 CREATE TABLE plans (                      -- cycles that were about to run: after a crash, whom to suspect
     cycle_id INTEGER NOT NULL,
@@ -90,7 +97,8 @@ CREATE TABLE snapshots (
     adapter_id TEXT PRIMARY KEY,          -- the newest one; the folder of the one before goes once this row is durable
     seq INTEGER NOT NULL,
     folder TEXT NOT NULL,
-    sha256 TEXT NOT NULL
+    sha256 TEXT NOT NULL,
+    window_error BLOB NOT NULL DEFAULT x'' -- the failure that has closed the gradient window; empty: it is open
 );
 CREATE TABLE checkpoints (
     path TEXT PRIMARY KEY,
@@ -106,7 +114,8 @@ CREATE TABLE checkpoints (
     fingerprint TEXT NOT NULL,
     user_metadata TEXT NOT NULL,
     created_at REAL NOT NULL,
-    expires_at REAL                       -- by the wall clock, as users say it; NULL: never
+    expires_at REAL,                      -- as its owner is told; NULL: never
+    expires_service_s REAL                -- when it is deleted: a wall clock that jumps must not do that
 );
 CREATE INDEX checkpoints_by_tenant ON checkpoints (tenant_id, created_at);
 CREATE TABLE usage (
@@ -118,3 +127,19 @@ CREATE TABLE usage (
     PRIMARY KEY (tenant_id, kind)
 ) WITHOUT ROWID;
 """
+
+MIGRATIONS = {
+    1: """
+INSERT INTO meta VALUES ('service_ms', 0);
+DROP INDEX operations_finished;
+ALTER TABLE operations RENAME COLUMN finished_at TO finished_service_s;
+UPDATE operations SET finished_service_s = 0 WHERE finished_service_s IS NOT NULL;
+ALTER TABLE operations ADD COLUMN fetched_service_s REAL;
+CREATE INDEX operations_finished ON operations (finished_service_s) WHERE finished_service_s IS NOT NULL;
+CREATE INDEX operations_fetched ON operations (fetched_service_s) WHERE fetched_service_s IS NOT NULL;
+ALTER TABLE snapshots ADD COLUMN window_error BLOB NOT NULL DEFAULT x'';
+ALTER TABLE checkpoints ADD COLUMN expires_service_s REAL;
+UPDATE checkpoints SET expires_service_s = MAX(0, expires_at - CAST(strftime('%s', 'now') AS REAL));
+""",
+}
+"""From each version to the next."""

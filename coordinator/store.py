@@ -3,33 +3,57 @@
 A write is a function on the connection; all writes that wait are committed as one transaction with one fsync, in the
 order they were handed in. So what is handed in later never becomes durable earlier: a cycle's commit cannot precede
 the append of an operation in it. Readers use a connection of their own and see committed data only.
+
+A disk that is full refuses writes, and later takes them again. A disk that fails to sync, or whose data is damaged,
+ends this life of the store: what the last commit left on it is not known, and syncing again would not tell.
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
+import logging
 import sqlite3
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coordinator.schema import SCHEMA, SCHEMA_VERSION
+from coordinator.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
+from workers.failpoints import failpoint
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 Row = sqlite3.Row
-Write = Callable[[sqlite3.Connection], Any]
+Connection = sqlite3.Connection
+Write = Callable[[Connection], Any]
+
+WAL_BYTES_KEPT = 64 << 20
+"""The write-ahead log shrinks to this when it has been copied into the database."""
+RIDING_MAX = 1000
+"""Writes that wait for others after which they wait no more."""
+FULL_RETRY_S = 1.0
+"""How often it is tried whether a full disk has room again."""
+SERVICE_TIME_STEP_S = 1.0
+"""How much service time a crash may forget."""
+_NO_ROOM = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
+"""What a full disk gives, or a quota, or a limit on a file's size. Everything is as it was before the write."""
 
 
 class StorageError(Exception):
-    """The database did not take a write: the disk is full or fails. Nothing of that write is durable."""
+    """The database did not take a write. Nothing of that write is durable."""
+
+
+class DiskFullError(StorageError):
+    """There is no room for it."""
 
 
 class ConflictError(StorageError):
     """A constraint forbids the row: something of that key exists."""
+
+
+class StoreBrokenError(StorageError):
+    """The disk fails. Whether the write is durable is not known; this life of the store is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +82,8 @@ class SnapshotRow:
     seq: int
     folder: str
     sha256: str
+    window_error: bytes = b""
+    """The failure that has closed the gradient window there, a serialized v1.OperationError; empty: it is open."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,12 +97,23 @@ class CycleCommit:
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     samplers: list[dict[str, Any]] = field(default_factory=list)
     snapshots: list[SnapshotRow] = field(default_factory=list)
+    """Of loads, which no recovery could run again once their checkpoint is deleted."""
+    replaced_snapshots: list[tuple[str, str]] = field(default_factory=list)
+    """Adapter and folder of what nothing points at once this is durable; not stored."""
     replaced_checkpoints: list[tuple[str, str]] = field(default_factory=list)
-    """Adapter and folder of what is overwritten; nothing points there once this is durable. Not stored."""
-    replaced_snapshots: dict[str, str] = field(default_factory=dict)
-    """Adapter to the folder that nothing points at once its new snapshot is durable; not stored."""
+    """The same; their rows go."""
     virtual_tokens: dict[str, float] = field(default_factory=dict)
     """Tenant to counter."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A write that waits for the next commit."""
+
+    write: Write
+    kind: str
+    """What failpoints call it; empty: nothing."""
+    future: asyncio.Future[Any]
 
 
 class Store:
@@ -84,43 +121,92 @@ class Store:
 
     CYCLES_KEPT = 10_000
 
-    def __init__(self, path: Path, *, wall: Callable[[], float]) -> None:
-        """Open or create the database. Raises ValueError if it was written by a newer version."""
-        self._wall = wall
+    def __init__(
+        self,
+        path: Path,
+        *,
+        monotonic: Callable[[], float],
+        connect: Callable[[Path], Connection] | None = None,
+        on_broken: Callable[[StoreBrokenError], None] = lambda error: None,
+    ) -> None:
+        """Open or create the database. Raises ValueError if it was written by a newer version.
+
+        `on_broken` is called once if the disk fails; nothing is written after that.
+        """
+        self.num_commits = 0
+        """Transactions committed in this life, one fsync each."""
         self._path = path
-        self._writer = _connect(path)
+        self._monotonic = monotonic
+        self._on_broken = on_broken
+        self._writer = (connect or open_connection)(path)
         try:
             self._migrate()
+            # The log of a life whose disk failed may have holes on the disk that only the page cache hides: begin anew.
+            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            self._service_s = self._service_s_kept = _meta(self._writer, "service_ms") / 1000
         except BaseException:
             self._writer.close()
             raise
-        self._reader = _connect(path)
+        self._opened = monotonic()
+        self._reader = (connect or open_connection)(path)
         self._reader.execute("PRAGMA query_only = ON")
-        self._queue: queue.SimpleQueue[tuple[Write, asyncio.Future[Any], asyncio.AbstractEventLoop] | None] = (
-            queue.SimpleQueue()
-        )
-        self._notes: deque[Write] = deque()
+        self._waiting: list[_Waiting] = []
+        self._riding: dict[str, tuple[str, Write]] = {}
+        self._committing: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-writer")
+        self._broken: StoreBrokenError | None = None
+        self._gives_up = False
         self._is_closed = False
-        self._thread = threading.Thread(target=self._commit_forever, name="store-writer", daemon=True)
-        self._thread.start()
 
-    def close(self) -> None:
-        """Commit what waits, then close; what is handed in later is refused."""
+    async def close(self) -> None:
+        """Commit what waits, then close; what is handed in later is refused. Idempotent."""
+        if self._is_closed:
+            return
         self._is_closed = True
-        self._queue.put(None)
-        self._thread.join()
+        if self._committing is not None:
+            await self._committing
+        if self._broken is None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._keep_service_time)
+        self._thread.shutdown()
         self._writer.close()
         self._reader.close()
 
-    def write(self, write: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
+    def service_time(self) -> float:
+        """Seconds that the service has run in all its lives: it knows neither downtime nor steps of the wall clock."""
+        return self._service_s + self._monotonic() - self._opened
+
+    def write(self, write: Callable[[Connection], T], kind: str = "") -> asyncio.Future[T]:
         """Hand in a write; the future is done when it is durable. A write that raises is undone alone."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        if self._is_closed:
-            future.set_exception(StorageError("the database is closed"))
-        else:
-            self._queue.put((write, future, loop))
+        if self._broken is not None or self._is_closed:
+            future.set_exception(self._broken or StorageError("the database is closed"))
+            return future
+        self._waiting.append(_Waiting(write, kind, future))
+        if self._committing is None:
+            self._committing = loop.create_task(self._commit_all())
         return future
+
+    async def persist(self, commit: CycleCommit) -> frozenset[str]:
+        """`commit_cycle`, tried again for as long as the disk is full, until `give_up`. Raises StorageError."""
+        while True:
+            try:
+                return await self.commit_cycle(commit)
+            except DiskFullError as error:
+                if self._gives_up:
+                    raise
+                logger.warning("what has been run cannot be stored: %s; trying on", error)
+                await asyncio.sleep(FULL_RETRY_S)
+
+    def give_up(self) -> None:
+        """From now on a full disk is not waited for: what it does not take is run again by the next life."""
+        self._gives_up = True
+
+    def _ride(self, key: str, write: Write, kind: str = "") -> None:
+        """Hand in a write that may be lost: it becomes durable with the next one that may not."""
+        self._riding[key] = (kind, write)
+        if len(self._riding) >= RIDING_MAX and self._committing is None:
+            self.write(lambda db: None)
 
     def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
         """Rows of a query over committed data."""
@@ -142,9 +228,9 @@ class Store:
     def append(self, rows: Iterable[OperationRow]) -> asyncio.Future[None]:
         """Log operations, all or none."""
         rows = list(rows)
-        now = self._wall()
+        now = self.service_time()
 
-        def write(db: sqlite3.Connection) -> None:
+        def write(db: Connection) -> None:
             for row in rows:
                 is_finished = row.outcome is not None
                 _insert(
@@ -162,13 +248,13 @@ class Store:
                         "chunk_tokens": row.chunk_tokens,
                         "outcome": row.outcome,
                         "is_failed": row.is_failed,
-                        "finished_at": now if is_finished else None,
+                        "finished_service_s": now if is_finished else None,
                     },
                 )
                 if is_finished:
                     _count(db, row)
 
-        return self.write(write)
+        return self.write(write, "append")
 
     def commit_cycle(self, commit: CycleCommit) -> asyncio.Future[frozenset[str]]:
         """Make a cycle's outcomes true: results, checkpoints, snapshots, fair-share counters and metering.
@@ -176,9 +262,9 @@ class Store:
         The future has the adapters of which something ran whose append had failed. Nothing that holds its effect is
         stored: no snapshot, checkpoint or sampler of theirs.
         """
-        now = self._wall()
+        now = self.service_time()
 
-        def write(db: sqlite3.Connection) -> frozenset[str]:
+        def write(db: Connection) -> frozenset[str]:
             lost: set[str] = set()
             for row in commit.finished:
                 if not _finish(db, row, now):
@@ -193,13 +279,8 @@ class Store:
                 if sampler["adapter_id"] not in lost:
                     _insert(db, "samplers", sampler)
             for snapshot in commit.snapshots:
-                if snapshot.adapter_id in lost:
-                    continue
-                _put_snapshot(db, snapshot)
-                db.execute(
-                    "UPDATE operations SET body = NULL WHERE target_id = ? AND seq <= ? AND outcome IS NOT NULL",
-                    (snapshot.adapter_id, snapshot.seq),
-                )
+                if snapshot.adapter_id not in lost:
+                    _put_snapshot(db, snapshot)
             for tenant_id, counter in commit.virtual_tokens.items():
                 db.execute("UPDATE tenants SET virtual_tokens = ? WHERE tenant_id = ?", (counter, tenant_id))
             if commit.cycle_id:
@@ -210,7 +291,27 @@ class Store:
                 db.execute("UPDATE meta SET value = MAX(value, ?) WHERE key = 'last_cycle_id'", (commit.cycle_id,))
             return frozenset(lost)
 
-        return self.write(write)
+        return self.write(write, "cycle")
+
+    def commit_snapshot(self, snapshot: SnapshotRow) -> asyncio.Future[str | None]:
+        """Let a snapshot stand for everything up to its seq, and cut the log there.
+
+        The future has the folder that it replaces, empty if none; None if the adapter was deleted meanwhile, or has a
+        later one.
+        """
+
+        def write(db: Connection) -> str | None:
+            sql = "SELECT 1 FROM adapters WHERE adapter_id = ? AND deleted_at IS NULL"
+            is_there = db.execute(sql, (snapshot.adapter_id,)).fetchone() is not None
+            old = db.execute(
+                "SELECT seq, folder FROM snapshots WHERE adapter_id = ?", (snapshot.adapter_id,)
+            ).fetchone()
+            if not is_there or (old is not None and old["seq"] >= snapshot.seq):
+                return None
+            _put_snapshot(db, snapshot)
+            return str(old["folder"]) if old is not None else ""
+
+        return self.write(write, "snapshot")
 
     def note_plan(self, cycle_id: int, placements: dict[str, str]) -> None:
         """Note which adapters a cycle runs where.
@@ -218,11 +319,27 @@ class Store:
         Becomes durable with the next write; its cycle's commit removes it.
         """
 
-        def write(db: sqlite3.Connection) -> None:
+        def write(db: Connection) -> None:
             for adapter_id, worker_id in placements.items():
                 db.execute("INSERT INTO plans VALUES (?, ?, ?)", (cycle_id, adapter_id, worker_id))
 
-        self._notes.append(write)
+        self._ride(f"plan {cycle_id}", write, "plan")
+
+    def note_fetched(self, target_id: str, seq: int) -> None:
+        """Note that a result has been fetched, if it was not before. Becomes durable with the next write."""
+        now = self.service_time()
+        sql = (
+            "UPDATE operations SET fetched_service_s = ? WHERE target_id = ? AND seq = ? AND fetched_service_s IS NULL"
+        )
+        self._ride(f"fetched {target_id}:{seq}", lambda db: db.execute(sql, (now, target_id, seq)))
+
+    def drop_results(self, *, fetched_before: float, finished_before: float) -> asyncio.Future[int]:
+        """Drop results that were fetched or finished before these moments of service time, where no recovery needs the
+        operation any more. The future has their number."""
+        return self.execute(
+            "DELETE FROM operations WHERE body IS NULL AND (fetched_service_s < ? OR finished_service_s < ?)",
+            (fetched_before, finished_before),
+        )
 
     def read_body(self, target_id: str, seq: int) -> bytes:
         """The body of an operation that recovery still needs."""
@@ -237,25 +354,27 @@ class Store:
         Raises ConflictError through the future if there is one of that id or request id.
         """
 
-        def write(db: sqlite3.Connection) -> None:
+        def write(db: Connection) -> None:
             _insert(db, "adapters", values)
             if start is not None:
                 _put_snapshot(db, start)
 
         return self.write(write)
 
-    def delete_adapter(self, adapter_id: str, finished: Sequence[OperationRow]) -> asyncio.Future[str | None]:
-        """Delete an adapter's training state, deciding its last operations.
+    def delete_adapter(
+        self, adapter_id: str, finished: Sequence[OperationRow], wall: float
+    ) -> asyncio.Future[str | None]:
+        """Delete an adapter's training state, deciding its last operations. `wall` is the time of day.
 
         The future has its snapshot's folder, now without a row.
         """
-        now = self._wall()
+        now, deleted_at = self.service_time(), wall
 
-        def write(db: sqlite3.Connection) -> str | None:
+        def write(db: Connection) -> str | None:
             for operation in finished:
                 _finish(db, operation, now)
             row = db.execute("SELECT folder FROM snapshots WHERE adapter_id = ?", (adapter_id,)).fetchone()
-            db.execute("UPDATE adapters SET deleted_at = ? WHERE adapter_id = ?", (now, adapter_id))
+            db.execute("UPDATE adapters SET deleted_at = ? WHERE adapter_id = ?", (deleted_at, adapter_id))
             db.execute("DELETE FROM snapshots WHERE adapter_id = ?", (adapter_id,))
             db.execute("UPDATE operations SET body = NULL WHERE target_id = ?", (adapter_id,))
             return str(row["folder"]) if row is not None else None
@@ -265,7 +384,7 @@ class Store:
     def raise_epoch(self) -> asyncio.Future[int]:
         """Begin a new life of the coordinator; the future has its number."""
 
-        def write(db: sqlite3.Connection) -> int:
+        def write(db: Connection) -> int:
             db.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch'")
             return _meta(db, "epoch")
 
@@ -283,68 +402,107 @@ class Store:
                 f"{self._path} was written by a newer tinkerpool (schema {version}, this one knows {SCHEMA_VERSION}): "
                 "upgrade tinkerpool, or use another data directory"
             )
-        if version == SCHEMA_VERSION:
+        scripts = [SCHEMA] if version == 0 else [MIGRATIONS[older] for older in range(version, SCHEMA_VERSION)]
+        if not scripts:
             return
         db.execute("BEGIN IMMEDIATE")
-        for statement in SCHEMA.split(";\n"):
+        for statement in ";\n".join(scripts).split(";\n"):
             if statement.strip():
                 db.execute(statement)
-        db.execute("INSERT INTO meta VALUES ('epoch', 0), ('last_cycle_id', 0)")
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         db.execute("COMMIT")
 
-    def _commit_forever(self) -> None:
-        while True:
-            batch = [self._queue.get()]
-            while not self._queue.empty():
-                batch.append(self._queue.get())
-            writes = [entry for entry in batch if entry is not None]
-            if writes:
-                self._commit(writes)
-            if len(writes) < len(batch):
-                return
+    async def _commit_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while self._waiting:
+                waiting, self._waiting = self._waiting, []
+                riding, self._riding = list(self._riding.values()), {}
+                outcomes = await loop.run_in_executor(self._thread, self._commit, waiting, riding)
+                if self._broken is not None:
+                    outcomes += [(None, self._broken) for _ in self._waiting]
+                    waiting, self._waiting = waiting + self._waiting, []
+                    self._on_broken(self._broken)
+                for each, (value, failure) in zip(waiting, outcomes, strict=True):
+                    _resolve(each.future, value, failure)
+        finally:
+            self._committing = None
 
-    def _commit(self, writes: list[tuple[Write, asyncio.Future[Any], asyncio.AbstractEventLoop]]) -> None:
+    def _commit(
+        self, waiting: Sequence[_Waiting], riding: Sequence[tuple[str, Write]]
+    ) -> list[tuple[Any, Exception | None]]:
         """One transaction for all; a write that fails is rolled back to its savepoint and fails alone."""
         db = self._writer
-        outcomes: list[tuple[Any, BaseException | None]] = []
+        outcomes: list[tuple[Any, Exception | None]] = []
+        kinds = dict.fromkeys([kind for kind, _ in riding if kind] + [each.kind for each in waiting if each.kind])
         try:
             db.execute("BEGIN IMMEDIATE")
-            while self._notes:
-                self._notes.popleft()(db)
-            for write, _, _ in writes:
+            for _, write in riding:
+                write(db)
+            self._note_service_time(db)
+            for each in waiting:
                 db.execute("SAVEPOINT one")
                 try:
-                    outcomes.append((write(db), None))
+                    outcomes.append((each.write(db), None))
                 except Exception as error:
                     if not db.in_transaction:
                         raise  # a full disk, for example, has undone everything
                     db.execute("ROLLBACK TO one")
                     outcomes.append((None, error))
                 db.execute("RELEASE one")
+            for kind in kinds:
+                failpoint(f"{kind}.before_commit")
             db.execute("COMMIT")
         except sqlite3.Error as error:
+            if _is_fatal(error):
+                self._broken = StoreBrokenError(f"the disk of {self._path} fails: {error}")
+                return [(None, self._broken)] * len(waiting)
             if db.in_transaction:
                 db.execute("ROLLBACK")
-            if len(writes) > 1 and error.sqlite_errorcode == sqlite3.SQLITE_FULL:
-                for each in writes:  # whoever needs less room may still find it
-                    self._commit([each])
-                return
-            outcomes = [(None, error)] * len(writes)
-        for (_, future, loop), (value, failure) in zip(writes, outcomes, strict=True):
-            loop.call_soon_threadsafe(_resolve, future, value, failure)
+            if len(waiting) == 1:
+                return [(None, error)]
+            alone = [self._commit([each], ()) for each in waiting]  # whoever needs less room may still find it
+            return [outcome for [outcome] in alone]
+        self.num_commits += 1
+        for kind in kinds:
+            failpoint(f"{kind}.after_commit")
+        return outcomes
+
+    def _keep_service_time(self) -> None:
+        self._service_s_kept = -1.0
+        self._commit([], ())
+
+    def _note_service_time(self, db: Connection) -> None:
+        now = self.service_time()
+        if now - self._service_s_kept > SERVICE_TIME_STEP_S:
+            db.execute("UPDATE meta SET value = ? WHERE key = 'service_ms'", (round(now * 1000),))
+            self._service_s_kept = now
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def open_connection(path: Path) -> Connection:
+    """A connection as the store needs it: every commit is synced."""
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
     db.row_factory = sqlite3.Row
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = FULL")  # in WAL mode nothing less syncs at commit
-    db.execute("PRAGMA foreign_keys = ON")
+    set_pragmas(db)
     return db
 
 
-def _resolve(future: asyncio.Future[Any], value: Any, failure: BaseException | None) -> None:
+def set_pragmas(db: Connection) -> None:
+    """What makes a commit durable, and the log bounded."""
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")  # in WAL mode nothing less syncs at commit
+    db.execute("PRAGMA foreign_keys = ON")
+    db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES_KEPT}")
+
+
+def _is_fatal(error: sqlite3.Error) -> bool:
+    """Whether what is on the disk is no longer known."""
+    code = getattr(error, "sqlite_errorcode", 0)
+    is_failure = code & 0xFF in {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+    return is_failure and code not in _NO_ROOM
+
+
+def _resolve(future: asyncio.Future[Any], value: Any, failure: Exception | None) -> None:
     if future.cancelled():
         return
     if failure is None:
@@ -352,20 +510,21 @@ def _resolve(future: asyncio.Future[Any], value: Any, failure: BaseException | N
     elif isinstance(failure, sqlite3.IntegrityError):
         future.set_exception(ConflictError(str(failure)))
     elif isinstance(failure, sqlite3.Error):
-        future.set_exception(StorageError(str(failure)))
+        is_full = getattr(failure, "sqlite_errorcode", 0) in _NO_ROOM
+        future.set_exception((DiskFullError if is_full else StorageError)(str(failure)))
     else:
         future.set_exception(failure)
 
 
-def _insert(db: sqlite3.Connection, table: str, values: dict[str, Any]) -> None:
+def _insert(db: Connection, table: str, values: dict[str, Any]) -> None:
     columns, marks = ", ".join(values), ", ".join("?" * len(values))
     db.execute(f"INSERT INTO {table} ({columns}) VALUES ({marks})", tuple(values.values()))  # noqa: S608 (our names)
 
 
-def _finish(db: sqlite3.Connection, row: OperationRow, now: float) -> bool:
+def _finish(db: Connection, row: OperationRow, now: float) -> bool:
     """Decide an operation. False if its append failed: then it was never acknowledged and need not be finished."""
     changed = db.execute(
-        "UPDATE operations SET outcome = ?, is_failed = ?, finished_at = ?, engine_s = ?"
+        "UPDATE operations SET outcome = ?, is_failed = ?, finished_service_s = ?, engine_s = ?"
         " WHERE target_id = ? AND seq = ? AND outcome IS NULL",
         (row.outcome, row.is_failed, now, row.engine_s, row.target_id, row.seq),
     ).rowcount
@@ -379,10 +538,15 @@ def _finish(db: sqlite3.Connection, row: OperationRow, now: float) -> bool:
     return True
 
 
-def _put_snapshot(db: sqlite3.Connection, snapshot: SnapshotRow) -> None:
+def _put_snapshot(db: Connection, snapshot: SnapshotRow) -> None:
+    """Let it stand for everything up to its seq, and cut the log there."""
     db.execute(
-        "INSERT OR REPLACE INTO snapshots (adapter_id, seq, folder, sha256) VALUES (?, ?, ?, ?)",
-        (snapshot.adapter_id, snapshot.seq, snapshot.folder, snapshot.sha256),
+        "INSERT OR REPLACE INTO snapshots (adapter_id, seq, folder, sha256, window_error) VALUES (?, ?, ?, ?, ?)",
+        (snapshot.adapter_id, snapshot.seq, snapshot.folder, snapshot.sha256, snapshot.window_error),
+    )
+    db.execute(
+        "UPDATE operations SET body = NULL WHERE target_id = ? AND seq <= ? AND outcome IS NOT NULL",
+        (snapshot.adapter_id, snapshot.seq),
     )
 
 
@@ -390,7 +554,7 @@ def _key(row: OperationRow) -> tuple[str, int]:
     return row.target_id, row.seq
 
 
-def _count(db: sqlite3.Connection, row: OperationRow) -> None:
+def _count(db: Connection, row: OperationRow) -> None:
     """Metering: charge a finished operation to its tenant."""
     db.execute(
         "INSERT INTO usage VALUES (?, ?, 1, ?, ?) ON CONFLICT (tenant_id, kind) DO UPDATE SET"
@@ -400,5 +564,5 @@ def _count(db: sqlite3.Connection, row: OperationRow) -> None:
     )
 
 
-def _meta(db: sqlite3.Connection, key: str) -> int:
+def _meta(db: Connection, key: str) -> int:
     return int(db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])

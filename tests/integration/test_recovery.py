@@ -358,7 +358,7 @@ async def test_a_replay_leaves_no_requests_in_memory(tmp_path: Path) -> None:
 async def test_forwards_alone_do_not_grow_memory_and_log_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.cycle.LOGGED_OPERATIONS_MAX", 20)
+    monkeypatch.setattr("coordinator.snapshots.LOGGED_OPERATIONS_MAX", 20)
     async with running_pool(tmp_path) as pool:
         adapter, principal = await pool.adapter(), await pool.principal()
         for seq in range(1, 101):
@@ -366,6 +366,7 @@ async def test_forwards_alone_do_not_grow_memory_and_log_for_ever(
                 adapter_id=adapter, seq=seq, data=[datum(3)], loss_function=types_pb2.LOSS_FUNCTION_CROSS_ENTROPY
             )
             await pool.wait((await pool.service.forward(principal, request)).operation.name)
+            await pool.written()
         queue = pool.coordinator.core.adapters[adapter]
         bodies = pool.coordinator.core.store.read("SELECT 1 FROM operations WHERE body IS NOT NULL")
         assert len(queue.operations) <= 22
@@ -378,8 +379,11 @@ async def test_results_leave_memory_and_are_dropped_from_the_log_after_their_tim
     time = FakeTime()
     async with running_pool(tmp_path, time=time, replay_s_max=0.0, result_retention_s=100.0) as pool:
         adapter = await pool.adapter()
-        names = [await submit(pool, adapter, seq) for seq in (1, 2, 3)]
-        await pool.wait(*names)
+        names = []
+        for seq in (1, 2, 3):
+            names.append(await submit(pool, adapter, seq))
+            await pool.wait(names[-1])
+            await pool.written()
         store = pool.coordinator.core.store
         await time.until(lambda: not store.read("SELECT 1 FROM operations"), 300)
         with pytest.raises(ServiceError) as gone:

@@ -124,6 +124,12 @@ class ToyPool:
         request = sample_request(sampler_id, seq, **values)
         return str((await self.service.sample(await self.principal(tenant), request)).operation.name)
 
+    async def written(self) -> None:
+        """Wait until no snapshot is being written."""
+        for loop in self.coordinator.core.loops.values():
+            await loop._is_idle.wait()
+            await loop._snapshots.finish()
+
     async def kill_worker(self, worker_id: str = "w0") -> None:
         """End a worker's life as a crash would."""
         life = self.coordinator.core.pool._lives[worker_id]  # type: ignore[attr-defined]

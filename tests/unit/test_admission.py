@@ -51,10 +51,10 @@ class Desk:
 
 @pytest.fixture
 async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
-    store = Store(tmp_path / "log.db", wall=lambda: 1.0)
+    store = Store(tmp_path / "log.db", monotonic=lambda: 1.0)
     await store.insert("tenants", tenant_id="t", name="alice", created_at=0.0)
     yield Desk(store)
-    store.close()
+    await store.close()
 
 
 def step(body: bytes = b"step") -> Draft:

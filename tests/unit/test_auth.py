@@ -13,9 +13,9 @@ from coordinator.store import Store
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    store = Store(tmp_path / "log.db", wall=lambda: 1.0)
+    store = Store(tmp_path / "log.db", monotonic=lambda: 1.0)
     yield store
-    store.close()
+    await store.close()
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ async def test_no_file_of_the_database_has_the_secret(keys: Authenticator, store
         return b"".join(path.read_bytes() for path in tmp_path.iterdir())
 
     while_open = everything()
-    store.close()
+    await store.close()
     for content in (while_open, everything()):
         assert b"canary" in content
         assert secret.encode() not in content

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.disk import RealDisk
 from coordinator.errors import Code, ServiceError
 from coordinator.files import StateFiles, _digest
 from tests.toy_engine import toy_model_info
@@ -25,7 +26,7 @@ IN_A_WINDOW = replace(STATE, gradient=b"g" * 70, num_datums=3)
 
 @pytest.fixture
 def files(tmp_path: Path) -> StateFiles:
-    return StateFiles(tmp_path / "states")
+    return StateFiles(tmp_path / "states", "checkpoint", RealDisk())
 
 
 def test_what_is_written_is_read_back(files: StateFiles) -> None:
@@ -98,15 +99,7 @@ def test_a_write_that_fails_at_any_step_leaves_nothing_behind(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    if step == "write":
-        monkeypatch.setattr("coordinator.files._write_synced", full)
-    elif step == "rename":
-        monkeypatch.setattr(Path, "rename", full)
-    else:
-        synced: list[object] = []
-        monkeypatch.setattr(
-            "coordinator.files._sync_folder", lambda path: full() if len(synced) else synced.append(path)
-        )
+    monkeypatch.setattr(RealDisk, step, full)
     with pytest.raises(OSError, match="No space"):
         files.write(SPEC, MODEL, STATE)
     assert list((tmp_path / "states").iterdir()) == []

@@ -124,25 +124,24 @@ def test_a_lost_copy_forgets_the_chunks_that_ran_on_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "failing", "is_safe"),
+    ("kinds", "failing", "is_pending"),
     [
-        ((), (), True),
-        ((STEP,), (), True),
-        ((FB,), (), False),
-        ((FB, FORWARD, SAVE), (), False),
-        ((FB, STEP), (), True),
-        ((FB, STEP, FORWARD), (), True),
-        ((FB, LOAD), (), True),
-        ((FB, LOAD), (2,), False),  # a load that failed has closed the window: what comes next must still know
-        ((FB, STEP), (2,), True),  # the gradient of a step that failed is dropped
+        ((), (), False),
+        ((STEP,), (), False),
+        ((FB,), (), True),
+        ((FB, FORWARD, SAVE), (), True),
+        ((FB, STEP), (), False),
+        ((FB, STEP, FORWARD), (), False),
+        ((FB, LOAD), (), False),
+        ((FB, STEP), (2,), False),  # the gradient of a step that failed is dropped
     ],
 )
-def test_a_snapshot_is_safe_exactly_when_no_gradient_is_pending(
-    kinds: tuple[Kind, ...], failing: tuple[int, ...], is_safe: bool
+def test_a_gradient_is_pending_from_a_pass_to_the_next_step_or_load(
+    kinds: tuple[Kind, ...], failing: tuple[int, ...], is_pending: bool
 ) -> None:
     adapter = adapter_with(*kinds)
     run(adapter, *range(1, len(kinds) + 1), fail=failing)
-    assert adapter.is_snapshot_safe is is_safe
+    assert adapter.has_pending_gradient is is_pending
 
 
 def test_an_append_that_fails_leaves_no_hole_for_the_next_place_that_the_server_gives() -> None:
@@ -171,7 +170,7 @@ def test_a_snapshot_that_becomes_durable_after_its_copy_was_lost_is_where_the_or
     adapter.placed("w0")
     run(adapter, 1, 2)
     adapter.lose_copy()
-    adapter.covered(2)
+    adapter.covered(2, b"", 0.0)
     adapter.add(operation(3, FB))
     adapter.settle()
     assert adapter.missing_seq() is None
@@ -181,7 +180,7 @@ def test_a_snapshot_that_becomes_durable_after_its_copy_was_lost_is_where_the_or
 def test_what_a_snapshot_covers_leaves_memory_and_nothing_else() -> None:
     adapter = adapter_with(FB, STEP, FB)
     run(adapter, 1, 2)
-    adapter.covered(2)
+    adapter.covered(2, b"", 0.0)
     assert list(adapter.operations) == [3]
     assert adapter.applied_seq == 2
 

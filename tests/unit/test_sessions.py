@@ -19,10 +19,10 @@ class Clock:
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    store = Store(tmp_path / "log.db", wall=lambda: 1.0)
+    store = Store(tmp_path / "log.db", monotonic=lambda: 1.0)
     await store.insert("tenants", tenant_id="t", name="alice", created_at=0.0)
     yield store
-    store.close()
+    await store.close()
 
 
 async def add_row(store: Store, session_id: str, ended_at: float | None = None) -> None:

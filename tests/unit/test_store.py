@@ -22,10 +22,10 @@ from coordinator.store import (
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    store = Store(tmp_path / "log.db", wall=lambda: 1.0)
+    store = Store(tmp_path / "log.db", monotonic=lambda: 1.0)
     await store.insert("tenants", tenant_id="t", name="alice", created_at=0.0)
     yield store
-    store.close()
+    await store.close()
 
 
 def operation(seq: int, **values: Any) -> OperationRow:
@@ -96,16 +96,16 @@ async def test_a_write_that_fails_fails_alone(store: Store) -> None:
 
 async def test_nothing_is_lost_when_the_store_is_opened_again(store: Store, tmp_path: Path) -> None:
     pending = [store.append([operation(seq)]) for seq in range(1, 51)]
-    store.close()
+    await store.close()
     await asyncio.gather(*pending)
-    again = Store(tmp_path / "log.db", wall=lambda: 2.0)
+    again = Store(tmp_path / "log.db", monotonic=lambda: 1.0)
     assert [row["seq"] for row in again.read("SELECT seq FROM operations ORDER BY seq")] == list(range(1, 51))
-    again.close()
+    await again.close()
 
 
 async def test_a_closed_store_refuses_instead_of_never_answering(tmp_path: Path) -> None:
-    store = Store(tmp_path / "log.db", wall=lambda: 1.0)
-    store.close()
+    store = Store(tmp_path / "log.db", monotonic=lambda: 1.0)
+    await store.close()
     with pytest.raises(StorageError):
         await asyncio.wait_for(store.execute("SELECT 1"), 5)
 
@@ -115,7 +115,7 @@ def test_a_newer_schema_is_refused_with_what_to_do(tmp_path: Path) -> None:
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     db.close()
     with pytest.raises(ValueError, match=r"newer tinkerpool .* upgrade"):
-        Store(tmp_path / "log.db", wall=lambda: 1.0)
+        Store(tmp_path / "log.db", monotonic=lambda: 1.0)
 
 
 async def test_a_seq_and_a_request_id_exist_once(store: Store) -> None:
@@ -157,10 +157,10 @@ async def test_cycle_ids_never_run_backwards_when_loops_commit_out_of_order(stor
 
 async def test_each_life_has_a_new_epoch(store: Store, tmp_path: Path) -> None:
     epochs = [await store.raise_epoch(), await store.raise_epoch()]
-    store.close()
-    again = Store(tmp_path / "log.db", wall=lambda: 2.0)
+    await store.close()
+    again = Store(tmp_path / "log.db", monotonic=lambda: 1.0)
     assert [*epochs, await again.raise_epoch()] == [1, 2, 3]
-    again.close()
+    await again.close()
 
 
 async def test_an_operation_is_finished_once_and_metered_once(store: Store) -> None:

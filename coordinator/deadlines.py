@@ -1,0 +1,64 @@
+"""How long a batch may take before its worker is given up: a generous multiple of what it is predicted to take.
+
+Learns from batches that were answered; knows tokens and seconds, not what is computed or who asked. A prediction is a
+bound on purpose: attention makes a token dearer the longer its sequence, at most in proportion to the length. A worker
+that is stopped or cut off is found sooner, by its pings.
+"""
+
+from __future__ import annotations
+
+from workers.messages import Batch, PassItem
+
+FLOOR_S = 8.0
+"""Also an empty batch may take this long."""
+FACTOR = 8.0
+"""How many times its prediction a batch may take."""
+UNKNOWN_S = 600.0
+"""What a batch may take while nothing is known of its size, or its worker has not answered one before."""
+ALONE_FACTOR = 4.0
+"""How many times longer a batch may take for each worker that has died of it alone: it may just be slow."""
+MEMORY = 0.8
+"""Weight of what was known before against what a batch shows."""
+TOKENS_MIN = 64
+"""A batch with fewer tokens shows nothing about the price of one."""
+
+
+class Deadlines:
+    """What the batches of one base model may take."""
+
+    def __init__(self) -> None:
+        self._s_per_token = 0.0
+        self._length = 0.0
+        """Mean length of the sequences that this price comes from."""
+        self._warm: set[str] = set()
+        """Lives that have answered a batch: loading kernels and memory is behind them."""
+
+    def allowed_s(self, batch: Batch, incarnation: str, deaths_alone: int = 0) -> float:
+        """Seconds until the worker's answer must be there."""
+        num_tokens, length = _size(batch)
+        if incarnation not in self._warm or (num_tokens and not self._s_per_token):
+            return UNKNOWN_S
+        predicted = num_tokens * self._s_per_token * max(1.0, length / self._length if self._length else 1.0)
+        return (FLOOR_S + FACTOR * predicted) * ALONE_FACTOR**deaths_alone
+
+    def observe(self, batch: Batch, incarnation: str, seconds: float) -> None:
+        """A batch was answered after this time."""
+        is_first = incarnation not in self._warm
+        self._warm.add(incarnation)
+        num_tokens, length = _size(batch)
+        if num_tokens < TOKENS_MIN or (is_first and self._s_per_token):
+            return
+        weight = MEMORY if self._s_per_token else 0.0
+        self._s_per_token = weight * self._s_per_token + (1 - weight) * seconds / num_tokens
+        self._length = weight * self._length + (1 - weight) * length
+
+    def forget(self, incarnation: str) -> None:
+        """That life has ended."""
+        self._warm.discard(incarnation)
+
+
+def _size(batch: Batch) -> tuple[int, float]:
+    """Tokens of the batch's passes, and the mean length of the sequence that a token is in."""
+    lengths = [len(datum.tokens) for item in batch.items if isinstance(item, PassItem) for datum in item.data]
+    num_tokens = sum(lengths)
+    return num_tokens, sum(length * length for length in lengths) / max(1, num_tokens)

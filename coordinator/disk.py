@@ -1,0 +1,73 @@
+"""The disk below state folders, as the coordinator sees it: a seam, so that a simulation can own it and lose power.
+
+Main invariant: nothing is durable before `sync`. A file's content is after its own sync; that it is there, under its
+name, is after the sync of the folder that it is in.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+
+class Disk(Protocol):
+    """Folders of files. Every method raises OSError where the disk does."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder, and those above it, unless it is there."""
+
+    def write(self, path: Path, content: bytes) -> None:
+        """Make a file with this content."""
+
+    def sync(self, path: Path) -> None:
+        """Make a file's content durable, or a folder's names."""
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a file or folder another name."""
+
+    def names(self, folder: Path) -> list[str]:
+        """What is in a folder."""
+
+    def read(self, path: Path) -> bytes:
+        """A file's content."""
+
+    def remove(self, folder: Path) -> None:
+        """Remove a folder and all that is in it, as far as that can be done."""
+
+
+class RealDisk:
+    """The machine's."""
+
+    def make_folder(self, path: Path) -> None:
+        """See `Disk`."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def write(self, path: Path, content: bytes) -> None:
+        """See `Disk`."""
+        path.write_bytes(content)
+
+    def sync(self, path: Path) -> None:
+        """See `Disk`."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """See `Disk`."""
+        old.rename(new)
+
+    def names(self, folder: Path) -> list[str]:
+        """See `Disk`."""
+        return [path.name for path in folder.iterdir()]
+
+    def read(self, path: Path) -> bytes:
+        """See `Disk`."""
+        return path.read_bytes()
+
+    def remove(self, folder: Path) -> None:
+        """See `Disk`."""
+        shutil.rmtree(folder, ignore_errors=True)
