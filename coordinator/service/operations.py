@@ -16,7 +16,9 @@ class OperationUseCases(UseCases):
 
     async def get_operation(self, principal: Principal, request: pb.GetOperationRequest) -> pb.GetOperationResponse:
         """An operation as it is now."""
-        return pb.GetOperationResponse(operation=self._operation(principal, request.name).as_message())
+        operation = self._operation(principal, request.name).as_message()
+        self._note_fetched(operation)
+        return pb.GetOperationResponse(operation=operation)
 
     async def wait_operations(
         self, principal: Principal, request: pb.WaitOperationsRequest
@@ -32,6 +34,7 @@ class OperationUseCases(UseCases):
         num_missing = len(names)
         async for operation in self._core.table.wait(names, lambda name: self._operation(principal, name).as_message()):
             yield pb.WaitOperationsResponse(operation=operation)
+            self._note_fetched(operation)
             num_missing -= 1
         if num_missing:
             raise ServiceError(
@@ -51,6 +54,10 @@ class OperationUseCases(UseCases):
         else:
             self._cancel_queued(operation)
         return pb.CancelOperationResponse(operation=self._operation(principal, request.name).as_message())
+
+    def _note_fetched(self, operation: pb.Operation) -> None:
+        if operation.state in (pb.OPERATION_STATE_SUCCEEDED, pb.OPERATION_STATE_FAILED):
+            self._core.store.note_fetched(operation.target_id, operation.seq)
 
     def _cancel_queued(self, operation: Operation) -> None:
         adapter = self._core.adapters.get(operation.target_id)

@@ -293,13 +293,11 @@ async def test_snapshots_bound_the_log_and_the_state_survives_a_restart(tmp_path
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
         adapter = await pool.adapter()
         for seq in range(1, 11, 2):
-            await pool.wait(await pool.forward_backward(adapter, seq, 5))
-            await pool.written()
-            await pool.wait(await pool.optim_step(adapter, seq + 1))
+            await pool.wait(await pool.forward_backward(adapter, seq, 5), await pool.optim_step(adapter, seq + 1))
             await pool.written()
         store = pool.coordinator.core.store
         kept = store.read("SELECT seq FROM operations WHERE target_id = ? AND body IS NOT NULL", (adapter,))
-        assert [row["seq"] for row in kept] == []
+        assert [row["seq"] for row in kept] in ([], [10]), "the last step came while a snapshot was being written"
         chain = pool.chain(adapter)
         assert len(list((tmp_path / "snapshots").iterdir())) == 1
     async with running_pool(tmp_path) as pool:

@@ -1,0 +1,64 @@
+"""How long a batch may take before its worker is given up."""
+
+import numpy as np
+
+from coordinator.deadlines import ALONE_FACTOR, FACTOR, FLOOR_S, UNKNOWN_S, Deadlines
+from workers.messages import Batch, Datum, PassItem
+
+
+def batch(*lengths: int) -> Batch:
+    data = tuple(Datum(tokens=np.zeros(length, np.int32), loss_inputs={}) for length in lengths)
+    item = PassItem(
+        op_id="",
+        adapter_id="a",
+        prev_seq=0,
+        seq=1,
+        chunk_index=0,
+        num_chunks=1,
+        data=data,
+        loss_fn="cross_entropy",
+        loss_config={},
+        backward=True,
+    )
+    return Batch(epoch=1, cycle_id=1, items=(item,))
+
+
+def test_a_life_that_has_answered_nothing_has_all_the_time_that_loading_may_take() -> None:
+    deadlines = Deadlines()
+    assert deadlines.allowed_s(batch(100), "w0-a") == UNKNOWN_S
+    deadlines.observe(batch(100), "w0-a", 1.0)
+    assert deadlines.allowed_s(batch(100), "w0-a") < UNKNOWN_S
+    assert deadlines.allowed_s(batch(100), "w0-b") == UNKNOWN_S
+    deadlines.forget("w0-a")
+    assert deadlines.allowed_s(batch(100), "w0-a") == UNKNOWN_S
+
+
+def test_the_deadline_is_a_multiple_of_what_such_a_batch_took() -> None:
+    deadlines = Deadlines()
+    deadlines.observe(batch(100), "w0", 1.0)
+    assert deadlines.allowed_s(batch(100), "w0") == FLOOR_S + FACTOR * 1.0
+    assert deadlines.allowed_s(batch(100, 100, 100), "w0") == FLOOR_S + FACTOR * 3.0
+    assert deadlines.allowed_s(Batch(epoch=1, cycle_id=1), "w0") == FLOOR_S
+
+
+def test_longer_sequences_may_take_longer_per_token_and_shorter_ones_no_less() -> None:
+    deadlines = Deadlines()
+    deadlines.observe(batch(100, 100), "w0", 2.0)
+    assert deadlines.allowed_s(batch(400), "w0") == FLOOR_S + FACTOR * 4.0 * 4
+    assert deadlines.allowed_s(batch(*[10] * 40), "w0") == FLOOR_S + FACTOR * 4.0
+
+
+def test_what_a_worker_may_just_have_been_too_slow_for_gets_more_time_alone() -> None:
+    deadlines = Deadlines()
+    deadlines.observe(batch(100), "w0", 1.0)
+    alone = deadlines.allowed_s(batch(100), "w0", deaths_alone=1)
+    assert alone == ALONE_FACTOR * deadlines.allowed_s(batch(100), "w0")
+
+
+def test_the_first_batch_of_a_later_life_and_tiny_ones_say_nothing_about_the_price_of_a_token() -> None:
+    deadlines = Deadlines()
+    deadlines.observe(batch(100), "w0-a", 1.0)
+    before = deadlines.allowed_s(batch(100), "w0-a")
+    deadlines.observe(batch(100), "w0-b", 60.0)
+    deadlines.observe(batch(3), "w0-a", 60.0)
+    assert deadlines.allowed_s(batch(100), "w0-a") == before
