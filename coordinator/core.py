@@ -82,7 +82,7 @@ class Core:
         self._use_cases: set[asyncio.Task[Any]] = set()
         self._replacing: set[str] = set()
         self._num_deaths: Counter[str] = Counter()
-        """By worker, since it was last seen to live on."""
+        """By worker, since it last answered a batch."""
         self._suspects: dict[str, Suspects] = {}
         self._is_stopping = False
         self._specs: dict[str, AdapterSpec] = {}
@@ -292,6 +292,7 @@ class Core:
                 take_removals=self.sampling.take_removals,
                 published=self.sampling.published,
                 worker_lost=self._worker_lost,
+                worker_answered=self._worker_answered,
             )
 
     def _recover(self) -> None:
@@ -348,6 +349,9 @@ class Core:
         elif convicted is not None:
             self.sampling.convict(convicted)
 
+    def _worker_answered(self, worker_id: str) -> None:
+        self._num_deaths.pop(worker_id, None)
+
     def _turn(self, base_model: str) -> None:
         """Others may run than before."""
         self.loops[base_model].clock.notify()
@@ -381,8 +385,6 @@ class Core:
             except (WorkerLost, TimeoutError) as error:
                 logger.warning("worker %s does not answer: %s", worker_id, str(error) or "time-out")
                 self._worker_lost(worker_id, incarnation)
-            else:
-                self._num_deaths.pop(worker_id, None)
 
     async def _sweep(self) -> None:
         """Expire sessions, fail what waits behind a lost seq, drop old results and checkpoints."""

@@ -74,6 +74,7 @@ class CycleLoop:
         take_removals: Callable[[str], tuple[str, ...]],
         published: Callable[[str, str], None],
         worker_lost: Callable[[str, str], None],
+        worker_answered: Callable[[str], None],
     ) -> None:
         self.base_model = base_model
         self.adapters: dict[str, AdapterQueue] = {}
@@ -101,6 +102,7 @@ class CycleLoop:
         self._take_removals = take_removals
         self._published = published
         self._worker_lost = worker_lost
+        self._worker_answered = worker_answered
         self._ready: dict[str, AdapterQueue] = {}
         self._last_cycle: dict[str, int] = {}
         self._num_reinstalls: dict[str, int] = {}
@@ -383,6 +385,7 @@ class CycleLoop:
         except TimeoutError:
             self.deadlines.forget(incarnation)
             raise WorkerLost(f"no answer to a batch within {allowed_s:.0f} s") from None
+        self._worker_answered(worker_id)
         self.deadlines.observe(batch, incarnation, self._time.monotonic() - began)
         return answer
 

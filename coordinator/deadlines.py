@@ -20,7 +20,7 @@ ALONE_FACTOR = 4.0
 MEMORY = 0.8
 """Weight of what was known before against what a batch shows."""
 TOKENS_MIN = 64
-"""A batch with fewer tokens shows nothing about the price of one."""
+"""A batch with fewer tokens shows little about the price of one: it counts only while there is nothing better."""
 
 
 class Deadlines:
@@ -30,6 +30,8 @@ class Deadlines:
         self._s_per_token = 0.0
         self._length = 0.0
         """Mean length of the sequences that this price comes from."""
+        self._is_rough = True
+        """It comes from batches with too few tokens, or from none."""
         self._warm: set[str] = set()
         """Lives that have answered a batch: loading kernels and memory is behind them."""
 
@@ -46,9 +48,11 @@ class Deadlines:
         is_first = incarnation not in self._warm
         self._warm.add(incarnation)
         num_tokens, length = _size(batch)
-        if num_tokens < TOKENS_MIN or (is_first and self._s_per_token):
+        is_rough = num_tokens < TOKENS_MIN
+        if not num_tokens or (is_first and self._s_per_token) or (is_rough and not self._is_rough):
             return
-        weight = MEMORY if self._s_per_token else 0.0
+        weight = MEMORY if self._s_per_token and is_rough == self._is_rough else 0.0
+        self._is_rough = is_rough
         self._s_per_token = weight * self._s_per_token + (1 - weight) * seconds / num_tokens
         self._length = weight * self._length + (1 - weight) * length
 

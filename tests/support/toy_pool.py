@@ -7,7 +7,7 @@ import shutil
 import sqlite3
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from tinkerpool.v1 import (
 )
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.local import LocalPool
+from workers.pool import WorkerLost
 
 
 @dataclass(slots=True)
@@ -146,7 +147,8 @@ class ToyPool:
         for worker_id, engines in self.engines.items():
             engines[-1].may_run.set()
             engines[-1].may_decode = True
-            await self.coordinator.core.pool.cancel_sample(worker_id, "nobody's")  # wakes the loop
+            with suppress(WorkerLost):
+                await self.coordinator.core.pool.cancel_sample(worker_id, "nobody's")  # wakes the loop
 
     def chain(self, adapter_id: str) -> bytes:
         """The hash chain of the adapter's copy."""

@@ -55,6 +55,14 @@ def test_what_a_worker_may_just_have_been_too_slow_for_gets_more_time_alone() ->
     assert alone == ALONE_FACTOR * deadlines.allowed_s(batch(100), "w0")
 
 
+def test_batches_of_few_tokens_count_only_while_there_is_nothing_better() -> None:
+    deadlines = Deadlines()
+    deadlines.observe(batch(5), "w0", 1.0)
+    assert deadlines.allowed_s(batch(100), "w0") == FLOOR_S + FACTOR * 20.0 * 20
+    deadlines.observe(batch(100), "w0", 1.0)
+    assert deadlines.allowed_s(batch(100), "w0") == FLOOR_S + FACTOR * 1.0
+
+
 def test_the_first_batch_of_a_later_life_and_tiny_ones_say_nothing_about_the_price_of_a_token() -> None:
     deadlines = Deadlines()
     deadlines.observe(batch(100), "w0-a", 1.0)
