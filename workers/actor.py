@@ -4,7 +4,8 @@ Knows neither what a batch means nor who calls. Batches, results and events cros
 Ray's serializer takes up to twice as long for the many small objects of a batch.
 
 Main invariant: only the engine's thread does work. Calls in the group `control` return at once, whatever that thread is
-doing, and in their order; a call in `work` waits for its batch, the one in `events` for whatever is sampled.
+doing, and in their order; a `ping` waits not even for those, which may have much to unpack. A call in `work` waits for
+its batch, the one in `events` for whatever is sampled.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from workers.loop import EngineLoop
 from workers.messages import Batch, SampleEvent, SampleRequest, WorkerInfo
 from workers.pool import EngineSettings, WorkerLost, engine_factory
 
-CONCURRENCY_GROUPS = {"work": 2, "control": 1, "events": 1}
+CONCURRENCY_GROUPS = {"work": 2, "control": 1, "ping": 1, "events": 1}
 """Threads by kind of call. One for `control` keeps its calls in order."""
 
 
@@ -71,11 +72,13 @@ class EngineActor:
         batch: Batch = unpack(packed)
         return pack(self._loop.submit(batch).result())
 
-    # ---- control
+    # ---- ping
 
     def ping(self) -> None:
         """Raises WorkerLost if the engine has failed."""
         self._loop.check()
+
+    # ---- control
 
     def start_sample(self, packed: bytes) -> None:
         """Hand over a packed `SampleRequest`. Raises WorkerLost."""

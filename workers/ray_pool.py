@@ -106,7 +106,7 @@ class RayPool:
 
     async def ping(self, worker_id: str) -> None:
         """Whether the worker's process answers and its engine lives. Raises WorkerLost."""
-        await self._life(worker_id).call("ping")
+        await self._life(worker_id).call("ping", group="ping")
 
     async def replace(self, worker_id: str) -> WorkerInfo:
         """Kill a worker's process, whatever state it is in, and start its next life. Raises WorkerLost."""

@@ -9,14 +9,14 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
 
 from tests.toy_engine import KILL_TOKEN
 from tests.unit.test_loop import batch, request
-from workers.messages import SampleEvent, SampleResult, TokenEvent, WorkerInfo
+from workers.messages import SampleEvent, SampleRequest, SampleResult, TokenEvent, WorkerInfo
 from workers.pool import PoolConfig, PoolModel, PoolStartError, WorkerLost, make_pool
 from workers.ray_pool import RayPool
 
@@ -145,6 +145,29 @@ async def test_ping_is_answered_beside_a_running_batch(pool: RayPool) -> None:
     await asyncio.wait_for(pool.ping("w2"), 0.8)
     assert not running.done()
     await running
+
+
+class SlowToUnpack:
+    """A sample request that takes its time to arrive, as a large one does."""
+
+    def __init__(self, op_id: str, seconds: float) -> None:
+        self._parts = (op_id, seconds)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpack_slowly, self._parts
+
+
+def unpack_slowly(op_id: str, seconds: float) -> SampleRequest:
+    time.sleep(seconds)
+    return request(op_id, max_tokens=1)
+
+
+async def test_ping_is_answered_while_a_sample_request_is_unpacked(pool: RayPool) -> None:
+    handing_over = asyncio.create_task(pool.start_sample("w0", cast("SampleRequest", SlowToUnpack("large", 2.0))))
+    await asyncio.sleep(0.1)
+    await asyncio.wait_for(pool.ping("w0"), 1.0)
+    assert not handing_over.done()
+    await handing_over
 
 
 async def test_sampled_tokens_stream_and_the_result_repeats_them(pool: RayPool) -> None:
