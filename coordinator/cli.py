@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _LIBRARIES = ("grpc_health", "grpc_reflection", "ray", "safetensors", "tokenizers", "torch", "transformers")
 _ARGUMENTS = "tinkerpool.arguments"
+RAY_FILE = "ray.json"
+"""In the data directory: what a private Ray has on this machine, as long as it has."""
 
 EXAMPLE = """\
 import tinkerpool
@@ -162,6 +164,7 @@ def _serve_or_up(
             num_gpus=num_gpus,
             device=device or ("cuda" if num_gpus else "cpu"),
             ray_address=ray_address,
+            owner_file=data_dir / RAY_FILE,
             engine=engine or ENGINE,
         )
     except ValueError as error:

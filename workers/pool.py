@@ -12,6 +12,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol, cast
 
 from workers.messages import Batch, BatchResult, ModelInfo, SampleEvent, SampleRequest, WorkerInfo
@@ -143,6 +144,9 @@ class PoolConfig:
     this machine, which ends with the pool."""
     ray_temp_dir: str | None = None
     """Where the private Ray keeps sockets and logs, a short path; None: a temporary folder, removed at the end."""
+    owner_file: Path | None = None
+    """Where a private Ray notes what it has on this machine, so that the next start on the file removes it if this
+    process is killed; the file is gone after a stop. One pool at a time. None: what a kill leaves behind stays."""
     start_timeout_s: float = 600.0
     """How long a worker may take to get its resources and load its model."""
     engine: str = ENGINE

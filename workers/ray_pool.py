@@ -10,16 +10,7 @@ an `ended` future that every call waits for beside its answer, so an answer that
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
-import os
-import select
-import shutil
-import signal
-import tempfile
-import threading
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -29,14 +20,11 @@ from ray.exceptions import RayError, RayTaskError
 from workers.actor import CONCURRENCY_GROUPS, EngineActor, pack, unpack
 from workers.messages import Batch, BatchResult, SampleEvent, SampleRequest, WorkerInfo
 from workers.pool import PoolConfig, PoolStartError, WorkerLost, new_incarnation, num_cores, thread_environment
+from workers.processes import Process
+from workers.ray_host import RayHost
 
 KILL_GRACE_S = 1.0
 """How long Ray has to end a process that was told to die, before we kill it: one that is stopped takes Ray seconds."""
-
-
-PRIVATE_RAY = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-"""Environment of a Ray of our own, where the operator has set nothing else: its workers do the work here, so they yield
-to nobody (Ray would start them at niceness 15), and it reports to nobody."""
 
 
 class RayPool:
@@ -47,12 +35,12 @@ class RayPool:
         self._config = config
         self._engines = config.engines()
         self._lives: dict[str, _Life] = {}
-        self._host: _RayHost | None = None
+        self._host: RayHost | None = None
 
     async def start(self) -> None:
         """Start Ray, then every worker at the same time, and wait until all are ready. Raises PoolStartError."""
         assert self._host is None, "the pool has been started already"
-        self._host = _RayHost(self._config)
+        self._host = RayHost(self._config)
         try:
             await self._host.start()
             self._check_room()
@@ -172,7 +160,7 @@ class _Life:
         self.events: asyncio.Queue[Sequence[SampleEvent] | None] = asyncio.Queue()
         self._actor = actor
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._pidfd = _open_process(info.pid) if is_on_this_machine else None
+        self._process = Process.hold(info.pid) if is_on_this_machine else None
         stream = actor.events.options(num_returns="streaming", concurrency_group="events").remote()
         self._pump = asyncio.create_task(self._take_events(stream))
 
@@ -207,13 +195,12 @@ class _Life:
     async def kill(self) -> None:
         """See that the process is gone (on a cluster: that Ray was told)."""
         _kill(self._actor)
-        if self._pidfd is not None:
-            if not await asyncio.to_thread(_has_ended, self._pidfd, KILL_GRACE_S):
-                with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-                await asyncio.to_thread(_has_ended, self._pidfd, KILL_GRACE_S)
-            os.close(self._pidfd)
-            self._pidfd = None
+        process, self._process = self._process, None
+        if process is not None:
+            if not await asyncio.to_thread(process.has_ended, KILL_GRACE_S):
+                process.kill()
+                await asyncio.to_thread(process.has_ended, KILL_GRACE_S)
+            process.close()
 
     async def _take_events(self, stream: AsyncIterator[Any]) -> None:
         reason = "its stream of events ended"
@@ -225,73 +212,9 @@ class _Life:
         self.end(reason)
 
 
-class _RayHost:
-    """Ray in this process, from start to stop, in a thread of its own.
-
-    The kernel kills the processes that Ray starts when the thread that started them ends; so it is one that lasts. In
-    the main thread Ray would block the event loop for seconds and take over the signals.
-    """
-
-    def __init__(self, config: PoolConfig) -> None:
-        self._config = config
-        self._started: Future[None] = Future()
-        self._is_stopping = threading.Event()
-        self._thread = threading.Thread(target=self._live, name="ray", daemon=True)
-
-    async def start(self) -> None:
-        """Start or join Ray. Raises PoolStartError."""
-        if ray.is_initialized():
-            raise PoolStartError("this process uses Ray already; one pool at a time")
-        self._thread.start()
-        try:
-            await asyncio.shield(asyncio.wrap_future(self._started))
-        except Exception as error:
-            raise PoolStartError(f"Ray does not start: {error}") from error
-
-    async def stop(self) -> None:
-        """End it, or leave the cluster; also a start that is not done yet."""
-        self._is_stopping.set()
-        if self._thread.ident is not None:
-            await asyncio.to_thread(self._thread.join)
-
-    def _live(self) -> None:
-        config, temp_dir = self._config, None
-        try:
-            options: dict[str, Any] = {"address": config.ray_address}
-            if config.ray_address is None:
-                for name, value in PRIVATE_RAY.items():
-                    os.environ.setdefault(name, value)
-                # Ray opens its folder to everybody; this one around it is ours alone.
-                temp_dir = None if config.ray_temp_dir else tempfile.mkdtemp(prefix="tinkerpool-")
-                # Claims place workers on nodes; on one machine there is nothing to place, so all of them fit.
-                num_cpus = max(num_cores(), math.ceil(config.num_cpus * config.num_workers))
-                folder = config.ray_temp_dir or f"{temp_dir}/ray"
-                options = {"address": "local", "_temp_dir": folder, "num_cpus": num_cpus}
-            ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, **options)
-        except BaseException as error:  # noqa: BLE001 (handed on to whoever awaits the start)
-            self._started.set_exception(error)
-        else:
-            self._started.set_result(None)
-            self._is_stopping.wait()
-        ray.shutdown()
-        if temp_dir is not None:
-            shutil.rmtree(temp_dir, ignore_errors=True)
-
-
 def _kill(actor: Any) -> None:
     with suppress(RayError, ValueError):  # it is dead already, or Ray is
         ray.kill(actor, no_restart=True)
-
-
-def _open_process(pid: int) -> int | None:
-    """A handle that stays with this process, while its pid may go to another; None where there is no such thing."""
-    with suppress(AttributeError, OSError):
-        return os.pidfd_open(pid)
-    return None
-
-
-def _has_ended(pidfd: int, timeout_s: float) -> bool:
-    return bool(select.select([pidfd], [], [], timeout_s)[0])
 
 
 def _reason(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from tests.toy_engine import KILL_TOKEN
 from tests.unit.test_loop import batch, request
 from workers.messages import SampleEvent, SampleRequest, SampleResult, TokenEvent, WorkerInfo
 from workers.pool import PoolConfig, PoolModel, PoolStartError, WorkerLost, make_pool
+from workers.processes import MARK_VARIABLE
 from workers.ray_pool import RayPool
 
 pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
@@ -118,6 +119,11 @@ async def test_every_worker_is_a_process_of_its_own_with_its_own_model(pool: Ray
     assert len({info.incarnation for info in infos}) == 4
     assert {info.num_slots for info in infos} == {5}
     assert {info.node for info in infos} == {infos[0].node}
+
+
+async def test_mark_of_this_ray_is_not_left_to_what_this_process_starts_besides(pool: RayPool) -> None:
+    assert f"{MARK_VARIABLE}=" in "\n".join(environment(worker(pool, "w0").pid))
+    assert MARK_VARIABLE not in os.environ
 
 
 async def test_thread_settings_are_in_the_environment_of_the_process(pool: RayPool) -> None:

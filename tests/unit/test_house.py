@@ -15,7 +15,7 @@ PACKAGES = ("tinkerpool", "workers", "coordinator")
 # library -> the only files that may import it
 CONFINED = {
     "sqlite3": ["coordinator/store.py"],
-    "ray": ["workers/ray_pool.py", "workers/actor.py"],
+    "ray": ["workers/ray_*.py", "workers/actor.py"],
     "grpc": ["coordinator/grpc_*.py", "tinkerpool/client/transport.py", "tinkerpool/*_pb2_grpc.py"],
     "grpc_health": ["coordinator/grpc_*.py"],
     "grpc_reflection": ["coordinator/grpc_*.py"],

@@ -1,0 +1,184 @@
+"""Ray in this process: started or joined, ended, and what it has on this machine removed.
+
+Knows Ray's processes and folder; not the workers that live in it.
+
+Main invariant: whatever a private Ray has (processes, a folder) can be found from its owner file, from before it exists
+until after it is gone. So a start on the same file removes what a killed owner left behind, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from workers.pool import PoolConfig, PoolStartError, num_cores
+from workers.processes import MARK_VARIABLE, kill_marked
+
+logger = logging.getLogger(__name__)
+
+FOLDER_PREFIX = "tinkerpool-"
+KILL_TIMEOUT_S = 10.0
+"""How long killed processes have to end; only one that hangs in the kernel takes longer than milliseconds."""
+
+PRIVATE_RAY = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+"""Environment of a Ray of our own, where the operator has set nothing else: its workers do the work here, so they yield
+to nobody (Ray would start them at niceness 15), and it reports to nobody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Belongings:
+    """What a private Ray has on this machine."""
+
+    mark: str
+    """In the environment of each of its processes, as `MARK_VARIABLE`."""
+    folder: str | None
+    """Its sockets and logs, to be removed with it; None if they are somewhere else."""
+
+    def __post_init__(self) -> None:
+        if not self.mark:
+            raise ValueError("a mark must not be empty")
+        if self.folder is not None and not Path(self.folder).name.startswith(FOLDER_PREFIX):
+            raise ValueError(f"folder is {self.folder!r}; its name must begin with {FOLDER_PREFIX}")
+
+    def write(self, path: Path) -> None:
+        """Write it so that a reader sees all of it or nothing."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        temporary.rename(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Belongings | None:
+        """What is written there; None if there is nothing, or nothing of ours."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            logger.warning("%s cannot be read, so nothing is removed: %s", path, error)
+            return None
+
+    def remove(self) -> int:
+        """Kill the processes, then remove the folder; returns how many processes there still were."""
+        num_killed, num_left = kill_marked(self.mark, KILL_TIMEOUT_S)
+        if num_left:
+            logger.warning("%d processes of Ray do not end, not even killed", num_left)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return num_killed
+
+
+class RayHost:
+    """Ray in this process, from start to stop, in a thread of its own.
+
+    The kernel kills the processes that Ray starts when the thread that started them ends; so it is one that lasts. In
+    the main thread Ray would block the event loop for seconds and take over the signals.
+    """
+
+    def __init__(self, config: PoolConfig) -> None:
+        self._config = config
+        self._started: Future[None] = Future()
+        self._is_stopping = threading.Event()
+        self._thread = threading.Thread(target=self._live, name="ray", daemon=True)
+
+    async def start(self) -> None:
+        """Remove what a killed owner left, then start or join Ray. Raises PoolStartError."""
+        if ray.is_initialized():
+            raise PoolStartError("this process uses Ray already; one pool at a time")
+        self._thread.start()
+        try:
+            await asyncio.shield(asyncio.wrap_future(self._started))
+        except Exception as error:
+            raise PoolStartError(f"Ray does not start: {error}") from error
+
+    async def stop(self) -> None:
+        """End it, or leave the cluster; also a start that is not done yet."""
+        self._is_stopping.set()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    # ---- in the thread
+
+    def _live(self) -> None:
+        config, belongings = self._config, None
+        try:
+            if config.owner_file is not None:
+                _remove_leftovers(config.owner_file)
+            if config.ray_address is None:
+                belongings = self._new_belongings()
+            self._enter(belongings)
+        except BaseException as error:  # noqa: BLE001 (handed on to whoever awaits the start)
+            self._started.set_exception(error)
+        else:
+            self._started.set_result(None)
+            self._is_stopping.wait()
+        try:
+            ray.shutdown()
+        finally:
+            if belongings is not None:
+                belongings.remove()
+            if config.owner_file is not None:
+                config.owner_file.unlink(missing_ok=True)
+
+    def _new_belongings(self) -> Belongings:
+        # Ray opens its folder to everybody; the one around it is ours alone.
+        name = f"{FOLDER_PREFIX}{secrets.token_hex(4)}"
+        folder = None if self._config.ray_temp_dir else f"{tempfile.gettempdir()}/{name}"
+        belongings = Belongings(mark=secrets.token_hex(16), folder=folder)
+        if self._config.owner_file is not None:
+            belongings.write(self._config.owner_file)
+        if folder is not None:
+            Path(folder).mkdir(mode=0o700)
+        return belongings
+
+    def _enter(self, belongings: Belongings | None) -> None:
+        config = self._config
+        options: dict[str, Any] = {"address": config.ray_address}
+        if belongings is not None:
+            for name, value in PRIVATE_RAY.items():
+                os.environ.setdefault(name, value)
+            # Claims place workers on nodes; on one machine there is nothing to place, so all of them fit.
+            num_cpus = max(num_cores(), math.ceil(config.num_cpus * config.num_workers))
+            folder = config.ray_temp_dir or f"{belongings.folder}/ray"
+            options = {"address": "local", "_temp_dir": folder, "num_cpus": num_cpus}
+        with _marked(belongings):
+            ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, **options)
+
+
+def _remove_leftovers(owner_file: Path) -> None:
+    if (left := Belongings.read(owner_file)) is not None:
+        num_killed = left.remove()
+        logger.warning("removed what Ray left behind when the pool before was killed; %d processes", num_killed)
+    owner_file.unlink(missing_ok=True)
+
+
+@contextmanager
+def _marked(belongings: Belongings | None) -> Iterator[None]:
+    """What is started inside inherits the mark, and keeps it."""
+    if belongings is None:
+        yield
+        return
+    # Ray's processes give themselves titles, and these may be written over the environment unless it is forbidden.
+    added = {MARK_VARIABLE: belongings.mark, "SPT_NOENV": "1"}
+    before = {name: os.environ[name] for name in added if name in os.environ}
+    os.environ |= added
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+        os.environ |= before
