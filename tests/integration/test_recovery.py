@@ -2,22 +2,28 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coordinator.bodies import decode_pass
 from coordinator.cycle import TakenOver
 from coordinator.errors import Code, ServiceError
-from coordinator.operations import cut_chunks
-from tests.support.toy_pool import FakeTime, ToyPool, datum, fail_appends, pass_request, running_pool
-from tests.toy_engine import POISON_TOKEN, digest, fresh_chain, item_digest
+from tests.support.toy_pool import (
+    LENGTHS,
+    FakeTime,
+    ToyPool,
+    datum,
+    expected_chain,
+    fail_appends,
+    pass_request,
+    running_pool,
+)
+from tests.toy_engine import POISON_TOKEN
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, training_pb2, types_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.messages import (
-    AdamParams,
     AdapterSpec,
     AdapterState,
     Batch,
@@ -28,44 +34,6 @@ from workers.messages import (
 )
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
-LENGTHS = (8, 8, 8, 4)
-"""Two chunks of 16 tokens."""
-
-
-def expected_chain(spec: AdapterSpec, windows: Sequence[tuple[Sequence[int], int]]) -> bytes:
-    """The chain of an engine that nothing disturbed: passes by seq, then their step."""
-    chain = fresh_chain(spec)
-    for passes, step in windows:
-        gradient = b""
-        for seq in passes:
-            for item in pass_items(spec.adapter_id, seq):
-                gradient = digest(gradient, item_digest(item))
-        chain = digest(chain, gradient, item_digest(step_item(spec.adapter_id, step)))
-    return chain
-
-
-def pass_items(adapter_id: str, seq: int) -> list[PassItem]:
-    loss_fn, config, data = decode_pass(pass_request(adapter_id, seq, LENGTHS).SerializeToString())
-    chunks = cut_chunks([len(each.tokens) for each in data], 16)
-    return [
-        PassItem(
-            op_id="",
-            adapter_id=adapter_id,
-            prev_seq=0,
-            seq=seq,
-            chunk_index=index,
-            num_chunks=len(chunks),
-            data=data[chunk.start : chunk.stop],
-            loss_fn=loss_fn,
-            loss_config=config,
-            backward=True,
-        )
-        for index, chunk in enumerate(chunks)
-    ]
-
-
-def step_item(adapter_id: str, seq: int) -> OptimStepItem:
-    return OptimStepItem(op_id="", adapter_id=adapter_id, prev_seq=0, seq=seq, params=AdamParams(learning_rate=1e-3))
 
 
 async def submit(pool: ToyPool, adapter: str, seq: int) -> str:

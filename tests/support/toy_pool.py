@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 
 from coordinator.auth import Principal
+from coordinator.bodies import decode_pass
 from coordinator.clock import Time
 from coordinator.config import CoordinatorConfig
 from coordinator.coordinator import Coordinator
+from coordinator.operations import cut_chunks
 from coordinator.store import OperationRow, Store
-from tests.toy_engine import ToyEngine
+from tests.toy_engine import ToyEngine, digest, fresh_chain, item_digest
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import (
     adapters_pb2,
@@ -32,6 +34,7 @@ from tinkerpool.v1 import (
 )
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.local import LocalPool
+from workers.messages import AdamParams, AdapterSpec, OptimStepItem, PassItem
 from workers.pool import WorkerLost
 
 
@@ -292,3 +295,43 @@ def pass_request(adapter_id: str, seq: int, lengths: Sequence[int]) -> training_
         data=[datum(length, seq) for length in lengths],
         loss_function=types_pb2.LOSS_FUNCTION_CROSS_ENTROPY,
     )
+
+
+LENGTHS = (8, 8, 8, 4)
+"""A request of two chunks of 16 tokens."""
+
+
+def expected_chain(spec: AdapterSpec, windows: Sequence[tuple[Sequence[int], int]]) -> bytes:
+    """The chain of an engine that nothing disturbed: passes by seq, then their step."""
+    chain = fresh_chain(spec)
+    for passes, step in windows:
+        gradient = b""
+        for seq in passes:
+            for item in pass_items(spec.adapter_id, seq):
+                gradient = digest(gradient, item_digest(item))
+        chain = digest(chain, gradient, item_digest(step_item(spec.adapter_id, step)))
+    return chain
+
+
+def pass_items(adapter_id: str, seq: int) -> list[PassItem]:
+    loss_fn, config, data = decode_pass(pass_request(adapter_id, seq, LENGTHS).SerializeToString())
+    chunks = cut_chunks([len(each.tokens) for each in data], 16)
+    return [
+        PassItem(
+            op_id="",
+            adapter_id=adapter_id,
+            prev_seq=0,
+            seq=seq,
+            chunk_index=index,
+            num_chunks=len(chunks),
+            data=data[chunk.start : chunk.stop],
+            loss_fn=loss_fn,
+            loss_config=config,
+            backward=True,
+        )
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def step_item(adapter_id: str, seq: int) -> OptimStepItem:
+    return OptimStepItem(op_id="", adapter_id=adapter_id, prev_seq=0, seq=seq, params=AdamParams(learning_rate=1e-3))

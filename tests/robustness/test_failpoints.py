@@ -1,0 +1,150 @@
+"""The world ends at each failpoint in turn, under load; the next life of the pool finishes what was acknowledged."""
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, running_pool
+from tinkerpool.v1 import checkpoints_pb2, training_pb2
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers import failpoints
+from workers.messages import AdapterSpec
+
+T = TypeVar("T")
+SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
+NUM_ADAPTERS = 3
+NUM_STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def _disarmed() -> Iterator[None]:
+    yield
+    failpoints.disarm()
+
+
+class Load:
+    """Several adapters, each with its steps, checkpoints, a load and samplers; knows what was acknowledged."""
+
+    def __init__(self) -> None:
+        self.adapters: list[str] = []
+        self.specs: dict[str, AdapterSpec] = {}
+        self.acknowledged: list[str] = []
+
+    async def create(self, pool: ToyPool) -> None:
+        """Make the adapters."""
+        for _ in range(NUM_ADAPTERS):
+            adapter = await pool.adapter()
+            self.adapters.append(adapter)
+            self.specs[adapter] = pool.coordinator.core.adapters[adapter].spec
+
+    async def submit(self, pool: ToyPool, adapter: str, step: int) -> None:
+        """Two passes, a step, a checkpoint and an unnamed sampler."""
+        first, principal = 5 * step + 1, await pool.principal()
+        for seq in (first, first + 1):
+            self.acknowledged.append(await pool.forward_backward(adapter, seq, *LENGTHS))
+        self.acknowledged.append(await pool.optim_step(adapter, first + 2))
+        save = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=first + 3, name=f"step{step}")
+        self.acknowledged.append((await pool.service.save_state(principal, save)).operation.name)
+        publish = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=first + 4)
+        self.acknowledged.append((await pool.service.save_weights_for_sampler(principal, publish)).operation.name)
+
+    async def run(self, pool: ToyPool) -> None:
+        """All of it, each step of all adapters at the same time."""
+        for step in range(NUM_STEPS):
+            await asyncio.gather(*(self.submit(pool, adapter, step) for adapter in self.adapters))
+            await pool.written()
+        await pool.wait(*self.acknowledged)
+
+    def chain(self, adapter: str) -> bytes:
+        """Where the adapter must end."""
+        windows = [((5 * step + 1, 5 * step + 2), 5 * step + 3) for step in range(NUM_STEPS)]
+        return expected_chain(self.specs[adapter], windows)
+
+
+@pytest.mark.parametrize("hit", [1, 4])
+@pytest.mark.parametrize("point", failpoints.POINTS)
+async def test_a_crash_at_any_failpoint_loses_nothing_acknowledged_and_applies_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, hit: int
+) -> None:
+    """The data directory as it is at that moment is what the next life finds, as after `kill -9`."""
+    data, killed = tmp_path / "data", tmp_path / "killed"
+    load = Load()
+    acknowledged: list[str] = []
+    hits: list[str] = []
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "run_in_executor", _at_once)  # so that nothing moves while the directory is copied
+
+    def crash() -> None:
+        if load.acknowledged and len(hits) < hit:
+            hits.append(point)
+            if len(hits) == hit:
+                _on(loop, copy)
+
+    def copy() -> None:
+        acknowledged.extend(load.acknowledged)
+        shutil.copytree(data, killed)
+
+    async with running_pool(data, num_workers=2, replay_s_max=1e-6) as pool:
+        await load.create(pool)
+        failpoints.arm(point, crash)
+        await load.run(pool)
+        failpoints.disarm()
+    assert killed.exists(), f"nobody came to {point} {hit} times"
+    for folder in ("checkpoints", "snapshots", "samplers"):
+        for path in (killed / folder).iterdir():
+            assert path.name.startswith(".writing-") or (path / "state.json").exists(), (
+                "a folder that has its name is whole"
+            )
+    async with running_pool(killed, num_workers=2) as pool:
+        await pool.take_over()
+        before = await pool.wait(*acknowledged)
+        assert [each for each in before if each.state != SUCCEEDED] == []
+        await load.run(pool)
+        after = {each.name: each for each in await pool.wait(*load.acknowledged)}
+        assert all(after[each.name] == each for each in before), "results do not change"
+        for adapter in load.adapters:
+            assert pool.chain(adapter) == load.chain(adapter)
+            await check_checkpoints(pool, adapter, load)
+
+
+def _at_once(_executor: object, work: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
+    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    try:
+        future.set_result(work(*arguments))
+    except Exception as error:  # noqa: BLE001 (handed on)
+        future.set_exception(error)
+    return future
+
+
+def _on(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
+    """Do it on the event loop's thread."""
+
+    async def call() -> None:
+        work()
+
+    if threading.current_thread() is threading.main_thread():
+        work()
+    else:
+        asyncio.run_coroutine_threadsafe(call(), loop).result(30)
+
+
+async def check_checkpoints(pool: ToyPool, adapter: str, load: Load) -> None:
+    """Every listed checkpoint loads, and is what it was when it was saved."""
+    request = checkpoints_pb2.ListCheckpointsRequest(adapter_id=adapter)
+    listed = (await pool.service.list_checkpoints(await pool.principal(), request)).checkpoints
+    assert len(listed) == NUM_STEPS
+    seq = 5 * NUM_STEPS + 1
+    for checkpoint in listed:
+        num_steps = int(checkpoint.path.rpartition("step")[2]) + 1
+        loading = training_pb2.LoadStateRequest(adapter_id=adapter, seq=seq, path=checkpoint.path, with_optimizer=True)
+        [loaded] = await pool.wait((await pool.service.load_state(await pool.principal(), loading)).operation.name)
+        assert loaded.state == SUCCEEDED
+        windows = [((5 * step + 1, 5 * step + 2), 5 * step + 3) for step in range(num_steps)]
+        assert pool.chain(adapter) == expected_chain(load.specs[adapter], windows)
+        seq += 1

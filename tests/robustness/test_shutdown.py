@@ -1,0 +1,83 @@
+"""A clean stop, under load: nothing is lost, and the next start runs nothing again."""
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from pathlib import Path
+
+from coordinator.errors import ServiceError
+from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, pass_request, running_pool
+from tests.toy_engine import POISON_TOKEN
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.messages import OptimStepItem, PassItem
+
+NUM_STOPS = 50
+
+
+def applied(pool: ToyPool) -> Counter[tuple[str, int, int]]:
+    """How often each chunk and each step was run in this life of the pool."""
+    counts: Counter[tuple[str, int, int]] = Counter()
+    for lives in pool.engines.values():
+        for item in (item for engine in lives for batch in engine.batches for item in batch.items):
+            if isinstance(item, PassItem):
+                counts[item.adapter_id, item.seq, item.chunk_index] += 1
+            elif isinstance(item, OptimStepItem):
+                counts[item.adapter_id, item.seq, 0] += 1
+    return counts
+
+
+async def test_fifty_stops_under_load_lose_nothing_and_the_next_start_replays_nothing(tmp_path: Path) -> None:
+    """In the middle of requests, of gradient windows, and while a snapshot is being written."""
+    chance = random.Random(3)
+    counts: Counter[tuple[str, int, int]] = Counter()
+    acknowledged: list[str] = []
+    next_seq = 1
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        spec = pool.coordinator.core.adapters[adapter].spec
+    for _ in range(NUM_STOPS):
+        async with running_pool(tmp_path, cycle_tokens_max=16, seconds_per_batch=0.002, replay_s_max=1e-4) as pool:
+            await pool.take_over()
+            for _ in range(chance.randrange(1, 6)):
+                with contextlib.suppress(ServiceError):  # once it is stopping
+                    is_step = next_seq % 3 == 0
+                    submit = pool.optim_step(adapter, next_seq) if is_step else None
+                    acknowledged.append(await (submit or pool.forward_backward(adapter, next_seq, *LENGTHS)))
+                    next_seq += 1
+            await asyncio.sleep(chance.random() * 0.03)
+        counts += applied(pool)
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        while (next_seq - 1) % 3:
+            is_step = next_seq % 3 == 0
+            submit = pool.optim_step(adapter, next_seq) if is_step else None
+            acknowledged.append(await (submit or pool.forward_backward(adapter, next_seq, *LENGTHS)))
+            next_seq += 1
+        operations = await pool.wait(*acknowledged)
+        chain = pool.chain(adapter)
+    counts += applied(pool)
+    assert {each.state for each in operations} == {ops_pb.OPERATION_STATE_SUCCEEDED}
+    assert len(operations) == next_seq - 1
+    assert chain == expected_chain(spec, [((seq, seq + 1), seq + 2) for seq in range(1, next_seq, 3)])
+    assert set(counts.values()) == {1}, [place for place, count in counts.items() if count > 1]
+
+
+async def test_a_stop_in_a_closed_gradient_window_keeps_it_closed_without_a_replay(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        await pool.wait(await pool.forward_backward(adapter, 1, 5), await pool.optim_step(adapter, 2))
+        chain = pool.chain(adapter)
+        await pool.wait(await pool.forward_backward(adapter, 3, 5))
+        poison = pass_request(adapter, 4, [5])
+        poison.data[0].tokens.data = bytes([POISON_TOKEN, 0, 0, 0]) * 5
+        await pool.wait((await pool.service.forward_backward(principal, poison)).operation.name)
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        closed = await pool.wait(await pool.forward_backward(adapter, 5, 5), await pool.optim_step(adapter, 6))
+        assert [each.error.reason for each in closed] == ["GRADIENT_WINDOW_CLOSED"] * 2
+        assert "not finite" in closed[0].error.message, "it names the first failure"
+        [forward] = await pool.wait(await pool.forward_backward(adapter, 7, 5))
+        assert forward.state == ops_pb.OPERATION_STATE_SUCCEEDED
+        assert pool.chain(adapter) == chain
+        assert set(applied(pool)) == {(adapter, 7, 0)}
