@@ -11,6 +11,7 @@ ends this life of the store: what the last commit left on it is not known, and s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,8 @@ Write = Callable[[Connection], Any]
 
 WAL_BYTES_KEPT = 64 << 20
 """The write-ahead log shrinks to this when it has been copied into the database."""
+LINGER_S = 0.002
+"""How long an append waits for another, unless something comes that cannot wait."""
 RIDING_MAX = 1000
 """Writes that wait for others after which they wait no more."""
 FULL_RETRY_S = 1.0
@@ -114,6 +117,8 @@ class _Waiting:
     kind: str
     """What failpoints call it; empty: nothing."""
     future: asyncio.Future[Any]
+    can_linger: bool
+    """It would rather share a commit with what comes next than be durable at once."""
 
 
 class Store:
@@ -152,6 +157,7 @@ class Store:
         self._reader.execute("PRAGMA query_only = ON")
         self._waiting: list[_Waiting] = []
         self._riding: dict[str, tuple[str, Write]] = {}
+        self._hurry = asyncio.Event()
         self._committing: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-writer")
         self._broken: StoreBrokenError | None = None
@@ -163,6 +169,7 @@ class Store:
         if self._is_closed:
             return
         self._is_closed = True
+        self._hurry.set()
         if self._committing is not None:
             await self._committing
         if self._broken is None:
@@ -175,14 +182,16 @@ class Store:
         """Seconds that the service has run in all its lives: it knows neither downtime nor steps of the wall clock."""
         return self._service_s + self._monotonic() - self._opened
 
-    def write(self, write: Callable[[Connection], T], kind: str = "") -> asyncio.Future[T]:
+    def write(self, write: Callable[[Connection], T], kind: str = "", *, can_linger: bool = False) -> asyncio.Future[T]:
         """Hand in a write; the future is done when it is durable. A write that raises is undone alone."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         if self._broken is not None or self._is_closed:
             future.set_exception(self._broken or StorageError("the database is closed"))
             return future
-        self._waiting.append(_Waiting(write, kind, future))
+        self._waiting.append(_Waiting(write, kind, future, can_linger))
+        if not can_linger:
+            self._hurry.set()
         if self._committing is None:
             self._committing = loop.create_task(self._commit_all())
         return future
@@ -226,7 +235,7 @@ class Store:
         return self.write(lambda db: db.execute(sql, parameters).rowcount)
 
     def append(self, rows: Iterable[OperationRow]) -> asyncio.Future[None]:
-        """Log operations, all or none."""
+        """Log operations, all or none. Those of an adapter linger: they run meanwhile, and nobody waits for the log."""
         rows = list(rows)
         now = self.service_time()
 
@@ -254,7 +263,7 @@ class Store:
                 if is_finished:
                     _count(db, row)
 
-        return self.write(write, "append")
+        return self.write(write, "append", can_linger=all(row.kind != "sample" for row in rows))
 
     def commit_cycle(self, commit: CycleCommit) -> asyncio.Future[frozenset[str]]:
         """Make a cycle's outcomes true: results, checkpoints, snapshots, fair-share counters and metering.
@@ -416,6 +425,7 @@ class Store:
         loop = asyncio.get_running_loop()
         try:
             while self._waiting:
+                await self._linger()
                 waiting, self._waiting = self._waiting, []
                 riding, self._riding = list(self._riding.values()), {}
                 outcomes = await loop.run_in_executor(self._thread, self._commit, waiting, riding)
@@ -427,6 +437,13 @@ class Store:
                     _resolve(each.future, value, failure)
         finally:
             self._committing = None
+
+    async def _linger(self) -> None:
+        """Give what belongs together the time to come: a pass and its step are two calls, and one append."""
+        if not self._hurry.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), LINGER_S)
+        self._hurry.clear()
 
     def _commit(
         self, waiting: Sequence[_Waiting], riding: Sequence[tuple[str, Write]]

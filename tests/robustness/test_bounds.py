@@ -1,0 +1,91 @@
+"""What must not grow and must not be exceeded: the log over a long run, a replay, the syncs of a step."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.support.toy_pool import LENGTHS, ToyPool, running_pool
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.messages import PassItem
+
+NUM_STEPS = 10_000
+
+
+async def train(pool: ToyPool, adapter: str, first_step: int, num_steps: int) -> None:
+    """Pipelined pairs, many steps in flight."""
+    for start in range(first_step, first_step + num_steps, 50):
+        names = []
+        for step in range(start, start + 50):
+            names.append(pool.forward_backward(adapter, 2 * step + 1, 16, 16, 16, 16))
+            names.append(pool.optim_step(adapter, 2 * step + 2))
+        done = await pool.wait(*await asyncio.gather(*names))
+        assert all(each.state == ops_pb.OPERATION_STATE_SUCCEEDED for each in done)
+
+
+def log_bytes(data_dir: Path) -> int:
+    """Size of the database and its log."""
+    return sum(path.stat().st_size for path in data_dir.glob("tinkerpool.db*"))
+
+
+@pytest.mark.slow
+async def test_ten_thousand_steps_leave_a_log_as_small_as_a_thousand(tmp_path: Path) -> None:
+    """Bodies go when a snapshot covers them; results when they were fetched and their time is over."""
+    async with running_pool(
+        tmp_path, replay_s_max=0.01, fetched_retention_s=0.1, sweep_interval_s=0.1, cycle_tokens_max=10_000
+    ) as pool:
+        adapter = await pool.adapter()
+        store, queue = pool.coordinator.core.store, pool.coordinator.core.adapters[adapter]
+        sizes: list[int] = []
+        for start in range(0, NUM_STEPS, 1000):
+            await train(pool, adapter, start, 1000)
+            await asyncio.sleep(0.3)
+            sizes.append(log_bytes(tmp_path))
+        await pool.written()
+        [num_rows] = store.read("SELECT COUNT(*) FROM operations")[0]
+        [num_bodies] = store.read("SELECT COUNT(*) FROM operations WHERE body IS NOT NULL")[0]
+    assert max(sizes[1:]) <= 1.5 * sizes[1], sizes
+    assert num_rows < 3000
+    assert num_bodies < 3000
+    assert len(queue.operations) < 3000
+
+
+@pytest.mark.parametrize("has_steps", [True, False])
+async def test_a_replay_never_takes_longer_than_configured_also_in_a_window_without_a_step(
+    tmp_path: Path, *, has_steps: bool
+) -> None:
+    """In the toy's engine time: a millionth of a second per token, so thirty requests are a tenth of what is run."""
+    tokens = sum(LENGTHS)
+    replay_s_max = 30 * tokens * 1e-6
+    async with running_pool(tmp_path, num_workers=2, replay_s_max=replay_s_max) as pool:
+        adapters = [await pool.adapter() for _ in range(6)]
+        for seq in range(1, 101):
+            names = []
+            for adapter in adapters:
+                is_step = has_steps and seq % 4 == 0
+                submit = pool.optim_step(adapter, seq) if is_step else pool.forward_backward(adapter, seq, *LENGTHS)
+                names.append(await submit)
+            await pool.wait(*names)
+            await pool.written()
+        before = {worker_id: len(lives[-1].batches) for worker_id, lives in pool.engines.items()}
+        assert all(num_batches > 0 for num_batches in before.values())
+        await pool.kill_worker("w0")
+        await pool.kill_worker("w1")
+        await pool.wait(*[await pool.forward_backward(adapter, 101, *LENGTHS) for adapter in adapters])
+        for lives in pool.engines.values():
+            items = [item for batch in lives[-1].batches for item in batch.items if isinstance(item, PassItem)]
+            replayed = sum(len(datum.tokens) for item in items for datum in item.data if item.seq <= 100)
+            assert replayed * 1e-6 <= replay_s_max + 6 * tokens * 1e-6, "one request of each may have come since"
+
+
+async def test_a_pair_submitted_together_takes_two_transactions_at_most_and_so_two_syncs(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        store = pool.coordinator.core.store
+        for step in range(5):
+            before = store.num_commits
+            names = await asyncio.gather(
+                pool.forward_backward(adapter, 2 * step + 1, *LENGTHS), pool.optim_step(adapter, 2 * step + 2)
+            )
+            await pool.wait(*names)
+            assert 1 <= store.num_commits - before <= 2
