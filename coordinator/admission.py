@@ -257,7 +257,7 @@ def storage_error(error: object) -> ServiceError:
         Code.RESOURCE_EXHAUSTED,
         "STORAGE",
         f"the server cannot log requests at the moment ({error}): nothing was accepted, try again later",
-        retry_delay_s=5.0,
+        retry_delay_s=RETRY_DELAY_S,
     )
 
 

@@ -162,6 +162,7 @@ class Store:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-writer")
         self._broken: StoreBrokenError | None = None
         self._gives_up = False
+        self._is_full = False
         self._is_closed = False
 
     async def close(self) -> None:
@@ -201,10 +202,9 @@ class Store:
         while True:
             try:
                 return await self.commit_cycle(commit)
-            except DiskFullError as error:
+            except DiskFullError:
                 if self._gives_up:
                     raise
-                logger.warning("what has been run cannot be stored: %s; trying on", error)
                 await asyncio.sleep(FULL_RETRY_S)
 
     def give_up(self) -> None:
@@ -433,10 +433,20 @@ class Store:
                     outcomes += [(None, self._broken) for _ in self._waiting]
                     waiting, self._waiting = waiting + self._waiting, []
                     self._on_broken(self._broken)
+                self._note_room(outcomes)
                 for each, (value, failure) in zip(waiting, outcomes, strict=True):
                     _resolve(each.future, value, failure)
         finally:
             self._committing = None
+
+    def _note_room(self, outcomes: Iterable[tuple[Any, Exception | None]]) -> None:
+        """Tell the operator when the disk is full, and when it is not any more."""
+        reason = next((failure for _, failure in outcomes if _is_full(failure)), None)
+        if reason is not None and not self._is_full:
+            logger.error("the disk is full (%s): nothing new is accepted until there is room", reason)
+        elif reason is None and self._is_full:
+            logger.warning("the disk has room again")
+        self._is_full = reason is not None
 
     async def _linger(self) -> None:
         """Give what belongs together the time to come: a pass and its step are two calls, and one append."""
@@ -512,11 +522,15 @@ def set_pragmas(db: Connection) -> None:
     db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES_KEPT}")
 
 
+def _is_full(error: Exception | None) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) in _NO_ROOM
+
+
 def _is_fatal(error: sqlite3.Error) -> bool:
     """Whether what is on the disk is no longer known."""
     code = getattr(error, "sqlite_errorcode", 0)
     is_failure = code & 0xFF in {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
-    return is_failure and code not in _NO_ROOM
+    return is_failure and not _is_full(error)
 
 
 def _resolve(future: asyncio.Future[Any], value: Any, failure: Exception | None) -> None:
@@ -527,8 +541,7 @@ def _resolve(future: asyncio.Future[Any], value: Any, failure: Exception | None)
     elif isinstance(failure, sqlite3.IntegrityError):
         future.set_exception(ConflictError(str(failure)))
     elif isinstance(failure, sqlite3.Error):
-        is_full = getattr(failure, "sqlite_errorcode", 0) in _NO_ROOM
-        future.set_exception((DiskFullError if is_full else StorageError)(str(failure)))
+        future.set_exception((DiskFullError if _is_full(failure) else StorageError)(str(failure)))
     else:
         future.set_exception(failure)
 

@@ -213,7 +213,7 @@ class ToyEngine:
                 metrics = {} if error else _step(adapter, item)
                 if is_admitted:
                     adapter.gradient, adapter.progress.num_datums = b"", 0
-                return ItemResult(op_id=item.op_id, error=error, metrics=metrics)
+                return ItemResult(op_id=item.op_id, error=error, metrics=metrics, engine_s=1e-6)
             case SaveItem():
                 if error is None and item.publish_as:
                     self.versions[item.publish_as] = adapter.chain

@@ -1,0 +1,169 @@
+"""Whole pools in processes of their own: what health says, and what a full disk and a second pool on the data do."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import tinkerpool
+from coordinator.background import Serving
+from tests.support.serving import TOY, Terminal
+from tinkerpool import TrainingClient, types
+
+RAY_TOY = ("--pool", "ray", "--engine", "tests.toy_engine:toy_factory", "--port", "0", "--cpus", "0.5")
+NUM_FILLS = 20
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Terminal:
+    return Terminal(tmp_path / "home")
+
+
+def service_client(terminal: Terminal) -> tinkerpool.ServiceClient:
+    found = json.loads((terminal.home / "credentials.json").read_text())
+    return tinkerpool.ServiceClient(base_url=found["url"], api_key=found["api_key"])
+
+
+def a_datum(length: int = 8) -> types.Datum:
+    tokens = list(range(1, length + 1))
+    return types.Datum(types.ModelInput.from_ints(tokens), {"target_tokens": tokens, "weights": [1.0] * length})
+
+
+def step(training: TrainingClient) -> None:
+    passed, stepped = training.forward_backward([a_datum()], "cross_entropy"), training.optim_step(types.AdamParams())
+    passed.result(60)
+    stepped.result(60)
+
+
+def seconds_until(condition: Callable[[], bool], timeout_s: float) -> float:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout_s, f"not within {timeout_s} s"
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_health_is_not_serving_within_ten_seconds_of_all_workers_stopping_and_serving_after_that(
+    terminal: Terminal,
+) -> None:
+    """The pool still answers; it replaces the stopped workers, and what was running completes."""
+    with terminal.serve(*RAY_TOY, "--workers", "2", timeout_s=90) as (_, serving):
+        health = health_of(serving)
+        with service_client(terminal) as service:
+            training = service.create_lora_training_client(rank=8).result()
+            step(training)
+            assert health()
+            status = service.create_rest_client().get_pool_status(num_cycles=1).result(30)
+            pids = [worker.pid for worker in status.workers]
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            waiting = training.forward_backward([a_datum()], "cross_entropy")
+            assert seconds_until(lambda: not health(), 10.0) < 10.0
+            seconds_until(health, 30.0)
+            waiting.result(30)
+            step(training)
+        assert all(has_ended(pid) for pid in pids)
+
+
+def health_of(serving: Serving) -> Callable[[], bool]:
+    channel = grpc.insecure_channel(serving.url.removeprefix("http://"))
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+
+    def is_serving() -> bool:
+        answer = stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=5)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    return is_serving
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.fixture
+def toy_pool(terminal: Terminal) -> Iterator[tuple[subprocess.Popen[str], Serving]]:
+    with terminal.serve(*TOY) as served:
+        yield served
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_again_and_again_loses_nothing_and_the_pool_goes_on_by_itself(
+    terminal: Terminal, toy_pool: tuple[subprocess.Popen[str], Serving]
+) -> None:
+    """The disk ends where the log ends now: the operating system refuses the process files that are any longer."""
+    process, _ = toy_pool
+    unlimited = resource.RLIM_INFINITY
+    output = terminal.home / "serve.out"
+    with service_client(terminal) as service:
+        training = service.create_lora_training_client(rank=8).result()
+        step(training)
+        for fill in range(NUM_FILLS):
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (log_size(terminal) + fill % 3 * 4096, unlimited))
+            futures = []
+            while output.read_text().count("the disk is full") <= fill:
+                futures.append(training.forward_backward([a_datum()] * (1 + fill % 5), "cross_entropy"))
+                futures.append(training.optim_step(types.AdamParams()))
+                time.sleep(0.01)
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (unlimited, unlimited))
+            for future in futures:
+                future.result(60)
+    assert process.poll() is None
+    assert integrity(terminal) == "ok"
+    assert num_unfinished(terminal) == 0
+
+
+def log_size(terminal: Terminal) -> int:
+    return max(path.stat().st_size for path in terminal.data_dir.glob("tinkerpool.db*"))
+
+
+def integrity(terminal: Terminal) -> str:
+    return query(terminal, "PRAGMA integrity_check")
+
+
+def num_unfinished(terminal: Terminal) -> int:
+    return int(query(terminal, "SELECT COUNT(*) FROM operations WHERE outcome IS NULL OR is_failed"))
+
+
+def query(terminal: Terminal, sql: str) -> str:
+    import sqlite3
+
+    with sqlite3.connect(f"file:{terminal.data_dir / 'tinkerpool.db'}?mode=ro", uri=True) as db:
+        answer = str(db.execute(sql).fetchone()[0])
+    db.close()
+    return answer
+
+
+@pytest.mark.slow
+def test_a_paused_coordinator_goes_on_and_meanwhile_no_second_one_takes_its_data_or_port(
+    terminal: Terminal, toy_pool: tuple[subprocess.Popen[str], Serving]
+) -> None:
+    process, serving = toy_pool
+    with service_client(terminal) as service:
+        training = service.create_lora_training_client(rank=8).result()
+        step(training)
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            on_data = terminal.run("serve", *TOY, "--data-dir", str(terminal.data_dir))
+            port = serving.url.rpartition(":")[2]
+            on_port = terminal.run("serve", *TOY[:-1], port, "--data-dir", str(terminal.home / "other"))
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        step(training)
+    assert on_data.returncode != 0
+    assert f"in use by another tinkerpool (process {process.pid})" in on_data.stderr
+    assert on_port.returncode != 0
+    assert f"cannot listen on port {port}" in on_port.stderr
