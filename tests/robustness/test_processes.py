@@ -113,7 +113,7 @@ def test_a_disk_that_is_full_again_and_again_loses_nothing_and_the_pool_goes_on_
         step(training)
         for fill in range(NUM_FILLS):
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (log_size(terminal) + fill % 3 * 4096, unlimited))
-            futures = []
+            futures: list[Any] = []
             while output.read_text().count("the disk is full") <= fill:
                 futures.append(training.forward_backward([a_datum()] * (1 + fill % 5), "cross_entropy"))
                 futures.append(training.optim_step(types.AdamParams()))
