@@ -19,7 +19,9 @@ if [ -n "$${PIP_INDEX_URL:-}" ]; then export UV_DEFAULT_INDEX="$${UV_DEFAULT_IND
 UV_COMPILE_BYTECODE=1 $(1)/bin/uv pip install --quiet --python $(1)/bin/python
 endef
 
-.PHONY: help demo test check protos up down status logs bench real-model clean setup
+SEEDS ?= 2000
+
+.PHONY: help demo test sim check protos up down status logs bench real-model clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -36,6 +38,9 @@ demo: $(READY) ## train three tenants at once on a small pool of your own (MODEL
 
 test: $(READY) $(PROTOS_READY) ## run the tests; no GPU and no internet needed (ARGS="-k clock" picks some)
 	@$(BIN)/python -m pytest -q $(ARGS)
+
+sim: $(READY) ## simulate crashes, power cuts and lying workers on a virtual clock (SEEDS=20000, or SEED=7 for one)
+	@$(BIN)/python scripts/sim.py $(if $(SEED),--seed $(SEED) --verbose,--seeds $(SEEDS))
 
 check: $(READY) $(PROTOS_READY) ## formatting, lint, types, import directions, the contract and its generated code
 	@$(BIN)/ruff format --check --quiet . || { echo "mend with: $(BIN)/ruff format ."; exit 1; }

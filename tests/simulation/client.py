@@ -1,0 +1,376 @@
+"""A tenant's client: sends its script through the use cases until all of it has been acknowledged, done and fetched.
+
+It outlives coordinators: what it knows is in plain objects, and `run` goes on from there in each life. It sends
+requests several times and out of order, loses answers, sends other contents under a place that is taken, and fetches
+every result again and again. Knows no faults of the service and no oracle; what a service must never answer, it raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, TypeVar, cast
+
+from coordinator.admission import storage_error
+from coordinator.auth import Principal
+from coordinator.coordinator import Coordinator
+from coordinator.errors import Code, ServiceError
+from coordinator.store import StorageError
+from tests.simulation.script import Step, request_of, sample_request_of
+from tests.simulation.world import World
+from tinkerpool.v1 import adapters_pb2, sampling_pb2, sessions_pb2
+from tinkerpool.v1 import operations_pb2 as ops_pb
+
+T = TypeVar("T")
+FETCHES = 3
+"""How often each result is fetched, at least."""
+FINAL = (ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED)
+
+
+class Broken(AssertionError):
+    """The service did what it must never do."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """One request and what became of it."""
+
+    method: str
+    build: Callable[[int], Any]
+    """Variant to request."""
+    is_bad: bool = False
+    names: list[str] = field(default_factory=list)
+    """Its operations, once it was acknowledged."""
+    is_acknowledged: bool = False
+    results: dict[str, bytes] = field(default_factory=dict)
+    """Operation to what was fetched first."""
+    num_fetches: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_acknowledged and self.num_fetches > 0
+
+    def outcome(self, index: int = 0) -> ops_pb.Operation:
+        """An operation's outcome."""
+        return ops_pb.Operation.FromString(self.results[self.names[index]])
+
+
+@dataclass(frozen=True, slots=True)
+class Manners:
+    """How a client behaves."""
+
+    window: int
+    """Requests sent ahead of acknowledgements."""
+    drop: float
+    """Probability that an answer is lost."""
+    repeat: float
+    """Probability that a request is sent more than once."""
+    other: float
+    """Probability that other contents are sent for a place that is taken."""
+    think_s: float
+    """Mean pause before a request."""
+
+
+class Client:
+    """One tenant with one adapter."""
+
+    def __init__(self, world: World, name: str, script: list[Step], manners: Manners) -> None:
+        self.name = name
+        self.script = script
+        self.adapter_id = ""
+        self.session_id = ""
+        self.sent: dict[int, Sent] = {}
+        """By seq."""
+        self.samples: dict[tuple[int, int], Sent] = {}
+        """By the seq of the save and the sample's number."""
+        self.samplers: dict[int, str] = {}
+        """By the seq of the save."""
+        self._world = world
+        self._manners = manners
+        self._random: Random = world.random(f"client {name}")
+        self._principal: Principal | None = None
+        self._coordinator: Coordinator
+        self._changed: asyncio.Event
+
+    @property
+    def is_done(self) -> bool:
+        """Everything was acknowledged, is finished and was fetched."""
+        return all(step.seq in self.sent and self.sent[step.seq].is_done for step in self.script) and all(
+            (step.seq, number) in self.samples and self.samples[step.seq, number].is_done
+            for step in self.script
+            if self._is_published(step)
+            for number in range(1, step.num_samples + 1)
+        )
+
+    @property
+    def principal(self) -> Principal:
+        """Who it is, once it has a key."""
+        assert self._principal is not None
+        return self._principal
+
+    async def run(self, coordinator: Coordinator, *, is_last: bool) -> None:
+        """Go on until all is done. In the last life, fetch what was not fetched often enough."""
+        self._coordinator = coordinator
+        self._changed = asyncio.Event()
+        await self._set_up()
+        await asyncio.gather(*(self._go(step) for step in self.script))
+        while is_last and any(each.num_fetches < FETCHES for each in self._all()):
+            await self._fetch_all([each for each in self._all() if each.num_fetches < FETCHES])
+
+    # ---- the way of a request
+
+    async def _set_up(self) -> None:
+        service = self._coordinator.service
+        if self._principal is None:
+            await self._until_answered(self._make_key)
+        if not self.session_id:
+            request = sessions_pb2.CreateSessionRequest(request_id="session")
+            response = await self._until_answered(lambda: service.create_session(self.principal, request))
+            self.session_id = response.session.session_id
+        if not self.adapter_id:
+            creation = adapters_pb2.CreateAdapterRequest(
+                session_id=self.session_id, base_model="toy", rank=8, index=0, seed=len(self.name)
+            )
+            response = await self._until_answered(lambda: service.create_adapter(self.principal, creation))
+            self.adapter_id = response.adapter.adapter_id
+
+    async def _make_key(self) -> None:
+        try:
+            key, _ = await self._coordinator.authenticator.create_key(self.name)
+        except StorageError as error:
+            raise storage_error(error) from None
+        self._principal = self._coordinator.authenticator.authenticate(key)
+
+    async def _go(self, step: Step) -> None:
+        """A step, from the moment when it may be sent, and the samples of what it saves."""
+        before = [each.seq for each in self.script if each.seq < step.seq][: -self._manners.window or None]
+        await self._until(lambda: all(seq in self.sent and self.sent[seq].is_acknowledged for seq in before))
+        if step.source:
+            await self._until(lambda: step.source in self.sent and self.sent[step.source].is_done)
+        if step.seq not in self.sent:
+            path = f"tinker://{self.adapter_id}/weights/absent"
+            if step.source and not (saved := self.sent[step.source].outcome()).error.code:
+                path = saved.save_state.path
+            adapter_id = self.adapter_id
+            self.sent[step.seq] = Sent(
+                step.kind,
+                lambda variant: request_of(step, adapter_id, path, variant),
+                is_bad=step.is_bad or (bool(step.source) and path.endswith("/absent")),
+            )
+        sent = self.sent[step.seq]
+        names = [f"{self.adapter_id}:{step.seq + place}" for place in range(step.num_places)]
+        await self._submit(sent, names)
+        if self._is_published(step):
+            await self._sample(step)
+
+    async def _submit(self, sent: Sent, names: list[str]) -> None:
+        """Send until it is acknowledged, then fetch the result; perhaps bother the service a little."""
+        while not sent.is_acknowledged:
+            await asyncio.sleep(self._random.expovariate(1 / self._manners.think_s))
+            num_times = self._random.randrange(2, 6) if self._random.random() < self._manners.repeat else 1
+            await asyncio.gather(*(self._send(sent, names) for _ in range(num_times)))
+        if not sent.is_bad and self._random.random() < self._manners.other:
+            await self._send_other(sent)
+        while not sent.is_done or (sent.num_fetches < FETCHES and self._random.random() < 0.3):
+            await self._fetch(sent)
+
+    async def _send(self, sent: Sent, names: list[str]) -> None:
+        method = getattr(self._coordinator.service, sent.method)
+        await self._travel()
+        try:
+            response = await method(self.principal, sent.build(0))
+        except ServiceError as error:
+            await self._refused(sent, names, error)
+            return
+        operations = [getattr(response, each.name) for each in response.DESCRIPTOR.fields]
+        if [each.name for each in operations] != names or (
+            sent.is_bad and operations[0].state != ops_pb.OPERATION_STATE_FAILED
+        ):
+            raise Broken(f"{sent.method} for {names} was answered with {response}")
+        self._acknowledge(sent, names)
+
+    async def _refused(self, sent: Sent, names: list[str], error: ServiceError) -> None:
+        self._world.trace(f"{names[0]} is refused: {error.reason}")
+        if error.retry_delay_s is not None:
+            self._world.work["retryable refusals"] += 1
+            await asyncio.sleep(self._random.uniform(0, error.retry_delay_s))
+        elif sent.is_bad and error.code in {Code.INVALID_ARGUMENT, Code.NOT_FOUND}:
+            self._acknowledge(sent, names)
+        else:
+            raise Broken(f"{names} was refused: {error.code.name} {error.reason} {error.message}") from error
+
+    def _acknowledge(self, sent: Sent, names: list[str]) -> None:
+        if self._random.random() < self._manners.drop:
+            self._world.faults["answer lost"] += 1
+        elif not sent.is_acknowledged:
+            self._world.trace(f"{names[0]} is acknowledged")
+            sent.names, sent.is_acknowledged = names, True
+            self._change()
+
+    async def _send_other(self, sent: Sent) -> None:
+        await self._travel()
+        try:
+            await getattr(self._coordinator.service, sent.method)(self.principal, sent.build(1))
+        except ServiceError as error:
+            if error.code is not Code.ALREADY_EXISTS and error.retry_delay_s is None:
+                raise Broken(f"other contents for {sent.names}: {error.code.name} {error.message}") from error
+            self._world.faults["other contents"] += 1
+        else:
+            raise Broken(f"other contents for {sent.names} were accepted")
+
+    # ---- results
+
+    async def _fetch(self, sent: Sent) -> None:
+        await self._travel()
+        if sent.method == "sample" and self._random.random() < 0.3:
+            await self._stream(sent)
+        elif self._random.random() < 0.3:
+            await self._get(sent)
+        else:
+            await self._fetch_all([sent])
+
+    async def _fetch_all(self, all_sent: list[Sent]) -> None:
+        """Wait for the results of several requests, perhaps not to the end."""
+        owners = {name: sent for sent in all_sent for name in sent.names}
+        found: dict[str, ops_pb.Operation] = {}
+        request = ops_pb.WaitOperationsRequest(names=list(owners))
+        stop_at = self._random.randrange(len(owners)) if self._random.random() < 0.1 else len(owners)
+        patience_s = self._random.choice((0.02, 1.0, 1e6))
+        try:
+            async with (
+                asyncio.timeout(patience_s),
+                aclosing(_generator(self._coordinator.service.wait_operations(self.principal, request))) as responses,
+            ):
+                async for response in responses:
+                    found[response.operation.name] = response.operation
+                    if len(found) > stop_at:
+                        break
+        except TimeoutError:
+            pass
+        except ServiceError as error:
+            await self._pause_after(error, "wait_operations")
+        self._take(all_sent, found)
+
+    async def _get(self, sent: Sent) -> None:
+        found: dict[str, ops_pb.Operation] = {}
+        for name in sent.names:
+            request = ops_pb.GetOperationRequest(name=name)
+            try:
+                operation = (await self._coordinator.service.get_operation(self.principal, request)).operation
+            except ServiceError as error:
+                await self._pause_after(error, "get_operation")
+                return
+            if operation.state in FINAL:
+                found[name] = operation
+        self._take([sent], found)
+        if len(found) < len(sent.names):
+            await asyncio.sleep(self._random.uniform(0, 0.1))
+
+    async def _stream(self, sent: Sent) -> None:
+        request = sampling_pb2.StreamSampleRequest(request=sent.build(0))
+        found: dict[str, ops_pb.Operation] = {}
+        try:
+            async with aclosing(
+                _generator(self._coordinator.service.stream_sample(self.principal, request))
+            ) as responses:
+                async for response in responses:
+                    if response.HasField("operation") and response.operation.state in FINAL:
+                        found[response.operation.name] = response.operation
+        except ServiceError as error:
+            await self._pause_after(error, "stream_sample")
+        self._take([sent], found)
+
+    def _take(self, all_sent: list[Sent], found: dict[str, ops_pb.Operation]) -> None:
+        for sent in all_sent:
+            if not all(name in found for name in sent.names):
+                continue
+            for name in sent.names:
+                result = found[name].SerializeToString(deterministic=True)
+                first = sent.results.setdefault(name, result)
+                if first != result:
+                    raise Broken(
+                        f"{name} was {ops_pb.Operation.FromString(first)} and is {ops_pb.Operation.FromString(result)}"
+                    )
+                if not sent.num_fetches:
+                    self._world.trace(f"{name} is {found[name].state} {found[name].error.reason}")
+            sent.num_fetches += 1
+            self._change()
+
+    # ---- samples
+
+    def _is_published(self, step: Step) -> bool:
+        sent = self.sent.get(step.seq)
+        return bool(step.num_samples and sent and sent.is_done and not sent.outcome().error.code)
+
+    async def _sample(self, step: Step) -> None:
+        if step.seq not in self.samplers:
+            saved = self.sent[step.seq].outcome().save_weights_for_sampler
+            self.samplers[step.seq] = saved.sampler_id or await self._make_sampler(step, saved.path)
+        sampler_id = self.samplers[step.seq]
+        for number in range(1, step.num_samples + 1):
+            sent = self.samples.setdefault(
+                (step.seq, number), Sent("sample", _SampleOf(step, sampler_id, number).request)
+            )
+            await self._submit(sent, [f"{sampler_id}:{number}"])
+
+    async def _make_sampler(self, step: Step, path: str) -> str:
+        request = sampling_pb2.CreateSamplerRequest(
+            session_id=self.session_id, model_path=path, request_id=f"sampler {step.seq}"
+        )
+        service = self._coordinator.service
+        response = await self._until_answered(lambda: service.create_sampler(self.principal, request))
+        return str(response.sampler.sampler_id)
+
+    # ---- parts
+
+    def _all(self) -> list[Sent]:
+        return [*self.sent.values(), *self.samples.values()]
+
+    async def _until_answered(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Repeat a call that is safe to repeat, until its answer arrives."""
+        while True:
+            await self._travel()
+            try:
+                response = await call()
+            except ServiceError as error:
+                await self._pause_after(error, "a call")
+                continue
+            await self._travel()
+            if self._random.random() >= self._manners.drop:
+                return response
+            self._world.faults["answer lost"] += 1
+
+    async def _pause_after(self, error: ServiceError, what: str) -> None:
+        if error.retry_delay_s is None:
+            raise Broken(f"{what}: {error.code.name} {error.reason} {error.message}") from error
+        await asyncio.sleep(self._random.uniform(0, error.retry_delay_s))
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            await self._changed.wait()
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _travel(self) -> None:
+        await asyncio.sleep(self._random.expovariate(1000))
+
+
+def _generator(responses: AsyncIterator[T]) -> AsyncGenerator[T, None]:
+    """What a streaming use case returns, to be closed where it is left."""
+    return cast("AsyncGenerator[T, None]", responses)
+
+
+@dataclass(frozen=True, slots=True)
+class _SampleOf:
+    step: Step
+    sampler_id: str
+    number: int
+
+    def request(self, variant: int) -> sampling_pb2.SampleRequest:
+        """The request, or another for the same place."""
+        return sample_request_of(self.step, self.sampler_id, self.number, variant)

@@ -1,0 +1,130 @@
+"""The disk of state folders, in memory: what has not been synced is lost with the power, and it can be full or fail.
+
+A file's content is durable after its own sync, a name in a folder after the sync of that folder. A power cut decides
+about each name and each content by itself: a rename may survive under both names, under one, or under none.
+Knows nothing of what is stored. Also makes the connections to the database on the lossy file system below SQLite.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import NoReturn
+
+
+@dataclass(slots=True, eq=False)
+class _File:
+    content: bytes
+    durable: bytes = b""
+
+
+@dataclass(slots=True, eq=False)
+class _Folder:
+    names: dict[str, _File | _Folder] = field(default_factory=dict)
+    durable: dict[str, _File | _Folder] = field(default_factory=dict)
+
+
+class SimDisk:
+    """Implements `coordinator.disk.Disk` below one folder, which is there and durable."""
+
+    def __init__(self, root: Path, random: Random, on_operation: Callable[[str, str], None]) -> None:
+        """`on_operation` is called before each change and sync; it may raise what a disk would, or `Crash`."""
+        self.is_full = False
+        self._random = random
+        self._root_path = root
+        self._root = _Folder()
+        self._on_operation = on_operation
+
+    def make_folder(self, path: Path) -> None:
+        folder = self._root
+        for name in path.relative_to(self._root_path).parts:
+            if name not in folder.names:
+                self._change("make_folder", path)
+                folder.names[name] = _Folder()
+            inner = folder.names[name]
+            if not isinstance(inner, _Folder):
+                raise FileExistsError(errno.EEXIST, "there is a file of that name")
+            folder = inner
+
+    def write(self, path: Path, content: bytes) -> None:
+        self._on_operation("write", path.name)
+        folder = self._folder(path.parent)
+        if self.is_full:
+            folder.names[path.name] = _File(content[: self._random.randrange(len(content) + 1)])
+            _full()
+        folder.names[path.name] = _File(content)
+
+    def sync(self, path: Path) -> None:
+        self._on_operation("sync", path.name)
+        node = self._root if path == self._root_path else self._node(path)
+        if isinstance(node, _Folder):
+            node.durable = dict(node.names)
+        else:
+            node.durable = node.content
+
+    def rename(self, old: Path, new: Path) -> None:
+        node = self._node(old)
+        self._change("rename", new)
+        self._folder(new.parent).names[new.name] = node
+        del self._folder(old.parent).names[old.name]
+
+    def names(self, folder: Path) -> list[str]:
+        return list(self._folder(folder).names)
+
+    def read(self, path: Path) -> bytes:
+        node = self._node(path)
+        if isinstance(node, _Folder):
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        return node.content
+
+    def remove(self, folder: Path) -> None:
+        self._on_operation("remove", folder.name)
+        try:
+            self._folder(folder.parent).names.pop(folder.name, None)
+        except FileNotFoundError:
+            return
+
+    def power_cut(self, keep: float) -> None:
+        """Forget what is not durable, except for a share of about `keep`."""
+        self._forget(self._root, keep)
+
+    def _forget(self, folder: _Folder, keep: float) -> None:
+        survivors: dict[str, _File | _Folder] = {}
+        for name in folder.names | folder.durable:
+            now, durable = folder.names.get(name), folder.durable.get(name)
+            node = now if now is durable or self._random.random() < keep else durable
+            if isinstance(node, _Folder):
+                self._forget(node, keep)
+            elif node is not None and node.content != node.durable:
+                length = self._random.randrange(len(node.content) + 1)
+                node.content = node.content if self._random.random() < keep else node.content[:length]
+            if node is not None:
+                survivors[name] = node
+        folder.names, folder.durable = survivors, dict(survivors)
+
+    def _change(self, operation: str, path: Path) -> None:
+        self._on_operation(operation, path.name)
+        if self.is_full:
+            _full()
+
+    def _node(self, path: Path) -> _File | _Folder:
+        try:
+            return self._folder(path.parent).names[path.name]
+        except KeyError:
+            raise FileNotFoundError(errno.ENOENT, "no such file or folder") from None
+
+    def _folder(self, path: Path) -> _Folder:
+        folder = self._root
+        for name in path.relative_to(self._root_path).parts:
+            inner = folder.names.get(name)
+            if not isinstance(inner, _Folder):
+                raise FileNotFoundError(errno.ENOENT, "no such folder")
+            folder = inner
+        return folder
+
+
+def _full() -> NoReturn:
+    raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,0 +1,369 @@
+"""One history: a coordinator's lives, one after another, over one disk, one set of workers and the same clients.
+
+Draws what will happen to it, lets it happen, and asks the oracle at the end. Each life but the last may end badly; in
+the last one nothing is done to the service any more, and everything must be finished in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+from unittest import mock
+
+import apsw
+
+from coordinator import store as coordinator_store
+from coordinator.config import CoordinatorConfig
+from coordinator.coordinator import Coordinator
+from coordinator.store import Connection, StorageError, set_pragmas
+from tests.simulation.client import Broken, Client, Manners
+from tests.simulation.disk import SimDisk
+from tests.simulation.loop import Crash, Deadlock, SimLoop, TooLong
+from tests.simulation.oracle import Wrong, check_checkpoints, expect
+from tests.simulation.pool import SimPool, SimPoolFront, WorkerFaults
+from tests.simulation.script import draw_script
+from tests.simulation.world import SimTime, World
+from tests.support.apsw_connection import ApswConnection, Cursor
+from tests.support.lossy_vfs import LossyVfs, close_quietly, sync_error
+from tinkerpool.v1 import checkpoints_pb2
+from workers import failpoints
+
+LIFE_S_MAX = 3000.0
+"""Virtual seconds that a life may take."""
+NOTICE_S = 10.0
+"""How soon a coordinator must have ended after its database failed to sync."""
+DAY_S = 86400.0
+COORDINATOR_POINTS = tuple(point for point in failpoints.POINTS if not point.startswith("worker."))
+_vfs_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a life shall end, if it comes so far."""
+
+    kind: str
+    """"failpoint", "moment", "database", "files", "database sync", "stop", or "" for as the clients are done."""
+    point: str = ""
+    count: int = 0
+    """At which occurrence."""
+    after_s: float = 0.0
+    keep: float | None = None
+    """With a power cut, that keeps about this share of what was not synced; None: the process alone dies."""
+
+
+class SimConnection(ApswConnection):
+    """A connection of a process that may die in the middle of a statement."""
+
+    def __init__(self, world: World, path: Path, vfs: str) -> None:
+        self._world = world
+        super().__init__(path, vfs=vfs)
+
+    def execute(self, sql: str, parameters: Any = ()) -> Cursor:
+        try:
+            return super().execute(sql, parameters)
+        finally:
+            if self._world.is_dead:
+                raise Crash("the process is dead")
+
+
+class History:
+    """A seed's history."""
+
+    def __init__(self, seed: int, folder: Path, on_event: Callable[[str], None] | None = None) -> None:
+        self.world = world = World(seed, on_event)
+        self._random = random = world.random("history")
+        self._folder = folder
+        self._vfs = LossyVfs(f"lossy-{next(_vfs_numbers)}", world.random("vfs"))
+        self._vfs.on_operation = self._on_database
+        self._disk = SimDisk(folder, world.random("disk"), self._on_files)
+        self._connections: list[ApswConnection] = []
+        self._pool = SimPool(world, random.randrange(1, 4), _draw_worker_faults(world.random("faults")))
+        self._checkpoint_commits = random.choice((100, 20, 3))
+        self._config = CoordinatorConfig(
+            data_dir=folder,
+            cycle_tokens_max=random.choice((16, 64, 2048)),
+            linger_s=random.choice((0.0, 0.004)),
+            replay_s_max=random.choice((0.0, 5e-5, 10.0)),
+        )
+        self._file_sync_fails = random.choice((0.0, 0.0, 0.0, 0.05))
+        self._clients = [self._draw_client(index) for index in range(random.choice((1, 1, 2, 2, 3, 4)))]
+        self._endings = [_draw_ending(world.random(f"ending {number}")) for number in range(random.randrange(5))]
+        self._ending = Ending(kind="")
+        self._num_hits = 0
+        self._is_last = False
+        self._must_end_at: float | None = None
+        self._has_file_failed = False
+
+    def run(self) -> None:
+        """Raises what is wrong with the service."""
+        try:
+            for ending in [*self._endings, Ending(kind="")]:
+                self._ending, self._num_hits = ending, 0
+                self._is_last = ending.kind == ""
+                if self._is_last or not all(client.is_done for client in self._clients):
+                    self._live()
+        finally:
+            failpoints.disarm()
+            self._vfs.die()
+            for connection in self._connections:
+                close_quietly(connection)
+            self._vfs.unregister()
+
+    # ---- a life
+
+    def _live(self) -> None:
+        world = self.world
+        world.trace(f"a life begins, to end by {self._ending}")
+        world.work["lives"] += 1
+        world.is_dead = False
+        self._must_end_at = None
+        self._has_file_failed = False
+        self._vfs.is_full = self._disk.is_full = False
+        if self._is_last:
+            self._pool.faults = WorkerFaults(survive=1.0)
+        loop = SimLoop(world.random(f"loop {world.work['lives']}"), world.now, world.now + LIFE_S_MAX)
+        time = SimTime(world)
+        front = SimPoolFront(self._pool, lambda: coordinator.core.epoch)
+        coordinator = Coordinator(self._config, front, time, connect=self._connect, disk=self._disk)
+        self._arm()
+        patch = mock.patch.object(coordinator_store, "CHECKPOINT_COMMITS", self._checkpoint_commits)
+        patch.start()
+        try:
+            loop.run_until_complete(self._serve(coordinator))
+        except Crash:
+            assert world.is_dead
+        finally:
+            patch.stop()
+            failpoints.disarm()
+            world.now = loop.now
+            problems = loop.problems
+            loop.drop()
+            self._vfs.die()
+            for connection in self._connections:
+                close_quietly(connection)
+            self._connections.clear()
+            if coordinator.core._lock is not None:
+                coordinator.core._lock.close()
+            loop.close()
+        if problems:
+            raise Broken("\n".join(problems))
+        self._pool.coordinator_died(front.unanswered)
+        if world.is_dead and self._ending.keep is not None:
+            world.fault("power cut", f"keeping {self._ending.keep}")
+            self._vfs.power_cut(self._ending.keep)
+            self._disk.power_cut(self._ending.keep)
+            self._pool.lives.clear()
+        elif world.is_dead:
+            world.fault("process killed")
+        self._vfs.revive()
+        world.now += self._random.choice((0.0, 0.1, 100.0))
+
+    async def _serve(self, coordinator: Coordinator) -> None:
+        """From the start to an end that is not a crash."""
+        try:
+            await coordinator.start()
+        except (StorageError, OSError, sqlite3.Error) as error:
+            if self._is_last or not self._may_fail():
+                raise
+            self.world.work["coordinator did not start"] += 1
+            self.world.trace(f"the coordinator does not start: {type(error).__name__}")
+            return
+        loop = asyncio.get_running_loop()
+        failed = loop.create_task(coordinator.failed())
+        work = loop.create_task(self._work(coordinator))
+        stop = loop.create_task(self._until_stopped())
+        timers = [] if self._is_last else [loop.create_task(each) for each in (self._squeeze(), self._jump())]
+        await asyncio.wait((failed, work, stop), return_when=asyncio.FIRST_COMPLETED)
+        for timer in timers:
+            timer.cancel()
+        self._vfs.is_full = self._disk.is_full = False
+        if self._must_end_at is not None:
+            await asyncio.wait((failed,), timeout=NOTICE_S)
+        if self._must_end_at is not None and (not failed.done() or loop.time() > self._must_end_at):
+            raise Broken("the coordinator went on after its database had failed to sync")
+        if failed.done():
+            await self._failed(failed, work)
+        elif work.done():
+            work.result()
+        for task in (failed, stop):
+            task.cancel()
+        await coordinator.stop()
+        work.cancel()
+        await asyncio.gather(failed, work, stop, *timers, return_exceptions=True)
+
+    async def _work(self, coordinator: Coordinator) -> None:
+        await asyncio.gather(*(client.run(coordinator, is_last=self._is_last) for client in self._clients))
+        if self._is_last:
+            await self._verify(coordinator)
+
+    async def _failed(self, failed: asyncio.Task[None], work: asyncio.Task[None]) -> None:
+        """The coordinator says that it cannot go on. Ends the life."""
+        error = failed.exception()
+        if self._must_end_at is None:
+            raise Broken(f"the coordinator failed without a reason: {error!r}") from error
+        self.world.work["coordinator failed"] += 1
+        self.world.trace(f"the coordinator failed: {type(error).__name__}")
+        if self._random.random() < 0.5:
+            self.world.crash("failure")
+        work.cancel()
+
+    def _may_fail(self) -> bool:
+        """Whether something was done to this life that it need not survive."""
+        return self._must_end_at is not None or self._has_file_failed
+
+    # ---- what is done to it
+
+    def _arm(self) -> None:
+        for point in COORDINATOR_POINTS:
+            failpoints.arm(point, lambda point=point: self._at(point))  # type: ignore[misc]
+
+    def _at(self, point: str) -> None:
+        self.world.work[f"passed {point}"] += 1
+        if self._ending.kind == "failpoint" and self._ending.point == point and self._hit():
+            self.world.crash(point)
+
+    def _hit(self) -> bool:
+        self._num_hits += 1
+        return self._num_hits == self._ending.count
+
+    def _on_database(self, operation: str, file: str) -> None:
+        if self._ending.kind == "database" and self._hit():
+            self._vfs.die()
+            with contextlib.suppress(Crash):
+                self.world.crash(f"database {operation} of {file}")
+            raise apsw.exception_for(apsw.SQLITE_IOERR)
+        if self._ending.kind == "database sync" and operation == "sync" and self._hit():
+            self.world.fault("database does not sync", file)
+            self._must_end_at = self.world.time() + NOTICE_S
+            raise sync_error()
+
+    def _on_files(self, operation: str, file: str) -> None:
+        if self.world.is_dead:
+            raise Crash("the process is dead")
+        if self._ending.kind == "files" and self._hit():
+            self.world.crash(f"files {operation} {file}")
+        if operation == "sync" and not self._is_last and self._random.random() < self._file_sync_fails:
+            self.world.fault("file does not sync", file)
+            self._has_file_failed = True
+            raise OSError(errno.EIO, "Input/output error")
+
+    async def _until_stopped(self) -> None:
+        """To the moment of a clean stop or a crash, if there is to be one."""
+        if self._ending.kind not in {"stop", "moment"}:
+            await asyncio.get_running_loop().create_future()
+        await asyncio.sleep(self._ending.after_s)
+        if self._ending.kind == "moment":
+            self.world.crash("moment")
+        self.world.fault("clean stop")
+
+    async def _squeeze(self) -> None:
+        """Let the disk be full now and then."""
+        if self._random.random() < 0.7:
+            return
+        while True:
+            await asyncio.sleep(self._random.expovariate(1))
+            self.world.fault("disk full")
+            self._vfs.is_full = self._disk.is_full = True
+            await asyncio.sleep(self._random.choice((0.02, 0.2, 5.0)))
+            self._vfs.is_full = self._disk.is_full = False
+
+    async def _jump(self) -> None:
+        """Set the wall clock."""
+        if self._random.random() < 0.5:
+            return
+        while True:
+            await asyncio.sleep(self._random.expovariate(1))
+            self.world.wall_offset = self._random.uniform(-DAY_S, DAY_S)
+            self.world.fault("wall clock set", f"to {self.world.wall_offset:+.0f} s")
+
+    # ---- parts
+
+    def _connect(self, path: Path) -> Connection:
+        connection = SimConnection(self.world, path, self._vfs.name)
+        self._connections.append(connection)
+        database = cast("Connection", connection)
+        set_pragmas(database)
+        return database
+
+    def _draw_client(self, index: int) -> Client:
+        name = f"tenant{index}"
+        random = self.world.random(f"script {name}")
+        manners = Manners(
+            window=random.choice((1, 3, 8)),
+            drop=random.choice((0.0, 0.3)),
+            repeat=random.choice((0.0, 0.3)),
+            other=random.choice((0.0, 0.2)),
+            think_s=random.choice((0.001, 0.02)),
+        )
+        return Client(self.world, name, draw_script(random, random.randrange(3, 14)), manners)
+
+    async def _verify(self, coordinator: Coordinator) -> None:
+        """Everything is done: compare with the oracle."""
+        core = coordinator.core
+        for client in self._clients:
+            if not client.is_done:
+                raise Wrong(f"{client.name} is not done")
+            may_lack_room = self.world.faults["disk full"] + self.world.faults["file does not sync"] > 0
+            expected = expect(client, core.adapters[client.adapter_id].spec, may_lack_room=may_lack_room)
+            request = checkpoints_pb2.ListCheckpointsRequest(
+                adapter_id=client.adapter_id, kind=checkpoints_pb2.CHECKPOINT_KIND_TRAINING
+            )
+            listed = (await coordinator.service.list_checkpoints(client.principal, request)).checkpoints
+            stored = {}
+            for each in listed:
+                row = core.store.read_one("SELECT * FROM checkpoints WHERE path = ?", (each.path,))
+                assert row is not None
+                stored[each.path] = each.seq, core.saver.checkpoints.read(row["folder"], row["sha256"])
+            check_checkpoints(expected, stored)
+            for kind in {step.kind for step in client.script}:
+                self.world.work[kind] += sum(1 for step in client.script if step.kind == kind)
+            self.world.work["sample"] += len(client.samples)
+        check = core.store.read_one("PRAGMA integrity_check")
+        if check is None or check[0] != "ok":
+            raise Wrong(f"the database is damaged: {check}")
+        self.world.trace("all is well")
+
+
+def _draw_worker_faults(random: Random) -> WorkerFaults:
+    """Some kinds and not others, so that each is also seen alone."""
+
+    def some(probability: float) -> float:
+        return random.choice((0.0, 0.0, probability, 3 * probability))
+
+    return WorkerFaults(
+        die_before=some(0.02),
+        die_after=some(0.02),
+        die_sampling=some(0.02),
+        pause=some(0.01),
+        twice=some(0.03),
+        slow_ping=some(0.03),
+        no_replacement=some(0.1),
+        survive=random.choice((0.0, 0.7)),
+    )
+
+
+def _draw_ending(random: Random) -> Ending:
+    [kind] = random.choices(("failpoint", "moment", "database", "files", "database sync", "stop"), (8, 4, 4, 2, 2, 3))
+    after_s = random.choice((0.05, 0.3, 1.0)) * random.expovariate(1)
+    keep = random.choice((None, 0.0, 0.5, 0.9))
+    match kind:
+        case "failpoint":
+            return Ending(kind=kind, point=random.choice(COORDINATOR_POINTS), count=random.randrange(1, 6), keep=keep)
+        case "database":
+            return Ending(kind=kind, count=random.choice((10, 100, 400)) + random.randrange(200), keep=keep)
+        case "files":
+            return Ending(kind=kind, count=random.randrange(1, 60), keep=keep)
+        case "database sync":
+            return Ending(kind=kind, count=random.randrange(4, 60), keep=keep)
+    return Ending(kind=kind, after_s=after_s, keep=keep)
+
+
+__all__ = ["Deadlock", "History", "TooLong"]

@@ -1,0 +1,199 @@
+"""What must have come out of a history, computed from the scripts and from which operations succeeded.
+
+Walks each adapter's operations in order with three hash chains, as an engine that nothing disturbed would have, and
+compares every result, every checkpoint and the end. An operation may fail only if the script spoiled it, if an earlier
+failure has closed its gradient window, or if the disk was full or failed when a state was to be saved.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from coordinator.bodies import decode_adam, decode_pass
+from coordinator.operations import cut_chunks
+from tests.simulation.client import Client, Sent
+from tests.simulation.script import Step
+from tests.toy_engine import digest, fresh_chain, item_digest, toy_model_info, toy_token
+from tinkerpool.convert import from_tensor
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import training_pb2
+from workers.messages import (
+    AdapterSpec,
+    AdapterState,
+    OptimStepItem,
+    PassItem,
+    SampleRequest,
+    SamplerVersion,
+    SamplingParams,
+)
+
+MODEL = toy_model_info()
+
+
+class Wrong(AssertionError):
+    """What came out is not what must."""
+
+
+@dataclass(slots=True)
+class Expected:
+    """Where an adapter must be."""
+
+    chain: bytes
+    gradient: bytes = b""
+    moments: bytes = b""
+    is_window_open: bool = True
+    saved: dict[str, tuple[int, bytes, bytes]] = field(default_factory=dict)
+    """Path to the seq, weights and moments that it has now."""
+    published: dict[int, bytes] = field(default_factory=dict)
+    """Seq of a save for sampling to its weights."""
+
+
+def expect(client: Client, spec: AdapterSpec, *, may_lack_room: bool) -> Expected:
+    """Follow a client's operations to the end. Raises Wrong."""
+    adapter = Expected(fresh_chain(spec))
+    for step in client.script:
+        sent = client.sent[step.seq]
+        for place in range(step.num_places):
+            kind = step.kind
+            if kind == "train_step":
+                kind = ("forward_backward", "optim_step")[place]
+            _follow(adapter, client, step, kind, step.seq + place, sent, place, may_lack_room)
+    for (seq, number), sent in client.samples.items():
+        _check_sample(sent, adapter.published[seq], number)
+    return adapter
+
+
+def _follow(
+    adapter: Expected,
+    client: Client,
+    step: Step,
+    kind: str,
+    seq: int,
+    sent: Sent,
+    place: int,
+    may_lack_room: bool,
+) -> None:
+    outcome = sent.outcome(place)
+    name = f"{client.name} {outcome.name} ({kind})"
+    reason = outcome.error.reason
+    has_failed = outcome.state == ops_pb.OPERATION_STATE_FAILED
+    needs_window = kind in {"forward_backward", "optim_step"}
+    is_closed = needs_window and not adapter.is_window_open
+    is_refused = sent.is_bad and place == 0
+    is_spoiled = step.is_poison and kind in {"forward", "forward_backward"}
+    is_behind = sent.is_bad and place == 1
+    must_fail = is_closed or is_refused or is_spoiled or is_behind
+    if must_fail and not has_failed:
+        raise Wrong(f"{name} succeeded and must have failed")
+    if has_failed:
+        allowed = {
+            "GRADIENT_WINDOW_CLOSED": is_closed or is_behind,
+            "NON_FINITE": is_spoiled,
+            "DISK": may_lack_room and kind.startswith(("save", "load")),
+            "CHECKPOINT_EXISTS": False,
+        }
+        if not allowed.get(reason, is_refused):
+            raise Wrong(f"{name} failed with {reason}: {outcome.error.message} (must fail: {must_fail})")
+    match kind:
+        case "forward" | "forward_backward":
+            _pass(adapter, sent, kind, seq, outcome, has_failed)
+        case "optim_step":
+            if not has_failed:
+                _step(adapter, sent, seq)
+            adapter.gradient = b""
+            adapter.is_window_open = True
+        case "save_state":
+            if not has_failed:
+                adapter.saved[outcome.save_state.path] = (seq, adapter.chain, adapter.moments)
+        case "save_weights_for_sampler":
+            if not has_failed:
+                adapter.published[seq] = adapter.chain
+        case "load_state":
+            adapter.gradient = b""
+            adapter.is_window_open = not has_failed
+            if not has_failed:
+                request = sent.build(0)
+                _, adapter.chain, moments = adapter.saved[request.path]
+                adapter.moments = moments if request.with_optimizer else b""
+
+
+def _pass(adapter: Expected, sent: Sent, kind: str, seq: int, outcome: ops_pb.Operation, has_failed: bool) -> None:
+    if has_failed:
+        if kind == "forward_backward":
+            adapter.gradient, adapter.is_window_open = b"", False
+        return
+    request = sent.build(0)
+    body = training_pb2.ForwardBackwardRequest(data=request.data, loss_function=request.loss_function)
+    loss, config, data = decode_pass(body.SerializeToString())
+    chunks = cut_chunks([len(datum.tokens) for datum in data], MODEL.chunk_tokens)
+    if kind == "forward_backward":
+        for index, chunk in enumerate(chunks):
+            item = PassItem(
+                op_id="",
+                adapter_id="",
+                prev_seq=0,
+                seq=seq,
+                chunk_index=index,
+                num_chunks=len(chunks),
+                data=data[chunk.start : chunk.stop],
+                loss_fn=loss,
+                loss_config=config,
+                backward=True,
+            )
+            adapter.gradient = digest(adapter.gradient, item_digest(item))
+    value = -int.from_bytes(adapter.chain[:2], "little") / 65536
+    logprobs = [from_tensor(each).tolist() for each in outcome.forward_backward.logprobs]
+    if logprobs != [[value] * len(datum.tokens) for datum in data]:
+        raise Wrong(f"{outcome.name} has log-probabilities of other weights")
+
+
+def _step(adapter: Expected, sent: Sent, seq: int) -> None:
+    adam = sent.build(0).adam
+    params = decode_adam(_filled(adam))
+    item = item_digest(OptimStepItem(op_id="", adapter_id="", prev_seq=0, seq=seq, params=params))
+    adapter.chain = digest(adapter.chain, adapter.gradient, item)
+    adapter.moments = digest(adapter.moments, adapter.gradient, item)
+
+
+def _filled(adam: object) -> bytes:
+    from coordinator.bodies import canonical_adam
+
+    return canonical_adam("", adam)  # type: ignore[arg-type]
+
+
+def _check_sample(sent: Sent, chain: bytes, number: int) -> None:
+    outcome, request = sent.outcome(), sent.build(0)
+    if outcome.state == ops_pb.OPERATION_STATE_FAILED:
+        raise Wrong(f"{outcome.name} failed with {outcome.error.reason}: {outcome.error.message}")
+    prompt = from_tensor(request.prompt)
+    toy = SampleRequest(
+        op_id="",
+        version=SamplerVersion(key=""),
+        prompt=prompt,
+        num_samples=request.num_samples,
+        params=SamplingParams(max_tokens=request.params.max_tokens, seed=request.params.seed),
+    )
+    for index, sequence in enumerate(outcome.sample.sequences):
+        expected = [toy_token(chain, toy, index, position) for position in range(request.params.max_tokens)]
+        if from_tensor(sequence.tokens).tolist() != expected:
+            raise Wrong(f"{outcome.name} (sample {number}) has tokens of other weights")
+    if len(outcome.sample.sequences) != request.num_samples:
+        raise Wrong(f"{outcome.name} has {len(outcome.sample.sequences)} sequences")
+
+
+def check_checkpoints(expected: Expected, stored: Mapping[str, tuple[int, AdapterState]]) -> None:
+    """What is listed must be what was saved, all of it and nothing else. Raises Wrong."""
+    if set(stored) != set(expected.saved):
+        raise Wrong(f"listed are {sorted(stored)}, saved were {sorted(expected.saved)}")
+    for path, (seq, chain, moments) in expected.saved.items():
+        stored_seq, state = stored[path]
+        found = (_chain(state.weights), _chain(state.optimizer))
+        if (stored_seq, *found) != (seq, chain, moments):
+            raise Wrong(f"{path} is not what was saved by operation {seq}")
+
+
+def _chain(data: bytes | None) -> bytes:
+    assert data is not None
+    return bytes.fromhex(json.loads(data)["chain"])

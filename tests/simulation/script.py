@@ -1,0 +1,154 @@
+"""What one tenant asks for, operation by operation, drawn from a seed before anything runs, and the requests for it.
+
+Knows no service. Contents are a function of tenant and place, so that a request sent again is the same request; a
+`variant` other than 0 is another request for the same place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from tests.toy_engine import POISON_TOKEN
+from tinkerpool.convert import to_tensor
+from tinkerpool.v1 import checkpoints_pb2, sampling_pb2, training_pb2, types_pb2
+
+BAD_TOKEN = 2**20
+"""No model has it: the request is refused."""
+LOSSES = (types_pb2.LOSS_FUNCTION_CROSS_ENTROPY, types_pb2.LOSS_FUNCTION_IMPORTANCE_SAMPLING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One operation of a script."""
+
+    seq: int
+    kind: str
+    """The use case; "train_step" stands for two places."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of the sequences of a pass."""
+    is_poison: bool = False
+    """The engine fails it."""
+    is_bad: bool = False
+    """The service refuses it, for good."""
+    loss: types_pb2.LossFunction.ValueType = LOSSES[0]
+    learning_rate: float = 0.0
+    name: str = ""
+    """Of what is saved; empty: a sampler without a name."""
+    with_optimizer: bool = False
+    overwrite: bool = False
+    source: int = 0
+    """The save whose checkpoint is loaded."""
+    num_samples: int = 0
+    """Samples drawn from what is saved."""
+
+    @property
+    def num_places(self) -> int:
+        """How many seqs it takes."""
+        return 2 if self.kind == "train_step" else 1
+
+
+def draw_script(random: Random, num_steps: int) -> list[Step]:
+    """A tenant's operations; the last two fold in what gradient is pending and save the result."""
+    poison = random.choice((0.0, 0.0, 0.1))
+    bad = random.choice((0.0, 0.0, 0.08))
+    steps: list[Step] = []
+    saves: list[int] = []
+    seq = 1
+    kinds, weights = zip(
+        ("forward", 2),
+        ("forward_backward", 7),
+        ("optim_step", 4),
+        ("train_step", 2),
+        ("save_state", 2),
+        ("load_state", 1),
+        ("save_weights_for_sampler", 1),
+        strict=True,
+    )
+    for _ in range(num_steps):
+        [kind] = random.choices(kinds, weights)
+        if kind == "load_state" and not saves:
+            kind = "save_state"
+        values: dict[str, Any] = {}
+        if kind in {"forward", "forward_backward", "train_step"}:
+            values["lengths"] = tuple(random.randrange(1, 17) for _ in range(random.choice((1, 1, 2, 4, 6))))
+            values["is_poison"] = random.random() < poison
+            values["loss"] = random.choice(LOSSES)
+        if kind in {"optim_step", "train_step"}:
+            values["learning_rate"] = random.choice((1e-4, 1e-3, 0.5))
+        if kind == "save_state":
+            values["name"] = f"c{seq}"
+            if saves and random.random() < 0.3:
+                values |= {"name": f"c{saves[-1]}", "overwrite": True}
+            saves.append(seq)
+        if kind == "save_weights_for_sampler":
+            values |= {"name": random.choice(("", f"s{seq}")), "num_samples": random.randrange(3)}
+        if kind == "load_state":
+            values |= {"source": random.choice(saves), "with_optimizer": random.random() < 0.5}
+        if kind not in {"save_state", "save_weights_for_sampler"}:
+            values["is_bad"] = random.random() < bad
+        step = Step(seq=seq, kind=kind, **values)
+        steps.append(step)
+        seq += step.num_places
+    steps.append(Step(seq=seq, kind="optim_step", learning_rate=1e-2))
+    steps.append(Step(seq=seq + 1, kind="save_state", name="final"))
+    return steps
+
+
+def request_of(step: Step, adapter_id: str, path: str, variant: int = 0) -> Any:
+    """The request for a step; `path` is what a load loads."""
+    place: dict[str, Any] = {"adapter_id": adapter_id, "seq": step.seq}
+    data = [_datum(step, index, length, variant) for index, length in enumerate(step.lengths)]
+    rate = step.learning_rate + (0.25 if variant else 0.0)
+    adam = types_pb2.AdamParams(learning_rate=-1.0 if step.is_bad else rate)
+    match step.kind:
+        case "forward":
+            return training_pb2.ForwardRequest(**place, data=data, loss_function=step.loss)
+        case "forward_backward":
+            return training_pb2.ForwardBackwardRequest(**place, data=data, loss_function=step.loss)
+        case "train_step":
+            return training_pb2.TrainStepRequest(**place, data=data, loss_function=step.loss, adam=adam)
+        case "optim_step":
+            return training_pb2.OptimStepRequest(**place, adam=adam)
+        case "save_state":
+            name = f"{step.name}-other" if variant else step.name
+            return checkpoints_pb2.SaveStateRequest(**place, name=name, overwrite=step.overwrite)
+        case "save_weights_for_sampler":
+            name = f"{step.name}-other" if variant else step.name
+            return checkpoints_pb2.SaveWeightsForSamplerRequest(**place, name=name)
+        case "load_state":
+            path = f"{path}-absent" if step.is_bad else path
+            return training_pb2.LoadStateRequest(
+                **place, path=path, with_optimizer=step.with_optimizer is not bool(variant)
+            )
+    raise AssertionError(step.kind)
+
+
+def sample_request_of(step: Step, sampler_id: str, number: int, variant: int = 0) -> sampling_pb2.SampleRequest:
+    """A sample from what a step saved; `number` counts from 1."""
+    return sampling_pb2.SampleRequest(
+        sampler_id=sampler_id,
+        seq=number,
+        prompt=to_tensor(np.array([1 + step.seq % 50, number], np.int32)),
+        num_samples=1 + number % 2,
+        include_prompt_logprobs=number % 2 == 0,
+        params=sampling_pb2.SamplingParams(max_tokens=3 + step.seq % 6, seed=7 * step.seq + number + 1000 * variant),
+    )
+
+
+def _datum(step: Step, index: int, length: int, variant: int) -> types_pb2.Datum:
+    tokens = (np.arange(length, dtype=np.int32) + 7 * step.seq + 3 * index + variant) % 60
+    if index == len(step.lengths) - 1:
+        if step.is_poison:
+            tokens[-1] = POISON_TOKEN
+        if step.is_bad:
+            tokens[-1] = BAD_TOKEN
+    floats = to_tensor(np.full(length, 0.5, np.float32))
+    names = ("weights",) if step.loss == LOSSES[0] else ("logprobs", "advantages")
+    return types_pb2.Datum(
+        tokens=to_tensor(tokens),
+        loss_inputs={"target_tokens": to_tensor((tokens + variant) % 60)} | dict.fromkeys(names, floats),
+    )
