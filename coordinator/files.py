@@ -54,6 +54,7 @@ class StateFiles:
         self._kind = kind
         self._disk = disk
         disk.make_folder(root)
+        disk.sync(root.parent)  # or the root and all in it could be gone with the power
 
     def write(self, spec: AdapterSpec, model: ModelInfo, state: AdapterState) -> Saved:
         """Make a state durable. Raises OSError if the disk does not take it; nothing is left behind then."""
