@@ -143,7 +143,7 @@ class Core:
         if self._is_stopping or self._lock is None:
             return
         self._is_stopping = True
-        if hasattr(self, "admission"):
+        if hasattr(self, "sampling"):
             self.admission.is_stopping = True
             self.store.give_up()
             self.table.close()
@@ -342,12 +342,12 @@ class Core:
         names = {operation.target_id for operation in operations}.union(samples)
         by_name = {operation.name: operation for operation in operations}
         convicted = loop.suspects.died(names, [*by_name, *samples]) if names else None
+        if convicted is not None and convicted not in by_name:
+            self.sampling.convict(convicted)  # before what the worker had begins again elsewhere
         loop.lose_worker(worker_id)
         self.sampling.worker_ended(worker_id)
         if convicted in by_name:
             loop.convict(by_name[convicted])
-        elif convicted is not None:
-            self.sampling.convict(convicted)
 
     def _worker_answered(self, worker_id: str) -> None:
         self._num_deaths.pop(worker_id, None)

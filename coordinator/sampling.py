@@ -183,7 +183,8 @@ class Sampling:
         requests = list(worker.running.values())
         worker.running.clear()
         for request in requests:
-            self._again(request)
+            if not request.operation.is_final:
+                self._again(request)
         for base_model in list(self._waiting):
             self.dispatch(base_model)
 
