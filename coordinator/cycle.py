@@ -224,8 +224,17 @@ class CycleLoop:
         for adapter in self._ready.values():
             if not self.suspects.may_run(adapter.adapter_id) or (self.is_stopping and adapter.is_between_operations):
                 continue
-            if adapter.worker_id or not self._snapshots.is_unsettled(adapter.adapter_id):
+            if not self._waits_for_snapshot(adapter):
                 yield adapter
+
+    def _waits_for_snapshot(self, adapter: AdapterQueue) -> bool:
+        """Whether it can do nothing before a snapshot of it is settled: be installed from it, or load, which brings a
+        snapshot of its own."""
+        if not self._snapshots.is_unsettled(adapter.adapter_id):
+            return False
+        adapter.settle()
+        states = list(adapter.ready_states())
+        return not adapter.worker_id or (bool(states) and states[-1].kind is Kind.LOAD_STATE)
 
     def _clear_suspects(self) -> None:
         """Let go of suspects that have run what they are suspected for, or have nothing to run any more."""
@@ -305,11 +314,8 @@ class CycleLoop:
         residents = self._residents()
         for adapter in list(self._allowed()):
             adapter.settle()
-            states = list(adapter.ready_states())
-            if not states:
+            if next(adapter.ready_states(), None) is None:
                 continue
-            if states[-1].kind is Kind.LOAD_STATE and self._snapshots.is_unsettled(adapter.adapter_id):
-                continue  # it brings a snapshot of its own
             worker_id = adapter.worker_id or place(residents)
             if worker_id not in residents or not await self._install(adapter, worker_id, work):
                 continue
