@@ -79,13 +79,10 @@ class Saver:
             operation.succeed(cycle_id).save_weights_for_sampler.sampler_id = sampler_id
             return
         path = save_path(operation, request.name)
-        self._make_free(
-            commit,
-            adapter.adapter_id,
-            str(path),
-            overwrite=isinstance(request, checkpoints_pb2.SaveStateRequest) and request.overwrite,
-        )
+        if not (isinstance(request, checkpoints_pb2.SaveStateRequest) and request.overwrite):
+            self._check_free(commit, str(path))
         saved = await self._write(self.checkpoints, adapter, result.state)
+        self._make_free(commit, adapter.adapter_id, str(path))  # not before there is something in its place
         commit.checkpoints.append(
             {
                 "path": str(path),
@@ -184,20 +181,23 @@ class Saver:
         for row in rows:
             await asyncio.to_thread(self.samplers.remove, row["folder"])
 
-    def _make_free(self, commit: CycleCommit, adapter_id: str, path: str, *, overwrite: bool) -> None:
-        """See that nothing has this path when the commit adds it. Raises ServiceError if what has it must stay."""
-        earlier = [row for row in commit.checkpoints if row["path"] == path]
-        stored = self._store.read("SELECT folder FROM checkpoints WHERE path = ?", (path,))
-        if overwrite:
-            commit.checkpoints = [row for row in commit.checkpoints if row["path"] != path]
-            for folder in [row["folder"] for row in earlier] + [row["folder"] for row in stored]:
-                commit.replaced_checkpoints.append((adapter_id, folder))
-        elif earlier or stored:
+    def _check_free(self, commit: CycleCommit, path: str) -> None:
+        """Raises ServiceError if something has this path."""
+        is_taken = any(row["path"] == path for row in commit.checkpoints)
+        if is_taken or self._store.read_one("SELECT 1 FROM checkpoints WHERE path = ?", (path,)) is not None:
             raise ServiceError(
                 Code.ALREADY_EXISTS,
                 "CHECKPOINT_EXISTS",
                 f"{path} exists already: choose another name, delete it first, or set overwrite",
             )
+
+    def _make_free(self, commit: CycleCommit, adapter_id: str, path: str) -> None:
+        """Let what has this path go when the commit adds another."""
+        earlier = [row for row in commit.checkpoints if row["path"] == path]
+        commit.checkpoints = [row for row in commit.checkpoints if row["path"] != path]
+        stored = self._store.read("SELECT folder FROM checkpoints WHERE path = ?", (path,))
+        for folder in [row["folder"] for row in earlier] + [row["folder"] for row in stored]:
+            commit.replaced_checkpoints.append((adapter_id, folder))
 
     async def _write(self, files: StateFiles, adapter: AdapterQueue, state: AdapterState) -> Saved:
         try:
