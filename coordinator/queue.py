@@ -194,7 +194,7 @@ class AdapterQueue:
             seq += 1
 
     def _ready_states(self) -> Iterator[Operation]:
-        seq, num_steps = self.cursor + 1, 0
+        seq, num_steps, has_save = self.cursor + 1, 0, False
         while self.damage is None and (operation := self.operations.get(seq)) is not None:
             if operation.is_final and not self._is_replay(operation):
                 if operation.is_failed or operation.kind.changes_state:
@@ -204,7 +204,10 @@ class AdapterQueue:
             else:
                 if operation.kind is Kind.OPTIM_STEP and num_steps == 1:
                     return
+                if operation.kind is Kind.LOAD_STATE and has_save:
+                    return  # what that saves may be what this loads, and is not there before the commit
                 num_steps += operation.kind is Kind.OPTIM_STEP
+                has_save |= operation.kind is Kind.SAVE_STATE
                 yield operation
                 if operation.kind is Kind.LOAD_STATE:
                     return

@@ -62,8 +62,8 @@ def test_a_pass_takes_the_prefix_of_passes_and_nothing_behind_a_gap() -> None:
 
 
 def test_a_step_phase_takes_one_optimizer_step_with_the_saves_and_loads_around_it() -> None:
-    adapter = adapter_with(SAVE, STEP, SAVE, LOAD, STEP, FB)
-    assert seqs(adapter.ready_states()) == [1, 2, 3, 4]
+    assert seqs(adapter_with(STEP, LOAD, STEP, FB).ready_states()) == [1, 2]
+    assert seqs(adapter_with(SAVE, STEP, SAVE, LOAD).ready_states()) == [1, 2, 3], "it may load what is being saved"
     assert seqs(adapter_with(STEP, SAVE, STEP).ready_states()) == [1, 2]
     assert seqs(adapter_with(LOAD, STEP).ready_states()) == [1], "should the load fail, the step must not have run"
 
