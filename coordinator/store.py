@@ -33,6 +33,8 @@ WAL_BYTES_KEPT = 64 << 20
 """The write-ahead log shrinks to this when it has been copied into the database."""
 LINGER_S = 0.002
 """How long an append waits for another, unless something comes that cannot wait."""
+CHECKPOINT_COMMITS, CHECKPOINT_BYTES = 100, 4 << 20
+"""Commits, or bytes of requests in them, after which the write-ahead log is copied into the database."""
 RIDING_MAX = 1000
 """Writes that wait for others after which they wait no more."""
 FULL_RETRY_S = 1.0
@@ -140,6 +142,8 @@ class Store:
         """
         self.num_commits = 0
         """Transactions committed in this life, one fsync each."""
+        self._checkpointed_commits = 0
+        self._bytes_since_checkpoint = 0
         self._path = path
         self._monotonic = monotonic
         self._on_broken = on_broken
@@ -238,6 +242,7 @@ class Store:
         """Log operations, all or none. Those of an adapter linger: they run meanwhile, and nobody waits for the log."""
         rows = list(rows)
         now = self.service_time()
+        self._bytes_since_checkpoint += sum(len(row.body) for row in rows)
 
         def write(db: Connection) -> None:
             for row in rows:
@@ -430,12 +435,18 @@ class Store:
                 riding, self._riding = list(self._riding.values()), {}
                 outcomes = await loop.run_in_executor(self._thread, self._commit, waiting, riding)
                 if self._broken is not None:
-                    outcomes += [(None, self._broken) for _ in self._waiting]
-                    waiting, self._waiting = waiting + self._waiting, []
                     self._on_broken(self._broken)
                 self._note_room(outcomes)
                 for each, (value, failure) in zip(waiting, outcomes, strict=True):
                     _resolve(each.future, value, failure)
+                if self._broken is None and self._is_checkpoint_due():
+                    await loop.run_in_executor(self._thread, self._checkpoint)
+                    if self._broken is not None:
+                        self._on_broken(self._broken)
+                if self._broken is not None:
+                    waiting, self._waiting = self._waiting, []
+                    for each in waiting:
+                        _resolve(each.future, None, self._broken)
         finally:
             self._committing = None
 
@@ -482,7 +493,7 @@ class Store:
             db.execute("COMMIT")
         except sqlite3.Error as error:
             if _is_fatal(error):
-                self._broken = StoreBrokenError(f"the disk of {self._path} fails: {error}")
+                self._broken = self._failure(error)
                 return [(None, self._broken)] * len(waiting)
             if db.in_transaction:
                 db.execute("ROLLBACK")
@@ -494,6 +505,24 @@ class Store:
         for kind in kinds:
             failpoint(f"{kind}.after_commit")
         return outcomes
+
+    def _is_checkpoint_due(self) -> bool:
+        num_commits = self.num_commits - self._checkpointed_commits
+        return num_commits >= CHECKPOINT_COMMITS or self._bytes_since_checkpoint >= CHECKPOINT_BYTES
+
+    def _checkpoint(self) -> None:
+        """Copy the log into the database. Commits are durable without; where a full disk forbids it, the log grows."""
+        self._checkpointed_commits, self._bytes_since_checkpoint = self.num_commits, 0
+        try:
+            self._writer.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        except sqlite3.Error as error:
+            if _is_fatal(error):
+                self._broken = self._failure(error)
+            else:
+                logger.warning("the log cannot be copied into the database: %s; trying on", error)
+
+    def _failure(self, error: sqlite3.Error) -> StoreBrokenError:
+        return StoreBrokenError(f"the disk of {self._path} fails: {error}")
 
     def _keep_service_time(self) -> None:
         self._service_s_kept = -1.0
@@ -520,6 +549,8 @@ def set_pragmas(db: Connection) -> None:
     db.execute("PRAGMA synchronous = FULL")  # in WAL mode nothing less syncs at commit
     db.execute("PRAGMA foreign_keys = ON")
     db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES_KEPT}")
+    # Else SQLite would copy the log at the end of a COMMIT, and report a failure of that as one of the commit.
+    db.execute("PRAGMA wal_autocheckpoint = 0")
 
 
 def _is_full(error: Exception | None) -> bool:
