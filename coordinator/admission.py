@@ -170,17 +170,20 @@ class Admission:
     ) -> list[Operation]:
         """The answer to a repeated request."""
         operations: list[Operation] = []
+        refusal: ServiceError | None = None
         for operation, draft in zip(existing, drafts, strict=True):
             if operation is None or operation.kind is not draft.kind:
                 raise _taken(existing[0] or operation, _expected(adapter))  # type: ignore[arg-type]  # one is there
+            body = None
             try:
                 body, _ = draft.build()
             except ServiceError as error:
-                _check_same(operation, draft, None, _expected(adapter))
-                raise error from None
+                refusal = refusal or error
             _check_same(operation, draft, body, _expected(adapter))
             operations.append(operation)
         await self._until_durable(operations)
+        if refusal is not None:
+            raise refusal
         return operations
 
     async def _until_durable(self, operations: Sequence[Operation]) -> None:
