@@ -1,4 +1,4 @@
-"""Ray in this process: started or joined, ended, and what it has on this machine removed.
+"""Ray in this process: started or joined, watched, ended, and what it has on this machine removed.
 
 Knows Ray's processes and folder; not the workers that live in it.
 
@@ -15,11 +15,12 @@ import math
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,17 @@ from typing import Any
 import ray
 
 from workers.pool import PoolConfig, PoolStartError, num_cores
-from workers.processes import MARK_VARIABLE, kill_marked
+from workers.processes import MARK_VARIABLE, Process, find_marked, kill_marked
 
 logger = logging.getLogger(__name__)
 
 FOLDER_PREFIX = "tinkerpool-"
+ESSENTIAL = ("gcs_server", "raylet")
+"""Without these processes Ray starts no worker any more; without the first, it ends this process after a minute."""
+WATCH_S = 0.1
+"""How often they are looked at."""
+HEARD_TIMEOUT_S = 30.0
+"""How long the event loop has to hear that Ray has died, before Ray is ended in this process all the same."""
 KILL_TIMEOUT_S = 10.0
 """How long killed processes have to end; only one that hangs in the kernel takes longer than milliseconds."""
 
@@ -89,27 +96,45 @@ class RayHost:
     the main thread Ray would block the event loop for seconds and take over the signals.
     """
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: PoolConfig, on_lost: Callable[[], None]) -> None:
+        """`on_lost` is called in the event loop when a private Ray has died; `ended` is done by then."""
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why nothing may call Ray any more: it would start another one by itself. Done before that begins."""
         self._config = config
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._essential: dict[str, Process] = {}
         self._started: Future[None] = Future()
         self._is_stopping = threading.Event()
+        self._is_heard = threading.Event()
         self._thread = threading.Thread(target=self._live, name="ray", daemon=True)
 
     async def start(self) -> None:
-        """Remove what a killed owner left, then start or join Ray. Raises PoolStartError."""
+        """Remove what a killed owner left, then start or join Ray. Raises PoolStartError; stop it then, too."""
         if ray.is_initialized():
             raise PoolStartError("this process uses Ray already; one pool at a time")
         self._thread.start()
         try:
             await asyncio.shield(asyncio.wrap_future(self._started))
         except Exception as error:
-            raise PoolStartError(f"Ray does not start: {error}") from error
+            self._end(f"Ray does not start: {error}")
+            raise PoolStartError(self.ended.result()) from error
+        finally:
+            _put_back_signal_handlers()
 
     async def stop(self) -> None:
-        """End it, or leave the cluster; also a start that is not done yet."""
+        """End it, or leave the cluster; also a start that is not done yet. Waits until nothing of it is left."""
+        self._end("Ray was stopped")
         self._is_stopping.set()
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join)
+            _put_back_signal_handlers()
+
+    def _end(self, reason: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(reason)
+
+    # ---- in the thread
 
     # ---- in the thread
 
@@ -125,10 +150,12 @@ class RayHost:
             self._started.set_exception(error)
         else:
             self._started.set_result(None)
-            self._is_stopping.wait()
+            self._watch(belongings)
         try:
             ray.shutdown()
         finally:
+            for process in self._essential.values():
+                process.close()
             if belongings is not None:
                 belongings.remove()
             if config.owner_file is not None:
@@ -157,6 +184,27 @@ class RayHost:
             options = {"address": "local", "_temp_dir": folder, "num_cpus": num_cpus}
         with _marked(belongings):
             ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, **options)
+        if belongings is not None:
+            self._essential = _essential_processes(belongings)
+
+    def _watch(self, belongings: Belongings | None) -> None:
+        """Until it is time to stop. If Ray dies first, make that known."""
+        while not self._is_stopping.wait(WATCH_S):
+            dead = [name for name, process in self._essential.items() if process.has_ended()]
+            if dead and belongings is not None:
+                self._lose(f"Ray has died (its {dead[0]} ended)")
+                break
+
+    def _lose(self, reason: str) -> None:
+        def lose() -> None:
+            self._end(reason)
+            self._on_lost()
+            self._is_heard.set()
+
+        logger.error("%s; every worker is lost", reason)
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(lose)
+            self._is_heard.wait(HEARD_TIMEOUT_S)
 
 
 def _remove_leftovers(owner_file: Path) -> None:
@@ -182,3 +230,24 @@ def _marked(belongings: Belongings | None) -> Iterator[None]:
         for name in added:
             del os.environ[name]
         os.environ |= before
+
+
+def _essential_processes(belongings: Belongings) -> dict[str, Process]:
+    """Hold those without which Ray is dead, by name."""
+    essential: dict[str, Process] = {}
+    for process in find_marked(belongings.mark):
+        if (name := process.name) in ESSENTIAL:
+            essential[name] = process
+        else:
+            process.close()
+    for name in set(ESSENTIAL) - essential.keys():
+        logger.warning("no process of Ray is called %s: nothing will notice its death", name)
+    return essential
+
+
+def _put_back_signal_handlers() -> None:
+    """Ray's native code takes signals over when it starts, and drops everybody's handlers when it ends."""
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            if (handler := signal.getsignal(signum)) is not None:
+                signal.signal(signum, handler)

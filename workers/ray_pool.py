@@ -10,6 +10,7 @@ an `ended` future that every call waits for beside its answer, so an answer that
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -19,9 +20,19 @@ from ray.exceptions import RayError, RayTaskError
 
 from workers.actor import CONCURRENCY_GROUPS, EngineActor, pack, unpack
 from workers.messages import Batch, BatchResult, SampleEvent, SampleRequest, WorkerInfo
-from workers.pool import PoolConfig, PoolStartError, WorkerLost, new_incarnation, num_cores, thread_environment
+from workers.pool import (
+    EngineSettings,
+    PoolConfig,
+    PoolStartError,
+    WorkerLost,
+    new_incarnation,
+    num_cores,
+    thread_environment,
+)
 from workers.processes import Process
 from workers.ray_host import RayHost
+
+logger = logging.getLogger(__name__)
 
 KILL_GRACE_S = 1.0
 """How long Ray has to end a process that was told to die, before we kill it: one that is stopped takes Ray seconds."""
@@ -36,13 +47,14 @@ class RayPool:
         self._engines = config.engines()
         self._lives: dict[str, _Life] = {}
         self._host: RayHost | None = None
+        self._reviving = asyncio.Lock()
+        self._actor_class: Any = None
 
     async def start(self) -> None:
         """Start Ray, then every worker at the same time, and wait until all are ready. Raises PoolStartError."""
         assert self._host is None, "the pool has been started already"
-        self._host = RayHost(self._config)
         try:
-            await self._host.start()
+            await self._start_ray()
             self._check_room()
             async with asyncio.TaskGroup() as beginning:
                 for worker_id in self._engines:
@@ -63,9 +75,10 @@ class RayPool:
         for life in lives:
             life.end("the pool was stopped")
         await asyncio.gather(*(life.kill() for life in lives))
-        if self._host is not None:
-            await self._host.stop()
-            self._host = None
+        async with self._reviving:
+            if self._host is not None:
+                await self._host.stop()
+                self._host = None
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """The workers, by the order of their ids in the configuration."""
@@ -97,10 +110,14 @@ class RayPool:
         await self._life(worker_id).call("ping", group="ping")
 
     async def replace(self, worker_id: str) -> WorkerInfo:
-        """Kill a worker's process, whatever state it is in, and start its next life. Raises WorkerLost."""
+        """Kill a worker's process, whatever state it is in, and start its next life. Raises WorkerLost.
+
+        A private Ray that has died is started again first.
+        """
         life = self._life(worker_id)
         life.end("it was replaced")
         await life.kill()
+        await self._revive_ray()
         await self._begin(worker_id)
         return self._life(worker_id).info
 
@@ -110,10 +127,56 @@ class RayPool:
             raise WorkerLost(f"{worker_id} is not running")
         return life
 
+    async def _start_ray(self) -> None:
+        self._host = RayHost(self._config, self._ray_lost)
+        await self._host.start()
+        # One class for all workers: Ray stores it with the first, and blocks for a minute if its server has died then.
+        self._actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(EngineActor)
+
+    def _ray_lost(self) -> None:
+        for life in self._lives.values():
+            life.end(life.host.ended.result())
+
+    async def _revive_ray(self) -> None:
+        """Start Ray again if it has died; one replacement does, the others wait for it. Raises WorkerLost."""
+        async with self._reviving:
+            if self._host is None:
+                raise WorkerLost("the pool was stopped")
+            if not self._host.ended.done():
+                return
+            await self._host.stop()
+            try:
+                await self._start_ray()
+            except PoolStartError as error:
+                raise WorkerLost(str(error)) from error
+            logger.warning("Ray was started again")
+
     async def _begin(self, worker_id: str) -> None:
         """Start a worker's next life. Raises WorkerLost."""
-        settings, incarnation = self._engines[worker_id], new_incarnation(worker_id)
-        actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(EngineActor).options(
+        settings, host, actor = self._engines[worker_id], self._host, None
+        try:
+            if host is None or host.ended.done():
+                raise _Ended("Ray is not running")
+            actor = self._new_actor(worker_id, settings)
+            async with asyncio.timeout(self._config.start_timeout_s):
+                start = actor.start.options(concurrency_group="work")
+                info: WorkerInfo = await _answer(start.remote(), unless=host.ended)
+            self._lives[worker_id] = _Life(info, actor, host, is_on_this_machine=self._config.ray_address is None)
+        except BaseException as error:
+            if host is not None and actor is not None:
+                _kill(actor, host)
+            if isinstance(error, TimeoutError):
+                reason = f"it was not ready after {self._config.start_timeout_s:g} s, with {self._claim()}, {_free()}"
+            elif isinstance(error, RayError):
+                reason = _reason(error)
+            elif isinstance(error, _Ended):
+                reason = str(error)
+            else:
+                raise
+            raise WorkerLost(f"worker {worker_id} ({settings.model_name}) cannot start: {reason}") from error
+
+    def _new_actor(self, worker_id: str, settings: EngineSettings) -> Any:
+        actor_class = self._actor_class.options(
             num_cpus=self._config.num_cpus,
             num_gpus=self._config.num_gpus,
             max_restarts=0,
@@ -121,20 +184,7 @@ class RayPool:
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": thread_environment(settings.num_threads)},
         )
-        actor = actor_class.remote(self._config.engine, settings, worker_id, incarnation)
-        try:
-            async with asyncio.timeout(self._config.start_timeout_s):
-                info: WorkerInfo = await actor.start.options(concurrency_group="work").remote()
-            self._lives[worker_id] = _Life(info, actor, is_on_this_machine=self._config.ray_address is None)
-        except BaseException as error:
-            _kill(actor)
-            if isinstance(error, TimeoutError):
-                reason = f"it was not ready after {self._config.start_timeout_s:g} s, with {self._claim()}, {_free()}"
-            elif isinstance(error, RayError):
-                reason = _reason(error)
-            else:
-                raise
-            raise WorkerLost(f"worker {worker_id} ({settings.model_name}) cannot start: {reason}") from error
+        return actor_class.remote(self._config.engine, settings, worker_id, new_incarnation(worker_id))
 
     def _check_room(self) -> None:
         """Refuse at once what a private Ray will never have room for; a cluster may grow. Raises PoolStartError."""
@@ -155,8 +205,10 @@ class RayPool:
 class _Life:
     """One incarnation of a worker: its actor, its stream of events, and its end."""
 
-    def __init__(self, info: WorkerInfo, actor: Any, *, is_on_this_machine: bool) -> None:
+    def __init__(self, info: WorkerInfo, actor: Any, host: RayHost, *, is_on_this_machine: bool) -> None:
         self.info = info
+        self.host = host
+        """The Ray that it lives in."""
         self.events: asyncio.Queue[Sequence[SampleEvent] | None] = asyncio.Queue()
         self._actor = actor
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -168,18 +220,14 @@ class _Life:
         """A method's answer. Raises WorkerLost as soon as the life has ended, answer or no answer."""
         if self._ended.done():
             raise self.lost()
-        reference = getattr(self._actor, method).options(concurrency_group=group).remote(*arguments)
-        answer = asyncio.wrap_future(reference.future())
         try:
-            await asyncio.wait((answer, self._ended), return_when=asyncio.FIRST_COMPLETED)
-            if not self._ended.done() and (error := answer.exception()) is not None:
-                self.end(_reason(error))
-            if self._ended.done():
-                raise self.lost()
-            return answer.result()
-        finally:
-            if not answer.cancel():
-                answer.exception()  # seen, so that asyncio does not report it
+            method_in_group = getattr(self._actor, method).options(concurrency_group=group)
+            return await _answer(method_in_group.remote(*arguments), unless=self._ended)
+        except RayError as error:
+            self.end(_reason(error))
+        except _Ended:
+            pass
+        raise self.lost()
 
     def end(self, reason: str) -> None:
         """Nothing of this life reaches a caller from now on. The first reason stays."""
@@ -194,10 +242,11 @@ class _Life:
 
     async def kill(self) -> None:
         """See that the process is gone (on a cluster: that Ray was told)."""
-        _kill(self._actor)
+        grace_s = 0.0 if self.host.ended.done() else KILL_GRACE_S
+        _kill(self._actor, self.host)
         process, self._process = self._process, None
         if process is not None:
-            if not await asyncio.to_thread(process.has_ended, KILL_GRACE_S):
+            if not await asyncio.to_thread(process.has_ended, grace_s):
                 process.kill()
                 await asyncio.to_thread(process.has_ended, KILL_GRACE_S)
             process.close()
@@ -212,7 +261,27 @@ class _Life:
         self.end(reason)
 
 
-def _kill(actor: Any) -> None:
+class _Ended(Exception):
+    """What would have answered has ended; the text says why."""
+
+
+async def _answer(reference: Any, *, unless: asyncio.Future[str]) -> Any:
+    """What a call gives. Raises RayError if it fails, and _Ended as soon as `unless` is done, answer or no answer."""
+    answer = asyncio.wrap_future(reference.future())
+    del reference  # or a traceback would keep it
+    try:
+        await asyncio.wait((answer, unless), return_when=asyncio.FIRST_COMPLETED)
+        if unless.done():
+            raise _Ended(unless.result())
+        return answer.result()
+    finally:
+        if not answer.cancel():
+            answer.exception()  # seen, so that asyncio does not report it
+
+
+def _kill(actor: Any, host: RayHost) -> None:
+    if host.ended.done():
+        return  # and so has everything in it; calling Ray would start another one
     with suppress(RayError, ValueError):  # it is dead already, or Ray is
         ray.kill(actor, no_restart=True)
 
