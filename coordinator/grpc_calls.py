@@ -122,8 +122,7 @@ def _rpc(method: MethodDescriptor, service: object) -> _Rpc:
 
 def _unary(rpc: _Rpc, principal: Principal) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def respond(body: bytes) -> bytes:
-        response: Message = await rpc.use_case(principal, rpc.parse(body))
-        return response.SerializeToString()
+        return _serialize(await rpc.use_case(principal, rpc.parse(body)))
 
     async def handle(body: bytes, context: Context) -> bytes:
         return await _answer(rpc, context, respond(body))
@@ -135,7 +134,7 @@ def _streaming(rpc: _Rpc, principal: Principal) -> grpc.RpcMethodHandler[bytes, 
     async def respond(body: bytes) -> AsyncIterator[bytes]:
         responses: AsyncIterator[Message] = rpc.use_case(principal, rpc.parse(body))
         async for response in responses:
-            yield response.SerializeToString()
+            yield _serialize(response)
 
     async def handle(body: bytes, context: Context) -> None:
         async with aclosing(respond(body)) as responses:  # type: ignore[type-var]
@@ -152,6 +151,11 @@ def _refusing(error: ServiceError) -> grpc.RpcMethodHandler[bytes, bytes]:
         await _abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(handle)
+
+
+def _serialize(response: Message) -> bytes:
+    """Its bytes, the same in every life of the process: a map's entries would lie in an order that each life draws."""
+    return response.SerializeToString(deterministic=True)
 
 
 async def _answer(rpc: _Rpc, context: Context, response: Awaitable[T]) -> T:

@@ -210,6 +210,23 @@ async def test_a_stream_delivers_each_message_and_then_its_refusal(open_door: Op
     assert error.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_a_response_has_the_same_bytes_in_every_life_of_the_process(open_door: Open) -> None:
+    """A map's entries lie in an order that each life of a process draws; on the wire they are sorted."""
+    operation = operations_pb2.Operation(name="a:1")
+    for index in range(20):
+        operation.optim_step.metrics[f"metric-{7 * index % 20}:sum"] = index
+    answer = operations_pb2.GetOperationResponse(operation=operation)
+    channel = await open_door(
+        FakeService(get_operation=answer, wait_operations=[operations_pb2.WaitOperationsResponse(operation=operation)])
+    )
+    expected = answer.SerializeToString(deterministic=True)
+    method = "/tinkerpool.v1.OperationService/{}".format
+    unary: Any = channel.unary_unary(method("GetOperation"))
+    assert await unary(b"", metadata=WITH_KEY) == expected
+    stream: Any = channel.unary_stream(method("WaitOperations"))
+    assert [response async for response in stream(b"", metadata=WITH_KEY)] == [expected]
+
+
 async def test_a_client_that_leaves_ends_its_stream(open_door: Open) -> None:
     ended = asyncio.Event()
 
