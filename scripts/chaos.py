@@ -1,0 +1,364 @@
+"""Kill a working pool again and again, and show that nothing was lost and that no bit differs.
+
+    make chaos                 # 200 kills, about an hour
+    make chaos KILLS=20        # fewer
+    make chaos                 # again, after Ctrl-C or worse: goes on where it was
+
+Starts `tinkerpool serve` (Ray, SQLite, gRPC, the shipped model) and lets four tenants train with ordinary clients. All
+the while workers and the coordinator are killed with `kill -9`, at random moments and at failpoints, and some workers
+are stopped and left hanging. The clients reconnect by themselves and may see no error. When the kills are done,
+every tenant ends its round of steps; then
+
+    every operation has succeeded, with what its client saw, and has the same bytes each time that it is fetched, also
+    after one more restart;
+    the same steps on a pool where nothing is killed give the same results, the same weights and the same moments, bit
+    for bit, and are charged the same.
+
+Everything is kept in the run's folder, a few megabytes and the logs of both pools. Exits with 1 and the reason if
+anything is otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import signal
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import chaos_checks as checks
+from chaos_killer import Killer, Record
+from chaos_pool import ServedPool, Violation
+from chaos_steps import PROFILES
+from chaos_tenants import Journal, PlacedServiceClient, Progress, Tenant
+
+FOLDER = Path(__file__).resolve().parents[1] / "chaos-run"
+STUCK_S = 300.0
+"""A tenant whose last operation finished so long ago waits for something that never comes."""
+POLL_S = 0.1
+CYCLE_TOKENS = 256
+"""Less than the largest batches have, so that some requests are spread over several cycles."""
+
+
+@dataclass(slots=True)
+class Notes:
+    """What the run's folder knows of the harness itself."""
+
+    path: Path
+    seed: int
+    keys: dict[str, str]
+    """Of each tenant, on the pool with kills and on the one without: `<pool>/<tenant>`."""
+    num_lives: int = 0
+    """Of the harness."""
+    num_starts: int = 0
+    """Of coordinators on the pool with kills, in the harness's earlier lives and this one."""
+    seconds: float = 0.0
+    """That the harness has run."""
+
+    @classmethod
+    def open(cls, folder: Path, seed: int) -> Notes:
+        """Those of the folder, or new ones. Raises ValueError if they are of another seed."""
+        path = folder / "run.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        notes = cls(path, seed, {})
+        if path.exists():
+            notes = cls(path, **json.loads(path.read_text()))
+        if notes.seed != seed:
+            raise ValueError(f"{folder} has a run with --seed {notes.seed}: go on with that, or choose another --dir")
+        return notes
+
+    def write(self) -> None:
+        """Replace the file."""
+        temporary = self.path.with_suffix(".new")
+        fields = asdict(self)
+        del fields["path"]
+        temporary.write_text(json.dumps(fields, indent=2) + "\n")
+        temporary.replace(self.path)
+
+
+class Run:
+    """One run: a folder, a pool with kills, and a pool without."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Raises ValueError if the folder belongs to another run."""
+        self.args = args
+        self.folder: Path = args.dir
+        self.notes = Notes.open(self.folder, args.seed)
+        self.notes.num_lives += 1
+        self.notes.write()
+        self.records = _read_records(self.folder / "kills.jsonl")
+        self.progress = Progress()
+
+    def kill_and_train(self, pool: ServedPool) -> tuple[dict[str, Journal], Killer]:
+        """Let the tenants train until the kills are done; what they did, and who killed."""
+        killer = Killer(pool, self.progress, self.args.seed, self.args.workers)
+        journals = _journals(pool)
+        with self._tenants(pool, journals, lambda _, __: self._is_done(), self.args.pause) as check:
+            while not self._is_done():
+                record = killer.kill(len(self.records) + 1)
+                self._note(record)
+                num_steps = " ".join(f"{tenant} {len(journal.lines)}" for tenant, journal in journals.items())
+                say(f"{_line(record, self.args.kills)} | steps: {num_steps}")
+                check()
+        return journals, killer
+
+    def train_alone(self, pool: ServedPool, num_steps: Mapping[str, int]) -> dict[str, Journal]:
+        """Let the tenants take as many steps as with kills; what they did."""
+        journals = _journals(pool)
+        with self._tenants(pool, journals, lambda tenant, step: step >= num_steps[tenant], 0.0):
+            return journals
+
+    def key(self, pool: ServedPool, tenant: str) -> str:
+        """A tenant's key on a pool."""
+        name = f"{pool.folder.name}/{tenant}"
+        if name not in self.notes.keys:
+            self.notes.keys[name] = pool.create_key(tenant)
+            self.notes.write()
+        return self.notes.keys[name]
+
+    @contextlib.contextmanager
+    def _tenants(
+        self,
+        pool: ServedPool,
+        journals: Mapping[str, Journal],
+        is_over: Callable[[str, int], bool],
+        pause_s: float,
+    ) -> Iterator[Callable[[], None]]:
+        """All tenants at work until the block ends and `is_over(tenant, steps)`.
+
+        Yields a check that, like the end of the block, raises Violation for an error that a tenant saw.
+        """
+        begin = time.monotonic()
+        tenants = [
+            Tenant(
+                profile,
+                PlacedServiceClient(pool.url, self.key(pool, profile.name)),
+                journals[profile.name],
+                self.progress,
+                partial(is_over, profile.name),
+                pause_s,
+            )
+            for profile in PROFILES
+        ]
+
+        def check() -> None:
+            pool.check()
+            for tenant in tenants:
+                if tenant.error:
+                    raise Violation(f"{tenant.name} saw an error:\n{tenant.error}")
+                waited_s = time.monotonic() - max(self.progress.last(tenant.name), begin)
+                if tenant.is_alive() and waited_s > STUCK_S:
+                    raise Violation(f"nothing of {tenant.name}'s finished for {waited_s:.0f} s\n{pool.last_words()}")
+
+        for tenant in tenants:
+            tenant.start()
+        try:
+            yield check
+        except Violation:
+            check()  # what a tenant saw says more
+            raise
+        while any(tenant.is_alive() for tenant in tenants):
+            check()
+            time.sleep(POLL_S)
+        check()
+        for tenant in tenants:  # not after an error: what an ended session had queued would fail in the next run
+            tenant.close()
+
+    def _is_done(self) -> bool:
+        num_kills: int = self.args.kills
+        return len(self.records) >= num_kills
+
+    def _note(self, record: Record) -> None:
+        self.records.append(record)
+        with (self.folder / "kills.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Everything. Raises Violation, and ValueError if the folder belongs to another run."""
+    this, begin = Run(args), time.monotonic()
+    arguments = ["--workers", str(args.workers), "--threads", "1", "--cycle-tokens", str(CYCLE_TOKENS)]
+    disturbed = ServedPool(this.folder / "disturbed", ["--pool", "ray", *arguments])
+    say(f"{args.kills} kills, {len(this.records)} of them done before; everything is in {shown_path(this.folder)}")
+    try:
+        with serving(disturbed):
+            journals, killer = this.kill_and_train(disturbed)
+            names = {t: checks.operation_names(disturbed, this.key(disturbed, t), j) for t, j in journals.items()}
+            say(f"The kills are done. Fetching {sum(map(len, names.values()))} operations three times ...")
+            first = {t: checks.fetch_each(disturbed, this.key(disturbed, t), names[t]) for t in names}
+            for tenant, own in names.items():
+                again = checks.fetch_streamed(disturbed, this.key(disturbed, tenant), own)
+                checks.check_same_bytes(first[tenant], again, f"{tenant}, fetched again")
+            digests = {t: checks.check_results(journals[t], first[t]) for t in names}
+            charged = checks.usage_of(disturbed)
+        # One more restart. Nobody trains any more, so that workers need no processes of their own.
+        with serving(ServedPool(disturbed.folder, ["--pool", "local", *arguments])) as reread:
+            for tenant, own in names.items():
+                again = checks.fetch_each(reread, this.key(reread, tenant), own)
+                checks.check_same_bytes(first[tenant], again, f"{tenant}, fetched after a restart")
+        checks.check_store(disturbed.data_dir)
+
+        num_steps = {tenant: len(journal.lines) for tenant, journal in journals.items()}
+        say(f"The same steps without kills: {', '.join(f'{t} {n}' for t, n in num_steps.items())} ...")
+        undisturbed = ServedPool(this.folder / "undisturbed", ["--pool", "ray", *arguments])
+        with serving(undisturbed):
+            others = this.train_alone(undisturbed, num_steps)
+            for tenant, other in others.items():
+                other_names = checks.operation_names(undisturbed, this.key(undisturbed, tenant), other)
+                fetched = checks.fetch_streamed(undisturbed, this.key(undisturbed, tenant), other_names)
+                checks.check_same_run(journals[tenant], digests[tenant], other, checks.check_results(other, fetched))
+            if this.notes.num_lives == 1:  # else a sample may have been asked for again, of a new sampler
+                checks.check_same_usage(charged, checks.usage_of(undisturbed))
+        states = {tenant: checks.state_files(disturbed, journal) for tenant, journal in journals.items()}
+        for tenant, other in others.items():
+            checks.check_same_state(tenant, states[tenant], checks.state_files(undisturbed, other))
+    finally:
+        this.notes.num_starts += disturbed.num_starts
+        this.notes.seconds += time.monotonic() - begin
+        this.notes.write()
+    report(this, killer, {tenant: len(found) for tenant, found in names.items()}, num_steps, states)
+
+
+@contextlib.contextmanager
+def serving(pool: ServedPool) -> Iterator[ServedPool]:
+    """A pool that is ready, until the block ends, however it ends."""
+    pool.begin()
+    try:
+        pool.wait_ready()
+        yield pool
+    finally:
+        with _uninterrupted():
+            pool.stop()
+
+
+def report(
+    this: Run,
+    killer: Killer,
+    num_operations: Mapping[str, int],
+    num_steps: Mapping[str, int],
+    states: Mapping[str, Mapping[str, str]],
+) -> None:
+    """Say and write down what was shown."""
+    kinds = Counter(f"{record.target}, {_sort(record)}" for record in this.records)
+    resumed = {
+        target: [r.resumed_s for r in this.records if r.target == target and r.resumed_s is not None]
+        for target in ("worker", "coordinator", "both")
+    }
+    figures = {
+        "kills": len(this.records),
+        "kills_by_kind": dict(sorted(kinds.items())),
+        "failpoints": dict(Counter(r.how for r in this.records if _sort(r) == "failpoint").most_common()),
+        "failpoints_missed": dict(killer.misses),
+        "coordinator_starts": this.notes.num_starts,
+        "workers_replaced_unasked": killer.num_unasked,
+        "steps": dict(num_steps),
+        "operations": dict(num_operations),
+        "client_errors": 0,
+        "seconds_to_next_operation": {
+            target: {"median": statistics.median(times), "max": max(times)}
+            for target, times in resumed.items()
+            if times
+        },
+        "final_state": {tenant: dict(files) for tenant, files in states.items()},
+        "harness_lives": this.notes.num_lives,
+        "seconds": this.notes.seconds,
+    }
+    (this.folder / "report.json").write_text(json.dumps(figures, indent=2) + "\n")
+    say(f"\n{len(this.records)} kills: " + ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items())))
+    say(f"  {this.notes.num_starts} starts of the coordinator; {killer.num_unasked} workers replaced unasked")
+    for target, times in resumed.items():
+        if times:
+            say(
+                f"  from killing the {target} to the next finished operation: "
+                f"{statistics.median(times):.1f} s median, {max(times):.1f} s at most"
+            )
+    if killer.misses:
+        say(f"  failpoints that nobody came to: {', '.join(f'{p} ({n} x)' for p, n in killer.misses.items())}")
+    say(f"{sum(num_operations.values())} operations in {sum(num_steps.values())} steps of {len(num_steps)} tenants:")
+    say("  no error was seen by a client, none is missing, none has failed, each was fetched three times alike;")
+    say("  every result, and the last weights and moments, have the same bits as without kills.")
+    say(f"{this.notes.seconds:.0f} s in all. Figures: {shown_path(this.folder / 'report.json')}")
+
+
+def say(text: str) -> None:
+    """A line for whoever watches."""
+    print(text, flush=True)
+
+
+def shown_path(path: Path) -> str:
+    """A path as it is shortest from here."""
+    with contextlib.suppress(ValueError):
+        return str(path.absolute().relative_to(Path.cwd()))
+    return str(path)
+
+
+def _journals(pool: ServedPool) -> dict[str, Journal]:
+    return {profile.name: Journal(pool.folder / "journals" / f"{profile.name}.jsonl") for profile in PROFILES}
+
+
+def _read_records(path: Path) -> list[Record]:
+    return [Record(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _line(record: Record, num_kills: int) -> str:
+    then = "the next one comes at once" if record.resumed_s is None else f"on after {record.resumed_s:4.1f} s"
+    return f"kill {record.number:3}/{num_kills}  {record.target:11} {record.how:24} {then:26}"
+
+
+def _sort(record: Record) -> str:
+    return record.how if record.how in {"hang", "moment"} else "failpoint"
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """While inside, another Ctrl-C does not keep the pool from being stopped."""
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    """Parse arguments and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200, help="how many in all, those of earlier lives included")
+    parser.add_argument("--dir", type=Path, default=FOLDER, help="the run's folder; one that is there goes on")
+    parser.add_argument("--seed", type=int, default=0, help="of the kills")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument(
+        "--pause", type=float, default=0.15, metavar="SECONDS", help="a tenant's rest between two steps, on average"
+    )
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, _interrupt)
+    args.dir.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(filename=args.dir / "clients.log", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        run(args)
+    except Violation as violation:
+        say(f"\nVIOLATION: {violation}\nEverything is in {shown_path(args.dir)}: serve.log, clients.log, the journals.")
+        return 1
+    except ValueError as error:
+        say(f"Error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        say("Interrupted; the pool is stopped. The same command goes on from here.")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""What `chaos.py` kills, when and how, and how long it took until work went on.
+
+Every kill is drawn from (seed, number of the kill), so an interrupted run goes on with the kills that it had left.
+About half come at a failpoint, where a state lasts for microseconds that a random moment would hardly ever meet.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from chaos_pool import ProcessHandle, ServedPool, Violation, Worker, wait_until
+from chaos_tenants import Progress
+from workers.failpoints import POINTS
+
+PATIENCE_S = 8.0
+"""How long a failpoint stays armed if nobody comes by; then the kill comes at that moment, wherever everybody is."""
+MISSES_MAX = 2
+"""A failpoint that nobody has come to so often is left alone."""
+REPLACED_TIMEOUT_S = 120.0
+"""A worker that was killed or hangs must have a successor by then."""
+RESUMED_TIMEOUT_S = 240.0
+"""Some operation must have finished by then."""
+GONE_TIMEOUT_S = 30.0
+"""A worker without a coordinator must have ended by then."""
+
+
+class Target(Enum):
+    """Who is killed."""
+
+    WORKER = "worker"
+    COORDINATOR = "coordinator"
+    BOTH = "both"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """One kill as it is meant."""
+
+    number: int
+    """From 1."""
+    target: Target
+    point: str
+    """The failpoint; empty: at a random moment."""
+    is_hang: bool
+    """The worker is stopped, and goes on only when another has taken its place."""
+    delay_s: float
+    """After the one before."""
+    is_patient: bool
+    """The next kill waits until work goes on; otherwise it may come while the pool is still recovering."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A kill that has happened."""
+
+    number: int
+    target: str
+    how: str
+    """The failpoint, `hang`, or `moment`."""
+    resumed_s: float | None
+    """From the kill to the first operation that finished with everybody alive again; None: the next kill came first."""
+    wall: float
+    """When, by the clock on the wall."""
+
+
+def draw(seed: int, number: int, points: frozenset[str]) -> Kill:
+    """Kill number `number`: 60 % workers, 30 % coordinators, 10 % both; a sixth of the workers hang."""
+    rng = random.Random(f"{seed}/{number}")
+    target = rng.choices((Target.WORKER, Target.COORDINATOR, Target.BOTH), (60, 30, 10))[0]
+    is_hang = target is Target.WORKER and rng.random() < 1 / 6
+    own = sorted(point for point in points if _is_workers(point) == (target is not Target.COORDINATOR))
+    point = rng.choice(own) if own and not is_hang and rng.random() < 0.5 else ""
+    delay_s, is_patient = rng.uniform(0.0, 4.0), rng.random() < 0.8
+    return Kill(number=number, target=target, point=point, is_hang=is_hang, delay_s=delay_s, is_patient=is_patient)
+
+
+class Killer:
+    """Kills processes of one pool, one kill after another."""
+
+    def __init__(self, pool: ServedPool, progress: Progress, seed: int, num_workers: int) -> None:
+        self.hits: Counter[str] = Counter()
+        """Failpoints at which somebody died."""
+        self.misses: Counter[str] = Counter()
+        """Failpoints that nobody came to in time."""
+        self.num_unasked = 0
+        """Workers that were replaced although nobody had killed them: they answered no ping for seconds."""
+        self._pool = pool
+        self._progress = progress
+        self._seed = seed
+        self._num_workers = num_workers
+        self._known: frozenset[str] = frozenset()
+
+    def kill(self, number: int) -> Record:
+        """Kill number `number`, and see that everybody comes back. Raises Violation if something does not."""
+        points = {point for point in POINTS if self.misses[point] < MISSES_MAX}
+        if self._num_workers == 1:
+            points.discard("dispatch.partial")
+        kill = draw(self._seed, number, frozenset(points))
+        time.sleep(kill.delay_s)
+        lives = {worker.incarnation: ProcessHandle(worker.pid) for worker in self._workers(kill)}
+        wall, how, moment = time.time(), "moment", None
+        victims = set(lives)
+        if kill.is_hang:
+            victims = {random.Random(f"{self._seed}/{number}/victim").choice(sorted(lives))}
+            how, moment = "hang", self._hang(lives, victims)
+        elif kill.point:
+            moment = self._at(kill)
+            how = kill.point if moment else how
+            if moment and kill.target is Target.WORKER:
+                victims = self._dead_of(lives)
+        if moment is None:
+            moment = self._now(kill, [lives[victim] for victim in victims])
+        if kill.target is not Target.WORKER:
+            self._pool.begin()
+        self._see_ended([lives[victim] for victim in victims])
+        for handle in lives.values():
+            handle.close()
+        self._known = frozenset()
+        resumed_s = self._resume(moment, victims) if kill.is_patient else None
+        return Record(number=number, target=kill.target.value, how=how, resumed_s=resumed_s, wall=wall)
+
+    def _workers(self, kill: Kill) -> list[Worker]:
+        """The workers that are alive. A coordinator may also die while it starts and has none yet."""
+        if kill.target is not Target.WORKER and not kill.point:
+            return self._pool.workers() if self._pool.is_ready() else []
+        self._pool.wait_ready()
+        workers: list[Worker] = []
+
+        def are_complete() -> bool:
+            nonlocal workers
+            self._pool.check()
+            workers = self._pool.workers()
+            return len(workers) == self._num_workers
+
+        if not wait_until(are_complete, REPLACED_TIMEOUT_S):
+            raise Violation(f"a worker is missing after {REPLACED_TIMEOUT_S:g} s\n{self._pool.last_words()}")
+        self._note(workers)
+        return workers
+
+    def _note(self, workers: list[Worker]) -> None:
+        """Count those who are new without having been awaited."""
+        incarnations = frozenset(worker.incarnation for worker in workers)
+        if self._known:
+            self.num_unasked += len(incarnations - self._known)
+        self._known = incarnations
+
+    def _now(self, kill: Kill, handles: Sequence[ProcessHandle]) -> float:
+        """Kill at this moment."""
+        moment = time.monotonic()
+        if kill.target is not Target.COORDINATOR:
+            for handle in handles[:1] if kill.target is Target.WORKER else handles:
+                handle.send(signal.SIGKILL)
+        if kill.target is not Target.WORKER:
+            self._pool.kill()
+        return moment
+
+    def _at(self, kill: Kill) -> float | None:
+        """Let somebody die at the failpoint; the moment, or None if nobody comes by."""
+        pool, point = self._pool, kill.point
+        pool.arm(point)
+        if not wait_until(lambda: pool.was_hit(point), PATIENCE_S) and pool.disarm(point):
+            self.misses[point] += 1
+            return None
+        moment = time.monotonic()
+        self.hits[point] += 1
+        if kill.target is Target.COORDINATOR:
+            if not wait_until(pool.is_dead, GONE_TIMEOUT_S):
+                raise Violation(f"somebody else than the coordinator came to {point}")
+            pool.reap()
+        elif kill.target is Target.BOTH:
+            pool.kill()
+        return moment
+
+    def _dead_of(self, lives: Mapping[str, ProcessHandle]) -> set[str]:
+        """Whose process it was that has just died."""
+        dead: set[str] = set()
+
+        def is_known() -> bool:
+            dead.update(life for life, handle in lives.items() if handle.has_ended(0.0))
+            return bool(dead)
+
+        if not wait_until(is_known, GONE_TIMEOUT_S):
+            raise Violation("somebody else than a worker came to a worker's failpoint")
+        return dead
+
+    def _hang(self, lives: Mapping[str, ProcessHandle], victims: set[str]) -> float:
+        """Stop a worker until another has taken its place, then let it go on, if it can."""
+        [victim] = victims
+        moment = time.monotonic()
+        lives[victim].send(signal.SIGSTOP)
+        try:
+            if not wait_until(lambda: self._are_back(victims), REPLACED_TIMEOUT_S):
+                raise Violation(f"{victim} hangs, and was not replaced\n{self._pool.last_words()}")
+        finally:
+            lives[victim].send(signal.SIGCONT)
+        return moment
+
+    def _see_ended(self, handles: Iterable[ProcessHandle]) -> None:
+        """Every life that was killed, or lost its coordinator, ends."""
+        for handle in handles:
+            if not handle.has_ended(GONE_TIMEOUT_S):
+                raise Violation(f"a worker lives on {GONE_TIMEOUT_S:g} s after it was given up")
+
+    def _are_back(self, victims: set[str]) -> bool:
+        """Whether all workers are alive, and none of these lives is among them."""
+        self._pool.check()
+        incarnations = frozenset(worker.incarnation for worker in self._pool.workers())
+        return len(incarnations) == self._num_workers and victims.isdisjoint(incarnations)
+
+    def _resume(self, moment: float, victims: set[str]) -> float:
+        """Wait until everybody is alive and some operation has finished since; seconds since the kill."""
+        self._pool.wait_ready()
+        if not wait_until(lambda: self._are_back(victims), REPLACED_TIMEOUT_S):
+            raise Violation(f"a killed worker was not replaced\n{self._pool.last_words()}")
+        self._note(self._pool.workers())
+        finished = self._progress.wait_after(time.monotonic(), RESUMED_TIMEOUT_S)
+        if finished is None:
+            raise Violation(f"nothing finished for {RESUMED_TIMEOUT_S:g} s after a kill\n{self._pool.last_words()}")
+        return finished - moment
+
+
+def _is_workers(point: str) -> bool:
+    return point.startswith("worker.")
