@@ -9,6 +9,7 @@ READY := .venv/.installed
 PROTOS_READY := .venv-protos/.installed
 UV_VERSION := 0.13.8
 SMOLLM2_VERSION := 0.1.2
+KILLS ?= 200
 
 # uv installs several times faster than pip, but does not read pip's settings: hand over its index and its folder of
 # local wheels. Without byte code every process that imports torch would start seconds later.
@@ -21,7 +22,7 @@ endef
 
 SEEDS ?= 2000
 
-.PHONY: help demo test sim check protos up down status logs bench real-model clean setup
+.PHONY: help demo test sim chaos guards check protos up down status logs bench real-model clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -49,6 +50,9 @@ check: $(READY) $(PROTOS_READY) ## formatting, lint, types, import directions, t
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/buf lint
 	@.venv-protos/bin/python scripts/generate_protos.py --check
+
+chaos: $(READY) ## kill a working pool KILLS=200 times (an hour) and show that nothing is lost; again: goes on
+	@$(BIN)/python scripts/chaos.py --kills $(KILLS)
 
 protos: $(PROTOS_READY) ## generate tinkerpool/v1 from protos/ again, after a change there
 	@.venv-protos/bin/python scripts/generate_protos.py

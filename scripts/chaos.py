@@ -25,10 +25,8 @@ import contextlib
 import json
 import logging
 import signal
-import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -36,10 +34,12 @@ from pathlib import Path
 from types import FrameType
 
 import chaos_checks as checks
+import chaos_report as report
+from chaos_journal import Journal, JsonLines
 from chaos_killer import Killer, Record
 from chaos_pool import ServedPool, Violation
 from chaos_steps import PROFILES
-from chaos_tenants import Journal, PlacedServiceClient, Progress, Tenant
+from chaos_tenants import PlacedServiceClient, Progress, Tenant
 
 FOLDER = Path(__file__).resolve().parents[1] / "chaos-run"
 STUCK_S = 300.0
@@ -51,18 +51,18 @@ CYCLE_TOKENS = 256
 
 @dataclass(slots=True)
 class Notes:
-    """What the run's folder knows of the harness itself."""
+    """What the run's folder knows of the run itself."""
 
     path: Path
     seed: int
     keys: dict[str, str]
     """Of each tenant, on the pool with kills and on the one without: `<pool>/<tenant>`."""
     num_lives: int = 0
-    """Of the harness."""
-    num_starts: int = 0
-    """Of coordinators on the pool with kills, in the harness's earlier lives and this one."""
+    """Of this program, on this folder."""
+    num_coordinators: int = 0
+    """Lives of the coordinator of the pool with kills."""
     seconds: float = 0.0
-    """That the harness has run."""
+    """That they took together."""
 
     @classmethod
     def open(cls, folder: Path, seed: int) -> Notes:
@@ -95,12 +95,21 @@ class Run:
         self.notes = Notes.open(self.folder, args.seed)
         self.notes.num_lives += 1
         self.notes.write()
-        self.records = _read_records(self.folder / "kills.jsonl")
+        self._kills = JsonLines(self.folder / "kills.jsonl")
+        self.records = [Record(**fields) for fields in self._kills.found]
         self.progress = Progress()
+        self._saved = time.monotonic()
 
-    def kill_and_train(self, pool: ServedPool) -> tuple[dict[str, Journal], Killer]:
-        """Let the tenants train until the kills are done; what they did, and who killed."""
-        killer = Killer(pool, self.progress, self.args.seed, self.args.workers)
+    def save(self) -> None:
+        """Keep how long this has taken so far."""
+        now = time.monotonic()
+        self.notes.seconds += now - self._saved
+        self._saved = now
+        self.notes.write()
+
+    def kill_and_train(self, pool: ServedPool) -> dict[str, Journal]:
+        """Let the tenants train until the kills are done; what they did."""
+        killer = Killer(pool, self.progress, self.args.seed, self.args.workers, self.records)
         journals = _journals(pool)
         with self._tenants(pool, journals, lambda _, __: self._is_done(), self.args.pause) as check:
             while not self._is_done():
@@ -109,7 +118,7 @@ class Run:
                 num_steps = " ".join(f"{tenant} {len(journal.lines)}" for tenant, journal in journals.items())
                 say(f"{_line(record, self.args.kills)} | steps: {num_steps}")
                 check()
-        return journals, killer
+        return journals
 
     def train_alone(self, pool: ServedPool, num_steps: Mapping[str, int]) -> dict[str, Journal]:
         """Let the tenants take as many steps as with kills; what they did."""
@@ -179,19 +188,19 @@ class Run:
 
     def _note(self, record: Record) -> None:
         self.records.append(record)
-        with (self.folder / "kills.jsonl").open("a") as file:
-            file.write(json.dumps(asdict(record)) + "\n")
+        self._kills.add(asdict(record))
+        self.save()
 
 
 def run(args: argparse.Namespace) -> None:
     """Everything. Raises Violation, and ValueError if the folder belongs to another run."""
-    this, begin = Run(args), time.monotonic()
+    this = Run(args)
     arguments = ["--workers", str(args.workers), "--threads", "1", "--cycle-tokens", str(CYCLE_TOKENS)]
     disturbed = ServedPool(this.folder / "disturbed", ["--pool", "ray", *arguments])
     say(f"{args.kills} kills, {len(this.records)} of them done before; everything is in {shown_path(this.folder)}")
     try:
         with serving(disturbed):
-            journals, killer = this.kill_and_train(disturbed)
+            journals = this.kill_and_train(disturbed)
             names = {t: checks.operation_names(disturbed, this.key(disturbed, t), j) for t, j in journals.items()}
             say(f"The kills are done. Fetching {sum(map(len, names.values()))} operations three times ...")
             first = {t: checks.fetch_each(disturbed, this.key(disturbed, t), names[t]) for t in names}
@@ -200,6 +209,7 @@ def run(args: argparse.Namespace) -> None:
                 checks.check_same_bytes(first[tenant], again, f"{tenant}, fetched again")
             digests = {t: checks.check_results(journals[t], first[t]) for t in names}
             charged = checks.usage_of(disturbed)
+            this.notes.num_coordinators = disturbed.epoch()
         # One more restart. Nobody trains any more, so that workers need no processes of their own.
         with serving(ServedPool(disturbed.folder, ["--pool", "local", *arguments])) as reread:
             for tenant, own in names.items():
@@ -222,10 +232,23 @@ def run(args: argparse.Namespace) -> None:
         for tenant, other in others.items():
             checks.check_same_state(tenant, states[tenant], checks.state_files(undisturbed, other))
     finally:
-        this.notes.num_starts += disturbed.num_starts
-        this.notes.seconds += time.monotonic() - begin
-        this.notes.write()
-    report(this, killer, {tenant: len(found) for tenant, found in names.items()}, num_steps, states)
+        this.save()
+    kills = report.figures_of_kills(this.records)
+    figures = {
+        "coordinator_lives": this.notes.num_coordinators,
+        "tracebacks_in_log": disturbed.tracebacks(),
+        "steps": num_steps,
+        "operations": {tenant: len(own) for tenant, own in names.items()},
+        "client_errors": 0,
+        "final_state": states,
+        "lives": this.notes.num_lives,
+        "total_seconds": this.notes.seconds,
+    }
+    (this.folder / "report.json").write_text(json.dumps(kills | figures, indent=2) + "\n")
+    say("")
+    for line in report.lines(kills, figures):
+        say(line)
+    say(f"{this.notes.seconds:.0f} s in all. Figures: {shown_path(this.folder / 'report.json')}")
 
 
 @contextlib.contextmanager
@@ -238,55 +261,6 @@ def serving(pool: ServedPool) -> Iterator[ServedPool]:
     finally:
         with _uninterrupted():
             pool.stop()
-
-
-def report(
-    this: Run,
-    killer: Killer,
-    num_operations: Mapping[str, int],
-    num_steps: Mapping[str, int],
-    states: Mapping[str, Mapping[str, str]],
-) -> None:
-    """Say and write down what was shown."""
-    kinds = Counter(f"{record.target}, {_sort(record)}" for record in this.records)
-    resumed = {
-        target: [r.resumed_s for r in this.records if r.target == target and r.resumed_s is not None]
-        for target in ("worker", "coordinator", "both")
-    }
-    figures = {
-        "kills": len(this.records),
-        "kills_by_kind": dict(sorted(kinds.items())),
-        "failpoints": dict(Counter(r.how for r in this.records if _sort(r) == "failpoint").most_common()),
-        "failpoints_missed": dict(killer.misses),
-        "coordinator_starts": this.notes.num_starts,
-        "workers_replaced_unasked": killer.num_unasked,
-        "steps": dict(num_steps),
-        "operations": dict(num_operations),
-        "client_errors": 0,
-        "seconds_to_next_operation": {
-            target: {"median": statistics.median(times), "max": max(times)}
-            for target, times in resumed.items()
-            if times
-        },
-        "final_state": {tenant: dict(files) for tenant, files in states.items()},
-        "harness_lives": this.notes.num_lives,
-        "seconds": this.notes.seconds,
-    }
-    (this.folder / "report.json").write_text(json.dumps(figures, indent=2) + "\n")
-    say(f"\n{len(this.records)} kills: " + ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items())))
-    say(f"  {this.notes.num_starts} starts of the coordinator; {killer.num_unasked} workers replaced unasked")
-    for target, times in resumed.items():
-        if times:
-            say(
-                f"  from killing the {target} to the next finished operation: "
-                f"{statistics.median(times):.1f} s median, {max(times):.1f} s at most"
-            )
-    if killer.misses:
-        say(f"  failpoints that nobody came to: {', '.join(f'{p} ({n} x)' for p, n in killer.misses.items())}")
-    say(f"{sum(num_operations.values())} operations in {sum(num_steps.values())} steps of {len(num_steps)} tenants:")
-    say("  no error was seen by a client, none is missing, none has failed, each was fetched three times alike;")
-    say("  every result, and the last weights and moments, have the same bits as without kills.")
-    say(f"{this.notes.seconds:.0f} s in all. Figures: {shown_path(this.folder / 'report.json')}")
 
 
 def say(text: str) -> None:
@@ -305,17 +279,9 @@ def _journals(pool: ServedPool) -> dict[str, Journal]:
     return {profile.name: Journal(pool.folder / "journals" / f"{profile.name}.jsonl") for profile in PROFILES}
 
 
-def _read_records(path: Path) -> list[Record]:
-    return [Record(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def _line(record: Record, num_kills: int) -> str:
     then = "the next one comes at once" if record.resumed_s is None else f"on after {record.resumed_s:4.1f} s"
     return f"kill {record.number:3}/{num_kills}  {record.target:11} {record.how:24} {then:26}"
-
-
-def _sort(record: Record) -> str:
-    return record.how if record.how in {"hang", "moment"} else "failpoint"
 
 
 @contextlib.contextmanager

@@ -16,9 +16,10 @@ from typing import Any
 
 import grpc
 
+from chaos_journal import Journal
 from chaos_pool import ServedPool, Violation
 from chaos_steps import last_checkpoint
-from chaos_tenants import Journal, operation_digest
+from chaos_tenants import operation_digest
 from tinkerpool.client import methods
 from tinkerpool.names import operation_name
 from tinkerpool.v1 import adapters_pb2, operations_pb2

@@ -20,12 +20,16 @@ from workers.failpoints import POINTS
 
 PATIENCE_S = 8.0
 """How long a failpoint stays armed if nobody comes by; then the kill comes at that moment, wherever everybody is."""
-MISSES_MAX = 2
-"""A failpoint that nobody has come to so often is left alone."""
+MISSES_MAX = 3
+"""A failpoint that was missed so much more often than hit is left alone."""
+ASK_S = 0.2
+"""How often the pool is asked for its workers while they are awaited."""
 REPLACED_TIMEOUT_S = 120.0
 """A worker that was killed or hangs must have a successor by then."""
 RESUMED_TIMEOUT_S = 240.0
 """Some operation must have finished by then."""
+DELAY_S_MAX = 3.0
+"""Between two kills, when work goes on again."""
 GONE_TIMEOUT_S = 30.0
 """A worker without a coordinator must have ended by then."""
 
@@ -63,10 +67,21 @@ class Record:
     target: str
     how: str
     """The failpoint, `hang`, or `moment`."""
+    missed: str
+    """The failpoint that was meant, if nobody came to it; empty otherwise."""
+    num_unasked: int
+    """Workers that were found replaced although nobody had killed them: they answered no ping for seconds."""
+    alive_s: float | None
+    """From the kill until everybody was alive again; None: the next kill came first."""
     resumed_s: float | None
-    """From the kill to the first operation that finished with everybody alive again; None: the next kill came first."""
+    """From the kill to the first operation that finished after that."""
     wall: float
     """When, by the clock on the wall."""
+
+    @property
+    def sort(self) -> str:
+        """`hang`, `moment` or `failpoint`."""
+        return self.how if self.how in {"hang", "moment"} else "failpoint"
 
 
 def draw(seed: int, number: int, points: frozenset[str]) -> Kill:
@@ -76,20 +91,20 @@ def draw(seed: int, number: int, points: frozenset[str]) -> Kill:
     is_hang = target is Target.WORKER and rng.random() < 1 / 6
     own = sorted(point for point in points if _is_workers(point) == (target is not Target.COORDINATOR))
     point = rng.choice(own) if own and not is_hang and rng.random() < 0.5 else ""
-    delay_s, is_patient = rng.uniform(0.0, 4.0), rng.random() < 0.8
+    delay_s, is_patient = rng.uniform(0.0, DELAY_S_MAX), rng.random() < 0.75
     return Kill(number=number, target=target, point=point, is_hang=is_hang, delay_s=delay_s, is_patient=is_patient)
 
 
 class Killer:
     """Kills processes of one pool, one kill after another."""
 
-    def __init__(self, pool: ServedPool, progress: Progress, seed: int, num_workers: int) -> None:
-        self.hits: Counter[str] = Counter()
-        """Failpoints at which somebody died."""
-        self.misses: Counter[str] = Counter()
-        """Failpoints that nobody came to in time."""
-        self.num_unasked = 0
-        """Workers that were replaced although nobody had killed them: they answered no ping for seconds."""
+    def __init__(
+        self, pool: ServedPool, progress: Progress, seed: int, num_workers: int, records: Sequence[Record]
+    ) -> None:
+        """`records`: what was killed before, on the same pool."""
+        self._hits = Counter(record.how for record in records)
+        self._misses = Counter(record.missed for record in records)
+        self._num_unasked = 0
         self._pool = pool
         self._progress = progress
         self._seed = seed
@@ -98,20 +113,20 @@ class Killer:
 
     def kill(self, number: int) -> Record:
         """Kill number `number`, and see that everybody comes back. Raises Violation if something does not."""
-        points = {point for point in POINTS if self.misses[point] < MISSES_MAX}
+        points = {point for point in POINTS if self._misses[point] - self._hits[point] < MISSES_MAX}
         if self._num_workers == 1:
             points.discard("dispatch.partial")
         kill = draw(self._seed, number, frozenset(points))
         time.sleep(kill.delay_s)
         lives = {worker.incarnation: ProcessHandle(worker.pid) for worker in self._workers(kill)}
-        wall, how, moment = time.time(), "moment", None
+        wall, how, missed, moment = time.time(), "moment", "", None
         victims = set(lives)
         if kill.is_hang:
             victims = {random.Random(f"{self._seed}/{number}/victim").choice(sorted(lives))}
             how, moment = "hang", self._hang(lives, victims)
         elif kill.point:
             moment = self._at(kill)
-            how = kill.point if moment else how
+            how, missed = (kill.point, "") if moment else (how, kill.point)
             if moment and kill.target is Target.WORKER:
                 victims = self._dead_of(lives)
         if moment is None:
@@ -122,8 +137,20 @@ class Killer:
         for handle in lives.values():
             handle.close()
         self._known = frozenset()
-        resumed_s = self._resume(moment, victims) if kill.is_patient else None
-        return Record(number=number, target=kill.target.value, how=how, resumed_s=resumed_s, wall=wall)
+        alive_s, resumed_s = self._resume(moment, victims) if kill.is_patient else (None, None)
+        num_unasked, self._num_unasked = self._num_unasked, 0
+        self._hits[how] += 1
+        self._misses[missed] += 1
+        return Record(
+            number=number,
+            target=kill.target.value,
+            how=how,
+            missed=missed,
+            num_unasked=num_unasked,
+            alive_s=alive_s,
+            resumed_s=resumed_s,
+            wall=wall,
+        )
 
     def _workers(self, kill: Kill) -> list[Worker]:
         """The workers that are alive. A coordinator may also die while it starts and has none yet."""
@@ -138,7 +165,7 @@ class Killer:
             workers = self._pool.workers()
             return len(workers) == self._num_workers
 
-        if not wait_until(are_complete, REPLACED_TIMEOUT_S):
+        if not wait_until(are_complete, REPLACED_TIMEOUT_S, ASK_S):
             raise Violation(f"a worker is missing after {REPLACED_TIMEOUT_S:g} s\n{self._pool.last_words()}")
         self._note(workers)
         return workers
@@ -147,7 +174,7 @@ class Killer:
         """Count those who are new without having been awaited."""
         incarnations = frozenset(worker.incarnation for worker in workers)
         if self._known:
-            self.num_unasked += len(incarnations - self._known)
+            self._num_unasked += len(incarnations - self._known)
         self._known = incarnations
 
     def _now(self, kill: Kill, handles: Sequence[ProcessHandle]) -> float:
@@ -165,10 +192,8 @@ class Killer:
         pool, point = self._pool, kill.point
         pool.arm(point)
         if not wait_until(lambda: pool.was_hit(point), PATIENCE_S) and pool.disarm(point):
-            self.misses[point] += 1
             return None
         moment = time.monotonic()
-        self.hits[point] += 1
         if kill.target is Target.COORDINATOR:
             if not wait_until(pool.is_dead, GONE_TIMEOUT_S):
                 raise Violation(f"somebody else than the coordinator came to {point}")
@@ -195,7 +220,7 @@ class Killer:
         moment = time.monotonic()
         lives[victim].send(signal.SIGSTOP)
         try:
-            if not wait_until(lambda: self._are_back(victims), REPLACED_TIMEOUT_S):
+            if not wait_until(lambda: self._are_back(victims), REPLACED_TIMEOUT_S, ASK_S):
                 raise Violation(f"{victim} hangs, and was not replaced\n{self._pool.last_words()}")
         finally:
             lives[victim].send(signal.SIGCONT)
@@ -213,16 +238,17 @@ class Killer:
         incarnations = frozenset(worker.incarnation for worker in self._pool.workers())
         return len(incarnations) == self._num_workers and victims.isdisjoint(incarnations)
 
-    def _resume(self, moment: float, victims: set[str]) -> float:
-        """Wait until everybody is alive and some operation has finished since; seconds since the kill."""
+    def _resume(self, moment: float, victims: set[str]) -> tuple[float, float]:
+        """Wait until everybody is alive, then until an operation has finished; both in seconds since the kill."""
         self._pool.wait_ready()
-        if not wait_until(lambda: self._are_back(victims), REPLACED_TIMEOUT_S):
+        if not wait_until(lambda: self._are_back(victims), REPLACED_TIMEOUT_S, ASK_S):
             raise Violation(f"a killed worker was not replaced\n{self._pool.last_words()}")
         self._note(self._pool.workers())
-        finished = self._progress.wait_after(time.monotonic(), RESUMED_TIMEOUT_S)
+        alive = time.monotonic()
+        finished = self._progress.wait_after(alive, RESUMED_TIMEOUT_S)
         if finished is None:
             raise Violation(f"nothing finished for {RESUMED_TIMEOUT_S:g} s after a kill\n{self._pool.last_words()}")
-        return finished - moment
+        return alive - moment, finished - moment
 
 
 def _is_workers(point: str) -> bool:

@@ -61,7 +61,6 @@ class ServedPool:
         self.data_dir = folder / "pool"
         self.log = folder / "serve.log"
         self.failpoints = folder / "failpoints"
-        self.num_starts = 0
         self._arguments = list(serve_arguments)
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: grpc.Channel | None = None
@@ -113,7 +112,6 @@ class ServedPool:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C in the terminal is the harness's business
             )
-        self.num_starts += 1
 
     def is_ready(self) -> bool:
         """Whether the coordinator serves. Raises Violation if it has ended by itself."""
@@ -170,12 +168,13 @@ class ServedPool:
     def workers(self) -> list[Worker]:
         """The live workers, as the coordinator knows them; none while it does not answer."""
         try:
-            status = self._pool_stub().GetPoolStatus(
-                pool_pb2.GetPoolStatusRequest(num_cycles=1), metadata=self.metadata(), timeout=CALL_TIMEOUT_S
-            )
+            return [Worker(w.worker_id, w.incarnation, w.pid) for w in self._status().workers if w.is_live]
         except grpc.RpcError:
             return []
-        return [Worker(w.worker_id, w.incarnation, w.pid) for w in status.workers if w.is_live]
+
+    def epoch(self) -> int:
+        """How often a coordinator has begun to live on the data directory."""
+        return self._status().epoch
 
     def create_key(self, tenant: str) -> str:
         """A key for a tenant."""
@@ -233,6 +232,14 @@ class ServedPool:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return "\n".join(f"  {line}" for line in lines[-25:])
 
+    def tracebacks(self) -> int:
+        """How many errors that nobody foresaw are in the log."""
+        return self.log.read_text(errors="replace").count("Traceback (most recent call last)")
+
+    def _status(self) -> pool_pb2.GetPoolStatusResponse:
+        request = pool_pb2.GetPoolStatusRequest(num_cycles=1)
+        return self._pool_stub().GetPoolStatus(request, metadata=self.metadata(), timeout=CALL_TIMEOUT_S)
+
     def _pool_stub(self) -> pool_pb2_grpc.PoolServiceStub:
         return pool_pb2_grpc.PoolServiceStub(self.channel())
 
@@ -269,13 +276,13 @@ class ProcessHandle:
             os.close(self._pidfd)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether the condition, a function, became true in time."""
+def wait_until(condition: Callable[[], bool], timeout_s: float, poll_s: float = POLL_S) -> bool:
+    """Whether the condition became true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
     return True
 
 

@@ -1,85 +1,29 @@
 """The tenants of `chaos.py`: each runs its steps as an ordinary client would, in its own thread, and keeps a journal.
 
-A line of the journal is durable once everything that a step asked for has finished. After an interruption of the whole
-harness, the steps that have no line are submitted again, at the same places: where the service has them already, they
-are the same operations. Main invariant: line number `n` is about step `n`, and tells what its client saw.
+After an interruption of the whole program, the steps that are not in the journal are submitted again, at the same
+places: where the service has them already, they are the same operations.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import random
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import chaos_steps as steps
+from chaos_journal import Journal, Line
 from chaos_steps import ROUND, Action, Profile
 from tinkerpool import SamplingClient, ServiceClient, TrainingClient, types
 from tinkerpool.client import encoding, methods
 from tinkerpool.client.futures import APIFuture
 from tinkerpool.names import operation_name
 from tinkerpool.v1 import adapters_pb2, operations_pb2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """A finished step."""
-
-    step: int
-    """From 0."""
-    next_seq: int
-    """The place after its last one."""
-    results: list[tuple[str, str]]
-    """Name of each of its operations, and the digest of what the client was given; empty where it is given nothing."""
-
-
-class Journal:
-    """A tenant's finished steps, on disk. A line that was cut off by a kill is dropped."""
-
-    def __init__(self, path: Path) -> None:
-        self.adapter_id = ""
-        self.lines: list[Line] = []
-        content = path.read_bytes() if path.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]
-        for text in whole.decode().splitlines():
-            fields = json.loads(text)
-            if "adapter_id" in fields:
-                self.adapter_id = fields["adapter_id"]
-            else:
-                self.lines.append(Line(**fields | {"results": [(name, digest) for name, digest in fields["results"]]}))
-        assert [line.step for line in self.lines] == list(range(len(self.lines))), f"{path} skips a step"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
-        self._file.truncate(len(whole))
-
-    @property
-    def next_seq(self) -> int:
-        """The place after everything that is in it."""
-        return self.lines[-1].next_seq if self.lines else 1
-
-    def begin(self, adapter_id: str) -> None:
-        """Note whose steps these are."""
-        self.adapter_id = adapter_id
-        self._write({"adapter_id": adapter_id})
-
-    def add(self, line: Line) -> None:
-        """Note a finished step; it is durable when this returns."""
-        assert line.step == len(self.lines)
-        self._write(asdict(line))
-        self.lines.append(line)
-
-    def _write(self, fields: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(fields).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
 
 
 class Progress:

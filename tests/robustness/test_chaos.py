@@ -1,0 +1,31 @@
+"""The short form of `make chaos`: real processes, SQLite, gRPC, Ray and the shipped model, and ten kills."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_KILLS = 10
+SEED = 4716
+"""Its first kills are of every sort, and do not last long."""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_kill_loses_an_operation_shows_a_client_an_error_or_changes_a_bit(tmp_path: Path) -> None:
+    program = [sys.executable, str(ROOT / "scripts" / "chaos.py")]
+    arguments = ["--kills", str(NUM_KILLS), "--seed", str(SEED), "--pause", "0.05", "--dir", str(tmp_path / "run")]
+    done = subprocess.run([*program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=570, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "run" / "report.json").read_text(encoding="utf-8"))
+    assert report["kills"] == NUM_KILLS
+    assert {kind.partition(",")[0] for kind in report["kills_by_kind"]} == {"worker", "coordinator", "both"}
+    assert "worker, hang" in report["kills_by_kind"]
+    assert report["client_errors"] == report["tracebacks_in_log"] == 0
+    assert min(report["operations"].values()) > 0
