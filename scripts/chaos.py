@@ -97,7 +97,7 @@ class Run:
         self.notes.write()
         self._kills = JsonLines(self.folder / "kills.jsonl")
         self.records = [Record(**fields) for fields in self._kills.found]
-        self.progress = Progress()
+        self.progress = Progress(profile.name for profile in PROFILES)
         self._saved = time.monotonic()
 
     def save(self) -> None:

@@ -42,6 +42,17 @@ class Target(Enum):
     BOTH = "both"
 
 
+class Patience(Enum):
+    """What the next kill waits for."""
+
+    NOTHING = 0
+    """It may come while the pool is still recovering."""
+    ANY = 1
+    """An operation of some tenant's has finished; others may still be replayed."""
+    ALL = 2
+    """An operation of every tenant's has finished."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
     """One kill as it is meant."""
@@ -55,8 +66,7 @@ class Kill:
     """The worker is stopped, and goes on only when another has taken its place."""
     delay_s: float
     """After the one before."""
-    is_patient: bool
-    """The next kill waits until work goes on; otherwise it may come while the pool is still recovering."""
+    patience: Patience
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +85,8 @@ class Record:
     """From the kill until everybody was alive again; None: the next kill came first."""
     resumed_s: float | None
     """From the kill to the first operation that finished after that."""
+    all_resumed_s: float | None
+    """From the kill until one of every tenant had; None where the next kill did not wait for that."""
     wall: float
     """When, by the clock on the wall."""
 
@@ -91,8 +103,8 @@ def draw(seed: int, number: int, points: frozenset[str]) -> Kill:
     is_hang = target is Target.WORKER and rng.random() < 1 / 6
     own = sorted(point for point in points if _is_workers(point) == (target is not Target.COORDINATOR))
     point = rng.choice(own) if own and not is_hang and rng.random() < 0.5 else ""
-    delay_s, is_patient = rng.uniform(0.0, DELAY_S_MAX), rng.random() < 0.75
-    return Kill(number=number, target=target, point=point, is_hang=is_hang, delay_s=delay_s, is_patient=is_patient)
+    delay_s, patience = rng.uniform(0.0, DELAY_S_MAX), rng.choices(tuple(Patience), (25, 45, 30))[0]
+    return Kill(number=number, target=target, point=point, is_hang=is_hang, delay_s=delay_s, patience=patience)
 
 
 class Killer:
@@ -137,7 +149,7 @@ class Killer:
         for handle in lives.values():
             handle.close()
         self._known = frozenset()
-        alive_s, resumed_s = self._resume(moment, victims) if kill.is_patient else (None, None)
+        waits = self._resume(moment, victims, kill.patience) if kill.patience is not Patience.NOTHING else [None] * 3
         num_unasked, self._num_unasked = self._num_unasked, 0
         self._hits[how] += 1
         self._misses[missed] += 1
@@ -147,8 +159,9 @@ class Killer:
             how=how,
             missed=missed,
             num_unasked=num_unasked,
-            alive_s=alive_s,
-            resumed_s=resumed_s,
+            alive_s=waits[0],
+            resumed_s=waits[1],
+            all_resumed_s=waits[2],
             wall=wall,
         )
 
@@ -238,17 +251,23 @@ class Killer:
         incarnations = frozenset(worker.incarnation for worker in self._pool.workers())
         return len(incarnations) == self._num_workers and victims.isdisjoint(incarnations)
 
-    def _resume(self, moment: float, victims: set[str]) -> tuple[float, float]:
-        """Wait until everybody is alive, then until an operation has finished; both in seconds since the kill."""
+    def _resume(self, moment: float, victims: set[str], patience: Patience) -> list[float | None]:
+        """Wait until everybody is alive, and for operations that finish then; `Record`'s three waits."""
         self._pool.wait_ready()
         if not wait_until(lambda: self._are_back(victims), REPLACED_TIMEOUT_S, ASK_S):
             raise Violation(f"a killed worker was not replaced\n{self._pool.last_words()}")
         self._note(self._pool.workers())
         alive = time.monotonic()
-        finished = self._progress.wait_after(alive, RESUMED_TIMEOUT_S)
-        if finished is None:
-            raise Violation(f"nothing finished for {RESUMED_TIMEOUT_S:g} s after a kill\n{self._pool.last_words()}")
-        return alive - moment, finished - moment
+        resumed = self._progress.wait_after(alive, RESUMED_TIMEOUT_S)
+        resumed_by_all = resumed
+        if patience is Patience.ALL:
+            resumed_by_all = self._progress.wait_after(alive, RESUMED_TIMEOUT_S, of_all=True)
+        if resumed is None or resumed_by_all is None:
+            raise Violation(
+                f"{RESUMED_TIMEOUT_S:g} s after a kill nothing of {self._progress.without(alive)} has finished\n"
+                f"{self._pool.last_words()}"
+            )
+        return [alive - moment, resumed - moment, resumed_by_all - moment if patience is Patience.ALL else None]
 
 
 def _is_workers(point: str) -> bool:

@@ -9,7 +9,11 @@ from typing import Any
 
 from chaos_killer import Record, Target
 
-WAITS = {"alive_s": "everybody is alive again", "resumed_s": "the next operation has finished"}
+WAITS = {
+    "alive_s": "everybody is alive again",
+    "resumed_s": "the next operation has finished",
+    "all_resumed_s": "one of every tenant has",
+}
 
 
 def figures_of_kills(records: Sequence[Record]) -> dict[str, Any]:

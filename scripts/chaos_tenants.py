@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,29 +29,32 @@ from tinkerpool.v1 import adapters_pb2, operations_pb2
 class Progress:
     """When operations finish, as the clients see it. For any thread."""
 
-    def __init__(self) -> None:
-        self.num_operations = 0
+    def __init__(self, tenants: Iterable[str]) -> None:
         self._changed = threading.Condition()
-        self._last: dict[str, float] = {}
+        self._last = dict.fromkeys(tenants, 0.0)
 
     def finished(self, tenant: str) -> None:
         """An operation of the tenant's has finished."""
         with self._changed:
-            self.num_operations += 1
             self._last[tenant] = time.monotonic()
             self._changed.notify_all()
 
     def last(self, tenant: str) -> float:
         """The moment of its last finished operation; 0.0 if there was none."""
         with self._changed:
-            return self._last.get(tenant, 0.0)
+            return self._last[tenant]
 
-    def wait_after(self, moment: float, timeout_s: float) -> float | None:
-        """The moment of an operation that finished after `moment`; None if none does in time."""
+    def wait_after(self, moment: float, timeout_s: float, *, of_all: bool = False) -> float | None:
+        """When some tenant, or every one, has had an operation finished after `moment`; None if that is not in time."""
+        choose = min if of_all else max
         with self._changed:
-            self._changed.wait_for(lambda: max(self._last.values(), default=0.0) > moment, timeout_s)
-            last = max(self._last.values(), default=0.0)
-            return last if last > moment else None
+            self._changed.wait_for(lambda: choose(self._last.values()) > moment, timeout_s)
+            return time.monotonic() if choose(self._last.values()) > moment else None
+
+    def without(self, moment: float) -> str:
+        """Who has had nothing finished since."""
+        with self._changed:
+            return ", ".join(tenant for tenant, last in self._last.items() if last <= moment)
 
 
 class PlacedServiceClient(ServiceClient):
