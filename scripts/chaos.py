@@ -38,6 +38,7 @@ import chaos_report as report
 from chaos_journal import Journal, JsonLines
 from chaos_killer import Killer, Record
 from chaos_pool import ServedPool, Violation
+from chaos_results import Results, check_equal
 from chaos_steps import PROFILES
 from chaos_tenants import PlacedServiceClient, Progress, Tenant
 
@@ -107,24 +108,36 @@ class Run:
         self._saved = now
         self.notes.write()
 
-    def kill_and_train(self, pool: ServedPool) -> dict[str, Journal]:
-        """Let the tenants train until the kills are done; what they did."""
+    def kill_and_train(self, pool: ServedPool, results: Mapping[str, Results]) -> None:
+        """Let the tenants train until the kills are done."""
         killer = Killer(pool, self.progress, self.args.seed, self.args.workers, self.records)
-        journals = _journals(pool)
-        with self._tenants(pool, journals, lambda _, __: self._is_done(), self.args.pause) as check:
+        with self._tenants(pool, results, lambda _, __: self._is_done(), self.args.pause) as check:
             while not self._is_done():
                 record = killer.kill(len(self.records) + 1)
                 self._note(record)
-                num_steps = " ".join(f"{tenant} {len(journal.lines)}" for tenant, journal in journals.items())
+                num_steps = " ".join(f"{tenant} {len(own.journal.lines)}" for tenant, own in results.items())
                 say(f"{_line(record, self.args.kills)} | steps: {num_steps}")
                 check()
-        return journals
+                if record.resumed_s is not None:
+                    for own in results.values():
+                        own.fetch_new(pool)
 
-    def train_alone(self, pool: ServedPool, num_steps: Mapping[str, int]) -> dict[str, Journal]:
-        """Let the tenants take as many steps as with kills; what they did."""
-        journals = _journals(pool)
-        with self._tenants(pool, journals, lambda tenant, step: step >= num_steps[tenant], 0.0):
-            return journals
+    def train_alone(self, pool: ServedPool, results: Mapping[str, Results], num_steps: Mapping[str, int]) -> None:
+        """Let the tenants take as many steps as with kills."""
+        with self._tenants(pool, results, lambda tenant, step: step >= num_steps[tenant], 0.0):
+            pass
+
+    def results(self, pool: ServedPool) -> dict[str, Results]:
+        """What the tenants did on a pool in earlier lives, and what it gave."""
+        return {
+            profile.name: Results(
+                pool,
+                self.key(pool, profile.name),
+                profile.name,
+                Journal(pool.folder / "journals" / f"{profile.name}.jsonl"),
+            )
+            for profile in PROFILES
+        }
 
     def key(self, pool: ServedPool, tenant: str) -> str:
         """A tenant's key on a pool."""
@@ -138,7 +151,7 @@ class Run:
     def _tenants(
         self,
         pool: ServedPool,
-        journals: Mapping[str, Journal],
+        results: Mapping[str, Results],
         is_over: Callable[[str, int], bool],
         pause_s: float,
     ) -> Iterator[Callable[[], None]]:
@@ -151,7 +164,7 @@ class Run:
             Tenant(
                 profile,
                 PlacedServiceClient(pool.url, self.key(pool, profile.name)),
-                journals[profile.name],
+                results[profile.name].journal,
                 self.progress,
                 partial(is_over, profile.name),
                 pause_s,
@@ -200,37 +213,36 @@ def run(args: argparse.Namespace) -> None:
     say(f"{args.kills} kills, {len(this.records)} of them done before; everything is in {shown_path(this.folder)}")
     try:
         with serving(disturbed):
-            journals = this.kill_and_train(disturbed)
-            names = {t: checks.operation_names(disturbed, this.key(disturbed, t), j) for t, j in journals.items()}
-            say(f"The kills are done. Fetching {sum(map(len, names.values()))} operations three times ...")
-            first = {t: checks.fetch_each(disturbed, this.key(disturbed, t), names[t]) for t in names}
-            for tenant, own in names.items():
-                again = checks.fetch_streamed(disturbed, this.key(disturbed, tenant), own)
-                checks.check_same_bytes(first[tenant], again, f"{tenant}, fetched again")
-            digests = {t: checks.check_results(journals[t], first[t]) for t in names}
+            results = this.results(disturbed)
+            this.kill_and_train(disturbed, results)
+            say("The kills are done. Fetching everything again ...")
+            for tenant, own in results.items():
+                own.fetch_new(disturbed)
+                checks.check_adapter(disturbed, this.key(disturbed, tenant), own.journal)
+            num_dropped = [own.fetch_again(disturbed, is_streamed=True) for own in results.values()]
             charged = checks.usage_of(disturbed)
             this.notes.num_coordinators = disturbed.epoch()
         # One more restart. Nobody trains any more, so that workers need no processes of their own.
         with serving(ServedPool(disturbed.folder, ["--pool", "local", *arguments])) as reread:
-            for tenant, own in names.items():
-                again = checks.fetch_each(reread, this.key(reread, tenant), own)
-                checks.check_same_bytes(first[tenant], again, f"{tenant}, fetched after a restart")
+            for own in results.values():
+                own.fetch_again(reread, is_streamed=False)
         checks.check_store(disturbed.data_dir)
 
-        num_steps = {tenant: len(journal.lines) for tenant, journal in journals.items()}
+        num_steps = {tenant: len(own.journal.lines) for tenant, own in results.items()}
         say(f"The same steps without kills: {', '.join(f'{t} {n}' for t, n in num_steps.items())} ...")
         undisturbed = ServedPool(this.folder / "undisturbed", ["--pool", "ray", *arguments])
         with serving(undisturbed):
-            others = this.train_alone(undisturbed, num_steps)
+            others = this.results(undisturbed)
+            this.train_alone(undisturbed, others, num_steps)
             for tenant, other in others.items():
-                other_names = checks.operation_names(undisturbed, this.key(undisturbed, tenant), other)
-                fetched = checks.fetch_streamed(undisturbed, this.key(undisturbed, tenant), other_names)
-                checks.check_same_run(journals[tenant], digests[tenant], other, checks.check_results(other, fetched))
+                other.fetch_new(undisturbed)
+                checks.check_adapter(undisturbed, this.key(undisturbed, tenant), other.journal)
+                check_equal(other.by_place(), results[tenant].by_place(), f"{tenant}: other results than without kills")
             if this.notes.num_lives == 1:  # else a sample may have been asked for again, of a new sampler
                 checks.check_same_usage(charged, checks.usage_of(undisturbed))
-        states = {tenant: checks.state_files(disturbed, journal) for tenant, journal in journals.items()}
+        states = {tenant: checks.state_files(disturbed, own.journal) for tenant, own in results.items()}
         for tenant, other in others.items():
-            checks.check_same_state(tenant, states[tenant], checks.state_files(undisturbed, other))
+            checks.check_same_state(tenant, states[tenant], checks.state_files(undisturbed, other.journal))
     finally:
         this.save()
     kills = report.figures_of_kills(this.records)
@@ -238,7 +250,8 @@ def run(args: argparse.Namespace) -> None:
         "coordinator_lives": this.notes.num_coordinators,
         "tracebacks_in_log": disturbed.tracebacks(),
         "steps": num_steps,
-        "operations": {tenant: len(own) for tenant, own in names.items()},
+        "operations": {tenant: len(own.digests) for tenant, own in results.items()},
+        "dropped_before_the_end": sum(num_dropped),
         "client_errors": 0,
         "final_state": states,
         "lives": this.notes.num_lives,
@@ -273,10 +286,6 @@ def shown_path(path: Path) -> str:
     with contextlib.suppress(ValueError):
         return str(path.absolute().relative_to(Path.cwd()))
     return str(path)
-
-
-def _journals(pool: ServedPool) -> dict[str, Journal]:
-    return {profile.name: Journal(pool.folder / "journals" / f"{profile.name}.jsonl") for profile in PROFILES}
 
 
 def _line(record: Record, num_kills: int) -> str:

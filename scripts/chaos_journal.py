@@ -26,10 +26,10 @@ class JsonLines:
         with path.open("ab") as file:
             file.truncate(len(whole))
 
-    def add(self, fields: Mapping[str, Any]) -> None:
-        """Add a line; it is durable when this returns."""
+    def add(self, *lines: Mapping[str, Any]) -> None:
+        """Add lines; they are durable when this returns."""
         with self._path.open("ab") as file:
-            file.write(json.dumps(fields).encode() + b"\n")
+            file.writelines(json.dumps(line).encode() + b"\n" for line in lines)
             file.flush()
             os.fsync(file.fileno())
 

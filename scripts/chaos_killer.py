@@ -122,6 +122,9 @@ class Killer:
         self._seed = seed
         self._num_workers = num_workers
         self._known: frozenset[str] = frozenset()
+        self._is_owed = False
+        """A worker was killed, and nothing has finished since: one operation on which worker after worker dies would
+        rightly be taken for their murderer, and failed."""
 
     def kill(self, number: int) -> Record:
         """Kill number `number`, and see that everybody comes back. Raises Violation if something does not."""
@@ -129,6 +132,8 @@ class Killer:
         if self._num_workers == 1:
             points.discard("dispatch.partial")
         kill = draw(self._seed, number, frozenset(points))
+        if self._is_owed and kill.target is not Target.COORDINATOR:
+            self._resume(time.monotonic(), set(), Patience.ANY)
         time.sleep(kill.delay_s)
         lives = {worker.incarnation: ProcessHandle(worker.pid) for worker in self._workers(kill)}
         wall, how, missed, moment = time.time(), "moment", "", None
@@ -149,6 +154,7 @@ class Killer:
         for handle in lives.values():
             handle.close()
         self._known = frozenset()
+        self._is_owed |= kill.target is not Target.COORDINATOR
         waits = self._resume(moment, victims, kill.patience) if kill.patience is not Patience.NOTHING else [None] * 3
         num_unasked, self._num_unasked = self._num_unasked, 0
         self._hits[how] += 1
@@ -267,6 +273,7 @@ class Killer:
                 f"{RESUMED_TIMEOUT_S:g} s after a kill nothing of {self._progress.without(alive)} has finished\n"
                 f"{self._pool.last_words()}"
             )
+        self._is_owed = False
         return [alive - moment, resumed - moment, resumed_by_all - moment if patience is Patience.ALL else None]
 
 
