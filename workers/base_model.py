@@ -23,6 +23,7 @@ Dimensions: T rows of the pass, N rows, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,9 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+_LOADING = threading.Lock()
+"""transformers changes torch for everybody while it loads: of two threads that load at once, one may get a model whose
+weights were never filled."""
 PROBE_TOLERANCE = 1e-4
 """Largest difference of log-probabilities to the model's own forward."""
 
@@ -76,14 +80,15 @@ class BaseModel:
         self.name = name or str(path)
         config = AutoConfig.from_pretrained(self.path, trust_remote_code=False, local_files_only=True)
         _check_config(config)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            self.path,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=False,
-            local_files_only=True,
-            attn_implementation="sdpa",
-        )
+        with _LOADING:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                self.path,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=False,
+                local_files_only=True,
+                attn_implementation="sdpa",
+            )
         model.to(device).eval().requires_grad_(requires_grad=False)
         self.model = model
         self.config = config

@@ -3,12 +3,16 @@
 import json
 import math
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from workers.base_model import BaseModel
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "workers" / "models" / "kjv-2m"
@@ -111,3 +115,24 @@ def text_bits(model: Any, tokenizer: Any, text: str, window_tokens: int = 256) -
 
 def demo_text() -> str:
     return (DEMO_DATA / "plain_english.train.jsonl").read_text()
+
+
+def test_two_workers_of_one_process_load_it_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While transformers loads, it changes torch for every thread."""
+    load, num_loading, most = AutoModelForCausalLM.from_pretrained, 0, 0
+
+    def from_pretrained(*args: Any, **options: Any) -> Any:
+        nonlocal num_loading, most
+        num_loading += 1
+        most = max(most, num_loading)
+        time.sleep(0.1)
+        loaded = load(*args, **options)
+        num_loading -= 1
+        return loaded
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    with ThreadPoolExecutor() as threads:
+        models = list(threads.map(BaseModel, [MODEL] * 2))
+    assert most == 1
+    first, second = (list(model.model.parameters()) for model in models)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
