@@ -14,8 +14,8 @@ every tenant ends its round of steps; then
     the same steps on a pool where nothing is killed give the same results, the same weights and the same moments, bit
     for bit, and are charged the same.
 
-Everything is kept in the run's folder, a few megabytes and the logs of both pools. Exits with 1 and the reason if
-anything is otherwise.
+Exits with 1 and the reason if anything is otherwise. The run's folder keeps everything: kills.jsonl, clients.log and
+report.json; and for each pool, `disturbed` and `undisturbed`, its data, serve.log, the tenants' journals and results.
 """
 
 from __future__ import annotations

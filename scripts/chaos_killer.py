@@ -138,8 +138,9 @@ class Killer:
         lives = {worker.incarnation: ProcessHandle(worker.pid) for worker in self._workers(kill)}
         wall, how, missed, moment = time.time(), "moment", "", None
         victims = set(lives)
-        if kill.is_hang:
+        if kill.target is Target.WORKER:
             victims = {random.Random(f"{self._seed}/{number}/victim").choice(sorted(lives))}
+        if kill.is_hang:
             how, moment = "hang", self._hang(lives, victims)
         elif kill.point:
             moment = self._at(kill)
@@ -200,7 +201,7 @@ class Killer:
         """Kill at this moment."""
         moment = time.monotonic()
         if kill.target is not Target.COORDINATOR:
-            for handle in handles[:1] if kill.target is Target.WORKER else handles:
+            for handle in handles:
                 handle.send(signal.SIGKILL)
         if kill.target is not Target.WORKER:
             self._pool.kill()
