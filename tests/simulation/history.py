@@ -160,7 +160,6 @@ class History:
             world.fault("power cut", f"keeping {self._ending.keep}")
             self._vfs.power_cut(self._ending.keep)
             self._disk.power_cut(self._ending.keep)
-            self._pool.lives.clear()
         elif world.is_dead:
             world.fault("process killed")
         self._vfs.revive()
@@ -342,18 +341,18 @@ def _draw_worker_faults(random: Random) -> WorkerFaults:
         die_before=some(0.02),
         die_after=some(0.02),
         die_sampling=some(0.02),
-        pause=some(0.01),
+        pause=some(0.02),
         twice=some(0.03),
         slow_ping=some(0.03),
         no_replacement=some(0.1),
-        survive=random.choice((0.0, 0.7)),
+        survive=random.choice((0.0, 0.9)),
     )
 
 
 def _draw_ending(random: Random) -> Ending:
     [kind] = random.choices(("failpoint", "moment", "database", "files", "database sync", "stop"), (8, 4, 4, 2, 2, 3))
     after_s = random.choice((0.05, 0.3, 1.0)) * random.expovariate(1)
-    keep = random.choice((None, 0.0, 0.5, 0.9))
+    keep = random.choice((None, None, 0.0, 0.5, 0.9))
     match kind:
         case "failpoint":
             return Ending(kind=kind, point=random.choice(COORDINATOR_POINTS), count=random.randrange(1, 6), keep=keep)

@@ -2,7 +2,7 @@
 
 `SimPool` holds the workers of a history; they may outlive a coordinator. `SimPoolFront` is one coordinator's view and
 implements `workers.pool.Pool`; it dies with its coordinator. What a dead coordinator had sent and no worker had taken
-yet may still arrive there, in the next one's life.
+yet, or had taken last, may still arrive there, in the next one's life.
 
 A worker that outlives its coordinator is told the next one's epoch when that starts: `start_sample` carries no epoch,
 so a sample that came before the first batch of a new epoch would be dropped by that batch.
@@ -67,6 +67,8 @@ class _Life:
     """Set, and made anew, whenever the flags above change."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     is_decoding: bool = False
+    last: Batch | None = None
+    """What it has applied last; the network may deliver it again."""
     operations: frozenset[str] = frozenset()
     """What its batch runs."""
     num_seconds: int = 0
@@ -121,8 +123,11 @@ class SimPool:
             if life.is_dead or is_fresh or self.random.random() >= self.faults.survive:
                 del self.lives[worker_id]
         for life, batch in unanswered:
-            if life in self.lives.values() and self.random.random() < 0.7:
+            if life in self.lives.values():
                 life.zombies.append(batch)
+        for life in self.lives.values():
+            if life.last is not None and self.random.random() < 0.3:
+                life.zombies.append(life.last)
 
 
 class SimPoolFront:
@@ -255,6 +260,7 @@ class SimPoolFront:
         if kind == "die before":
             self._die(life, f"before batch {batch.cycle_id}")
         result = life.engine.run(batch)
+        life.last = batch
         self._world.work["batches"] += 1
         if kind == "twice":
             result = self._again(life, batch, result)
@@ -295,7 +301,7 @@ class SimPoolFront:
 
     async def _pause(self, life: _Life, batch: Batch, what: str, *, may_be_late: bool = False) -> bool:
         """Stop the worker for a while. True if it was replaced meanwhile and its answer arrives nevertheless."""
-        seconds = self._random.choice((0.1, 1.0, 6.0, 15.0)) * self._random.random()
+        seconds = self._random.choice((0.1, 1.0, 10.0, 20.0)) * self._random.random()
         self._world.fault("worker paused", f"{life.incarnation} when {what}: {batch.cycle_id}")
         life.is_paused = True
         asyncio.get_running_loop().call_later(seconds, self._resume, life)

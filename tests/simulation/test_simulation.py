@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_SEEDS = 300
+NUM_SEEDS = 250
 FAULTS = {
     "answer lost",
     "batch of a dead coordinator",
