@@ -43,6 +43,9 @@ test: $(READY) $(PROTOS_READY) ## run the tests; no GPU and no internet needed (
 sim: $(READY) ## simulate crashes, power cuts and lying workers on a virtual clock (SEEDS=20000, or SEED=7 for one)
 	@$(BIN)/python scripts/sim.py $(if $(SEED),--seed $(SEED) --verbose,--seeds $(SEEDS))
 
+guards: $(READY) ## remove one guard after another from a copy, and show that a test fails for each
+	@$(BIN)/python scripts/guards.py
+
 check: $(READY) $(PROTOS_READY) ## formatting, lint, types, import directions, the contract and its generated code
 	@$(BIN)/ruff format --check --quiet . || { echo "mend with: $(BIN)/ruff format ."; exit 1; }
 	@$(BIN)/ruff check --quiet .
