@@ -301,8 +301,8 @@ class CycleLoop:
     async def _run_pass(self, cycle: Running, plan: PassPlan) -> None:
         work = Work()
         for adapter_id, num_chunks in plan.num_chunks.items():
-            adapter = self.adapters[adapter_id]
-            if await self._install(adapter, plan.placements[adapter_id], work):
+            adapter = self.adapters.get(adapter_id)  # it may have been deleted since the plan was made
+            if adapter is not None and await self._install(adapter, plan.placements[adapter_id], work):
                 for operation, item in self._builder.pass_items(adapter, num_chunks):
                     operation.is_running = True
                     work.add(adapter, operation, item)
@@ -337,7 +337,7 @@ class CycleLoop:
         """
         if adapter.worker_id:
             return True
-        if self._snapshots.is_unsettled(adapter.adapter_id):
+        if self._snapshots.is_unsettled(adapter.adapter_id) or worker_id in self.dead_workers:
             return False  # its copy was lost since the plan was made
         try:
             install = await asyncio.to_thread(self._builder.installer(adapter))

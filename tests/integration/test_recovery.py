@@ -425,3 +425,33 @@ async def test_a_refused_operation_whose_adapter_is_deleted_meanwhile_hurts_nobo
     assert isinstance(answers[0], ServiceError)
     assert not isinstance(answers[1], BaseException)
     assert failed.state == FAILED
+
+
+async def test_an_adapter_deleted_while_another_one_is_read_from_disk_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States are read beside the event loop, and everything may happen meanwhile."""
+    async with running_pool(tmp_path) as pool:
+        adapters = [await pool.adapter() for _ in range(3)]
+        await pool.wait(*[await submit(pool, adapter, 1) for adapter in adapters])
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        principal, snapshots = await pool.principal(), pool.coordinator.core.saver.snapshots
+        read, is_reading, may_read = snapshots.read, threading.Event(), threading.Event()
+
+        def slow(folder: str, sha256: str) -> AdapterState:
+            is_reading.set()
+            may_read.wait(10)
+            return read(folder, sha256)
+
+        monkeypatch.setattr(snapshots, "read", slow)
+        names = [await submit(pool, adapter, 2) for adapter in adapters]
+        await asyncio.to_thread(is_reading.wait, 10)
+        request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapters[2])
+        deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))
+        await asyncio.sleep(0.01)
+        may_read.set()
+        await asyncio.wait_for(deletion, 10)
+        done = await asyncio.wait_for(pool.wait(*names[:2]), 10)
+        assert [each.state for each in done] == [SUCCEEDED] * 2
+        assert pool.coordinator.health()
