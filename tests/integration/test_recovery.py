@@ -445,7 +445,8 @@ async def test_an_adapter_deleted_while_another_one_is_read_from_disk_stops_nobo
             return read(folder, sha256)
 
         monkeypatch.setattr(snapshots, "read", slow)
-        names = [await submit(pool, adapter, 2) for adapter in adapters]
+        adapters.sort()  # as they are planned
+        names = await asyncio.gather(*(submit(pool, adapter, 2) for adapter in adapters))
         await asyncio.to_thread(is_reading.wait, 10)
         request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapters[2])
         deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))
