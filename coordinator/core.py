@@ -177,7 +177,7 @@ class Core:
         """
         task = asyncio.get_running_loop().create_task(use_case)
         self._use_cases.add(task)
-        task.add_done_callback(self._use_cases.discard)
+        task.add_done_callback(self._use_case_done)
         try:
             return await asyncio.shield(task)
         except StorageError as error:
@@ -424,6 +424,11 @@ class Core:
                     adapter.decided.append(operation)
             adapter.gap_since = None
             self.touch(adapter)
+
+    def _use_case_done(self, task: asyncio.Task[Any]) -> None:
+        self._use_cases.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever asked may have gone away: then nobody else looks at it
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -500,8 +500,14 @@ class CycleLoop:
             lost = await self._store.persist(commit)
         self._overdue_at = math.inf
         for operation in cycle.finished:
-            self._table.finished(operation)
-            operation.retire()
+            if operation.target_id in lost:
+                operation.undecide()
+            else:
+                self._table.finished(operation)
+                operation.retire()
+        for adapter in [self.adapters[adapter_id] for adapter_id in sorted(lost) if adapter_id in self.adapters]:
+            adapter.lose_copy()
+            self._ready[adapter.adapter_id] = adapter
         self._saver.committed(commit, lost)
         for snapshot in commit.snapshots:
             if snapshot.adapter_id in self.adapters and snapshot.adapter_id not in lost:

@@ -94,6 +94,8 @@ class Operation:
     is_running: bool = False
     is_durable: bool = False
     """The append has committed."""
+    is_withdrawn: bool = False
+    """The append has failed: it was never accepted, and its place may be another's by now."""
     is_committed: bool = False
     """The outcome has committed."""
     is_retired: bool = False
@@ -125,6 +127,11 @@ class Operation:
         self.next_chunk = 0
         self.parts.clear()
         self.is_running = False
+
+    def undecide(self) -> None:
+        """It ran on what was never logged, and its outcome was not stored: it runs again."""
+        self.outcome = None
+        self.restart()
 
     def drop_body(self) -> None:
         """Free the memory of a decided request; a replay reads it from the store again."""

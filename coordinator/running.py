@@ -86,4 +86,5 @@ def finished_row(operation: Operation) -> OperationRow:
         is_failed=operation.is_failed,
         num_tokens=outcome.num_tokens,
         engine_s=outcome.engine_seconds,
+        is_withdrawn=lambda: operation.is_withdrawn,
     )

@@ -77,6 +77,8 @@ class OperationRow:
     is_failed: bool = False
     num_tokens: int = 0
     engine_s: float = 0.0
+    is_withdrawn: Callable[[], bool] = lambda: False
+    """Whether its append has failed since: a row at its place is another operation's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,16 +275,16 @@ class Store:
     def commit_cycle(self, commit: CycleCommit) -> asyncio.Future[frozenset[str]]:
         """Make a cycle's outcomes true: results, checkpoints, snapshots, fair-share counters and metering.
 
-        The future has the adapters of which something ran whose append had failed. Nothing that holds its effect is
-        stored: no snapshot, checkpoint or sampler of theirs.
+        The future has the adapters of which something ran whose append had failed. Nothing of theirs is stored, for it
+        may hold its effect: no outcome, snapshot, checkpoint or sampler.
         """
         now = self.service_time()
 
         def write(db: Connection) -> frozenset[str]:
-            lost: set[str] = set()
+            lost = {row.target_id for row in commit.finished if row.is_withdrawn() or not _is_logged(db, row)}
             for row in commit.finished:
-                if not _finish(db, row, now):
-                    lost.add(row.target_id)
+                if row.target_id not in lost:
+                    _finish(db, row, now)
             for adapter_id, folder in commit.replaced_checkpoints:
                 if adapter_id not in lost:
                     db.execute("DELETE FROM checkpoints WHERE folder = ?", (folder,))
@@ -386,7 +388,8 @@ class Store:
 
         def write(db: Connection) -> str | None:
             for operation in finished:
-                _finish(db, operation, now)
+                if _is_logged(db, operation):
+                    _finish(db, operation, now)
             row = db.execute("SELECT folder FROM snapshots WHERE adapter_id = ?", (adapter_id,)).fetchone()
             db.execute("UPDATE adapters SET deleted_at = ? WHERE adapter_id = ?", (deleted_at, adapter_id))
             db.execute("DELETE FROM snapshots WHERE adapter_id = ?", (adapter_id,))
@@ -582,21 +585,21 @@ def _insert(db: Connection, table: str, values: dict[str, Any]) -> None:
     db.execute(f"INSERT INTO {table} ({columns}) VALUES ({marks})", tuple(values.values()))  # noqa: S608 (our names)
 
 
-def _finish(db: Connection, row: OperationRow, now: float) -> bool:
-    """Decide an operation. False if its append failed: then it was never acknowledged and need not be finished."""
+def _is_logged(db: Connection, row: OperationRow) -> bool:
+    return db.execute("SELECT 1 FROM operations WHERE target_id = ? AND seq = ?", _key(row)).fetchone() is not None
+
+
+def _finish(db: Connection, row: OperationRow, now: float) -> None:
+    """Decide an operation."""
     changed = db.execute(
         "UPDATE operations SET outcome = ?, is_failed = ?, finished_service_s = ?, engine_s = ?"
         " WHERE target_id = ? AND seq = ? AND outcome IS NULL",
         (row.outcome, row.is_failed, now, row.engine_s, row.target_id, row.seq),
     ).rowcount
-    if changed == 0:
-        was_logged = db.execute("SELECT 1 FROM operations WHERE target_id = ? AND seq = ?", _key(row)).fetchone()
-        assert not was_logged, f"{row.target_id}:{row.seq} was finished before"
-        return False
+    assert changed == 1, f"{row.target_id}:{row.seq} was finished before"
     if row.kind == "sample":  # nothing replays a finished sample
         db.execute("UPDATE operations SET body = NULL WHERE target_id = ? AND seq = ?", _key(row))
     _count(db, row)
-    return True
 
 
 def _put_snapshot(db: Connection, snapshot: SnapshotRow) -> None:

@@ -177,6 +177,16 @@ async def test_an_operation_is_finished_once_and_metered_once(store: Store) -> N
     assert (usage["num_operations"], usage["num_tokens"], usage["engine_s"]) == (1, 5, 0.5)
 
 
+async def test_an_operation_that_was_withdrawn_does_not_finish_the_one_in_its_place(store: Store) -> None:
+    """Its append failed while it ran; its cycle's commit waited for a full disk, and the place was taken meanwhile."""
+    await store.append([operation(1, body=b"other"), operation(2)])
+    commit = CycleCommit(
+        finished=[operation(1, outcome=b"old", is_withdrawn=lambda: True), operation(2, outcome=b"behind it")]
+    )
+    assert await store.commit_cycle(commit) == {"a"}
+    assert [row["outcome"] for row in store.read("SELECT outcome FROM operations")] == [None, None]
+
+
 async def test_nothing_is_stored_that_holds_the_effect_of_an_operation_that_was_not_logged(store: Store) -> None:
     commit = CycleCommit(
         finished=[operation(1, outcome=b"ok")],
