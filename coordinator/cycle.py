@@ -11,45 +11,32 @@ doors, tenants' names or SQL.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from coordinator.batches import BatchBuilder, fill_load, fill_pass, fill_step, service_error, worker_died
+from coordinator.answers import Answers
+from coordinator.batches import BatchBuilder
 from coordinator.bodies import serialize
-from coordinator.clock import CycleClock, Time, within
+from coordinator.clock import CycleClock, Time
 from coordinator.config import CoordinatorConfig
-from coordinator.deadlines import Deadlines
-from coordinator.errors import Code, ServiceError
-from coordinator.operations import Kind, Operation, item_error
+from coordinator.dispatch import Dispatch
+from coordinator.errors import ServiceError
+from coordinator.operations import Kind, Operation
 from coordinator.planner import Candidate, FairState, PassPlan, place, plan_pass
-from coordinator.queue import NOBODY, AdapterQueue, window_closed
+from coordinator.queue import NOBODY, AdapterQueue
 from coordinator.running import Running, Work, finished_row
 from coordinator.saving import Saver
 from coordinator.snapshots import Snapshots
 from coordinator.store import Store
-from coordinator.suspects import DEATHS_ALONE_MAX, Suspects
+from coordinator.suspects import Suspects
 from coordinator.waiting import OperationTable
 from tinkerpool.v1 import pool_pb2
-from workers.failpoints import failpoint
-from workers.messages import Batch, BatchResult, ErrorCode, Item, ItemResult, LoadItem, PassItem, WorkerInfo
-from workers.pool import Pool, WorkerLost
-
-logger = logging.getLogger(__name__)
+from workers.messages import WorkerInfo
+from workers.pool import Pool
 
 SNAPSHOTS_AT_ONCE = 8
 """States that are in memory at a time when everything is snapshotted."""
-REINSTALLS_MAX = 5
-"""How often in a row an adapter's copy may be found out of order before its operations are failed."""
-
-
 STOP_POLL_S = 0.01
-OVERDUE_S = 5.0
-"""How long after a deadline the next thing must have happened, or the cycle is stuck."""
-
-
-class TakenOver(Exception):
-    """A later coordinator has the workers: this one must end."""
 
 
 class CycleLoop:
@@ -83,15 +70,19 @@ class CycleLoop:
         self.is_stopping = False
         self.dead_workers: set[str] = set()
         self.suspects = suspects
-        self.deadlines = Deadlines()
         self._snapshots = Snapshots(saver, time, config.replay_s_max, self.clock.notify)
-        self._on_worker: dict[str, list[Operation]] = {}
-        """What each worker is running of the present cycle."""
-        self._overdue_at = math.inf
-        """When the present cycle makes no progress any more."""
+        self._answers = Answers(saver, self._snapshots, published)
+        self._dispatch = Dispatch(
+            pool=pool,
+            time=time,
+            epoch=epoch,
+            suspects=suspects,
+            take_removals=take_removals,
+            worker_lost=worker_lost,
+            worker_answered=worker_answered,
+        )
         self._config = config
         self._time = time
-        self._epoch = epoch
         self._store = store
         self._pool = pool
         self._builder = builder
@@ -99,13 +90,8 @@ class CycleLoop:
         self._table = table
         self._new_cycle_id = new_cycle_id
         self._publish = publish
-        self._take_removals = take_removals
-        self._published = published
-        self._worker_lost = worker_lost
-        self._worker_answered = worker_answered
         self._ready: dict[str, AdapterQueue] = {}
         self._last_cycle: dict[str, int] = {}
-        self._num_reinstalls: dict[str, int] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -137,7 +123,7 @@ class CycleLoop:
     @property
     def is_stuck(self) -> bool:
         """The present cycle has not come on for longer than it may."""
-        return self._time.monotonic() > self._overdue_at
+        return self._dispatch.is_overdue
 
     def touch(self, adapter: AdapterQueue) -> None:
         """The adapter has something new. (It may have been deleted while that was logged.)"""
@@ -156,14 +142,14 @@ class CycleLoop:
 
     def running_on(self, worker_id: str) -> list[Operation]:
         """What the worker is running of the present cycle."""
-        return self._on_worker.get(worker_id, [])
+        return self._dispatch.running_on(worker_id)
 
     def lose_worker(self, worker_id: str) -> None:
         """A worker's life has ended, and every copy on it. What it was running is suspected."""
         self.dead_workers.add(worker_id)
         self.suspects.wait(is_waiting=True)
         seqs: dict[str, list[int]] = {}
-        for operation in self._on_worker.pop(worker_id, ()):
+        for operation in self._dispatch.running_on(worker_id):
             seqs.setdefault(operation.target_id, []).append(operation.seq)
         for adapter in self.adapters.values():
             if adapter.worker_id == worker_id:
@@ -171,6 +157,7 @@ class CycleLoop:
                 self._ready[adapter.adapter_id] = adapter
             if found := seqs.get(adapter.adapter_id):
                 adapter.suspect(min(found), max(found))
+        self._dispatch.forget(worker_id)
 
     def worker_is_back(self, worker_id: str) -> None:
         """A new life of the worker has started, empty."""
@@ -186,14 +173,8 @@ class CycleLoop:
 
     def convict(self, operation: Operation) -> None:
         """Its worker died whenever it ran, also alone: fail it."""
-        logger.error("%s has ended its worker %d times while it ran alone", operation.name, DEATHS_ALONE_MAX)
         adapter = self.adapters[operation.target_id]
-        adapter.suspected = NOBODY
-        if operation.is_final:
-            self._give_up(adapter, _replay_differs(adapter, operation, "its worker died"))
-        else:
-            operation.fail(worker_died(operation))
-            adapter.decided.append(operation)
+        self._answers.convict(adapter, operation)
         self.touch(adapter)
 
     async def snapshot_all(self) -> None:
@@ -323,7 +304,7 @@ class CycleLoop:
             try:
                 items = self._builder.state_items(adapter)
             except ServiceError as error:
-                self._give_up(adapter, error)
+                self._answers.give_up(adapter, error)
                 continue
             for operation, item in items:
                 operation.is_running = True
@@ -342,7 +323,7 @@ class CycleLoop:
         try:
             install = await asyncio.to_thread(self._builder.installer(adapter))
         except ServiceError as error:
-            self._give_up(adapter, error)
+            self._answers.give_up(adapter, error)
             return False
         adapter.placed(worker_id)
         adapter.settle()
@@ -351,138 +332,14 @@ class CycleLoop:
 
     async def _run_work(self, cycle: Running, work: Work) -> None:
         """Run one phase on all its workers at once, then take in the answers."""
-        batches = work.batches(self._epoch, cycle.cycle_id, self._take_removals)
-        lives = {worker.worker_id: worker.incarnation for worker in self.workers()}
-        self._on_worker = {
-            worker_id: [operation for _, operation, _ in entries if operation is not None]
-            for worker_id, entries in work.items.items()
-        }
-        answers = await asyncio.gather(
-            *(
-                self._run_batch(worker_id, lives.get(worker_id, ""), batch, is_first=index == 0)
-                for index, (worker_id, batch) in enumerate(batches.items())
-            ),
-            return_exceptions=True,
-        )
-        for worker_id, answer in zip(batches, answers, strict=True):
-            if isinstance(answer, BatchResult):
-                self._on_worker.pop(worker_id, None)
-                if answer.epoch != self._epoch:
-                    raise TakenOver(f"{worker_id} works for epoch {answer.epoch}, this is {self._epoch}")
-                entries = work.items.get(worker_id, [])
-                for (adapter, operation, item), result in zip(entries, answer.results, strict=True):
-                    await self._take_in(cycle, adapter, operation, item, result)
-            elif isinstance(answer, WorkerLost):
-                logger.warning("worker %s lost in cycle %d: %s", worker_id, cycle.cycle_id, answer)
-                self._worker_lost(worker_id, lives.get(worker_id, ""))
-            else:
-                raise answer
-
-    async def _run_batch(self, worker_id: str, incarnation: str, batch: Batch, *, is_first: bool) -> BatchResult:
-        """A worker's answer, if it comes in time. Raises WorkerLost."""
-        if not is_first:
-            failpoint("dispatch.partial")
-        deaths = max((self.suspects.deaths(o.name) for o in self.running_on(worker_id)), default=0)
-        allowed_s = self.deadlines.allowed_s(batch, incarnation, deaths)
-        began = self._time.monotonic()
-        self._overdue_at = began + allowed_s + OVERDUE_S
-        try:
-            answer = await within(allowed_s, self._pool.run(worker_id, batch))
-        except TimeoutError:
-            self.deadlines.forget(incarnation)
-            raise WorkerLost(f"no answer to a batch within {allowed_s:.0f} s") from None
-        self._worker_answered(worker_id)
-        self.deadlines.observe(batch, incarnation, self._time.monotonic() - began)
-        return answer
-
-    async def _take_in(
-        self, cycle: Running, adapter: AdapterQueue, operation: Operation | None, item: Item, result: ItemResult
-    ) -> None:
-        if operation is not None and operation.is_failed:
-            return  # a later chunk of what has just failed
-        if result.error is not None and result.error.code is ErrorCode.OUT_OF_ORDER:
-            self._found_out_of_order(adapter, result)
-            return
-        if not adapter.worker_id:
-            return  # found out of order earlier in this batch
-        entry = cycle.entry(adapter)
-        entry.num_tokens += result.num_tokens
-        adapter.engine_s_since_snapshot += result.engine_s
-        if operation is None:
-            self._snapshots.take(adapter, result)
-            return
-        self._num_reinstalls.pop(adapter.adapter_id, None)
-        is_last = not isinstance(item, PassItem) or item.chunk_index == item.num_chunks - 1
-        if operation.is_final:  # a replay
-            operation.next_chunk = 0 if is_last else operation.next_chunk + 1
-            if result.error is not None:
-                self._give_up(adapter, _replay_differs(adapter, operation, str(result.error)))
-            elif is_last:
-                operation.drop_body()
-                adapter.ran(operation)
-        else:
-            operation.parts.append(result)
-            operation.next_chunk += 1
-            if operation.kind.needs_open_window and adapter.window_error is not None:
-                operation.fail(window_closed(adapter.window_error), cycle_id=cycle.cycle_id)
-            elif result.error is not None:
-                operation.fail(item_error(result.error), cycle_id=cycle.cycle_id)
-            elif is_last and not isinstance(item, LoadItem):
-                await self._succeed(cycle, adapter, operation, result)
-            else:
-                operation.is_running = False
-                return
-            if adapter.worker_id:
-                adapter.ran(operation)
-            cycle.finished.append(operation)
-            entry.num_operations += 1
-            entry.is_step |= operation.kind is Kind.OPTIM_STEP and not operation.is_failed
-        adapter.settle()
-
-    async def _succeed(self, cycle: Running, adapter: AdapterQueue, operation: Operation, result: ItemResult) -> None:
-        operation.is_running = False
-        match operation.kind:
-            case Kind.FORWARD | Kind.FORWARD_BACKWARD:
-                fill_pass(operation, cycle.cycle_id)
-            case Kind.OPTIM_STEP:
-                fill_step(operation, result, cycle.cycle_id)
-            case Kind.LOAD_STATE:
-                try:
-                    await self._saver.save_loaded(cycle.commit, adapter, result)
-                    fill_load(operation, cycle.cycle_id)
-                except ServiceError as error:
-                    operation.fail(service_error(error), cycle_id=cycle.cycle_id)
-                    adapter.lose_copy()  # it has loaded what nobody could load again
-            case Kind.SAVE_STATE | Kind.SAVE_WEIGHTS_FOR_SAMPLER:
-                try:
-                    await self._saver.save(cycle.commit, cycle.cycle_id, adapter, operation, result)
-                except ServiceError as error:
-                    operation.fail(service_error(error), cycle_id=cycle.cycle_id)
-                if operation.kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER:
-                    self._published(adapter.worker_id, operation.name)
-            case _:
-                raise AssertionError(f"{operation.kind} is not an operation on an adapter")
-
-    def _found_out_of_order(self, adapter: AdapterQueue, result: ItemResult) -> None:
-        """The worker's fence held: its copy is not where we believe. Install it anew, unless that never helps."""
-        if not adapter.worker_id:
-            return
-        logger.warning("%s: %s", adapter.adapter_id, result.error)
-        adapter.lose_copy()
-        self._num_reinstalls[adapter.adapter_id] = self._num_reinstalls.get(adapter.adapter_id, 0) + 1
-        if self._num_reinstalls[adapter.adapter_id] > REINSTALLS_MAX:
-            error = ServiceError(Code.INTERNAL, "STATE_LOST", "the adapter's state cannot be rebuilt on any worker")
-            self._give_up(adapter, error)
-
-    def _give_up(self, adapter: AdapterQueue, error: ServiceError) -> None:
-        logger.error("%s: %s", adapter.adapter_id, error.message)
-        adapter.give_up(service_error(error))
+        for entry, result in await self._dispatch.run(cycle.cycle_id, work, self.workers()):
+            await self._answers.take_in(cycle, entry, result)
 
     # ---- commit
 
     async def _commit(self, cycle: Running) -> frozenset[str]:
         """Make true what the cycle did. Returns the adapters of which something ran whose append had failed."""
-        self._overdue_at = self._time.monotonic() + OVERDUE_S
+        self._dispatch.expect(0.0)
         for adapter in list(self._ready.values()):
             adapter.settle()
             cycle.finished += adapter.decided
@@ -498,7 +355,7 @@ class CycleLoop:
         lost: frozenset[str] = frozenset()
         if commit.cycle_id or commit.finished:
             lost = await self._store.persist(commit)
-        self._overdue_at = math.inf
+        self._dispatch.expect()
         for operation in cycle.finished:
             if operation.target_id in lost:
                 operation.undecide()
@@ -531,7 +388,7 @@ class CycleLoop:
         for adapter in adapters:
             work.add(adapter, None, self._builder.snapshot_item(adapter))
         await self._run_work(Running(0, self._time.wall(), self._time.monotonic()), work)
-        self._overdue_at = math.inf
+        self._dispatch.expect()
 
     def _message(self, cycle: Running) -> pool_pb2.Cycle:
         message = pool_pb2.Cycle(
@@ -555,12 +412,3 @@ def _ready_chunk_tokens(adapter: AdapterQueue, tokens_max: int) -> tuple[int, ..
             if tokens_max <= 0:
                 return tuple(tokens)
     return tuple(tokens)
-
-
-def _replay_differs(adapter: AdapterQueue, operation: Operation, reason: str) -> ServiceError:
-    logger.error("replay of %s failed: %s", operation.name, reason)
-    return ServiceError(
-        Code.DATA_LOSS,
-        "REPLAY_DIFFERS",
-        f"{adapter.adapter_id} could not be rebuilt: {operation.name} had succeeded, but failed when run again",
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coordinator.bodies import serialize
@@ -11,6 +11,9 @@ from coordinator.queue import AdapterQueue
 from coordinator.store import CycleCommit, OperationRow
 from tinkerpool.v1 import pool_pb2
 from workers.messages import AdapterInstall, Batch, Item
+
+Entry = tuple[AdapterQueue, Operation | None, Item]
+"""An item on its way to its adapter's worker; no operation: the item is ours (a snapshot)."""
 
 
 @dataclass(slots=True)
@@ -39,21 +42,12 @@ class Work:
     """What one phase of a cycle sends to its workers."""
 
     def __init__(self) -> None:
-        self.items: dict[str, list[tuple[AdapterQueue, Operation | None, Item]]] = {}
+        self.items: dict[str, list[Entry]] = {}
         self.installs: dict[str, list[AdapterInstall]] = {}
 
     def add(self, adapter: AdapterQueue, operation: Operation | None, item: Item) -> None:
-        """An item for the adapter's worker; no operation: the item is ours (a snapshot)."""
+        """An item for the adapter's worker."""
         self.items.setdefault(adapter.worker_id, []).append((adapter, operation, item))
-
-    def by_adapter(self) -> Iterable[tuple[AdapterQueue, list[Operation]]]:
-        """The operations in it, by adapter."""
-        found: dict[str, tuple[AdapterQueue, list[Operation]]] = {}
-        for entries in self.items.values():
-            for adapter, operation, _ in entries:
-                if operation is not None:
-                    found.setdefault(adapter.adapter_id, (adapter, []))[1].append(operation)
-        return found.values()
 
     def batches(self, epoch: int, cycle_id: int, take_removals: Callable[[str], tuple[str, ...]]) -> dict[str, Batch]:
         """One batch per worker."""

@@ -146,7 +146,7 @@ GUARDS = (
     ),
     Guard(
         name="deadline of a batch",
-        file="coordinator/cycle.py",
+        file="coordinator/dispatch.py",
         before="answer = await within(allowed_s, self._pool.run(worker_id, batch))",
         after="answer = await self._pool.run(worker_id, batch)",
         tests=("tests/integration/test_poison.py", "-k", "hangs"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.cycle import TakenOver
+from coordinator.dispatch import TakenOver
 from coordinator.errors import Code, ServiceError
 from tests.support.toy_pool import (
     LENGTHS,
