@@ -12,7 +12,9 @@ os.environ |= {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_WAIT_POLICY": "passive",  # spinning threads are up to ten times slower where other processes want the cores
+    "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),  # or Ray would write one into the home directory
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # a call to a Ray that has ended fails, as in a pool, and starts no other one
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }

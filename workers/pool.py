@@ -10,7 +10,7 @@ import importlib
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, cast
@@ -221,6 +221,23 @@ def thread_environment(num_threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "GOMP_SPINCOUNT": str(SPIN_COUNT)}
 
 
+def ray_environment(config: PoolConfig) -> dict[str, str]:
+    """What Ray reads when it is imported: no call starts a Ray by itself, and a token that we have is shown.
+
+    Ray itself shows its token to a cluster only if told so; one that asks for none does not mind.
+    """
+    environment = {"RAY_ENABLE_AUTO_CONNECT": "0"}
+    has_token = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if config.ray_address is not None and (has_token or (Path.home() / ".ray" / "auth_token").exists()):
+        environment["RAY_AUTH_MODE"] = "token"
+    return environment
+
+
+def _add_to_environment(variables: Mapping[str, str]) -> None:
+    """Where the operator has set nothing else."""
+    os.environ |= {name: value for name, value in variables.items() if name not in os.environ}
+
+
 def engine_factory(path: str, settings: EngineSettings) -> EngineFactory:
     """A factory that imports `module:attribute` when it is called, where the engine will live, and asks it."""
 
@@ -236,6 +253,7 @@ def make_pool(config: PoolConfig) -> Pool:
     """A pool that is not started yet."""
     engines = config.engines()
     if config.kind == "ray":
+        _add_to_environment(ray_environment(config))
         from workers.ray_pool import RayPool
 
         return RayPool(config)
@@ -243,7 +261,7 @@ def make_pool(config: PoolConfig) -> Pool:
 
     if "torch" not in sys.modules:
         threads = max(settings.num_threads for settings in engines.values())
-        os.environ |= {name: value for name, value in thread_environment(threads).items() if name not in os.environ}
+        _add_to_environment(thread_environment(threads))
 
     factories = {worker_id: engine_factory(config.engine, settings) for worker_id, settings in engines.items()}
     return LocalPool(factories, num_slots=config.num_slots, device=config.device)

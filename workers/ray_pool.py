@@ -20,15 +20,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from workers.actor import CONCURRENCY_GROUPS, EngineActor, pack, unpack
 from workers.messages import Batch, BatchResult, SampleEvent, SampleRequest, WorkerInfo
-from workers.pool import (
-    EngineSettings,
-    PoolConfig,
-    PoolStartError,
-    WorkerLost,
-    new_incarnation,
-    num_cores,
-    thread_environment,
-)
+from workers.pool import PoolConfig, PoolStartError, WorkerLost, new_incarnation, num_cores, thread_environment
 from workers.processes import Process
 from workers.ray_host import RayHost
 
@@ -36,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 KILL_GRACE_S = 1.0
 """How long Ray has to end a process that was told to die, before we kill it: one that is stopped takes Ray seconds."""
+REACH_TIMEOUT_S = 2.0
+"""How long a node of a cluster has to take a connection before a new worker is placed elsewhere."""
 
 
 class RayPool:
@@ -153,35 +147,36 @@ class RayPool:
 
     async def _begin(self, worker_id: str) -> None:
         """Start a worker's next life. Raises WorkerLost."""
-        settings, host, actor = self._engines[worker_id], self._host, None
+        settings, host = self._engines[worker_id], self._host
+        assert host is not None
         try:
-            if host is None or host.ended.done():
-                raise _Ended("Ray is not running")
-            actor = self._new_actor(worker_id, settings)
-            async with asyncio.timeout(self._config.start_timeout_s):
-                start = actor.start.options(concurrency_group="work")
-                info: WorkerInfo = await _answer(start.remote(), unless=host.ended)
-            self._lives[worker_id] = _Life(info, actor, host, is_on_this_machine=self._config.ray_address is None)
-        except BaseException as error:
-            if host is not None and actor is not None:
+            actor = await self._new_actor(worker_id, host)
+            try:
+                async with asyncio.timeout(self._config.start_timeout_s):
+                    start = actor.start.options(concurrency_group="work")
+                    info: WorkerInfo = await _answer(start.remote(), unless=host.ended)
+                self._lives[worker_id] = _Life(info, actor, host, is_on_this_machine=self._config.ray_address is None)
+            except BaseException:
                 _kill(actor, host)
+                raise
+        except (TimeoutError, RayError, _Ended) as error:
+            reason = _reason(error)
             if isinstance(error, TimeoutError):
                 reason = f"it was not ready after {self._config.start_timeout_s:g} s, with {self._claim()}, {_free()}"
-            elif isinstance(error, RayError):
-                reason = _reason(error)
-            elif isinstance(error, _Ended):
-                reason = str(error)
-            else:
-                raise
             raise WorkerLost(f"worker {worker_id} ({settings.model_name}) cannot start: {reason}") from error
 
-    def _new_actor(self, worker_id: str, settings: EngineSettings) -> Any:
+    async def _new_actor(self, worker_id: str, host: RayHost) -> Any:
+        settings = self._engines[worker_id]
+        unreachable = await _unreachable_nodes() if self._config.ray_address is not None else []
+        if host.ended.done():
+            raise _Ended(host.ended.result())
         actor_class = self._actor_class.options(
             num_cpus=self._config.num_cpus,
             num_gpus=self._config.num_gpus,
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy="SPREAD",
+            label_selector={"ray.io/node-id": f"!in({','.join(unreachable)})"} if unreachable else None,
             runtime_env={"env_vars": thread_environment(settings.num_threads)},
         )
         return actor_class.remote(self._config.engine, settings, worker_id, new_incarnation(worker_id))
@@ -292,6 +287,25 @@ def _reason(error: BaseException) -> str:
         return str(error.cause)
     lines = [line for line in str(error).splitlines() if line and not line.startswith(("\t", " "))]
     return " ".join(lines).partition(" Some common causes")[0]
+
+
+async def _unreachable_nodes() -> list[str]:
+    """Ids of nodes that do not answer, although Ray still believes in them: for some 15 s, and places workers there."""
+    nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+    addresses = [(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in nodes]
+    reachable = await asyncio.gather(*(_is_reachable(host, port) for host, port in addresses))
+    return [node["NodeID"] for node, is_reachable in zip(nodes, reachable, strict=True) if not is_reachable]
+
+
+async def _is_reachable(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(REACH_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host, port)
+            writer.close()
+            await writer.wait_closed()
+    except OSError:  # a time-out is one
+        return False
+    return True
 
 
 def _free() -> str:

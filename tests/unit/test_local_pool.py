@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from tests.toy_engine import KILL_TOKEN, ToyEngine
 from tests.unit.test_loop import batch, request
 from workers.local import LocalPool
 from workers.messages import SampleEvent, SampleResult, TokenEvent
-from workers.pool import Pool, PoolConfig, PoolModel, PoolStartError, WorkerLost, make_pool
+from workers.pool import Pool, PoolConfig, PoolModel, PoolStartError, WorkerLost, make_pool, ray_environment
 
 TOY_FACTORY = "tests.toy_engine:toy_factory"
 
@@ -129,6 +131,17 @@ def test_threads_are_the_configured_ones_or_the_cores_divided_by_the_workers(mon
     assert threads() == {2}
     assert threads(num_threads=5) == {5}
     assert threads(ray_address="10.0.0.1:6379", num_cpus=3.5) == {3}
+
+
+def test_token_is_shown_to_a_cluster_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    cluster = PoolConfig(models=(PoolModel(name="toy", path="toy"),), ray_address="10.0.0.1:6379")
+    assert "RAY_AUTH_MODE" not in ray_environment(cluster)
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").touch()
+    assert ray_environment(cluster)["RAY_AUTH_MODE"] == "token"
+    assert "RAY_AUTH_MODE" not in ray_environment(dataclasses.replace(cluster, ray_address=None))
 
 
 @pytest.mark.parametrize(
