@@ -154,11 +154,16 @@ class EngineLoop:
             result = engine.run(batch)
             failpoint("worker.applied")
         except BaseException as error:
-            future.set_exception(WorkerLost(f"the engine failed: {error}"))
+            reason = f"the engine failed: {error}"
+            self._end(reason)  # first, so that whatever the caller tries next fails too
+            future.set_exception(WorkerLost(reason))
             raise
         future.set_result(result)
 
     def _end(self, reason: str) -> None:
+        """Fail whatever waits, and what will be handed over. The first reason stays."""
+        if self.ended.done():
+            return
         with self._changed:
             self._is_stopping = True
             waiting = list(self._batches)

@@ -134,6 +134,8 @@ def test_engine_that_raises_fails_what_waits_and_ends_the_loop() -> None:
     running = Running()
     running.engine.gate.clear()
     doomed, waiting = running.loop.submit(batch(0, token=KILL_TOKEN)), running.loop.submit(batch(1))
+    had_ended: list[bool] = []
+    doomed.add_done_callback(lambda _: had_ended.append(running.loop.ended.done()))
     running.engine.gate.set()
     for future in (doomed, waiting, running.loop.submit(batch(2))):
         with pytest.raises(WorkerLost, match="killed by a toy token"):
@@ -144,6 +146,7 @@ def test_engine_that_raises_fails_what_waits_and_ends_the_loop() -> None:
         running.loop.check()
     with pytest.raises(WorkerLost):
         running.loop.start_sample(request("s", max_tokens=1))
+    assert had_ended == [True], "who hears of the failure must find the loop ended"
     assert running.loop.stop()
 
 
