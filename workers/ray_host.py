@@ -99,7 +99,7 @@ class RayHost:
     def __init__(self, config: PoolConfig, on_lost: Callable[[], None]) -> None:
         """`on_lost` is called in the event loop when a private Ray has died; `ended` is done by then."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why nothing may call Ray any more: it would start another one by itself. Done before that begins."""
+        """Why nothing may call Ray any more; done before Ray is ended in this process."""
         self._config = config
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
@@ -133,8 +133,6 @@ class RayHost:
     def _end(self, reason: str) -> None:
         if not self.ended.done():
             self.ended.set_result(reason)
-
-    # ---- in the thread
 
     # ---- in the thread
 
@@ -233,15 +231,17 @@ def _marked(belongings: Belongings | None) -> Iterator[None]:
 
 
 def _essential_processes(belongings: Belongings) -> dict[str, Process]:
-    """Hold those without which Ray is dead, by name."""
+    """Hold those without which Ray is dead, by name; none where processes cannot be held."""
     essential: dict[str, Process] = {}
-    for process in find_marked(belongings.mark):
+    found = find_marked(belongings.mark)
+    for process in found:
         if (name := process.name) in ESSENTIAL:
             essential[name] = process
         else:
             process.close()
-    for name in set(ESSENTIAL) - essential.keys():
-        logger.warning("no process of Ray is called %s: nothing will notice its death", name)
+    for name in ESSENTIAL:
+        if found and name not in essential:
+            logger.warning("no process of Ray is called %s: nothing will notice its death", name)
     return essential
 
 

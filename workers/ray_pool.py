@@ -276,7 +276,7 @@ async def _answer(reference: Any, *, unless: asyncio.Future[str]) -> Any:
 
 def _kill(actor: Any, host: RayHost) -> None:
     if host.ended.done():
-        return  # and so has everything in it; calling Ray would start another one
+        return  # and so has everything in it
     with suppress(RayError, ValueError):  # it is dead already, or Ray is
         ray.kill(actor, no_restart=True)
 
