@@ -296,6 +296,8 @@ class Core:
             )
 
     def _recover(self) -> None:
+        for cycle_id, adapter_ids in self.store.plans().items():
+            logger.warning("the last life ended in cycle %d, which ran %s", cycle_id, ", ".join(adapter_ids))
         for adapter in recovery.load_adapters(self.store):
             self.add_adapter(adapter)
             for operation in adapter.operations.values():

@@ -88,7 +88,7 @@ CREATE INDEX operations_unfinished ON operations (target_id, seq) WHERE outcome 
 CREATE INDEX operations_finished ON operations (finished_service_s) WHERE finished_service_s IS NOT NULL;
 CREATE INDEX operations_fetched ON operations (fetched_service_s) WHERE fetched_service_s IS NOT NULL;
 CREATE TABLE cycles (cycle_id INTEGER PRIMARY KEY, summary BLOB NOT NULL);
-CREATE TABLE plans (                      -- cycles that were about to run: after a crash, whom to suspect
+CREATE TABLE plans (                      -- cycles that were about to run: after a crash, who was in them
     cycle_id INTEGER NOT NULL,
     adapter_id TEXT NOT NULL,
     worker_id TEXT NOT NULL

@@ -341,6 +341,13 @@ class Store:
 
         self._ride(f"plan {cycle_id}", write, "plan")
 
+    def plans(self) -> dict[int, list[str]]:
+        """Cycles that were about to run and never committed, with their adapters, as far as was noted in time."""
+        found: dict[int, list[str]] = {}
+        for row in self.read("SELECT cycle_id, adapter_id FROM plans ORDER BY cycle_id, adapter_id"):
+            found.setdefault(row["cycle_id"], []).append(row["adapter_id"])
+        return found
+
     def note_fetched(self, target_id: str, seq: int) -> None:
         """Note that a result has been fetched, if it was not before. Becomes durable with the next write."""
         now = self.service_time()

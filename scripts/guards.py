@@ -65,7 +65,7 @@ GUARDS = (
         file="coordinator/files.py",
         before="temporary, final = self._root / (_TEMPORARY + name), self._root / name",
         after="temporary, final = self._root / name, self._root / name",
-        tests=("tests/robustness/test_failpoints.py", "-k", "written"),
+        tests=("tests/unit/test_files.py",),
     ),
     Guard(
         name="checksum of a folder",
@@ -126,8 +126,8 @@ GUARDS = (
     Guard(
         name="nothing stored of what was never logged",
         file="coordinator/store.py",
-        before="                    lost.add(row.target_id)\n",
-        after="                    pass\n",
+        before="lost = {row.target_id for row in commit.finished if row.is_withdrawn() or not _is_logged(db, row)}",
+        after="lost = set()",
         tests=("tests/unit/test_store.py", "tests/integration/test_recovery.py"),
     ),
     Guard(

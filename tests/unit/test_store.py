@@ -120,7 +120,8 @@ def test_a_newer_schema_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
 async def test_a_seq_and_a_request_id_exist_once(store: Store) -> None:
     await store.append([operation(1, request_id="r")])
-    for other in (operation(1), operation(2, request_id="r")):
+    other_contents = operation(1, kind="optim_step", body_hash=b"other")
+    for other in (operation(1), other_contents, operation(2, request_id="r")):
         with pytest.raises(ConflictError):
             await store.append([other])
     await store.append([operation(2), operation(3), operation(1, target_id="b", request_id="r")])
