@@ -118,6 +118,37 @@ def test_a_newer_schema_is_refused_with_what_to_do(tmp_path: Path) -> None:
         Store(tmp_path / "log.db", monotonic=lambda: 1.0)
 
 
+async def test_a_database_of_the_first_version_is_brought_up_to_date_and_keeps_what_it_has(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "log.db") as db:
+        db.executescript((Path(__file__).parents[1] / "data" / "schema_v1.sql").read_text())
+        db.execute("INSERT INTO tenants (tenant_id, name, created_at) VALUES ('t', 'alice', 0)")
+        for seq, outcome in ((1, b"ok"), (2, None)):
+            db.execute(
+                "INSERT INTO operations (target_id, seq, tenant_id, kind, body, body_hash, num_bytes, chunk_tokens,"
+                " outcome, finished_at) VALUES ('a', ?, 't', 'optim_step', x'01', x'02', 1, 16, ?, ?)",
+                (seq, outcome, 1.7e9 if outcome else None),
+            )
+        db.execute("INSERT INTO snapshots VALUES ('a', 0, 'folder', 'sha')")
+    db.close()
+    store = Store(tmp_path / "log.db", monotonic=lambda: 1.0)
+    rows = store.read("SELECT seq, outcome, finished_service_s, fetched_service_s FROM operations ORDER BY seq")
+    assert [tuple(row) for row in rows] == [(1, b"ok", 0.0, None), (2, None, None, None)]
+    assert [tuple(row) for row in store.read("SELECT * FROM snapshots")] == [("a", 0, "folder", "sha", b"")]
+    assert (await store.raise_epoch(), store.last_cycle_id(), store.service_time()) == (4, 7, 0.0)
+    await store.close()
+    fresh = Store(tmp_path / "fresh.db", monotonic=lambda: 1.0)
+    assert columns(store_path=tmp_path / "log.db") == columns(store_path=tmp_path / "fresh.db")
+    await fresh.close()
+
+
+def columns(store_path: Path) -> dict[str, set[str]]:
+    with sqlite3.connect(store_path) as db:
+        tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        found = {table: {str(row[1]) for row in db.execute(f"PRAGMA table_info({table})")} for table in tables}
+    db.close()
+    return found
+
+
 async def test_a_seq_and_a_request_id_exist_once(store: Store) -> None:
     await store.append([operation(1, request_id="r")])
     other_contents = operation(1, kind="optim_step", body_hash=b"other")
