@@ -41,7 +41,10 @@ class Sent:
     method: str
     build: Callable[[int], Any]
     """Variant to request."""
+    variant: int = 0
+    """What it asks for now. A client may change its mind about what nobody has acknowledged."""
     is_bad: bool = False
+    has_changed: bool = False
     names: list[str] = field(default_factory=list)
     """Its operations, once it was acknowledged."""
     is_acknowledged: bool = False
@@ -52,6 +55,10 @@ class Sent:
     @property
     def is_done(self) -> bool:
         return self.is_acknowledged and self.num_fetches > 0
+
+    def request(self) -> Any:
+        """What it asks for."""
+        return self.build(self.variant)
 
     def outcome(self, index: int = 0) -> ops_pb.Operation:
         """An operation's outcome."""
@@ -116,6 +123,8 @@ class Client:
         self._coordinator = coordinator
         self._changed = asyncio.Event()
         await self._set_up()
+        for sent in self._all():
+            self._change_mind(sent)
         await asyncio.gather(*(self._go(step) for step in self.script))
         while is_last and any(each.num_fetches < FETCHES for each in self._all()):
             await self._fetch_all([each for each in self._all() if each.num_fetches < FETCHES])
@@ -180,40 +189,51 @@ class Client:
     async def _send(self, sent: Sent, names: list[str]) -> None:
         method = getattr(self._coordinator.service, sent.method)
         await self._travel()
+        variant = sent.variant
         try:
-            response = await method(self.principal, sent.build(0))
+            response = await method(self.principal, sent.build(variant))
         except ServiceError as error:
-            await self._refused(sent, names, error)
+            await self._refused(sent, names, error, variant)
             return
         operations = [getattr(response, each.name) for each in response.DESCRIPTOR.fields]
         if [each.name for each in operations] != names or (
             sent.is_bad and operations[0].state != ops_pb.OPERATION_STATE_FAILED
         ):
             raise Broken(f"{sent.method} for {names} was answered with {response}")
-        self._acknowledge(sent, names)
+        self._acknowledge(sent, names, variant)
 
-    async def _refused(self, sent: Sent, names: list[str], error: ServiceError) -> None:
+    async def _refused(self, sent: Sent, names: list[str], error: ServiceError, variant: int) -> None:
         self._world.trace(f"{names[0]} is refused: {error.reason}")
         if error.retry_delay_s is not None:
             self._world.work["retryable refusals"] += 1
+            self._change_mind(sent)
             await asyncio.sleep(self._random.uniform(0, error.retry_delay_s))
         elif sent.is_bad and error.code in {Code.INVALID_ARGUMENT, Code.NOT_FOUND}:
-            self._acknowledge(sent, names)
+            self._acknowledge(sent, names, variant)
+        elif sent.has_changed and error.code is Code.ALREADY_EXISTS:
+            if not sent.is_acknowledged:
+                sent.variant = 1 - variant  # the first thought was accepted after all
         else:
             raise Broken(f"{names} was refused: {error.code.name} {error.reason} {error.message}") from error
 
-    def _acknowledge(self, sent: Sent, names: list[str]) -> None:
+    def _change_mind(self, sent: Sent) -> None:
+        """Perhaps ask for something else, as nothing was accepted as far as is known."""
+        if not sent.is_acknowledged and self._random.random() < self._manners.other:
+            self._world.faults["other contents later"] += 1
+            sent.variant, sent.has_changed = 1 - sent.variant, True
+
+    def _acknowledge(self, sent: Sent, names: list[str], variant: int) -> None:
         if self._random.random() < self._manners.drop:
             self._world.faults["answer lost"] += 1
         elif not sent.is_acknowledged:
             self._world.trace(f"{names[0]} is acknowledged")
-            sent.names, sent.is_acknowledged = names, True
+            sent.names, sent.is_acknowledged, sent.variant = names, True, variant
             self._change()
 
     async def _send_other(self, sent: Sent) -> None:
         await self._travel()
         try:
-            await getattr(self._coordinator.service, sent.method)(self.principal, sent.build(1))
+            await getattr(self._coordinator.service, sent.method)(self.principal, sent.build(1 - sent.variant))
         except ServiceError as error:
             if error.code is not Code.ALREADY_EXISTS and error.retry_delay_s is None:
                 raise Broken(f"other contents for {sent.names}: {error.code.name} {error.message}") from error
@@ -270,7 +290,7 @@ class Client:
             await asyncio.sleep(self._random.uniform(0, 0.1))
 
     async def _stream(self, sent: Sent) -> None:
-        request = sampling_pb2.StreamSampleRequest(request=sent.build(0))
+        request = sampling_pb2.StreamSampleRequest(request=sent.request())
         found: dict[str, ops_pb.Operation] = {}
         try:
             async with aclosing(

@@ -299,7 +299,7 @@ class History:
             window=random.choice((1, 3, 8)),
             drop=random.choice((0.0, 0.3)),
             repeat=random.choice((0.0, 0.3)),
-            other=random.choice((0.0, 0.2)),
+            other=random.choice((0.0, 0.3)),
             think_s=random.choice((0.001, 0.02)),
         )
         return Client(self.world, name, draw_script(random, random.randrange(3, 14)), manners)

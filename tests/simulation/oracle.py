@@ -114,7 +114,7 @@ def _follow(
             adapter.gradient = b""
             adapter.is_window_open = not has_failed
             if not has_failed:
-                request = sent.build(0)
+                request = sent.request()
                 _, adapter.chain, moments = adapter.saved[request.path]
                 adapter.moments = moments if request.with_optimizer else b""
 
@@ -124,7 +124,7 @@ def _pass(adapter: Expected, sent: Sent, kind: str, seq: int, outcome: ops_pb.Op
         if kind == "forward_backward":
             adapter.gradient, adapter.is_window_open = b"", False
         return
-    request = sent.build(0)
+    request = sent.request()
     body = training_pb2.ForwardBackwardRequest(data=request.data, loss_function=request.loss_function)
     loss, config, data = decode_pass(body.SerializeToString())
     chunks = cut_chunks([len(datum.tokens) for datum in data], MODEL.chunk_tokens)
@@ -150,7 +150,7 @@ def _pass(adapter: Expected, sent: Sent, kind: str, seq: int, outcome: ops_pb.Op
 
 
 def _step(adapter: Expected, sent: Sent, seq: int) -> None:
-    adam = sent.build(0).adam
+    adam = sent.request().adam
     params = decode_adam(_filled(adam))
     item = item_digest(OptimStepItem(op_id="", adapter_id="", prev_seq=0, seq=seq, params=params))
     adapter.chain = digest(adapter.chain, adapter.gradient, item)
@@ -164,7 +164,7 @@ def _filled(adam: object) -> bytes:
 
 
 def _check_sample(sent: Sent, chain: bytes, number: int) -> None:
-    outcome, request = sent.outcome(), sent.build(0)
+    outcome, request = sent.outcome(), sent.request()
     if outcome.state == ops_pb.OPERATION_STATE_FAILED:
         raise Wrong(f"{outcome.name} failed with {outcome.error.reason}: {outcome.error.message}")
     prompt = from_tensor(request.prompt)

@@ -30,6 +30,7 @@ FAULTS = {
     "late answer",
     "no replacement",
     "other contents",
+    "other contents later",
     "power cut",
     "process killed",
     "slow ping",
