@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(600)  # about half a minute where nobody else wants the cores
 ROOT = Path(__file__).resolve().parents[2]
 NUM_SEEDS = 250
 FAULTS = {
@@ -61,7 +62,6 @@ def figures() -> Any:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-@pytest.mark.timeout(300)
 def test_no_history_loses_doubles_or_reorders_anything(figures: Any) -> None:
     assert figures["failed"] == [], "see one again with `make sim SEED=...`"
 
