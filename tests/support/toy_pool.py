@@ -169,11 +169,13 @@ async def running_pool(
     seconds_per_batch: float = 0.0,
     time: Time | None = None,
     is_crash: bool = False,
+    connect: Callable[[Path], Any] | None = None,
     **config: Any,
 ) -> AsyncIterator[ToyPool]:
     """Start a coordinator with toy workers on a data directory, and stop it at the end.
 
-    `is_crash`: its data directory keeps nothing of what happens after the body, as if it had been killed there.
+    `connect` opens the database. `is_crash`: its data directory keeps nothing of what happens after the body, as if it
+    had been killed there.
     """
     engines: dict[str, list[ToyEngine]] = {f"w{i}": [] for i in range(num_workers)}
 
@@ -186,7 +188,7 @@ async def running_pool(
         return factory
 
     pool = LocalPool({worker_id: factory_of(worker_id) for worker_id in engines})
-    coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir, **config), pool, time)
+    coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir, **config), pool, time, connect=connect)
     await coordinator.start()
     toys = ToyPool(coordinator, engines)
     try:

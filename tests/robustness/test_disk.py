@@ -1,0 +1,87 @@
+"""SQLite over a disk that can be watched and can fail: real syncs are counted, and one of them fails."""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.errors import Code, ServiceError
+from coordinator.store import StoreBrokenError, set_pragmas
+from tests.support.apsw_connection import ApswConnection
+from tests.support.lossy_vfs import LossyVfs, sync_error
+from tests.support.toy_pool import LENGTHS, expected_chain, running_pool
+from tinkerpool.v1 import operations_pb2 as ops_pb
+
+SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
+
+
+@pytest.fixture
+def vfs() -> Iterator[LossyVfs]:
+    vfs = LossyVfs("watched", random.Random(0))
+    yield vfs
+    vfs.unregister()
+
+
+def connect_over(vfs: LossyVfs) -> Callable[[Path], Any]:
+    """What opens a database on it, as the store needs it."""
+
+    def connect(path: Path) -> Any:
+        connection: Any = ApswConnection(path, vfs=vfs.name)
+        set_pragmas(connection)
+        return connection
+
+    return connect
+
+
+async def test_a_step_costs_two_syncs_and_never_three(tmp_path: Path, vfs: LossyVfs) -> None:
+    """Of the files below the database, whoever asks for them."""
+    async with running_pool(tmp_path, connect=connect_over(vfs)) as pool:
+        adapter = await pool.adapter()
+        for step in range(20):
+            before = vfs.num_operations["sync"]
+            names = await asyncio.gather(
+                pool.forward_backward(adapter, 2 * step + 1, *LENGTHS), pool.optim_step(adapter, 2 * step + 2)
+            )
+            await pool.wait(*names)
+            assert 1 <= vfs.num_operations["sync"] - before <= 2
+
+
+async def test_a_sync_that_fails_ends_the_coordinator_and_the_next_one_finds_all_that_was_acknowledged(
+    tmp_path: Path, vfs: LossyVfs
+) -> None:
+    """It is not tried again: that would succeed, and say nothing about what the first one lost."""
+    failed_syncs: list[str] = []
+
+    def fail(operation: str, file: str) -> None:
+        if operation == "sync":
+            failed_syncs.append(file)
+            raise sync_error()
+
+    async with running_pool(tmp_path, is_crash=True, connect=lambda path: ApswConnection(path, vfs=vfs.name)) as pool:
+        adapter = await pool.adapter()
+        spec = pool.coordinator.core.adapters[adapter].spec
+        acknowledged = [await pool.forward_backward(adapter, 1, *LENGTHS), await pool.optim_step(adapter, 2)]
+        before = await pool.wait(*acknowledged)
+        vfs.on_operation = fail
+        with pytest.raises(ServiceError) as refused:
+            await pool.forward_backward(adapter, 3, *LENGTHS)
+        with pytest.raises(StoreBrokenError, match=r"the disk of .* fails"):
+            await asyncio.wait_for(pool.coordinator.failed(), 5)
+        assert not pool.coordinator.health()
+        with pytest.raises(ServiceError):
+            await pool.forward_backward(adapter, 3, *LENGTHS)
+        assert len(failed_syncs) == 1
+        vfs.on_operation = lambda operation, file: None
+    assert refused.value.code in (Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE)
+    assert refused.value.retry_delay_s
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        assert await pool.wait(*acknowledged) == before
+        passed, stepped = await pool.wait(
+            await pool.forward_backward(adapter, 3, *LENGTHS), await pool.optim_step(adapter, 4)
+        )
+        assert (passed.state, stepped.state) == (SUCCEEDED, SUCCEEDED)
+        assert pool.chain(adapter) == expected_chain(spec, [((1,), 2), ((3,), 4)])
