@@ -1,8 +1,9 @@
 """A pool of processes for `chaos.py`: `tinkerpool serve` as an operator starts it, and as nobody should end it.
 
 Knows processes, files and the status of the pool; not who trains there, nor when something is killed. Touches no
-process but its own: the coordinator that it started, workers that this coordinator named, and what those left behind,
-known by the folder for temporary files that is theirs alone.
+process but its own: the coordinator that it started, and workers that this coordinator named. What a killed coordinator
+leaves behind is its next life's to remove; that it did is checked at the end, by the folder for temporary files that is
+theirs alone.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 5.0
 POLL_S = 0.05
-WORKER_NAME = "ray::EngineAct"
-"""What Ray calls the process of a worker; the kernel keeps 15 letters."""
+LEFTOVERS_S = 10.0
+"""How long what a pool has told to end may take."""
 PORTS = range(20_000, 30_000)
 """Below those that the kernel gives away by itself: nobody takes ours while the coordinator is dead."""
 
@@ -89,7 +90,7 @@ class ServedPool:
         if (pid := background.running_pid(self.data_dir)) is not None:
             os.kill(pid, signal.SIGKILL)
             wait_until(lambda: background.running_pid(self.data_dir) is None, STOP_TIMEOUT_S)
-        self.end_leftovers()
+        self._temp_dir.mkdir(mode=0o700, exist_ok=True)
         self.failpoints.mkdir(exist_ok=True)
         for file in self.failpoints.iterdir():
             file.unlink()
@@ -162,7 +163,8 @@ class ServedPool:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        self.end_leftovers()
+        if process is not None:
+            self._check_nothing_left()
         shutil.rmtree(self._temp_dir, ignore_errors=True)
 
     def workers(self) -> list[Worker]:
@@ -215,18 +217,6 @@ class ServedPool:
         """Whether somebody has died there since it was armed."""
         return (self.failpoints / f"{point}.hit").exists()
 
-    def end_leftovers(self) -> None:
-        """End what a killed coordinator left: Ray's agents live on for a minute, and its temporary files for ever.
-
-        Not the workers: that those end by themselves is for others to check.
-        """
-        for pid, name in self._family():
-            if not name.startswith(WORKER_NAME):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(self._temp_dir, ignore_errors=True)
-        self._temp_dir.mkdir(mode=0o700, exist_ok=True)
-
     def last_words(self) -> str:
         """The end of the log."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
@@ -242,6 +232,14 @@ class ServedPool:
 
     def _pool_stub(self) -> pool_pb2_grpc.PoolServiceStub:
         return pool_pb2_grpc.PoolServiceStub(self.channel())
+
+    def _check_nothing_left(self) -> None:
+        """Raises Violation if anything of any life of the pool outlives its last one, which has ended in order."""
+        wait_until(lambda: not any(self._family()), LEFTOVERS_S)
+        if left := sorted(f"{name} ({pid})" for pid, name in self._family()):
+            raise Violation(f"the pool has stopped and left processes behind: {', '.join(left)}")
+        if folders := [path.name for path in self._temp_dir.iterdir() if path.name.startswith("tinkerpool-")]:
+            raise Violation(f"the pool has stopped and left folders behind in {self._temp_dir}: {', '.join(folders)}")
 
     def _family(self) -> Iterator[tuple[int, str]]:
         """Pid and name of the processes that were started with our folder for temporary files."""
