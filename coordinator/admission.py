@@ -16,10 +16,11 @@ from google.protobuf.message import Message
 from coordinator.batches import service_error
 from coordinator.bodies import digest, serialize
 from coordinator.config import Limits
+from coordinator.database import ConflictError, Row, StorageError
 from coordinator.errors import Code, ServiceError, invalid
 from coordinator.operations import Chunk, Kind, Operation
 from coordinator.queue import AdapterQueue, window_closed
-from coordinator.store import ConflictError, OperationRow, Row, StorageError, Store
+from coordinator.store import OperationRow, Store
 from coordinator.waiting import OperationTable
 from tinkerpool.v1 import operations_pb2 as ops_pb
 

@@ -13,8 +13,9 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from coordinator.database import Row
 from coordinator.errors import Code, ServiceError, invalid, not_found
-from coordinator.store import Row, Store
+from coordinator.store import Store
 from tinkerpool.names import is_tenant_name
 
 _KEY = re.compile(r"(?:tml-)?tp_([a-z0-9]{12})_([A-Za-z0-9_-]{43})")

@@ -21,13 +21,14 @@ from coordinator.batches import BatchBuilder
 from coordinator.clock import SystemTime, Time, within
 from coordinator.config import CoordinatorConfig
 from coordinator.cycle import CycleLoop
+from coordinator.database import Connection, StorageError
 from coordinator.disk import Disk, RealDisk
 from coordinator.queue import AdapterQueue
 from coordinator.running import finished_row
 from coordinator.sampling import Sampling
 from coordinator.saving import Saver
 from coordinator.sessions import SessionTable
-from coordinator.store import Connection, StorageError, Store
+from coordinator.store import Store
 from coordinator.suspects import Suspects
 from coordinator.waiting import OperationTable
 from tinkerpool.v1 import operations_pb2 as ops_pb

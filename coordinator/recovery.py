@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from coordinator.admission import operation_of_row
 from coordinator.bodies import decode_pass
+from coordinator.database import Row
 from coordinator.operations import Kind, Operation, cut_chunks
 from coordinator.planner import FairState, Share
 from coordinator.queue import AdapterQueue
-from coordinator.store import Row, Store
+from coordinator.store import Store
 from workers.messages import AdapterSpec
 
 

@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from coordinator.batches import service_error, worker_died
 from coordinator.bodies import decode_sample
 from coordinator.config import CoordinatorConfig
+from coordinator.database import Row
 from coordinator.errors import Code, ServiceError
 from coordinator.operations import Operation, item_error
 from coordinator.running import finished_row
 from coordinator.saving import Saver
-from coordinator.store import CycleCommit, Row, Store
+from coordinator.store import CycleCommit, Store
 from coordinator.suspects import Suspects
 from coordinator.waiting import OperationTable
 from tinkerpool.convert import to_tensor

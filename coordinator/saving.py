@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from coordinator.batches import save_path, save_request
+from coordinator.database import StorageError, StoreBrokenError
 from coordinator.disk import Disk
 from coordinator.errors import Code, ServiceError
 from coordinator.files import Saved, StateFiles
 from coordinator.operations import Operation
 from coordinator.queue import AdapterQueue
-from coordinator.store import CycleCommit, SnapshotRow, StorageError, Store, StoreBrokenError
+from coordinator.store import CycleCommit, SnapshotRow, Store
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2
 from workers.messages import AdapterState, ItemResult, ModelInfo

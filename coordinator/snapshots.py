@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from coordinator.bodies import serialize
 from coordinator.clock import Time
+from coordinator.database import StorageError
 from coordinator.queue import AdapterQueue
 from coordinator.saving import Saver
-from coordinator.store import StorageError
 from workers.messages import AdapterState, ItemResult
 
 logger = logging.getLogger(__name__)

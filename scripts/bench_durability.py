@@ -25,10 +25,10 @@ import numpy as np
 
 from coordinator.config import CoordinatorConfig
 from coordinator.coordinator import Coordinator
+from coordinator.database import Connection, open_connection
 from coordinator.disk import RealDisk
 from coordinator.grpc_server import GrpcConfig, GrpcDoor
 from coordinator.models import DEFAULT_MODEL, resolve_model
-from coordinator.store import Connection, open_connection
 from tinkerpool import ServiceClient, types
 from workers.pool import PoolConfig, make_pool
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from coordinator.auth import Authenticator, Principal
 from coordinator.bodies import check_metadata, serialize
 from coordinator.core import Core
+from coordinator.database import ConflictError, Row, StorageError
 from coordinator.errors import Code, ServiceError, invalid
 from coordinator.queue import AdapterQueue
 from coordinator.service.base import (
@@ -21,7 +22,7 @@ from coordinator.service.base import (
     uninterrupted,
 )
 from coordinator.sessions import Session
-from coordinator.store import ConflictError, Row, SnapshotRow, StorageError
+from coordinator.store import SnapshotRow
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2 as pb
 from tinkerpool.v1 import operations_pb2 as ops_pb

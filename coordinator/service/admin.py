@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from coordinator.auth import Principal
+from coordinator.database import Row
 from coordinator.errors import Code, ServiceError
 from coordinator.service.base import UseCases, timestamp, uninterrupted
-from coordinator.store import Row
 from tinkerpool.v1 import pool_pb2 as pb
 
 

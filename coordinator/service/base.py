@@ -11,10 +11,10 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from coordinator.auth import Authenticator, Principal
 from coordinator.core import Core
+from coordinator.database import Row
 from coordinator.errors import Code, ServiceError, invalid, not_found
 from coordinator.queue import AdapterQueue
 from coordinator.sessions import Session
-from coordinator.store import Row
 from tinkerpool.v1.adapters_pb2 import CreateAdapterRequest
 from tinkerpool.v1.sampling_pb2 import CreateSamplerRequest
 from workers.messages import ModelInfo

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from coordinator.auth import Principal
+from coordinator.database import Row
 from coordinator.service.base import UseCases, metadata_of, timestamp, uninterrupted
-from coordinator.store import Row
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as pb
 

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 from coordinator.admission import Draft
 from coordinator.auth import Principal
 from coordinator.bodies import canonical_sample, serialize
+from coordinator.database import ConflictError, Row
 from coordinator.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations import Chunk, Kind, Operation
 from coordinator.sampling import Event
 from coordinator.service.base import UseCases, check_index, request_id_taken, uninterrupted
 from coordinator.sessions import Session
-from coordinator.store import ConflictError, Row
 from tinkerpool import names
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2 as pb

@@ -7,8 +7,8 @@ import uuid
 
 from coordinator.auth import Principal
 from coordinator.bodies import LOSS_RULES, check_metadata
+from coordinator.database import ConflictError, Row
 from coordinator.service.base import UseCases, metadata_of, timestamp, uninterrupted
-from coordinator.store import ConflictError, Row
 from coordinator.version import VERSION
 from tinkerpool.v1 import sessions_pb2 as pb
 

@@ -20,10 +20,10 @@ from unittest import mock
 
 import apsw
 
-from coordinator import store as coordinator_store
+from coordinator import database as coordinator_database
 from coordinator.config import CoordinatorConfig
 from coordinator.coordinator import Coordinator
-from coordinator.store import Connection, StorageError, set_pragmas
+from coordinator.database import Connection, StorageError, set_pragmas
 from tests.simulation.client import Broken, Client, Manners
 from tests.simulation.disk import SimDisk
 from tests.simulation.loop import Crash, Deadlock, SimLoop, TooLong
@@ -134,7 +134,7 @@ class History:
         front = SimPoolFront(self._pool, lambda: coordinator.core.epoch)
         coordinator = Coordinator(self._config, front, time, connect=self._connect, disk=self._disk)
         self._arm()
-        patch = mock.patch.object(coordinator_store, "CHECKPOINT_COMMITS", self._checkpoint_commits)
+        patch = mock.patch.object(coordinator_database, "CHECKPOINT_COMMITS", self._checkpoint_commits)
         patch.start()
         try:
             loop.run_until_complete(self._serve(coordinator))

@@ -14,7 +14,7 @@ PACKAGES = ("tinkerpool", "workers", "coordinator")
 
 # library -> the only files that may import it
 CONFINED = {
-    "sqlite3": ["coordinator/store.py"],
+    "sqlite3": ["coordinator/database.py"],
     "ray": ["workers/ray_*.py", "workers/actor.py"],
     "grpc": ["coordinator/grpc_*.py", "tinkerpool/client/transport.py", "tinkerpool/*_pb2_grpc.py"],
     "grpc_health": ["coordinator/grpc_*.py"],

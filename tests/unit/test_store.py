@@ -9,15 +9,9 @@ from typing import Any
 
 import pytest
 
+from coordinator.database import ConflictError, StorageError
 from coordinator.schema import SCHEMA_VERSION
-from coordinator.store import (
-    ConflictError,
-    CycleCommit,
-    OperationRow,
-    SnapshotRow,
-    StorageError,
-    Store,
-)
+from coordinator.store import CycleCommit, OperationRow, SnapshotRow, Store
 
 
 @pytest.fixture
