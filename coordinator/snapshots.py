@@ -67,7 +67,7 @@ class Snapshots:
 
     def can_take(self, adapter: AdapterQueue) -> bool:
         """Whether the adapter's copy stands where a snapshot may be, ahead of its last one."""
-        if adapter.adapter_id in self._writing or self._time.monotonic() < self._retry_at.get(adapter.adapter_id, 0.0):
+        if adapter.adapter_id in self._writing:
             return False
         return bool(adapter.worker_id) and adapter.placed_seq > adapter.snapshot_seq and adapter.is_between_operations
 
@@ -121,7 +121,7 @@ class Snapshots:
             is_time = total_s > self._replay_s_max / 2 and self._is_cheap(adapter) and not adapter.has_pending_gradient
             if not (is_long or is_late or is_time):
                 continue
-            if self.can_take(adapter):
+            if self.can_take(adapter) and self._time.monotonic() >= self._retry_at.get(adapter.adapter_id, 0.0):
                 due.append(adapter)
                 total_s -= adapter.engine_s_since_snapshot
         return due
