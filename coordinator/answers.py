@@ -26,6 +26,10 @@ REINSTALLS_MAX = 5
 """How often in a row an adapter's copy may be found out of order before its operations are failed."""
 
 
+MAY_PASS = {ErrorCode.OUT_OF_MEMORY, ErrorCode.INTERNAL}
+"""Failures of a replay that say nothing about what is replayed."""
+
+
 class Answers:
     """Takes in the answers for the adapters of one base model."""
 
@@ -52,11 +56,11 @@ class Answers:
         if operation is None:
             self._snapshots.take(adapter, result)
             return
-        self._num_reinstalls.pop(adapter.adapter_id, None)
         is_last = not isinstance(item, PassItem) or item.chunk_index == item.num_chunks - 1
         if operation.is_final:
             self._take_in_replay(adapter, operation, result, is_last=is_last)
         else:
+            self._num_reinstalls.pop(adapter.adapter_id, None)
             operation.parts.append(result)
             operation.next_chunk += 1
             if operation.kind.needs_open_window and adapter.window_error is not None:
@@ -94,7 +98,9 @@ class Answers:
         self, adapter: AdapterQueue, operation: Operation, result: ItemResult, *, is_last: bool
     ) -> None:
         operation.next_chunk = 0 if is_last else operation.next_chunk + 1
-        if result.error is not None:
+        if result.error is not None and result.error.code in MAY_PASS:
+            self._found_out_of_order(adapter, result)
+        elif result.error is not None:
             self.give_up(adapter, _replay_differs(adapter, operation, str(result.error)))
         elif is_last:
             operation.drop_body()
@@ -102,6 +108,7 @@ class Answers:
 
     async def _succeed(self, cycle: Running, adapter: AdapterQueue, operation: Operation, result: ItemResult) -> None:
         operation.is_running = False
+        operation.is_deciding = True
         match operation.kind:
             case Kind.FORWARD | Kind.FORWARD_BACKWARD:
                 fill_pass(operation, cycle.cycle_id)
@@ -125,7 +132,10 @@ class Answers:
                 raise AssertionError(f"{operation.kind} is not an operation on an adapter")
 
     def _found_out_of_order(self, adapter: AdapterQueue, result: ItemResult) -> None:
-        """The worker's fence held: its copy is not where we believe. Install it anew, unless that never helps."""
+        """The copy is not where we believe, or cannot be brought there now. Install it anew, unless that never helps.
+
+        What the worker says of it is in the log.
+        """
         if not adapter.worker_id:
             return
         logger.warning("%s: %s", adapter.adapter_id, result.error)

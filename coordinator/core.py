@@ -340,7 +340,7 @@ class Core:
 
     def _lose(self, loop: CycleLoop, worker_id: str) -> None:
         """Let everybody know that a worker is gone, and suspect who was on it."""
-        operations = loop.running_on(worker_id)
+        operations = [o for o in loop.running_on(worker_id) if o.target_id in loop.adapters]
         samples = self.sampling.running_on(worker_id)
         names = {operation.target_id for operation in operations}.union(samples)
         by_name = {operation.name: operation for operation in operations}
@@ -372,6 +372,10 @@ class Core:
                 worker = await self.pool.replace(worker_id)
             except WorkerLost as error:
                 logger.error("worker %s does not start again: %s; trying on", worker_id, error)
+                for loop in self.loops.values():
+                    loop.suspects.wait(
+                        is_waiting=False
+                    )  # who runs beside them is at risk; who waits would do so for ever
         logger.warning("worker %s replaced by %s", worker_id, worker.incarnation)
         self._replacing.discard(worker_id)
         self.loops[worker.model.name].worker_is_back(worker_id)

@@ -92,14 +92,19 @@ class CycleLoop:
         self._publish = publish
         self._ready: dict[str, AdapterQueue] = {}
         self._last_cycle: dict[str, int] = {}
-        self._is_idle = asyncio.Event()
+        self._is_over = False
+        self._is_idle, self._has_ended = asyncio.Event(), asyncio.Event()
         self._is_idle.set()
+        self._has_ended.set()
 
     async def run(self) -> None:
         """Cycle after cycle, until `stop`. Raises what makes going on unsafe (a failed commit)."""
+        self._has_ended.clear()
         try:
             while True:
                 await self.clock.next_cycle(self._is_ready, self._ready_tenants, self._is_full)
+                if self._is_over:
+                    return
                 self._is_idle.clear()
                 cycle, plan = self._plan()
                 self._log(cycle, plan)
@@ -109,6 +114,7 @@ class CycleLoop:
                 self._is_idle.set()
         finally:
             self._is_idle.set()
+            self._has_ended.set()
 
     async def stop(self) -> None:
         """Begin no more operations, and wait for the running cycle and for what has been run in part."""
@@ -119,6 +125,9 @@ class CycleLoop:
             self.clock.notify()
             await asyncio.sleep(STOP_POLL_S)
             await self._is_idle.wait()
+        self._is_over = True
+        self.clock.notify()
+        await self._has_ended.wait()
 
     @property
     def is_stuck(self) -> bool:
@@ -138,6 +147,7 @@ class CycleLoop:
         self._last_cycle.pop(adapter.adapter_id, None)
         self.suspects.clear(adapter.adapter_id)
         await self._is_idle.wait()
+        self.suspects.clear(adapter.adapter_id)  # its worker may have died meanwhile
         self._snapshots.forget(adapter.adapter_id)
 
     def running_on(self, worker_id: str) -> list[Operation]:
@@ -183,6 +193,8 @@ class CycleLoop:
         self._snapshots.settle(self.adapters)
         for adapter in self.adapters.values():
             adapter.settle()
+            self._ready[adapter.adapter_id] = adapter
+        await self._commit(Running(0, self._time.wall(), self._time.monotonic()))  # what has been decided since
         ahead = [adapter for adapter in self.adapters.values() if self._snapshots.can_take(adapter)]
         for start in range(0, len(ahead), SNAPSHOTS_AT_ONCE):
             await self._take_snapshots(ahead[start : start + SNAPSHOTS_AT_ONCE])
@@ -192,6 +204,8 @@ class CycleLoop:
     # ---- plan
 
     def _is_ready(self) -> bool:
+        if self._is_over:
+            return True
         self._snapshots.settle(self.adapters)
         if not self.workers():
             return False
@@ -322,6 +336,8 @@ class CycleLoop:
             return False  # its copy was lost since the plan was made
         try:
             install = await asyncio.to_thread(self._builder.installer(adapter))
+            if worker_id in self.dead_workers:
+                return False
         except ServiceError as error:
             self._answers.give_up(adapter, error)
             return False
@@ -339,7 +355,7 @@ class CycleLoop:
 
     async def _commit(self, cycle: Running) -> frozenset[str]:
         """Make true what the cycle did. Returns the adapters of which something ran whose append had failed."""
-        self._dispatch.expect(0.0)
+        self._dispatch.watch(0.0)
         for adapter in list(self._ready.values()):
             adapter.settle()
             cycle.finished += adapter.decided
@@ -355,7 +371,7 @@ class CycleLoop:
         lost: frozenset[str] = frozenset()
         if commit.cycle_id or commit.finished:
             lost = await self._store.persist(commit)
-        self._dispatch.expect()
+        self._dispatch.rest()
         for operation in cycle.finished:
             if operation.target_id in lost:
                 operation.undecide()
@@ -386,9 +402,10 @@ class CycleLoop:
     async def _take_snapshots(self, adapters: Iterable[AdapterQueue]) -> None:
         work = Work()
         for adapter in adapters:
+            self._snapshots.begin(adapter)
             work.add(adapter, None, self._builder.snapshot_item(adapter))
         await self._run_work(Running(0, self._time.wall(), self._time.monotonic()), work)
-        self._dispatch.expect()
+        self._snapshots.end()
 
     def _message(self, cycle: Running) -> pool_pb2.Cycle:
         message = pool_pb2.Cycle(

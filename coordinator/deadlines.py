@@ -7,7 +7,7 @@ that is stopped or cut off is found sooner, by its pings.
 
 from __future__ import annotations
 
-from workers.messages import Batch, PassItem
+from workers.messages import Batch, LoadItem, PassItem, SaveItem
 
 FLOOR_S = 8.0
 """Also an empty batch may take this long."""
@@ -17,6 +17,8 @@ UNKNOWN_S = 600.0
 """What a batch may take while nothing is known of its size, or its worker has not answered one before."""
 ALONE_FACTOR = 4.0
 """How many times longer a batch may take for each worker that has died of it alone: it may just be slow."""
+BYTES_PER_S, SAVE_S = 20e6, 5.0
+"""How slowly states may travel to a worker, and how long one may take to be handed out."""
 MEMORY = 0.8
 """Weight of what was known before against what a batch shows."""
 TOKENS_MIN = 64
@@ -32,21 +34,23 @@ class Deadlines:
         """Mean length of the sequences that this price comes from."""
         self._is_rough = True
         """It comes from batches with too few tokens, or from none."""
-        self._warm: set[str] = set()
-        """Lives that have answered a batch: loading kernels and memory is behind them."""
+        self._last_s: dict[str, float] = {}
+        """What the last batch of each life took that has answered one: loading kernels and memory is behind it."""
 
     def allowed_s(self, batch: Batch, incarnation: str, deaths_alone: int = 0) -> float:
         """Seconds until the worker's answer must be there."""
         num_tokens, length = _size(batch)
-        if incarnation not in self._warm or (num_tokens and not self._s_per_token):
+        if incarnation not in self._last_s or (num_tokens and not self._s_per_token):
             return UNKNOWN_S
         predicted = num_tokens * self._s_per_token * max(1.0, length / self._length if self._length else 1.0)
-        return (FLOOR_S + FACTOR * predicted) * ALONE_FACTOR**deaths_alone
+        # Decoding gets as long as the batch before took, so this one may first wait that long.
+        waiting = self._last_s[incarnation] + _state_bytes(batch) / BYTES_PER_S + SAVE_S * _num_saves(batch)
+        return (FLOOR_S + FACTOR * predicted + waiting) * ALONE_FACTOR**deaths_alone
 
     def observe(self, batch: Batch, incarnation: str, seconds: float) -> None:
         """A batch was answered after this time."""
-        is_first = incarnation not in self._warm
-        self._warm.add(incarnation)
+        is_first = incarnation not in self._last_s
+        self._last_s[incarnation] = 0.0 if is_first else seconds
         num_tokens, length = _size(batch)
         is_rough = num_tokens < TOKENS_MIN
         if not num_tokens or (is_first and self._s_per_token) or (is_rough and not self._is_rough):
@@ -58,7 +62,16 @@ class Deadlines:
 
     def forget(self, incarnation: str) -> None:
         """That life has ended."""
-        self._warm.discard(incarnation)
+        self._last_s.pop(incarnation, None)
+
+
+def _state_bytes(batch: Batch) -> int:
+    states = [install.state for install in batch.installs] + [i.state for i in batch.items if isinstance(i, LoadItem)]
+    return sum(len(s.weights) + len(s.optimizer or b"") + len(s.gradient or b"") for s in states if s is not None)
+
+
+def _num_saves(batch: Batch) -> int:
+    return sum(isinstance(item, SaveItem) for item in batch.items)
 
 
 def _size(batch: Batch) -> tuple[int, float]:

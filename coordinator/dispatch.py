@@ -59,9 +59,13 @@ class Dispatch:
         """The present cycle has not come on for longer than it may."""
         return self._time.monotonic() > self._overdue_at
 
-    def expect(self, seconds: float = math.inf) -> None:
-        """The cycle must come on within this time and some more; the default ends the expectation."""
+    def watch(self, seconds: float) -> None:
+        """The cycle must come on within this time and some more."""
         self._overdue_at = self._time.monotonic() + seconds + OVERDUE_S
+
+    def rest(self) -> None:
+        """Nothing is waited for that has a time."""
+        self._overdue_at = math.inf
 
     def running_on(self, worker_id: str) -> list[Operation]:
         """What the worker has of the present phase, and has not answered."""
@@ -82,13 +86,19 @@ class Dispatch:
             worker_id: [operation for _, operation, _ in entries if operation is not None]
             for worker_id, entries in work.items.items()
         }
+        allowed = {
+            worker_id: self._allowed_s(worker_id, lives.get(worker_id, ""), batch)
+            for worker_id, batch in batches.items()
+        }
+        self.watch(max(allowed.values(), default=0.0))
         answers = await asyncio.gather(
             *(
-                self._run_batch(worker_id, lives.get(worker_id, ""), batch, is_first=index == 0)
+                self._run_batch(worker_id, lives.get(worker_id, ""), batch, allowed[worker_id], is_first=index == 0)
                 for index, (worker_id, batch) in enumerate(batches.items())
             ),
             return_exceptions=True,
         )
+        self.rest()
         results: list[tuple[Entry, ItemResult]] = []
         for worker_id, answer in zip(batches, answers, strict=True):
             if isinstance(answer, BatchResult):
@@ -103,13 +113,16 @@ class Dispatch:
                 raise answer
         return results
 
-    async def _run_batch(self, worker_id: str, incarnation: str, batch: Batch, *, is_first: bool) -> BatchResult:
+    def _allowed_s(self, worker_id: str, incarnation: str, batch: Batch) -> float:
+        deaths = max((self._suspects.deaths(o.name) for o in self.running_on(worker_id)), default=0)
+        return self._deadlines.allowed_s(batch, incarnation, deaths)
+
+    async def _run_batch(
+        self, worker_id: str, incarnation: str, batch: Batch, allowed_s: float, *, is_first: bool
+    ) -> BatchResult:
         """A worker's answer, if it comes in time. Raises WorkerLost."""
         if not is_first:
             failpoint("dispatch.partial")
-        deaths = max((self._suspects.deaths(o.name) for o in self.running_on(worker_id)), default=0)
-        allowed_s = self._deadlines.allowed_s(batch, incarnation, deaths)
-        self.expect(allowed_s)
         began = self._time.monotonic()
         try:
             answer = await within(allowed_s, self._pool.run(worker_id, batch))

@@ -92,6 +92,8 @@ class Operation:
     parts: list[ItemResult] = field(default_factory=list)
     """Results of those chunks."""
     is_running: bool = False
+    is_deciding: bool = False
+    """It has run, and its state is being written: nobody else decides it, whatever happens to its worker."""
     is_durable: bool = False
     """The append has committed."""
     is_withdrawn: bool = False

@@ -85,6 +85,12 @@ class AdapterQueue:
         return not self.is_replaying and (first is None or not first.next_chunk)
 
     @property
+    def is_as_committed(self) -> bool:
+        """What came after the copy's last operation is committed: what the window is, the log says too."""
+        since = (self.operations.get(seq) for seq in range(self.placed_seq, self.cursor + 1))
+        return not self.decided and all(operation is None or operation.is_committed for operation in since)
+
+    @property
     def has_pending_gradient(self) -> bool:
         """The copy's gradient is not empty, as far as is known here."""
         for seq in range(self.cursor, self.snapshot_seq, -1):
@@ -140,7 +146,7 @@ class AdapterQueue:
         self.damage = self.damage or error
         self.lose_copy()
         for operation in self.operations.values():
-            if not operation.is_final:
+            if not operation.is_final and not operation.is_deciding:
                 operation.fail(self.damage)
                 self.decided.append(operation)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -28,8 +29,8 @@ logger = logging.getLogger(__name__)
 LOGGED_OPERATIONS_MAX = 1000
 """Operations since its snapshot after which an adapter is snapshotted, however cheap they were: memory is bounded."""
 WRITING_SHARE_MAX = 0.1
-RETRY_S = 5.0
-"""How long an adapter is left alone after a snapshot of it has failed."""
+RETRY_S, RETRY_S_MAX = 5.0, 300.0
+"""How long an adapter is left alone after a snapshot of it has failed; twice as long each time, and the most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,9 @@ class Snapshots:
         self._cost_s: dict[str, float] = {}
         """Adapter to seconds that its last snapshot took to write."""
         self._retry_at: dict[str, float] = {}
+        self._num_failures: Counter[str] = Counter()
+        self._asked: dict[str, tuple[AdapterQueue, bytes]] = {}
+        """Adapters that are being asked for their states, and how their gradient windows stood."""
 
     def due(self, adapters: Iterable[AdapterQueue], lost: Collection[str]) -> list[AdapterQueue]:
         """Those to snapshot now; of `lost` ones something ran that was never logged. Call between operations."""
@@ -69,7 +73,18 @@ class Snapshots:
         """Whether the adapter's copy stands where a snapshot may be, ahead of its last one."""
         if adapter.adapter_id in self._writing:
             return False
-        return bool(adapter.worker_id) and adapter.placed_seq > adapter.snapshot_seq and adapter.is_between_operations
+        is_ahead = bool(adapter.worker_id) and adapter.placed_seq > adapter.snapshot_seq
+        return is_ahead and adapter.is_between_operations and adapter.is_as_committed
+
+    def begin(self, adapter: AdapterQueue) -> None:
+        """Its copy is asked for its state as it is now."""
+        window_error = serialize(adapter.window_error) if adapter.window_error is not None else b""
+        self._asked[adapter.adapter_id] = adapter, window_error
+
+    def end(self) -> None:
+        """Whoever has not answered died over it."""
+        for adapter, _ in list(self._asked.values()):
+            self.failed(adapter, "its worker was lost")
 
     def take(self, adapter: AdapterQueue, result: ItemResult) -> None:
         """Write down what a worker has handed out, beside whatever else happens.
@@ -79,14 +94,17 @@ class Snapshots:
         if result.state is None:
             self.failed(adapter, str(result.error))
             return
-        window_error = serialize(adapter.window_error) if adapter.window_error is not None else b""
+        _, window_error = self._asked.pop(adapter.adapter_id)
         writing = self._write(adapter, result.state, window_error, adapter.engine_s_since_snapshot)
         self._writing[adapter.adapter_id] = asyncio.get_running_loop().create_task(writing)
 
     def failed(self, adapter: AdapterQueue, reason: str) -> None:
         """There is none this time."""
         logger.warning("no snapshot of %s: %s", adapter.adapter_id, reason)
-        self._retry_at[adapter.adapter_id] = self._time.monotonic() + RETRY_S
+        self._asked.pop(adapter.adapter_id, None)
+        self._num_failures[adapter.adapter_id] += 1
+        pause_s = min(RETRY_S_MAX, RETRY_S * 2 ** (self._num_failures[adapter.adapter_id] - 1))
+        self._retry_at[adapter.adapter_id] = self._time.monotonic() + pause_s
 
     def is_unsettled(self, adapter_id: str) -> bool:
         """A snapshot of it may be durable, and the queue does not know: it must not be installed from the one before,
@@ -111,14 +129,17 @@ class Snapshots:
         """The adapter was deleted."""
         self._cost_s.pop(adapter_id, None)
         self._retry_at.pop(adapter_id, None)
+        self._num_failures.pop(adapter_id, None)
 
     def _due_on_worker(self, resident: list[AdapterQueue]) -> list[AdapterQueue]:
         due = []
         total_s = sum(a.engine_s_since_snapshot for a in resident if a.adapter_id not in self._writing)
         for adapter in sorted(resident, key=lambda a: a.engine_s_since_snapshot, reverse=True):
-            is_long = len(adapter.operations) > LOGGED_OPERATIONS_MAX
-            is_late = total_s > self._replay_s_max
-            is_time = total_s > self._replay_s_max / 2 and self._is_cheap(adapter) and not adapter.has_pending_gradient
+            is_long = adapter.placed_seq - adapter.snapshot_seq > LOGGED_OPERATIONS_MAX
+            is_much = adapter.engine_s_since_snapshot * 2 * len(resident) >= self._replay_s_max  # the rest: half of it
+            is_late = is_much and total_s > self._replay_s_max
+            is_good_time = self._is_cheap(adapter) and not adapter.has_pending_gradient
+            is_time = is_much and total_s > self._replay_s_max / 2 and is_good_time
             if not (is_long or is_late or is_time):
                 continue
             if self.can_take(adapter) and self._time.monotonic() >= self._retry_at.get(adapter.adapter_id, 0.0):
@@ -140,6 +161,7 @@ class Snapshots:
             if replaced is not None:
                 self._durable.append(_Durable(adapter, state.applied_seq, window_error, replay_s, replaced))
             self._cost_s[adapter.adapter_id] = self._time.monotonic() - began
+            self._num_failures.pop(adapter.adapter_id, None)
         finally:
             del self._writing[adapter.adapter_id]
             self._on_written()

@@ -61,7 +61,8 @@ class OperationUseCases(UseCases):
 
     def _cancel_queued(self, operation: Operation) -> None:
         adapter = self._core.adapters.get(operation.target_id)
-        if adapter is None or operation.is_final or operation.is_running or operation.next_chunk:
+        has_begun = operation.is_running or operation.is_deciding or bool(operation.next_chunk)
+        if adapter is None or operation.is_final or has_begun:
             return
         operation.fail(pb.OperationError(code=1, reason="CANCELLED", message=f"{operation.name} was cancelled"))
         adapter.decided.append(operation)

@@ -11,8 +11,10 @@ import pytest
 from coordinator import deadlines
 from tests.support.toy_pool import ToyPool, pass_request, running_pool
 from tests.toy_engine import KILL_TOKEN
+from tinkerpool.v1 import adapters_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.messages import Batch, BatchResult, PassItem
+from workers.pool import WorkerLost
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
 
@@ -125,3 +127,43 @@ async def test_a_worker_that_hangs_in_a_batch_is_replaced_at_its_deadline(
         is_over.set()
         assert [each.state for each in done] == [SUCCEEDED] * 2
         assert len(pool.engines["w0"]) == 2
+
+
+async def test_an_adapter_deleted_while_its_worker_dies_keeps_nobody_waiting(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        doomed, other = await pool.adapter(), await pool.adapter("bob")
+        await pool.wait(await pool.forward_backward(other, 1, 5, tenant="bob"), tenant="bob")
+        pool.hold()
+        await submit_poison(pool, doomed, 1)
+        request = adapters_pb2.DeleteAdapterRequest(adapter_id=doomed)
+        deletion = asyncio.create_task(pool.service.delete_adapter(await pool.principal(), request))
+        await asyncio.sleep(0.02)
+        await pool.release()
+        await asyncio.wait_for(deletion, 10)
+        name = await pool.optim_step(other, 2, tenant="bob")
+        [step] = await asyncio.wait_for(pool.wait(name, tenant="bob"), 10)
+        assert step.state == SUCCEEDED
+
+
+async def test_suspects_of_a_worker_that_never_comes_back_run_on_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path, num_workers=2) as pool:
+        adapters = [await pool.adapter() for _ in range(2)]
+        for adapter in adapters:
+            await pool.wait(await pool.forward_backward(adapter, 1, 5))
+        victim = next(a for a in adapters if pool.coordinator.core.adapters[a].worker_id == "w0")
+
+        async def never(worker_id: str) -> Any:
+            raise WorkerLost(f"{worker_id} has no node any more")
+
+        monkeypatch.setattr(pool.coordinator.core.pool, "replace", never)
+        pool.hold()
+        name = await pool.forward_backward(victim, 2, 5)
+        await asyncio.sleep(0.02)
+        dying = asyncio.create_task(pool.kill_worker("w0"))
+        await asyncio.sleep(0.02)
+        await pool.release()
+        await dying
+        [done] = await asyncio.wait_for(pool.wait(name), 20)
+        assert done.state == SUCCEEDED

@@ -72,10 +72,10 @@ async def test_a_replay_never_takes_longer_than_configured_also_in_a_window_with
         await pool.kill_worker("w0")
         await pool.kill_worker("w1")
         await pool.wait(*[await pool.forward_backward(adapter, 101, *LENGTHS) for adapter in adapters])
-        for lives in pool.engines.values():
-            items = [item for batch in lives[-1].batches for item in batch.items if isinstance(item, PassItem)]
-            replayed = sum(len(datum.tokens) for item in items for datum in item.data if item.seq <= 100)
-            assert replayed * 1e-6 <= replay_s_max + 6 * tokens * 1e-6, "one request of each may have come since"
+        batches = [batch for lives in pool.engines.values() for batch in lives[-1].batches]
+        items = [item for batch in batches for item in batch.items if isinstance(item, PassItem)]
+        replayed = sum(len(datum.tokens) for item in items for datum in item.data if item.seq <= 100)
+        assert replayed * 1e-6 <= 2 * replay_s_max + 6 * tokens * 1e-6, "one request of each may have come since"
 
 
 async def test_a_pair_submitted_together_takes_two_transactions_at_most_and_so_two_syncs(tmp_path: Path) -> None:

@@ -81,3 +81,30 @@ async def test_a_stop_in_a_closed_gradient_window_keeps_it_closed_without_a_repl
         assert forward.state == ops_pb.OPERATION_STATE_SUCCEEDED
         assert pool.chain(adapter) == chain
         assert set(applied(pool)) == {(adapter, 7, 0)}
+
+
+async def test_what_is_decided_as_the_last_cycle_commits_is_in_the_log_before_the_snapshot(tmp_path: Path) -> None:
+    """Otherwise the next life takes a step on the gradient that had failed."""
+    async with running_pool(tmp_path) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        loop = pool.coordinator.core.loops["toy"]
+        await pool.wait(await pool.forward_backward(adapter, 1, 5), await pool.optim_step(adapter, 2))
+        snapshot = loop._snapshot
+        late: list[str] = []
+
+        async def submit_late(lost: frozenset[str]) -> None:
+            if not late:
+                late.append(await pool.optim_step(adapter, 4))
+                loop.is_stopping = True
+            await snapshot(lost)
+
+        loop._snapshot = submit_late  # type: ignore[method-assign]
+        poison = pass_request(adapter, 3, [5])
+        poison.data[0].tokens.data = bytes([POISON_TOKEN, 0, 0, 0]) * 5
+        await pool.wait((await pool.service.forward_backward(principal, poison)).operation.name)
+        while not late:  # noqa: ASYNC110 (nothing tells)
+            await asyncio.sleep(0.001)
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        [step] = await pool.wait(late[0])
+    assert step.error.reason == "GRADIENT_WINDOW_CLOSED"

@@ -60,7 +60,14 @@ def test_batches_of_few_tokens_count_only_while_there_is_nothing_better() -> Non
     deadlines.observe(batch(5), "w0", 1.0)
     assert deadlines.allowed_s(batch(100), "w0") == FLOOR_S + FACTOR * 20.0 * 20
     deadlines.observe(batch(100), "w0", 1.0)
-    assert deadlines.allowed_s(batch(100), "w0") == FLOOR_S + FACTOR * 1.0
+    assert deadlines.allowed_s(batch(100), "w0") == FLOOR_S + FACTOR * 1.0 + 1.0
+
+
+def test_a_batch_may_wait_behind_as_much_decoding_as_the_one_before_took() -> None:
+    deadlines = Deadlines()
+    deadlines.observe(batch(100), "w0", 1.0)
+    deadlines.observe(batch(2000), "w0", 20.0)
+    assert deadlines.allowed_s(Batch(epoch=1, cycle_id=1), "w0") == FLOOR_S + 20.0
 
 
 def test_the_first_batch_of_a_later_life_and_tiny_ones_say_nothing_about_the_price_of_a_token() -> None:
@@ -69,4 +76,5 @@ def test_the_first_batch_of_a_later_life_and_tiny_ones_say_nothing_about_the_pri
     before = deadlines.allowed_s(batch(100), "w0-a")
     deadlines.observe(batch(100), "w0-b", 60.0)
     deadlines.observe(batch(3), "w0-a", 60.0)
+    deadlines.observe(Batch(epoch=1, cycle_id=1), "w0-a", 0.0)
     assert deadlines.allowed_s(batch(100), "w0-a") == before

@@ -10,7 +10,7 @@ from coordinator.queue import AdapterQueue
 from coordinator.saving import Saver
 from coordinator.snapshots import LOGGED_OPERATIONS_MAX, RETRY_S, Snapshots
 from tests.support.toy_pool import FakeTime
-from tests.unit.test_queue import FB, STEP, adapter_with, run
+from tests.unit.test_queue import ERROR, FB, STEP, adapter_with, operation, run
 from workers.messages import AdapterState, ErrorCode, ItemError, ItemResult
 
 
@@ -65,6 +65,7 @@ def state(seq: int) -> ItemResult:
 
 async def write(snapshots: Snapshots, saver: SlowSaver, adapter: AdapterQueue) -> None:
     saver.may_end.set()
+    snapshots.begin(adapter)
     snapshots.take(adapter, state(adapter.placed_seq))
     await snapshots.finish()
     snapshots.settle({adapter.adapter_id: adapter})
@@ -109,6 +110,7 @@ async def test_one_at_a_time_and_none_of_a_copy_that_ran_what_was_never_logged(
 ) -> None:
     adapter = trained(11.0)
     assert snapshots.due([adapter], {"a"}) == []
+    snapshots.begin(adapter)
     snapshots.take(adapter, state(2))
     assert snapshots.is_unsettled("a")
     assert snapshots.due([adapter], ()) == []
@@ -134,3 +136,34 @@ async def test_a_long_log_is_cut_however_cheap_it_was(snapshots: Snapshots) -> N
     adapter.placed("w0")
     run(adapter, *range(1, LOGGED_OPERATIONS_MAX + 3))
     assert snapshots.due([adapter], ()) == [adapter]
+
+
+async def test_who_died_over_being_asked_is_left_alone_longer_each_time(snapshots: Snapshots, time: FakeTime) -> None:
+    adapter = trained(11.0)
+    for pause_s in (RETRY_S, 2 * RETRY_S, 4 * RETRY_S):
+        assert snapshots.due([adapter], ()) == [adapter]
+        snapshots.begin(adapter)
+        snapshots.end()
+        time.now += pause_s - 1
+        assert snapshots.due([adapter], ()) == []
+        time.now += 1
+
+
+async def test_none_is_taken_while_something_is_decided_that_the_log_does_not_have(snapshots: Snapshots) -> None:
+    """A snapshot would hold its consequences, and the next life would decide otherwise."""
+    adapter = trained(11.0)
+    adapter.add(operation(3, STEP))
+    adapter.operations[3].fail(ERROR)
+    adapter.decided.append(adapter.operations[3])
+    adapter.settle()
+    assert snapshots.due([adapter], ()) == []
+    adapter.decided.clear()
+    assert snapshots.due([adapter], ()) == []
+    adapter.operations[3].is_committed = True
+    assert snapshots.due([adapter], ()) == [adapter]
+
+
+async def test_an_adapter_that_cannot_be_asked_makes_nobody_else_be_asked_in_every_cycle(snapshots: Snapshots) -> None:
+    busy, small = trained(30.0, name="busy"), trained(0.1, name="small")
+    busy.decided.append(operation(9, STEP))
+    assert snapshots.due([busy, small], ()) == []
