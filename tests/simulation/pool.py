@@ -20,7 +20,7 @@ from random import Random
 
 from tests.simulation.world import World
 from tests.toy_engine import ToyEngine
-from workers.messages import Batch, BatchResult, SampleEvent, SampleRequest, WorkerInfo
+from workers.messages import Batch, BatchResult, ErrorCode, SampleEvent, SampleRequest, WorkerInfo
 from workers.pool import WorkerLost
 
 TRAVEL_S = 0.0005
@@ -156,7 +156,7 @@ class SimPoolFront:
             life.attach()
             zombies, life.zombies = life.zombies, []
             for batch in zombies:
-                delay = self._random.choice((0.0, 0.005, 0.05))
+                delay = self._random.choice((0.0, 0.005, 0.05, 0.3))
                 if delay == 0.0:
                     self._deliver_zombie(life, batch)
                 else:
@@ -331,7 +331,9 @@ class SimPoolFront:
         if life.is_dead:
             return
         self._world.fault("batch of a dead coordinator", f"{life.incarnation} epoch {batch.epoch}")
-        life.engine.run(batch)
+        result = life.engine.run(batch)
+        codes = {each.error and each.error.code for each in result.results}
+        assert result.epoch == batch.epoch or codes <= {ErrorCode.OUT_OF_ORDER}, "a worker obeys a dead coordinator"
 
     # ---- samples
 
