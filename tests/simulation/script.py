@@ -117,7 +117,7 @@ def request_of(step: Step, adapter_id: str, path: str, variant: int = 0) -> Any:
             name = f"{step.name}-other" if variant else step.name
             return checkpoints_pb2.SaveStateRequest(**place, name=name, overwrite=step.overwrite)
         case "save_weights_for_sampler":
-            name = f"{step.name}-other" if variant else step.name
+            name = f"s{step.seq}-other" if variant else step.name
             return checkpoints_pb2.SaveWeightsForSamplerRequest(**place, name=name)
         case "load_state":
             path = f"{path}-absent" if step.is_bad else path
