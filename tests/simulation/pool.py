@@ -279,8 +279,8 @@ class SimPoolFront:
         for kind, probability in (
             ("die before", faults.die_before),
             ("die after", faults.die_after),
-            ("pause before", faults.pause / 2),
-            ("pause after", faults.pause / 2),
+            ("pause before", faults.pause / 4),
+            ("pause after", faults.pause * 3 / 4),
             ("twice", faults.twice),
         ):
             if value < probability:
@@ -307,7 +307,7 @@ class SimPoolFront:
         asyncio.get_running_loop().call_later(seconds, self._resume, life)
         while life.is_paused and not life.is_dead:
             await life.changed.wait()
-        if life.is_replaced and may_be_late and self._random.random() < 0.5:
+        if life.is_replaced and may_be_late and self._random.random() < 0.9:
             self._world.fault("late answer", life.incarnation)
             await asyncio.sleep(self._random.uniform(0, 1))
             return True
