@@ -70,12 +70,7 @@ class Admission:
         if existing[0] is not None:
             return await self._again(adapter, existing, drafts)
         if seq <= adapter.snapshot_seq:
-            raise ServiceError(
-                Code.FAILED_PRECONDITION,
-                "RESULT_DROPPED",
-                f"operation {seq} of {adapter.adapter_id} finished long ago and its result was dropped",
-                metadata=_expected(adapter),
-            )
+            raise _dropped(f"{adapter.adapter_id}:{seq}", _expected(adapter))
         self._check_room(adapter.tenant_id, adapter.adapter_id, sum(d.request.ByteSize() for d in drafts))
         if seq - adapter.next_seq >= self._limits.pending_operations_max:
             raise ServiceError(
@@ -125,6 +120,8 @@ class Admission:
         body, chunks = draft.build()
         if existing is not None:
             _check_same(existing, draft, body, {})
+            if existing.is_dropped:
+                raise _dropped(existing.name, {})
             await self._until_durable([existing])
             return existing, False
         self._check_room(tenant_id, sampler_id, len(body))
@@ -146,7 +143,8 @@ class Admission:
         """The tenant of the operation at a place; None if there is none."""
         if (live := self._table.get(f"{target_id}:{seq}")) is not None:
             return live.tenant_id
-        row = self._store.read_one("SELECT tenant_id FROM operations WHERE target_id = ? AND seq = ?", (target_id, seq))
+        sql = "SELECT tenant_id FROM operations WHERE target_id = ? AND seq = ? AND (outcome IS NULL OR outcome != x'')"
+        row = self._store.read_one(sql, (target_id, seq))
         return row["tenant_id"] if row is not None else None
 
     def _find_from(self, adapter: AdapterQueue, seq: int) -> Operation | None:
@@ -173,6 +171,8 @@ class Admission:
         operations: list[Operation] = []
         refusal: ServiceError | None = None
         for operation, draft in zip(existing, drafts, strict=True):
+            if operation is None and operations and operations[-1].seq < adapter.snapshot_seq:
+                raise _dropped(f"{adapter.adapter_id}:{operations[-1].seq + 1}", _expected(adapter))
             if operation is None or operation.kind is not draft.kind:
                 raise _taken(existing[0] or operation, _expected(adapter))  # type: ignore[arg-type]  # one is there
             body = None
@@ -181,6 +181,8 @@ class Admission:
             except ServiceError as error:
                 refusal = refusal or error
             _check_same(operation, draft, body, _expected(adapter))
+            if operation.is_dropped:
+                raise _dropped(operation.name, _expected(adapter))
             operations.append(operation)
         await self._until_durable(operations)
         if refusal is not None:
@@ -280,6 +282,7 @@ def operation_of_row(row: Row) -> Operation:
         num_bytes=row["num_bytes"],
         is_durable=True,
         is_committed=outcome is not None,
+        is_dropped=outcome == b"",
         outcome=ops_pb.Operation.FromString(outcome) if outcome is not None else None,
     )
 
@@ -337,6 +340,15 @@ def _check_same(operation: Operation, draft: Draft, body: bytes | None, metadata
         return
     if operation.body_hash != digest(_refused_body(draft), operation.kind.value):
         raise _taken(operation, metadata)
+
+
+def _dropped(name: str, metadata: dict[str, str]) -> ServiceError:
+    return ServiceError(
+        Code.FAILED_PRECONDITION,
+        "RESULT_DROPPED",
+        f"{name} finished long ago and its result was dropped",
+        metadata=metadata,
+    )
 
 
 def _taken(operation: Operation, metadata: dict[str, str]) -> ServiceError:

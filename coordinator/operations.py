@@ -102,6 +102,8 @@ class Operation:
     """The outcome has committed."""
     is_retired: bool = False
     """The result has left memory: the store has it."""
+    is_dropped: bool = False
+    """Its result is gone: all that is left is that its place and request id are taken."""
     outcome: ops_pb.Operation | None = None
 
     @property

@@ -76,7 +76,7 @@ CREATE TABLE operations (
     body_hash BLOB NOT NULL,
     num_bytes INTEGER NOT NULL,
     chunk_tokens INTEGER NOT NULL,        -- canonical chunks are a function of the body and this
-    outcome BLOB,                         -- the finished v1.Operation; NULL while unfinished
+    outcome BLOB,                         -- the finished v1.Operation; NULL while unfinished, empty once dropped
     is_failed INTEGER NOT NULL DEFAULT 0,
     finished_service_s REAL,
     fetched_service_s REAL,               -- when its owner first had the result

@@ -198,11 +198,24 @@ class Store(Database):
 
     def drop_results(self, *, fetched_before: float, finished_before: float) -> asyncio.Future[int]:
         """Drop results that were fetched or finished before these moments of service time, where no recovery needs the
-        operation any more. The future has their number."""
-        return self.execute(
-            "DELETE FROM operations WHERE body IS NULL AND (fetched_service_s < ? OR finished_service_s < ?)",
-            (fetched_before, finished_before),
-        )
+        operation any more. The future has their number.
+
+        Until the second moment a place or request id that nothing else remembers stays taken, with an empty outcome.
+        """
+
+        def write(db: Connection) -> int:
+            emptied = db.execute(
+                "UPDATE operations SET outcome = x'', fetched_service_s = NULL WHERE body IS NULL"
+                " AND fetched_service_s < ? AND (request_id IS NOT NULL OR kind = 'sample')",
+                (fetched_before,),
+            )
+            dropped = db.execute(
+                "DELETE FROM operations WHERE body IS NULL AND (fetched_service_s < ? OR finished_service_s < ?)",
+                (fetched_before, finished_before),
+            )
+            return int(emptied.rowcount + dropped.rowcount)
+
+        return self.write(write)
 
     def read_body(self, target_id: str, seq: int) -> bytes:
         """The body of an operation that recovery still needs."""

@@ -70,7 +70,7 @@ class OperationUseCases(UseCases):
 
     def _operation(self, principal: Principal, name: str) -> Operation:
         operation = self._core.admission.find(*_place(name))
-        if operation is None or operation.tenant_id != principal.tenant_id:
+        if operation is None or operation.is_dropped or operation.tenant_id != principal.tenant_id:
             raise not_found("operation", name)
         return operation
 

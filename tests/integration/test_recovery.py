@@ -19,6 +19,7 @@ from tests.support.toy_pool import (
     fail_appends,
     pass_request,
     running_pool,
+    sample_request,
 )
 from tests.toy_engine import POISON_TOKEN
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, training_pb2, types_pb2
@@ -456,3 +457,37 @@ async def test_an_adapter_deleted_while_another_one_is_read_from_disk_stops_nobo
         done = await asyncio.wait_for(pool.wait(*names[:2]), 10)
         assert [each.state for each in done] == [SUCCEEDED] * 2
         assert pool.coordinator.health()
+
+
+async def test_a_request_whose_result_was_dropped_is_known_and_not_run_again(tmp_path: Path) -> None:
+    """By its request id, or its place at a sampler; also after a restart."""
+    config: dict[str, Any] = {"replay_s_max": 0.0, "fetched_retention_s": 0.0, "sweep_interval_s": 0.01}
+    async with running_pool(tmp_path, **config) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        sampler = await pool.sampler(await pool.session())
+        request = pass_request(adapter, 0, [5])
+        request.request_id = "once"
+        sample = sample_request(sampler, 0)
+        sample.request_id = "once"
+        names = [(await pool.service.forward_backward(principal, request)).operation.name]
+        names.append((await pool.service.sample(principal, sample)).operation.name)
+        names.append(await pool.sample(sampler, 7))
+        await pool.wait(*names)
+        await pool.written()
+        store = pool.coordinator.core.store
+        while len(store.read("SELECT 1 FROM operations WHERE outcome = x''")) < 3:  # noqa: ASYNC110 (nothing tells)
+            await asyncio.sleep(0.01)
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        for repeat in (
+            pool.service.forward_backward(principal, request),
+            pool.service.sample(principal, sample),
+            pool.sample(sampler, 7),
+        ):
+            with pytest.raises(ServiceError) as dropped:
+                await repeat
+            assert dropped.value.reason == "RESULT_DROPPED"
+        with pytest.raises(ServiceError) as gone:
+            await pool.wait(names[0])
+        assert gone.value.code is Code.NOT_FOUND
+        assert pool.coordinator.core.adapters[adapter].next_seq == 2
