@@ -243,11 +243,13 @@ class Core:
         return self._specs[adapter_id]
 
     async def end_session(self, session_id: str) -> None:
-        """End a session: its samplers and queued samples end, its adapters leave the bank; their state stays."""
-        self.sessions.remove(session_id)
-        await self.store.execute(
-            "UPDATE sessions SET ended_at = ? WHERE session_id = ? AND ended_at IS NULL", (self.time.wall(), session_id)
-        )
+        """End a session: its samplers and queued samples end, its adapters leave the bank; their state stays.
+
+        Raises StorageError, and then it goes on.
+        """
+        sql = "UPDATE sessions SET ended_at = ? WHERE session_id = ? AND ended_at IS NULL"
+        with self.sessions.ending(session_id):
+            await self.store.execute(sql, (self.time.wall(), session_id))
         for row in self.store.read("SELECT sampler_id FROM samplers WHERE session_id = ?", (session_id,)):
             self.sampling.end_sampler(row["sampler_id"])
         await self.saver.remove_samplers(session_id)

@@ -1,14 +1,17 @@
 """Live sessions: who they belong to, when they were last heard of, and how far their numbering has come.
 
-In service time only: downtime and steps of the wall clock age no session. Knows nothing of what a session owns.
+In service time only: downtime and steps of the wall clock age no session. Knows nothing of what a session owns. Main
+invariant: a session leaves only once its end is durable, so what has ended never comes back with numbers given before.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from coordinator.database import Row
 from coordinator.errors import Code, ServiceError
 from coordinator.store import Store
 
@@ -27,6 +30,8 @@ class Session:
     """Held while an adapter or sampler is created in it: who repeats the call finds the first one's."""
     taken: set[int] = field(default_factory=set)
     """Sampler numbers that unnamed saves have got, their rows durable or not yet."""
+    num_endings: int = 0
+    """Calls that are ending it: nothing new starts in it meanwhile."""
 
 
 class SessionTable:
@@ -40,22 +45,20 @@ class SessionTable:
     def load(self) -> None:
         """Take up the sessions that were live when the last coordinator ended."""
         for row in self._store.read("SELECT session_id, tenant_id FROM sessions WHERE ended_at IS NULL"):
-            session_id = row["session_id"]
-            self._live[session_id] = Session(
-                session_id,
-                row["tenant_id"],
-                self._monotonic(),
-                self._next("adapters", "adapter_id", session_id),
-                self._next("samplers", "sampler_id", session_id),
-            )
+            self._take_up(row)
 
-    def add(self, session_id: str, tenant_id: str) -> None:
-        """A new session."""
-        self._live.setdefault(session_id, Session(session_id, tenant_id, self._monotonic(), 0, 0))
+    def add(self, session_id: str) -> None:
+        """A session whose creation is durable, now or for long: one that has ended stays so."""
+        if session_id in self._live:
+            return
+        sql = "SELECT session_id, tenant_id FROM sessions WHERE session_id = ? AND ended_at IS NULL"
+        if (row := self._store.read_one(sql, (session_id,))) is not None:
+            self._take_up(row)
 
     def get(self, session_id: str) -> Session | None:
-        """A live session."""
-        return self._live.get(session_id)
+        """A live session that nobody is ending."""
+        session = self._live.get(session_id)
+        return None if session is None or session.num_endings else session
 
     def touch(self, session_id: str) -> None:
         """It was heard of."""
@@ -67,7 +70,7 @@ class SessionTable:
 
         Raises ServiceError if the session has ended.
         """
-        session = self._live.get(session_id)
+        session = self.get(session_id)
         if session is None:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
@@ -80,13 +83,32 @@ class SessionTable:
         return session.next_sampler - 1
 
     def expired(self, timeout_s: float) -> list[Session]:
-        """Sessions not heard of for that long."""
+        """Sessions not heard of for that long, and that nobody is ending."""
         limit = self._monotonic() - timeout_s
-        return [session for session in self._live.values() if session.last_seen < limit]
+        return [s for s in self._live.values() if s.last_seen < limit and not s.num_endings]
 
-    def remove(self, session_id: str) -> None:
-        """It has ended."""
+    @contextmanager
+    def ending(self, session_id: str) -> Iterator[None]:
+        """Nothing new starts in it while the block makes its end durable; if the block raises, the session goes on."""
+        session = self._live.get(session_id)
+        if session is not None:
+            session.num_endings += 1
+        try:
+            yield
+        finally:
+            if session is not None:
+                session.num_endings -= 1
         self._live.pop(session_id, None)
+
+    def _take_up(self, row: Row) -> None:
+        session_id = row["session_id"]
+        self._live[session_id] = Session(
+            session_id,
+            row["tenant_id"],
+            self._monotonic(),
+            self._next("adapters", "adapter_id", session_id),
+            self._next("samplers", "sampler_id", session_id),
+        )
 
     def _next(self, table: str, column: str, session_id: str) -> int:
         rows = self._store.read(f"SELECT {column} FROM {table} WHERE session_id = ?", (session_id,))  # noqa: S608

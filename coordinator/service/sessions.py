@@ -59,16 +59,14 @@ class SessionUseCases(UseCases):
                 user_metadata=json.dumps(dict(request.user_metadata)),
                 created_at=self._core.time.wall(),
             )
-            self._core.sessions.add(session_id, principal.tenant_id)
         except ConflictError:
             row = self._core.store.read_one(
-                "SELECT session_id, ended_at FROM sessions WHERE tenant_id = ? AND request_id = ?",
+                "SELECT session_id FROM sessions WHERE tenant_id = ? AND request_id = ?",
                 (principal.tenant_id, request.request_id),
             )
             assert row is not None
             session_id = row["session_id"]
-            if row["ended_at"] is None:
-                self._core.sessions.add(session_id, principal.tenant_id)
+        self._core.sessions.add(session_id)
         return pb.CreateSessionResponse(session=self._session(self._session_row(principal, session_id)))
 
     async def heartbeat(self, principal: Principal, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:

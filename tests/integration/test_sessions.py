@@ -1,14 +1,17 @@
 """Sessions over the service: idempotent creation, heartbeats, and expiry in service time alone."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from coordinator.database import DiskFullError
 from coordinator.errors import Code, ServiceError
 from tests.support.toy_pool import FakeTime, ToyPool, running_pool
+from tinkerpool.v1 import adapters_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from tinkerpool.v1 import sessions_pb2
 
 SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
 
@@ -125,3 +128,63 @@ async def test_training_keeps_a_session_alive_without_heartbeats(tmp_path: Path)
             await asyncio.sleep(0.002)
             await pool.wait(await pool.optim_step(adapter, seq))
         await heartbeat(pool, adapter.partition(":")[0])
+
+
+async def test_a_session_created_again_while_it_ends_is_not_revived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its numbers would begin anew, and a save that gets one twice could not be committed."""
+    is_ending, may_end = asyncio.Event(), asyncio.Event()
+    async with running_pool(tmp_path) as pool:
+        principal, session, store = await pool.principal(), await create(pool, "r"), pool.coordinator.core.store
+        request = adapters_pb2.CreateAdapterRequest(session_id=session, base_model="toy", rank=8, index=0)
+        adapter = (await pool.service.create_adapter(principal, request)).adapter.adapter_id
+        assert (await pool.publish(adapter, 1)).state == SUCCEEDED
+        execute = store.execute
+
+        async def slow(sql: str, parameters: Sequence[Any] = ()) -> int:
+            if sql.startswith("UPDATE sessions"):
+                is_ending.set()
+                await may_end.wait()
+            return await execute(sql, parameters)
+
+        monkeypatch.setattr(store, "execute", slow)
+        finish = sessions_pb2.FinishSessionRequest(session_id=session)
+        finishing = asyncio.create_task(pool.service.finish_session(principal, finish))
+        await is_ending.wait()
+        assert await create(pool, "r") == session
+        [refused] = await asyncio.gather(heartbeat(pool, session), return_exceptions=True)
+        may_end.set()
+        await finishing
+        again = sessions_pb2.CreateSessionRequest(request_id="r", user_metadata={"host": "laptop"})
+        ended = (await pool.service.create_session(principal, again)).session
+        assert (ended.session_id, ended.is_live) == (session, False)
+        unnamed = await asyncio.wait_for(pool.publish(adapter, 2), 10)
+        assert pool.coordinator.health()
+    assert isinstance(refused, ServiceError)
+    assert refused.reason == "SESSION_ENDED"
+    assert unnamed.error.reason == "SESSION_ENDED"
+
+
+async def test_a_session_whose_end_finds_the_disk_full_goes_on_and_can_be_ended_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, principal, store = await pool.adapter(), await pool.principal(), pool.coordinator.core.store
+        session = adapter.partition(":")[0]
+        finish = sessions_pb2.FinishSessionRequest(session_id=session)
+
+        async def full(*_: object) -> int:
+            raise DiskFullError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "execute", full)
+            with pytest.raises(ServiceError, match="nothing was accepted"):
+                await pool.service.finish_session(principal, finish)
+        await heartbeat(pool, session)
+        samplers = [(await pool.publish(adapter, seq)).save_weights_for_sampler.sampler_id for seq in (1, 2)]
+        await pool.service.finish_session(principal, finish)
+        assert not await is_live(pool, session)
+        with pytest.raises(ServiceError, match="has ended"):
+            await heartbeat(pool, session)
+    assert samplers == [f"{session}:sample:{index}" for index in range(2)]
