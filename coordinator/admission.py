@@ -17,7 +17,7 @@ from coordinator.batches import service_error
 from coordinator.bodies import digest, serialize
 from coordinator.config import Limits
 from coordinator.database import ConflictError, Row, StorageError
-from coordinator.errors import Code, ServiceError, invalid
+from coordinator.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations import Chunk, Kind, Operation
 from coordinator.queue import AdapterQueue, window_closed
 from coordinator.store import OperationRow, Store
@@ -97,9 +97,7 @@ class Admission:
             _operation(adapter.tenant_id, adapter.adapter_id, seq + i, request_id if i == 0 else "", draft, *body)
             for i, (draft, body) in enumerate(zip(drafts, built, strict=True))
         ]
-        for operation in operations:
-            adapter.add(operation)
-            self._table.add(operation)
+        self._take_in(adapter, operations)
         touch()
         try:
             await self._append(operations)
@@ -230,9 +228,8 @@ class Admission:
         for i, draft in enumerate(drafts):
             operation = _operation(adapter.tenant_id, adapter.adapter_id, seq + i, "", draft, _refused_body(draft), ())
             operation.fail(failure if i == 0 else window_closed(failure))
-            adapter.add(operation)
-            self._table.add(operation)
             operations.append(operation)
+        self._take_in(adapter, operations)
         try:
             await self._append(operations)
         except ServiceError:
@@ -241,6 +238,18 @@ class Admission:
             raise
         for operation in operations:
             self._table.finished(operation)
+
+    def _take_in(self, adapter: AdapterQueue, operations: Sequence[Operation]) -> None:
+        """Put operations into queue and table. Append them before anything is awaited: so a deletion that begins after
+        this finds them in the queue, and hands in its write behind them.
+
+        Raises ServiceError if the deletion has begun.
+        """
+        if adapter.is_deleted:
+            raise not_found("adapter", adapter.adapter_id)
+        for operation in operations:
+            adapter.add(operation)
+            self._table.add(operation)
 
     async def _append(self, operations: Sequence[Operation]) -> None:
         try:

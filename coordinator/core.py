@@ -204,6 +204,7 @@ class Core:
 
     async def delete_adapter(self, adapter: AdapterQueue, error: ops_pb.OperationError) -> None:
         """Delete an adapter's training state; its unfinished operations fail with `error`. Raises StorageError."""
+        adapter.is_deleted = True
         self.adapters.pop(adapter.adapter_id, None)
         loop = self.loops.get(adapter.base_model)
         if loop is not None:
@@ -219,6 +220,7 @@ class Core:
                 adapter.adapter_id, [finished_row(o) for o in unfinished], self.time.wall()
             )
         except StorageError:
+            adapter.is_deleted = False
             adapter.decided = unfinished
             self.add_adapter(adapter)
             self.touch(adapter)

@@ -58,6 +58,8 @@ class AdapterQueue:
     """Failed here, without a worker; waiting to be committed."""
     damage: ops_pb.OperationError | None = None
     """Why no copy can be made: everything that is asked fails with this, until the next start tries again."""
+    is_deleted: bool = False
+    """Its deletion has begun, and has not failed: it takes nothing more, for nothing would end what it took."""
 
     @property
     def adapter_id(self) -> str:

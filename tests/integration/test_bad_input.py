@@ -279,3 +279,25 @@ async def test_no_refusal_names_a_path_of_the_server(tmp_path: Path) -> None:
             assert "tinkerpool.db" not in error.message
             assert "Traceback" not in error.message
             assert len(error.message) < 500
+
+
+async def test_what_is_acknowledged_while_its_adapter_is_deleted_is_finished_too(tmp_path: Path) -> None:
+    """Whichever of the two calls comes first, and by however little."""
+    async with running_pool(tmp_path) as pool:
+        principal, acknowledged = await pool.principal(), []
+
+        async def submit(adapter: str, num_turns: int) -> None:
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            acknowledged.append(await pool.optim_step(adapter, 1))
+
+        for num_turns in range(6):
+            adapter = await pool.adapter()
+            request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
+            deletion = pool.service.delete_adapter(principal, request)
+            deleted, refused = await asyncio.gather(deletion, submit(adapter, num_turns), return_exceptions=True)
+            assert deleted == adapters_pb2.DeleteAdapterResponse()
+            assert refused is None or (isinstance(refused, ServiceError) and refused.code is Code.NOT_FOUND)
+        assert 0 < len(acknowledged) < 6
+        assert len(await asyncio.wait_for(pool.wait(*acknowledged), 5)) == len(acknowledged)
+        assert len(pool.coordinator.core.table) == 0
