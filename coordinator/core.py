@@ -9,6 +9,7 @@ import asyncio
 import fcntl
 import functools
 import logging
+import math
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
@@ -209,8 +210,6 @@ class Core:
         loop = self.loops.get(adapter.base_model)
         if loop is not None:
             await loop.remove(adapter)
-        if adapter.worker_id:
-            self.sampling.forget(adapter.worker_id, adapter.adapter_id)
         unfinished = adapter.decided + [o for o in adapter.operations.values() if not o.is_final]
         for operation in unfinished:
             if not operation.is_final:
@@ -220,16 +219,26 @@ class Core:
                 adapter.adapter_id, [finished_row(o) for o in unfinished], self.time.wall()
             )
         except StorageError:
-            adapter.is_deleted = False
             adapter.decided = unfinished
-            self.add_adapter(adapter)
-            self.touch(adapter)
+            self._put_back(adapter)
             raise
+        if adapter.worker_id:
+            self.sampling.forget(adapter.worker_id, adapter.adapter_id)
         for operation in unfinished:
             self.table.finished(operation)
             operation.retire()
         if folder is not None:
             self.saver.snapshots.remove(folder)
+
+    def _put_back(self, adapter: AdapterQueue) -> None:
+        """Its deletion has failed. What a cycle or a snapshot did meanwhile, the queue was not told."""
+        sql = "SELECT seq, window_error FROM snapshots WHERE adapter_id = ?"
+        if (row := self.store.read_one(sql, (adapter.adapter_id,))) is not None:
+            adapter.covered(row["seq"], bytes(row["window_error"]), math.inf)
+        adapter.lose_copy()  # its worker may have been lost, too
+        adapter.is_deleted = False
+        self.add_adapter(adapter)
+        self.touch(adapter)
 
     def touch(self, adapter: AdapterQueue) -> None:
         """The adapter has something new."""

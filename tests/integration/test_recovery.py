@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.database import DiskFullError
 from coordinator.dispatch import TakenOver
 from coordinator.errors import Code, ServiceError
 from tests.support.toy_pool import (
@@ -491,3 +492,43 @@ async def test_a_request_whose_result_was_dropped_is_known_and_not_run_again(tmp
             await pool.wait(names[0])
         assert gone.value.code is Code.NOT_FOUND
         assert pool.coordinator.core.adapters[adapter].next_seq == 2
+
+
+async def test_an_adapter_whose_deletion_fails_goes_on_from_the_snapshot_that_became_durable_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it would run again from the snapshot before has left the log."""
+    async with running_pool(tmp_path, replay_s_max=0.0) as pool:
+        adapter, principal, core = await pool.adapter(), await pool.principal(), pool.coordinator.core
+        spec, snapshots, write = spec_of(pool, adapter), core.saver.snapshots, core.saver.snapshots.write
+        is_writing, may_write, is_deleting, may_fail = (threading.Event() for _ in range(4))
+
+        def slow(*args: Any) -> Any:
+            is_writing.set()
+            may_write.wait(10)
+            return write(*args)
+
+        async def full(*_: object) -> str:
+            is_deleting.set()
+            await asyncio.to_thread(may_fail.wait, 10)
+            raise DiskFullError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(snapshots, "write", slow)
+            patch.setattr(core.store, "delete_adapter", full)
+            await pool.wait(*[await submit(pool, adapter, seq) for seq in (1, 2, 3)])
+            await asyncio.to_thread(is_writing.wait, 10)
+            request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
+            deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))
+            await asyncio.to_thread(is_deleting.wait, 10)
+            may_write.set()
+            await pool.written()
+            core.loops["toy"]._snapshots.settle(core.loops["toy"].adapters)
+            may_fail.set()
+            with pytest.raises(ServiceError, match="nothing was accepted"):
+                await deletion
+        operations = await asyncio.wait_for(pool.wait(*[await submit(pool, adapter, seq) for seq in (4, 5, 6)]), 10)
+        assert [each.state for each in operations] == [SUCCEEDED] * 3
+        assert pool.chain(adapter) == expected_chain(spec, [((1, 2), 3), ((4, 5), 6)])
+        await pool.service.delete_adapter(principal, request)
+        assert pool.coordinator.health()
