@@ -139,8 +139,8 @@ class Sampling:
     def cancel(self, name: str) -> None:
         """End a request at the next decode step, or at once if it waits."""
         request = self._requests.get(name)
-        if request is None or request.is_cancelled:
-            return
+        if request is None or request.is_cancelled or request.operation.is_final:
+            return  # what is decided and waits for its commit may have outlived its worker
         request.is_cancelled = True
         if request.worker_id:
             self._spawn(self._cancel_on(request.worker_id, self._workers[request.worker_id], name))

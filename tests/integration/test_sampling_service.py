@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.database import DiskFullError
 from coordinator.errors import Code, ServiceError
 from coordinator.sampling import VERSIONS_MAX
+from coordinator.store import CycleCommit
 from tests.support.toy_pool import FakeTime, ToyPool, fail_appends, running_pool, sample_request
 from tinkerpool.convert import from_tensor
 from tinkerpool.v1 import checkpoints_pb2, sampling_pb2, sessions_pb2
@@ -425,6 +427,30 @@ async def test_a_session_that_ends_takes_its_samplers_and_their_files_with_it(tm
         assert raised.value.reason == "SESSION_ENDED"
         await time.until(lambda: not list((tmp_path / "samplers").iterdir()))
         await pool.release()
+
+
+async def test_a_sample_that_waits_for_its_commit_can_be_cancelled_when_its_worker_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by the end of its session, which nobody may have asked for."""
+    monkeypatch.setattr("coordinator.store.FULL_RETRY_S", 0.001)
+    async with running_pool(tmp_path, time=FakeTime()) as pool:  # whose worker starts anew when the time is moved on
+        session, principal, core = await pool.session(), await pool.principal(), pool.coordinator.core
+        sampler, is_decided = await pool.sampler(session), asyncio.Event()
+
+        async def full(_: CycleCommit) -> frozenset[str]:
+            is_decided.set()
+            raise DiskFullError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(core.store, "commit_cycle", full)
+            name = await pool.sample(sampler, 1)
+            await asyncio.wait_for(is_decided.wait(), 5)
+            core._worker_lost("w0", core._incarnation("w0"))
+            await pool.service.cancel_operation(principal, ops_pb.CancelOperationRequest(name=name))
+            await pool.service.finish_session(principal, sessions_pb2.FinishSessionRequest(session_id=session))
+        [operation] = await asyncio.wait_for(pool.wait(name), 5)
+    assert operation.state == SUCCEEDED
 
 
 async def test_stopping_ends_streams_and_the_sample_goes_on_after_the_next_start(tmp_path: Path) -> None:
