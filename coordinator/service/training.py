@@ -18,6 +18,8 @@ from tinkerpool.v1 import training_pb2 as pb
 from workers.messages import ModelInfo
 
 Built = tuple[bytes, tuple[Chunk, ...]]
+TTL_SECONDS_MAX = 100 * 365 * 86_400
+"""A hundred years: the moment that it ends must fit into a timestamp, which the year 9999 ends."""
 SaveRequest = checkpoints_pb.SaveStateRequest | checkpoints_pb.SaveWeightsForSamplerRequest
 
 
@@ -131,6 +133,11 @@ class TrainingUseCases(UseCases):
                 )
             if request.ttl_seconds < 0:
                 raise invalid(f"ttl_seconds must be 0 (keep it) or more, not {request.ttl_seconds}")
+            if request.ttl_seconds > TTL_SECONDS_MAX:
+                raise invalid(
+                    f"ttl_seconds must be at most {TTL_SECONDS_MAX} (100 years), not {request.ttl_seconds}: 0 keeps it "
+                    "for good"
+                )
             if request.ttl_seconds and not request.name:
                 raise invalid(
                     "ttl_seconds is for a checkpoint with a name; a sampler without one ends with its session"

@@ -188,6 +188,13 @@ async def test_a_checkpoint_goes_when_its_time_to_live_is_over(tmp_path: Path) -
         negative = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=4, name="x", ttl_seconds=-1)
         with pytest.raises(ServiceError, match="or more"):
             await pool.service.save_state(await pool.principal(), negative)
+        for seq, ttl_seconds in ((5, 100 * 365 * 86_400 + 1), (6, 2**63 - 1)):
+            endless = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=seq, name="y", ttl_seconds=ttl_seconds)
+            with pytest.raises(ServiceError, match="100 years"):
+                await pool.service.save_state(await pool.principal(), endless)
+        longest = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=7, name="z", ttl_seconds=100 * 365 * 86_400)
+        await pool.wait((await pool.service.save_state(await pool.principal(), longest)).operation.name)
+        assert len(await checkpoints(pool)) == 2
     assert going.HasField("expire_time")
     assert not kept.HasField("expire_time")
     assert left.path == kept.path

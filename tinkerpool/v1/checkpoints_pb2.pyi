@@ -181,7 +181,7 @@ class SaveStateRequest(_message.Message):
     overwrite: _builtins.bool
     """Replace a checkpoint of that name, if there is one, instead of failing."""
     ttl_seconds: _builtins.int
-    """Delete the checkpoint this many seconds after it was saved; 0 keeps it."""
+    """Delete the checkpoint this many seconds after it was saved, at most 100 years; 0 keeps it."""
     @_builtins.property
     def user_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Anything that helps its owner, at most 16 kB."""
@@ -270,7 +270,7 @@ class SaveWeightsForSamplerRequest(_message.Message):
     name: _builtins.str
     """As in SaveState; empty: a sampler without a checkpoint."""
     ttl_seconds: _builtins.int
-    """Delete the checkpoint this many seconds after it was saved; 0 keeps it. Not for one without a name."""
+    """Delete the checkpoint this many seconds after it was saved, at most 100 years; 0 keeps it. Only with a name."""
     @_builtins.property
     def user_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Anything that helps its owner, at most 16 kB."""
