@@ -87,7 +87,6 @@ class Core:
         """By worker, since it last answered a batch."""
         self._suspects: dict[str, Suspects] = {}
         self._is_stopping = False
-        self._specs: dict[str, AdapterSpec] = {}
 
     async def start(self) -> None:
         """Take the data directory, recover, start the pool, begin cycles. Raises DataDirInUse."""
@@ -199,7 +198,6 @@ class Core:
         """A new adapter."""
         assert adapter.adapter_id not in self.adapters
         self.adapters[adapter.adapter_id] = adapter
-        self._specs[adapter.adapter_id] = adapter.spec
         if loop := self.loops.get(adapter.base_model):
             loop.adapters[adapter.adapter_id] = adapter
 
@@ -247,11 +245,11 @@ class Core:
 
     def spec_of(self, adapter_id: str) -> AdapterSpec:
         """What makes an adapter, also a deleted one."""
-        if adapter_id not in self._specs:
-            row = self.store.read_one("SELECT * FROM adapters WHERE adapter_id = ?", (adapter_id,))
-            assert row is not None
-            self._specs[adapter_id] = recovery.spec_of_row(row)
-        return self._specs[adapter_id]
+        if (adapter := self.adapters.get(adapter_id)) is not None:
+            return adapter.spec
+        row = self.store.read_one("SELECT * FROM adapters WHERE adapter_id = ?", (adapter_id,))
+        assert row is not None
+        return recovery.spec_of_row(row)
 
     async def end_session(self, session_id: str) -> None:
         """End a session: its samplers and queued samples end, its adapters leave the bank; their state stays.

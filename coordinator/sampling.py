@@ -149,7 +149,8 @@ class Sampling:
             self._finish(request, SampleResult(op_id=name, error=CANCELLED))
 
     def end_sampler(self, sampler_id: str) -> None:
-        """Its session has ended: cancel what it has queued."""
+        """Its session has ended, and nothing more is asked of it: cancel what it has queued."""
+        self._last_seq.pop(sampler_id, None)
         for request in [r for r in self._requests.values() if r.operation.target_id == sampler_id]:
             self.cancel(request.operation.name)
 

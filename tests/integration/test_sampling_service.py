@@ -426,6 +426,7 @@ async def test_a_session_that_ends_takes_its_samplers_and_their_files_with_it(tm
             await pool.sample(sampler, 2)
         assert raised.value.reason == "SESSION_ENDED"
         await time.until(lambda: not list((tmp_path / "samplers").iterdir()))
+        assert not pool.coordinator.core.sampling._last_seq
         await pool.release()
 
 
