@@ -284,7 +284,8 @@ async def test_no_refusal_names_a_path_of_the_server(tmp_path: Path) -> None:
 async def test_what_is_acknowledged_while_its_adapter_is_deleted_is_finished_too(tmp_path: Path) -> None:
     """Whichever of the two calls comes first, and by however little."""
     async with running_pool(tmp_path) as pool:
-        principal, acknowledged = await pool.principal(), []
+        principal = await pool.principal()
+        acknowledged: list[str] = []
 
         async def submit(adapter: str, num_turns: int) -> None:
             for _ in range(num_turns):
@@ -295,7 +296,8 @@ async def test_what_is_acknowledged_while_its_adapter_is_deleted_is_finished_too
             adapter = await pool.adapter()
             request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
             deletion = pool.service.delete_adapter(principal, request)
-            deleted, refused = await asyncio.gather(deletion, submit(adapter, num_turns), return_exceptions=True)
+            answers: Any = await asyncio.gather(deletion, submit(adapter, num_turns), return_exceptions=True)
+            deleted, refused = answers
             assert deleted == adapters_pb2.DeleteAdapterResponse()
             assert refused is None or (isinstance(refused, ServiceError) and refused.code is Code.NOT_FOUND)
         assert 0 < len(acknowledged) < 6

@@ -47,25 +47,29 @@ async def add_sampler(store: Store, session_id: str, index: int) -> None:
 async def test_a_session_expires_when_it_is_not_heard_of_for_the_time_allowed(store: Store) -> None:
     clock = Clock()
     table = SessionTable(store, clock)
-    table.add("s1", "t")
+    await add_row(store, "s1")
+    await add_row(store, "s2")
+    table.add("s1")
     clock.now += 6
-    table.add("s2", "t")
+    table.add("s2")
     table.touch("s1")
     clock.now += 9
     assert [session.session_id for session in table.expired(10)] == []
     table.touch("s2")
     clock.now += 2
     assert [session.session_id for session in table.expired(10)] == ["s1"]
-    table.remove("s1")
+    with table.ending("s1"):
+        await store.execute("UPDATE sessions SET ended_at = 1.0 WHERE session_id = 's1'")
     assert table.get("s1") is None
     assert table.expired(10) == []
 
 
 async def test_adding_a_session_again_changes_nothing(store: Store) -> None:
     table = SessionTable(store, Clock())
-    table.add("s", "t")
+    await add_row(store, "s")
+    table.add("s")
     assert table.take_sampler_index("s") == 0
-    table.add("s", "t")
+    table.add("s")
     assert table.take_sampler_index("s") == 1
 
 
