@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from coordinator.batches import service_error
 from coordinator.bodies import digest, serialize
 from coordinator.config import Limits
-from coordinator.database import ConflictError, Row, StorageError
+from coordinator.database import ConflictError, Row, StorageError, StoreBrokenError
 from coordinator.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations import Chunk, Kind, Operation
 from coordinator.queue import AdapterQueue, window_closed
@@ -267,7 +267,14 @@ class Admission:
 
 
 def storage_error(error: object) -> ServiceError:
-    """The log did not take it: nothing is known to the pool that the caller would have to undo."""
+    """The log did not take it, or nobody knows whether it did. To send the same again is safe either way."""
+    if isinstance(error, StoreBrokenError):
+        return ServiceError(
+            Code.UNAVAILABLE,
+            "STORAGE_BROKEN",
+            "the server's disk fails and the server ends; whether the request was logged is not known: send it again",
+            retry_delay_s=RETRY_DELAY_S,
+        )
     return ServiceError(
         Code.RESOURCE_EXHAUSTED,
         "STORAGE",
