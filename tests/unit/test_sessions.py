@@ -1,10 +1,12 @@
 """Live sessions, in service time only."""
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from coordinator.database import StorageError
 from coordinator.errors import ServiceError
 from coordinator.sessions import SessionTable
 from coordinator.store import Store
@@ -47,8 +49,8 @@ async def add_sampler(store: Store, session_id: str, index: int) -> None:
 async def test_a_session_expires_when_it_is_not_heard_of_for_the_time_allowed(store: Store) -> None:
     clock = Clock()
     table = SessionTable(store, clock)
-    await add_row(store, "s1")
-    await add_row(store, "s2")
+    for session_id in ("s1", "s2"):
+        await add_row(store, session_id)
     table.add("s1")
     clock.now += 6
     table.add("s2")
@@ -59,14 +61,44 @@ async def test_a_session_expires_when_it_is_not_heard_of_for_the_time_allowed(st
     clock.now += 2
     assert [session.session_id for session in table.expired(10)] == ["s1"]
     with table.ending("s1"):
-        await store.execute("UPDATE sessions SET ended_at = 1.0 WHERE session_id = 's1'")
+        assert table.get("s1") is None
+        assert table.expired(10) == []
     assert table.get("s1") is None
     assert table.expired(10) == []
 
 
-async def test_adding_a_session_again_changes_nothing(store: Store) -> None:
-    table = SessionTable(store, Clock())
+async def test_a_session_goes_on_when_the_last_call_that_would_end_it_has_failed(store: Store) -> None:
     await add_row(store, "s")
+    table = SessionTable(store, Clock())
+    table.add("s")
+
+    def end(*, times: int) -> None:
+        with table.ending("s"):
+            if times > 1:
+                with suppress(StorageError):
+                    end(times=times - 1)
+            assert table.get("s") is None
+            raise StorageError
+
+    with pytest.raises(StorageError):
+        end(times=2)
+    assert table.get("s") is not None
+
+
+async def test_an_ended_session_is_not_added_again_and_a_live_one_with_its_numbering(store: Store) -> None:
+    await add_row(store, "ended", ended_at=5.0)
+    await add_row(store, "live")
+    await add_sampler(store, "live", 4)
+    table = SessionTable(store, Clock())
+    for session_id in ("ended", "live"):
+        table.add(session_id)
+    assert table.get("ended") is None
+    assert table.take_sampler_index("live") == 5
+
+
+async def test_adding_a_session_again_changes_nothing(store: Store) -> None:
+    await add_row(store, "s")
+    table = SessionTable(store, Clock())
     table.add("s")
     assert table.take_sampler_index("s") == 0
     table.add("s")
