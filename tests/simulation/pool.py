@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from coordinator.batches import SNAPSHOT
 from tests.simulation.world import World
 from tests.toy_engine import ToyEngine
 from workers.messages import Batch, BatchResult, ErrorCode, SampleEvent, SampleRequest, WorkerInfo
@@ -186,7 +187,7 @@ class SimPoolFront:
         life = self._life(worker_id)
         sent = (life, batch)
         self.unanswered.append(sent)
-        life.operations = frozenset(item.op_id for item in batch.items)
+        life.operations = frozenset(item.op_id for item in batch.items) - {SNAPSHOT}
         try:
             self._world.trace(f"batch {batch.cycle_id} to {life.incarnation}: {_describe(batch)}")
             await self._travel()
