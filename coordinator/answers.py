@@ -46,7 +46,7 @@ class Answers:
         if operation is not None and operation.is_failed:
             return  # a later chunk of what has just failed
         if result.error is not None and result.error.code is ErrorCode.OUT_OF_ORDER:
-            self._found_out_of_order(adapter, result)
+            self._reinstall(adapter, result)
             return
         if not adapter.worker_id:
             return  # lost, or found out of order earlier in this batch
@@ -99,7 +99,7 @@ class Answers:
     ) -> None:
         operation.next_chunk = 0 if is_last else operation.next_chunk + 1
         if result.error is not None and result.error.code in MAY_PASS:
-            self._found_out_of_order(adapter, result)
+            self._reinstall(adapter, result)
         elif result.error is not None:
             self.give_up(adapter, _replay_differs(adapter, operation, str(result.error)))
         elif is_last:
@@ -131,7 +131,7 @@ class Answers:
             case _:
                 raise AssertionError(f"{operation.kind} is not an operation on an adapter")
 
-    def _found_out_of_order(self, adapter: AdapterQueue, result: ItemResult) -> None:
+    def _reinstall(self, adapter: AdapterQueue, result: ItemResult) -> None:
         """The copy is not where we believe, or cannot be brought there now. Install it anew, unless that never helps.
 
         What the worker says of it is in the log.
