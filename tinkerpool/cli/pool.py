@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import signal
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Annotated
@@ -17,6 +20,7 @@ from tinkerpool.v1 import pool_pb2
 
 OTHERS = "(others)"
 """Stands for tenants whose names this key may not see."""
+CANCEL_AGAIN_S = 0.2
 NODE_CHARS = 12
 """Shown of a node: Ray's ids have 56 hexadecimal digits. JSON has all of it."""
 
@@ -99,6 +103,7 @@ def watch(
     target = find_target(url, api_key)
 
     async def follow(transport: Transport) -> None:
+        _end_at_ctrl_c()
         # A stream says nothing until there is a cycle; an ordinary call says at once whether somebody is there.
         await transport.call(GET_POOL_STATUS, pool_pb2.GetPoolStatusRequest(num_cycles=1), timeout_s=TIMEOUT_S)
         if not json:
@@ -115,8 +120,22 @@ def watch(
 
     try:
         ask(target, follow)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         show.note("")
+
+
+def _end_at_ctrl_c() -> None:
+    """Let Ctrl-C cancel the running task until it ends: a stream that is just being opened swallows the first time."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def cancel() -> None:
+        if not task.done():
+            task.cancel()
+            loop.call_later(CANCEL_AGAIN_S, cancel)
+
+    with contextlib.suppress(NotImplementedError):  # on Windows asyncio does its best
+        loop.add_signal_handler(signal.SIGINT, cancel)
 
 
 def usage(url: UrlOption = "", api_key: KeyOption = "", json: JsonOption = False) -> None:
