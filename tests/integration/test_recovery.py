@@ -532,3 +532,29 @@ async def test_an_adapter_whose_deletion_fails_goes_on_from_the_snapshot_that_be
         assert pool.chain(adapter) == expected_chain(spec, [((1, 2), 3), ((4, 5), 6)])
         await pool.service.delete_adapter(principal, request)
         assert pool.coordinator.health()
+
+
+async def test_a_save_whose_worker_dies_and_whose_owner_cancels_while_it_is_written_is_decided_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, principal, core = await pool.adapter(), await pool.principal(), pool.coordinator.core
+        await pool.wait(await submit(pool, adapter, 1))
+        write, is_writing, may_write = core.saver.checkpoints.write, threading.Event(), threading.Event()
+
+        def slow(*arguments: Any) -> Any:
+            is_writing.set()
+            may_write.wait(10)
+            return write(*arguments)
+
+        monkeypatch.setattr(core.saver.checkpoints, "write", slow)
+        request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=2, name="a")
+        name = (await pool.service.save_state(principal, request)).operation.name
+        await asyncio.to_thread(is_writing.wait, 10)
+        core._worker_lost("w0", core._incarnation("w0"))
+        await pool.service.cancel_operation(principal, ops_pb.CancelOperationRequest(name=name))
+        may_write.set()
+        [saved] = await asyncio.wait_for(pool.wait(name), 10)
+        assert saved.state == SUCCEEDED
+        [after] = await asyncio.wait_for(pool.wait(await submit(pool, adapter, 3)), 10)
+        assert after.state == SUCCEEDED

@@ -10,7 +10,7 @@ from coordinator.errors import ServiceError
 from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, pass_request, running_pool
 from tests.toy_engine import POISON_TOKEN
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.messages import OptimStepItem, PassItem
+from workers.messages import Batch, BatchResult, OptimStepItem, PassItem
 
 NUM_STOPS = 50
 
@@ -108,3 +108,28 @@ async def test_what_is_decided_as_the_last_cycle_commits_is_in_the_log_before_th
         await pool.take_over()
         [step] = await pool.wait(late[0])
     assert step.error.reason == "GRADIENT_WINDOW_CLOSED"
+
+
+async def test_a_stop_that_has_waited_long_enough_runs_nothing_beside_the_last_cycle(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, cycle_tokens_max=16, seconds_per_batch=0.01, stop_s_max=0.02) as pool:
+        adapters = [await pool.adapter() for _ in range(12)]
+        core, num_running, most = pool.coordinator.core, 0, 0
+        run = core.pool.run
+
+        async def counting(worker_id: str, batch: Batch) -> BatchResult:
+            nonlocal num_running, most
+            num_running += 1
+            most = max(most, num_running)
+            try:
+                return await run(worker_id, batch)
+            finally:
+                num_running -= 1
+
+        core.pool.run = counting  # type: ignore[method-assign]
+        for adapter in adapters:
+            await pool.wait(await pool.forward_backward(adapter, 1, 5))
+        for adapter in adapters[:2]:
+            await pool.forward_backward(adapter, 2, *[16] * 40)
+        await asyncio.sleep(0.05)
+        await pool.coordinator.stop()
+    assert most == 1
