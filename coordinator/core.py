@@ -252,7 +252,7 @@ class Core:
         return recovery.spec_of_row(row)
 
     async def end_session(self, session_id: str) -> None:
-        """End a session: its samplers and queued samples end, its adapters leave the bank; their state stays.
+        """End a session: its samplers and queued samples end. Its adapters stay, to be trained on or read later.
 
         Raises StorageError, and then it goes on.
         """
@@ -384,9 +384,8 @@ class Core:
             except WorkerLost as error:
                 logger.error("worker %s does not start again: %s; trying on", worker_id, error)
                 for loop in self.loops.values():
-                    loop.suspects.wait(
-                        is_waiting=False
-                    )  # who runs beside them is at risk; who waits would do so for ever
+                    if worker_id in loop.dead_workers:  # who runs beside a suspect is at risk; who waits, for ever
+                        loop.suspects.wait(is_waiting=False)
         logger.warning("worker %s replaced by %s", worker_id, worker.incarnation)
         self._replacing.discard(worker_id)
         self.loops[worker.model.name].worker_is_back(worker_id)

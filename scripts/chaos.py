@@ -24,14 +24,12 @@ import argparse
 import contextlib
 import json
 import logging
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import chaos_checks as checks
 import chaos_report as report
@@ -41,6 +39,7 @@ from chaos_pool import ServedPool, Violation
 from chaos_results import Results, check_equal
 from chaos_steps import PROFILES
 from chaos_tenants import PlacedServiceClient, Progress, Tenant
+from terminal import interrupt_at_sigterm, shown_path, uninterrupted
 
 FOLDER = Path(__file__).resolve().parents[1] / "chaos-run"
 STUCK_S = 300.0
@@ -272,7 +271,7 @@ def serving(pool: ServedPool) -> Iterator[ServedPool]:
         pool.wait_ready()
         yield pool
     finally:
-        with _uninterrupted():
+        with uninterrupted():
             pool.stop()
 
 
@@ -281,30 +280,9 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def shown_path(path: Path) -> str:
-    """A path as it is shortest from here."""
-    with contextlib.suppress(ValueError):
-        return str(path.absolute().relative_to(Path.cwd()))
-    return str(path)
-
-
 def _line(record: Record, num_kills: int) -> str:
     then = "the next one comes at once" if record.resumed_s is None else f"on after {record.resumed_s:4.1f} s"
     return f"kill {record.number:3}/{num_kills}  {record.target:11} {record.how:24} {then:26}"
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """While inside, another Ctrl-C does not keep the pool from being stopped."""
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def main() -> int:
@@ -318,7 +296,7 @@ def main() -> int:
         "--pause", type=float, default=0.15, metavar="SECONDS", help="a tenant's rest between two steps, on average"
     )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt_at_sigterm()
     args.dir.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(filename=args.dir / "clients.log", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

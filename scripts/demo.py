@@ -17,7 +17,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -25,7 +24,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 
 import grpc
 from rich.console import Console
@@ -38,6 +36,7 @@ from coordinator.models import DEFAULT_MODEL, resolve_model
 from demo_clock import NUM_COMPANIONS, AddedLatency, LoopCost, measure_latency, measure_loops
 from demo_plots import Curve, draw
 from demo_tenants import TENANTS, Judge, Poet, Scribe, Settings, Tenant
+from terminal import interrupt_at_sigterm, shown_path, uninterrupted
 from tinkerpool import ServiceClient, types
 from tinkerpool.credentials import read_credentials
 from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
@@ -110,7 +109,7 @@ def embedded_pool(serve_arguments: Sequence[str]) -> Iterator[EmbeddedPool]:
         except background.BackgroundError as error:
             raise DemoError(str(error)) from None
         finally:
-            with _uninterrupted():
+            with uninterrupted():
                 if background.running_pid(data_dir) is not None:
                     background.stop(data_dir, STOP_TIMEOUT_S)
 
@@ -292,29 +291,8 @@ def clock_batch(tenants: Sequence[Tenant]) -> list[types.Datum]:
     return scribe.some_data(8)
 
 
-def shown_path(path: Path) -> str:
-    """A path as it is shortest from here."""
-    with contextlib.suppress(ValueError):
-        return str(path.absolute().relative_to(Path.cwd()))
-    return str(path)
-
-
 def _dim(line: str) -> str:
     return f"Starting a pool ... [dim]{line[:90].replace('[', '(')}[/dim]"
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """While inside, another Ctrl-C does not keep the pool from being stopped."""
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def main() -> int:
@@ -330,7 +308,7 @@ def main() -> int:
     )
     parser.add_argument("--pool", choices=("ray", "local"), default="ray")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt_at_sigterm()
     try:
         run(args)
     except DemoError as error:

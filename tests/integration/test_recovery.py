@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from coordinator.database import DiskFullError
 from coordinator.dispatch import TakenOver
 from coordinator.errors import Code, ServiceError
 from tests.support.toy_pool import (
@@ -23,10 +22,9 @@ from tests.support.toy_pool import (
     sample_request,
 )
 from tests.toy_engine import POISON_TOKEN
-from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, training_pb2, types_pb2
+from tinkerpool.v1 import checkpoints_pb2, training_pb2, types_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.messages import (
-    AdapterSpec,
     AdapterState,
     Batch,
     BatchResult,
@@ -36,17 +34,6 @@ from workers.messages import (
 )
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
-
-
-async def submit(pool: ToyPool, adapter: str, seq: int) -> str:
-    """Two passes, then a step, and so on."""
-    if seq % 3 == 0:
-        return await pool.optim_step(adapter, seq)
-    return await pool.forward_backward(adapter, seq, *LENGTHS)
-
-
-def spec_of(pool: ToyPool, adapter: str) -> AdapterSpec:
-    return pool.coordinator.core.adapters[adapter].spec
 
 
 def lose_worker_in(pool: ToyPool, when: Callable[[Batch], bool]) -> None:
@@ -69,14 +56,14 @@ async def test_a_worker_that_dies_after_applying_and_before_answering_changes_no
 ) -> None:
     async with running_pool(tmp_path, cycle_tokens_max=16) as pool:
         adapter = await pool.adapter()
-        await pool.wait(*[await submit(pool, adapter, seq) for seq in (1, 2, 3, 4)])
+        await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3, 4)])
         lose_worker_in(pool, lambda batch: any(isinstance(item, phase) for item in batch.items))
-        names = [await submit(pool, adapter, 5), await submit(pool, adapter, 6)]
+        names = [await pool.submit(adapter, 5), await pool.submit(adapter, 6)]
         operations = await asyncio.wait_for(pool.wait(*names), 10)
         saved = await pool.save(adapter, 7, "after")
         assert len(pool.engines["w0"]) == 2
         assert [each.state for each in (*operations, saved)] == [SUCCEEDED] * 3
-        assert pool.chain(adapter) == expected_chain(spec_of(pool, adapter), [((1, 2), 3), ((4, 5), 6)])
+        assert pool.chain(adapter) == expected_chain(pool.spec_of(adapter), [((1, 2), 3), ((4, 5), 6)])
 
 
 async def test_a_crash_at_any_moment_ends_in_the_undisturbed_state(tmp_path: Path) -> None:
@@ -84,15 +71,15 @@ async def test_a_crash_at_any_moment_ends_in_the_undisturbed_state(tmp_path: Pat
     names: list[str] = []
     async with running_pool(tmp_path, is_crash=True) as pool:
         adapter = await pool.adapter()
-        spec = spec_of(pool, adapter)
+        spec = pool.spec_of(adapter)
     for seqs in ((1, 2, 3), (4,), (5, 6, 7, 8, 9), (10, 11)):
         async with running_pool(tmp_path, is_crash=True, cycle_tokens_max=16, seconds_per_batch=0.002) as pool:
             await pool.take_over()
-            names += [await submit(pool, adapter, seq) for seq in seqs]
+            names += [await pool.submit(adapter, seq) for seq in seqs]
             await asyncio.sleep(0.003 * len(names))
     async with running_pool(tmp_path, cycle_tokens_max=16) as pool:
         await pool.take_over()
-        operations = await pool.wait(*names, await submit(pool, adapter, 12))
+        operations = await pool.wait(*names, await pool.submit(adapter, 12))
         chain = pool.chain(adapter)
     assert [each.state for each in operations] == [SUCCEEDED] * 12
     windows = [((first, first + 1), first + 2) for first in (1, 4, 7, 10)]
@@ -102,7 +89,7 @@ async def test_a_crash_at_any_moment_ends_in_the_undisturbed_state(tmp_path: Pat
 async def test_results_are_the_same_bytes_before_and_after_crashes(tmp_path: Path) -> None:
     async with running_pool(tmp_path, is_crash=True) as pool:
         adapter = await pool.adapter()
-        names = [await submit(pool, adapter, seq) for seq in range(1, 7)]
+        names = [await pool.submit(adapter, seq) for seq in range(1, 7)]
         first = [each.SerializeToString(deterministic=True) for each in await pool.wait(*names)]
     for _ in range(2):
         async with running_pool(tmp_path, is_crash=True) as pool:
@@ -114,12 +101,12 @@ async def test_results_are_the_same_bytes_before_and_after_crashes(tmp_path: Pat
 async def test_failed_windows_and_cancelled_operations_are_skipped_by_a_replay(tmp_path: Path) -> None:
     async with running_pool(tmp_path, is_crash=True) as pool:
         adapter = await pool.adapter()
-        spec = spec_of(pool, adapter)
+        spec = pool.spec_of(adapter)
         poison = pass_request(adapter, 5, LENGTHS)
         poison.data[1].tokens.data = bytes([POISON_TOKEN, 0, 0, 0]) * 8
-        names = [await submit(pool, adapter, seq) for seq in (1, 2, 3, 4)]
+        names = [await pool.submit(adapter, seq) for seq in (1, 2, 3, 4)]
         names.append((await pool.service.forward_backward(await pool.principal(), poison)).operation.name)
-        names += [await submit(pool, adapter, seq) for seq in (6, 7, 8, 9)]
+        names += [await pool.submit(adapter, seq) for seq in (6, 7, 8, 9)]
         before = await pool.wait(*names)
         chain = pool.chain(adapter)
         assert pool.coordinator.core.adapters[adapter].window_error is None
@@ -146,7 +133,7 @@ async def test_a_step_behind_a_save_in_a_closed_window_is_not_taken(tmp_path: Pa
     """The worker would have stepped on a zero gradient, and moments move weights."""
     async with running_pool(tmp_path) as pool:
         adapter, principal = await pool.adapter(), await pool.principal()
-        await pool.wait(*[await submit(pool, adapter, seq) for seq in (1, 2, 3)])
+        await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
         chain = pool.chain(adapter)
         poison = pass_request(adapter, 4, [3])
         poison.data[0].tokens.data = bytes([POISON_TOKEN, 0, 0, 0]) * 3
@@ -217,9 +204,9 @@ async def test_an_append_that_fails_while_its_operation_runs_leaves_no_trace(
     """Also no snapshot: it would hold what the client was told that nobody accepted."""
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
         adapter = await pool.adapter()
-        spec, store = spec_of(pool, adapter), pool.coordinator.core.store
-        await pool.wait(*[await submit(pool, adapter, seq) for seq in (1, 2, 3)])
-        await pool.wait(*[await submit(pool, adapter, seq) for seq in (4, 5)])
+        spec, store = pool.spec_of(adapter), pool.coordinator.core.store
+        await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
+        await pool.wait(*[await pool.submit(adapter, seq) for seq in (4, 5)])
         with monkeypatch.context() as patch:
             fail_appends(patch, store, 6)
             has_snapshot = snapshot_event(pool)
@@ -227,7 +214,7 @@ async def test_an_append_that_fails_while_its_operation_runs_leaves_no_trace(
             with pytest.raises(ServiceError, match="nothing was accepted"):
                 await pool.optim_step(adapter, 6, learning_rate=0.5)
             await is_busy
-        operations = await pool.wait(*[await submit(pool, adapter, seq) for seq in (6, 7, 8, 9)])
+        operations = await pool.wait(*[await pool.submit(adapter, seq) for seq in (6, 7, 8, 9)])
         assert [each.state for each in operations] == [SUCCEEDED] * 4
         assert pool.chain(adapter) == expected_chain(spec, [((1, 2), 3), ((4, 5), 6), ((7, 8), 9)])
 
@@ -259,37 +246,37 @@ async def test_a_worker_lost_while_its_snapshot_is_written_does_not_stop_its_ada
             return write(*args)
 
         saver.snapshots.write = lose_then_write  # type: ignore[method-assign,assignment]
-        await pool.wait(*[await submit(pool, adapter, seq) for seq in (1, 2, 3)])
+        await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
         saver.snapshots.write = write  # type: ignore[method-assign]
-        operations = await asyncio.wait_for(pool.wait(*[await submit(pool, adapter, seq) for seq in (4, 5, 6)]), 10)
+        operations = await asyncio.wait_for(pool.wait(*[await pool.submit(adapter, seq) for seq in (4, 5, 6)]), 10)
         assert [each.state for each in operations] == [SUCCEEDED] * 3
-        assert pool.chain(adapter) == expected_chain(spec_of(pool, adapter), [((1, 2), 3), ((4, 5), 6)])
+        assert pool.chain(adapter) == expected_chain(pool.spec_of(adapter), [((1, 2), 3), ((4, 5), 6)])
         assert len(pool.engines["w0"]) == 2
 
 
 async def test_a_late_report_about_an_old_life_does_not_end_the_new_one(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, core = await pool.adapter(), pool.coordinator.core
-        await pool.wait(await submit(pool, adapter, 1))
+        await pool.wait(await pool.submit(adapter, 1))
         old = core._incarnation("w0")
         await pool.kill_worker()
-        await pool.wait(await submit(pool, adapter, 2))
+        await pool.wait(await pool.submit(adapter, 2))
         core._worker_lost("w0", old)
-        await pool.wait(await submit(pool, adapter, 3))
+        await pool.wait(await pool.submit(adapter, 3))
     assert len(pool.engines["w0"]) == 2
 
 
 async def test_a_client_that_goes_away_while_its_operation_is_logged_changes_nothing(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
-        calls = [asyncio.create_task(submit(pool, adapter, seq)) for seq in (1, 2, 3)]
+        calls = [asyncio.create_task(pool.submit(adapter, seq)) for seq in (1, 2, 3)]
         for _ in range(3):
             await asyncio.sleep(0)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         assert all(call.cancelled() for call in calls)
-        names = [await submit(pool, adapter, seq) for seq in (1, 2, 3)]
+        names = [await pool.submit(adapter, seq) for seq in (1, 2, 3)]
         operations = await pool.wait(*names)
         assert [each.state for each in operations] == [SUCCEEDED] * 3
         creation = asyncio.create_task(pool.adapter())
@@ -317,9 +304,9 @@ async def test_no_snapshot_is_taken_in_the_middle_of_an_operation(tmp_path: Path
 async def test_a_replay_leaves_no_requests_in_memory(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
-        await pool.wait(*[await submit(pool, adapter, seq) for seq in (1, 2, 3, 4)])
+        await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3, 4)])
         await pool.kill_worker()
-        await pool.wait(await submit(pool, adapter, 5))
+        await pool.wait(await pool.submit(adapter, 5))
         operations = pool.coordinator.core.adapters[adapter].operations.values()
         assert len(operations) == 5
         assert all(each.body == b"" and each.data == () and each.parts == [] for each in operations)
@@ -351,7 +338,7 @@ async def test_results_leave_memory_and_are_dropped_from_the_log_after_their_tim
         adapter = await pool.adapter()
         names = []
         for seq in (1, 2, 3):
-            names.append(await submit(pool, adapter, seq))
+            names.append(await pool.submit(adapter, seq))
             await pool.wait(names[-1])
             await pool.written()
         store = pool.coordinator.core.store
@@ -359,21 +346,21 @@ async def test_results_leave_memory_and_are_dropped_from_the_log_after_their_tim
         with pytest.raises(ServiceError) as gone:
             await pool.wait(names[0])
         with pytest.raises(ServiceError) as repeated:
-            await submit(pool, adapter, 3)
+            await pool.submit(adapter, 3)
         assert (gone.value.code, repeated.value.reason) == (Code.NOT_FOUND, "RESULT_DROPPED")
-        [later] = await pool.wait(await submit(pool, adapter, 4))
+        [later] = await pool.wait(await pool.submit(adapter, 4))
     assert later.state == SUCCEEDED
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
-        assert (await pool.wait(await submit(pool, adapter, 5)))[0].state == SUCCEEDED
+        assert (await pool.wait(await pool.submit(adapter, 5)))[0].state == SUCCEEDED
 
 
 async def test_workers_that_a_later_coordinator_has_taken_end_this_one(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
-        await pool.wait(await submit(pool, adapter, 1))
+        await pool.wait(await pool.submit(adapter, 1))
         pool.engines["w0"][-1]._epoch += 1
-        await submit(pool, adapter, 2)
+        await pool.submit(adapter, 2)
         with pytest.raises(TakenOver):
             await asyncio.wait_for(pool.coordinator.failed(), 5)
         assert not pool.coordinator.health()
@@ -390,7 +377,7 @@ async def test_a_commit_that_fails_ends_the_coordinator_and_stopping_it_still_wo
             return store.write(lambda db: db.execute("SELECT * FROM nothing"))
 
         monkeypatch.setattr(store, "commit_cycle", broken)
-        name = await submit(pool, adapter, 1)
+        name = await pool.submit(adapter, 1)
         with pytest.raises(Exception, match="nothing"):
             await asyncio.wait_for(pool.coordinator.failed(), 5)
         await asyncio.wait_for(pool.coordinator.stop(), 5)
@@ -409,55 +396,6 @@ async def test_stopping_ends_every_wait_with_where_to_go_on(tmp_path: Path) -> N
         with pytest.raises(ServiceError) as raised:
             await asyncio.wait_for(waiting, 5)
     assert (raised.value.code, bool(raised.value.retry_delay_s)) == (Code.UNAVAILABLE, True)
-
-
-async def test_a_refused_operation_whose_adapter_is_deleted_meanwhile_hurts_nobody(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
-        bad = pass_request(adapter, 1, [3])
-        bad.ClearField("data")
-        waiting = await pool.optim_step(adapter, 2)
-        refused = asyncio.create_task(pool.service.forward_backward(principal, bad))
-        deletion = pool.service.delete_adapter(principal, adapters_pb2.DeleteAdapterRequest(adapter_id=adapter))
-        answers = await asyncio.gather(refused, deletion, return_exceptions=True)
-        [failed] = await asyncio.wait_for(pool.wait(waiting), 5)
-        other = await pool.adapter()
-        await pool.wait(await submit(pool, other, 1))
-        assert pool.coordinator.health()
-    assert isinstance(answers[0], ServiceError)
-    assert not isinstance(answers[1], BaseException)
-    assert failed.state == FAILED
-
-
-async def test_an_adapter_deleted_while_another_one_is_read_from_disk_stops_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """States are read beside the event loop, and everything may happen meanwhile."""
-    async with running_pool(tmp_path) as pool:
-        adapters = [await pool.adapter() for _ in range(3)]
-        await pool.wait(*[await submit(pool, adapter, 1) for adapter in adapters])
-    async with running_pool(tmp_path) as pool:
-        await pool.take_over()
-        principal, snapshots = await pool.principal(), pool.coordinator.core.saver.snapshots
-        read, is_reading, may_read = snapshots.read, threading.Event(), threading.Event()
-
-        def slow(folder: str, sha256: str) -> AdapterState:
-            is_reading.set()
-            may_read.wait(10)
-            return read(folder, sha256)
-
-        monkeypatch.setattr(snapshots, "read", slow)
-        adapters.sort()  # as they are planned
-        names = await asyncio.gather(*(submit(pool, adapter, 2) for adapter in adapters))
-        await asyncio.to_thread(is_reading.wait, 10)
-        request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapters[2])
-        deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))
-        await asyncio.sleep(0.01)
-        may_read.set()
-        await asyncio.wait_for(deletion, 10)
-        done = await asyncio.wait_for(pool.wait(*names[:2]), 10)
-        assert [each.state for each in done] == [SUCCEEDED] * 2
-        assert pool.coordinator.health()
 
 
 async def test_a_request_whose_result_was_dropped_is_known_and_not_run_again(tmp_path: Path) -> None:
@@ -494,52 +432,12 @@ async def test_a_request_whose_result_was_dropped_is_known_and_not_run_again(tmp
         assert pool.coordinator.core.adapters[adapter].next_seq == 2
 
 
-async def test_an_adapter_whose_deletion_fails_goes_on_from_the_snapshot_that_became_durable_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it would run again from the snapshot before has left the log."""
-    async with running_pool(tmp_path, replay_s_max=0.0) as pool:
-        adapter, principal, core = await pool.adapter(), await pool.principal(), pool.coordinator.core
-        spec, snapshots, write = spec_of(pool, adapter), core.saver.snapshots, core.saver.snapshots.write
-        is_writing, may_write, is_deleting, may_fail = (threading.Event() for _ in range(4))
-
-        def slow(*args: Any) -> Any:
-            is_writing.set()
-            may_write.wait(10)
-            return write(*args)
-
-        async def full(*_: object) -> str:
-            is_deleting.set()
-            await asyncio.to_thread(may_fail.wait, 10)
-            raise DiskFullError("no room")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(snapshots, "write", slow)
-            patch.setattr(core.store, "delete_adapter", full)
-            await pool.wait(*[await submit(pool, adapter, seq) for seq in (1, 2, 3)])
-            await asyncio.to_thread(is_writing.wait, 10)
-            request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
-            deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))
-            await asyncio.to_thread(is_deleting.wait, 10)
-            may_write.set()
-            await pool.written()
-            core.loops["toy"]._snapshots.settle(core.loops["toy"].adapters)
-            may_fail.set()
-            with pytest.raises(ServiceError, match="nothing was accepted"):
-                await deletion
-        operations = await asyncio.wait_for(pool.wait(*[await submit(pool, adapter, seq) for seq in (4, 5, 6)]), 10)
-        assert [each.state for each in operations] == [SUCCEEDED] * 3
-        assert pool.chain(adapter) == expected_chain(spec, [((1, 2), 3), ((4, 5), 6)])
-        await pool.service.delete_adapter(principal, request)
-        assert pool.coordinator.health()
-
-
 async def test_a_save_whose_worker_dies_and_whose_owner_cancels_while_it_is_written_is_decided_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, principal, core = await pool.adapter(), await pool.principal(), pool.coordinator.core
-        await pool.wait(await submit(pool, adapter, 1))
+        await pool.wait(await pool.submit(adapter, 1))
         write, is_writing, may_write = core.saver.checkpoints.write, threading.Event(), threading.Event()
 
         def slow(*arguments: Any) -> Any:
@@ -556,5 +454,5 @@ async def test_a_save_whose_worker_dies_and_whose_owner_cancels_while_it_is_writ
         may_write.set()
         [saved] = await asyncio.wait_for(pool.wait(name), 10)
         assert saved.state == SUCCEEDED
-        [after] = await asyncio.wait_for(pool.wait(await submit(pool, adapter, 3)), 10)
+        [after] = await asyncio.wait_for(pool.wait(await pool.submit(adapter, 3)), 10)
         assert after.state == SUCCEEDED

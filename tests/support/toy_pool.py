@@ -83,6 +83,16 @@ class ToyPool:
         )
         return str((await self.service.optim_step(await self.principal(tenant), request)).operation.name)
 
+    async def submit(self, adapter_id: str, seq: int) -> str:
+        """Submit what has this seq in a run of two passes, then a step, and so on; returns the operation's name."""
+        if seq % 3 == 0:
+            return await self.optim_step(adapter_id, seq)
+        return await self.forward_backward(adapter_id, seq, *LENGTHS)
+
+    def spec_of(self, adapter_id: str) -> AdapterSpec:
+        """What the coordinator made of the adapter's creation."""
+        return self.coordinator.core.adapters[adapter_id].spec
+
     async def wait(self, *names: str, tenant: str = "alice") -> list[ops_pb.Operation]:
         """The finished operations, in the order of their names."""
         found = {}
