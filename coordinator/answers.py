@@ -8,6 +8,7 @@ still believed in. What a lost or refuted copy has answered is dropped, and its 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from coordinator.batches import fill_load, fill_pass, fill_step, service_error, worker_died
@@ -23,7 +24,7 @@ from workers.messages import ErrorCode, ItemResult, LoadItem, PassItem
 logger = logging.getLogger(__name__)
 
 REINSTALLS_MAX = 5
-"""How often in a row an adapter's copy may be found out of order before its operations are failed."""
+"""How often in a row an adapter's copy may be found out of order at one operation before its operations are failed."""
 
 
 MAY_PASS = {ErrorCode.OUT_OF_MEMORY, ErrorCode.INTERNAL}
@@ -38,7 +39,8 @@ class Answers:
         self._saver = saver
         self._snapshots = snapshots
         self._published = published
-        self._num_reinstalls: dict[str, int] = {}
+        self._reinstalls: dict[str, Counter[str]] = {}
+        """By adapter, since it last ran something new: how often each operation found its copy out of order."""
 
     async def take_in(self, cycle: Running, entry: Entry, result: ItemResult) -> None:
         """One item's answer."""
@@ -60,7 +62,7 @@ class Answers:
         if operation.is_final:
             self._take_in_replay(adapter, operation, result, is_last=is_last)
         else:
-            self._num_reinstalls.pop(adapter.adapter_id, None)
+            self._reinstalls.pop(adapter.adapter_id, None)
             operation.parts.append(result)
             operation.next_chunk += 1
             if operation.kind.needs_open_window and adapter.window_error is not None:
@@ -134,14 +136,16 @@ class Answers:
     def _reinstall(self, adapter: AdapterQueue, result: ItemResult) -> None:
         """The copy is not where we believe, or cannot be brought there now. Install it anew, unless that never helps.
 
-        What the worker says of it is in the log.
+        What can never be rebuilt fails at the same operation each time; answers that went astray, at any. What the
+        worker says of it is in the log.
         """
         if not adapter.worker_id:
             return
         logger.warning("%s: %s", adapter.adapter_id, result.error)
         adapter.lose_copy()
-        self._num_reinstalls[adapter.adapter_id] = self._num_reinstalls.get(adapter.adapter_id, 0) + 1
-        if self._num_reinstalls[adapter.adapter_id] > REINSTALLS_MAX:
+        counts = self._reinstalls.setdefault(adapter.adapter_id, Counter())
+        counts[result.op_id] += 1
+        if counts[result.op_id] > REINSTALLS_MAX:
             error = ServiceError(Code.INTERNAL, "STATE_LOST", "the adapter's state cannot be rebuilt on any worker")
             self.give_up(adapter, error)
 

@@ -1,7 +1,9 @@
 """What a review feared: crashes, lost workers and failing appends at the worst moments. The final hash tells."""
 
 import asyncio
+import math
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,6 +254,52 @@ async def test_a_worker_lost_while_its_snapshot_is_written_does_not_stop_its_ada
         assert [each.state for each in operations] == [SUCCEEDED] * 3
         assert pool.chain(adapter) == expected_chain(pool.spec_of(adapter), [((1, 2), 3), ((4, 5), 6)])
         assert len(pool.engines["w0"]) == 2
+
+
+async def begin_life_that_runs_twice(pool: ToyPool, often: float) -> Counter[str]:
+    """Begin a worker's next life. Each operation's batch reaches it twice the first `often` times; what it says to the
+    second is what comes back. Returns how often each operation has come."""
+    lives = pool.engines["w0"]
+    await pool.kill_worker()
+    while len(lives) < 2:  # noqa: ASYNC110 (nothing tells)
+        await asyncio.sleep(0.001)
+    seen: Counter[str] = Counter()
+    engine, run = lives[-1], lives[-1].run
+
+    def again(batch: Batch) -> BatchResult:
+        first = run(batch)
+        names = {item.op_id for item in batch.items}
+        seen.update(names)
+        repeated = Batch(epoch=batch.epoch, cycle_id=batch.cycle_id, items=batch.items)
+        return run(repeated) if any(seen[name] <= often for name in names) else first
+
+    engine.run = again  # type: ignore[method-assign]
+    return seen
+
+
+async def test_a_replay_goes_on_although_answers_go_astray_at_one_operation_after_another(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, cycle_tokens_max=1) as pool:
+        adapter = await pool.adapter()
+        await pool.wait(*[await pool.submit(adapter, seq) for seq in range(1, 9)])
+        seen = await begin_life_that_runs_twice(pool, 1)
+        [after] = await asyncio.wait_for(pool.wait(await pool.submit(adapter, 9)), 10)
+        assert after.state == SUCCEEDED
+        assert len(seen) == 9
+        assert min(seen.values()) > 1
+        windows = [((1, 2), 3), ((4, 5), 6), ((7, 8), 9)]
+        assert pool.chain(adapter) == expected_chain(pool.spec_of(adapter), windows)
+
+
+async def test_an_adapter_that_cannot_be_rebuilt_fails_and_hurts_nobody(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, other = await pool.adapter(), await pool.adapter()
+        await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
+        await begin_life_that_runs_twice(pool, math.inf)
+        [lost] = await asyncio.wait_for(pool.wait(await pool.submit(adapter, 4)), 10)
+        assert (lost.state, lost.error.reason) == (FAILED, "STATE_LOST")
+        del pool.engines["w0"][-1].run  # as it was
+        [fine] = await asyncio.wait_for(pool.wait(await pool.submit(other, 1)), 10)
+        assert fine.state == SUCCEEDED
 
 
 async def test_a_late_report_about_an_old_life_does_not_end_the_new_one(tmp_path: Path) -> None:
