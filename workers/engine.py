@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,6 +45,7 @@ from workers.numerics import fingerprint
 from workers.optim import NonFiniteStepError, adamw_step, check_params
 from workers.packing import Request
 from workers.passes import Outcome, PassRunner, failure_of
+from workers.pool import num_cores
 from workers.progress import Progress
 from workers.snapshot import (
     DamagedStateError,
@@ -54,6 +56,7 @@ from workers.snapshot import (
     read_state,
     weights_file,
 )
+from workers.threads import ThreadChoice, are_threads_alike
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +76,9 @@ class EngineConfig:
     num_slots: int = 16
     """Adapters and sampler versions in the bank at once; others wait in host memory."""
     num_threads: int | None = None
-    """Threads of the library's kernels; None leaves the process's setting. Part of the fingerprint. `OMP_NUM_THREADS`
-    and what bounds their spinning (`GOMP_SPINCOUNT`) must be in the environment before torch is imported."""
+    """Most threads of the library's kernels; None leaves the process's setting. Part of the fingerprint. A pass takes
+    fewer while others use the cores, if its bits do not depend on that. `OMP_NUM_THREADS` and what bounds their
+    spinning (`GOMP_SPINCOUNT`) must be in the environment before torch is imported."""
     device: str = "cpu"
     pass_tokens_max: int = 8192
     """Rows of one packed pass; a longer run of items is cut. Bounds memory, changes no bits."""
@@ -134,7 +138,11 @@ class TrainingEngine:
         self.base_model = BaseModel(config.model, name=config.model_name, device=config.device)
         self.bank = Bank(self.base_model.group_shapes, config.num_slots, self.base_model.device)
         self.sampler = None if make_sampler is None else make_sampler(self.base_model, self.bank)
-        self._info = self.base_model.info(fingerprint(self.base_model.rows_min, self.base_model.device))
+        is_alike = are_threads_alike(self.base_model)
+        self._threads = ThreadChoice(torch.get_num_threads(), num_cores()) if is_alike else None
+        self._info = self.base_model.info(
+            fingerprint(self.base_model.rows_min, self.base_model.device, are_threads_alike=is_alike)
+        )
         self._passes = PassRunner(self.base_model, self.bank, clock)
         self._incarnation = incarnation
         self._clock = clock
@@ -163,7 +171,8 @@ class TrainingEngine:
                 self._install(install)
             for key in batch.removals:
                 self._remove(key)
-            results = self._run_items(batch.items)
+            with self._threads.running() if self._threads else nullcontext():
+                results = self._run_items(batch.items)
         return BatchResult(
             epoch=self._epoch,
             cycle_id=batch.cycle_id,

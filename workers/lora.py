@@ -265,7 +265,7 @@ class LinearGroup:
         return ys, saved
 
     def _forward_short(self, x: Tensor, ys: list[Tensor], views: GroupViews, scaling: float) -> Tensor:
-        """One segment with few rows, padded so that its matmuls have the bits of a longer one."""
+        """One segment with few rows, padded so that its matmuls have the bits of a longer one, on any threads."""
         num_rows = x.shape[0]
         padding = (0, 0, 0, self.current.rows_min - num_rows)
         padded = [F.pad(y, padding) for y in ys]
@@ -286,10 +286,24 @@ class LinearGroup:
         for part in saved:
             run = part.run
             dx_rows = None if dx is None else run.rows(dx)
-            dA, dBs = backward_segments(
+            backward = self._backward_short if run.length < self.current.rows_min else backward_segments
+            dA, dBs = backward(
                 run.rows(x), [run.rows(dy) for dy in dys], dx_rows, part.xa, part.views, run.adapters[0].scaling
             )
             run.add_gradients(self.shape.index, dA, dBs)
+
+    def _backward_short(
+        self, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None, xa: Tensor, views: GroupViews, scaling: float
+    ) -> tuple[Tensor, list[Tensor]]:
+        """As `_forward_short`."""
+        num_rows = x.shape[0]
+        padding = (0, 0, 0, self.current.rows_min - num_rows)
+        longer = None if dx is None else F.pad(dx, padding)
+        dys = [F.pad(dy, padding) for dy in dys]
+        gradients = backward_segments(F.pad(x, padding), dys, longer, F.pad(xa, padding), views, scaling)
+        if dx is not None and longer is not None:
+            dx.copy_(longer[:num_rows])
+        return gradients
 
 
 def forward_segments(x: Tensor, ys: Sequence[Tensor], views: GroupViews, scaling: float) -> Tensor:

@@ -25,14 +25,14 @@ BATCHED_SEGMENTS = 5
 LARGE_WEIGHT = 1 << 22
 
 
-def fingerprint(rows_min: int | None, device: torch.device) -> str:
+def fingerprint(rows_min: int | None, device: torch.device, *, are_threads_alike: bool) -> str:
     """The arithmetic of this process, as text: equal texts, equal bits."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return "; ".join(
         (
             f"torch {torch.__version__}",
             f"{platform.machine()} {kind}",
-            f"{torch.get_num_threads()} threads",
+            f"{'up to ' if are_threads_alike else ''}{torch.get_num_threads()} threads",
             "rows depend on their neighbours" if rows_min is None else f"rows independent from {rows_min}",
         )
     )

@@ -14,6 +14,7 @@ import transformers
 from build_mini_model import build_mini_model
 from tests.numerics.harness import Driver, make_data, make_spec
 from tests.numerics.naive import NaiveModel, naive_pass
+from workers import threads
 from workers.base_model import BaseModel, UnsupportedModelError
 from workers.engine import EngineConfig
 from workers.logits import ChunkedLoss
@@ -349,6 +350,16 @@ def test_info_tells_what_the_model_is(model_directory: Path) -> None:
     assert info.eos_token_ids == (256,)
     assert {"tokenizer.json", "tokenizer_config.json"} <= set(info.tokenizer_files)
     assert f"{torch.get_num_threads()} threads" in info.fingerprint
+
+
+def test_threads_are_fixed_where_bits_depend_on_their_number(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_TRIED", {})
+    assert "; up to 2 threads;" in Driver(qwen3).engine.info.fingerprint
+    monkeypatch.setattr(threads, "_TRIED", {})
+    monkeypatch.setattr(threads, "_trial", lambda _: [torch.tensor(torch.get_num_threads())])
+    engine = Driver(qwen3).engine
+    assert "; 2 threads;" in engine.info.fingerprint
+    assert engine._threads is None
 
 
 def test_model_that_the_fused_pass_would_get_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

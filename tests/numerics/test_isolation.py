@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -71,6 +72,18 @@ def test_tenant_sharing_a_pass_gets_the_same_bits_as_alone(model_directory: Path
     alone = train_alone(model_directory, TENANTS)
     assert_same(train(Driver(model_directory), TENANTS), alone)
     assert_same(train(Driver(model_directory), TENANTS[::-1]), alone)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads(model_directory: Path) -> None:
+    """Passes take fewer threads on busy cores."""
+    traces = []
+    for num_threads in (1, 2):
+        torch.set_num_threads(2)
+        driver = Driver(model_directory)
+        with mock.patch.object(driver.engine, "_threads", None):
+            torch.set_num_threads(num_threads)
+            traces.append(train(driver, TENANTS))
+    assert_same(*traces)
 
 
 @pytest.mark.parametrize("length", [16, 17, 33, 64])

@@ -1,0 +1,175 @@
+"""How many threads the next pass runs with: as many as there are cores that nobody else uses.
+
+Threads that meet after every operation go at the pace of the last of them. Where another process holds one of two
+cores, a pass on two threads takes several times as long as on one. So passes give way, and take the cores back when
+they are free. Only where bits do not depend on the number of threads: `are_threads_alike` tries that when a model is
+loaded.
+
+Knows cores, times and, for that trial, one small pass; not batches or order.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.bank import Bank
+from workers.base_model import BaseModel
+from workers.messages import AdamParams, AdapterSpec, Datum, PassItem
+from workers.optim import adamw_step
+from workers.passes import PassRunner
+
+PROC_STAT = Path("/proc/stat")
+WINDOW_S = 0.25
+"""Length of passes over which the cores are watched before deciding. The kernel counts in hundredths of a second."""
+MARGIN_DOWN, MARGIN_UP = 0.4, 0.2
+"""In cores: others may use so much of a thread's core before the thread is given up, and only so much when it is taken
+back. Two margins, so that a load between them does not make the number swing."""
+
+
+TRIAL_LENGTHS = {"short": (5,), "odd": (11,), "mixed": (24, 24, 11), "beside": (24, 24, 11), "long": (256,)}
+"""Sequences of the adapters of a trial: few rows, two adapters computed as one batch, and one of another rank."""
+TRIAL_PARAMS_MAX = 1_000_000_000
+"""A larger base model is not tried: it would take minutes, and its operations are so long that meeting costs little."""
+_TRIED: dict[object, bool] = {}
+"""What trials in this process have shown, by all that kernels are chosen by."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreTimes:
+    """Seconds so far."""
+
+    wall_s: float
+    used_s: float
+    """By anybody, on the cores that this process may use, summed over them."""
+    own_s: float
+    """By this process, all threads."""
+
+
+def read_core_times() -> CoreTimes | None:
+    """The present state; None where the system does not tell."""
+    try:
+        lines = PROC_STAT.read_text().splitlines()
+        cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    except (OSError, AttributeError):
+        return None
+    ticks = 0
+    for line in lines:
+        name, *fields = line.split()
+        if name in cores:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = (int(field) for field in fields[:8])
+            ticks += user + nice + system + irq + softirq + steal
+    return CoreTimes(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
+
+
+class ThreadChoice:
+    """Chooses for one engine. One thread only."""
+
+    def __init__(
+        self, num_threads: int, num_cores: int, read: Callable[[], CoreTimes | None] = read_core_times
+    ) -> None:
+        """At most `num_threads`, on a machine that gives this process `num_cores`."""
+        self.num_threads = num_threads
+        self._num_threads_max = num_threads
+        self._num_cores = num_cores
+        self._read = read
+        self._wall_s = self._foreign_s = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around a pass: the chosen number of threads inside, the number there was before afterwards."""
+        if self._num_threads_max == 1:
+            yield
+            return
+        before, num_before = self._read(), torch.get_num_threads()
+        torch.set_num_threads(self.num_threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(num_before)
+            after = self._read()
+            if before is not None and after is not None:
+                self._observe(before, after)
+
+    def _observe(self, before: CoreTimes, after: CoreTimes) -> None:
+        """Add a pass to the window; decide at its end."""
+        self._wall_s += after.wall_s - before.wall_s
+        self._foreign_s += (after.used_s - before.used_s) - (after.own_s - before.own_s)
+        if self._wall_s < WINDOW_S:
+            return
+        num_free = self._num_cores - self._foreign_s / self._wall_s
+        num_kept, num_taken = int(num_free + MARGIN_DOWN), int(num_free + MARGIN_UP)
+        chosen = max(num_taken, min(num_kept, self.num_threads))
+        self.num_threads = max(1, min(chosen, self._num_threads_max))
+        self._wall_s = self._foreign_s = 0.0
+
+
+def are_threads_alike(base_model: BaseModel) -> bool:
+    """Whether a pass and a step have the same bits on one thread and on the number of threads in use.
+
+    False without trying if that is one thread, if the device is no CPU, or if the model is very large.
+    """
+    num_threads = torch.get_num_threads()
+    if num_threads == 1 or base_model.device.type != "cpu" or base_model.num_params > TRIAL_PARAMS_MAX:
+        return False
+    sizes = (num_threads, base_model.group_shapes, base_model.num_heads, base_model.head_dim)
+    if sizes not in _TRIED:
+        several = _trial(base_model)
+        torch.set_num_threads(1)
+        try:
+            single = _trial(base_model)
+        finally:
+            torch.set_num_threads(num_threads)
+        _TRIED[sizes] = all(torch.equal(left, right) for left, right in zip(several, single, strict=True))
+    return _TRIED[sizes]
+
+
+def _trial(base_model: BaseModel) -> list[Tensor]:
+    """Everything that a pass and a step of some adapters compute."""
+    bank = Bank(base_model.group_shapes, len(TRIAL_LENGTHS), base_model.device)
+    passes = PassRunner(base_model, bank, time.perf_counter)
+    rng = np.random.default_rng(0)
+    requests = []
+    for name, lengths in TRIAL_LENGTHS.items():
+        rank = 2 * 8 if name == "long" else 8
+        flags = {"train_attn": True, "train_mlp": True, "train_unembed": True}
+        bank.add(name, AdapterSpec(adapter_id=name, rank=min(rank, base_model.max_rank), alpha=32.0, seed=1, **flags))
+        drawn = [rng.integers(0, base_model.vocab_size, (2, min(n, base_model.max_seq_len))) for n in lengths]
+        data = [
+            Datum(
+                tokens=tokens.astype(np.int32),
+                loss_inputs={"target_tokens": targets.astype(np.int32), "weights": np.ones(len(tokens), np.float32)},
+            )
+            for tokens, targets in drawn
+        ]
+        item = PassItem(
+            op_id=name,
+            adapter_id=name,
+            prev_seq=0,
+            seq=1,
+            chunk_index=0,
+            num_chunks=1,
+            data=tuple(data),
+            loss_fn="cross_entropy",
+            loss_config={},
+            backward=True,
+        )
+        requests.append(passes.checked(item))
+    results = []
+    for outcome in passes.run(requests):
+        assert outcome.part is not None, outcome.error
+        results += [outcome.part.logprobs, torch.tensor(outcome.part.loss_sum)]
+    for row in bank.acquire(list(TRIAL_LENGTHS)):
+        assert row.grad is not None
+        results.append(row.grad.clone())
+        norms = adamw_step(row, AdamParams(learning_rate=1e-2, grad_clip_norm=1.0), 1)
+        results += [row.weights, torch.tensor([norms.gradient, norms.update, norms.adapter])]
+    return results
