@@ -112,8 +112,16 @@ def _serve_or_up(
         str | None, typer.Option(help="A Ray cluster to join. Default: a private one on this machine.")
     ] = None,
     cycle_tokens: Annotated[
-        int, typer.Option(min=1, help="Token budget of one cycle on one worker: more is faster, and later for others.")
-    ] = 2048,
+        str,
+        typer.Option(
+            metavar="NUMBER|auto",
+            help="Token budget of one cycle on one worker: more is faster, and later for others. auto: found by "
+            "measuring, where more would hardly be faster.",
+        ),
+    ] = "auto",
+    cycle_seconds: Annotated[
+        float, typer.Option(help="With --cycle-tokens auto: the seconds that a cycle's pass may take.")
+    ] = 2.0,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM); clients then use https://.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
     tls_client_ca: Annotated[
@@ -140,7 +148,9 @@ def _serve_or_up(
 
     data_dir = _data_dir(data_dir)
     try:
-        coordinator_config = CoordinatorConfig(data_dir=data_dir, cycle_tokens_max=cycle_tokens)
+        coordinator_config = CoordinatorConfig(
+            data_dir=data_dir, cycle_tokens_max=_cycle_tokens(cycle_tokens), cycle_s_max=cycle_seconds
+        )
         config = ServerConfig(
             coordinator=coordinator_config,
             grpc=GrpcConfig(
@@ -251,6 +261,15 @@ def _data_dir(given: Path | None) -> Path:
 
 def _other_data_dir(data_dir: Path) -> str:
     return "" if data_dir == _data_dir(None) else f" --data-dir {shlex.quote(str(data_dir))}"
+
+
+def _cycle_tokens(text: str) -> int | None:
+    """The operator's budget; None: found by measuring. Raises ValueError."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"--cycle-tokens takes a whole number from 1 up, or auto; got {text!r}")
+    return int(text)
 
 
 def _check_libraries() -> None:

@@ -1,19 +1,34 @@
 """Time as the coordinator sees it, and the decision when a cycle starts.
 
-The core reads time only through `Time`, so that a simulation can own it. `CycleClock` knows who is ready and who was in
-the last cycle; it knows neither what they asked for nor who runs it.
+The core reads time only through `Time`, so that a simulation can own it. `CycleClock` knows who is ready, who was in
+earlier cycles and what a cycle costs; it knows neither what they asked for nor who runs it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
+
+from coordinator.costs import CycleCosts
 
 T = TypeVar("T")
 SLICE_S = 1.0
 """A wait is cut into slices of this length, so that a pause of the whole process counts as one of them."""
+UNMEASURED_S = 0.004
+"""The longest linger while the costs of a cycle are not known, and for a tenant whose returns are not."""
+LOOK_S = 0.001
+"""How often it is looked at, while lingering, whether the budget is full: not at each of a thousand arrivals."""
+RETURNS_KEPT, RETURNS_MIN = 5, 3
+"""Returns of a tenant that are remembered, and from how many on the slowest is taken for an exception."""
+LATE = 1.25
+"""How many times its usual absence a tenant is waited for."""
+GIVEN_UP_S = 1.0
+"""An absence after which a tenant is not thought of any more."""
+TENANTS_KEPT = 4096
+"""Tenants whose returns are remembered."""
 
 
 class Time(Protocol):
@@ -67,38 +82,96 @@ class SystemTime:
 class CycleClock:
     """Event-driven: a cycle starts as soon as the workers are free and something is ready.
 
-    A lone tenant never waits. With several, the start lingers, at most `linger_s`, for tenants of the last cycle that
-    have nothing ready yet, and only while the ready work leaves room in the budget.
+    The start may linger for tenants of earlier cycles who usually come back soon, because whoever misses a cycle costs
+    another one. So it lingers at most for what a cycle costs whatever it carries, which is no more than waiting saves;
+    at most `linger_s`; only for those whom past returns say to expect within that; and only while what is ready leaves
+    room in the budget. Where nobody else is expected, nobody waits: a lone tenant never does.
     """
 
-    def __init__(self, time_source: Time, linger_s: float) -> None:
+    def __init__(self, time_source: Time, linger_s: float, costs: CycleCosts) -> None:
         self._time = time_source
         self._linger_s = linger_s
+        self._costs = costs
         self._wake = asyncio.Event()
         self._last_tenants: frozenset[str] = frozenset()
+        self._away: dict[str, float] = {}
+        """Tenants who have nothing ready, and when their last cycle ended; the longest away come first."""
+        self._returns: dict[str, deque[float]] = {}
+        """How long tenants were away, the last times, in seconds."""
+        self._expected: set[str] = set()
+        """Whom the start lingers for."""
 
     def notify(self) -> None:
         """Something about what is ready has changed."""
         self._wake.set()
 
+    def arrived(self, tenant: str) -> None:
+        """The tenant has asked for something."""
+        left = self._away.pop(tenant, None)
+        if left is not None:
+            self._note_return(tenant, self._time.monotonic() - left)
+        self._expected.discard(tenant)
+        if not self._expected:
+            self._wake.set()
+
     def finished(self, tenants: frozenset[str]) -> None:
-        """A cycle with these tenants has committed: they are expected back."""
+        """A cycle with these tenants has committed."""
         self._last_tenants = tenants
+        now = self._time.monotonic()
+        for tenant in sorted(tenants):
+            self._away.pop(tenant, None)
+            self._away[tenant] = now
 
     async def next_cycle(
         self, is_ready: Callable[[], bool], ready_tenants: Callable[[], frozenset[str]], is_full: Callable[[], bool]
     ) -> None:
         """Return when the next cycle shall start."""
-        while not is_ready():
+        is_now = is_ready()
+        for tenant in self._last_tenants & ready_tenants():
+            self._away.pop(tenant, None)  # it had asked for more before its cycle ended
+        while not is_now:
             self._wake.clear()
             await self._wake.wait()
-        deadline = self._time.monotonic() + self._linger_s
-        while len(self._last_tenants) > 1 and not is_full() and self._last_tenants - ready_tenants():
-            remaining = deadline - self._time.monotonic()
+            is_now = is_ready()
+        until = self._expect()
+        while self._expected and not is_full():
+            remaining = until - self._time.monotonic()
             if remaining <= 0:
                 break
             self._wake.clear()
-            await self._first_of(self._wake.wait(), self._time.sleep(remaining))
+            await self._first_of(self._wake.wait(), self._time.sleep(min(remaining, LOOK_S)))
+        self._expected.clear()
+
+    def _expect(self) -> float:
+        """Decide whom to linger for, and until when."""
+        now = self._time.monotonic()
+        for tenant, left in list(self._away.items()):
+            if now - left < GIVEN_UP_S:
+                break
+            del self._away[tenant]
+            self._note_return(tenant, now - left)
+        fixed_s = self._costs.fixed_s
+        limit = now + min(self._linger_s, UNMEASURED_S if fixed_s is None else fixed_s)
+        until = now
+        for tenant, left in self._away.items():
+            if (returns := self._returns.get(tenant)) is not None:
+                absence_s = sorted(returns)[-2 if len(returns) >= RETURNS_MIN else -1]
+                usual, latest = left + absence_s, min(limit, left + LATE * absence_s)
+            elif tenant in self._last_tenants and len(self._last_tenants) > 1:
+                usual = latest = min(limit, now + UNMEASURED_S)
+            else:
+                continue
+            if usual <= limit and now < latest:
+                self._expected.add(tenant)
+                until = max(until, latest)
+        return until
+
+    def _note_return(self, tenant: str, seconds: float) -> None:
+        returns = self._returns.pop(tenant, None) or deque(maxlen=RETURNS_KEPT)
+        returns.append(seconds)
+        self._returns[tenant] = returns
+        if len(self._returns) > TENANTS_KEPT:
+            del self._returns[next(iter(self._returns))]
 
     @staticmethod
     async def _first_of(*waits: object) -> None:

@@ -36,10 +36,13 @@ class CoordinatorConfig:
 
     data_dir: Path
     """Everything durable is below it. One coordinator at a time."""
-    cycle_tokens_max: int = 2048
-    """Token budget of one cycle on one worker; counts whole chunks, and a cycle always takes at least one."""
-    linger_s: float = 0.004
-    """Longest wait for tenants of the last cycle before the next one starts; 0 never waits."""
+    cycle_tokens_max: int | None = None
+    """Token budget of one cycle on one worker; counts whole chunks, and a cycle always takes at least one. None: found
+    from measured cycles."""
+    cycle_s_max: float = 2.0
+    """Seconds that the pass of a cycle may take by a measured budget: who has just missed one waits for no longer."""
+    linger_s: float = 0.03
+    """Longest wait for tenants of earlier cycles before the next one starts, however dear a cycle is; 0 never waits."""
     session_timeout_s: float = 600.0
     """Service time without a heartbeat after which a session expires."""
     gap_timeout_s: float = 300.0
@@ -59,11 +62,12 @@ class CoordinatorConfig:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        if self.cycle_tokens_max < 1:
+        if self.cycle_tokens_max is not None and self.cycle_tokens_max < 1:
             raise ValueError(f"cycle_tokens_max must be at least 1, got {self.cycle_tokens_max}")
         durations = ("linger_s", "session_timeout_s", "gap_timeout_s", "replay_s_max", "stop_s_max")
         for name in (*durations, "result_retention_s", "fetched_retention_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be a number of seconds, 0 or more, got {getattr(self, name)}")
-        if not self.sweep_interval_s > 0:
-            raise ValueError(f"sweep_interval_s must be above 0, got {self.sweep_interval_s}")
+        for name in ("cycle_s_max", "sweep_interval_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be a number of seconds above 0, got {getattr(self, name)}")

@@ -199,7 +199,7 @@ class Core:
         assert adapter.adapter_id not in self.adapters
         self.adapters[adapter.adapter_id] = adapter
         if loop := self.loops.get(adapter.base_model):
-            loop.adapters[adapter.adapter_id] = adapter
+            loop.add(adapter)
 
     async def delete_adapter(self, adapter: AdapterQueue, error: ops_pb.OperationError) -> None:
         """Delete an adapter's training state; its unfinished operations fail with `error`. Raises StorageError."""
@@ -285,10 +285,11 @@ class Core:
 
     def _make_loops(self) -> None:
         fair = recovery.load_fair_state(self.store)
-        for base_model in self.models:
+        for base_model, model in self.models.items():
             self._suspects[base_model] = Suspects(functools.partial(self._turn, base_model))
             self.loops[base_model] = CycleLoop(
                 base_model=base_model,
+                chunk_tokens=model.chunk_tokens,
                 config=self.config,
                 time=self.time,
                 epoch=self.epoch,

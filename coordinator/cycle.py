@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 
 from coordinator.answers import Answers
 from coordinator.batches import BatchBuilder
 from coordinator.bodies import serialize
+from coordinator.budget import TokenBudget
 from coordinator.clock import CycleClock, Time
 from coordinator.config import CoordinatorConfig
+from coordinator.costs import CycleCosts
 from coordinator.dispatch import Dispatch
 from coordinator.errors import ServiceError
-from coordinator.operations import Kind, Operation
-from coordinator.planner import Candidate, FairState, PassPlan, place, plan_pass
-from coordinator.queue import NOBODY, AdapterQueue
+from coordinator.operations import Operation
+from coordinator.planner import FairState, PassPlan, place, plan_pass
+from coordinator.queue import AdapterQueue
+from coordinator.roster import Roster
 from coordinator.running import Running, Work, finished_row
 from coordinator.saving import Saver
 from coordinator.snapshots import Snapshots
@@ -46,6 +49,7 @@ class CycleLoop:
         self,
         *,
         base_model: str,
+        chunk_tokens: int,
         config: CoordinatorConfig,
         time: Time,
         epoch: int,
@@ -64,24 +68,33 @@ class CycleLoop:
         worker_answered: Callable[[str], None],
     ) -> None:
         self.base_model = base_model
-        self.adapters: dict[str, AdapterQueue] = {}
-        self.clock = CycleClock(time, config.linger_s)
+        costs = CycleCosts()
+        self.clock = CycleClock(time, config.linger_s, costs)
         self.fair = fair
-        self.is_stopping = False
         self.dead_workers: set[str] = set()
         self.suspects = suspects
+        self.budget = TokenBudget(
+            costs,
+            base_model=base_model,
+            chunk_tokens=chunk_tokens,
+            tokens=config.cycle_tokens_max,
+            cycle_s_max=config.cycle_s_max,
+        )
         self._snapshots = Snapshots(saver, time, config.replay_s_max, self.clock.notify)
+        self._roster = Roster(suspects, self._snapshots.is_unsettled)
         self._answers = Answers(saver, self._snapshots, published)
         self._dispatch = Dispatch(
             pool=pool,
             time=time,
             epoch=epoch,
             suspects=suspects,
+            costs=costs,
             take_removals=take_removals,
             worker_lost=worker_lost,
             worker_answered=worker_answered,
         )
-        self._config = config
+        self._stop_s_max = config.stop_s_max
+        self._costs = costs
         self._time = time
         self._store = store
         self._pool = pool
@@ -90,8 +103,6 @@ class CycleLoop:
         self._table = table
         self._new_cycle_id = new_cycle_id
         self._publish = publish
-        self._ready: dict[str, AdapterQueue] = {}
-        self._last_cycle: dict[str, int] = {}
         self._is_over = False
         self._is_idle, self._has_ended = asyncio.Event(), asyncio.Event()
         self._is_idle.set()
@@ -102,7 +113,7 @@ class CycleLoop:
         self._has_ended.clear()
         try:
             while True:
-                await self.clock.next_cycle(self._is_ready, self._ready_tenants, self._is_full)
+                await self.clock.next_cycle(self._is_ready, self._roster.tenants, self._is_full)
                 if self._is_over:
                     return
                 self._is_idle.clear()
@@ -118,9 +129,9 @@ class CycleLoop:
 
     async def stop(self) -> None:
         """Begin no more operations, and wait for the running cycle and for what has been run in part."""
-        self.is_stopping = True
+        self._roster.is_stopping = True
         await self._is_idle.wait()
-        deadline = self._time.monotonic() + self._config.stop_s_max
+        deadline = self._time.monotonic() + self._stop_s_max
         while self._is_ready() and self._time.monotonic() < deadline:
             self.clock.notify()
             await asyncio.sleep(STOP_POLL_S)
@@ -134,17 +145,24 @@ class CycleLoop:
         """The present cycle has not come on for longer than it may."""
         return self._dispatch.is_overdue
 
+    @property
+    def adapters(self) -> Mapping[str, AdapterQueue]:
+        """The adapters of this base model."""
+        return self._roster.adapters
+
+    def add(self, adapter: AdapterQueue) -> None:
+        """A new adapter."""
+        self._roster.add(adapter)
+
     def touch(self, adapter: AdapterQueue) -> None:
         """The adapter has something new. (It may have been deleted while that was logged.)"""
         if adapter.adapter_id in self.adapters:
-            self._ready[adapter.adapter_id] = adapter
-            self.clock.notify()
+            self._roster.touch(adapter)
+            self.clock.arrived(adapter.tenant_id)
 
     async def remove(self, adapter: AdapterQueue) -> None:
         """Let go of a deleted adapter; returns when no cycle has it any more."""
-        self.adapters.pop(adapter.adapter_id, None)
-        self._ready.pop(adapter.adapter_id, None)
-        self._last_cycle.pop(adapter.adapter_id, None)
+        self._roster.remove(adapter)
         self.suspects.clear(adapter.adapter_id)
         await self._is_idle.wait()
         self.suspects.clear(adapter.adapter_id)  # its worker may have died meanwhile
@@ -164,7 +182,7 @@ class CycleLoop:
         for adapter in self.adapters.values():
             if adapter.worker_id == worker_id:
                 adapter.lose_copy()
-                self._ready[adapter.adapter_id] = adapter
+                self._roster.touch(adapter)
             if found := seqs.get(adapter.adapter_id):
                 adapter.suspect(min(found), max(found))
         self._dispatch.forget(worker_id)
@@ -193,7 +211,7 @@ class CycleLoop:
         self._snapshots.settle(self.adapters)
         for adapter in self.adapters.values():
             adapter.settle()
-            self._ready[adapter.adapter_id] = adapter
+            self._roster.touch(adapter)
         await self._commit(Running(0, self._time.wall(), self._time.monotonic()))  # what has been decided since
         ahead = [adapter for adapter in self.adapters.values() if self._snapshots.can_take(adapter)]
         for start in range(0, len(ahead), SNAPSHOTS_AT_ONCE):
@@ -209,73 +227,19 @@ class CycleLoop:
         self._snapshots.settle(self.adapters)
         if not self.workers():
             return False
-        for adapter_id in [a for a, adapter in self._ready.items() if not adapter.is_ready()]:
-            del self._ready[adapter_id]
-        self._clear_suspects()
-        return any(True for _ in self._allowed())
-
-    def _allowed(self) -> Iterator[AdapterQueue]:
-        """The ready adapters whose turn it may be. Once we are stopping: those in the middle of an operation."""
-        for adapter in self._ready.values():
-            if not self.suspects.may_run(adapter.adapter_id) or (self.is_stopping and adapter.is_between_operations):
-                continue
-            if not self._waits_for_snapshot(adapter):
-                yield adapter
-
-    def _waits_for_snapshot(self, adapter: AdapterQueue) -> bool:
-        """Whether it can do nothing before a snapshot of it is settled: be installed from it, or load, which brings a
-        snapshot of its own."""
-        if not self._snapshots.is_unsettled(adapter.adapter_id):
-            return False
-        adapter.settle()
-        states = list(adapter.ready_states())
-        return not adapter.worker_id or (bool(states) and states[-1].kind is Kind.LOAD_STATE)
-
-    def _clear_suspects(self) -> None:
-        """Let go of suspects that have run what they are suspected for, or have nothing to run any more."""
-        while cleared := [adapter for name in self.suspects.group if (adapter := self._cleared(name)) is not None]:
-            for adapter in cleared:
-                adapter.suspected = NOBODY
-                self.suspects.clear(adapter.adapter_id)
-
-    def _cleared(self, name: str) -> AdapterQueue | None:
-        adapter = self.adapters.get(name)
-        if adapter is None:
-            return None  # a sample
-        return adapter if adapter.cursor >= adapter.suspected[1] or name not in self._ready else None
-
-    def _ready_tenants(self) -> frozenset[str]:
-        return frozenset(adapter.tenant_id for adapter in self._allowed())
+        return self._roster.is_ready()
 
     def _is_full(self) -> bool:
-        room = self._config.cycle_tokens_max * max(1, len(self.workers()))
-        for adapter in self._allowed():
-            room -= sum(_ready_chunk_tokens(adapter, room))
-            if room <= 0:
-                return True
-        return False
+        return self._roster.has_tokens(self.budget.tokens * max(1, len(self.workers())))
 
     def _residents(self) -> dict[str, int]:
-        residents = {worker.worker_id: 0 for worker in self.workers()}
-        for adapter in self.adapters.values():
-            if adapter.worker_id in residents:
-                residents[adapter.worker_id] += 1
-        return residents
+        return self._roster.residents(worker.worker_id for worker in self.workers())
 
     def _plan(self) -> tuple[Running, PassPlan]:
         cycle = Running(self._new_cycle_id(), self._time.wall(), self._time.monotonic())
-        candidates = [
-            Candidate(
-                adapter_id=adapter.adapter_id,
-                tenant_id=adapter.tenant_id,
-                worker_id=adapter.worker_id,
-                chunk_tokens=tokens,
-                last_cycle_id=self._last_cycle.get(adapter.adapter_id, 0),
-            )
-            for adapter in self._allowed()
-            if (tokens := _ready_chunk_tokens(adapter, self._config.cycle_tokens_max))
-        ]
-        plan, self.fair = plan_pass(candidates, self.fair, self._residents(), self._config.cycle_tokens_max)
+        self.budget.update()
+        candidates = self._roster.candidates(self.budget.tokens)
+        plan, self.fair = plan_pass(candidates, self.fair, self._residents(), self.budget.tokens)
         return cycle, plan
 
     # ---- log
@@ -301,16 +265,13 @@ class CycleLoop:
                 for operation, item in self._builder.pass_items(adapter, num_chunks):
                     operation.is_running = True
                     work.add(adapter, operation, item)
-                self._last_cycle[adapter_id] = cycle.cycle_id
+                self._roster.planned(adapter_id, cycle.cycle_id)
         await self._run_work(cycle, work)
 
     async def _run_steps(self, cycle: Running) -> None:
         work = Work()
         residents = self._residents()
-        for adapter in list(self._allowed()):
-            adapter.settle()
-            if next(adapter.ready_states(), None) is None:
-                continue
+        for adapter in self._roster.due_steps():
             worker_id = adapter.worker_id or place(residents)
             if worker_id not in residents or not await self._install(adapter, worker_id, work):
                 continue
@@ -356,7 +317,7 @@ class CycleLoop:
     async def _commit(self, cycle: Running) -> frozenset[str]:
         """Make true what the cycle did. Returns the adapters of which something ran whose append had failed."""
         self._dispatch.watch(0.0)
-        for adapter in list(self._ready.values()):
+        for adapter in self._roster.touched():
             adapter.settle()
             cycle.finished += adapter.decided
             adapter.decided.clear()
@@ -380,14 +341,16 @@ class CycleLoop:
                 operation.retire()
         for adapter in [self.adapters[adapter_id] for adapter_id in sorted(lost) if adapter_id in self.adapters]:
             adapter.lose_copy()
-            self._ready[adapter.adapter_id] = adapter
+            self._roster.touch(adapter)
         self._saver.committed(commit, lost)
         for snapshot in commit.snapshots:
             if snapshot.adapter_id in self.adapters and snapshot.adapter_id not in lost:
                 self.adapters[snapshot.adapter_id].covered(snapshot.seq, b"", math.inf)
+        self._roster.ran(cycle.entries)
         self.clock.finished(tenants)
         if cycle.entries:
             message.commit_seconds = self._time.monotonic() - committing_at
+            self._costs.observe_commit(message.commit_seconds)
             self._publish(message)
         return lost
 
@@ -395,7 +358,7 @@ class CycleLoop:
 
     async def _snapshot(self, lost: frozenset[str]) -> None:
         """Have states handed out that are due for a snapshot; they are written beside the next cycles."""
-        due = self._snapshots.due(self.adapters.values(), lost)
+        due = self._snapshots.due(self._roster.ahead(), lost)
         if due:
             await self._take_snapshots(due)
 
@@ -417,15 +380,3 @@ class CycleLoop:
         )
         message.start_time.FromNanoseconds(int(cycle.started_wall * 1e9))
         return message
-
-
-def _ready_chunk_tokens(adapter: AdapterQueue, tokens_max: int) -> tuple[int, ...]:
-    """Its ready chunks, in order, up to what fills a cycle: a long queue must not make planning long."""
-    tokens: list[int] = []
-    for operation in adapter.ready_passes():
-        for chunk in operation.chunks[operation.next_chunk :]:
-            tokens.append(chunk.num_tokens)
-            tokens_max -= chunk.num_tokens
-            if tokens_max <= 0:
-                return tuple(tokens)
-    return tuple(tokens)

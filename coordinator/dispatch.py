@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from coordinator.clock import Time, within
+from coordinator.costs import CycleCosts
 from coordinator.deadlines import Deadlines
 from coordinator.operations import Operation
 from coordinator.running import Entry, Work
@@ -39,6 +40,7 @@ class Dispatch:
         time: Time,
         epoch: int,
         suspects: Suspects,
+        costs: CycleCosts,
         take_removals: Callable[[str], tuple[str, ...]],
         worker_lost: Callable[[str, str], None],
         worker_answered: Callable[[str], None],
@@ -50,7 +52,7 @@ class Dispatch:
         self._take_removals = take_removals
         self._worker_lost = worker_lost
         self._worker_answered = worker_answered
-        self._deadlines = Deadlines()
+        self._deadlines = Deadlines(costs)
         self._on_worker: dict[str, list[Operation]] = {}
         self._overdue_at = math.inf
 

@@ -11,6 +11,7 @@ Knows neither fairness (`planner`) nor storage nor what the operations compute. 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -42,6 +43,8 @@ class AdapterQueue:
     """Everything after `snapshot_seq`, by seq."""
     worker_id: str = ""
     """Where the copy lives; empty: nowhere, it must be installed."""
+    residents: Counter[str] = field(default_factory=Counter)
+    """How many adapters have a copy on each worker; shared by those that are counted together."""
     cursor: int = 0
     placed_seq: int = 0
     window_error: ops_pb.OperationError | None = None
@@ -126,6 +129,8 @@ class AdapterQueue:
 
     def lose_copy(self) -> None:
         """The copy on the worker is gone or not to be trusted: start again from the snapshot."""
+        if self.worker_id:
+            self.residents[self.worker_id] -= 1
         self.worker_id = ""
         self.cursor = self.placed_seq = self.snapshot_seq
         self.window_error = self.snapshot_window_error
@@ -141,6 +146,7 @@ class AdapterQueue:
         """A fresh copy from the snapshot is being installed there."""
         self.lose_copy()
         self.worker_id = worker_id
+        self.residents[worker_id] += 1
         self.engine_s_since_snapshot = 0.0
 
     def give_up(self, error: ops_pb.OperationError) -> None:
@@ -222,11 +228,27 @@ class AdapterQueue:
                     return
             seq += 1
 
+    def ready_chunk_tokens(self, tokens_max: int) -> tuple[int, ...]:
+        """Tokens of its ready chunks, in order, up to those that fill `tokens_max`: a long queue must not take long.
+
+        Call `settle` first.
+        """
+        tokens: list[int] = []
+        for operation in self.ready_passes():
+            for chunk in operation.chunks[operation.next_chunk :] if operation.next_chunk else operation.chunks:
+                tokens.append(chunk.num_tokens)
+                tokens_max -= chunk.num_tokens
+                if tokens_max <= 0:
+                    return tuple(tokens)
+        return tuple(tokens)
+
     def is_ready(self) -> bool:
         """Whether a cycle would do anything for it."""
         self.settle()
         return (
-            bool(self.decided) or next(self.ready_passes(), None) is not None or any(True for _ in self.ready_states())
+            bool(self.decided)
+            or next(self.ready_passes(), None) is not None
+            or next(self.ready_states(), None) is not None
         )
 
     def ran(self, operation: Operation) -> None:

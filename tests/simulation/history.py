@@ -89,8 +89,8 @@ class History:
         self._checkpoint_commits = random.choice((100, 20, 3))
         self._config = CoordinatorConfig(
             data_dir=folder,
-            cycle_tokens_max=random.choice((16, 64, 2048)),
-            linger_s=random.choice((0.0, 0.004)),
+            cycle_tokens_max=random.choice((16, 64, None)),
+            linger_s=random.choice((0.0, 0.03)),
             replay_s_max=random.choice((0.0, 5e-5, 10.0)),
         )
         self._file_sync_fails = random.choice((0.0, 0.0, 0.0, 0.05))

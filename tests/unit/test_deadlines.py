@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from coordinator.costs import CycleCosts
 from coordinator.deadlines import ALONE_FACTOR, FACTOR, FLOOR_S, UNKNOWN_S, Deadlines
 from workers.messages import Batch, Datum, PassItem
 
@@ -24,7 +25,7 @@ def batch(*lengths: int) -> Batch:
 
 
 def test_a_life_that_has_answered_nothing_has_all_the_time_that_loading_may_take() -> None:
-    deadlines = Deadlines()
+    deadlines = Deadlines(CycleCosts())
     assert deadlines.allowed_s(batch(100), "w0-a") == UNKNOWN_S
     deadlines.observe(batch(100), "w0-a", 1.0)
     assert deadlines.allowed_s(batch(100), "w0-a") < UNKNOWN_S
@@ -34,7 +35,7 @@ def test_a_life_that_has_answered_nothing_has_all_the_time_that_loading_may_take
 
 
 def test_the_deadline_is_a_multiple_of_what_such_a_batch_took() -> None:
-    deadlines = Deadlines()
+    deadlines = Deadlines(CycleCosts())
     deadlines.observe(batch(100), "w0", 1.0)
     assert deadlines.allowed_s(batch(100), "w0") == FLOOR_S + FACTOR * 1.0
     assert deadlines.allowed_s(batch(100, 100, 100), "w0") == FLOOR_S + FACTOR * 3.0
@@ -42,21 +43,21 @@ def test_the_deadline_is_a_multiple_of_what_such_a_batch_took() -> None:
 
 
 def test_longer_sequences_may_take_longer_per_token_and_shorter_ones_no_less() -> None:
-    deadlines = Deadlines()
+    deadlines = Deadlines(CycleCosts())
     deadlines.observe(batch(100, 100), "w0", 2.0)
     assert deadlines.allowed_s(batch(400), "w0") == FLOOR_S + FACTOR * 4.0 * 4
     assert deadlines.allowed_s(batch(*[10] * 40), "w0") == FLOOR_S + FACTOR * 4.0
 
 
 def test_what_a_worker_may_just_have_been_too_slow_for_gets_more_time_alone() -> None:
-    deadlines = Deadlines()
+    deadlines = Deadlines(CycleCosts())
     deadlines.observe(batch(100), "w0", 1.0)
     alone = deadlines.allowed_s(batch(100), "w0", deaths_alone=1)
     assert alone == ALONE_FACTOR * deadlines.allowed_s(batch(100), "w0")
 
 
 def test_batches_of_few_tokens_count_only_while_there_is_nothing_better() -> None:
-    deadlines = Deadlines()
+    deadlines = Deadlines(CycleCosts())
     deadlines.observe(batch(5), "w0", 1.0)
     assert deadlines.allowed_s(batch(100), "w0") == FLOOR_S + FACTOR * 20.0 * 20
     deadlines.observe(batch(100), "w0", 1.0)
@@ -64,14 +65,14 @@ def test_batches_of_few_tokens_count_only_while_there_is_nothing_better() -> Non
 
 
 def test_a_batch_may_wait_behind_as_much_decoding_as_the_one_before_took() -> None:
-    deadlines = Deadlines()
+    deadlines = Deadlines(CycleCosts())
     deadlines.observe(batch(100), "w0", 1.0)
     deadlines.observe(batch(2000), "w0", 20.0)
     assert deadlines.allowed_s(Batch(epoch=1, cycle_id=1), "w0") == FLOOR_S + 20.0
 
 
 def test_the_first_batch_of_a_later_life_and_tiny_ones_say_nothing_about_the_price_of_a_token() -> None:
-    deadlines = Deadlines()
+    deadlines = Deadlines(CycleCosts())
     deadlines.observe(batch(100), "w0-a", 1.0)
     before = deadlines.allowed_s(batch(100), "w0-a")
     deadlines.observe(batch(100), "w0-b", 60.0)
