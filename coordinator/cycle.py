@@ -238,7 +238,7 @@ class CycleLoop:
     def _plan(self) -> tuple[Running, PassPlan]:
         cycle = Running(self._new_cycle_id(), self._time.wall(), self._time.monotonic())
         self.budget.update()
-        candidates = self._roster.candidates(self.budget.tokens)
+        candidates = self._roster.candidates()
         plan, self.fair = plan_pass(candidates, self.fair, self._residents(), self.budget.tokens)
         return cycle, plan
 

@@ -228,28 +228,13 @@ class AdapterQueue:
                     return
             seq += 1
 
-    def ready_chunk_tokens(self, tokens_max: int) -> tuple[int, ...]:
-        """Tokens of its ready chunks, in order, up to those that fill `tokens_max`: a long queue must not take long.
-
-        Call `settle` first.
-        """
-        tokens: list[int] = []
-        for operation in self.ready_passes():
-            for chunk in operation.chunks[operation.next_chunk :] if operation.next_chunk else operation.chunks:
-                tokens.append(chunk.num_tokens)
-                tokens_max -= chunk.num_tokens
-                if tokens_max <= 0:
-                    return tuple(tokens)
-        return tuple(tokens)
-
     def is_ready(self) -> bool:
         """Whether a cycle would do anything for it."""
         self.settle()
-        return (
-            bool(self.decided)
-            or next(self.ready_passes(), None) is not None
-            or next(self.ready_states(), None) is not None
-        )
+        if self.decided:
+            return True
+        first = self.operations.get(self.cursor + 1)  # undecided, or to be run again: else `settle` had gone on
+        return first is not None and self.damage is None and not self._is_forbidden(first)
 
     def ran(self, operation: Operation) -> None:
         """The worker has this operation behind it, whether it succeeded or failed."""
@@ -303,6 +288,19 @@ class AdapterQueue:
             self.must_drop_gradient = True
         elif operation.kind is Kind.LOAD_STATE:
             self.window_error = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyChunks:
+    """The ready chunks of an adapter, by their tokens, in order; each is looked up when it is asked for."""
+
+    adapter: AdapterQueue
+
+    def __iter__(self) -> Iterator[int]:
+        """Call `settle` first."""
+        for operation in self.adapter.ready_passes():
+            for index in range(operation.next_chunk, len(operation.chunks)):
+                yield operation.chunks[index].num_tokens
 
 
 def _named(operation: Operation) -> ops_pb.OperationError:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from coordinator.operations import Kind
 from coordinator.planner import Candidate
-from coordinator.queue import NOBODY, AdapterQueue
+from coordinator.queue import NOBODY, AdapterQueue, ReadyChunks
 from coordinator.suspects import Suspects
 
 
@@ -84,23 +84,23 @@ class Roster:
     def has_tokens(self, num_tokens: int) -> bool:
         """Whether what is ready fills so many tokens."""
         for adapter in self.allowed():
-            num_tokens -= sum(adapter.ready_chunk_tokens(num_tokens))
-            if num_tokens <= 0:
-                return True
+            for chunk_tokens in ReadyChunks(adapter):
+                num_tokens -= chunk_tokens
+                if num_tokens <= 0:
+                    return True
         return False
 
-    def candidates(self, budget_tokens: int) -> list[Candidate]:
-        """Those with something for a pass, each with at most what fills the budget."""
+    def candidates(self) -> list[Candidate]:
+        """Those that may have something for a pass."""
         return [
             Candidate(
                 adapter_id=adapter.adapter_id,
                 tenant_id=adapter.tenant_id,
                 worker_id=adapter.worker_id,
-                chunk_tokens=tokens,
+                chunk_tokens=ReadyChunks(adapter),
                 last_cycle_id=self._last_cycle.get(adapter.adapter_id, 0),
             )
             for adapter in self.allowed()
-            if (tokens := adapter.ready_chunk_tokens(budget_tokens))
         ]
 
     def due_steps(self) -> Iterator[AdapterQueue]:
