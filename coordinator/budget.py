@@ -57,8 +57,8 @@ class TokenBudget:
 
     def _measured(self) -> int:
         knee, line = float(START_TOKENS), self._costs.line
-        if line is not None:
-            fixed_s = self._costs.fixed_s or 0.0
+        if line is not None and line.is_wide:
+            fixed_s = line.fixed_s + self._costs.commit_s
             knee = KNEE * fixed_s / line.token_s if line.token_s else float("inf")
         trusted = max(START_TOKENS, TRUST * self._costs.num_tokens_seen)
         most = min(trusted, TOKENS_MAX, self._costs.tokens_within(self._cycle_s_max))

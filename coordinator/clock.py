@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Protocol, TypeVar
 
 from coordinator.costs import CycleCosts
@@ -23,8 +23,10 @@ LOOK_S = 0.001
 """How often it is looked at, while lingering, whether the budget is full: not at each of a thousand arrivals."""
 RETURNS_KEPT, RETURNS_MIN = 5, 3
 """Returns of a tenant that are remembered, and from how many on the slowest is taken for an exception."""
-LATE = 1.25
-"""How many times its usual absence a tenant is waited for."""
+LATE = 2.0
+"""How many times its usual absence a tenant is waited for, where that still pays."""
+GUESSES_MAX = 8
+"""How often a cycle lingers while the fixed cost of one is not known."""
 GIVEN_UP_S = 1.0
 """An absence after which a tenant is not thought of any more."""
 TENANTS_KEPT = 4096
@@ -100,6 +102,8 @@ class CycleClock:
         """How long tenants were away, the last times, in seconds."""
         self._expected: set[str] = set()
         """Whom the start lingers for."""
+        self._num_guesses = 0
+        """How often it has lingered in a row without knowing what that saves."""
 
     def notify(self) -> None:
         """Something about what is ready has changed."""
@@ -126,14 +130,14 @@ class CycleClock:
         self, is_ready: Callable[[], bool], ready_tenants: Callable[[], frozenset[str]], is_full: Callable[[], bool]
     ) -> None:
         """Return when the next cycle shall start."""
-        is_now = is_ready()
+        free_at, is_now = self._time.monotonic(), is_ready()
         for tenant in self._last_tenants & ready_tenants():
             self._away.pop(tenant, None)  # it had asked for more before its cycle ended
         while not is_now:
             self._wake.clear()
             await self._wake.wait()
             is_now = is_ready()
-        until = self._expect()
+        until = self._choose(free_at, len(ready_tenants())) if self._away else 0.0
         while self._expected and not is_full():
             remaining = until - self._time.monotonic()
             if remaining <= 0:
@@ -142,29 +146,57 @@ class CycleClock:
             await self._first_of(self._wake.wait(), self._time.sleep(min(remaining, LOOK_S)))
         self._expected.clear()
 
-    def _expect(self) -> float:
-        """Decide whom to linger for, and until when."""
+    def _choose(self, free_at: float, num_ready: int) -> float:
+        """Decide whom to linger for, and until when.
+
+        Whoever is not waited for has a cycle of its own in every round, and while that runs the others come back: it
+        costs what is fixed, but then the workers, free since `free_at`, are idle for nobody. Waiting for a part of the
+        tenants saves that part of a cycle, so that much it may cost.
+        """
         now = self._time.monotonic()
+        self._give_up(now)
+        absent = sorted(self._absences(now), key=lambda each: each[1] + each[2])
+        best_s, chosen, until, fixed_s = 0.0, 0, now, self._fixed_s()
+        for number, (_, left, absence_s) in enumerate(absent, 1):
+            back_at = max(now, left + absence_s)
+            saved_s = fixed_s * (num_ready + number) / (num_ready + len(absent))
+            if back_at <= now + self._linger_s and saved_s - (back_at - free_at) > best_s:
+                best_s, chosen = saved_s - (back_at - free_at), number
+                until = min(now + self._linger_s, free_at + saved_s)
+        self._num_guesses += bool(chosen)
+        self._expected = {tenant for tenant, _, _ in absent[:chosen]}
+        return min(until, max((left + LATE * absence_s for _, left, absence_s in absent[:chosen]), default=now))
+
+    def _fixed_s(self) -> float:
+        """What every cycle costs whatever it carries.
+
+        As long as nobody knows, a few times the most that it can be, because only larger cycles than there have been
+        will show it; then nothing.
+        """
+        if self._costs.line is not None:
+            self._num_guesses = 0
+        elif self._num_guesses >= GUESSES_MAX:
+            return 0.0
+        return self._costs.fixed_s or 0.0
+
+    def _absences(self, now: float) -> Iterator[tuple[str, float, float]]:
+        """Tenants who are away, since when, and for how long they usually are; not those who are late."""
+        for tenant, left in self._away.items():
+            if (returns := self._returns.get(tenant)) is not None:
+                absence_s = sorted(returns)[-2 if len(returns) >= RETURNS_MIN else -1]
+            elif tenant in self._last_tenants and len(self._last_tenants) > 1:
+                absence_s = now - left + UNMEASURED_S
+            else:
+                continue
+            if now < left + LATE * absence_s:
+                yield tenant, left, absence_s
+
+    def _give_up(self, now: float) -> None:
         for tenant, left in list(self._away.items()):
             if now - left < GIVEN_UP_S:
                 break
             del self._away[tenant]
             self._note_return(tenant, now - left)
-        fixed_s = self._costs.fixed_s
-        limit = now + min(self._linger_s, UNMEASURED_S if fixed_s is None else fixed_s)
-        until = now
-        for tenant, left in self._away.items():
-            if (returns := self._returns.get(tenant)) is not None:
-                absence_s = sorted(returns)[-2 if len(returns) >= RETURNS_MIN else -1]
-                usual, latest = left + absence_s, min(limit, left + LATE * absence_s)
-            elif tenant in self._last_tenants and len(self._last_tenants) > 1:
-                usual = latest = min(limit, now + UNMEASURED_S)
-            else:
-                continue
-            if usual <= limit and now < latest:
-                self._expected.add(tenant)
-                until = max(until, latest)
-        return until
 
     def _note_return(self, tenant: str, seconds: float) -> None:
         returns = self._returns.pop(tenant, None) or deque(maxlen=RETURNS_KEPT)

@@ -20,8 +20,9 @@ KEPT_MIN = 3
 """With fewer, a class has no say in the line: one wrong measurement must not decide."""
 MEMORY = 512
 """Passes after which a class of which there was none is forgotten: the machine may not be what it was."""
-SPAN_MIN = 4.0
-"""How many times more tokens the largest class must have than the smallest, or the two costs cannot be told apart."""
+SPAN_MIN, SPAN_WIDE = 1.5, 4.0
+"""How many times more tokens the largest class must have than the smallest, or the two costs cannot be told apart; and
+from where on they can be told apart well enough to go by them beyond what was measured."""
 TOKENS_MIN = 64
 """A pass with fewer tokens shows little about the price of one: it counts only while there is nothing better."""
 
@@ -42,6 +43,8 @@ class Line:
 
     fixed_s: float
     token_s: float
+    is_wide: bool
+    """What it was drawn through is far enough apart to go by it for other sizes."""
 
 
 class CycleCosts:
@@ -59,13 +62,24 @@ class CycleCosts:
 
     @property
     def line(self) -> Line | None:
-        """What a pass costs; None: not known yet. Neither cost is negative, and they are not both zero."""
+        """What a pass costs; None: not known. Neither cost is negative, and they are not both zero."""
         return self._line
 
     @property
+    def commit_s(self) -> float:
+        """Seconds of a commit; 0: not known yet."""
+        return _median(self._commits) if self._commits else 0.0
+
+    @property
     def fixed_s(self) -> float | None:
-        """Seconds that a cycle takes whatever it carries: those of its pass and its commit. None: not known yet."""
-        return None if self._line is None else self._line.fixed_s + (_median(self._commits) if self._commits else 0.0)
+        """Seconds that a cycle takes whatever it carries, its commit included. None: nothing is known.
+
+        Without a line: those of the smallest passes, which cannot be less.
+        """
+        known = self._known()
+        if not known:
+            return None
+        return self.commit_s + (known[0].seconds if self._line is None else self._line.fixed_s)
 
     @property
     def num_tokens_seen(self) -> float:
@@ -116,10 +130,10 @@ class CycleCosts:
     def tokens_within(self, seconds: float) -> float:
         """Tokens of a pass that takes so long; infinite if nothing is known, or nothing limits them.
 
-        Without a line: in proportion to the largest passes seen, which gives too few rather than too many.
+        Without a wide line: in proportion to the largest passes seen, which gives too few rather than too many.
         """
-        if self._line is not None:
-            return max(0.0, seconds - self._line.fixed_s) / self._line.token_s if self._line.token_s else float("inf")
+        if (line := self._line) is not None and line.is_wide:
+            return max(0.0, seconds - line.fixed_s) / line.token_s if line.token_s else float("inf")
         known = self._known()
         return seconds / known[-1].seconds * known[-1].num_tokens if known and known[-1].seconds else float("inf")
 
@@ -137,9 +151,12 @@ def _median(values: Iterable[float]) -> float:
 
 def _fit(points: list[Measured]) -> Line | None:
     """The line with the least squares of relative errors: a small pass, which shows the fixed cost, counts as much."""
-    tokens = [point.num_tokens for point in points]
-    if not points or max(tokens) < SPAN_MIN * min(tokens) or any(point.seconds <= 0 for point in points):
+    if not points or any(point.seconds <= 0 for point in points):
         return None
+    span = max(point.num_tokens for point in points) / min(point.num_tokens for point in points)
+    if span < SPAN_MIN:
+        return None
+    is_wide = span >= SPAN_WIDE
     # Minimise sum((fixed * u + token * v - 1)^2) with u = 1 / seconds, v = tokens / seconds.
     uu = sum(1 / p.seconds**2 for p in points)
     uv = sum(p.num_tokens / p.seconds**2 for p in points)
@@ -148,7 +165,7 @@ def _fit(points: list[Measured]) -> Line | None:
     determinant = uu * vv - uv * uv
     fixed_s, token_s = (u * vv - v * uv) / determinant, (v * uu - u * uv) / determinant
     if fixed_s < 0:
-        return Line(0.0, v / vv)
+        return Line(0.0, v / vv, is_wide)
     if token_s < 0:
-        return Line(u / uu, 0.0)
-    return Line(fixed_s, token_s)
+        return Line(u / uu, 0.0, is_wide)
+    return Line(fixed_s, token_s, is_wide)

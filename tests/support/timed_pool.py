@@ -1,0 +1,109 @@
+"""A real coordinator in virtual time over one toy worker whose passes take what a line says: nothing is left to chance.
+
+For promises about who waits how long. Faults are the simulation's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, TypeVar
+
+from coordinator.config import CoordinatorConfig
+from coordinator.coordinator import Coordinator
+from tests.simulation.loop import SimLoop
+from tests.simulation.world import SimTime, World
+from tests.support.toy_pool import ToyPool
+from tests.toy_engine import ToyEngine
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.messages import Batch, BatchResult, PassItem, SampleEvent, SampleRequest, WorkerInfo
+
+T = TypeVar("T")
+STEP_S = 0.001
+"""What a batch without a pass takes."""
+
+
+@dataclass(slots=True)
+class TimedPool:
+    """Implements `workers.pool.Pool`: one worker, which never fails. Samples never end."""
+
+    fixed_s: float
+    token_s: float
+    engine: ToyEngine = field(default_factory=lambda: ToyEngine("w0-1"))
+    passes: list[tuple[float, int]] = field(default_factory=list)
+    """When each pass was begun, and its tokens."""
+
+    async def start(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        worker = WorkerInfo(
+            worker_id="w0", incarnation="w0-1", model=self.engine.info, pid=1, node="", num_slots=16, device="none"
+        )
+        return (worker,)
+
+    async def run(self, worker_id: str, batch: Batch) -> BatchResult:
+        num_tokens = sum(len(d.tokens) for item in batch.items if isinstance(item, PassItem) for d in item.data)
+        if num_tokens:
+            self.passes.append((asyncio.get_running_loop().time(), num_tokens))
+        await asyncio.sleep(self.fixed_s + self.token_s * num_tokens if num_tokens else STEP_S)
+        return self.engine.run(batch)
+
+    async def start_sample(self, worker_id: str, request: SampleRequest) -> None:
+        pass
+
+    async def cancel_sample(self, worker_id: str, op_id: str) -> None:
+        pass
+
+    async def sample_events(self, worker_id: str) -> AsyncIterator[Sequence[SampleEvent]]:
+        await asyncio.get_running_loop().create_future()
+        yield ()
+
+    async def ping(self, worker_id: str) -> None:
+        pass
+
+    async def replace(self, worker_id: str) -> WorkerInfo:
+        raise AssertionError("this worker is never lost")
+
+
+def in_virtual_time(
+    data_dir: Path,
+    pool: TimedPool,
+    body: Callable[[ToyPool], Coroutine[Any, Any, T]],
+    *,
+    seconds_max: float = 600.0,
+    **config: Any,
+) -> T:
+    """What the body gives, run on a coordinator that is started before and stopped after it."""
+
+    async def live() -> T:
+        coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir, **config), pool, SimTime(World(0)))
+        await coordinator.start()
+        try:
+            return await body(ToyPool(coordinator, {"w0": [pool.engine]}))
+        finally:
+            await coordinator.stop()
+
+    loop = SimLoop(Random(0), 0.0, seconds_max)
+    try:
+        result = loop.run_until_complete(live())
+        assert not loop.problems, loop.problems
+    finally:
+        loop.drop()
+        loop.close()
+    return result
+
+
+async def paired_step(toys: ToyPool, adapter: str, seq: int, lengths: Sequence[int], tenant: str) -> ops_pb.Operation:
+    """Submit a forward_backward and its optim_step together and wait for both; returns the first."""
+    names = await asyncio.gather(
+        toys.forward_backward(adapter, seq, *lengths, tenant=tenant), toys.optim_step(adapter, seq + 1, tenant=tenant)
+    )
+    first, _ = await toys.wait(*names, tenant=tenant)
+    return first
