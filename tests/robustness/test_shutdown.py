@@ -95,7 +95,7 @@ async def test_what_is_decided_as_the_last_cycle_commits_is_in_the_log_before_th
         async def submit_late(lost: frozenset[str]) -> None:
             if not late:
                 late.append(await pool.optim_step(adapter, 4))
-                loop.is_stopping = True
+                loop._roster.is_stopping = True
             await snapshot(lost)
 
         loop._snapshot = submit_late  # type: ignore[method-assign]

@@ -61,9 +61,8 @@ class TimedPool:
     async def cancel_sample(self, worker_id: str, op_id: str) -> None:
         pass
 
-    async def sample_events(self, worker_id: str) -> AsyncIterator[Sequence[SampleEvent]]:
-        await asyncio.get_running_loop().create_future()
-        yield ()
+    async def sample_events(self, worker_id: str) -> AsyncIterator[SampleEvent]:
+        yield await asyncio.get_running_loop().create_future()
 
     async def ping(self, worker_id: str) -> None:
         pass

@@ -1,6 +1,8 @@
 """The planner: fair, bounded by the budget, deterministic, pure."""
 
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,6 +72,24 @@ def test_an_adapter_waits_for_its_worker() -> None:
     assert plan.num_chunks == {}
 
 
+def test_what_is_not_taken_is_not_looked_at() -> None:
+    looks = Counter[str]()
+
+    class Chunks:
+        def __init__(self, adapter: str) -> None:
+            self.adapter = adapter
+
+        def __iter__(self) -> Iterator[int]:
+            for _ in range(100):
+                looks[self.adapter] += 1
+                yield 10
+
+    queues = [replace(candidate(f"a{i}", f"t{i}", worker="w"), chunk_tokens=Chunks(f"a{i}")) for i in range(50)]
+    plan, _ = plan_pass(queues, FairState(), {"w": 50}, 200)
+    assert sum(plan.num_chunks.values()) == 20
+    assert all(looks[each.adapter_id] == 1 + plan.num_chunks.get(each.adapter_id, 0) for each in queues)
+
+
 def test_place_prefers_the_emptier_worker() -> None:
     assert place({"w0": 2, "w1": 1}) == "w1"
     assert place({}) == ""
@@ -95,9 +115,10 @@ def test_every_plan_is_a_prefix_within_the_budget_and_never_empty_without_need(
     planned = Counter[str]()
     for c in candidates:
         taken = plan.num_chunks.get(c.adapter_id, 0)
-        assert taken <= len(c.chunk_tokens)
+        chunks = tuple(c.chunk_tokens)
+        assert taken <= len(chunks)
         if taken:
-            planned[plan.placements[c.adapter_id]] += sum(c.chunk_tokens[:taken])
+            planned[plan.placements[c.adapter_id]] += sum(chunks[:taken])
             assert c.worker_id in ("", plan.placements[c.adapter_id])
     for worker, tokens in planned.items():
         assert tokens == plan.tokens[worker]

@@ -3,9 +3,11 @@
 from collections.abc import Iterable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coordinator.operations import Chunk, Kind, Operation
-from coordinator.queue import AdapterQueue
+from coordinator.queue import AdapterQueue, ReadyChunks
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.messages import AdapterSpec
 
@@ -226,3 +228,48 @@ def test_a_thousand_queued_operations_do_not_make_looking_slow() -> None:
     adapter.settle()
     assert not adapter.is_replaying
     assert len(looked) < 20
+
+
+@given(
+    st.lists(st.sampled_from([FB, FORWARD, STEP, LOAD, SAVE]), min_size=1, max_size=8),
+    st.lists(st.sampled_from(["succeed", "fail", "lose", "suspect", "begin", "gap"]), max_size=12),
+)
+def test_an_adapter_is_ready_exactly_if_something_of_it_is(kinds: list[Kind], events: list[str]) -> None:
+    adapter = adapter_with(*kinds)
+    for event in events:
+        adapter.settle()
+        first = next(iter([*adapter.ready_passes(), *adapter.ready_states()]), None)
+        match event:
+            case "succeed" | "fail" if first is not None:
+                run(adapter, first.seq, fail=(first.seq,) if event == "fail" else ())
+            case "begin" if first is not None:
+                first.is_running = True
+            case "suspect" if first is not None:
+                adapter.suspect(first.seq, first.seq + 1)
+            case "lose":
+                adapter.lose_copy()
+            case "gap":
+                adapter.operations.pop(max(adapter.operations, default=0), None)
+        is_ready = adapter.is_ready()
+        ready = [*adapter.decided, *adapter.ready_passes(), *adapter.ready_states()]
+        assert is_ready is bool(ready)
+
+
+def test_the_chunks_that_are_ready_are_those_of_the_ready_passes_from_where_the_copy_stands() -> None:
+    adapter = adapter_with(FB, FORWARD, STEP, FB)
+    adapter.operations[1].chunks = (Chunk(0, 1, 4), Chunk(1, 2, 5))
+    assert list(ReadyChunks(adapter)) == [4, 5, 4]
+    adapter.operations[1].next_chunk = 1
+    assert list(ReadyChunks(adapter)) == [5, 4]
+
+
+def test_copies_are_counted_where_they_live() -> None:
+    one, other = adapter_with(FB), adapter_with(FB)
+    other.residents = one.residents
+    one.placed("w0")
+    other.placed("w0")
+    one.placed("w1")
+    assert dict(one.residents) == {"w0": 1, "w1": 1}
+    one.lose_copy()
+    one.lose_copy()
+    assert (one.residents["w0"], one.residents["w1"]) == (1, 0)
