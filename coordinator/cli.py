@@ -120,7 +120,8 @@ def _serve_or_up(
         ),
     ] = "auto",
     cycle_seconds: Annotated[
-        float, typer.Option(help="With --cycle-tokens auto: the seconds that a cycle's pass may take.")
+        float,
+        typer.Option(min=0.01, help="With --cycle-tokens auto: seconds that a cycle's pass may take, and others wait."),
     ] = 2.0,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM); clients then use https://.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,

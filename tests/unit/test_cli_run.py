@@ -113,6 +113,8 @@ def test_up_shows_why_a_pool_does_not_start(terminal: Terminal) -> None:
         ("serve", ["--model", "no-such-model"], "no model 'no-such-model': give a Hugging Face directory that exists"),
         ("serve", ["--model", "tests"], "tests is no model directory: there is no config.json in it"),
         ("serve", ["--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines, and without TLS"),
+        ("serve", ["--cycle-tokens", "0"], "--cycle-tokens takes a whole number from 1 up, or auto; got '0'"),
+        ("serve", ["--cycle-tokens", "many"], "--cycle-tokens takes a whole number from 1 up, or auto; got 'many'"),
         ("serve", ["--tls-cert", "x"], "TLS needs both a certificate and its key"),
         ("serve", ["--model", "a=kjv-2m", "--model", "a=kjv-2m"], "each model needs a name of its own"),
     ],

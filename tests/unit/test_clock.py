@@ -85,20 +85,26 @@ async def test_a_tenant_who_usually_comes_back_soon_is_waited_for_twice_as_long_
     assert abs(await lingered(clock, time, "a") - 2 * BACK_S) < 1e-9
 
 
-async def test_lingering_never_lasts_longer_than_what_it_can_save_since_the_workers_are_free() -> None:
-    clock, time = await clock_after("a", "b", back_s=FIXED_S * 0.8)
-    clock.arrived("a")
-    assert abs(await lingered(clock, time, "a") - FIXED_S) < 1e-9
-    clock, time = await clock_after("a", "b", back_s=FIXED_S * 0.8)
+async def first_arrival_after(idle_s: float, clock: CycleClock, time: FakeTime) -> float:
+    """Seconds that the clock lingers when the first tenant comes back so long after the workers are free."""
     ready: set[str] = set()
     waiting = asyncio.ensure_future(clock.next_cycle(lambda: bool(ready), lambda: frozenset(ready), lambda: False))
     await asyncio.sleep(0)
-    time.now += FIXED_S * 0.7
+    time.now += idle_s
     ready.add("a")
     clock.arrived("a")
     began = time.now
     await asyncio.wait_for(waiting, 5.0)
-    assert abs(time.now - began - FIXED_S * 0.3) < 1e-9, "the workers were free before"
+    return time.now - began
+
+
+async def test_the_workers_are_never_idle_for_longer_than_lingering_can_save() -> None:
+    clock, time = await clock_after("a", "b", back_s=FIXED_S * 0.8)
+    assert abs(await first_arrival_after(0.0, clock, time) - FIXED_S) < 1e-9
+    clock, time = await clock_after("a", "b", back_s=FIXED_S * 0.8)
+    assert abs(await first_arrival_after(FIXED_S * 0.7, clock, time) - FIXED_S * 0.3) < 1e-9
+    clock, time = await clock_after("a", "b", back_s=FIXED_S * 1.2)
+    assert await first_arrival_after(FIXED_S * 0.5, clock, time) == 0.0, "it would come too late to save anything"
 
 
 async def test_the_operators_limit_holds_however_dear_a_cycle_is() -> None:

@@ -60,6 +60,8 @@ def test_what_has_not_been_seen_for_long_is_forgotten() -> None:
     costs = measured([16] * 3 + [2048] * (MEMORY + 1))
     assert costs.line is None
     assert costs.num_tokens_seen == 2048
+    costs = measured([16] * 3 + [2048] * (MEMORY - 1) + [16] * 2)
+    assert costs.line is None, "two new measurements do not keep the old ones"
 
 
 def test_a_machine_that_becomes_slower_is_found_out_as_soon_as_most_measurements_say_so() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coordinator.operations import Chunk, Kind, Operation
@@ -234,6 +234,7 @@ def test_a_thousand_queued_operations_do_not_make_looking_slow() -> None:
     st.lists(st.sampled_from([FB, FORWARD, STEP, LOAD, SAVE]), min_size=1, max_size=8),
     st.lists(st.sampled_from(["succeed", "fail", "lose", "suspect", "begin", "gap"]), max_size=12),
 )
+@example([FB, FB], ["begin", "fail"])
 def test_an_adapter_is_ready_exactly_if_something_of_it_is(kinds: list[Kind], events: list[str]) -> None:
     adapter = adapter_with(*kinds)
     for event in events:
@@ -242,8 +243,9 @@ def test_an_adapter_is_ready_exactly_if_something_of_it_is(kinds: list[Kind], ev
         match event:
             case "succeed" | "fail" if first is not None:
                 run(adapter, first.seq, fail=(first.seq,) if event == "fail" else ())
-            case "begin" if first is not None:
-                first.is_running = True
+            case "begin":
+                for each in adapter.ready_passes():
+                    each.is_running = True
             case "suspect" if first is not None:
                 adapter.suspect(first.seq, first.seq + 1)
             case "lose":
