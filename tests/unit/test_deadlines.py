@@ -1,10 +1,12 @@
 """How long a batch may take before its worker is given up."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from coordinator.costs import CycleCosts
 from coordinator.deadlines import ALONE_FACTOR, FACTOR, FLOOR_S, UNKNOWN_S, Deadlines
-from workers.messages import Batch, Datum, PassItem
+from workers.messages import AdapterInstall, AdapterSpec, Batch, Datum, PassItem
 
 
 def batch(*lengths: int) -> Batch:
@@ -79,3 +81,14 @@ def test_the_first_batch_of_a_later_life_and_tiny_ones_say_nothing_about_the_pri
     deadlines.observe(batch(3), "w0-a", 60.0)
     deadlines.observe(Batch(epoch=1, cycle_id=1), "w0-a", 0.0)
     assert deadlines.allowed_s(batch(100), "w0-a") == before
+
+
+def test_a_batch_that_also_installs_says_nothing_once_there_are_others() -> None:
+    deadlines = Deadlines(CycleCosts())
+    deadlines.observe(batch(100), "w0", 1.0)
+    deadlines.observe(batch(100), "w0", 1.0)
+    spec = AdapterSpec(adapter_id="a", rank=8, alpha=1.0, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
+    for _ in range(20):
+        deadlines.observe(replace(batch(100), installs=(AdapterInstall(spec=spec, state=None),)), "w0", 30.0)
+    deadlines.observe(Batch(epoch=1, cycle_id=1), "w0", 0.0)
+    assert deadlines.allowed_s(batch(100), "w0") == FLOOR_S + FACTOR * 1.0
