@@ -6,7 +6,8 @@
 Runs what the cycle loop runs over adapters and operations in each cycle, on real queues and without workers or a log:
 who is ready, whether the budget is full, the plan of the pass, who is due in the step phase, and the looks at commit
 and for snapshots. Last, what adapters cost that are registered and have nothing to do: with and without them, turn
-about. Prints Markdown tables: medians, and in brackets the tenth and the ninetieth percentile.
+about. Prints Markdown tables: medians, and in brackets the tenth and the ninetieth percentile, of processor time, so
+that whoever else uses the machine does not count.
 """
 
 from __future__ import annotations
