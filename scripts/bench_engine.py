@@ -1,230 +1,185 @@
-"""Measure the engine against sequential PEFT: the same tenants, models and tokens, turn about in one process.
+"""Measure the fused engine against sequential PEFT, one process per tenant, and the base model's own matmuls.
 
-    python scripts/bench_engine.py                          # a random Qwen3 of 4M parameters
-    python scripts/bench_engine.py --shape 27m
-    python scripts/bench_engine.py --model DIR --tenants 1 8 --seqs 4 --tokens 128
+    python scripts/bench_engine.py --quick                        # does it work? some seconds
+    python scripts/bench_engine.py                                # three models, all cells: about a quarter of an hour
+    python scripts/bench_engine.py --models 4m --tenants 1 8 --tokens 64 256
+    python scripts/bench_engine.py --models 4m path/to/SmolLM2-135M
 
-One step is a forward_backward and an optimizer step of every tenant. Sequential PEFT is what a careful user would
-write: one base model, an adapter and an AdamW per tenant, `set_adapter`, forward, backward, step, one tenant after
-another. The two sides alternate, step by step, and medians are compared. Prints a Markdown table.
+One step is a forward_backward and an optimizer step of every tenant. All sides take turns, step by step, on the same
+tokens; the engine and PEFT begin with the same adapters, so their losses must agree, and the script stops if not.
+
+limit       the base model's matmuls at that number of tokens: forward, and backward to the inputs; nothing else
+fused       the engine: one pass for all tenants
+PEFT        one process, one base model, `set_adapter`, an AdamW per tenant; one tenant after another
+processes   one process per tenant, all at once, with 1 thread or 2, whichever is faster
+
+Tokens per tenant are one sequence up to 64, and four sequences above. Prints Markdown tables.
 """
 
 from __future__ import annotations
 
-import os
-
-# Before torch is imported: two threads that spin a little are fastest on quiet cores and bearable on busy ones.
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
 import argparse
-import platform
-import statistics
-import tempfile
-import time
-import warnings
+import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import numpy as np
-import peft
-import torch
-import transformers
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from bench_common import Column, Effort, Results, Row, Table, parser, shown_ratio, shown_time, turn_about
+from bench_models import Case, Model, model_name, open_models
+from bench_processes import ProcessPerTenant, num_processes_that_fit
+from bench_sides import Fused, Limit, SequentialPeft, check_losses
+from workers.messages import Datum
 
-from workers.engine import EngineConfig, TrainingEngine
-from workers.messages import (
-    AdamParams,
-    AdapterInstall,
-    AdapterSpec,
-    Batch,
-    Datum,
-    OptimStepItem,
-    PassItem,
+RANK = 8
+CELL_COST_MAX = 1.4e11
+"""Parameters x tokens of the largest cell; larger ones would take minutes for one figure, unless a goal names them."""
+GOAL_CELLS = ((1, 64), (1, 256), (8, 256), (16, 64))
+"""Tenants and tokens per tenant that the goals are about."""
+
+
+def _shown_processes(row: Row) -> str:
+    if "processes" not in row:
+        return ""
+    speed = row["tokens"] / row["processes"]["median_s"]
+    megabytes = row["process_bytes"] / row["tenants"] / 1e6
+    return f"{speed:,.0f} ({row['process_threads']}, {megabytes:.0f})"
+
+
+COLUMNS = (
+    Column("tenants x sequences x tokens", lambda r: r["case"]),
+    Column("fused, median (quartiles)", lambda r: shown_time(r["fused"])),
+    Column("tokens/s", lambda r: f"{r['tokens'] / r['fused']['median_s']:,.0f}"),
+    Column("PEFT, tokens/s", lambda r: f"{r['tokens'] / r['peft']['median_s']:,.0f}"),
+    Column("processes, tokens/s (threads, MB each)", _shown_processes),
+    Column("fused / PEFT", lambda r: shown_ratio(r["over_peft"])),
+    Column("fused / processes", lambda r: shown_ratio(r["over_processes"]) if "processes" in r else ""),
+    Column("GFLOP/s", lambda r: f"{r['flops'] / r['fused']['median_s'] / 1e9:.0f}"),
+    Column("limit, GFLOP/s", lambda r: f"{r['limit_flops'] / r['limit']['median_s'] / 1e9:.0f}"),
+    Column("fraction of limit", lambda r: shown_ratio(r["of_limit"])),
 )
 
-SHAPES = {"4m": (256, 4, 4, 2, 768, 4096), "27m": (512, 8, 8, 4, 1536, 4096)}
-"""Hidden size, layers, heads, key-value heads, MLP size, vocabulary; heads of 64."""
-PARAMS = AdamParams(learning_rate=1e-3, beta2=0.95, eps=1e-8)
+
+def cells_of(model: Model, tenants: Sequence[int], tokens: Sequence[int]) -> dict[int, list[int]]:
+    """Tokens per tenant by number of tenants, without cells that would take too long."""
+
+    def is_measured(num_tenants: int, num_tokens: int) -> bool:
+        is_small = model.num_matmul_params * num_tenants * num_tokens <= CELL_COST_MAX
+        return is_small or (num_tenants, num_tokens) in GOAL_CELLS
+
+    return {n: chosen for n in tenants if (chosen := [t for t in tokens if is_measured(n, t)])}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """What all tenants do in one step."""
-
-    num_tenants: int
-    num_seqs: int
-    num_tokens: int
-    rank: int
-
-    @property
-    def total_tokens(self) -> int:
-        """Tokens trained in a step."""
-        return self.num_tenants * self.num_seqs * self.num_tokens
+def case_of(num_tenants: int, tokens_per_tenant: int) -> Case:
+    """One sequence up to 64 tokens, four above."""
+    num_seqs = 1 if tokens_per_tenant <= 64 else 4
+    return Case(num_tenants=num_tenants, num_seqs=num_seqs, num_tokens=tokens_per_tenant // num_seqs)
 
 
-def make_model(shape: str, directory: Path) -> Path:
-    """Write a random Qwen3 of a named shape."""
-    hidden, layers, heads, kv_heads, mlp, vocab = SHAPES[shape]
-    config = Qwen3Config(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=64,
-        intermediate_size=mlp,
-        vocab_size=vocab,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    return directory
+def measure_model(results: Results, model: Model, cells: dict[int, list[int]], args: argparse.Namespace) -> None:
+    """The table of one base model."""
+    table = results.table(f"engine-{model.name}", COLUMNS)
+    num_processes = min(max(cells), args.processes, num_processes_that_fit(model))
+    print(f"\n{model.name}: {model.num_matmul_params / 1e6:.1f}M parameters in matmuls, rank {RANK}")
+    with contextlib.ExitStack() as stack:
+        processes = None
+        for num_tenants, tokens in cells.items():
+            fused = Fused(model, [RANK] * num_tenants, args.threads)
+            initial = fused.weights()
+            peft = SequentialPeft(model, [RANK] * num_tenants, initial)
+            if processes is None and num_processes:
+                files = (initial * num_processes)[:num_processes]
+                processes = stack.enter_context(ProcessPerTenant(model, RANK, files))
+            for num_tokens in tokens:
+                case = case_of(num_tenants, num_tokens)
+                company = processes if num_tenants <= num_processes else None
+                table.add(measure_cell(model, case, fused, peft, company, args))
+    add_goals(results, table, model)
 
 
-def make_data(case: Case, vocab_size: int, tenant: int) -> tuple[Datum, ...]:
-    """A tenant's sequences: random tokens, next-token targets."""
-    rng = np.random.default_rng(tenant)
-    data = []
-    for _ in range(case.num_seqs):
-        tokens = rng.integers(0, vocab_size, case.num_tokens + 1).astype(np.int32)
-        weights = np.ones(case.num_tokens, dtype=np.float32)
-        data.append(Datum(tokens=tokens[:-1], loss_inputs={"target_tokens": tokens[1:], "weights": weights}))
-    return tuple(data)
+def measure_cell(
+    model: Model,
+    case: Case,
+    fused: Fused,
+    peft: SequentialPeft,
+    processes: ProcessPerTenant | None,
+    args: argparse.Namespace,
+) -> Row:
+    """All sides turn about on one case."""
+    data = case.data(model.vocab_size)
+    limit = Limit(fused)
+    fused.give(data)
+    peft.give(data)
+    limit.give(case.total_tokens)
+    sides: dict[str, Callable[[], object]] = {"fused": fused.step, "peft": peft.step, "limit": limit.step}
+    row: Row = {
+        "model": model.name,
+        "case": str(case),
+        "tenants": case.num_tenants,
+        "tokens_per_tenant": case.num_seqs * case.num_tokens,
+        "tokens": case.total_tokens,
+        "flops": case.total_tokens * model.flops_per_token(case.num_tokens),
+        "limit_flops": case.total_tokens * 4 * model.num_matmul_params,
+        "loss_difference": check_losses(fused.step(), peft.step()),
+    }
+    if processes is not None:
+        sides["processes"] = processes.step
+        row["process_threads"] = better_threads(processes, data, args.threads)
+    timings = turn_about(sides, args.effort)
+    row |= {name: timing.summary() for name, timing in timings.items()}
+    row["over_peft"] = timings["peft"].ratio_to(timings["fused"])
+    row["of_limit"] = timings["limit"].ratio_to(timings["fused"])
+    if processes is not None:
+        row["over_processes"] = timings["processes"].ratio_to(timings["fused"])
+        row["process_bytes"] = processes.memory_bytes()
+    return row
 
 
-class Fused:
-    """The engine, driven as the coordinator drives it: one batch of passes, one of steps."""
-
-    def __init__(self, model: Path, case: Case, data: Sequence[tuple[Datum, ...]], num_threads: int) -> None:
-        config = EngineConfig(model=str(model), num_slots=max(16, case.num_tenants), num_threads=num_threads)
-        self.engine = TrainingEngine(config)
-        self.keys = [f"tenant{tenant}" for tenant in range(case.num_tenants)]
-        self.data = data
-        self.seq = 0
-        flags = {"train_attn": True, "train_mlp": True, "train_unembed": True}
-        specs = [AdapterSpec(adapter_id=key, rank=case.rank, alpha=32.0, seed=1, **flags) for key in self.keys]
-        self._run(installs=tuple(AdapterInstall(spec=spec, state=None) for spec in specs))
-
-    def _run(self, **fields: Any) -> None:
-        results = self.engine.run(Batch(epoch=1, cycle_id=0, **fields)).results
-        assert not any(result.error for result in results), results
-
-    def step(self) -> None:
-        """Every tenant's forward_backward in one pass, then every tenant's step."""
-        passes = [
-            PassItem(
-                op_id="",
-                adapter_id=key,
-                prev_seq=self.seq,
-                seq=self.seq + 1,
-                chunk_index=0,
-                num_chunks=1,
-                data=data,
-                loss_fn="cross_entropy",
-                loss_config={},
-                backward=True,
-            )
-            for key, data in zip(self.keys, self.data, strict=True)
-        ]
-        self._run(items=tuple(passes))
-        place: dict[str, Any] = {"op_id": "", "prev_seq": self.seq + 1, "seq": self.seq + 2, "params": PARAMS}
-        self._run(items=tuple(OptimStepItem(adapter_id=key, **place) for key in self.keys))
-        self.seq += 2
+def better_threads(processes: ProcessPerTenant, data: Sequence[tuple[Datum, ...]], num_threads: int) -> int:
+    """Leave the processes with one thread each, or as many as the engine has, whichever is faster in two rounds."""
+    best_s = {}
+    for threads in sorted({1, num_threads}):
+        processes.give(data, threads)
+        timing = turn_about({"it": processes.step}, Effort(seconds=0, rounds_min=2, rounds_max=2))["it"]
+        best_s[threads] = min(timing.seconds)
+    chosen = min(best_s, key=lambda threads: best_s[threads])
+    processes.give(data, chosen)
+    return chosen
 
 
-class SequentialPeft:
-    """One adapter after another on one base model."""
-
-    def __init__(self, model: Path, case: Case, data: Sequence[tuple[Datum, ...]]) -> None:
-        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        leaves = {
-            name.rpartition(".")[2] for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)
-        }
-        self.keys = [f"tenant{tenant}" for tenant in range(case.num_tenants)]
-        config = peft.LoraConfig(r=case.rank, lora_alpha=32, target_modules=sorted(leaves), task_type="CAUSAL_LM")
-        self.model: Any = peft.get_peft_model(base, config, adapter_name=self.keys[0])
-        for key in self.keys[1:]:
-            self.model.add_adapter(key, config)
-        self.model.train()
-        self.tokens = [torch.from_numpy(np.stack([datum.tokens for datum in part])).long() for part in data]
-        self.targets = [
-            torch.from_numpy(np.stack([datum.loss_inputs["target_tokens"] for datum in part])).long() for part in data
-        ]
-        self.optimizers = []
-        for key in self.keys:
-            parameters = [p for name, p in self.model.named_parameters() if f".{key}." in name]
-            self.optimizers.append(
-                torch.optim.AdamW(
-                    parameters,
-                    lr=1e-3,
-                    betas=(PARAMS.beta1, PARAMS.beta2),
-                    eps=PARAMS.eps,
-                    weight_decay=0.0,
-                    fused=True,
-                )
-            )
-
-    def step(self) -> None:
-        """Every tenant in turn: switch, forward, backward, step."""
-        for key, tokens, targets, optimizer in zip(self.keys, self.tokens, self.targets, self.optimizers, strict=True):
-            self.model.set_adapter(key)
-            logits = self.model(input_ids=tokens, use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-
-def measure(sides: Sequence[Callable[[], None]], num_rounds: int, warm_up: int) -> list[list[float]]:
-    """Seconds of each side, round by round, turn about."""
-    times: list[list[float]] = [[] for _ in sides]
-    for round_number in range(-warm_up, num_rounds):
-        for side, seconds in zip(sides, times, strict=True):
-            begin_s = time.perf_counter()
-            side()
-            if round_number >= 0:
-                seconds.append(time.perf_counter() - begin_s)
-    return times
+def add_goals(results: Results, table: Table, model: Model) -> None:
+    """What the table says about the goals that its cells are about."""
+    rows = {(row["tenants"], row["tokens_per_tenant"]): row for row in table.rows}
+    alone = [row["over_peft"]["median"] for (tenants, _), row in rows.items() if tenants == 1]
+    if alone:
+        what = f"{model.name}: one tenant alone against PEFT, the worst of {len(alone)} cells"
+        results.goal(what, min(alone), at_least=1.0, unit=" x")
+    is_small = model.num_matmul_params < 100e6
+    floors = {(16, 64): 3.0, (8, 256): 1.3} if is_small else {(8, 256): 1.1}
+    for cell, floor in floors.items():
+        if cell in rows:
+            what = f"{model.name}: {rows[cell]['case']} against sequential PEFT"
+            results.goal(what, rows[cell]["over_peft"]["median"], at_least=floor, unit=" x")
+    if model.name == "27m" and (16, 64) in rows:
+        row = rows[16, 64]
+        results.goal(f"27m: {row['case']}, fraction of the limit", row["of_limit"]["median"], at_least=0.75)
 
 
 def main() -> None:
     """Read the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a Hugging Face directory; without it a random Qwen3 of --shape")
-    parser.add_argument("--shape", choices=SHAPES, default="4m")
-    parser.add_argument("--tenants", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--seqs", type=int, default=1, help="sequences per tenant and step")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens per sequence")
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
-    transformers.utils.logging.disable_progress_bar()
-    print(
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()} {torch.backends.cpu.get_cpu_capability()}, "
-        f"{args.threads} threads of {os.cpu_count()} cores, torch {torch.__version__}, peft {peft.__version__}, "
-        f"{args.model or 'random Qwen3 ' + args.shape}, rank {args.rank}, fp32, median of {args.rounds}\n"
-    )
-    print("| tenants x sequences x tokens | sequential PEFT | fused | ratio | fused tokens/s |")
-    print("|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as directory:
-        model = args.model or make_model(args.shape, Path(directory))
-        for num_tenants in args.tenants:
-            case = Case(num_tenants=num_tenants, num_seqs=args.seqs, num_tokens=args.tokens, rank=args.rank)
-            vocab_size = int(transformers.AutoConfig.from_pretrained(model).vocab_size)
-            data = [make_data(case, vocab_size, tenant) for tenant in range(num_tenants)]
-            fused, sequential = Fused(model, case, data, args.threads), SequentialPeft(model, case, data)
-            times = measure([sequential.step, fused.step], args.rounds, warm_up=2)
-            slow, fast = (statistics.median(seconds) for seconds in times)
-            print(
-                f"| {num_tenants} x {args.seqs} x {args.tokens} | {slow * 1e3:.0f} ms | {fast * 1e3:.0f} ms "
-                f"| {slow / fast:.2f} | {case.total_tokens / fast:,.0f} |",
-                flush=True,
-            )
+    command = parser(__doc__)
+    command.add_argument("--models", nargs="+", type=model_name, help="4m, 27m, kjv-2m or directories (default: these)")
+    command.add_argument("--tenants", type=int, nargs="+", help="default: 1 2 4 8 16 32")
+    command.add_argument("--tokens", type=int, nargs="+", help="tokens per tenant; default: 16 64 256 1024")
+    command.add_argument("--processes", type=int, default=32, help="tenants at most with a process each; 0: leave out")
+    command.add_argument("--seconds", type=float, default=4.0, help="for each cell (at least 5 rounds in any case)")
+    args = command.parse_args()
+    args.effort = Effort(seconds=0, rounds_min=2, rounds_max=2) if args.quick else Effort(seconds=args.seconds)
+    if args.quick:
+        args.processes = min(args.processes, 2)
+    names = args.models or (["tiny"] if args.quick else ["kjv-2m", "4m", "27m"])
+    tenants = args.tenants or ([1, 2] if args.quick else [1, 2, 4, 8, 16, 32])
+    tokens = args.tokens or ([16, 128] if args.quick else [16, 64, 256, 1024])
+    with open_models(names) as models, Results("engine", args) as results:
+        for model in models:
+            measure_model(results, model, cells_of(model, tenants, tokens), args)
 
 
 if __name__ == "__main__":

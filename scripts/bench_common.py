@@ -1,0 +1,277 @@
+"""What every benchmark shares: timing turn about, tables that are printed row by row, goals, results as JSON.
+
+Knows no engine, no model and no service, and imports no torch, so that a script without torch starts at once. Importing
+it sets this process's threads up as a worker's are, so it comes before whatever imports torch.
+
+Main invariant: sides that are compared are measured in one run, turn about, the same number of times, and a ratio is
+the median over rounds of that round's ratio: what slows the whole machine down slows both sides of a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from workers.pool import num_cores, thread_environment
+
+# A bound on spinning is kind to all sides alike where several processes share the cores.
+for variable, value in thread_environment(num_cores()).items():
+    os.environ.setdefault(variable, value)
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+Row = dict[str, Any]
+"""One measurement: raw numbers by name, as they stand in the JSON."""
+VERSIONS_OF = ("torch", "transformers", "peft", "ray", "grpcio")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long to measure one cell of a table."""
+
+    seconds: float
+    """Rounds go on until they have taken this long together ..."""
+    rounds_min: int = 5
+    """... but there are at least so many of them, however long that takes ..."""
+    rounds_max: int = 200
+    """... and at most so many."""
+    warm_up: int = 1
+    """Rounds before, which are not counted."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rounds_min <= self.rounds_max:
+            raise ValueError(f"rounds_min is {self.rounds_min}; it must be 1 to rounds_max, {self.rounds_max}")
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one side, round by round."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        """The middle one."""
+        return statistics.median(self.seconds)
+
+    def quantile(self, share: float) -> float:
+        """The value below which a share of all lies, linear between two; 0.99 says little of fewer than 100 values."""
+        ordered = sorted(self.seconds)
+        place = share * (len(ordered) - 1)
+        low = math.floor(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    def summary(self) -> Row:
+        """Median, quartiles and number, for a row."""
+        return {
+            "median_s": self.median_s,
+            "quartiles_s": [self.quantile(0.25), self.quantile(0.75)],
+            "rounds": len(self.seconds),
+        }
+
+    def ratio_to(self, other: Timing) -> Row:
+        """How many times as long as the other: the median over rounds, and the quartiles."""
+        ratios = Timing(tuple(a / b for a, b in zip(self.seconds, other.seconds, strict=True)))
+        return {"median": ratios.median_s, "quartiles": [ratios.quantile(0.25), ratios.quantile(0.75)]}
+
+
+def turn_about(
+    sides: Mapping[str, Callable[[], object]], effort: Effort, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, Timing]:
+    """Run all sides once a round, each round beginning with another side; returns what each took."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    began_s = clock()
+    for number in range(-effort.warm_up, effort.rounds_max):
+        if number == 0:
+            began_s = clock()
+        if number >= effort.rounds_min and clock() - began_s >= effort.seconds:
+            break
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            begin_s = clock()
+            sides[name]()
+            if number >= 0:
+                times[name].append(clock() - begin_s)
+    return {name: Timing(tuple(seconds)) for name, seconds in times.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a table for readers."""
+
+    title: str
+    show: Callable[[Row], str]
+
+
+@dataclass(slots=True)
+class Table:
+    """Rows under a name; what is printed is what stands in the documentation."""
+
+    name: str
+    columns: Sequence[Column]
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        """Take a row and print it at once."""
+        if not self.rows:
+            print("\n" + self._head(), flush=True)
+        self.rows.append(row)
+        print(self._line(row), flush=True)
+
+    def markdown(self) -> str:
+        """The whole table."""
+        return "\n".join([self._head(), *map(self._line, self.rows)])
+
+    def _head(self) -> str:
+        return f"| {' | '.join(column.title for column in self.columns)} |\n{'|---' * len(self.columns)}|"
+
+    def _line(self, row: Row) -> str:
+        return f"| {' | '.join(column.show(row) for column in self.columns)} |"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What is aimed at, and what came out."""
+
+    what: str
+    target: float
+    is_floor: bool
+    """True: at least the target; False: at most."""
+    measured: float
+    unit: str
+    """After the number: "x", " ms", "" and so on."""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the measured value is on the right side."""
+        return self.measured >= self.target if self.is_floor else self.measured <= self.target
+
+    def line(self) -> str:
+        """As a row of a Markdown table: what, goal, measured, met."""
+        sign = "≥" if self.is_floor else "≤"
+        verdict = "yes" if self.is_met else "**no**"
+        return f"| {self.what} | {sign} {self.target:g}{self.unit} | {self.measured:.3g}{self.unit} | {verdict} |"
+
+
+class Results:
+    """All that one script found. As a context manager it writes the JSON at the end, unless an error ended it."""
+
+    def __init__(self, item: str, args: argparse.Namespace) -> None:
+        """`item` names the file: `<results>/<item>.json`; `args` as from `parser`."""
+        self.item = item
+        self.tables: list[Table] = []
+        self.goals: list[Goal] = []
+        self._folder: Path | None = args.results
+        self._threads: int = args.threads
+        self._began_s = time.perf_counter()
+        self._machine = machine_line(args.threads)
+        print(self._machine, flush=True)
+
+    def table(self, name: str, columns: Sequence[Column]) -> Table:
+        """A new table; the documentation has it between `<!-- bench:NAME -->` and `<!-- /bench -->`."""
+        table = Table(name, columns)
+        self.tables.append(table)
+        return table
+
+    def goal(
+        self, what: str, measured: float, *, at_least: float | None = None, at_most: float | None = None, unit: str = ""
+    ) -> None:
+        """Set a result against its goal, a floor or a ceiling."""
+        assert (at_least is None) != (at_most is None), "a goal has one bound"
+        target = at_least if at_least is not None else at_most
+        assert target is not None
+        self.goals.append(Goal(what=what, target=target, is_floor=at_least is not None, measured=measured, unit=unit))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            return
+        if self.goals:
+            print("\n| goal | wanted | measured | met |\n|---|---|---|---|")
+            print("\n".join(goal.line() for goal in self.goals), flush=True)
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"{self.item}.json"
+            path.write_text(json.dumps(self._content(), indent=1) + "\n", encoding="utf-8")
+            print(f"\n{path}")
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "item": self.item,
+            "machine": self._machine,
+            "seconds": round(time.perf_counter() - self._began_s, 1),
+            "goals": [asdict(goal) for goal in self.goals],
+            "tables": {table.name: {"markdown": table.markdown(), "rows": table.rows} for table in self.tables},
+        }
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A command line with what every benchmark takes: --quick, --threads, --results."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--quick", action="store_true", help="few and tiny cells, seconds in all: shows that it works")
+    made.add_argument(
+        "--threads", type=int, default=num_cores(), help="threads of each side's kernels (default: the cores)"
+    )
+    made.add_argument(
+        "--results",
+        type=Path,
+        help="folder for the results as JSON, for bench_report.py (default: they are only printed)",
+    )
+    return made
+
+
+def machine_line(num_threads: int) -> str:
+    """When, on what and with which versions this was measured, and how busy the machine was before."""
+    versions = []
+    for name in VERSIONS_OF:
+        try:
+            versions.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return (
+        f"{time.strftime('%Y-%m-%d %H:%M')}, {_processor()}, {num_threads} threads on {num_cores()} cores, "
+        f"load {os.getloadavg()[0]:.1f} before; {', '.join(versions)}, Python {platform.python_version()}"
+    )
+
+
+def _processor() -> str:
+    """The processor's name, where Linux tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def shown_ms(seconds: float) -> str:
+    """Milliseconds with a sensible number of digits."""
+    return f"{1e3 * seconds:.{0 if seconds >= 0.1 else 1 if seconds >= 0.001 else 3}f} ms"
+
+
+def shown_time(summary: Row) -> str:
+    """A median with its quartiles, from `Timing.summary`."""
+    low, high = summary["quartiles_s"]
+    return f"{shown_ms(summary['median_s'])} ({1e3 * low:.3g} - {1e3 * high:.3g})"
+
+
+def shown_ratio(ratio: Row) -> str:
+    """A ratio with its quartiles, from `Timing.ratio_to`."""
+    low, high = ratio["quartiles"]
+    return f"{ratio['median']:.2f} ({low:.2f} - {high:.2f})"

@@ -1,0 +1,132 @@
+"""What the benchmarks train: base models by name, and tenants' data.
+
+Knows torch and transformers; not engines, PEFT or timing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from coordinator.models import SHIPPED_DIR, shipped_models
+from workers.messages import Datum
+
+SHAPES = {"4m": (256, 4, 4, 2, 768, 4096), "27m": (512, 8, 8, 4, 1536, 4096), "tiny": (64, 2, 2, 1, 128, 256)}
+"""Hidden size, layers, heads, key-value heads, MLP size, vocabulary; heads of 64, tied embeddings."""
+
+transformers.utils.logging.disable_progress_bar()
+# PEFT's advice on merging; nothing is merged here. And what PEFT asks transformers for by an old name.
+warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A base model on disk."""
+
+    name: str
+    path: Path
+    vocab_size: int
+    num_matmul_params: int
+    """N: weights of all linear layers, the unembedding included; what a token is multiplied with."""
+    attention_flops: int
+    """Per layer-summed query-key pair of a training step: 2 matmuls forward, 4 backward, 2 x heads x head size each."""
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """FLOP to train one token of a sequence of `num_tokens`: 4N, and attention to half of it on average."""
+        return 4 * self.num_matmul_params + self.attention_flops * (num_tokens + 1) / 2
+
+
+@contextlib.contextmanager
+def open_models(names: Sequence[str]) -> Iterator[list[Model]]:
+    """Base models by name: a shape (random weights from a fixed seed), a shipped model, or a directory."""
+    with tempfile.TemporaryDirectory(prefix="bench-models-") as folder:
+        yield [_model(name, _path(name, Path(folder))) for name in names]
+
+
+def model_name(text: str) -> str:
+    """For argparse: refuse what `open_models` could not open."""
+    if text in SHAPES or text in shipped_models() or (Path(text) / "config.json").is_file():
+        return text
+    known = ", ".join([*SHAPES, *shipped_models()])
+    raise ValueError(f"{text} is neither one of {known} nor a Hugging Face directory with a config.json")
+
+
+def _path(name: str, folder: Path) -> Path:
+    if name in shipped_models():
+        return SHIPPED_DIR / name
+    if name not in SHAPES:
+        return Path(name)
+    hidden, layers, heads, kv_heads, mlp, vocab = SHAPES[name]
+    config = Qwen3Config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=64,
+        intermediate_size=mlp,
+        vocab_size=vocab,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder / name)
+    return folder / name
+
+
+def _model(name: str, path: Path) -> Model:
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    linears = [module for module in empty.modules() if isinstance(module, torch.nn.Linear)]
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Model(
+        name=path.resolve().name if name == str(path) else name,
+        path=path,
+        vocab_size=int(config.vocab_size),
+        num_matmul_params=sum(linear.weight.numel() for linear in linears),
+        attention_flops=6 * 2 * config.num_hidden_layers * config.num_attention_heads * head_dim,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What each tenant brings to a step: sequences of equal length."""
+
+    num_tenants: int
+    num_seqs: int
+    num_tokens: int
+    """Of each sequence."""
+
+    def __str__(self) -> str:
+        return f"{self.num_tenants} x {self.num_seqs} x {self.num_tokens}"
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens trained in a step of all tenants."""
+        return self.num_tenants * self.num_seqs * self.num_tokens
+
+    def data(self, vocab_size: int) -> list[tuple[Datum, ...]]:
+        """Random tokens, tenant by tenant, the same in every run."""
+        lengths = [self.num_tokens] * self.num_seqs
+        return [random_data(tenant, lengths, vocab_size) for tenant in range(self.num_tenants)]
+
+
+def random_data(seed: int, lengths: Sequence[int], vocab_size: int) -> tuple[Datum, ...]:
+    """One tenant's sequences: random tokens, next-token targets, weights of one."""
+    rng = np.random.default_rng(seed)
+    data = []
+    for length in lengths:
+        tokens = rng.integers(0, vocab_size, length + 1).astype(np.int32)
+        weights = np.ones(length, dtype=np.float32)
+        data.append(Datum(tokens=tokens[:-1], loss_inputs={"target_tokens": tokens[1:], "weights": weights}))
+    return tuple(data)
