@@ -87,9 +87,13 @@ class Timing:
 
 
 def turn_about(
-    sides: Mapping[str, Callable[[], object]], effort: Effort, clock: Callable[[], float] = time.perf_counter
+    sides: Mapping[str, Callable[[], object]], effort: Effort, *, in_order: bool = False
 ) -> dict[str, Timing]:
-    """Run all sides once a round, each round beginning with another side; returns what each took."""
+    """Run all sides once a round, each round beginning with another side; returns what each took.
+
+    `in_order`: every round begins with the first side, because the sides prepare one another.
+    """
+    clock = time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
     began_s = clock()
@@ -98,7 +102,7 @@ def turn_about(
             began_s = clock()
         if number >= effort.rounds_min and clock() - began_s >= effort.seconds:
             break
-        first = number % len(names)
+        first = 0 if in_order else number % len(names)
         for name in names[first:] + names[:first]:
             begin_s = clock()
             sides[name]()

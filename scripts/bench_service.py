@@ -1,105 +1,248 @@
-"""Measure the whole service: many tenants train at once, and every tenant's step should take about one cycle.
+"""Measure what the service adds to a step, and what tenants get through it, against sequential PEFT.
 
-    python scripts/bench_service.py                         # the shipped model, 1, 4 and 16 tenants
-    python scripts/bench_service.py --tenants 1 64 --seqs 4 --tokens 128
+    python scripts/bench_service.py --quick
+    python scripts/bench_service.py                         # some minutes
+    python scripts/bench_service.py --models 4m --skip-latency
+    python scripts/bench_service.py --models 27m --skip-throughput --seconds 60
 
-Starts a pool as `make demo` does. Every tenant has a key, an adapter and a pipelined loop of its own: the next
-forward_backward and optim_step are submitted before the last ones are awaited. The first steps are not counted. These
-are the engine's figures after gRPC, the durable log and the way to a process of Ray's. Prints a Markdown table.
+Latency: 1 tenant with 4 x 64 tokens and 16 with 1 x 64, who submit a forward_backward and its optim_step together and
+wait for both, at the same time. The same step, turn about, on
+
+engine      the engine alone, in this process
+in process  client library, coordinator with its log (two fsyncs a step) and engine in this process, no network
+gRPC        the same coordinator, through its gRPC door
+Ray         gRPC to a coordinator in a process of its own, whose engine is in another one, of Ray's: `make up`
+
+Throughput: pipelined loops of all tenants through gRPC and Ray, against sequential PEFT and against the engine alone,
+in blocks of some steps, turn about; client, coordinator, engine and PEFT have the same cores. Prints Markdown tables.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import statistics
-import time
-from collections import deque
-from dataclasses import dataclass
-from typing import Any
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-import numpy as np
+from bench_common import (
+    Column,
+    Effort,
+    Results,
+    Row,
+    Table,
+    Timing,
+    parser,
+    shown_ms,
+    shown_ratio,
+    turn_about,
+)
+from bench_models import Case, Model, model_name, open_models
+from bench_pools import LocalService, Tenants
+from bench_sides import Fused, SequentialPeft
+from demo import EmbeddedPool, create_key, embedded_pool
+from tinkerpool import ServiceClient
+from workers.messages import Datum
+from workers.pool import PoolModel
 
-from coordinator.models import DEFAULT_MODEL
-from demo import create_key, embedded_pool
-from tinkerpool import ServiceClient, TrainingClient, types
-
-NUM_WARM_UP = 3
-ADAM = types.AdamParams(learning_rate=1e-4)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """What the steps of all tenants cost together."""
-
-    tokens_per_s: float
-    step_s: float
-    """Mean over tenants, of the time from one step's result to the next one's."""
-    cycles_per_step: float
-    """Median over tenants, of the cycles that went by per step, others' included."""
-
-
-async def tenant(
-    training: TrainingClient, batch: list[types.Datum], num_steps: int
-) -> tuple[float, float, float, float]:
-    """One pipelined loop; returns first and last moment and first and last cycle of the counted steps."""
-    waiting: deque[Any] = deque()
-    moments, cycles = [], []
-    for step in range(NUM_WARM_UP + num_steps + 1):
-        if step < NUM_WARM_UP + num_steps:
-            waiting.append((training.forward_backward(batch, "cross_entropy"), training.optim_step(ADAM)))
-        if step > 0:
-            output, stepped = waiting.popleft()
-            await output
-            cycles.append((await stepped).metrics["clock_cycle:unique"])
-            moments.append(time.perf_counter())
-    return moments[NUM_WARM_UP - 1], moments[-1], cycles[NUM_WARM_UP - 1], cycles[-1]
+RANK = 8
+WAYS = ("engine", "in process", "gRPC", "Ray")
+LATENCY_CASES = (Case(num_tenants=1, num_seqs=4, num_tokens=64), Case(num_tenants=16, num_seqs=1, num_tokens=64))
+GOALS = {"1 x 4 x 64": 0.9, "8 x 4 x 64": 1.1, "16 x 1 x 64": 2.0}
+"""Throughput through gRPC and Ray against sequential PEFT, on the 4M shape."""
+THROUGHPUT_CASES = (
+    Case(num_tenants=1, num_seqs=1, num_tokens=64),
+    Case(num_tenants=4, num_seqs=1, num_tokens=64),
+    Case(num_tenants=16, num_seqs=1, num_tokens=64),
+    Case(num_tenants=32, num_seqs=1, num_tokens=64),
+    Case(num_tenants=1, num_seqs=4, num_tokens=64),
+    Case(num_tenants=8, num_seqs=4, num_tokens=64),
+)
+QUICK_CASE = Case(num_tenants=2, num_seqs=1, num_tokens=16)
+STEPS_PER_BLOCK = 8
+"""The first step of a pipelined block has nothing to overlap with; its share shrinks with the block."""
 
 
-async def measure(trainings: list[TrainingClient], batch: list[types.Datum], num_steps: int) -> Cost:
-    """All tenants at once."""
-    spans = await asyncio.gather(*(tenant(training, batch, num_steps) for training in trainings))
-    num_tokens = sum(datum.model_input.length for datum in batch)
-    seconds = max(last for _, last, _, _ in spans) - min(first for first, _, _, _ in spans)
-    return Cost(
-        tokens_per_s=len(trainings) * num_steps * num_tokens / seconds,
-        step_s=statistics.mean(last - first for first, last, _, _ in spans) / num_steps,
-        cycles_per_step=statistics.median(last - first for _, _, first, last in spans) / num_steps,
-    )
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """The ways into the two pools on one model."""
+
+    model: Model
+    local: LocalService
+    ray: EmbeddedPool
+
+    def tenants(self, stack: contextlib.ExitStack, way: str, data: Sequence[tuple[Datum, ...]]) -> Tenants:
+        """New tenants, one for each part of the data, whose clients are closed with the stack."""
+        names = [f"bench-{index}" for index in range(len(data))]
+        clients = [stack.enter_context(self._client(way, name)) for name in names]
+        return Tenants(clients, self.model.name, RANK, data)
+
+    def _client(self, way: str, tenant: str) -> ServiceClient:
+        match way:
+            case "in process":
+                return self.local.direct(tenant)
+            case "gRPC":
+                return self.local.over_grpc(tenant)
+            case "Ray":
+                return ServiceClient(self.ray.url, create_key(self.ray, tenant))
+        raise ValueError(way)
+
+
+def measure_latency(case: Case, ways: Ways, args: argparse.Namespace) -> Row:
+    """One step of all tenants, each way."""
+    model = ways.model
+    data = case.data(model.vocab_size)
+    fused = Fused(model, [RANK] * case.num_tenants, args.threads)
+    fused.give(data)
+    latencies: dict[str, list[float]] = {way: [] for way in WAYS[1:]}
+    sides: dict[str, Callable[[], object]] = {"engine": fused.step}
+    effort = replace(args.latency_effort, warm_up=2)
+    with contextlib.ExitStack() as stack:
+        for way, seconds in latencies.items():
+            sides[way] = _recorded(ways.tenants(stack, way, data), seconds)
+        timings = turn_about(sides, effort)
+    row: Row = {"model": model.name, "case": str(case), "rounds": len(timings["engine"].seconds)}
+    for way in WAYS:
+        num_warm = effort.warm_up * case.num_tenants
+        steps = Timing(tuple(latencies[way][num_warm:])) if way in latencies else timings[way]
+        added = [a - b for a, b in zip(timings[way].seconds, timings["engine"].seconds, strict=True)]
+        row[way] = {
+            "steps": len(steps.seconds),
+            "p50_s": steps.median_s,
+            "p99_s": steps.quantile(0.99),
+            "added_s": Timing(tuple(added)).median_s,
+        }
+    return row
+
+
+def _recorded(tenants: Tenants, seconds: list[float]) -> Callable[[], None]:
+    return lambda: seconds.extend(tenants.step())
+
+
+def measure_throughput(case: Case, ways: Ways, args: argparse.Namespace) -> Row:
+    """Blocks of steps through gRPC and Ray, of the engine alone, and of sequential PEFT."""
+    model = ways.model
+    data = case.data(model.vocab_size)
+    ranks = [RANK] * case.num_tenants
+    fused = Fused(model, ranks, args.threads)
+    peft = SequentialPeft(model, ranks, fused.weights())
+    fused.give(data)
+    peft.give(data)
+    cycles: list[float] = []
+
+    def steps_of(step: Callable[[], object]) -> Callable[[], None]:
+        def block() -> None:
+            for _ in range(args.steps):
+                step()
+
+        return block
+
+    with contextlib.ExitStack() as stack:
+        tenants = ways.tenants(stack, "Ray", data)
+        sides: dict[str, Callable[[], object]] = {
+            "service": lambda: cycles.extend(tenants.train(args.steps)),
+            "engine": steps_of(fused.step),
+            "peft": steps_of(peft.step),
+        }
+        timings = turn_about(sides, args.throughput_effort)
+    return {
+        "model": model.name,
+        "case": str(case),
+        "tenants": case.num_tenants,
+        "tokens": case.total_tokens * args.steps,
+        "steps": args.steps,
+        "cycles_per_step": Timing(tuple(cycles)).median_s,
+        "over_peft": timings["peft"].ratio_to(timings["service"]),
+        "of_engine": timings["engine"].ratio_to(timings["service"]),
+        **{name: timing.summary() for name, timing in timings.items()},
+    }
+
+
+def _p50_p99(way: str) -> Callable[[Row], str]:
+    return lambda row: f"{shown_ms(row[way]['p50_s'])} / {shown_ms(row[way]['p99_s'])}"
+
+
+def _added(way: str) -> Callable[[Row], str]:
+    return lambda row: shown_ms(row[way]["added_s"])
+
+
+def _tokens_per_s(side: str) -> Callable[[Row], str]:
+    return lambda row: f"{row['tokens'] / row[side]['median_s']:,.0f}"
+
+
+LATENCY_COLUMNS = (
+    Column("model", lambda r: r["model"]),
+    Column("tenants x sequences x tokens", lambda r: r["case"]),
+    *(Column(f"{way}, p50 / p99", _p50_p99(way)) for way in WAYS),
+    *(Column(f"{way} adds", _added(way)) for way in WAYS[1:]),
+    Column("steps", lambda r: str(r["Ray"]["steps"])),
+)
+THROUGHPUT_COLUMNS = (
+    Column("model", lambda r: r["model"]),
+    Column("tenants x sequences x tokens", lambda r: r["case"]),
+    Column("gRPC and Ray, tokens/s", _tokens_per_s("service")),
+    Column("engine alone, tokens/s", _tokens_per_s("engine")),
+    Column("sequential PEFT, tokens/s", _tokens_per_s("peft")),
+    Column("service / PEFT", lambda r: shown_ratio(r["over_peft"])),
+    Column("service / engine", lambda r: shown_ratio(r["of_engine"])),
+    Column("cycles per step", lambda r: f"{r['cycles_per_step']:.2f}"),
+)
+
+
+@contextlib.contextmanager
+def ways_into(model: Model, num_threads: int) -> Iterator[Ways]:
+    """Both pools on a model, and the ways in."""
+    pool_model = PoolModel(name=model.name, path=str(model.path))
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-service-")))
+        slots = 2 * max(case.num_tenants for case in (*LATENCY_CASES, *THROUGHPUT_CASES))
+        arguments = ["--model", f"{model.name}={model.path}", "--threads", str(num_threads), "--slots", str(slots)]
+        ray = stack.enter_context(embedded_pool(arguments))
+        local = LocalService(folder, pool_model, num_threads=num_threads, num_slots=slots)
+        yield Ways(model, stack.enter_context(local), ray)
+
+
+def add_goals(results: Results, latency: Table, throughput: Table) -> None:
+    """What the tables say about the goals."""
+    for row in latency.rows:
+        if row["case"] == str(LATENCY_CASES[0]):
+            for way, most in (("in process", 10.0), ("Ray", 20.0)):
+                what = f"{row['model']}: milliseconds added to a lone tenant's step, {way}"
+                results.goal(what, 1e3 * row[way]["added_s"], at_most=most, unit=" ms")
+    for row in throughput.rows:
+        if row["case"] in GOALS and row["model"] == "4m":
+            what = f"{row['model']}: {row['case']} through gRPC and Ray against sequential PEFT"
+            results.goal(what, row["over_peft"]["median"], at_least=GOALS[row["case"]], unit=" x")
 
 
 def main() -> None:
     """Read the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--tenants", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--seqs", type=int, default=1, help="sequences per tenant and step")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens per sequence")
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=30)
-    args = parser.parse_args()
-    rng = np.random.default_rng(0)
-    with embedded_pool(["--model", args.model]) as pool, contextlib.ExitStack() as clients:
-        admin = clients.enter_context(ServiceClient(pool.url, pool.api_key))
-        served = admin.get_server_capabilities().supported_models[0]
-        batch = []
-        for _ in range(args.seqs):
-            tokens = rng.integers(0, served.vocab_size, args.tokens + 1)
-            inputs = {"target_tokens": tokens[1:], "weights": np.ones(args.tokens, np.float32)}
-            batch.append(types.Datum(types.ModelInput.from_ints(tokens[:-1]), inputs))
-        print("| tenants x sequences x tokens | tokens/s | ms per step of a tenant | cycles per step |")
-        print("|---|---|---|---|")
-        for num_tenants in args.tenants:
-            keys = [create_key(pool, f"bench-{index}") for index in range(num_tenants)]
-            services = [clients.enter_context(ServiceClient(pool.url, key)) for key in keys]
-            trainings = [s.create_lora_training_client(served.model_name, rank=args.rank).result() for s in services]
-            cost = asyncio.run(measure(trainings, batch, args.steps))
-            print(
-                f"| {num_tenants} x {args.seqs} x {args.tokens} | {cost.tokens_per_s:,.0f} | {1e3 * cost.step_s:.0f} "
-                f"| {cost.cycles_per_step:.2f} |",
-                flush=True,
-            )
+    command = parser(__doc__)
+    command.add_argument("--models", nargs="+", type=model_name, help="default: kjv-2m 4m 27m, throughput 4m only")
+    command.add_argument("--steps", type=int, help=f"steps of a block; default: {STEPS_PER_BLOCK}")
+    command.add_argument("--seconds", type=float, default=25.0, help="for each row (at least 5 rounds in any case)")
+    command.add_argument("--skip-latency", action="store_true")
+    command.add_argument("--skip-throughput", action="store_true")
+    args = command.parse_args()
+    quick = Effort(seconds=0, rounds_min=2, rounds_max=2)
+    args.latency_effort = quick if args.quick else Effort(seconds=args.seconds, rounds_max=150)
+    args.throughput_effort = quick if args.quick else Effort(seconds=args.seconds)
+    args.steps = args.steps or (2 if args.quick else STEPS_PER_BLOCK)
+    names = args.models or (["tiny"] if args.quick else ["kjv-2m", "4m", "27m"])
+    latency_cases: Sequence[Case] = (QUICK_CASE,) if args.quick else LATENCY_CASES
+    throughput_cases: Sequence[Case] = (QUICK_CASE,) if args.quick else THROUGHPUT_CASES
+    with open_models(names) as models, Results("service", args) as results:
+        latency = results.table("service-latency", LATENCY_COLUMNS)
+        throughput = results.table("service-throughput", THROUGHPUT_COLUMNS)
+        for model in models:
+            with ways_into(model, args.threads) as ways:
+                for case in () if args.skip_latency else latency_cases:
+                    latency.add(measure_latency(case, ways, args))
+                is_wanted = args.models or model.name in {"4m", "tiny"}
+                for case in throughput_cases if is_wanted and not args.skip_throughput else ():
+                    throughput.add(measure_throughput(case, ways, args))
+        add_goals(results, latency, throughput)
 
 
 if __name__ == "__main__":
