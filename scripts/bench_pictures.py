@@ -1,0 +1,177 @@
+"""Pictures of the benchmarks' results. Knows the rows that the scripts write; measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Rows = list[dict[str, Any]]
+INK = "#333333"
+COLORS = {"limit": "#9a9a9a", "fused": "#2f6fb0", "peft": "#d1802b", "processes": "#4f9a57", "service": "#9a63a8"}
+LABELS = {
+    "limit": "limit: the base model's matmuls alone",
+    "fused": "fused: one pass for all tenants",
+    "peft": "sequential PEFT",
+    "processes": "one process per tenant",
+}
+
+
+def draw(results: Mapping[str, dict[str, Any]], folder: Path) -> list[Path]:
+    """Draw what there are results for; returns the pictures."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": INK})
+    pictures: dict[str, Callable[[Any, Mapping[str, dict[str, Any]]], bool]] = {
+        "bench-engine": _engine,
+        "bench-service": _service,
+        "bench-lengths": _lengths,
+    }
+    drawn = []
+    for name, picture in pictures.items():
+        figure = plt.figure(layout="constrained")
+        if picture(figure, results):
+            path = folder / f"{name}.png"
+            figure.savefig(path, dpi=110)
+            drawn.append(path)
+        plt.close(figure)
+    return drawn
+
+
+def _rows(results: Mapping[str, dict[str, Any]], item: str, prefix: str) -> dict[str, Rows]:
+    """An item's tables whose names begin so, by name, without empty ones."""
+    tables = results.get(item, {}).get("tables", {})
+    return {name: table["rows"] for name, table in tables.items() if name.startswith(prefix) and table["rows"]}
+
+
+def _engine(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
+    """Tokens per second against the number of tenants: a row per model, a column per tokens of each tenant."""
+    tables = _rows(results, "engine", "engine-")
+    if not tables:
+        return False
+    widths = sorted({row["tokens_per_tenant"] for rows in tables.values() for row in rows})
+    figure.set_size_inches(3.1 * len(widths) + 0.6, 2.6 * len(tables) + 0.9)
+    axes = figure.subplots(len(tables), len(widths), squeeze=False)
+    for line, (name, rows) in zip(axes, tables.items(), strict=True):
+        top = max(row["tokens"] / row["limit"]["median_s"] for row in rows)
+        for column, (axis, width) in enumerate(zip(line, widths, strict=True)):
+            chosen = [row for row in rows if row["tokens_per_tenant"] == width]
+            _curves(axis, chosen)
+            axis.set_ylim(0, 1.08 * top)
+            if column:
+                axis.set_yticklabels([])
+            else:
+                axis.set_ylabel(f"{name.removeprefix('engine-')}\ntokens per second")
+        line[0].yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    for axis, width in zip(axes[0], widths, strict=True):
+        axis.set_title(f"{width} tokens per tenant", loc="left", fontsize=9.5)
+    for axis in axes[-1]:
+        axis.set_xlabel("tenants")
+    handles = {h.get_label(): h for axis in axes.flat for h in axis.get_lines() if not h.get_label().startswith("_")}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.suptitle(
+        "Training throughput of all tenants together (median, quartiles shaded)", x=0.01, ha="left", fontweight="bold"
+    )
+    return True
+
+
+def _curves(axis: Any, rows: Rows) -> None:
+    """One panel: a line per side, on a doubling axis of tenants."""
+    for side, label in LABELS.items():
+        having = [row for row in rows if side in row]
+        tenants = [row["tenants"] for row in having]
+        speeds = [row["tokens"] / row[side]["median_s"] for row in having]
+        low, high = ([row["tokens"] / row[side]["quartiles_s"][end] for row in having] for end in (1, 0))
+        style = "--" if side == "limit" else "-"
+        axis.plot(tenants, speeds, style, marker="o", ms=3.5, color=COLORS[side], label=label, lw=1.8)
+        axis.fill_between(tenants, low, high, color=COLORS[side], alpha=0.15, lw=0)
+    ticks = [2**power for power in range(6)]
+    axis.set_xscale("log", base=2)
+    axis.set_xlim(0.9, 36)
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.grid(axis="y", color="#eeeeee")
+    axis.set_axisbelow(b=True)
+    if not rows:
+        axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="#aaaaaa")
+
+
+def _service(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
+    """Left: how long a step takes on each way in. Right: throughput against sequential PEFT."""
+    latency = _rows(results, "service", "service-latency").get("service-latency", [])
+    throughput = _rows(results, "service", "service-throughput").get("service-throughput", [])
+    if not latency or not throughput:
+        return False
+    figure.set_size_inches(12.5, 0.95 + 0.62 * max(len(latency), len(throughput)) + 1.0)
+    left, right = figure.subplots(1, 2)
+    ways = [key for key in latency[0] if isinstance(latency[0][key], dict)]
+    shades = dict(zip(ways, ("#9a9a9a", "#a9c4e0", "#6b9bcb", "#2f6fb0"), strict=True))
+    for index, way in enumerate(ways):
+        places = [place + (index - 1.5) * 0.2 for place in range(len(latency))]
+        p50 = [1e3 * row[way]["p50_s"] for row in latency]
+        p99 = [1e3 * row[way]["p99_s"] for row in latency]
+        left.barh(places, p50, 0.18, color=shades[way], label=f"{way}")
+        left.hlines(places, p50, p99, color=shades[way], lw=1.2)
+        left.plot(p99, places, "|", color=shades[way], ms=6)
+    left.set_yticks(range(len(latency)), [f"{row['model']}\n{row['case']}" for row in latency])
+    left.invert_yaxis()
+    left.set_xlabel("milliseconds per step: the bar is the median, the tick p99")
+    left.set_title("A step of all tenants, by the way in", loc="left", fontsize=9.5)
+    left.legend(frameon=False, loc="best")
+    _service_bars(right, throughput)
+    return True
+
+
+def _service_bars(axis: Any, rows: Rows) -> None:
+    """Tokens per second of engine, service and PEFT."""
+    sides = {"engine": ("engine alone", "#9a9a9a"), "service": ("gRPC and Ray", "#2f6fb0")}
+    sides["peft"] = ("sequential PEFT, alone", COLORS["peft"])
+    for index, (side, (label, color)) in enumerate(sides.items()):
+        places = [place + (index - 1) * 0.26 for place in range(len(rows))]
+        axis.barh(places, [row["tokens"] / row[side]["median_s"] for row in rows], 0.24, color=color, label=label)
+    for place, row in enumerate(rows):
+        speed = row["tokens"] / row["service"]["median_s"]
+        axis.text(speed, place, f" {row['over_peft']['median']:.2f} x PEFT", va="center", fontsize=8, color=INK)
+    axis.set_yticks(range(len(rows)), [f"{row['model']}\n{row['case']}" for row in rows])
+    axis.invert_yaxis()
+    axis.margins(x=0.18)
+    axis.set_xlabel("tokens per second")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axis.set_title("All tenants together, pipelined (tenants x sequences x tokens)", loc="left", fontsize=9.5)
+    axis.legend(frameon=False, loc="best")
+
+
+def _lengths(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
+    """Real tokens per second, packed and padded."""
+    rows: Sequence[dict[str, Any]] = _rows(results, "lengths", "lengths").get("lengths", [])
+    if not rows:
+        return False
+    figure.set_size_inches(7.5, 1.3 + 0.75 * len(rows))
+    axis = figure.subplots()
+    sides = {
+        "packed": ("packed: only tokens that there are", COLORS["fused"]),
+        "padded": ("the same engine, padded to the longest", "#a9c4e0"),
+        "peft": ("sequential PEFT, padded per tenant", COLORS["peft"]),
+    }
+    for index, (side, (label, color)) in enumerate(sides.items()):
+        places = [place + (index - 1) * 0.26 for place in range(len(rows))]
+        speeds = [row["tokens"] / row[side]["median_s"] for row in rows]
+        axis.barh(places, speeds, 0.24, color=color, label=label)
+        for place, speed, row in zip(places, speeds, rows, strict=True):
+            slower = row[side]["median_s"] / row["packed"]["median_s"]
+            text = f" {speed:,.0f}" + (f"  ({slower:.1f} x the time)" if side != "packed" else "")
+            axis.text(speed, place, text, va="center", fontsize=8, color=INK)
+    axis.set_yticks(range(len(rows)), [row["model"] for row in rows])
+    axis.invert_yaxis()
+    axis.margins(x=0.25)
+    axis.set_xlabel("real tokens per second (padding does not count)")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    first = rows[0]
+    axis.set_title(
+        f"{first['tenants']} tenants x {first['seqs']} sequences of skewed lengths, {first['mean_length']:.0f} tokens "
+        "on average", loc="left", fontsize=9.5,
+    )  # fmt: skip
+    axis.legend(frameon=False, loc="lower right")
+    return True
