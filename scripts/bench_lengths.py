@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from bench_common import Column, Effort, Results, Row, parser, shown_ratio, shown_time, turn_about
-from bench_models import Model, model_name, open_models, random_data
-from bench_sides import Fused, SequentialPeft, check_losses
+from bench_common import Column, Effort, Results, Row, check_losses, parser, shown_ratio, shown_time, turn_about
+from bench_models import Model, add_model_options, chosen_models, open_models, random_data
+from bench_sides import Fused, SequentialPeft
 from workers.messages import Datum
 
 RANK = 8
@@ -82,7 +82,7 @@ def measure(model: Model, args: argparse.Namespace) -> Row:
 def main() -> None:
     """Read the command line, measure, print."""
     command = parser(__doc__)
-    command.add_argument("--models", nargs="+", type=model_name, help="default: kjv-2m 4m 27m")
+    add_model_options(command)
     command.add_argument("--tenants", type=int, help="default: 8")
     command.add_argument("--seqs", type=int, default=4, help="sequences of each tenant")
     command.add_argument("--longest", type=int, help="tokens of the longest sequence; default: 512")
@@ -93,8 +93,7 @@ def main() -> None:
     args.longest = args.longest or (64 if args.quick else LONGEST)
     if args.longest < SHORTEST:
         command.error(f"--longest is {args.longest}; the shortest sequence has {SHORTEST} tokens")
-    names = args.models or (["tiny"] if args.quick else ["kjv-2m", "4m", "27m"])
-    with open_models(names) as models, Results("lengths", args) as results:
+    with open_models(chosen_models(args)) as models, Results("lengths", args) as results:
         table = results.table(
             "lengths",
             (

@@ -1,10 +1,20 @@
 """What the benchmarks train: base models by name, and tenants' data.
 
-Knows torch and transformers; not engines, PEFT or timing.
+Knows torch and transformers; not engines, PEFT or timing. Importing it sets this process's threads up as a worker's
+are, so it comes before whatever else imports torch.
 """
 
 from __future__ import annotations
 
+import os
+
+from workers.pool import num_cores, thread_environment
+
+# A bound on spinning is kind to all sides alike where several processes share the cores.
+os.environ.update(thread_environment(num_cores()) | os.environ)
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import argparse
 import contextlib
 import tempfile
 import warnings
@@ -22,6 +32,7 @@ from workers.messages import Datum
 
 SHAPES = {"4m": (256, 4, 4, 2, 768, 4096), "27m": (512, 8, 8, 4, 1536, 4096), "tiny": (64, 2, 2, 1, 128, 256)}
 """Hidden size, layers, heads, key-value heads, MLP size, vocabulary; heads of 64, tied embeddings."""
+DEFAULT_MODELS = ("kjv-2m", "4m", "27m")
 
 transformers.utils.logging.disable_progress_bar()
 # PEFT's advice on merging; nothing is merged here. And what PEFT asks transformers for by an old name.
@@ -53,7 +64,21 @@ def open_models(names: Sequence[str]) -> Iterator[list[Model]]:
         yield [_model(name, _path(name, Path(folder))) for name in names]
 
 
-def model_name(text: str) -> str:
+def add_model_options(command: argparse.ArgumentParser) -> None:
+    """The options that `chosen_models` reads."""
+    default = " ".join(DEFAULT_MODELS)
+    command.add_argument(
+        "--models", nargs="+", type=_known, help=f"names or Hugging Face directories (default: {default})"
+    )
+    command.add_argument("--also", nargs="+", type=_known, default=[], help="models beside the default ones")
+
+
+def chosen_models(args: argparse.Namespace) -> list[str]:
+    """Names for `open_models`, from the command line."""
+    return [*(args.models or (["tiny"] if args.quick else DEFAULT_MODELS)), *args.also]
+
+
+def _known(text: str) -> str:
     """For argparse: refuse what `open_models` could not open."""
     if text in SHAPES or text in shipped_models() or (Path(text) / "config.json").is_file():
         return text

@@ -6,6 +6,7 @@ demo's `embedded_pool`.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from bench_models import Model
 from coordinator.auth import Principal
 from coordinator.config import CoordinatorConfig
 from coordinator.coordinator import Coordinator
@@ -124,6 +126,11 @@ class DirectTransport:
 
     def _use_case(self, method: Unary[RequestT, ResponseT], request: RequestT) -> Any:
         return getattr(self._service, USE_CASES[method.name])(self._principal, request)
+
+
+def serve_arguments(model: Model, args: argparse.Namespace) -> list[str]:
+    """What `tinkerpool serve` is told to serve a model as the command line says."""
+    return ["--model", f"{model.name}={model.path}", "--threads", str(args.threads), "--pool", args.pool]
 
 
 def to_user_data(data: Sequence[messages.Datum]) -> list[types.Datum]:

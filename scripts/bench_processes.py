@@ -41,7 +41,7 @@ class ProcessPerTenant:
     def __init__(self, model: Model, rank: int, initial: Sequence[bytes]) -> None:
         """One process per adapter in `initial`. Returns when all have loaded the model."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["bench_sides"])
+        context.set_forkserver_preload(["bench_models", "bench_sides"])
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         self._num_active = 0

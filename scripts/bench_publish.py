@@ -15,12 +15,10 @@ from __future__ import annotations
 import argparse
 import time
 
-import torch
-
 from bench_common import Column, Effort, Results, Row, Timing, parser, shown_ms, shown_ratio, shown_time, turn_about
-from bench_models import Case, Model, model_name, open_models
-from bench_pools import Tenants
-from bench_sides import Fused
+from bench_models import Case, Model, add_model_options, chosen_models, open_models
+from bench_pools import Tenants, serve_arguments
+from bench_sides import Fused, Memcpy
 from demo import embedded_pool
 from tinkerpool import ServiceClient, types
 
@@ -36,11 +34,10 @@ def measure(model: Model, args: argparse.Namespace) -> Row:
     fused.give(data)
     fused.step()
     bank, key = fused.engine.bank, fused.keys[0]
-    num_values = bank.entry(key).layout.num_values
-    source, target = torch.randn(num_values), torch.zeros(num_values)
+    memcpy = Memcpy(bank.entry(key).layout.num_values)
     call_s: list[float] = []
     with (
-        embedded_pool(["--model", f"{model.name}={model.path}", "--threads", str(args.threads)]) as pool,
+        embedded_pool(serve_arguments(model, args)) as pool,
         ServiceClient(pool.url, pool.api_key) as client,
     ):
         tenants = Tenants([client], model.name, RANK, data)
@@ -57,13 +54,13 @@ def measure(model: Model, args: argparse.Namespace) -> Row:
             "train": tenants.step,
             "first_token": publish,
             "row": lambda: bank.publish(key, "version"),
-            "copy": lambda: target.copy_(source),
+            "copy": memcpy.step,
         }
         timings = turn_about(sides, args.effort, in_order=True)
     timings["call"] = Timing(tuple(call_s[args.effort.warm_up :]))
     return {
         "model": model.name,
-        "bytes": 4 * num_values,
+        "bytes": memcpy.num_bytes,
         "row_over_copy": timings["row"].ratio_to(timings["copy"]),
         "first_token_p99_s": timings["first_token"].quantile(0.99),
         **{name: timing.summary() for name, timing in timings.items()},
@@ -73,12 +70,12 @@ def measure(model: Model, args: argparse.Namespace) -> Row:
 def main() -> None:
     """Read the command line, measure, print."""
     command = parser(__doc__)
-    command.add_argument("--models", nargs="+", type=model_name, help="default: kjv-2m 4m 27m")
+    add_model_options(command)
+    command.add_argument("--pool", choices=("ray", "local"), default="ray", help="local: threads stand in for Ray")
     command.add_argument("--seconds", type=float, default=15.0, help="for each row (at least 5 rounds in any case)")
     args = command.parse_args()
     args.effort = Effort(seconds=0, rounds_min=2, rounds_max=2) if args.quick else Effort(seconds=args.seconds)
-    names = args.models or (["tiny"] if args.quick else ["kjv-2m", "4m", "27m"])
-    with open_models(names) as models, Results("publish", args) as results:
+    with open_models(chosen_models(args)) as models, Results("publish", args) as results:
         table = results.table(
             "publish",
             (

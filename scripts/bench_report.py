@@ -7,9 +7,9 @@ Reads every `<item>.json` that a `bench_*.py --results` has written. In the page
 
     <!-- bench:NAME --> and <!-- /bench -->
 
-is replaced by the table of that name; `NAME:machine` is the line that says when and on what an item was measured, and
-`goals` is one table of all goals. What no result is there for stays as it is. A table or goal that the page has no
-place for is an error: figures nobody sees are not kept.
+is replaced by the table of that name, or, if NAME ends in a star, by all tables whose names begin so, each under its
+own; `ITEM:machine` is the line that says when and on what an item was measured, and `goals` is one table of all goals.
+What no result is there for stays as it is. A table that the page has no place for is an error.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 import json
 import re
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from bench_common import Goal
 from bench_pictures import draw
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PLACE = re.compile(r"(<!-- bench:(?P<name>[\w:.-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- bench:(?P<name>[\w:.*-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
@@ -49,8 +50,8 @@ def texts_of(results: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 def filled(page: str, texts: dict[str, str]) -> str:
     """The page with the texts in their places. Raises ValueError if one has no place."""
-    places = {match["name"] for match in PLACE.finditer(page)}
-    homeless = sorted(texts.keys() - places)
+    places = [match["name"] for match in PLACE.finditer(page)]
+    homeless = sorted(name for name in texts if not any(fnmatchcase(name, place) for place in places))
     if homeless:
         raise ValueError(
             f"the page has no place for {', '.join(homeless)}: add the lines '<!-- bench:{homeless[0]} -->' and "
@@ -58,8 +59,14 @@ def filled(page: str, texts: dict[str, str]) -> str:
         )
 
     def fill(match: re.Match[str]) -> str:
-        text = texts.get(match["name"])
-        return match[0] if text is None else f"{match[1]}{text}\n{match[3]}"
+        place = match["name"]
+        found = {name: text for name, text in texts.items() if fnmatchcase(name, place)}
+        if not found:
+            return match[0]
+        if place in found:
+            return f"{match[1]}{found[place]}\n{match[3]}"
+        parts = [f"\n**{name.removeprefix(place.rstrip('*'))}**\n\n{text}\n" for name, text in found.items()]
+        return f"{match[1]}{''.join(parts)}\n{match[3]}"
 
     return PLACE.sub(fill, page)
 

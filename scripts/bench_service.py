@@ -1,7 +1,7 @@
 """Measure what the service adds to a step, and what tenants get through it, against sequential PEFT.
 
     python scripts/bench_service.py --quick
-    python scripts/bench_service.py                         # some minutes
+    python scripts/bench_service.py                         # some minutes; throughput on 4m only
     python scripts/bench_service.py --models 4m --skip-latency
     python scripts/bench_service.py --models 27m --skip-throughput --seconds 60
 
@@ -38,8 +38,8 @@ from bench_common import (
     shown_ratio,
     turn_about,
 )
-from bench_models import Case, Model, model_name, open_models
-from bench_pools import LocalService, Tenants
+from bench_models import Case, Model, add_model_options, chosen_models, open_models
+from bench_pools import LocalService, Tenants, serve_arguments
 from bench_sides import Fused, SequentialPeft
 from demo import EmbeddedPool, create_key, embedded_pool
 from tinkerpool import ServiceClient
@@ -191,15 +191,14 @@ THROUGHPUT_COLUMNS = (
 
 
 @contextlib.contextmanager
-def ways_into(model: Model, num_threads: int) -> Iterator[Ways]:
+def ways_into(model: Model, args: argparse.Namespace) -> Iterator[Ways]:
     """Both pools on a model, and the ways in."""
     pool_model = PoolModel(name=model.name, path=str(model.path))
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-service-")))
         slots = 2 * max(case.num_tenants for case in (*LATENCY_CASES, *THROUGHPUT_CASES))
-        arguments = ["--model", f"{model.name}={model.path}", "--threads", str(num_threads), "--slots", str(slots)]
-        ray = stack.enter_context(embedded_pool(arguments))
-        local = LocalService(folder, pool_model, num_threads=num_threads, num_slots=slots)
+        ray = stack.enter_context(embedded_pool([*serve_arguments(model, args), "--slots", str(slots)]))
+        local = LocalService(folder, pool_model, num_threads=args.threads, num_slots=slots)
         yield Ways(model, stack.enter_context(local), ray)
 
 
@@ -219,9 +218,10 @@ def add_goals(results: Results, latency: Table, throughput: Table) -> None:
 def main() -> None:
     """Read the command line, measure, print."""
     command = parser(__doc__)
-    command.add_argument("--models", nargs="+", type=model_name, help="default: kjv-2m 4m 27m, throughput 4m only")
+    add_model_options(command)
     command.add_argument("--steps", type=int, help=f"steps of a block; default: {STEPS_PER_BLOCK}")
     command.add_argument("--seconds", type=float, default=25.0, help="for each row (at least 5 rounds in any case)")
+    command.add_argument("--pool", choices=("ray", "local"), default="ray", help="local: threads stand in for Ray")
     command.add_argument("--skip-latency", action="store_true")
     command.add_argument("--skip-throughput", action="store_true")
     args = command.parse_args()
@@ -229,17 +229,16 @@ def main() -> None:
     args.latency_effort = quick if args.quick else Effort(seconds=args.seconds, rounds_max=150)
     args.throughput_effort = quick if args.quick else Effort(seconds=args.seconds)
     args.steps = args.steps or (2 if args.quick else STEPS_PER_BLOCK)
-    names = args.models or (["tiny"] if args.quick else ["kjv-2m", "4m", "27m"])
     latency_cases: Sequence[Case] = (QUICK_CASE,) if args.quick else LATENCY_CASES
     throughput_cases: Sequence[Case] = (QUICK_CASE,) if args.quick else THROUGHPUT_CASES
-    with open_models(names) as models, Results("service", args) as results:
+    with open_models(chosen_models(args)) as models, Results("service", args) as results:
         latency = results.table("service-latency", LATENCY_COLUMNS)
         throughput = results.table("service-throughput", THROUGHPUT_COLUMNS)
         for model in models:
-            with ways_into(model, args.threads) as ways:
+            with ways_into(model, args) as ways:
                 for case in () if args.skip_latency else latency_cases:
                     latency.add(measure_latency(case, ways, args))
-                is_wanted = args.models or model.name in {"4m", "tiny"}
+                is_wanted = args.models or model.name not in {"kjv-2m", "27m"}
                 for case in throughput_cases if is_wanted and not args.skip_throughput else ():
                     throughput.add(measure_throughput(case, ways, args))
         add_goals(results, latency, throughput)

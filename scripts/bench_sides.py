@@ -1,7 +1,7 @@
 """The ways to train that are compared in one process: the fused engine, sequential PEFT, and the base model's own
 matmuls, which bound both.
 
-Knows the engine and PEFT; not how long to measure or what to print.
+Knows the engine and PEFT; not how long to measure or what to print. Import `bench_models` first: it sets threads up.
 
 Dimensions: T rows of a pass, D inputs and F outputs of a linear layer, S sequences, L tokens of the longest.
 """
@@ -39,16 +39,6 @@ ADAM = AdamParams(learning_rate=1e-4, beta2=0.95, eps=1e-8)
 ALPHA = 32.0
 PASS_ROWS_MAX = 8192
 """Rows of the largest pass of the engine, and of the largest matmul that it is compared with."""
-LOSS_TOLERANCE = 1e-3
-"""Largest relative difference of a tenant's loss between two sides that have trained the same."""
-
-
-def check_losses(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Largest relative difference of losses. Raises RuntimeError if the two sides do not train the same."""
-    difference = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
-    if not difference <= LOSS_TOLERANCE:
-        raise RuntimeError(f"two sides' losses differ by {difference:.1e}: their times cannot be compared")
-    return difference
 
 
 class Fused:
@@ -241,3 +231,15 @@ class Limit:
                 num_outputs, num_inputs = weight.shape
                 dy = self._inputs.get(num_outputs, self._buffers[num_outputs])[:num_rows]  # (T, F)
                 torch.mm(dy, weight, out=self._buffers[num_inputs][:num_rows])  # (T, D)
+
+
+class Memcpy:
+    """A copy of fp32 values between two buffers that are there already."""
+
+    def __init__(self, num_values: int) -> None:
+        self.num_bytes = 4 * num_values
+        self._source, self._target = torch.randn(num_values), torch.zeros(num_values)
+
+    def step(self) -> None:
+        """Copy them once."""
+        self._target.copy_(self._source)

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import argparse
 
-import torch
-
 from bench_common import Column, Effort, Results, Row, parser, shown_ratio, shown_time, turn_about
-from bench_models import Case, Model, model_name, open_models
-from bench_sides import Fused
+from bench_models import Case, Model, add_model_options, chosen_models, open_models
+from bench_sides import Fused, Memcpy
 
 NUM_SLOTS = 16
 VECTORS_SWAPPED = 3
@@ -35,19 +33,18 @@ def measure_swap(model: Model, rank: int, args: argparse.Namespace) -> Row:
     fused.give(Case(num_tenants=1, num_seqs=1, num_tokens=16).data(model.vocab_size))
     fused.step()  # moments that are not zero
     bank, key = fused.engine.bank, fused.keys[0]
-    num_values = VECTORS_SWAPPED * bank.entry(key).layout.num_values
-    source, target = torch.randn(num_values), torch.zeros(num_values)
+    memcpy = Memcpy(VECTORS_SWAPPED * bank.entry(key).layout.num_values)
     sides = {
         "out": lambda: bank.evict(key),
-        "copy_out": lambda: target.copy_(source),
+        "copy_out": memcpy.step,
         "in": lambda: bank.acquire([key]),
-        "copy_in": lambda: source.copy_(target),
+        "copy_in": memcpy.step,
     }
     timings = turn_about(sides, args.effort, in_order=True)
     return {
         "model": model.name,
         "rank": rank,
-        "bytes": 4 * num_values,
+        "bytes": memcpy.num_bytes,
         "out_over_copy": timings["out"].ratio_to(timings["copy_out"]),
         "in_over_copy": timings["in"].ratio_to(timings["copy_in"]),
         **{name: timing.summary() for name, timing in timings.items()},
@@ -132,7 +129,7 @@ def measure(results: Results, models: list[Model], args: argparse.Namespace) -> 
 def main() -> None:
     """Read the command line, measure, print."""
     command = parser(__doc__)
-    command.add_argument("--models", nargs="+", type=model_name, help="default: kjv-2m 4m 27m")
+    add_model_options(command)
     command.add_argument("--ranks", type=int, nargs="+", help="default: 8 32")
     command.add_argument("--registered", type=int, help="adapters of the crowd; default: 1000")
     command.add_argument("--seconds", type=float, default=5.0, help="for each row (at least 5 rounds in any case)")
@@ -140,8 +137,7 @@ def main() -> None:
     args.effort = Effort(seconds=0, rounds_min=3, rounds_max=3) if args.quick else Effort(seconds=args.seconds)
     args.registered = args.registered or (20 if args.quick else 1000)
     args.ranks = args.ranks or ([8] if args.quick else [8, 32])
-    names = args.models or (["tiny"] if args.quick else ["kjv-2m", "4m", "27m"])
-    with open_models(names) as models, Results("swap", args) as results:
+    with open_models(chosen_models(args)) as models, Results("swap", args) as results:
         measure(results, models, args)
 
 

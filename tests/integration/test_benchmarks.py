@@ -1,0 +1,122 @@
+"""Every benchmark in its quick mode: it runs, compares like with like, and its results make a page with pictures.
+
+No timing is tested: these cells are tiny and the machine is busy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+ITEMS = ("engine", "company", "lengths", "swap", "durability", "service", "publish")
+OPTIONS = {"publish": "--pool local"}
+# One process for all, for importing torch takes longer than each of them.
+DRIVER = """
+import runpy, sys
+for line in sys.argv[1:]:
+    sys.argv = line.split()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+Report = dict[str, Any]
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of every script."""
+    folder = tmp_path_factory.mktemp("results")
+    lines = [
+        f"scripts/bench_{item}.py --quick --threads 1 --results {folder} {OPTIONS.get(item, '')}" for item in ITEMS
+    ]
+    command = [sys.executable, "-c", DRIVER, *lines]
+    environment = {"PYTHONPATH": f"{ROOT}:{SCRIPTS}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reports(folder: Path) -> dict[str, Report]:
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def rows_of(report: Report) -> Iterator[dict[str, Any]]:
+    for table in report["tables"].values():
+        assert len(table["markdown"].splitlines()) == len(table["rows"]) + 2
+        yield from table["rows"]
+
+
+def test_every_script_measures_all_of_its_tables_in_as_many_rounds_for_each_side(reports: dict[str, Report]) -> None:
+    assert {item: set(report["tables"]) for item, report in reports.items()} == {
+        "engine": {"engine-tiny"},
+        "company": {"company-mixed", "company-crowd", "company-newcomers"},
+        "lengths": {"lengths"},
+        "swap": {"swap", "swap-registered"},
+        "durability": {"durability"},
+        "service": {"service-latency", "service-throughput"},
+        "publish": {"publish"},
+    }
+    for item, report in reports.items():
+        assert report["tables"], item
+        for row in rows_of(report):
+            timings = [value for value in row.values() if isinstance(value, dict) and "median_s" in value]
+            assert all(math.isfinite(timing["median_s"]) and timing["median_s"] > 0 for timing in timings)
+            assert len({timing["rounds"] for timing in timings}) <= 1, f"{item}: one side ran more often"
+
+
+def test_the_engine_and_peft_train_the_same_in_every_cell(reports: dict[str, Report]) -> None:
+    rows = reports["engine"]["tables"]["engine-tiny"]["rows"]
+    assert [row["case"] for row in rows] == ["1 x 1 x 16", "1 x 4 x 32", "2 x 1 x 16", "2 x 4 x 32"]
+    assert [row["tokens"] for row in rows] == [16, 128, 32, 256]
+    for row in rows:
+        assert row["loss_difference"] < 1e-5
+        assert {"fused", "peft", "limit", "processes"} <= row.keys()
+        assert row["flops"] > row["limit_flops"] == 4 * row["tokens"] * 114_688
+        assert row["process_bytes"] > 50e6 * row["tenants"]
+
+
+def test_packed_padded_and_peft_train_the_same_tokens(reports: dict[str, Report]) -> None:
+    [row] = reports["lengths"]["tables"]["lengths"]["rows"]
+    assert row["loss_difference"] < 1e-5
+    assert row["tokens"] < row["peft_tokens"] <= row["padded_tokens"] == 2 * 4 * 64
+
+
+def test_the_service_is_measured_on_every_way_in(reports: dict[str, Report]) -> None:
+    [latency] = reports["service"]["tables"]["service-latency"]["rows"]
+    for way in ("in process", "gRPC", "Ray"):
+        assert latency[way]["steps"] == 2 * latency["engine"]["steps"], "two tenants, one fused step"
+        assert latency[way]["p99_s"] >= latency[way]["p50_s"] > 0
+    [throughput] = reports["service"]["tables"]["service-throughput"]["rows"]
+    assert throughput["tokens"] == 2 * 16 * throughput["steps"]
+    assert throughput["cycles_per_step"] >= 1
+
+
+def test_a_durable_step_takes_two_transactions(reports: dict[str, Report]) -> None:
+    [row] = reports["durability"]["tables"]["durability"]["rows"]
+    assert row["commits_per_step"] >= 2
+
+
+def test_the_page_has_a_place_for_everything_and_pictures_are_drawn(folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "benchmarks.md"
+    page.write_text((ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8"), encoding="utf-8")
+    script = str(SCRIPTS / "bench_report.py")
+    command = [sys.executable, script, "--results", str(folder), "--page", str(page), "--images", str(tmp_path)]
+    environment = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = page.read_text(encoding="utf-8")
+    assert "| 2 x 4 x 32 |" in text
+    assert "tiny: one tenant alone against PEFT" in text
+    for name in ("bench-engine", "bench-service", "bench-lengths"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert f"images/{name}.png" in text
