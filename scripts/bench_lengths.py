@@ -83,13 +83,13 @@ def main() -> None:
     """Read the command line, measure, print."""
     command = parser(__doc__)
     add_model_options(command)
-    command.add_argument("--tenants", type=int, help="default: 8")
+    command.add_argument("--tenants", type=int, help="default: 4")
     command.add_argument("--seqs", type=int, default=4, help="sequences of each tenant")
     command.add_argument("--longest", type=int, help="tokens of the longest sequence; default: 512")
     command.add_argument("--seconds", type=float, default=15.0, help="for each row (at least 5 rounds in any case)")
     args = command.parse_args()
     args.effort = Effort(seconds=0, rounds_min=2, rounds_max=2) if args.quick else Effort(seconds=args.seconds)
-    args.tenants = args.tenants or (2 if args.quick else 8)
+    args.tenants = args.tenants or (2 if args.quick else 4)
     args.longest = args.longest or (64 if args.quick else LONGEST)
     if args.longest < SHORTEST:
         command.error(f"--longest is {args.longest}; the shortest sequence has {SHORTEST} tokens")

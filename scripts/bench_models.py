@@ -115,7 +115,7 @@ def _model(name: str, path: Path) -> Model:
     linears = [module for module in empty.modules() if isinstance(module, torch.nn.Linear)]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Model(
-        name=path.resolve().name if name == str(path) else name,
+        name=name if name in SHAPES else path.resolve().name,
         path=path,
         vocab_size=int(config.vocab_size),
         num_matmul_params=sum(linear.weight.numel() for linear in linears),

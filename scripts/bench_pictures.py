@@ -56,7 +56,7 @@ def _engine(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
     figure.set_size_inches(3.1 * len(widths) + 0.6, 2.6 * len(tables) + 0.9)
     axes = figure.subplots(len(tables), len(widths), squeeze=False)
     for line, (name, rows) in zip(axes, tables.items(), strict=True):
-        top = max(row["tokens"] / row["limit"]["median_s"] for row in rows)
+        top = max(row["tokens"] / row[side]["median_s"] for row in rows for side in LABELS if side in row)
         for column, (axis, width) in enumerate(zip(line, widths, strict=True)):
             chosen = [row for row in rows if row["tokens_per_tenant"] == width]
             _curves(axis, chosen)
@@ -99,29 +99,38 @@ def _curves(axis: Any, rows: Rows) -> None:
 
 
 def _service(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
-    """Left: how long a step takes on each way in. Right: throughput against sequential PEFT."""
+    """Left: what each way in adds to a step. Right: throughput against sequential PEFT."""
     latency = _rows(results, "service", "service-latency").get("service-latency", [])
     throughput = _rows(results, "service", "service-throughput").get("service-throughput", [])
     if not latency or not throughput:
         return False
     figure.set_size_inches(12.5, 0.95 + 0.62 * max(len(latency), len(throughput)) + 1.0)
     left, right = figure.subplots(1, 2)
-    ways = [key for key in latency[0] if isinstance(latency[0][key], dict)]
-    shades = dict(zip(ways, ("#9a9a9a", "#a9c4e0", "#6b9bcb", "#2f6fb0"), strict=True))
-    for index, way in enumerate(ways):
-        places = [place + (index - 1.5) * 0.2 for place in range(len(latency))]
-        p50 = [1e3 * row[way]["p50_s"] for row in latency]
-        p99 = [1e3 * row[way]["p99_s"] for row in latency]
-        left.barh(places, p50, 0.18, color=shades[way], label=f"{way}")
-        left.hlines(places, p50, p99, color=shades[way], lw=1.2)
-        left.plot(p99, places, "|", color=shades[way], ms=6)
-    left.set_yticks(range(len(latency)), [f"{row['model']}\n{row['case']}" for row in latency])
-    left.invert_yaxis()
-    left.set_xlabel("milliseconds per step: the bar is the median, the tick p99")
-    left.set_title("A step of all tenants, by the way in", loc="left", fontsize=9.5)
-    left.legend(frameon=False, loc="best")
+    _added_latency(left, latency)
     _service_bars(right, throughput)
     return True
+
+
+def _added_latency(axis: Any, rows: Rows) -> None:
+    """Milliseconds over the engine alone, by the way in, and the goals."""
+    ways = {"in process": "#a9c4e0", "gRPC": "#6b9bcb", "Ray": "#2f6fb0"}
+    for index, (way, color) in enumerate(ways.items()):
+        places = [place + (index - 1) * 0.26 for place in range(len(rows))]
+        added = [1e3 * row[way]["added_s"] for row in rows]
+        label = "gRPC and Ray" if way == "Ray" else way
+        axis.barh(places, added, 0.24, color=color, label=label)
+        for place, value in zip(places, added, strict=True):
+            axis.text(max(value, 0), place, f" {value:.1f}", va="center", fontsize=7.5, color=INK)
+    for goal, way in ((10, "in process"), (20, "Ray")):
+        axis.axvline(goal, color=ways[way], ls=":", lw=1.4, zorder=0)
+        axis.text(goal, -0.62, f"goal {way}, alone", ha="center", fontsize=7.5, color=INK)
+    labels = [f"{row['model']}, {row['case']}\n{1e3 * row['engine']['p50_s']:,.0f} ms on the engine" for row in rows]
+    axis.set_yticks(range(len(rows)), labels)
+    axis.set_ylim(len(rows) - 0.5, -0.7)
+    axis.margins(x=0.12)
+    axis.set_xlabel("milliseconds")
+    axis.set_title("What the service adds to a step of all tenants (median)", loc="left", fontsize=9.5, pad=12)
+    _legend_below(axis)
 
 
 def _service_bars(axis: Any, rows: Rows) -> None:
@@ -140,7 +149,11 @@ def _service_bars(axis: Any, rows: Rows) -> None:
     axis.set_xlabel("tokens per second")
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axis.set_title("All tenants together, pipelined (tenants x sequences x tokens)", loc="left", fontsize=9.5)
-    axis.legend(frameon=False, loc="best")
+    _legend_below(axis)
+
+
+def _legend_below(axis: Any) -> None:
+    axis.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3)
 
 
 def _lengths(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
