@@ -75,6 +75,9 @@ def case_of(num_tenants: int, tokens_per_tenant: int) -> Case:
 
 def measure_model(results: Results, model: Model, cells: dict[int, list[int]], args: argparse.Namespace) -> None:
     """The table of one base model."""
+    if not cells:
+        print(f"\n{model.name}: no cell has at most {CELL_COST_MAX:.1e} parameters x tokens; ask for fewer --tokens")
+        return
     table = results.table(f"engine-{model.name}", COLUMNS)
     num_processes = min(max(cells), args.processes, num_processes_that_fit(model))
     print(f"\n{model.name}: {model.num_matmul_params / 1e6:.1f}M parameters in matmuls, rank {RANK}")

@@ -31,7 +31,7 @@ from coordinator.models import SHIPPED_DIR, shipped_models
 from workers.messages import Datum
 
 SHAPES = {"4m": (256, 4, 4, 2, 768, 4096), "27m": (512, 8, 8, 4, 1536, 4096), "tiny": (64, 2, 2, 1, 128, 256)}
-"""Hidden size, layers, heads, key-value heads, MLP size, vocabulary; heads of 64, tied embeddings."""
+"""Hidden size, layers, heads, key-value heads, MLP size, vocabulary; head size 64, tied. Tiny is for --quick."""
 DEFAULT_MODELS = ("kjv-2m", "4m", "27m")
 
 transformers.utils.logging.disable_progress_bar()
@@ -50,7 +50,7 @@ class Model:
     num_matmul_params: int
     """N: weights of all linear layers, the unembedding included; what a token is multiplied with."""
     attention_flops: int
-    """Per layer-summed query-key pair of a training step: 2 matmuls forward, 4 backward, 2 x heads x head size each."""
+    """FLOP to train one pair of query and key in all layers: 6 matmuls, 2 forward, of 2 x heads x head size each."""
 
     def flops_per_token(self, num_tokens: int) -> float:
         """FLOP to train one token of a sequence of `num_tokens`: 4N, and attention to half of it on average."""
@@ -83,7 +83,9 @@ def _known(text: str) -> str:
     if text in SHAPES or text in shipped_models() or (Path(text) / "config.json").is_file():
         return text
     known = ", ".join([*SHAPES, *shipped_models()])
-    raise ValueError(f"{text} is neither one of {known} nor a Hugging Face directory with a config.json")
+    raise argparse.ArgumentTypeError(
+        f"{text} is neither one of {known} nor a Hugging Face directory with a config.json"
+    )
 
 
 def _path(name: str, folder: Path) -> Path:

@@ -23,6 +23,8 @@ from workers.messages import Datum
 BYTES_PER_PROCESS = 400 << 20
 """What one takes beside its base model, roughly: for the decision how many fit."""
 STOP_TIMEOUT_S = 10.0
+PRELOADED = ["peft", "transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"]
+"""Imported once, before forking. Not our own modules: the process that forks may not know the folder of this script."""
 
 
 def num_processes_that_fit(model: Model) -> int:
@@ -41,7 +43,7 @@ class ProcessPerTenant:
     def __init__(self, model: Model, rank: int, initial: Sequence[bytes]) -> None:
         """One process per adapter in `initial`. Returns when all have loaded the model."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["bench_models", "bench_sides"])
+        context.set_forkserver_preload(PRELOADED)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         self._num_active = 0
