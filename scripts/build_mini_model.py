@@ -19,17 +19,27 @@ from transformers import (
     Gemma3TextConfig,
     GenerationConfig,
     LlamaConfig,
+    MistralConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
 
-Architecture = Literal["qwen3", "llama", "gemma3"]
+Architecture = Literal["qwen3", "llama", "gemma3", "llama3", "smollm2", "mistral", "mistral-window"]
 
 NUM_BYTES = 256
 END_OF_TEXT_ID = 256
 PAD_ID = 257
 VOCAB_SIZE_MIN = 258
 
+WINDOW = 8
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 WEIGHT_STD = 0.1
 """Larger than the 0.02 of real initialisations, so that logits differ visibly and tests of equality mean something."""
 
@@ -42,10 +52,12 @@ def build_mini_model(
 ) -> Path:
     """Write a random model and its byte tokenizer into `directory`, made if missing, and return that path.
 
-    Hidden size 64, two layers, four heads and two key-value heads of 16, MLP 128, float32, 512 positions; Gemma 3 has
-    one layer with a sliding window of 8 tokens and one with full attention. Every weight is drawn, norms included.
-    Entries of the vocabulary above 257 have no text. The global random state is left as it was. Raises ValueError if
-    `vocab_size` is under 258 or the architecture is unknown.
+    Hidden size 64, two layers, four heads and two key-value heads of 16, MLP 128, float32, 512 positions. Gemma 3 has
+    one layer with a sliding window of 8 tokens and one with full attention; "mistral-window" has that window in both,
+    "mistral" has none. "llama3" has the rotary scaling of Llama 3.1, stretching 64 positions to 512; "smollm2" has three
+    heads to one key-value head. Every weight is drawn, norms included. Entries of the vocabulary above 257 have no
+    text. The global random state is left as it was. Raises ValueError if `vocab_size` is under 258 or the architecture
+    is unknown.
     """
     if vocab_size < VOCAB_SIZE_MIN:
         raise ValueError(f"vocab_size is {vocab_size}; the bytes and special tokens need at least {VOCAB_SIZE_MIN}")
@@ -82,8 +94,17 @@ def _config(architecture: Architecture, vocab_size: int) -> Any:
         case "llama":
             return LlamaConfig(**shape | {"tie_word_embeddings": False})
         case "gemma3":
-            kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+            kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
             return Gemma3TextConfig(**shape, **kinds, query_pre_attn_scalar=16)
+        case "llama3":
+            return LlamaConfig(**shape | {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE})
+        case "smollm2":
+            rope = {"rope_type": "default", "rope_theta": 100_000.0}
+            heads = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
+            return LlamaConfig(**shape | heads | {"rope_parameters": rope, "rms_norm_eps": 1e-5})
+        case "mistral" | "mistral-window":
+            window = WINDOW if architecture == "mistral-window" else None
+            return MistralConfig(**shape | {"tie_word_embeddings": False, "sliding_window": window})
     raise ValueError(f"unknown architecture {architecture!r}; expected one of {', '.join(get_args(Architecture))}")
 
 

@@ -309,12 +309,15 @@ def _directory(path: Path | str) -> Path:
 
 def _check_config(config: Any) -> None:
     """Refuse by name what is known to be unsupported, with a better message than the probe could give."""
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if num_experts := getattr(config, key, None):
+            raise UnsupportedModelError(
+                f"{config.model_type} is a mixture of {num_experts} experts ({key} in config.json), and adapters of "
+                "experts cannot be trained yet; take a dense model: Llama 3, Qwen 2 or 3, Mistral, SmolLM2 or Gemma 3"
+            )
     refused = {
         "attn_logit_softcapping": "attention logit soft-capping",
         "final_logit_softcapping": "soft-capping of the output logits",
-        "num_experts": "a mixture of experts",
-        "num_local_experts": "a mixture of experts",
-        "n_routed_experts": "a mixture of experts",
         "use_bidirectional_attention": "bidirectional attention",
         "vision_config": "a vision tower",
         "audio_config": "an audio tower",

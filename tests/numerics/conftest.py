@@ -9,18 +9,24 @@ import pytest
 import torch
 
 from build_mini_model import build_mini_model
-from tests.numerics.harness import ARCHITECTURES
+from tests.numerics.harness import ALL_ARCHITECTURES, ARCHITECTURES
 
 
 @pytest.fixture(scope="session")
 def model_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A model directory per architecture."""
     root = tmp_path_factory.mktemp("models")
-    return {name: build_mini_model(root / name, name, seed=number) for number, name in enumerate(ARCHITECTURES)}
+    return {name: build_mini_model(root / name, name, seed=number) for number, name in enumerate(ALL_ARCHITECTURES)}
 
 
 @pytest.fixture(params=ARCHITECTURES)
 def model_directory(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
+    """The architectures that differ most, in turn."""
+    return model_directories[request.param]
+
+
+@pytest.fixture(params=ALL_ARCHITECTURES)
+def any_model_directory(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
     """Each architecture in turn."""
     return model_directories[request.param]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from build_mini_model import Architecture
 from workers.engine import EngineConfig, TrainingEngine
 from workers.messages import (
     AdamParams,
@@ -26,8 +27,10 @@ from workers.messages import (
     SaveItem,
 )
 
-Architecture = Literal["qwen3", "llama", "gemma3"]
 ARCHITECTURES: tuple[Architecture, ...] = ("qwen3", "llama", "gemma3")
+"""What every promise is tested on: tied and untied, with and without a window, with and without norms of the heads."""
+ALL_ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
+"""What training is compared with PEFT on."""
 VOCAB_SIZE = 258
 
 

@@ -413,9 +413,16 @@ def test_other_dense_models_give_the_naive_gradients_too(tmp_path: Path, config:
         torch.testing.assert_close(gradient, gradients[name], rtol=1e-3, atol=1e-4)
 
 
-def test_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
-    transformers.Qwen3MoeConfig(**SMALL, num_experts=4).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="mixture of experts"):
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (transformers.Qwen3MoeConfig(**SMALL, num_experts=4), "qwen3_moe"),
+        (transformers.MixtralConfig(**SMALL, num_local_experts=4), "mixtral"),
+    ],
+)
+def test_mixture_of_experts_is_refused_with_what_to_take_instead(tmp_path: Path, config: Any, name: str) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=rf"{name} is a mixture of 4 experts .* take a dense model: .*Qwen"):
         BaseModel(tmp_path)
 
 

@@ -1,6 +1,7 @@
 """The random miniatures that other tests are made of."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from build_mini_model import VOCAB_SIZE_MIN, Architecture, build_mini_model
 
-ARCHITECTURES: tuple[Architecture, ...] = ("qwen3", "llama", "gemma3")
+ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -46,6 +47,18 @@ def test_gemma_has_a_sliding_and_a_full_layer(tmp_path: Path) -> None:
     config = AutoModelForCausalLM.from_pretrained(build_mini_model(tmp_path, "gemma3")).config
     assert config.layer_types == ["sliding_attention", "full_attention"]
     assert config.sliding_window == 8
+
+
+def test_mistral_has_a_window_only_if_asked_for_and_llama3_scales_its_positions(tmp_path: Path) -> None:
+    windows = [
+        AutoModelForCausalLM.from_pretrained(build_mini_model(tmp_path / name, name)).config.sliding_window
+        for name in ("mistral", "mistral-window")
+    ]
+    assert windows == [None, 8]
+    model = AutoModelForCausalLM.from_pretrained(build_mini_model(tmp_path / "llama3", "llama3"))
+    assert model.model.rotary_emb.rope_type == "llama3"
+    unscaled = AutoModelForCausalLM.from_pretrained(build_mini_model(tmp_path / "llama", "llama"))
+    assert not torch.equal(model.model.rotary_emb.inv_freq, unscaled.model.rotary_emb.inv_freq)
 
 
 def test_global_random_state_is_left_alone(tmp_path: Path) -> None:
