@@ -108,6 +108,10 @@ def _serve_or_up(
     device: Annotated[
         str, typer.Option(help="Torch device of each worker. Default: cuda with --gpus, else cpu.", show_default=False)
     ] = "",
+    recompute: Annotated[
+        Literal["off", "on", "auto"],
+        typer.Option(help="Run layers again in the backward, slower in less memory; auto: where a pass is too long."),
+    ] = "auto",
     ray_address: Annotated[
         str | None, typer.Option(help="A Ray cluster to join. Default: a private one on this machine.")
     ] = None,
@@ -174,6 +178,7 @@ def _serve_or_up(
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             device=device or ("cuda" if num_gpus else "cpu"),
+            recompute=recompute,
             ray_address=ray_address,
             owner_file=data_dir / RAY_FILE,
             engine=engine or ENGINE,

@@ -54,10 +54,10 @@ def build_mini_model(
 
     Hidden size 64, two layers, four heads and two key-value heads of 16, MLP 128, float32, 512 positions. Gemma 3 has
     one layer with a sliding window of 8 tokens and one with full attention; "mistral-window" has that window in both,
-    "mistral" has none. "llama3" has the rotary scaling of Llama 3.1, stretching 64 positions to 512; "smollm2" has three
-    heads to one key-value head. Every weight is drawn, norms included. Entries of the vocabulary above 257 have no
-    text. The global random state is left as it was. Raises ValueError if `vocab_size` is under 258 or the architecture
-    is unknown.
+    "mistral" has none. "llama3" has the rotary scaling of Llama 3.1, stretching 64 positions to 512; "smollm2" has
+    three heads to one key-value head. Every weight is drawn, norms included. Entries of the vocabulary above 257 have
+    no text. The global random state is left as it was. Raises ValueError if `vocab_size` is under 258 or the
+    architecture is unknown.
     """
     if vocab_size < VOCAB_SIZE_MIN:
         raise ValueError(f"vocab_size is {vocab_size}; the bytes and special tokens need at least {VOCAB_SIZE_MIN}")

@@ -23,3 +23,22 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES_MIN)) and bool(mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`: ten counts of type `size_t`."""
+
+    _fields_ = [(f"field{number}", ctypes.c_size_t) for number in range(10)]
+
+
+FREE_BLOCKS = "field8"
+"""`fordblks`: bytes in free blocks of the heap."""
+
+
+def kept_bytes() -> int:
+    """Freed memory that the C library of this process keeps for the next allocations; 0 if it does not tell."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = _MallInfo
+    return int(getattr(mallinfo(), FREE_BLOCKS))

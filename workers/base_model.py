@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from workers.attention import Attend, PackedAttention
@@ -41,6 +42,7 @@ from workers.lora import CurrentPass, GroupShape, Kind, LinearGroup, MultiLoraLi
 from workers.messages import ModelInfo
 from workers.norms import fuse_rms_norms
 from workers.numerics import Elementwise, can_batch_segments, find_rows_min
+from workers.recompute import Recomputation
 from workers.rotary import fuse_rotary
 
 ATTENTION_NAME = "tinkerpool"
@@ -113,17 +115,27 @@ class BaseModel:
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 module.tinkerpool_pass = self.current
+        self._recomputation = Recomputation(self._layers(), self.current)
         self._test_numerics()
         self._probe(*reference)
 
     # ------------------------------------------------------------------ forward
 
-    def forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], attend: Attend) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Sequence[Segment],
+        attend: Attend,
+        *,
+        recompute: bool = False,
+    ) -> Tensor:
         """Token ids and positions (T,), int64 -> last hidden states (T, D), normalised, ready for `unembed`.
 
         Rows are padded at the end up to `pad_rows`; `attend` sees the padding, the result does not have it.
         With gradients enabled, `torch.autograd.backward(hidden, dhidden)` adds every adapter's gradient to its row, and
-        must run before the next forward.
+        must run before the next forward. With `recompute` it runs every layer again, which keeps the layers' inputs
+        alone in memory meanwhile; the bits are the same.
         """
         num_rows = tokens.shape[0]
         padding = self.pad_rows(num_rows) - num_rows
@@ -132,6 +144,7 @@ class BaseModel:
         current = self.current
         current.routing = current.route(segments)
         current.attend = attend
+        self._recomputation.is_on = recompute
         for group in self.groups:
             group.forget()
         out = self.model.model(
@@ -206,6 +219,16 @@ class BaseModel:
         return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
 
     # ------------------------------------------------------------------ loading
+
+    def _layers(self) -> list[nn.Module]:
+        """The decoder layers, in the order of the forward."""
+        layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if len(layers) != self.num_layers:
+            raise UnsupportedModelError(
+                f"the model has {len(layers)} decoder layers that transformers can run again in the backward, and "
+                f"{self.num_layers} layers in its config.json; its architecture is not supported"
+            )
+        return layers
 
     def _test_numerics(self) -> None:
         weights = [weight for group in self.groups for weight in group.weights]

@@ -18,5 +18,7 @@ def engine_factory(settings: EngineSettings) -> EngineFactory:
         num_slots=settings.num_slots,
         num_threads=settings.num_threads,
         device=settings.device,
+        recompute=settings.recompute,
+        memory_share=settings.memory_share,
     )
     return engine.engine_factory(config, Sampler)

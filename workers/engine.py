@@ -7,7 +7,8 @@ Main invariant: an item's result and its adapter's bits depend on that item and 
 the batch, how it is cut into passes, or which slots are free. A failing item changes nothing but its own adapter.
 
 How a batch runs: fence, installs, removals, then the items in order. Consecutive passes are gathered into groups of at
-most `num_slots` adapters and `pass_tokens_max` tokens; a group is one packed pass (forwards and backwards apart).
+most `num_slots` adapters and as many tokens as fit, `pass_tokens_max` at most; a group is one packed pass (forwards and
+backwards apart).
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol, get_args
 
 import torch
 
 from workers.allocator import keep_freed_memory
 from workers.bank import Bank, HostRow
 from workers.base_model import BaseModel
+from workers.host_memory import free_bytes
+from workers.memory import Recompute
 from workers.messages import (
     AdapterInstall,
     AdapterState,
@@ -81,7 +84,12 @@ class EngineConfig:
     spinning (`GOMP_SPINCOUNT`) must be in the environment before torch is imported."""
     device: str = "cpu"
     pass_tokens_max: int = 8192
-    """Rows of one packed pass; a longer run of items is cut. Bounds memory, changes no bits."""
+    """Rows of one packed pass, fewer where memory is short; a longer run of items is cut. Changes no bits."""
+    recompute: Recompute = "auto"
+    """Whether layers run again in the backward instead of keeping what they computed (gradient checkpointing): a third
+    slower, and far longer sequences fit. "auto": passes that would not fit otherwise. Changes no bits."""
+    memory_share: float = 1.0
+    """The part of the memory that is free when a batch begins that is this engine's; above 0, at most 1."""
 
     def __post_init__(self) -> None:
         for name in ("num_slots", "pass_tokens_max"):
@@ -89,6 +97,10 @@ class EngineConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"num_threads is {self.num_threads}; it must be at least 1, or None")
+        if self.recompute not in get_args(Recompute):
+            raise ValueError(f"recompute is {self.recompute!r}; it must be one of {', '.join(get_args(Recompute))}")
+        if not 0 < self.memory_share <= 1:
+            raise ValueError(f"memory_share is {self.memory_share}; it must be above 0 and at most 1")
 
 
 class SamplerProtocol(Protocol):
@@ -129,8 +141,12 @@ class TrainingEngine:
         *,
         make_sampler: Callable[[BaseModel, Bank], SamplerProtocol] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        free_bytes: Callable[[torch.device], int] = free_bytes,
     ) -> None:
-        """Load the base model. Raises UnsupportedModelError (a ValueError) and OSError with what is wrong."""
+        """Load the base model. Raises UnsupportedModelError (a ValueError) and OSError with what is wrong.
+
+        `free_bytes` tells what may still be allocated on a device.
+        """
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         keep_freed_memory()
@@ -140,10 +156,19 @@ class TrainingEngine:
         self.sampler = None if make_sampler is None else make_sampler(self.base_model, self.bank)
         is_alike = are_threads_alike(self.base_model)
         self._threads = ThreadChoice(torch.get_num_threads(), num_cores()) if is_alike else None
-        self._info = self.base_model.info(
-            fingerprint(self.base_model.rows_min, self.base_model.device, are_threads_alike=is_alike)
+        device = self.base_model.device
+        self._passes = PassRunner(
+            self.base_model, self.bank, clock, lambda: int(config.memory_share * free_bytes(device)), config.recompute
         )
-        self._passes = PassRunner(self.base_model, self.bank, clock)
+        self._info = replace(
+            self.base_model.info(fingerprint(self.base_model.rows_min, device, are_threads_alike=is_alike)),
+            fitting_tokens=self._passes.fitting_tokens(),
+        )
+        if self._info.fitting_tokens == 0:
+            raise ValueError(f"{self._info.name} is loaded, but there is no memory for a pass: give the worker more")
+        if self._info.fitting_tokens is not None:
+            message = "%s: memory is short; longer sequences than %d tokens are refused"
+            logger.warning(message, self._info.name, self._info.fitting_tokens)
         self._incarnation = incarnation
         self._clock = clock
         self._epoch = 0
@@ -279,6 +304,8 @@ class TrainingEngine:
 
     def _run_passes(self, items: Sequence[PassItem]) -> list[ItemResult]:
         """A run of passes, group by group. Results in the order of the items."""
+        self._passes.measure()
+        tokens_max = self._passes.pass_tokens(items, self.config.pass_tokens_max)
         results: dict[int, ItemResult] = {}
         group = _Group()
         members: list[tuple[int, PassItem, Request | None, ItemError | None]] = []
@@ -295,7 +322,7 @@ class TrainingEngine:
         for index, item in enumerate(items):
             is_full = len(group.adapters) == self.config.num_slots and item.adapter_id not in group.adapters
             num_tokens = sum(len(datum.tokens) for datum in item.data)
-            is_long = group.num_tokens and group.num_tokens + num_tokens > self.config.pass_tokens_max
+            is_long = group.num_tokens and group.num_tokens + num_tokens > tokens_max
             if is_full or is_long or (item.drop_gradient and item.adapter_id in group.adapters):
                 flush()
             error = self._admit(item)

@@ -338,6 +338,9 @@ class ModelInfo:
     tokenizer_files: Mapping[str, bytes]
     """`tokenizer.json`, `tokenizer_config.json` and the like, whole, so that a client needs no model hub."""
     fingerprint: str
+    fitting_tokens: int | None = None
+    """The most tokens of a sequence, and of a canonical chunk, that the worker has memory to train, found when it
+    started; None: any that the model takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

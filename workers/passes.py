@@ -1,6 +1,7 @@
 """One packed pass after another: requests in, log-probabilities out, gradients added to the adapters' rows.
 
 Knows the base model, the bank, packing and the losses; not batches, seqs, or what a failure does to an adapter's order.
+Memory decides, never bits: how many tokens are one pass, and whether layers run again in the backward.
 
 Main invariant: a request that cannot be run leaves its neighbours' results and gradients as they would be without it.
 """
@@ -14,14 +15,19 @@ from dataclasses import dataclass
 import torch
 
 from workers.attention import PackedAttention
-from workers.bank import Bank
+from workers.bank import Bank, Row
 from workers.base_model import BaseModel
+from workers.layout import rank_class
 from workers.logits import ChunkedLoss, Part
 from workers.losses import prepare
+from workers.memory import Load, PassMemory, Recompute
 from workers.messages import ErrorCode, ItemError, PassItem
-from workers.packing import Request, pack
+from workers.packing import Packed, Request, pack
 
 logger = logging.getLogger(__name__)
+
+USED_FRACTION = 0.8
+"""Of the memory that is free, what a pass may take: kernels have buffers of their own, and others go on working."""
 
 
 @dataclass(slots=True)
@@ -36,11 +42,80 @@ class Outcome:
 class PassRunner:
     """Runs packed passes on one base model and bank. One thread only."""
 
-    def __init__(self, base_model: BaseModel, bank: Bank, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        base_model: BaseModel,
+        bank: Bank,
+        clock: Callable[[], float],
+        free_bytes: Callable[[], int],
+        recompute: Recompute = "auto",
+    ) -> None:
+        """`free_bytes` is what this engine may still allocate, measured when it is called."""
         self.base_model = base_model
         self.bank = bank
         self._loss = ChunkedLoss(base_model.unembedding, base_model.vocab_size)
         self._clock = clock
+        self._free_bytes = free_bytes
+        self._recompute = recompute
+        self._memory = PassMemory(base_model.model, base_model.config, base_model.group_shapes)
+        self._room_bytes = 0
+        self.measure()
+
+    def measure(self) -> None:
+        """Look how much memory passes may take from now on."""
+        self._room_bytes = int(USED_FRACTION * self._free_bytes())
+
+    def fitting_tokens(self) -> int | None:
+        """The longest sequence that can be trained in the memory measured last, by an adapter of the largest rank.
+
+        None: anything that the model takes. So much and no more is promised for one canonical chunk, too.
+        """
+        longest = max(self.base_model.max_seq_len, self.base_model.chunk_tokens)
+        rank = rank_class(self.base_model.max_rank)
+        alone = self._memory.num_fitting(
+            self._room_bytes,
+            lambda num_tokens: Load(num_tokens=num_tokens, lengths=[num_tokens], rank=rank),
+            longest,
+            backward=True,
+            recompute=self._recompute != "off",
+        )
+        return None if alone == longest else alone
+
+    def pass_tokens(self, items: Sequence[PassItem], tokens_max: int) -> int:
+        """The most tokens, up to `tokens_max`, of one pass of some of these that keeps what layers compute.
+
+        With "on", of one that does not. A request that is longer runs alone.
+        """
+        entries = {item.adapter_id: self.bank.entry(item.adapter_id) for item in items if item.adapter_id in self.bank}
+        pending = sorted((entry.layout.num_values for entry in entries.values() if entry.has_grad), reverse=True)
+        lengths = tuple({len(datum.tokens) for item in items for datum in item.data})
+
+        def load(num_tokens: int) -> Load:
+            return Load(
+                num_tokens=num_tokens,
+                lengths=lengths,
+                rank=max((entry.layout.padded_rank for entry in entries.values()), default=0),
+                num_adapters=min(len(entries), self.bank.num_slots),
+                pending_values=sum(pending[: self.bank.num_slots]),
+            )
+
+        backward = any(item.backward for item in items)
+        recompute = self._recompute == "on"
+        return self._memory.num_fitting(self._room_bytes, load, tokens_max, backward=backward, recompute=recompute)
+
+    def _must_recompute(self, packed: Packed, rows: Sequence[Row], num_pending: int) -> bool:
+        """Whether layers of this pass run again in its backward."""
+        if self._recompute != "auto":
+            return self._recompute == "on"
+        adapters = {id(row): row.slab.layout for row in rows}
+        load = Load(
+            num_tokens=packed.tokens.shape[0],
+            lengths=packed.lengths,
+            rank=max(layout.padded_rank for layout in adapters.values()),
+            num_adapters=len(adapters),
+            pending_values=num_pending,
+        )
+        return self._memory.peak_bytes(load, backward=True) > self._room_bytes
 
     def checked(self, item: PassItem) -> Request:
         """Raises ValueError, with a message for the user, unless the item can run."""
@@ -66,7 +141,8 @@ class PassRunner:
         keys = [request.item.adapter_id for request in requests]
         backup = self._pending_gradients(keys) if backward else {}
         try:
-            parts = self._pass(requests, backward=backward)
+            num_pending = sum(gradient.numel() for gradient in backup.values())
+            parts = self._pass(requests, num_pending, backward=backward)
         except Exception as error:
             # An exception's traceback holds the pass's tensors; they must go before the halves are tried.
             failure = failure_of(error)
@@ -103,8 +179,11 @@ class PassRunner:
                 pending[key] = gradient.clone()
         return pending
 
-    def _pass(self, requests: Sequence[Request], *, backward: bool) -> list[Part]:
-        """Forward, losses and backward of all requests at once; gradients are added to the adapters' rows."""
+    def _pass(self, requests: Sequence[Request], num_pending: int, *, backward: bool) -> list[Part]:
+        """Forward, losses and backward of all requests at once; gradients are added to the adapters' rows.
+
+        `num_pending` values of gradients have been copied for this pass.
+        """
         keys = [request.item.adapter_id for request in requests]
         rows = self.bank.acquire(keys)
         packed = pack(requests, rows, self.base_model.device)
@@ -115,7 +194,10 @@ class PassRunner:
         is_deep = backward and any(views is not None for row in rows for views in row.groups.groups[:-1])
         with torch.set_grad_enabled(is_deep):
             attend = PackedAttention(packed.lengths)
-            hidden = self.base_model.forward(packed.tokens, packed.positions, packed.segments, attend)
+            recompute = is_deep and self._must_recompute(packed, rows, num_pending)
+            hidden = self.base_model.forward(
+                packed.tokens, packed.positions, packed.segments, attend, recompute=recompute
+            )
             dhidden = self._loss.run(hidden.detach(), packed.parts, backward=backward)
             if is_deep:
                 torch.autograd.backward(hidden, dhidden)

@@ -103,6 +103,10 @@ class EngineSettings:
     num_threads: int
     """Threads of the library's kernels."""
     device: str
+    recompute: Literal["off", "on", "auto"] = "auto"
+    """Whether layers run again in the backward instead of keeping what they computed."""
+    memory_share: float = 1.0
+    """The part of the free memory that is this worker's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +143,9 @@ class PoolConfig:
     """GPUs that each worker claims from Ray and may use; a fraction shares one. 0: none."""
     device: str = "cpu"
     """Torch device of each worker. With Ray, "cuda" is the GPU that the worker has claimed."""
+    recompute: Literal["off", "on", "auto"] = "auto"
+    """Whether layers run again in the backward instead of keeping what they computed (gradient checkpointing), which
+    takes a third longer and far less memory; "auto": where a pass would not fit otherwise."""
     ray_address: str | None = None
     """A Ray cluster to join, `host:port`, its token in `RAY_AUTH_TOKEN` or `~/.ray/auth_token`; None: a private one on
     this machine, which ends with the pool."""
@@ -162,6 +169,8 @@ class PoolConfig:
             raise ValueError(f"each model needs a name of its own, got {', '.join(names)}")
         if self.num_slots < 1:
             raise ValueError(f"num_slots is {self.num_slots}; it must be at least 1")
+        if self.recompute not in {"off", "on", "auto"}:
+            raise ValueError(f"recompute is {self.recompute!r}; it must be 'off', 'on' or 'auto'")
         for name in ("num_threads", "num_cpus", "num_gpus"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
@@ -193,9 +202,17 @@ class PoolConfig:
                 num_slots=self.num_slots,
                 num_threads=self._threads(),
                 device=self.device,
+                recompute=self.recompute,
+                memory_share=self._memory_share(),
             )
             for index, model in enumerate(models)
         }
+
+    def _memory_share(self) -> float:
+        """Of the machine that the workers share, or of the GPU; nobody knows who shares a node of a cluster."""
+        if self.kind == "ray" and self.device.startswith("cuda"):
+            return min(1.0, self.num_gpus)
+        return 1.0 if self.ray_address is not None else 1 / self.num_workers
 
     def _threads(self) -> int:
         if self.num_threads:

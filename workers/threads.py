@@ -23,6 +23,7 @@ from torch import Tensor
 
 from workers.bank import Bank
 from workers.base_model import BaseModel
+from workers.host_memory import free_bytes
 from workers.messages import AdamParams, AdapterSpec, Datum, PassItem
 from workers.optim import adamw_step
 from workers.passes import PassRunner
@@ -135,7 +136,7 @@ def are_threads_alike(base_model: BaseModel) -> bool:
 def _trial(base_model: BaseModel) -> list[Tensor]:
     """Everything that a pass and a step of some adapters compute."""
     bank = Bank(base_model.group_shapes, len(TRIAL_LENGTHS), base_model.device)
-    passes = PassRunner(base_model, bank, time.perf_counter)
+    passes = PassRunner(base_model, bank, time.perf_counter, lambda: free_bytes(base_model.device))
     rng = np.random.default_rng(0)
     requests = []
     for name, lengths in TRIAL_LENGTHS.items():

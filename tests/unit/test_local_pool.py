@@ -133,6 +133,20 @@ def test_threads_are_the_configured_ones_or_the_cores_divided_by_the_workers(mon
     assert threads(ray_address="10.0.0.1:6379", num_cpus=3.5) == {3}
 
 
+def test_workers_of_one_machine_share_its_memory_and_those_of_a_gpu_share_that() -> None:
+    models = (PoolModel(name="a", path="a", num_workers=3), PoolModel(name="b", path="b"))
+
+    def shares(**values: Any) -> set[float]:
+        settings = PoolConfig(models=models, recompute="on", **values).engines().values()
+        assert {each.recompute for each in settings} == {"on"}
+        return {each.memory_share for each in settings}
+
+    assert shares() == shares(kind="local", device="cuda") == {0.25}
+    assert shares(ray_address="10.0.0.1:6379") == {1.0}
+    assert shares(device="cuda", num_gpus=0.5) == {0.5}
+    assert shares(device="cuda", num_gpus=2) == {1.0}
+
+
 def test_token_is_shown_to_a_cluster_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("RAY_AUTH_TOKEN")
@@ -152,6 +166,7 @@ def test_token_is_shown_to_a_cluster_if_there_is_one(tmp_path: Path, monkeypatch
         ({"models": (PoolModel(name="a", path="x"), PoolModel(name="a", path="y"))}, "a name of its own"),
         ({"num_slots": 0}, "num_slots is 0"),
         ({"num_threads": -1}, "num_threads is -1"),
+        ({"recompute": "maybe"}, "recompute is 'maybe'"),
         ({"num_gpus": float("nan")}, "num_gpus is nan"),
         ({"device": "cuda"}, "workers on cuda need num_gpus"),
         ({"num_gpus": 0.5}, "others need 0"),

@@ -1,0 +1,52 @@
+"""Layers that run again in the backward give the bits of layers that kept everything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics.harness import Driver, make_data, make_spec
+from tests.numerics.test_isolation import TENANTS, assert_same, train
+from workers.attention import PackedAttention
+from workers.base_model import BaseModel
+from workers.lora import MultiLoraLinear
+
+
+def inner_linears(driver: Driver) -> int:
+    return sum(isinstance(module, MultiLoraLinear) for module in driver.engine.base_model.model.model.modules())
+
+
+def num_matmuls(driver: Driver, *items: Any) -> int:
+    before = driver.engine.base_model.num_base_matmuls
+    driver.train(*items)
+    return driver.engine.base_model.num_base_matmuls - before
+
+
+def test_results_gradients_and_weights_have_the_same_bits_with_and_without(model_directory: Path) -> None:
+    traces = {mode: train(Driver(model_directory, recompute=mode), TENANTS, num_steps=2) for mode in ("on", "off")}
+    assert_same(traces["on"], traces["off"])
+
+
+def test_every_layer_runs_twice_in_a_pass_with_a_backward_through_it_and_only_there(qwen3: Path) -> None:
+    drivers = {mode: Driver(qwen3, recompute=mode) for mode in ("on", "off")}
+    data = make_data("cross_entropy", [20])
+    counts: dict[str, list[int]] = {}
+    for mode, driver in drivers.items():
+        driver.install(make_spec("a"), make_spec("head", train_attn=False, train_mlp=False))
+        items = (driver.backward("a", data), driver.forward("a", data), driver.backward("head", data))
+        counts[mode] = [num_matmuls(driver, item) for item in items]
+    extra = [on - off for on, off in zip(counts["on"], counts["off"], strict=True)]
+    assert extra == [inner_linears(drivers["on"]), 0, 0]
+
+
+def test_a_backward_after_another_forward_is_an_error_and_not_another_gradient(qwen3: Path) -> None:
+    model = BaseModel(qwen3)
+    tokens, positions = torch.arange(16), torch.arange(16)
+    hidden = model.forward(tokens, positions, (), PackedAttention([16]), recompute=True)
+    with torch.no_grad():
+        model.forward(tokens, positions, (), PackedAttention([16]))
+    with pytest.raises(AssertionError, match="another forward"):
+        hidden.sum().backward()
