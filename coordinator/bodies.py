@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from coordinator.config import Limits
 from coordinator.errors import invalid
+from coordinator.operations import Chunk
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import sampling_pb2, training_pb2, types_pb2
 from workers.messages import AdamParams, Datum, ModelInfo, SamplingParams
@@ -96,6 +97,21 @@ def canonical_pass(request: PassRequest, model: ModelInfo, limits: Limits) -> tu
             tokens=to_tensor(datum.tokens), loss_inputs={key: to_tensor(v) for key, v in datum.loss_inputs.items()}
         )
     return serialize(body), data
+
+
+def check_fits(chunks: Sequence[Chunk], model: ModelInfo) -> None:
+    """Refuse a request with a chunk that no worker of its base model has the memory to train."""
+    most = model.fitting_tokens
+    for chunk in chunks:
+        if most is None or chunk.num_tokens <= most:
+            continue
+        if chunk.stop == chunk.start + 1:
+            what = f"data[{chunk.start}] has {chunk.num_tokens} tokens"
+            mend = f"cut the sequence to at most {most}"
+        else:
+            what = f"data[{chunk.start}] to data[{chunk.stop - 1}] run together and have {chunk.num_tokens} tokens"
+            mend = f"send them in requests of at most {most} tokens"
+        raise invalid(f"{what}, but the pool has memory for {most} tokens of {model.name} at once: {mend}", "NO_MEMORY")
 
 
 def decode_pass(body: bytes) -> tuple[str, dict[str, float], tuple[Datum, ...]]:

@@ -13,6 +13,7 @@ import math
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -129,6 +130,7 @@ class Core:
         await self.pool.start()
         for worker in self.pool.workers():
             self.models.setdefault(worker.model.name, worker.model)
+        self._note_memory()
         self._make_loops()
         self._recover()
         for worker in self.pool.workers():
@@ -389,8 +391,16 @@ class Core:
                         loop.suspects.wait(is_waiting=False)
         logger.warning("worker %s replaced by %s", worker_id, worker.incarnation)
         self._replacing.discard(worker_id)
+        self._note_memory()
         self.loops[worker.model.name].worker_is_back(worker_id)
         self.sampling.worker_started(worker_id, worker.incarnation)
+
+    def _note_memory(self) -> None:
+        """What fits of a base model is what fits into its worker with the least memory."""
+        for name, model in self.models.items():
+            fitting = [worker.model.fitting_tokens for worker in self.pool.workers() if worker.model.name == name]
+            least = min((num_tokens for num_tokens in fitting if num_tokens is not None), default=None)
+            self.models[name] = replace(model, fitting_tokens=least)
 
     async def _ping(self, worker_id: str) -> None:
         while True:

@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -121,14 +121,21 @@ class _Sequence:
 
 
 class ToyEngine:
-    """Implements `workers.pool.Engine`. `seconds_per_batch` makes it slow."""
+    """Implements `workers.pool.Engine`. `seconds_per_batch` makes it slow; `fitting_tokens` is what it says fits."""
 
-    def __init__(self, incarnation: str, *, name: str = "toy", seconds_per_batch: float = 0.0) -> None:
+    def __init__(
+        self,
+        incarnation: str,
+        *,
+        name: str = "toy",
+        seconds_per_batch: float = 0.0,
+        fitting_tokens: int | None = None,
+    ) -> None:
         self.incarnation = incarnation
         self.adapters: dict[str, ToyAdapter] = {}
         self.versions: dict[str, bytes] = {}
         self.batches: list[Batch] = []
-        self._info = toy_model_info(name)
+        self._info = replace(toy_model_info(name), fitting_tokens=fitting_tokens)
         self._epoch = 0
         self._broken: dict[str, ItemError] = {}
         self._seconds_per_batch = seconds_per_batch

@@ -6,7 +6,7 @@ from google.protobuf.message import Message
 
 from coordinator.admission import Draft
 from coordinator.auth import Principal
-from coordinator.bodies import PassRequest, canonical_adam, canonical_pass, check_metadata, serialize
+from coordinator.bodies import PassRequest, canonical_adam, canonical_pass, check_fits, check_metadata, serialize
 from coordinator.errors import Code, ServiceError, invalid
 from coordinator.operations import Chunk, Kind, Operation, cut_chunks
 from coordinator.queue import AdapterQueue
@@ -116,7 +116,11 @@ class TrainingUseCases(UseCases):
             body, data = canonical_pass(request, model, self._core.config.limits)
             return body, cut_chunks([len(datum.tokens) for datum in data], model.chunk_tokens)
 
-        return Draft(kind, request, build, model.chunk_tokens)
+        def check() -> None:
+            lengths = [datum.tokens.shape[0] for datum in request.data]
+            check_fits(cut_chunks(lengths, model.chunk_tokens), model)
+
+        return Draft(kind, request, build, model.chunk_tokens, check=check)
 
     def _step(self, request: pb.OptimStepRequest | pb.TrainStepRequest) -> Draft:
         def build() -> Built:
