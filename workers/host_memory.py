@@ -7,6 +7,7 @@ Main invariant: what nobody limits is no limit, and a file that is missing or un
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,20 +44,19 @@ def free_bytes(device: torch.device) -> int:
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """What the machine has available and every control group around this process allows. `root` has proc and sys.
-
-    Raises OSError where the machine does not say, which is anywhere but on Linux.
-    """
+    """What the machine has available and every control group around this process allows. `root` has proc and sys."""
     left = (_left_in(folder, files) for folder, files in _limited_groups(root))
     return max(0, min([_available_bytes(root), *(num_bytes for num_bytes in left if num_bytes is not None)]))
 
 
 def _available_bytes(root: Path) -> int:
-    for line in (root / "proc/meminfo").read_text().splitlines():
+    """What could be taken without swapping; all of the machine's memory where it does not say (not Linux)."""
+    meminfo = root / "proc/meminfo"
+    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) << 10
-    raise OSError("/proc/meminfo has no MemAvailable")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,10 @@ def group(folder: str, limit: object, usage: int, inactive: int = 0, *, version:
 
 def test_without_groups_it_is_what_the_machine_has_available(tmp_path: Path) -> None:
     assert free_host_bytes(machine(tmp_path, "0::/")) == 8 * GIB
+
+
+def test_where_the_machine_does_not_say_it_is_all_of_it(tmp_path: Path) -> None:
+    assert free_host_bytes(tmp_path) == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("version", [1, 2])
