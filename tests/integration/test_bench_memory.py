@@ -27,7 +27,8 @@ def test_the_quick_benchmark_prints_a_table_that_makes_sense_and_draws_it(tmp_pa
     assert [row[1] for row in rows] == ["512", "2,048"]
     for _, _, kept, kept_estimate, again, again_estimate, _ in rows:
         assert 0 < int(again) < int(kept)
-        assert int(kept) <= 1.1 * int(kept_estimate)
-        assert int(again) <= 1.1 * int(again_estimate)
+        # The estimate counts tensors; the heap around them takes a few MiB whatever the size.
+        assert int(kept) <= int(kept_estimate) + 8
+        assert int(again) <= int(again_estimate) + 8
     assert int(rows[1][2]) > 2 * int(rows[0][2])
     assert picture.read_bytes().startswith(b"\x89PNG")
