@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from workers.passes import USED_FRACTION
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_memory.py"
 
 
@@ -27,8 +29,8 @@ def test_the_quick_benchmark_prints_a_table_that_makes_sense_and_draws_it(tmp_pa
     assert [row[1] for row in rows] == ["512", "2,048"]
     for _, _, kept, kept_estimate, again, again_estimate, _ in rows:
         assert 0 < int(again) < int(kept)
-        # The estimate counts tensors; the heap around them takes a few MiB whatever the size.
-        assert int(kept) <= int(kept_estimate) + 8
-        assert int(again) <= int(again_estimate) + 8
+        # The estimate counts tensors. For the heap around them the engine leaves room, and a few MiB it always takes.
+        assert int(kept) <= int(kept_estimate) / USED_FRACTION + 8
+        assert int(again) <= int(again_estimate) / USED_FRACTION + 8
     assert int(rows[1][2]) > 2 * int(rows[0][2])
     assert picture.read_bytes().startswith(b"\x89PNG")
