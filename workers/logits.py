@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.lora import AdapterViews, LinearGroup, Saved, Segment
+from workers.lora import AdapterViews, FusedSaved, LinearGroup, Saved, Segment
 from workers.losses import RequestLoss
 
 BLOCK_VALUES = 1 << 21
@@ -161,7 +161,7 @@ class ChunkedLoss:
             self.unembedding.backward(rows, saved, [dlogits], dblock)
             dhidden[first : first + num_rows] = dblock[:num_rows]
 
-    def _logits_of(self, hidden: Tensor, block: list[Piece]) -> tuple[Tensor, list[Saved]]:
+    def _logits_of(self, hidden: Tensor, block: list[Piece]) -> tuple[Tensor, list[Saved | FusedSaved]]:
         """Fill the block's logits. Returns its rows of `hidden`, padded if few, and what the backward needs."""
         first = block[0].first_row
         segments = [Segment(piece.first_row - first, piece.end_row - first, piece.part.adapter) for piece in block]
