@@ -326,11 +326,16 @@ class Bank:
         row = entry.row
         if row is None:
             return
-        moments = (row.exp_avg, row.exp_avg_sq) if entry.has_moments else (None, None)
-        vectors = (row.weights, *moments, row.grad if entry.has_grad else None)
-        copies, transfer = self._transfers.to_host([vector for vector in vectors if vector is not None])
-        copied = iter(copies)
-        entry.host = HostRow(*(None if vector is None else next(copied) for vector in vectors), transfer=transfer)
+        held = {"weights": row.weights}
+        if entry.has_moments:
+            assert row.exp_avg is not None
+            assert row.exp_avg_sq is not None
+            held |= {"exp_avg": row.exp_avg, "exp_avg_sq": row.exp_avg_sq}
+        if entry.has_grad:
+            assert row.grad is not None
+            held["grad"] = row.grad
+        copies, transfer = self._transfers.to_host(list(held.values()))
+        entry.host = HostRow(**dict(zip(held, copies, strict=True)), transfer=transfer)
         row.transfer = transfer
         self._release(entry)
         self.stats.num_evictions += 1

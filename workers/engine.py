@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -40,8 +40,7 @@ from workers.messages import (
     SampleRequest,
     SaveItem,
 )
-from workers.numerics import fingerprint
-from workers.optim import NonFiniteStepError, adamw_step, check_params
+from workers.optim import NonFiniteStepError, Step, StepNorms, adamw_step, adamw_steps, check_params
 from workers.packing import Request
 from workers.passes import Outcome, PassRunner, failure_of
 from workers.progress import Progress
@@ -76,6 +75,12 @@ class EngineConfig:
     """Threads of the library's kernels; None leaves the process's setting. Part of the fingerprint. `OMP_NUM_THREADS`
     and what bounds their spinning (`GOMP_SPINCOUNT`) must be in the environment before torch is imported."""
     device: str = "cpu"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of the base model's weights and activations; adapters, moments and gradients are fp32. "auto": bfloat16 on cuda,
+    float32 on a CPU. Part of the fingerprint."""
+    exact: bool = False
+    """An adapter's bits in training depend on no neighbour, on any device, at some cost. On a CPU in float32 they do not
+    anyway. Part of the fingerprint."""
     pass_tokens_max: int = 8192
     """Rows of one packed pass; a longer run of items is cut. Bounds memory, changes no bits."""
 
@@ -85,6 +90,14 @@ class EngineConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"num_threads is {self.num_threads}; it must be at least 1, or None")
+        if self.dtype not in {"auto", "bfloat16", "float32"}:
+            raise ValueError(f"dtype is {self.dtype!r}; it must be 'auto', 'bfloat16' or 'float32'")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """What `dtype` means on `device`."""
+        is_cuda = torch.device(self.device).type == "cuda"
+        return torch.bfloat16 if self.dtype == "bfloat16" or (self.dtype == "auto" and is_cuda) else torch.float32
 
 
 class SamplerProtocol(Protocol):
@@ -131,10 +144,17 @@ class TrainingEngine:
             torch.set_num_threads(config.num_threads)
         keep_freed_memory()
         self.config = config
-        self.base_model = BaseModel(config.model, name=config.model_name, device=config.device)
-        self.bank = Bank(self.base_model.group_shapes, config.num_slots, self.base_model.device)
+        self.base_model = BaseModel(
+            config.model, name=config.model_name, device=config.device, dtype=config.torch_dtype, exact=config.exact
+        )
+        self.bank = Bank(
+            self.base_model.group_shapes,
+            config.num_slots,
+            self.base_model.device,
+            compute_dtype=self.base_model.dtype,
+        )
         self.sampler = None if make_sampler is None else make_sampler(self.base_model, self.bank)
-        self._info = self.base_model.info(fingerprint(self.base_model.rows_min, self.base_model.device))
+        self._info = self.base_model.info()
         self._passes = PassRunner(self.base_model, self.bank, clock)
         self._incarnation = incarnation
         self._clock = clock
@@ -250,6 +270,10 @@ class TrainingEngine:
                 while stop < len(items) and isinstance(items[stop], PassItem):
                     stop += 1
                 results += self._run_passes([it for it in items[index:stop] if isinstance(it, PassItem)])
+            elif isinstance(item, OptimStepItem) and self.base_model.is_deferred:
+                steps = self._steps_from(items, index)
+                results += self._run_steps(steps)
+                stop = index + len(steps)
             else:
                 results.append(self._run_other(item))
             index = stop
@@ -352,17 +376,26 @@ class TrainingEngine:
                 if error.code == ErrorCode.INTERNAL:
                     logger.exception("an item failed")
                 self._progress[item.adapter_id].fail(item, error)
-        if isinstance(item, OptimStepItem) and item.adapter_id in self._progress and _is_applied(error):
+        if isinstance(item, OptimStepItem):
+            self._end_window(item, error)
+        return ItemResult(op_id=item.op_id, error=error, metrics=metrics, state=state, engine_s=self._clock() - begin_s)
+
+    def _end_window(self, item: OptimStepItem, error: ItemError | None) -> None:
+        """A step ends its gradient window, however it went, if it consumed its seq."""
+        if item.adapter_id in self._progress and _is_applied(error):
             self.bank.drop_grad(item.adapter_id)
             self._progress[item.adapter_id].num_datums = 0
-        return ItemResult(op_id=item.op_id, error=error, metrics=metrics, state=state, engine_s=self._clock() - begin_s)
 
     def _step(self, item: OptimStepItem) -> dict[str, float]:
         check_params(item.params)
+        row = self.bank.acquire([item.adapter_id])[0]
+        norms = adamw_step(row, item.params, self._progress[item.adapter_id].num_steps + 1)
+        return self._stepped(item, norms)
+
+    def _stepped(self, item: OptimStepItem, norms: StepNorms) -> dict[str, float]:
+        """Note a step that was taken; its metrics."""
         progress = self._progress[item.adapter_id]
         entry = self.bank.entry(item.adapter_id)
-        row = self.bank.acquire([item.adapter_id])[0]
-        norms = adamw_step(row, item.params, progress.num_steps + 1)
         entry.has_grad = False
         entry.has_moments = True
         progress.num_steps += 1
@@ -372,6 +405,62 @@ class TrainingEngine:
             "adapter_norm:last": norms.adapter,
             "num_datums:sum": float(progress.num_datums),
         }
+
+    def _steps_from(self, items: Sequence[Item], index: int) -> list[OptimStepItem]:
+        """The steps from `index` on that can be taken together: of different adapters, as many as there are slots."""
+        steps: list[OptimStepItem] = []
+        adapters: set[str] = set()
+        for item in items[index : index + self.config.num_slots]:
+            if not isinstance(item, OptimStepItem) or item.adapter_id in adapters:
+                break
+            steps.append(item)
+            adapters.add(item.adapter_id)
+        return steps
+
+    def _run_steps(self, items: Sequence[OptimStepItem]) -> list[ItemResult]:
+        """Steps of different adapters, with one wait for the device. Engine time is shared equally."""
+        begin_s = self._clock()
+        outcomes: dict[str, StepNorms | ItemError] = {}
+        admitted: list[OptimStepItem] = []
+        for item in items:
+            refusal = self._admit(item)
+            if refusal is None:
+                try:
+                    check_params(item.params)
+                    admitted.append(item)
+                    continue
+                except ValueError as invalid:
+                    refusal = _item_error(invalid)
+                    self._progress[item.adapter_id].fail(item, refusal)
+            outcomes[item.adapter_id] = refusal
+        for item, norms in zip(admitted, self._take(admitted), strict=True):
+            if isinstance(norms, StepNorms):
+                outcomes[item.adapter_id] = norms
+            else:
+                outcomes[item.adapter_id] = failure = _item_error(norms)
+                self._progress[item.adapter_id].fail(item, failure)
+        engine_s = (self._clock() - begin_s) / len(items)
+        results = []
+        for item in items:
+            outcome = outcomes[item.adapter_id]
+            error = None if isinstance(outcome, StepNorms) else outcome
+            metrics = self._stepped(item, outcome) if isinstance(outcome, StepNorms) else {}
+            self._end_window(item, error)
+            results.append(ItemResult(op_id=item.op_id, error=error, metrics=metrics, engine_s=engine_s))
+        return results
+
+    def _take(self, items: Sequence[OptimStepItem]) -> list[StepNorms | Exception]:
+        """Take steps that were admitted. Out of memory, none of them has been taken."""
+        try:
+            rows = self.bank.acquire([item.adapter_id for item in items])
+        except torch.OutOfMemoryError as error:
+            return [error] * len(items)
+        return adamw_steps(
+            [
+                Step(row=row, params=item.params, num_steps=self._progress[item.adapter_id].num_steps + 1)
+                for row, item in zip(rows, items, strict=True)
+            ]
+        )
 
     def _save(self, item: SaveItem) -> AdapterState:
         entry = self.bank.entry(item.adapter_id)
