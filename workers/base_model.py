@@ -66,9 +66,10 @@ _LOADING = threading.Lock()
 weights were never filled."""
 PROBE_TOLERANCE = 1e-4
 """Largest difference of log-probabilities to the model's own forward, in fp32."""
-ROUNDINGS_PER_LAYER = 8
-"""In bf16, values that a layer rounds to 8 bits and that the two forwards may round differently: the results of two
-norms, of attention, of the activation, and of linears. Their errors add up as those of independent values."""
+ROUNDINGS_PER_LAYER = 16
+"""In bf16, how often a layer rounds to 8 bits on the way from input to output: seven linears, two to four norms, rotary
+embedding, attention, activation and residual sums. Two forwards may round each differently; the errors add up as those
+of independent values do."""
 
 
 class UnsupportedModelError(ValueError):
@@ -341,14 +342,14 @@ class BaseModel:
     def _difference(self, logprobs: Tensor, own: Tensor) -> tuple[float, float]:
         """How far log-probabilities (N, V) are from the model's own, and how far they may be.
 
-        In fp32 the largest difference. In bf16, whose every result is off by up to 2^-9 of itself, the root mean square
-        of the differences, as a fraction of that of the log-probabilities around their mean.
+        In fp32 the largest difference. In bf16, in which two roundings of one value may be 2^-8 of it apart, the root
+        mean square of the differences, as a fraction of that of the log-probabilities around their mean.
         """
         if self.dtype == torch.float32:
             return float((logprobs - own).abs().max()), PROBE_TOLERANCE
         spread = (own - own.mean(-1, keepdim=True)).square().mean().sqrt()
         difference = (logprobs - own).square().mean().sqrt() / spread
-        return float(difference), 2.0**-9 * (ROUNDINGS_PER_LAYER * self.num_layers) ** 0.5
+        return float(difference), 2.0**-8 * (ROUNDINGS_PER_LAYER * self.num_layers) ** 0.5
 
 
 def _directory(path: Path | str) -> Path:

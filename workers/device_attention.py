@@ -147,6 +147,7 @@ class VarlenAttention:
         """Sequences of these lengths from row 0 on; with `counts` (sequences of each request) one call per request."""
         self._kernel = kernel
         self._groups = _by_request(lengths, counts)
+        self._is_by_request = counts is not None
         self._calls: list[tuple[int, int, Tensor, int]] | None = None
 
     def __call__(
@@ -165,13 +166,16 @@ class VarlenAttention:
     def _on(self, query: Tensor) -> list[tuple[int, int, Tensor, int]]:
         """First row, row after the last, ends and longest sequence of every call.
 
-        Padding rows at the end are one more sequence, so that whatever is read of them is finite.
+        Padding rows at the end are one more sequence, so that whatever is read of them is finite; by request, one in a
+        call of its own.
         """
         if self._calls is None:
             groups = list(self._groups)
             missing = query.shape[2] - sum(map(sum, groups))
-            if missing:
+            if missing and self._is_by_request:
                 groups.append([missing])
+            elif missing:
+                groups = [[*groups[0], missing]]
             calls, start = [], 0
             for lengths in groups:
                 ends = torch.tensor([0, *lengths]).cumsum(0).to(query.device, torch.int32)

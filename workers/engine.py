@@ -79,8 +79,8 @@ class EngineConfig:
     """Of the base model's weights and activations; adapters, moments and gradients are fp32. "auto": bfloat16 on cuda,
     float32 on a CPU. Part of the fingerprint."""
     exact: bool = False
-    """An adapter's bits in training depend on no neighbour, on any device, at some cost. On a CPU in float32 they do not
-    anyway. Part of the fingerprint."""
+    """An adapter's bits in training depend on no neighbour on any device, at a cost; on a CPU in float32 they never do.
+    Part of the fingerprint."""
     pass_tokens_max: int = 8192
     """Rows of one packed pass; a longer run of items is cut. Bounds memory, changes no bits."""
 
