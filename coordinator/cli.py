@@ -108,6 +108,13 @@ def _serve_or_up(
     device: Annotated[
         str, typer.Option(help="Torch device of each worker. Default: cuda with --gpus, else cpu.", show_default=False)
     ] = "",
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"],
+        typer.Option(help="Of base models' weights; adapters are float32. auto: bfloat16 on cuda, else float32."),
+    ] = "auto",
+    exact: Annotated[
+        bool, typer.Option("--exact", help="No tenant's bits depend on others, also on cuda and in bfloat16; slower.")
+    ] = False,
     ray_address: Annotated[
         str | None, typer.Option(help="A Ray cluster to join. Default: a private one on this machine.")
     ] = None,
@@ -163,6 +170,8 @@ def _serve_or_up(
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             device=device or ("cuda" if num_gpus else "cpu"),
+            dtype=dtype,
+            exact=exact,
             ray_address=ray_address,
             owner_file=data_dir / RAY_FILE,
             engine=engine or ENGINE,

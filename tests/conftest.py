@@ -37,4 +37,4 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
 
     if not torch.cuda.is_available():
         for item in needing_gpu:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

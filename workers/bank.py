@@ -304,21 +304,24 @@ class Bank:
     def prefetch(self, keys: Sequence[str], keep: Collection[str]) -> None:
         """Begin to load keys that are expected next, most urgent first, beside what is computed with those in `keep`.
 
-        Takes only slots that neither has a use for. Keys that the bank does not have are ignored, and all of them where
-        copies do not run beside the computation.
+        Those in `keep`, resident or not, are left their slots. Keys that the bank does not have are ignored, and all of
+        them where copies do not run beside the computation.
         """
         if not self._transfers.is_concurrent:
             return
-        wanted = {*keep, *keys}
+        kept = {key for key in keep if key in self._entries}
         for key in keys:
             entry = self._entries.get(key)
-            if entry is None:
+            if entry is None or key in kept:
                 continue
+            if len(kept) == self.num_slots:
+                break
             if entry.row is not None:
                 self._resident[key] = self._resident.pop(key)
-            elif len(self._resident) < self.num_slots or not wanted.issuperset(self._resident):
-                self._load(entry, keep=wanted)
+            else:
+                self._load(entry, keep=kept)
                 self.stats.num_prefetches += 1
+            kept.add(key)
 
     def evict(self, key: str) -> None:
         """Move a key to host memory, bits unchanged. Does nothing if it is there already."""

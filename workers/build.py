@@ -18,5 +18,7 @@ def engine_factory(settings: EngineSettings) -> EngineFactory:
         num_slots=settings.num_slots,
         num_threads=settings.num_threads,
         device=settings.device,
+        dtype=settings.dtype,
+        exact=settings.exact,
     )
     return engine.engine_factory(config, Sampler)

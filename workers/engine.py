@@ -6,8 +6,9 @@ Knows batches and items; not tenants, durability, or how it is reached. The part
 Main invariant: an item's result and its adapter's bits depend on that item and adapter alone, not on what else is in
 the batch, how it is cut into passes, or which slots are free. A failing item changes nothing but its own adapter.
 
-How a batch runs: fence, installs, removals, then the items in order. Consecutive passes are gathered into groups of at
-most `num_slots` adapters and `pass_tokens_max` tokens; a group is one packed pass (forwards and backwards apart).
+How a batch runs: fence, installs, removals; what is expected next begins to load; then the items in order. Consecutive
+passes are gathered into groups of at most `num_slots` adapters and `pass_tokens_max` tokens; a group is one packed pass
+(forwards and backwards apart). On a GPU consecutive steps are taken together.
 """
 
 from __future__ import annotations
@@ -183,6 +184,7 @@ class TrainingEngine:
                 self._install(install)
             for key in batch.removals:
                 self._remove(key)
+            self.bank.prefetch(batch.expected, keep={item.adapter_id for item in batch.items})
             results = self._run_items(batch.items)
         return BatchResult(
             epoch=self._epoch,

@@ -103,6 +103,8 @@ class EngineSettings:
     num_threads: int
     """Threads of the library's kernels."""
     device: str
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,10 @@ class PoolConfig:
     """GPUs that each worker claims from Ray and may use; a fraction shares one. 0: none."""
     device: str = "cpu"
     """Torch device of each worker. With Ray, "cuda" is the GPU that the worker has claimed."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of the base models' weights and activations; adapters are fp32. "auto": bfloat16 on cuda, float32 on a CPU."""
+    exact: bool = False
+    """An adapter's bits in training depend on no neighbour, also on cuda and in bfloat16, at a cost in speed."""
     ray_address: str | None = None
     """A Ray cluster to join, `host:port`, its token in `RAY_AUTH_TOKEN` or `~/.ray/auth_token`; None: a private one on
     this machine, which ends with the pool."""
@@ -155,6 +161,8 @@ class PoolConfig:
     def __post_init__(self) -> None:
         if self.kind not in {"ray", "local"}:
             raise ValueError(f"kind is {self.kind!r}; it must be 'ray' or 'local'")
+        if self.dtype not in {"auto", "bfloat16", "float32"}:
+            raise ValueError(f"dtype is {self.dtype!r}; it must be 'auto', 'bfloat16' or 'float32'")
         names = [model.name for model in self.models]
         if not names:
             raise ValueError("a pool needs at least one model")
@@ -193,6 +201,8 @@ class PoolConfig:
                 num_slots=self.num_slots,
                 num_threads=self._threads(),
                 device=self.device,
+                dtype=self.dtype,
+                exact=self.exact,
             )
             for index, model in enumerate(models)
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from workers.messages import AdamParams, ErrorCode
 from workers.optim import NonFiniteStepError, Step, StepNorms, adamw_step, adamw_steps
 
 
-def deferred(model: Path, **config: object) -> Driver:
+def deferred(model: Path, **config: Any) -> Driver:
     """In fp32 on a CPU, where both ways can be taken."""
     driver = Driver(model, **config)
     base_model = driver.engine.base_model

@@ -24,7 +24,7 @@ def alone(model: Path, **config: Any) -> dict[str, Trace]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tenant_in_company_has_the_bits_of_alone_in_exact_mode(model_directory: Path, dtype: str) -> None:
-    config = {"dtype": dtype, "exact": True}
+    config: dict[str, Any] = {"dtype": dtype, "exact": True}
     expected = alone(model_directory, **config)
     together = train(Driver(model_directory, **config), TENANTS, num_steps=2)
     assert_same(together, expected)

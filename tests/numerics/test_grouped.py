@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def even_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_mini_model(tmp_path_factory.mktemp("even") / "qwen3", "qwen3", vocab_size=264)
 
 
-def grouped(model: Path, **config: object) -> Driver:
+def grouped(model: Path, **config: Any) -> Driver:
     driver = Driver(model, **config)
     driver.engine.base_model.current.fuse = group_segments
     return driver

@@ -154,6 +154,20 @@ def test_prefetch_evicts_neither_what_runs_nor_what_it_fetches() -> None:
     assert is_resident(bank, "d"), "what was fetched is the last to go"
 
 
+def test_prefetch_leaves_room_for_what_is_about_to_run() -> None:
+    bank, _ = make_bank(2, "abc")
+    bank.prefetch(["b", "c"], keep=["a"])
+    bank.acquire(["a"])
+    assert [key for key in "abc" if is_resident(bank, key)] == ["a", "b"]
+
+
+def test_the_most_urgent_take_the_slots_of_the_least() -> None:
+    bank, _ = make_bank(2, "abcd")
+    bank.acquire(["c", "d"])
+    bank.prefetch(["a", "d", "c"], keep=())
+    assert [key for key in "abcd" if is_resident(bank, key)] == ["a", "d"]
+
+
 def test_prefetched_keys_that_are_there_are_kept_for_longer() -> None:
     bank, _ = make_bank(2, "abc")
     bank.acquire(["a"])
