@@ -314,7 +314,7 @@ class Bank:
             entry = self._entries.get(key)
             if entry is None or key in kept:
                 continue
-            if len(kept) == self.num_slots:
+            if len(kept) >= self.num_slots:
                 break
             if entry.row is not None:
                 self._resident[key] = self._resident.pop(key)

@@ -21,13 +21,12 @@ def test_adapters_expected_next_are_loaded_while_a_batch_runs(qwen3: Path) -> No
         each.install(*(make_spec(key) for key in "abc"))
     data = make_data("cross_entropy", [20])
 
-    def run(key: str, *expected: str) -> list[bytes]:
+    def run(key: str, *expected: str) -> None:
         batch = Batch(epoch=1, cycle_id=1, items=(driver.backward(key, data),), expected=expected)
         (result,) = engine.run(batch).results
         (other,) = plain.train(plain.backward(key, data))
         assert result.error is None
         assert [part.tobytes() for part in result.logprobs] == [part.tobytes() for part in other.logprobs]
-        return [part.tobytes() for part in result.logprobs]
 
     run("a", "b", "c", "removed meanwhile")
     assert [engine.bank.entry(key).row is not None for key in "abc"] == [True, True, False]
