@@ -1,13 +1,24 @@
-"""Miniature models whose widths suit the kernels of a GPU."""
+"""Miniature models whose widths suit the kernels of a GPU; without one all is skipped. See `make test-gpu`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
 from build_mini_model import build_mini_model
 from tests.numerics.harness import ARCHITECTURES
+
+
+def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
 @pytest.fixture(scope="session")
