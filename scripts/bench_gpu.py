@@ -30,6 +30,7 @@ import numpy as np
 import peft
 import torch
 import transformers
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from workers.engine import EngineConfig, TrainingEngine
@@ -116,7 +117,7 @@ def train_flops_per_token(config: Any, num_tokens: int, rank: int) -> float:
     base = layers * sum(d_in * d_out for d_in, d_out in linears) + hidden * config.vocab_size
     adapter = rank * (layers * sum(d_in + d_out for d_in, d_out in linears) + hidden + config.vocab_size)
     attention = layers * 7 * 2 * query * num_tokens / 2
-    return 4.0 * base + 6.0 * adapter + attention
+    return float(4 * base + 6 * adapter + attention)
 
 
 def matmul_peak(device: torch.device) -> float:
@@ -207,10 +208,8 @@ class SequentialPeft:
             self.model.add_adapter(key, config)
         self.model.train()
         data = [make_data(case, int(base.config.vocab_size), tenant) for tenant in range(case.num_tenants)]
-        self.tokens, self.targets = (
-            [torch.from_numpy(np.stack([pick(datum) for datum in part])).long().to(device) for part in data]
-            for pick in (lambda datum: datum.tokens, lambda datum: datum.loss_inputs["target_tokens"])
-        )
+        self.tokens = [self._stacked([datum.tokens for datum in part]) for part in data]
+        self.targets = [self._stacked([datum.loss_inputs["target_tokens"] for datum in part]) for part in data]
         self.optimizers = [
             torch.optim.AdamW(
                 [parameter for name, parameter in self.model.named_parameters() if f".{key}." in name],
@@ -222,6 +221,9 @@ class SequentialPeft:
             )
             for key in self.keys
         ]
+
+    def _stacked(self, rows: Sequence[NDArray[Any]]) -> torch.Tensor:
+        return torch.from_numpy(np.stack(rows)).long().to(self.device)
 
     def step(self) -> None:
         """Every tenant in turn: switch, forward, backward, step."""

@@ -14,7 +14,7 @@ Dimensions: P values of a row.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class HostRow:
     """None, as the next two: zeros."""
     exp_avg_sq: Tensor | None = None
     grad: Tensor | None = None
-    transfer: Transfer | None = None
+    transfer: Transfer | None = field(default=None, kw_only=True)
     """What fills the vectors, to be waited for before the host reads them."""
 
 

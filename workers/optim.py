@@ -97,7 +97,7 @@ def _within_memory(steps: Sequence[Step]) -> Iterator[list[Step]]:
     together: list[Step] = []
     num_bytes = 0
     for step in steps:
-        step_bytes = 3 * step.row.weights.nbytes
+        step_bytes = 4 * step.row.weights.nbytes
         if together and num_bytes + step_bytes > KEPT_BYTES_MAX:
             yield together
             together, num_bytes = [], 0

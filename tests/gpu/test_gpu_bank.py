@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.test_bank import SHAPES, HostRow, make_spec
-from workers.bank import Bank
+from tests.unit.test_bank import SHAPES, make_spec
+from workers.bank import Bank, HostRow
 
 pytestmark = pytest.mark.gpu
 
