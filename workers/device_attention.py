@@ -178,7 +178,7 @@ class VarlenAttention:
                 groups = [[*groups[0], missing]]
             calls, start = [], 0
             for lengths in groups:
-                ends = torch.tensor([0, *lengths]).cumsum(0).to(query.device, torch.int32)
+                ends = torch.tensor([0, *lengths]).cumsum(0).int().to(query.device, non_blocking=True)
                 calls.append((start, start + sum(lengths), ends, max(lengths)))
                 start += sum(lengths)
             self._calls = calls

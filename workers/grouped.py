@@ -128,12 +128,11 @@ class GroupedRun:
             filled: list[int] = []
             for slot in range(slots[0], slots[-1] + 1):
                 filled.append(ends[slot] if slot in ends else filled[-1])
-            own = torch.tensor(self._ends, dtype=torch.int32, device=device)
+            own = _copied(self._ends, torch.int32, device)
             if len(filled) == len(slots):
                 self._tensors = own, own, None
             else:
-                all_ends = torch.tensor(filled, dtype=torch.int32, device=device)
-                self._tensors = all_ends, own, torch.tensor(slots, device=device)
+                self._tensors = _copied(filled, torch.int32, device), own, _copied(slots, torch.int64, device)
         return self._tensors
 
 
@@ -144,6 +143,11 @@ def group_segments(segments: Sequence[Segment]) -> list[GroupedRun]:
         if not (runs and runs[-1].take(segment)):
             runs.append(GroupedRun(segment))
     return runs
+
+
+def _copied(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on the device, without waiting for what it is doing, as `torch.tensor(..., device=...)` would."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def _aligned(rows: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ class Run:
         if last - first == len(self.adapters):
             return slice(first, last)
         device = next(views.A.device for views in self.adapters[0].slab if views is not None)
-        return torch.tensor([adapter.slot for adapter in self.adapters], device=device)
+        return torch.tensor([adapter.slot for adapter in self.adapters]).to(device, non_blocking=True)
 
 
 class FusedRun(Protocol):

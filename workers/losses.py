@@ -83,7 +83,7 @@ def _clipped(ratio: Tensor, inputs: Inputs, config: Config) -> Terms:
 
 
 def _clamp(ratio: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    low, high = (inputs[name] if name in inputs else ratio.new_tensor(config[name]) for name in _BOUNDS)
+    low, high = (inputs[name] if name in inputs else ratio.new_full((), config[name]) for name in _BOUNDS)
     return torch.clamp(ratio, low, high)
 
 

@@ -114,7 +114,7 @@ def _steps_together(steps: Sequence[Step], kept: Sequence[_Kept]) -> list[StepNo
         limit = step.params.grad_clip_norm
         if limit > 0:
             gradient.mul_(torch.where(norm > limit, limit / (norm + 1e-6), torch.ones_like(norm)))
-    counts = torch.tensor([float(step.num_steps) for step in steps], device=states[0][0].device).unbind()
+    counts = torch.tensor([float(step.num_steps) for step in steps]).to(states[0][0].device, non_blocking=True).unbind()
     for params in dict.fromkeys(step.params for step in steps):
         indices = [index for index, step in enumerate(steps) if step.params == params]
         weights, exp_avgs, exp_avg_sqs, gradients = ([states[index][part] for index in indices] for part in range(4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,29 @@ def test_state_moves_between_gpu_and_cpu_without_changing_a_bit(even_qwen3: Path
     cpu.install(make_spec("a"), state=state)
     assert cpu.state("a").weights == state.weights
     assert cpu.state("a").optimizer == state.optimizer
+
+
+@pytest.mark.parametrize("loss_fn", ["cross_entropy", "ppo"])
+def test_waits_for_the_device_do_not_grow_with_requests(even_qwen3: Path, loss_fn: str) -> None:
+    def num_waits(num_tenants: int) -> int:
+        driver = on_gpu(even_qwen3)
+        keys = [f"t{number}" for number in range(num_tenants)]
+        driver.install(*(make_spec(key) for key in keys))
+        counts = []
+        for _ in range(2):  # the first makes what later ones find made
+            passes = [driver.backward(key, make_data(loss_fn, [20, 30]), loss_fn) for key in keys]
+            steps = [driver.step(key) for key in keys]
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                with warnings.catch_warnings(record=True) as seen:
+                    warnings.simplefilter("always")
+                    driver.train(*passes, *steps)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            counts.append(sum("synchronizing CUDA operation" in str(warning.message) for warning in seen))
+        return counts[-1]
+
+    assert 0 < num_waits(1) == num_waits(6) <= 10
 
 
 def test_a_pass_gives_back_the_memory_it_took(even_qwen3: Path) -> None:

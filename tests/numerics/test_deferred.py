@@ -47,7 +47,7 @@ def test_blocks_of_logits_may_end_within_a_request(qwen3: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("loss_fn", ["cross_entropy", "gspo"])
-def test_request_whose_loss_overflows_fails_alone(qwen3: Path, loss_fn: str) -> None:
+def test_request_whose_loss_overflows_fails_alone(qwen3: Path, loss_fn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = [Tenant(spec=make_spec(name), passes=[make_data("cross_entropy", [24], ord(name))]) for name in "ac"]
     driver, undisturbed = deferred(qwen3), deferred(qwen3)
     driver.install(make_spec("b"), *(tenant.spec for tenant in sound))
@@ -55,8 +55,20 @@ def test_request_whose_loss_overflows_fails_alone(qwen3: Path, loss_fn: str) -> 
     data = make_data(loss_fn, [24])
     name = "weights" if loss_fn == "cross_entropy" else "advantages"
     data[0].loss_inputs[name][5] = float("inf")
+    gradients: list[torch.Tensor | None] = []
+    run = DeviceLoss.run
+
+    def noting(self: DeviceLoss, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        gradients.append(run(self, *args, **kwargs))
+        return gradients[-1]
+
     backward = [driver.backward(tenant.key, tenant.passes[0]) for tenant in sound]
-    first, failed, last = driver.run(backward[0], driver.backward("b", data, loss_fn), backward[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceLoss, "run", noting)
+        first, failed, last = driver.run(backward[0], driver.backward("b", data, loss_fn), backward[1])
+    (gradient,) = gradients
+    assert gradient is not None
+    assert gradient.isfinite().all(), "infinite slopes do not even begin their way back"
     alone = undisturbed.train(*(undisturbed.backward(tenant.key, tenant.passes[0]) for tenant in sound))
     assert failed.error is not None
     assert failed.error.code == ErrorCode.NON_FINITE

@@ -107,6 +107,28 @@ def test_version_published_into_a_row_that_is_still_being_copied_has_the_adapter
     assert_same(copy_of(bank, "b"), expected["b"])
 
 
+def test_adapter_that_is_still_being_loaded_is_published_with_its_weights() -> None:
+    bank, _ = make_bank(2, "a")
+    expected = fill(bank, "a", 1).weights
+    assert expected is not None
+    bank.evict("a")
+    bank.read("a")
+    bank.prefetch(["a"], keep=())
+    bank.publish("a", "version")
+    assert torch.equal(bank.acquire(["version"])[0].weights, expected)
+
+
+def test_version_that_is_still_being_evicted_is_not_overwritten_by_the_next() -> None:
+    bank, _ = make_bank(2, "a")
+    first = fill(bank, "a", 1).weights
+    bank.publish("a", "first")
+    second = fill(bank, "a", 2).weights
+    bank.publish("a", "second")  # takes the other's slot
+    for version, expected in (("first", first), ("second", second)):
+        assert expected is not None
+        assert torch.equal(bank.acquire([version])[0].weights, expected)
+
+
 def test_with_one_slot_a_version_is_copied_before_its_adapter_changes() -> None:
     bank, _ = make_bank(1, "a")
     expected = fill(bank, "a", 1).weights
@@ -121,6 +143,7 @@ def test_gradient_dropped_while_its_row_is_being_loaded_is_gone() -> None:
     bank, _ = make_bank(2, "ab")
     fill(bank, "a", 1)
     bank.evict("a")
+    bank.read("a")  # all of it is in host memory now
     bank.prefetch(["a"], keep=())
     bank.drop_grad("a")
     (row,) = bank.acquire(["a"])
