@@ -108,25 +108,39 @@ def test_version_published_into_a_row_that_is_still_being_copied_has_the_adapter
 
 
 def test_adapter_that_is_still_being_loaded_is_published_with_its_weights() -> None:
-    bank, _ = make_bank(2, "a")
+    bank, _ = make_bank(3, "ab")
     expected = fill(bank, "a", 1).weights
     assert expected is not None
-    bank.evict("a")
-    bank.read("a")
+    for key, seed in (("a", 1), ("b", 2)):  # one after the other in the same row
+        fill(bank, key, seed)
+        bank.evict(key)
+        bank.read(key)
     bank.prefetch(["a"], keep=())
     bank.publish("a", "version")
     assert torch.equal(bank.acquire(["version"])[0].weights, expected)
 
 
 def test_version_that_is_still_being_evicted_is_not_overwritten_by_the_next() -> None:
-    bank, _ = make_bank(2, "a")
-    first = fill(bank, "a", 1).weights
-    bank.publish("a", "first")
-    second = fill(bank, "a", 2).weights
-    bank.publish("a", "second")  # takes the other's slot
-    for version, expected in (("first", first), ("second", second)):
-        assert expected is not None
-        assert torch.equal(bank.acquire([version])[0].weights, expected)
+    bank, _ = make_bank(3, "a")
+    expected = {}
+    for number in range(4):  # the last two take slots of the first
+        weights = fill(bank, "a", number).weights
+        assert weights is not None
+        expected[f"version {number}"] = weights
+        bank.publish("a", f"version {number}")
+    for version, weights in expected.items():
+        assert torch.equal(bank.acquire([version])[0].weights, weights)
+
+
+def test_rows_are_copied_before_their_memory_is_given_up() -> None:
+    bank, _ = make_bank(1, "a")
+    bank.add("wide", make_spec("wide", rank=16))
+    fill(bank, "a", 1)
+    bank.acquire(["wide"])  # rows of another layout: those of the first are given up
+    host = bank.entry("a").host
+    assert host is not None
+    assert host.weights is not None
+    assert not host.weights.isnan().any()
 
 
 def test_with_one_slot_a_version_is_copied_before_its_adapter_changes() -> None:
