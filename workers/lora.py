@@ -6,9 +6,10 @@ is saved once for all linears that share it, and dA and dB are added straight in
 Knows segments and views of adapters; not the bank that owns them, nor losses, tenants or models.
 
 Main invariant: what is computed for a segment depends on that segment's rows, its adapter and the number of its rows
-alone (where `grouped` computes many at once, to rounding). Its gradient is added in the order of the segments of that adapter. Nothing is masked by multiplying with zero:
-0 x NaN would let one tenant's overflow reach another. Products of a few columns depend on the alignment of their
-operands, so rows are a multiple of 16 values (64 bytes) apart wherever a segment's place in the pass may vary.
+alone (where `grouped` computes many at once, to rounding). Its gradient is added in the order of the segments of that
+adapter. Nothing is masked by multiplying with zero: 0 x NaN would let one tenant's overflow reach another. Products of
+a few columns depend on the alignment of their operands, so rows are a multiple of 16 values (64 bytes) apart wherever a
+segment's place in the pass may vary.
 
 Dimensions: T rows of the packed pass, N rows of a segment, S segments of a run, D inputs, F outputs, R padded rank, G
 linears in a group.

@@ -136,7 +136,7 @@ def test_rows_are_copied_before_their_memory_is_given_up() -> None:
     bank, _ = make_bank(1, "a")
     bank.add("wide", make_spec("wide", rank=16))
     fill(bank, "a", 1)
-    bank.acquire(["wide"])  # rows of another layout: those of the first are given up
+    bank.prefetch(["wide"], keep=())  # rows of another layout: those of the first are given up
     host = bank.entry("a").host
     assert host is not None
     assert host.weights is not None
