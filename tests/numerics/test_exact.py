@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.numerics.harness import Driver, Trace
+from tests.numerics.harness import Driver, Trace, make_spec
 from tests.numerics.test_isolation import TENANTS, assert_same, train
 from workers import blocks
 from workers.base_model import BaseModel, UnsupportedModelError
+from workers.lora import Segment
 
 FEW = TENANTS[:3]
 
@@ -117,3 +118,14 @@ def test_device_whose_rows_depend_on_their_place_is_refused(qwen3: Path, monkeyp
     monkeypatch.setattr("workers.base_model.are_rows_alike", lambda *_: False)
     with pytest.raises(UnsupportedModelError, match="load it without exact"):
         BaseModel(qwen3, exact=True)
+
+
+def test_segments_of_equal_length_are_not_computed_as_one_batch(qwen3: Path) -> None:
+    """A batched product may depend on how many there are, and that is the neighbours' doing."""
+    driver = Driver(qwen3, exact=True)
+    driver.install(make_spec("a"), make_spec("b"))
+    rows = driver.engine.bank.acquire(["a", "b"])
+    segments = [Segment(0, 32, rows[0].groups), Segment(32, 64, rows[1].groups)]
+    assert len(driver.engine.base_model.current.route(segments).runs) == 2
+    driver.engine.base_model.current.can_batch = True
+    assert len(driver.engine.base_model.current.route(segments).runs) == 1
