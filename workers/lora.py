@@ -211,7 +211,7 @@ class CurrentPass:
         self.fuse: Callable[[Sequence[Segment]], Sequence[FusedRun]] | None = None
         """`grouped.group_segments` where the device has such a kernel."""
         self.block_rows: int | None = None
-        """Exact mode: forward products and those with frozen weights run over so many rows at a time; see `blocks`."""
+        """Exact mode: products with frozen weights run over exactly so many rows at a time; see `blocks`."""
         self.num_base_matmuls = 0
         """Products of activations with frozen weights so far, forward only."""
         self.anchor = torch.zeros((), requires_grad=True)
@@ -303,31 +303,20 @@ class LinearGroup:
             views = run.views(self.shape.index)
             if views is None:
                 continue
-            rows, outputs, scaling = run.rows(x), [run.rows(y) for y in ys], run.adapters[0].scaling
-            if block_rows is not None or run.length < self.current.rows_min:
-                xa = self._forward_blocks(rows, outputs, views, scaling, block_rows or self.current.rows_min)
-            else:
-                xa = forward_segments(rows, outputs, views, scaling)
+            forward = self._forward_short if run.length < self.current.rows_min else forward_segments
+            xa = forward(run.rows(x), [run.rows(y) for y in ys], views, run.adapters[0].scaling)
             saved.append(Saved(run, views, xa))
         return ys, saved
 
-    def _forward_blocks(
-        self, x: Tensor, ys: list[Tensor], views: GroupViews, scaling: float, block_rows: int
-    ) -> Tensor:
-        """One segment, `block_rows` rows at a time, the last ones padded: all products have the bits of that many."""
-        xas = []
-        for start in range(0, len(x), block_rows):
-            block, outs = x[start : start + block_rows], [y[start : start + block_rows] for y in ys]
-            num_rows = len(block)
-            if num_rows == block_rows:
-                xas.append(forward_segments(block, outs, views, scaling))
-                continue
-            padding = (0, 0, 0, block_rows - num_rows)
-            padded = [F.pad(out, padding) for out in outs]
-            xas.append(forward_segments(F.pad(block, padding), padded, views, scaling)[:num_rows])
-            for out, longer in zip(outs, padded, strict=True):
-                out.copy_(longer[:num_rows])
-        return xas[0] if len(xas) == 1 else torch.cat(xas)
+    def _forward_short(self, x: Tensor, ys: list[Tensor], views: GroupViews, scaling: float) -> Tensor:
+        """One segment with few rows, padded so that its matmuls have the bits of a longer one."""
+        num_rows = x.shape[0]
+        padding = (0, 0, 0, self.current.rows_min - num_rows)
+        padded = [F.pad(y, padding) for y in ys]
+        xa = forward_segments(F.pad(x, padding), padded, views, scaling)
+        for y, longer in zip(ys, padded, strict=True):
+            y.copy_(longer[:num_rows])
+        return xa[:num_rows]
 
     def backward(
         self, x: Tensor, saved: Sequence[Saved | FusedSaved], dys: Sequence[Tensor], dx: Tensor | None
