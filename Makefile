@@ -24,7 +24,7 @@ endef
 
 SEEDS ?= 2000
 
-.PHONY: help demo test sim chaos guards check protos up down status logs bench real-model clean setup
+.PHONY: help demo test test-gpu bench-gpu sim chaos guards check protos up down status logs bench real-model clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -41,6 +41,13 @@ demo: $(READY) ## train three tenants at once on a small pool of your own (MODEL
 
 test: $(READY) $(PROTOS_READY) ## run the tests; no GPU and no internet needed (ARGS="-k clock" picks some)
 	@$(BIN)/python -m pytest -q $(ARGS)
+
+# A machine with a GPU may have its own torch, and neither Ray nor what .venv needs: GPU_PYTHON=python3 takes that.
+test-gpu: $(if $(GPU_PYTHON),,$(READY)) ## run the tests that need a CUDA GPU (GPU_PYTHON=python3: with that Python's own torch)
+	@$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -q -c tests/gpu/pytest.ini --rootdir . tests/gpu $(ARGS)
+
+bench-gpu: $(if $(GPU_PYTHON),,$(READY)) ## measure the engine on a CUDA GPU (ARGS="--shape 8b"; GPU_PYTHON as for test-gpu)
+	@PYTHONPATH=. $(or $(GPU_PYTHON),$(BIN)/python) scripts/bench_gpu.py $(ARGS)
 
 sim: $(READY) ## simulate crashes, power cuts and lying workers on a virtual clock (SEEDS=20000, or SEED=7 for one)
 	@$(BIN)/python scripts/sim.py $(if $(SEED),--seed $(SEED) --verbose,--seeds $(SEEDS))

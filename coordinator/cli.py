@@ -112,6 +112,13 @@ def _serve_or_up(
         Literal["off", "on", "auto"],
         typer.Option(help="Run layers again in the backward, slower in less memory; auto: where a pass is too long."),
     ] = "auto",
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"],
+        typer.Option(help="Of base models' weights; adapters are float32. auto: bfloat16 on cuda, else float32."),
+    ] = "auto",
+    exact: Annotated[
+        bool, typer.Option("--exact", help="No tenant's bits depend on others, also on cuda and in bfloat16; slower.")
+    ] = False,
     ray_address: Annotated[
         str | None, typer.Option(help="A Ray cluster to join. Default: a private one on this machine.")
     ] = None,
@@ -179,6 +186,8 @@ def _serve_or_up(
             num_gpus=num_gpus,
             device=device or ("cuda" if num_gpus else "cpu"),
             recompute=recompute,
+            dtype=dtype,
+            exact=exact,
             ray_address=ray_address,
             owner_file=data_dir / RAY_FILE,
             engine=engine or ENGINE,

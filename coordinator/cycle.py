@@ -11,8 +11,9 @@ doors, tenants' names or SQL.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from coordinator.answers import Answers
 from coordinator.batches import BatchBuilder
@@ -40,6 +41,8 @@ from workers.pool import Pool
 SNAPSHOTS_AT_ONCE = 8
 """States that are in memory at a time when everything is snapshotted."""
 STOP_POLL_S = 0.01
+EXPECTED_MAX = 64
+"""Adapters that a worker is told are likely to come next; more than it could fetch during a cycle helps nobody."""
 
 
 class CycleLoop:
@@ -266,7 +269,16 @@ class CycleLoop:
                     operation.is_running = True
                     work.add(adapter, operation, item)
                 self._roster.planned(adapter_id, cycle.cycle_id)
+        for adapter in itertools.islice(self._left_over(plan), EXPECTED_MAX):
+            work.expect(adapter)
         await self._run_work(cycle, work)
+
+    def _left_over(self, plan: PassPlan) -> Iterator[AdapterQueue]:
+        """Adapters with a copy somewhere whose passes are ready and did not get into the plan."""
+        for adapter in self._roster.allowed():
+            is_left = adapter.adapter_id not in plan.num_chunks and adapter.worker_id not in {"", *self.dead_workers}
+            if is_left and next(adapter.ready_passes(), None) is not None:
+                yield adapter
 
     async def _run_steps(self, cycle: Running) -> None:
         work = Work()

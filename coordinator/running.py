@@ -44,10 +44,15 @@ class Work:
     def __init__(self) -> None:
         self.items: dict[str, list[Entry]] = {}
         self.installs: dict[str, list[AdapterInstall]] = {}
+        self.expected: dict[str, list[str]] = {}
 
     def add(self, adapter: AdapterQueue, operation: Operation | None, item: Item) -> None:
         """An item for the adapter's worker."""
         self.items.setdefault(adapter.worker_id, []).append((adapter, operation, item))
+
+    def expect(self, adapter: AdapterQueue) -> None:
+        """The adapter is not in this phase, but the next is likely to have it: a hint for its worker."""
+        self.expected.setdefault(adapter.worker_id, []).append(adapter.adapter_id)
 
     def batches(self, epoch: int, cycle_id: int, take_removals: Callable[[str], tuple[str, ...]]) -> dict[str, Batch]:
         """One batch per worker."""
@@ -58,6 +63,7 @@ class Work:
                 installs=tuple(self.installs.get(worker_id, ())),
                 removals=take_removals(worker_id),
                 items=tuple(item for _, _, item in self.items.get(worker_id, ())),
+                expected=tuple(self.expected.get(worker_id, ())),
             )
             for worker_id in self.installs | self.items
         }

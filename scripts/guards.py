@@ -153,8 +153,8 @@ GUARDS = (
     ),
     Guard(
         name="a snapshot that is settled before its adapter is installed",
-        file="coordinator/cycle.py",
-        before="        if not self._snapshots.is_unsettled(adapter.adapter_id):\n            return False\n",
+        file="coordinator/roster.py",
+        before="        if not self._is_unsettled(adapter.adapter_id):\n            return False\n",
         after="        return False\n",
         tests=("tests/simulation/test_simulation.py", "-k", "no_history"),
     ),

@@ -11,7 +11,7 @@ dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +31,11 @@ class Attend(Protocol):
         with None all up to i. T includes the padding rows that the base model appended at the end; their output is
         ignored but must be finite.
         """
+
+
+AttendPacked = Callable[[Sequence[int], Sequence[int]], Attend]
+"""Makes the `Attend` of sequences that stand one behind the other from row 0. Takes their lengths and, in row order,
+how many of them each request has, for what is computed for a request may have to depend on that request alone."""
 
 
 @dataclass(frozen=True, slots=True)

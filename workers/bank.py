@@ -1,18 +1,20 @@
 """The adapter bank: every adapter's weights, moments and gradient as rows of flat buffers, evicted to host memory.
 
 Knows rows and keys; not what an adapter's seq is, nor arithmetic on it. A key is an adapter being trained, or a sampler
-version: an immutable copy of weights.
+version: an immutable copy of weights. Beside a base model of another dtype, rows also have a copy of their weights in
+that dtype, which the layers use; whoever writes weights refreshes it.
 
 Main invariant: a key's bits are the same wherever they are. `num_slots` keys are resident at most; acquiring others
-evicts the least recently used, with everything they hold, so a full bank is never an error.
+evicts the least recently used, with everything they hold, so a full bank is never an error. A row that is being copied
+is waited for before anything uses it (`transfers`).
 
 Dimensions: P values of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,9 +22,12 @@ from torch import Tensor
 from workers.layout import RowLayout, rank_class, trained_kinds
 from workers.lora import AdapterViews, GroupShape, Kind
 from workers.messages import AdapterSpec
+from workers.transfers import Transfer, Transfers, transfers_for
 
 SLAB_ROWS = 32
-"""Rows that are reserved at once, of one layout. Memory is taken as rows are used."""
+"""Rows that are reserved at once, of one layout. On a CPU memory is taken as rows are used."""
+SLAB_FRACTION = 1 / 8
+"""On a GPU, where memory is taken at once, the part of it that one slab may have, unless it is a single row."""
 
 
 @dataclass(slots=True)
@@ -37,6 +42,21 @@ class Row:
     grad: Tensor | None
     groups: AdapterViews
     """Views for the layers: what `Segment` takes."""
+    compute: Tensor | None = None
+    """The weights (P,) in the base model's dtype, if that is another."""
+    transfer: Transfer | None = None
+    """The last copy to or from the row, until it was waited for."""
+
+    def refresh(self) -> None:
+        """Bring `compute` up to the weights; whoever has written weights calls it."""
+        if self.compute is not None:
+            self.compute.copy_(self.weights)
+
+    def settle(self) -> None:
+        """Let the computation wait for the last copy to or from the row."""
+        if self.transfer is not None:
+            self.transfer.wait_on_device()
+            self.transfer = None
 
 
 @dataclass(slots=True)
@@ -49,6 +69,8 @@ class HostRow:
     """None, as the next two: zeros."""
     exp_avg_sq: Tensor | None = None
     grad: Tensor | None = None
+    transfer: Transfer | None = field(default=None, kw_only=True)
+    """What fills the vectors, to be waited for before the host reads them."""
 
 
 @dataclass(slots=True)
@@ -74,10 +96,18 @@ class Entry:
 class Slab:
     """Rows of one layout in one allocation per buffer, slot-major."""
 
-    def __init__(self, layout: RowLayout, num_rows: int, device: torch.device, *, is_trained: bool) -> None:
-        def buffer() -> Tensor:
+    def __init__(
+        self,
+        layout: RowLayout,
+        num_rows: int,
+        device: torch.device,
+        *,
+        is_trained: bool,
+        compute_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        def buffer(dtype: torch.dtype = torch.float32) -> Tensor:
             # Not written here: pages that no row has used take no memory. `Bank._load` writes all of a row.
-            return torch.empty(num_rows, layout.num_values, device=device)  # (rows, P)
+            return torch.empty(num_rows, layout.num_values, dtype=dtype, device=device)  # (rows, P)
 
         self.layout = layout
         self.is_trained = is_trained
@@ -85,7 +115,8 @@ class Slab:
         self.weights = buffer()
         self.moments = (buffer(), buffer()) if is_trained else None
         self.grad = buffer() if is_trained else None
-        self.views = layout.views(self.weights, self.grad)
+        self.compute = None if compute_dtype == torch.float32 else buffer(compute_dtype)
+        self.views = layout.views(self.weights if self.compute is None else self.compute, self.grad)
         self._unused = num_rows
         self._free: list[Row] = []
 
@@ -110,6 +141,8 @@ class Slab:
 
     def close(self) -> None:
         """Let go of the rows, which point back here, so that the memory is free at once."""
+        for row in self._free:
+            row.settle()
         self._free.clear()
 
     def _row(self, slot: int) -> Row:
@@ -117,7 +150,8 @@ class Slab:
         exp_avg, exp_avg_sq = (None, None) if self.moments is None else (moment[slot] for moment in self.moments)
         groups = tuple(None if views is None else views.row(slot) for views in self.views)
         adapter = AdapterViews(self.views, groups, slot)
-        return Row(self, self.weights[slot], exp_avg, exp_avg_sq, grad, adapter)
+        compute = None if self.compute is None else self.compute[slot]
+        return Row(self, self.weights[slot], exp_avg, exp_avg_sq, grad, adapter, compute)
 
 
 @dataclass(slots=True)
@@ -126,18 +160,31 @@ class BankStats:
 
     num_evictions: int = 0
     num_loads: int = 0
+    num_prefetches: int = 0
+    """Of the loads, those that began before the key was needed."""
 
 
 class Bank:
     """All adapters and sampler versions of one base model on one device. One thread only."""
 
-    def __init__(self, shapes: Sequence[GroupShape], num_slots: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        shapes: Sequence[GroupShape],
+        num_slots: int,
+        device: torch.device | str = "cpu",
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        transfers: Transfers | None = None,
+    ) -> None:
+        """`compute_dtype` is the base model's; `transfers` None: the best for the device."""
         if num_slots < 1:
             raise ValueError(f"num_slots is {num_slots}; the bank needs at least one slot")
         self.num_slots = num_slots
         self.stats = BankStats()
         self._shapes = tuple(shapes)
         self._device = torch.device(device)
+        self._compute_dtype = compute_dtype
+        self._transfers = transfers_for(self._device) if transfers is None else transfers
         self._layouts: dict[tuple[int, tuple[Kind, ...]], RowLayout] = {}
         self._slabs: list[Slab] = []
         self._entries: dict[str, Entry] = {}
@@ -220,12 +267,16 @@ class Bank:
         entry = self.add(version, source.spec, is_trained=False)
         if source.row is None:
             assert source.host is not None
-            entry.host = HostRow(weights=source.host.weights)  # never written in place
+            entry.host = HostRow(weights=source.host.weights, transfer=source.host.transfer)  # never written in place
         elif self.num_slots == 1:
-            entry.host = HostRow(weights=source.row.weights.to("cpu", copy=True))
+            (weights,), transfer = self._transfers.to_host([source.row.weights])
+            entry.host, source.row.transfer = HostRow(weights=weights, transfer=transfer), transfer
         else:
             row = self._free_row(entry, keep={key})
+            row.settle()
+            source.row.settle()
             row.weights.copy_(source.row.weights)
+            row.refresh()
             self._occupy(entry, row)
 
     # ------------------------------------------------------------------ slots
@@ -246,7 +297,31 @@ class Bank:
                 self._resident[key] = self._resident.pop(key)
             assert entry.row is not None
             rows.append(entry.row)
+        for row in rows:
+            row.settle()
         return rows
+
+    def prefetch(self, keys: Sequence[str], keep: Collection[str]) -> None:
+        """Begin to load keys that are expected next, most urgent first, beside what is computed with those in `keep`.
+
+        Those in `keep`, resident or not, are left their slots. Keys that the bank does not have are ignored, and all of
+        them where copies do not run beside the computation.
+        """
+        if not self._transfers.is_concurrent:
+            return
+        kept = {key for key in keep if key in self._entries}
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is None or key in kept:
+                continue
+            if len(kept) >= self.num_slots:
+                break
+            if entry.row is not None:
+                self._resident[key] = self._resident.pop(key)
+            else:
+                self._load(entry, keep=kept)
+                self.stats.num_prefetches += 1
+            kept.add(key)
 
     def evict(self, key: str) -> None:
         """Move a key to host memory, bits unchanged. Does nothing if it is there already."""
@@ -254,15 +329,17 @@ class Bank:
         row = entry.row
         if row is None:
             return
-        entry.host = HostRow(weights=row.weights.to("cpu", copy=True))
+        held = {"weights": row.weights}
         if entry.has_moments:
             assert row.exp_avg is not None
             assert row.exp_avg_sq is not None
-            entry.host.exp_avg = row.exp_avg.to("cpu", copy=True)
-            entry.host.exp_avg_sq = row.exp_avg_sq.to("cpu", copy=True)
+            held |= {"exp_avg": row.exp_avg, "exp_avg_sq": row.exp_avg_sq}
         if entry.has_grad:
             assert row.grad is not None
-            entry.host.grad = row.grad.to("cpu", copy=True)
+            held["grad"] = row.grad
+        copies, transfer = self._transfers.to_host(list(held.values()))
+        entry.host = HostRow(**dict(zip(held, copies, strict=True)), transfer=transfer)
+        row.transfer = transfer
         self._release(entry)
         self.stats.num_evictions += 1
 
@@ -272,6 +349,7 @@ class Bank:
         if entry.has_grad:
             if entry.row is not None:
                 assert entry.row.grad is not None
+                entry.row.settle()
                 entry.row.grad.zero_()
             else:
                 assert entry.host is not None
@@ -286,7 +364,11 @@ class Bank:
             assert entry.host is not None
             if entry.host.weights is None:
                 entry.host.weights = entry.layout.initial_weights(entry.spec)
+            if entry.host.transfer is not None:
+                entry.host.transfer.wait_on_host()
+                entry.host.transfer = None
             return entry.host
+        row.settle()
         moments = (row.exp_avg, row.exp_avg_sq) if entry.has_moments else (None, None)
         return HostRow(row.weights, *moments, row.grad if entry.has_grad else None)
 
@@ -310,14 +392,20 @@ class Bank:
         host = entry.host
         assert host is not None
         row = self._free_row(entry, keep)
-        row.weights.copy_(entry.layout.initial_weights(entry.spec) if host.weights is None else host.weights)
-        for vector, value in ((row.exp_avg, host.exp_avg), (row.exp_avg_sq, host.exp_avg_sq), (row.grad, host.grad)):
-            if vector is None:
-                continue
-            if value is None:
-                vector.zero_()
-            else:
-                vector.copy_(value)
+        weights = entry.layout.initial_weights(entry.spec) if host.weights is None else host.weights
+        copies: list[tuple[Tensor, Tensor | None]] = [(row.weights, weights)]
+        copies += [
+            (vector, value)
+            for vector, value in (
+                (row.exp_avg, host.exp_avg),
+                (row.exp_avg_sq, host.exp_avg_sq),
+                (row.grad, host.grad),
+            )
+            if vector is not None
+        ]
+        if row.compute is not None:
+            copies.append((row.compute, row.weights))
+        row.transfer = self._transfers.to_device(copies)
         self._occupy(entry, row)
         self.stats.num_loads += 1
 
@@ -351,9 +439,23 @@ class Bank:
                 row = slab.take()
                 assert row is not None
                 return row
-        slab = Slab(entry.layout, min(SLAB_ROWS, self.num_slots), self._device, is_trained=entry.is_trained)
+        slab = Slab(
+            entry.layout,
+            self._slab_rows(entry),
+            self._device,
+            is_trained=entry.is_trained,
+            compute_dtype=self._compute_dtype,
+        )
         row = slab.take()
         self._slabs.append(slab)
         self._free_slabs()
         assert row is not None
         return row
+
+    def _slab_rows(self, entry: Entry) -> int:
+        num_rows = min(SLAB_ROWS, self.num_slots)
+        if self._device.type != "cuda":
+            return num_rows
+        value_bytes = 4 * (4 if entry.is_trained else 1) + self._compute_dtype.itemsize
+        total_bytes = torch.cuda.get_device_properties(self._device).total_memory
+        return max(1, min(num_rows, int(total_bytes * SLAB_FRACTION / (value_bytes * entry.layout.num_values))))

@@ -37,11 +37,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from workers.attention import Attend, PackedAttention
+from workers.attention import Attend
+from workers.blocks import BLOCK_ROWS, are_rows_alike
+from workers.device_attention import attend_packed_for
+from workers.grouped import VALUES_MULTIPLE, can_group, group_segments
 from workers.lora import CurrentPass, GroupShape, Kind, LinearGroup, MultiLoraLinear, Segment
 from workers.messages import ModelInfo
 from workers.norms import fuse_rms_norms
-from workers.numerics import Elementwise, can_batch_segments, find_rows_min
+from workers.numerics import Elementwise, can_batch_segments, find_rows_min, fingerprint
 from workers.recompute import Recomputation
 from workers.rotary import fuse_rotary
 
@@ -64,7 +67,11 @@ _LOADING = threading.Lock()
 """transformers changes torch for everybody while it loads: of two threads that load at once, one may get a model whose
 weights were never filled."""
 PROBE_TOLERANCE = 1e-4
-"""Largest difference of log-probabilities to the model's own forward."""
+"""Largest difference of log-probabilities to the model's own forward, in fp32."""
+ROUNDINGS_PER_LAYER = 16
+"""In bf16, how often a layer rounds to 8 bits on the way from input to output: seven linears, two to four norms, rotary
+embedding, attention, activation and residual sums. Two forwards may round each differently; the errors add up as those
+of independent values do."""
 
 
 class UnsupportedModelError(ValueError):
@@ -75,9 +82,19 @@ class BaseModel:
     """A frozen causal language model whose linears take each row through its own adapter. One thread only."""
 
     def __init__(
-        self, path: Path | str, *, name: str = "", device: str = "cpu", dtype: torch.dtype = torch.float32
+        self,
+        path: Path | str,
+        *,
+        name: str = "",
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        exact: bool = False,
     ) -> None:
-        """Load from a directory, or from the local hub cache by name. Raises UnsupportedModelError, OSError."""
+        """Load from a directory, or from the local hub cache by name. Raises UnsupportedModelError, OSError.
+
+        `exact`: an adapter's bits in training depend on no neighbour on any device and in any dtype, at some cost; on
+        a CPU in fp32 they depend on none anyway.
+        """
         self.path = _directory(path)
         self.name = name or str(path)
         config = AutoConfig.from_pretrained(self.path, trust_remote_code=False, local_files_only=True)
@@ -95,7 +112,11 @@ class BaseModel:
         self.model = model
         self.config = config
         self.device = torch.device(device)
+        self.dtype = dtype
+        self.is_deferred = self.device.type == "cuda" or dtype != torch.float32
+        """Whether results are fetched when a pass or a phase is over, instead of each when it is computed."""
         self.current = CurrentPass()
+        self.current.block_rows = BLOCK_ROWS if exact else None
         self.num_params = sum(parameter.numel() for parameter in model.parameters())
         self.num_layers = int(config.num_hidden_layers)
         self.hidden_size = int(config.hidden_size)
@@ -104,6 +125,8 @@ class BaseModel:
         self.head_dim = int(getattr(config, "head_dim", None) or self.hidden_size // self.num_heads)
         self.vocab_size = int(model.get_output_embeddings().out_features)
         self.max_seq_len = int(config.max_position_embeddings)
+        self.attend_packed = attend_packed_for(self.device, dtype, self.head_dim, exact=exact)
+        """Makes the `Attend` of whole sequences that stand one behind the other."""
         reference = self._probe_reference()
         self.groups = self._put_linears_in()
         self.group_shapes = tuple(group.shape for group in self.groups)
@@ -167,8 +190,9 @@ class BaseModel:
         return self._unembedding
 
     def pad_rows(self, num_rows: int) -> int:
-        """The number of rows that a pass of `num_rows` runs with: a multiple of `rows_min`."""
-        return -(-num_rows // self.current.rows_min) * self.current.rows_min
+        """The number of rows that a pass of `num_rows` runs with: whole multiples of `rows_min`, or of exact blocks."""
+        multiple = self.current.block_rows or self.current.rows_min
+        return -(-num_rows // multiple) * multiple
 
     @property
     def num_base_matmuls(self) -> int:
@@ -187,8 +211,8 @@ class BaseModel:
         """The largest power of two that is allowed as a rank."""
         return min(MAX_RANK, 1 << (self.hidden_size.bit_length() - 1))
 
-    def info(self, fingerprint: str) -> ModelInfo:
-        """The facts that the coordinator and clients need."""
+    def info(self, *, are_threads_alike: bool) -> ModelInfo:
+        """The facts that the coordinator and clients need; `are_threads_alike`: passes may take fewer threads."""
         files = [self.path / file_name for file_name in TOKENIZER_FILES]
         return ModelInfo(
             name=self.name,
@@ -202,7 +226,13 @@ class BaseModel:
             mlp_modules=self._leaf_names("mlp"),
             unembed_modules=self._leaf_names("unembed"),
             tokenizer_files={file.name: file.read_bytes() for file in files if file.is_file()},
-            fingerprint=fingerprint,
+            fingerprint=fingerprint(
+                self.rows_min,
+                self.device,
+                self.dtype,
+                self.current.block_rows,
+                are_threads_alike=are_threads_alike,
+            ),
         )
 
     def _leaf_names(self, kind: Kind) -> tuple[str, ...]:
@@ -232,8 +262,23 @@ class BaseModel:
 
     def _test_numerics(self) -> None:
         weights = [weight for group in self.groups for weight in group.weights]
+        self.rows_min: int | None = None
+        """Rows from which bits are independent of other rows; None: never, and only exact mode makes a promise."""
+        if self.current.block_rows is not None:
+            self.current.can_batch = False
+            # Rows of logits must begin alike in memory, or a GPU's softmax adds them up in different orders.
+            is_aligned = self.device.type == "cpu" or self.vocab_size % VALUES_MULTIPLE == 0
+            if not (is_aligned and are_rows_alike(weights, self.current.block_rows)):
+                raise UnsupportedModelError(
+                    "exact mode is not possible with this model on this device: in products of "
+                    f"{self.current.block_rows} rows a row's bits depend on its place; load it without exact"
+                )
+            return
+        if self.device.type == "cuda":
+            if can_group(self.device, self.dtype, self.group_shapes):
+                self.current.fuse = group_segments
+            return
         self.rows_min = find_rows_min(weights, self._elementwise())
-        """Rows from which bits are independent of other rows; None: never, and no promise is made."""
         self.current.rows_min = self.rows_min or self.current.rows_min
         self.current.can_batch = can_batch_segments(weights, self.current.rows_min)
 
@@ -309,16 +354,28 @@ class BaseModel:
     def _probe(self, tokens: Tensor, lengths: list[int], expected: list[Tensor]) -> None:
         """Refuse a model whose packed forward differs from its own, sequence by sequence."""
         positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
-        hidden = self.forward(tokens, positions, (), PackedAttention(lengths))
+        hidden = self.forward(tokens, positions, (), self.attend_packed(lengths, [1] * len(lengths)))
         actual = self.unembed(hidden, ()).float().log_softmax(-1)
         for logprobs, own in zip(actual.split(lengths), expected, strict=True):
-            difference = float((logprobs - own).abs().max())
-            if not difference <= PROBE_TOLERANCE:
+            difference, tolerance = self._difference(logprobs, own)
+            if not difference <= tolerance:
                 raise UnsupportedModelError(
-                    f"the fused pass gives other log-probabilities than the model's own code (by {difference:.2g}); "
-                    "this architecture has a feature that is not supported"
+                    f"the fused pass gives other log-probabilities than the model's own code (by {difference:.2g}, "
+                    f"allowed are {tolerance:.2g}); this architecture has a feature that is not supported"
                 )
         self.current.num_base_matmuls = 0
+
+    def _difference(self, logprobs: Tensor, own: Tensor) -> tuple[float, float]:
+        """How far log-probabilities (N, V) are from the model's own, and how far they may be.
+
+        In fp32 the largest difference. In bf16, in which two roundings of one value may be 2^-8 of it apart, the root
+        mean square of the differences, as a fraction of that of the log-probabilities around their mean.
+        """
+        if self.dtype == torch.float32:
+            return float((logprobs - own).abs().max()), PROBE_TOLERANCE
+        spread = (own - own.mean(-1, keepdim=True)).square().mean().sqrt()
+        difference = (logprobs - own).square().mean().sqrt() / spread
+        return float(difference), 2.0**-8 * (ROUNDINGS_PER_LAYER * self.num_layers) ** 0.5
 
 
 def _directory(path: Path | str) -> Path:

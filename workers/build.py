@@ -20,5 +20,7 @@ def engine_factory(settings: EngineSettings) -> EngineFactory:
         device=settings.device,
         recompute=settings.recompute,
         memory_share=settings.memory_share,
+        dtype=settings.dtype,
+        exact=settings.exact,
     )
     return engine.engine_factory(config, Sampler)

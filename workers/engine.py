@@ -6,9 +6,9 @@ Knows batches and items; not tenants, durability, or how it is reached. The part
 Main invariant: an item's result and its adapter's bits depend on that item and adapter alone, not on what else is in
 the batch, how it is cut into passes, or which slots are free. A failing item changes nothing but its own adapter.
 
-How a batch runs: fence, installs, removals, then the items in order. Consecutive passes are gathered into groups of at
-most `num_slots` adapters and as many tokens as fit, `pass_tokens_max` at most; a group is one packed pass (forwards and
-backwards apart).
+How a batch runs: fence, installs, removals; what is expected next begins to load; then the items in order. Consecutive
+passes are gathered into groups of at most `num_slots` adapters and as many tokens as fit, `pass_tokens_max` at most; a
+group is one packed pass (forwards and backwards apart). On a GPU consecutive steps are taken together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 
@@ -44,8 +44,7 @@ from workers.messages import (
     SampleRequest,
     SaveItem,
 )
-from workers.numerics import fingerprint
-from workers.optim import NonFiniteStepError, adamw_step, check_params
+from workers.optim import NonFiniteStepError, Step, StepNorms, adamw_step, adamw_steps, check_params
 from workers.packing import Request
 from workers.passes import Outcome, PassRunner, failure_of
 from workers.pool import num_cores
@@ -83,6 +82,12 @@ class EngineConfig:
     fewer while others use the cores, if its bits do not depend on that. `OMP_NUM_THREADS` and what bounds their
     spinning (`GOMP_SPINCOUNT`) must be in the environment before torch is imported."""
     device: str = "cpu"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of the base model's weights and activations; adapters, moments and gradients are fp32. "auto": bfloat16 on cuda,
+    float32 on a CPU. Part of the fingerprint."""
+    exact: bool = False
+    """An adapter's bits in training depend on no neighbour on any device, at a cost; on a CPU in float32 they never do.
+    Part of the fingerprint."""
     pass_tokens_max: int = 8192
     """Rows of one packed pass, fewer where memory is short; a longer run of items is cut. Changes no bits."""
     recompute: Recompute = "auto"
@@ -101,6 +106,14 @@ class EngineConfig:
             raise ValueError(f"recompute is {self.recompute!r}; it must be one of {', '.join(get_args(Recompute))}")
         if not 0 < self.memory_share <= 1:
             raise ValueError(f"memory_share is {self.memory_share}; it must be above 0 and at most 1")
+        if self.dtype not in {"auto", "bfloat16", "float32"}:
+            raise ValueError(f"dtype is {self.dtype!r}; it must be 'auto', 'bfloat16' or 'float32'")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """What `dtype` means on `device`."""
+        is_cuda = torch.device(self.device).type == "cuda"
+        return torch.bfloat16 if self.dtype == "bfloat16" or (self.dtype == "auto" and is_cuda) else torch.float32
 
 
 class SamplerProtocol(Protocol):
@@ -151,8 +164,15 @@ class TrainingEngine:
             torch.set_num_threads(config.num_threads)
         keep_freed_memory()
         self.config = config
-        self.base_model = BaseModel(config.model, name=config.model_name, device=config.device)
-        self.bank = Bank(self.base_model.group_shapes, config.num_slots, self.base_model.device)
+        self.base_model = BaseModel(
+            config.model, name=config.model_name, device=config.device, dtype=config.torch_dtype, exact=config.exact
+        )
+        self.bank = Bank(
+            self.base_model.group_shapes,
+            config.num_slots,
+            self.base_model.device,
+            compute_dtype=self.base_model.dtype,
+        )
         self.sampler = None if make_sampler is None else make_sampler(self.base_model, self.bank)
         is_alike = are_threads_alike(self.base_model)
         self._threads = ThreadChoice(torch.get_num_threads(), num_cores()) if is_alike else None
@@ -161,8 +181,7 @@ class TrainingEngine:
             self.base_model, self.bank, clock, lambda: int(config.memory_share * free_bytes(device)), config.recompute
         )
         self._info = replace(
-            self.base_model.info(fingerprint(self.base_model.rows_min, device, are_threads_alike=is_alike)),
-            fitting_tokens=self._passes.fitting_tokens(),
+            self.base_model.info(are_threads_alike=is_alike), fitting_tokens=self._passes.fitting_tokens()
         )
         if self._info.fitting_tokens == 0:
             raise ValueError(f"{self._info.name} is loaded, but there is no memory for a pass: give the worker more")
@@ -196,6 +215,7 @@ class TrainingEngine:
                 self._install(install)
             for key in batch.removals:
                 self._remove(key)
+            self.bank.prefetch(batch.expected, keep={item.adapter_id for item in batch.items})
             with self._threads.running() if self._threads else nullcontext():
                 results = self._run_items(batch.items)
         return BatchResult(
@@ -284,6 +304,10 @@ class TrainingEngine:
                 while stop < len(items) and isinstance(items[stop], PassItem):
                     stop += 1
                 results += self._run_passes([it for it in items[index:stop] if isinstance(it, PassItem)])
+            elif isinstance(item, OptimStepItem) and self.base_model.is_deferred:
+                steps = self._steps_from(items, index)
+                results += self._run_steps(steps)
+                stop = index + len(steps)
             else:
                 results.append(self._run_other(item))
             index = stop
@@ -388,17 +412,26 @@ class TrainingEngine:
                 if error.code == ErrorCode.INTERNAL:
                     logger.exception("an item failed")
                 self._progress[item.adapter_id].fail(item, error)
-        if isinstance(item, OptimStepItem) and item.adapter_id in self._progress and _is_applied(error):
+        if isinstance(item, OptimStepItem):
+            self._end_window(item, error)
+        return ItemResult(op_id=item.op_id, error=error, metrics=metrics, state=state, engine_s=self._clock() - begin_s)
+
+    def _end_window(self, item: OptimStepItem, error: ItemError | None) -> None:
+        """A step ends its gradient window, however it went, if it consumed its seq."""
+        if item.adapter_id in self._progress and _is_applied(error):
             self.bank.drop_grad(item.adapter_id)
             self._progress[item.adapter_id].num_datums = 0
-        return ItemResult(op_id=item.op_id, error=error, metrics=metrics, state=state, engine_s=self._clock() - begin_s)
 
     def _step(self, item: OptimStepItem) -> dict[str, float]:
         check_params(item.params)
+        row = self.bank.acquire([item.adapter_id])[0]
+        norms = adamw_step(row, item.params, self._progress[item.adapter_id].num_steps + 1)
+        return self._stepped(item, norms)
+
+    def _stepped(self, item: OptimStepItem, norms: StepNorms) -> dict[str, float]:
+        """Note a step that was taken; its metrics."""
         progress = self._progress[item.adapter_id]
         entry = self.bank.entry(item.adapter_id)
-        row = self.bank.acquire([item.adapter_id])[0]
-        norms = adamw_step(row, item.params, progress.num_steps + 1)
         entry.has_grad = False
         entry.has_moments = True
         progress.num_steps += 1
@@ -408,6 +441,62 @@ class TrainingEngine:
             "adapter_norm:last": norms.adapter,
             "num_datums:sum": float(progress.num_datums),
         }
+
+    def _steps_from(self, items: Sequence[Item], index: int) -> list[OptimStepItem]:
+        """The steps from `index` on that can be taken together: of different adapters, as many as there are slots."""
+        steps: list[OptimStepItem] = []
+        adapters: set[str] = set()
+        for item in items[index : index + self.config.num_slots]:
+            if not isinstance(item, OptimStepItem) or item.adapter_id in adapters:
+                break
+            steps.append(item)
+            adapters.add(item.adapter_id)
+        return steps
+
+    def _run_steps(self, items: Sequence[OptimStepItem]) -> list[ItemResult]:
+        """Steps of different adapters, with one wait for the device. Engine time is shared equally."""
+        begin_s = self._clock()
+        outcomes: dict[str, StepNorms | ItemError] = {}
+        admitted: list[OptimStepItem] = []
+        for item in items:
+            refusal = self._admit(item)
+            if refusal is None:
+                try:
+                    check_params(item.params)
+                    admitted.append(item)
+                    continue
+                except ValueError as invalid:
+                    refusal = _item_error(invalid)
+                    self._progress[item.adapter_id].fail(item, refusal)
+            outcomes[item.adapter_id] = refusal
+        for item, norms in zip(admitted, self._take(admitted), strict=True):
+            if isinstance(norms, StepNorms):
+                outcomes[item.adapter_id] = norms
+            else:
+                outcomes[item.adapter_id] = failure = _item_error(norms)
+                self._progress[item.adapter_id].fail(item, failure)
+        engine_s = (self._clock() - begin_s) / len(items)
+        results = []
+        for item in items:
+            outcome = outcomes[item.adapter_id]
+            error = None if isinstance(outcome, StepNorms) else outcome
+            metrics = self._stepped(item, outcome) if isinstance(outcome, StepNorms) else {}
+            self._end_window(item, error)
+            results.append(ItemResult(op_id=item.op_id, error=error, metrics=metrics, engine_s=engine_s))
+        return results
+
+    def _take(self, items: Sequence[OptimStepItem]) -> list[StepNorms | Exception]:
+        """Take steps that were admitted. Out of memory, none of them has been taken."""
+        try:
+            rows = self.bank.acquire([item.adapter_id for item in items])
+        except torch.OutOfMemoryError as error:
+            return [error] * len(items)
+        return adamw_steps(
+            [
+                Step(row=row, params=item.params, num_steps=self._progress[item.adapter_id].num_steps + 1)
+                for row, item in zip(rows, items, strict=True)
+            ]
+        )
 
     def _save(self, item: SaveItem) -> AdapterState:
         entry = self.bank.entry(item.adapter_id)

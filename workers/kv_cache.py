@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.attention import PackedAttention
+from workers.attention import AttendPacked
 
 QUERY_ROWS_MULTIPLE = 4
 """Queries per key-value head are padded to this multiple: with others a row's bits depend on its wave."""
@@ -79,10 +79,11 @@ class WaveCache:
 class StepAttention:
     """Implements `attention.Attend` for a pass of waves (one row per sequence) and whole prompts, in row order."""
 
-    def __init__(self, pieces: Sequence[WaveCache | PromptCache]) -> None:
+    def __init__(self, pieces: Sequence[WaveCache | PromptCache], attend_packed: AttendPacked) -> None:
+        """`attend_packed` is the base model's: a prompt attends as it does in training."""
         self._pieces = tuple(pieces)
         self._packed = {
-            length: PackedAttention([length])
+            length: attend_packed([length], [1])
             for length in {piece.length for piece in pieces if isinstance(piece, PromptCache)}
         }
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.lora import AdapterViews, LinearGroup, Saved, Segment
+from workers.lora import AdapterViews, FusedSaved, LinearGroup, Saved, Segment
 from workers.losses import RequestLoss
 
 BLOCK_VALUES = 1 << 21
@@ -85,8 +86,36 @@ class Piece:
         return self.part.start + self.stop
 
 
+def blocks_of(parts: Sequence[Part], block_rows: int) -> Iterator[list[Piece]]:
+    """Pieces of consecutive rows, as many as fit in a block; `parts` in row order."""
+    block: list[Piece] = []
+    for part in parts:
+        for start in range(0, part.stop - part.start, block_rows):
+            piece = Piece(part, start, min(start + block_rows, part.stop - part.start))
+            is_next = bool(block) and block[-1].end_row == piece.first_row
+            if block and not (is_next and piece.end_row - block[0].first_row <= block_rows):
+                yield block
+                block = []
+            block.append(piece)
+    if block:
+        yield block
+
+
+class PassLoss(Protocol):
+    """From the last hidden states of a pass to its losses and back: `ChunkedLoss` or `device_logits.DeviceLoss`."""
+
+    def run(self, hidden: Tensor, parts: Sequence[Part], *, backward: bool) -> Tensor | None:
+        """See `ChunkedLoss.run`; the parts' results may be known after `settle` only."""
+
+    def settle(self) -> None:
+        """Fill in what the parts of the last `run` do not have yet. Called when all else of the pass is on its way."""
+
+
 class ChunkedLoss:
-    """Runs the unembedding of one base model and the losses on it. Keeps two blocks of logits between passes."""
+    """Implements `PassLoss` where numbers are known when they are computed.
+
+    Runs the unembedding of one base model and the losses on it. Keeps two blocks of logits between passes.
+    """
 
     def __init__(self, unembedding: LinearGroup, vocab_size: int) -> None:
         self.unembedding = unembedding
@@ -109,27 +138,16 @@ class ChunkedLoss:
             if not part.loss.loss.is_local:
                 self._find_slopes(hidden, part)
         dhidden = torch.zeros_like(hidden) if backward else None
-        for block in self._blocks(parts):
+        for block in blocks_of(parts, self.block_rows):
             self._run_block(hidden, dhidden, block)
         return dhidden
 
-    def _blocks(self, parts: Sequence[Part]) -> Iterator[list[Piece]]:
-        """Pieces of consecutive rows, as many as fit in a block."""
-        block: list[Piece] = []
-        for part in parts:
-            for start in range(0, part.stop - part.start, self.block_rows):
-                piece = Piece(part, start, min(start + self.block_rows, part.stop - part.start))
-                is_next = bool(block) and block[-1].end_row == piece.first_row
-                if block and not (is_next and piece.end_row - block[0].first_row <= self.block_rows):
-                    yield block
-                    block = []
-                block.append(piece)
-        if block:
-            yield block
+    def settle(self) -> None:
+        """Every part has its results when `run` returns."""
 
     def _find_slopes(self, hidden: Tensor, part: Part) -> None:
         """For a loss over whole sequences: all log-probabilities first; the logits are made again afterwards."""
-        for block in self._blocks([part]):
+        for block in blocks_of([part], self.block_rows):
             self._logits_of(hidden, block)
             self._logprobs_of(block)
         terms = part.loss.sequence_terms(part.logprobs)
@@ -161,7 +179,7 @@ class ChunkedLoss:
             self.unembedding.backward(rows, saved, [dlogits], dblock)
             dhidden[first : first + num_rows] = dblock[:num_rows]
 
-    def _logits_of(self, hidden: Tensor, block: list[Piece]) -> tuple[Tensor, list[Saved]]:
+    def _logits_of(self, hidden: Tensor, block: list[Piece]) -> tuple[Tensor, list[Saved | FusedSaved]]:
         """Fill the block's logits. Returns its rows of `hidden`, padded if few, and what the backward needs."""
         first = block[0].first_row
         segments = [Segment(piece.first_row - first, piece.end_row - first, piece.part.adapter) for piece in block]

@@ -6,9 +6,10 @@ is saved once for all linears that share it, and dA and dB are added straight in
 Knows segments and views of adapters; not the bank that owns them, nor losses, tenants or models.
 
 Main invariant: what is computed for a segment depends on that segment's rows, its adapter and the number of its rows
-alone. Its gradient is added in the order of the segments of that adapter. Nothing is masked by multiplying with zero:
-0 x NaN would let one tenant's overflow reach another. Products of a few columns depend on the alignment of their
-operands, so rows are a multiple of 16 values (64 bytes) apart wherever a segment's place in the pass may vary.
+alone (where `grouped` computes many at once, to rounding). Its gradient is added in the order of the segments of that
+adapter. Nothing is masked by multiplying with zero: 0 x NaN would let one tenant's overflow reach another. Products of
+a few columns depend on the alignment of their operands, so rows are a multiple of 16 values (64 bytes) apart wherever a
+segment's place in the pass may vary.
 
 Dimensions: T rows of the packed pass, N rows of a segment, S segments of a run, D inputs, F outputs, R padded rank, G
 linears in a group.
@@ -16,13 +17,15 @@ linears in a group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from workers import blocks
 
 Kind = Literal["attn", "mlp", "unembed"]
 
@@ -144,7 +147,7 @@ class Run:
             if isinstance(rows, slice):
                 gradient[rows].add_(value)
             else:
-                gradient.index_add_(0, rows, value)
+                gradient.index_add_(0, rows, value.to(gradient.dtype))
 
     def _rows(self) -> slice | Tensor:
         """The adapters' rows of their slab: a slice if they are consecutive, else indices (S,)."""
@@ -152,7 +155,17 @@ class Run:
         if last - first == len(self.adapters):
             return slice(first, last)
         device = next(views.A.device for views in self.adapters[0].slab if views is not None)
-        return torch.tensor([adapter.slot for adapter in self.adapters], device=device)
+        return torch.tensor([adapter.slot for adapter in self.adapters]).to(device, non_blocking=True)
+
+
+class FusedRun(Protocol):
+    """Segments whose products are one kernel each; `grouped.GroupedRun`."""
+
+    def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> Tensor | None:
+        """Add the adapters' part to ys (T, F); what the backward needs, None where the group is not adapted."""
+
+    def backward(self, group: int, xa: Tensor, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None) -> None:
+        """Add to the adapters' gradients, and to dx (T, D) if given; `xa` is what `forward` gave."""
 
 
 class Routing:
@@ -161,8 +174,19 @@ class Routing:
     Segments must not overlap and must stand in row order. Those shorter than `rows_min` are computed alone, padded.
     """
 
-    def __init__(self, segments: Sequence[Segment], rows_min: int, *, can_batch: bool = True) -> None:
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        rows_min: int,
+        *,
+        can_batch: bool = True,
+        fuse: Callable[[Sequence[Segment]], Sequence[FusedRun]] | None = None,
+    ) -> None:
+        """With `fuse` all segments are computed by what it returns, and `runs` is empty."""
         self.runs: list[Run] = []
+        self.fused: Sequence[FusedRun] = () if fuse is None else fuse(segments)
+        if fuse is not None:
+            return
         end = 0
         for segment in segments:
             assert end <= segment.start < segment.stop, "segments overlap or are empty"
@@ -184,6 +208,10 @@ class CurrentPass:
         """Matmuls with fewer rows are padded to this many; below it, the bits of a row depend on the others."""
         self.can_batch = True
         """Whether segments in one batch have the bits of each alone; see the self-test."""
+        self.fuse: Callable[[Sequence[Segment]], Sequence[FusedRun]] | None = None
+        """`grouped.group_segments` where the device has such a kernel."""
+        self.block_rows: int | None = None
+        """Exact mode: products with frozen weights run over exactly so many rows at a time; see `blocks`."""
         self.num_base_matmuls = 0
         """Products of activations with frozen weights so far, forward only."""
         self.anchor = torch.zeros((), requires_grad=True)
@@ -191,7 +219,7 @@ class CurrentPass:
 
     def route(self, segments: Sequence[Segment]) -> Routing:
         """How these segments are computed."""
-        return Routing(segments, self.rows_min, can_batch=self.can_batch)
+        return Routing(segments, self.rows_min, can_batch=self.can_batch, fuse=self.fuse)
 
 
 @dataclass(slots=True, eq=False)
@@ -202,6 +230,14 @@ class Saved:
     views: GroupViews
     xa: Tensor
     """(N, G * R), or (S, N, G * R)."""
+
+
+@dataclass(slots=True, eq=False)
+class FusedSaved:
+    """What a group's backward needs of one fused run."""
+
+    run: FusedRun
+    xa: Tensor
 
 
 class LinearGroup:
@@ -247,14 +283,22 @@ class LinearGroup:
 
     def forward(
         self, x: Tensor, routing: Routing, outs: Sequence[Tensor | None] | None = None
-    ) -> tuple[list[Tensor], list[Saved]]:
+    ) -> tuple[list[Tensor], list[Saved | FusedSaved]]:
         """x (T, D) -> outputs (T, F) per linear, into `outs` if given, and what the backward needs."""
         ys = []
         outs = outs or [None] * len(self.weights)
+        block_rows = self.current.block_rows
         for weight_t, bias, out in zip(self.weights_t, self.biases, outs, strict=True):
+            if block_rows is not None:
+                ys.append(blocks.linear(x, weight_t, bias, out, block_rows))
+                continue
             ys.append(torch.mm(x, weight_t, out=out) if bias is None else torch.addmm(bias, x, weight_t, out=out))
         self.current.num_base_matmuls += len(ys)
-        saved = []
+        saved: list[Saved | FusedSaved] = []
+        for fused in routing.fused:
+            fused_xa = fused.forward(self.shape.index, x, ys)
+            if fused_xa is not None:
+                saved.append(FusedSaved(fused, fused_xa))
         for run in routing.runs:
             views = run.views(self.shape.index)
             if views is None:
@@ -274,16 +318,23 @@ class LinearGroup:
             y.copy_(longer[:num_rows])
         return xa[:num_rows]
 
-    def backward(self, x: Tensor, saved: Sequence[Saved], dys: Sequence[Tensor], dx: Tensor | None) -> None:
+    def backward(
+        self, x: Tensor, saved: Sequence[Saved | FusedSaved], dys: Sequence[Tensor], dx: Tensor | None
+    ) -> None:
         """Add dA and dB of every segment to its adapter's gradient, and write dx (T, D) if it is not None.
 
         x (T, D), dys (T, F) per linear.
         """
-        if dx is not None:
+        if dx is not None and self.current.block_rows is not None:
+            blocks.add_up(dys, self.weights, dx, self.current.block_rows)
+        elif dx is not None:
             torch.mm(dys[0], self.weights[0], out=dx)
             for dy, weight in zip(dys[1:], self.weights[1:], strict=True):
                 dx.addmm_(dy, weight)
         for part in saved:
+            if isinstance(part, FusedSaved):
+                part.run.backward(self.shape.index, part.xa, x, dys, dx)
+                continue
             run = part.run
             dx_rows = None if dx is None else run.rows(dx)
             backward = self._backward_short if run.length < self.current.rows_min else backward_segments

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -83,7 +83,7 @@ def _clipped(ratio: Tensor, inputs: Inputs, config: Config) -> Terms:
 
 
 def _clamp(ratio: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    low, high = (inputs[name] if name in inputs else ratio.new_tensor(config[name]) for name in _BOUNDS)
+    low, high = (inputs[name] if name in inputs else ratio.new_full((), config[name]) for name in _BOUNDS)
     return torch.clamp(ratio, low, high)
 
 
@@ -157,6 +157,11 @@ class RequestLoss:
     num_targets: tuple[int | None, ...]
     """Per datum its own K, or None for targets (n,)."""
     has_ignored_input: bool
+
+    def to(self, device: torch.device) -> RequestLoss:
+        """The same on a device; for its terms, for log-probabilities are cut per datum on the CPU."""
+        inputs = {name: values.to(device, non_blocking=True) for name, values in self.inputs.items()}
+        return replace(self, targets=self.targets.to(device, non_blocking=True), inputs=inputs)
 
     def terms(self, logprobs: Tensor, start: int, stop: int) -> Terms:
         """The terms of tokens `start` to `stop`, from their log-probabilities (stop - start, K). For a local loss."""

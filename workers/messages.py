@@ -195,6 +195,9 @@ class Batch:
     removals: tuple[str, ...] = ()
     """Adapter ids and version keys to forget."""
     items: tuple[Item, ...] = ()
+    expected: tuple[str, ...] = ()
+    """Adapters that the next batch is likely to need, most likely first: a hint, which a worker whose device copies
+    beside its computation follows while this batch runs. It changes no result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

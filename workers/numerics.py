@@ -25,17 +25,34 @@ BATCHED_SEGMENTS = 5
 LARGE_WEIGHT = 1 << 22
 
 
-def fingerprint(rows_min: int | None, device: torch.device, *, are_threads_alike: bool) -> str:
-    """The arithmetic of this process, as text: equal texts, equal bits."""
+def fingerprint(
+    rows_min: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_rows: int | None,
+    *,
+    are_threads_alike: bool,
+) -> str:
+    """The arithmetic of this process, as text: equal texts, equal bits.
+
+    `dtype` is the base model's; `block_rows` that of exact mode; threads are alike if fewer give the same bits.
+    """
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    return "; ".join(
-        (
-            f"torch {torch.__version__}",
-            f"{platform.machine()} {kind}",
-            f"{'up to ' if are_threads_alike else ''}{torch.get_num_threads()} threads",
-            "rows depend on their neighbours" if rows_min is None else f"rows independent from {rows_min}",
-        )
-    )
+    if block_rows is not None:
+        rows = f"exact in blocks of {block_rows} rows"
+    elif rows_min is None:
+        rows = "rows depend on their neighbours"
+    else:
+        rows = f"rows independent from {rows_min}"
+    parts = [
+        f"torch {torch.__version__}",
+        f"{platform.machine()} {kind}",
+        f"{'up to ' if are_threads_alike else ''}{torch.get_num_threads()} threads",
+        rows,
+    ]
+    if dtype != torch.float32:
+        parts.append(str(dtype).removeprefix("torch."))
+    return "; ".join(parts)
 
 
 Elementwise = tuple[int, Callable[[Tensor], Tensor]]

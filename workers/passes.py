@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.attention import PackedAttention
 from workers.bank import Bank, Row
 from workers.base_model import BaseModel
+from workers.device_logits import DeviceLoss
 from workers.layout import rank_class
-from workers.logits import ChunkedLoss, Part
+from workers.logits import ChunkedLoss, Part, PassLoss
 from workers.losses import prepare
 from workers.memory import Load, PassMemory, Recompute
 from workers.messages import ErrorCode, ItemError, PassItem
@@ -54,7 +54,8 @@ class PassRunner:
         """`free_bytes` is what this engine may still allocate, measured when it is called."""
         self.base_model = base_model
         self.bank = bank
-        self._loss = ChunkedLoss(base_model.unembedding, base_model.vocab_size)
+        make_loss = DeviceLoss if base_model.is_deferred else ChunkedLoss
+        self._loss: PassLoss = make_loss(base_model.unembedding, base_model.vocab_size)
         self._clock = clock
         self._free_bytes = free_bytes
         self._recompute = recompute
@@ -187,14 +188,15 @@ class PassRunner:
         """
         keys = [request.item.adapter_id for request in requests]
         rows = self.bank.acquire(keys)
-        packed = pack(requests, rows, self.base_model.device)
+        is_fused = self.base_model.current.fuse is not None
+        packed = pack(requests, rows, self.base_model.device, by_adapter=is_fused)
         if backward:
             for key in keys:
                 self.bank.entry(key).has_grad = True
         # A pass in which only unembeddings are adapted ends at the last hidden states.
         is_deep = backward and any(views is not None for row in rows for views in row.groups.groups[:-1])
         with torch.set_grad_enabled(is_deep):
-            attend = PackedAttention(packed.lengths)
+            attend = self.base_model.attend_packed(packed.lengths, packed.counts)
             recompute = is_deep and self._must_recompute(packed, rows, num_pending)
             hidden = self.base_model.forward(
                 packed.tokens, packed.positions, packed.segments, attend, recompute=recompute
@@ -202,6 +204,7 @@ class PassRunner:
             dhidden = self._loss.run(hidden.detach(), packed.parts, backward=backward)
             if is_deep:
                 torch.autograd.backward(hidden, dhidden)
+            self._loss.settle()
         return packed.parts
 
 

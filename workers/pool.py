@@ -107,6 +107,8 @@ class EngineSettings:
     """Whether layers run again in the backward instead of keeping what they computed."""
     memory_share: float = 1.0
     """The part of the free memory that is this worker's."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +148,10 @@ class PoolConfig:
     recompute: Literal["off", "on", "auto"] = "auto"
     """Whether layers run again in the backward instead of keeping what they computed (gradient checkpointing), which
     takes a third longer and far less memory; "auto": where a pass would not fit otherwise."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of the base models' weights and activations; adapters are fp32. "auto": bfloat16 on cuda, float32 on a CPU."""
+    exact: bool = False
+    """An adapter's bits in training depend on no neighbour, also on cuda and in bfloat16, at a cost in speed."""
     ray_address: str | None = None
     """A Ray cluster to join, `host:port`, its token in `RAY_AUTH_TOKEN` or `~/.ray/auth_token`; None: a private one on
     this machine, which ends with the pool."""
@@ -162,6 +168,8 @@ class PoolConfig:
     def __post_init__(self) -> None:
         if self.kind not in {"ray", "local"}:
             raise ValueError(f"kind is {self.kind!r}; it must be 'ray' or 'local'")
+        if self.dtype not in {"auto", "bfloat16", "float32"}:
+            raise ValueError(f"dtype is {self.dtype!r}; it must be 'auto', 'bfloat16' or 'float32'")
         names = [model.name for model in self.models]
         if not names:
             raise ValueError("a pool needs at least one model")
@@ -204,6 +212,8 @@ class PoolConfig:
                 device=self.device,
                 recompute=self.recompute,
                 memory_share=self._memory_share(),
+                dtype=self.dtype,
+                exact=self.exact,
             )
             for index, model in enumerate(models)
         }

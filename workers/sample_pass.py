@@ -75,7 +75,7 @@ class SamplePass:
             torch.from_numpy(tokens).to(device),
             torch.from_numpy(positions).to(device),
             self._segments([(part.key, len(part.tokens)) for part in parts]),
-            StepAttention([part.cache for part in parts]),
+            StepAttention([part.cache for part in parts], self._base_model.attend_packed),
         )  # (T, D)
         of_part = hidden.split([len(part.tokens) for part in parts])
         drawn = [

@@ -121,7 +121,7 @@ def are_threads_alike(base_model: BaseModel) -> bool:
     num_threads = torch.get_num_threads()
     if num_threads == 1 or base_model.device.type != "cpu" or base_model.num_params > TRIAL_PARAMS_MAX:
         return False
-    sizes = (num_threads, base_model.group_shapes, base_model.num_heads, base_model.head_dim)
+    sizes = (num_threads, base_model.dtype, base_model.group_shapes, base_model.num_heads, base_model.head_dim)
     if sizes not in _TRIED:
         several = _trial(base_model)
         torch.set_num_threads(1)
@@ -135,7 +135,8 @@ def are_threads_alike(base_model: BaseModel) -> bool:
 
 def _trial(base_model: BaseModel) -> list[Tensor]:
     """Everything that a pass and a step of some adapters compute."""
-    bank = Bank(base_model.group_shapes, len(TRIAL_LENGTHS), base_model.device)
+    num_slots = len(TRIAL_LENGTHS)
+    bank = Bank(base_model.group_shapes, num_slots, base_model.device, compute_dtype=base_model.dtype)
     passes = PassRunner(base_model, bank, time.perf_counter, lambda: free_bytes(base_model.device))
     rng = np.random.default_rng(0)
     requests = []

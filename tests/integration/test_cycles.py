@@ -55,6 +55,23 @@ async def test_at_most_one_optimizer_step_per_adapter_and_cycle(tmp_path: Path) 
     assert len({o.cycle_id for o in operations}) == 3
 
 
+async def test_a_worker_is_told_whose_passes_wait_for_the_next_cycle(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, cycle_tokens_max=8) as pool:
+        tenants = [f"t{number}" for number in range(3)]
+        adapters = {tenant: await pool.adapter(tenant) for tenant in tenants}
+        for tenant in tenants:  # so that each has a copy
+            await pool.wait(await pool.forward_backward(adapters[tenant], 1, 6, tenant=tenant), tenant=tenant)
+        pool.hold()
+        names = {tenant: await pool.forward_backward(adapters[tenant], 2, 6, tenant=tenant) for tenant in tenants}
+        await pool.release()
+        for tenant in tenants:
+            await pool.wait(names[tenant], tenant=tenant)
+        batches = pool.engines["w0"][0].batches[-3:]
+    first, second, third = (tuple(item.adapter_id for item in batch.items) for batch in batches)
+    assert {*first, *second, *third} == set(adapters.values())
+    assert [batch.expected for batch in batches] == [(), third, ()]
+
+
 async def test_many_tenants_share_one_pass(tmp_path: Path) -> None:
     async with running_pool(tmp_path, seconds_per_batch=0.03) as pool:
         tenants = [f"t{i}" for i in range(6)]

@@ -159,7 +159,7 @@ class Driver:
         """A copy of the pending gradient (P,), zeros if there is none."""
         bank = self.engine.bank
         gradient = bank.read(key).grad
-        return torch.zeros(bank.entry(key).layout.num_values) if gradient is None else gradient.clone()
+        return torch.zeros(bank.entry(key).layout.num_values) if gradient is None else gradient.to("cpu", copy=True)
 
     def gradients(self, key: str) -> dict[str, torch.Tensor]:
         """The pending gradient by matrix, unpadded."""
@@ -171,7 +171,7 @@ class Driver:
         entry = self.engine.bank.entry(key)
         host = self.engine.bank.read(key)
         assert host.weights is not None
-        return {name: m.clone() for name, m in entry.layout.matrices(host.weights, entry.spec.rank)}
+        return {name: m.to("cpu", copy=True) for name, m in entry.layout.matrices(host.weights, entry.spec.rank)}
 
 
 def training_items(driver: Driver, tenant: Tenant) -> list[PassItem]:

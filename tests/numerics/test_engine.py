@@ -371,7 +371,7 @@ def test_model_that_the_fused_pass_would_get_wrong_is_refused(tmp_path: Path, mo
     with pytest.raises(UnsupportedModelError, match="soft-capping"):
         BaseModel(directory)
     (directory / "config.json").write_text(config)
-    monkeypatch.setattr("workers.base_model.PackedAttention._mask", lambda *_: None)
+    monkeypatch.setattr("workers.attention.PackedAttention._mask", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="other log-probabilities"):
         BaseModel(directory)
 

@@ -46,9 +46,9 @@ def fill(bank: Bank, key: str, seed: int) -> HostRow:
 
 def copy_of(bank: Bank, key: str) -> HostRow:
     host = bank.read(key)
-    return HostRow(
-        *(None if v is None else v.clone() for v in (host.weights, host.exp_avg, host.exp_avg_sq, host.grad))
-    )
+    names = ("weights", "exp_avg", "exp_avg_sq", "grad")
+    vectors = {name: getattr(host, name) for name in names}
+    return HostRow(**{name: None if vector is None else vector.clone() for name, vector in vectors.items()})
 
 
 def assert_same(actual: HostRow, expected: HostRow) -> None:

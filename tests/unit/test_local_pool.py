@@ -147,6 +147,14 @@ def test_workers_of_one_machine_share_its_memory_and_those_of_a_gpu_share_that()
     assert shares(device="cuda", num_gpus=2) == {1.0}
 
 
+def test_workers_are_told_the_dtype_and_whether_to_be_exact() -> None:
+    models = (PoolModel(name="toy", path="toy"),)
+    plain = PoolConfig(models=models).engines()["w0"]
+    chosen = PoolConfig(models=models, dtype="bfloat16", exact=True).engines()["w0"]
+    assert (plain.dtype, plain.exact) == ("auto", False)
+    assert (chosen.dtype, chosen.exact) == ("bfloat16", True)
+
+
 def test_token_is_shown_to_a_cluster_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("RAY_AUTH_TOKEN")
@@ -169,6 +177,7 @@ def test_token_is_shown_to_a_cluster_if_there_is_one(tmp_path: Path, monkeypatch
         ({"recompute": "maybe"}, "recompute is 'maybe'"),
         ({"num_gpus": float("nan")}, "num_gpus is nan"),
         ({"device": "cuda"}, "workers on cuda need num_gpus"),
+        ({"dtype": "float16"}, "dtype is 'float16'"),
         ({"num_gpus": 0.5}, "others need 0"),
         ({"start_timeout_s": 0}, "start_timeout_s is 0"),
         ({"ray_address": "here", "ray_temp_dir": "/tmp/x"}, "private Ray"),

@@ -1,0 +1,43 @@
+"""Miniature models whose widths suit the kernels of a GPU; without one all is skipped. See `make test-gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from build_mini_model import build_mini_model
+from tests.numerics.harness import ARCHITECTURES
+
+
+def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(scope="session")
+def even_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model directory per architecture, all widths multiples of 8."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: build_mini_model(root / name, name, seed=number, vocab_size=264)
+        for number, name in enumerate(ARCHITECTURES)
+    }
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def even_model(request: pytest.FixtureRequest, even_models: dict[str, Path]) -> Path:
+    """Each architecture in turn."""
+    return even_models[request.param]
+
+
+@pytest.fixture
+def even_qwen3(even_models: dict[str, Path]) -> Path:
+    """For what does not depend on the architecture."""
+    return even_models["qwen3"]

@@ -1,0 +1,138 @@
+"""The kernels that only a GPU has, against slow ways to the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from workers.attention import Attend
+from workers.blocks import BLOCK_ROWS, are_rows_alike
+from workers.device_attention import FlashKernel, SdpaAttention, VarlenAttention
+from workers.grouped import MAJOR_CAPABILITIES, GroupedRun, group_segments
+from workers.lora import AdapterViews, GroupViews, Segment
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [5, 130, 130, 1, 333, 64]
+NUM_ROWS = 672
+"""With nine rows of padding."""
+BF16 = 2.0**-7
+"""Relative to the largest value: two roundings to 8 bits."""
+
+
+def close(actual: Tensor, expected: Tensor) -> bool:
+    expected = expected.float()
+    return float((actual.float() - expected).abs().max()) <= BF16 * float(expected.abs().max())
+
+
+def run(
+    attend: Attend, dtype: torch.dtype, window: int | None, num_heads: tuple[int, int], head_dim: int
+) -> list[Tensor]:
+    """Output of the rows of sequences (T, H, E) and gradients of queries, keys and values (heads, T, E)."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(1, NUM_ROWS, heads, head_dim, generator=generator)
+        .to("cuda", dtype)
+        .transpose(1, 2)
+        .requires_grad_()
+        for heads in (num_heads[0], num_heads[1], num_heads[1])
+    )
+    out = attend(0, query, key, value, scaling=head_dim**-0.5, sliding_window=window)
+    assert out.isfinite().all()
+    total = sum(LENGTHS)
+    weights = torch.randn(out.shape, generator=generator).to("cuda", dtype)
+    weights[:, total:] = 0
+    gradients = torch.autograd.grad((out * weights).sum(), (query, key, value))
+    return [out[0, :total], *(gradient[0, :, :total] for gradient in gradients)]
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("num_heads", "head_dim"), [((4, 4), 64), ((8, 2), 128), ((4, 1), 256)])
+@pytest.mark.parametrize("counts", [None, [2, 1, 3]])
+def test_flash_attention_is_that_of_each_sequence(
+    window: int | None, num_heads: tuple[int, int], head_dim: int, counts: list[int] | None
+) -> None:
+    expected = run(SdpaAttention(LENGTHS), torch.float32, window, num_heads, head_dim)
+    kernel = FlashKernel(is_deterministic=counts is not None)
+    actual = run(VarlenAttention(kernel, LENGTHS, counts), torch.bfloat16, window, num_heads, head_dim)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert close(mine, theirs)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_deterministic_flash_attention_by_request_has_the_bits_of_the_request_alone(head_dim: int) -> None:
+    kernel = FlashKernel(is_deterministic=True)
+    generator = torch.Generator().manual_seed(2)
+    tensors = [
+        torch.randn(1, sum(LENGTHS), heads, head_dim, generator=generator).to("cuda", torch.bfloat16).transpose(1, 2)
+        for heads in (8, 2, 2, 8)
+    ]
+
+    def outputs(start: int, stop: int, lengths: list[int], counts: list[int]) -> list[Tensor]:
+        query, key, value = (tensor[:, :, start:stop].detach().requires_grad_() for tensor in tensors[:3])
+        attend = VarlenAttention(kernel, lengths, counts)
+        out = attend(0, query, key, value, scaling=0.1, sliding_window=None)
+        dout = tensors[3][:, :, start:stop].transpose(1, 2)
+        gradients = torch.autograd.grad(out, (query, key, value), dout)
+        return [out[0], *(gradient[0].transpose(0, 1) for gradient in gradients)]
+
+    together = outputs(0, sum(LENGTHS), LENGTHS, [2, 1, 3])
+    start = 0
+    for lengths in (LENGTHS[:2], LENGTHS[2:3], LENGTHS[3:]):
+        stop = start + sum(lengths)
+        alone = outputs(start, stop, lengths, [len(lengths)])
+        for whole, own in zip(together, alone, strict=True):
+            assert torch.equal(whole[start:stop], own)
+        start = stop
+
+
+@pytest.mark.parametrize("slots", [(0, 1, 2), (1, 4, 5)])
+def test_grouped_matmul_is_each_adapters_own_products(slots: tuple[int, ...]) -> None:
+    if torch.cuda.get_device_capability()[0] not in MAJOR_CAPABILITIES:
+        pytest.skip("this GPU has no grouped matmul in one kernel")
+    d_in, d_outs, rank, num_rows = 256, (512, 128), 16, 6
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to("cuda", torch.bfloat16)
+
+    A = draw(num_rows, len(d_outs) * rank, d_in)
+    Bs = tuple(draw(num_rows, rank, d_out) for d_out in d_outs)
+    A_grad, B_grads = torch.zeros(A.shape, device="cuda"), tuple(torch.zeros(B.shape, device="cuda") for B in Bs)
+    slab = [GroupViews(A=A, Bs=Bs, A_grad=A_grad, B_grads=B_grads)]
+    ends = [0, 37, 38, 200]
+    segments = [
+        Segment(start, stop, AdapterViews(slab, (), slot, 2.0))
+        for start, stop, slot in zip(ends[:-1], ends[1:], slots, strict=True)
+    ]
+    x, dys, dx = draw(210, d_in), [draw(210, d_out) for d_out in d_outs], draw(210, d_in)
+    ys = [torch.zeros(210, d_out, device="cuda", dtype=torch.bfloat16) for d_out in d_outs]
+    before = dx.clone()
+    (grouped,) = group_segments(segments)
+    assert isinstance(grouped, GroupedRun)
+    xa = grouped.forward(0, x, ys)
+    assert xa is not None
+    grouped.backward(0, xa, x, dys, dx)
+    for segment in segments:
+        rows, slot = slice(segment.start, segment.stop), segment.adapter.slot
+        total = before[rows].float()
+        for index, (y, dy, B) in enumerate(zip(ys, dys, Bs, strict=True)):
+            own_A, own_B = A[slot, index * rank : (index + 1) * rank].float(), B[slot].float()
+            own_xa, own_dxa = x[rows].float() @ own_A.t(), dy[rows].float() @ own_B.t()
+            assert close(y[rows], 2 * own_xa @ own_B)
+            assert close(B_grads[index][slot], 2 * own_xa.t() @ dy[rows].float())
+            assert close(A_grad[slot, index * rank : (index + 1) * rank], 2 * own_dxa.t() @ x[rows].float())
+            total = total + 2 * own_dxa @ own_A
+        assert close(dx[rows], total)
+    for y in ys:
+        assert not y[200:].any()
+    assert torch.equal(dx[200:], before[200:])
+    for slot in set(range(num_rows)) - set(slots):
+        assert not any(gradient[slot].any() for gradient in (A_grad, *B_grads))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_a_block_are_treated_alike(dtype: torch.dtype) -> None:
+    weights = [torch.randn(shape, device="cuda", dtype=dtype) for shape in ((1024, 1024), (3072, 1024), (4096, 12288))]
+    assert are_rows_alike(weights, BLOCK_ROWS)

@@ -1,0 +1,51 @@
+"""Sampling on a GPU, from the bank that trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.numerics.harness import make_spec
+from workers.engine import EngineConfig, TrainingEngine
+from workers.messages import SampleRequest, SampleResult, SamplerVersion, SamplingParams
+from workers.sampler import Sampler
+
+pytestmark = pytest.mark.gpu
+
+
+def sample(model: Path, **config: Any) -> SampleResult:
+    engine = TrainingEngine(EngineConfig(model=str(model), **config), make_sampler=Sampler)
+    spec = make_spec("a")
+    engine.bank.add("version", spec, is_trained=False)
+    request = SampleRequest(
+        op_id="s",
+        version=SamplerVersion(key="version", spec=spec, state=None),
+        prompt=np.arange(40, 70, dtype=np.int32),
+        num_samples=3,
+        params=SamplingParams(max_tokens=12, temperature=0.0, seed=1),
+        prompt_logprobs=True,
+    )
+    engine.start_sample(request)
+    results: list[SampleResult] = []
+    while engine.can_decode():
+        results += [event for event in engine.decode_step() if isinstance(event, SampleResult)]
+    (result,) = results
+    assert result.error is None
+    return result
+
+
+def test_greedy_samples_in_fp32_are_those_of_the_cpu(even_model: Path) -> None:
+    expected, actual = sample(even_model), sample(even_model, device="cuda", dtype="float32")
+    for mine, theirs in zip(actual.sequences, expected.sequences, strict=True):
+        assert mine.tokens.tolist() == theirs.tokens.tolist()
+        np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-3)
+
+
+def test_prompt_log_probabilities_in_bf16_are_those_of_the_cpu_to_rounding(even_model: Path) -> None:
+    expected, actual = sample(even_model).prompt_logprobs, sample(even_model, device="cuda").prompt_logprobs
+    assert expected is not None
+    assert actual is not None
+    np.testing.assert_allclose(actual[1:], expected[1:], atol=0.1)

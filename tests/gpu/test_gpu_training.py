@@ -1,0 +1,149 @@
+"""Training on a GPU: a CPU's fp32 numbers, to rounding; in exact mode no neighbour changes a bit."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics.agreement import distance, observe
+from tests.numerics.harness import Driver, Tenant, make_data, make_spec
+from tests.numerics.test_bf16 import GRADIENTS, LOGPROBS, SMOOTH
+from tests.numerics.test_isolation import TENANTS, assert_same, train
+from workers.grouped import can_group
+from workers.messages import AdamParams, ErrorCode
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(model: Path, **config: Any) -> Driver:
+    return Driver(model, **{"device": "cuda", **config})
+
+
+def test_fp32_on_the_gpu_is_fp32_on_the_cpu(even_model: Path) -> None:
+    apart = distance(observe(on_gpu(even_model, dtype="float32"), TENANTS), observe(Driver(even_model), TENANTS))
+    assert apart.logprobs < 1e-4
+    assert apart.gradients < 1e-3
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_bf16_on_the_gpu_is_fp32_on_the_cpu_to_rounding(even_model: Path, exact: bool) -> None:
+    apart = distance(observe(on_gpu(even_model, exact=exact), SMOOTH), observe(Driver(even_model), SMOOTH))
+    assert 0 < apart.logprobs < LOGPROBS
+    assert 0 < apart.gradients < GRADIENTS
+
+
+def test_bf16_is_what_a_gpu_gets_unless_told_otherwise(even_qwen3: Path) -> None:
+    base_model = on_gpu(even_qwen3).engine.base_model
+    assert base_model.dtype == torch.bfloat16
+    assert (base_model.current.fuse is not None) == can_group(
+        torch.device("cuda"), torch.bfloat16, base_model.group_shapes
+    )
+    assert on_gpu(even_qwen3, exact=True).engine.base_model.current.fuse is None
+
+
+def test_grouped_matmul_agrees_with_one_product_per_segment(even_model: Path) -> None:
+    grouped, one_by_one = on_gpu(even_model), on_gpu(even_model)
+    if grouped.engine.base_model.current.fuse is None:
+        pytest.skip("this GPU has no grouped matmul in one kernel")
+    one_by_one.engine.base_model.current.fuse = None
+    expected = observe(Driver(even_model), SMOOTH)
+    together, apart = (distance(observe(driver, SMOOTH), expected) for driver in (grouped, one_by_one))
+    assert together.gradients < 2 * apart.gradients
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tenant_in_company_has_the_bits_of_alone_in_exact_mode(even_model: Path, dtype: str) -> None:
+    config = {"dtype": dtype, "exact": True}
+    for tenant in TENANTS:
+        alone = train(on_gpu(even_model, **config), [tenant], num_steps=2)
+        for company in (TENANTS, TENANTS[::-1]):
+            together = train(on_gpu(even_model, **config), company, num_steps=2)
+            assert_same({tenant.key: together[tenant.key]}, alone)
+
+
+def test_exact_mode_gives_the_same_bits_again(even_qwen3: Path) -> None:
+    first, second = (train(on_gpu(even_qwen3, exact=True), TENANTS, num_steps=2) for _ in range(2))
+    assert_same(first, second)
+
+
+def test_training_lowers_the_loss_as_on_the_cpu(even_qwen3: Path) -> None:
+    data = make_data("cross_entropy", [40, 30])
+    for datum in data:
+        datum.loss_inputs["weights"][:] = 1.0
+
+    def losses(driver: Driver) -> list[float]:
+        driver.install(make_spec("a"))
+        sums = []
+        for _ in range(8):
+            result, _ = driver.train(driver.backward("a", data), driver.step("a", AdamParams(learning_rate=3e-3)))
+            sums.append(result.metrics["loss:sum"])
+        return sums
+
+    expected, actual = losses(Driver(even_qwen3)), losses(on_gpu(even_qwen3))
+    assert actual[-1] < 0.9 * actual[0]
+    assert actual == pytest.approx(expected, rel=0.02)
+
+
+def test_tenant_whose_numbers_overflow_fails_alone(even_qwen3: Path) -> None:
+    sound = [Tenant(spec=make_spec(name), passes=[make_data("cross_entropy", [24], ord(name))]) for name in "ac"]
+    driver = on_gpu(even_qwen3)
+    driver.install(make_spec("b"), *(tenant.spec for tenant in sound))
+    (row,) = driver.engine.bank.acquire(["b"])
+    row.weights.fill_(float("nan"))
+    row.refresh()
+    items = {key: driver.backward(key, make_data("cross_entropy", [24], ord(key))) for key in "abc"}
+    results = dict(zip(items, driver.run(*items.values()), strict=True))
+    assert results["b"].error is not None
+    assert results["b"].error.code == ErrorCode.NON_FINITE
+    for key in "ac":
+        assert results[key].error is None
+        assert driver.gradient(key).isfinite().all()
+        assert driver.gradient(key).any()
+
+
+def test_state_moves_between_gpu_and_cpu_without_changing_a_bit(even_qwen3: Path) -> None:
+    gpu, cpu = on_gpu(even_qwen3), Driver(even_qwen3)
+    gpu.install(make_spec("a"))
+    gpu.train(gpu.backward("a", make_data("cross_entropy", [20])), gpu.step("a"))
+    state = gpu.state("a")
+    cpu.install(make_spec("a"), state=state)
+    assert cpu.state("a").weights == state.weights
+    assert cpu.state("a").optimizer == state.optimizer
+
+
+@pytest.mark.parametrize("loss_fn", ["cross_entropy", "ppo"])
+def test_waits_for_the_device_do_not_grow_with_requests(even_qwen3: Path, loss_fn: str) -> None:
+    def num_waits(num_tenants: int) -> int:
+        driver = on_gpu(even_qwen3)
+        keys = [f"t{number}" for number in range(num_tenants)]
+        driver.install(*(make_spec(key) for key in keys))
+        counts = []
+        for _ in range(2):  # the first makes what later ones find made
+            passes = [driver.backward(key, make_data(loss_fn, [20, 30]), loss_fn) for key in keys]
+            steps = [driver.step(key) for key in keys]
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                with warnings.catch_warnings(record=True) as seen:
+                    warnings.simplefilter("always")
+                    driver.train(*passes, *steps)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            counts.append(sum("synchronizing CUDA operation" in str(warning.message) for warning in seen))
+        return counts[-1]
+
+    assert 0 < num_waits(1) == num_waits(6) <= 10
+
+
+def test_a_pass_gives_back_the_memory_it_took(even_qwen3: Path) -> None:
+    driver = on_gpu(even_qwen3)
+    driver.install(make_spec("a"))
+    data = make_data("cross_entropy", [100] * 4)
+    driver.train(driver.backward("a", data), driver.step("a"))
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        driver.train(driver.backward("a", data), driver.step("a"))
+    assert torch.cuda.memory_allocated() <= before + (1 << 16)
