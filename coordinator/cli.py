@@ -98,8 +98,9 @@ def _serve_or_up(
     ] = "ray",
     num_workers: Annotated[int, typer.Option("--workers", min=1, help="Workers of each base model.")] = 1,
     num_slots: Annotated[
-        int, typer.Option("--slots", min=1, help="Adapters in each worker's bank at once; more wait in its memory.")
-    ] = 16,
+        int,
+        typer.Option("--slots", min=0, help="Adapters in each worker's bank at once; 0: 64 on a CPU, 16 on a GPU."),
+    ] = 0,
     num_threads: Annotated[
         int, typer.Option("--threads", min=0, help="Threads of each worker; 0: the cores, shared out.")
     ] = 0,

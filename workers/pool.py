@@ -10,6 +10,7 @@ import importlib
 import os
 import secrets
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,9 @@ class Pool(Protocol):
 
 
 ENGINE = "workers.build:engine_factory"
+SLOTS = defaultdict(lambda: 16, cpu=64)
+"""Slots of a bank, by the kind of device. A CPU's slots are host memory, where what is evicted would go as well; and a
+cycle with more adapters than slots moves all of them in and out."""
 SPIN_COUNT = 10_000
 """How long an idle OpenMP thread spins before it sleeps. Unbounded spinning is several times slower on busy cores, none
 at all twice as slow on quiet ones."""
@@ -135,8 +139,9 @@ class PoolConfig:
     models: tuple[PoolModel, ...]
     kind: Literal["ray", "local"] = "ray"
     """"ray": every worker is a process, an actor of Ray. "local": all of them are threads of this process."""
-    num_slots: int = 16
-    """Adapters and sampler versions in the bank of each worker at once; more wait in its host memory."""
+    num_slots: int = 0
+    """Adapters and sampler versions in the bank of each worker at once; more wait in its host memory. 0: as many as
+    `SLOTS` has for the kind of device."""
     num_threads: int = 0
     """Threads of each worker; 0: this machine's cores divided by the workers, or `num_cpus` on a cluster."""
     num_cpus: float = 1.0
@@ -175,11 +180,9 @@ class PoolConfig:
             raise ValueError("a pool needs at least one model")
         if len(set(names)) < len(names):
             raise ValueError(f"each model needs a name of its own, got {', '.join(names)}")
-        if self.num_slots < 1:
-            raise ValueError(f"num_slots is {self.num_slots}; it must be at least 1")
         if self.recompute not in {"off", "on", "auto"}:
             raise ValueError(f"recompute is {self.recompute!r}; it must be 'off', 'on' or 'auto'")
-        for name in ("num_threads", "num_cpus", "num_gpus"):
+        for name in ("num_slots", "num_threads", "num_cpus", "num_gpus"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if self.kind == "ray" and self.device.startswith("cuda") != (self.num_gpus > 0):
@@ -207,7 +210,7 @@ class PoolConfig:
             f"w{index}": EngineSettings(
                 model_name=model.name,
                 model_path=model.path,
-                num_slots=self.num_slots,
+                num_slots=self.num_slots or SLOTS[self.device.partition(":")[0]],
                 num_threads=self._threads(),
                 device=self.device,
                 recompute=self.recompute,
@@ -291,4 +294,5 @@ def make_pool(config: PoolConfig) -> Pool:
         _add_to_environment(thread_environment(threads))
 
     factories = {worker_id: engine_factory(config.engine, settings) for worker_id, settings in engines.items()}
-    return LocalPool(factories, num_slots=config.num_slots, device=config.device)
+    num_slots = next(settings.num_slots for settings in engines.values())
+    return LocalPool(factories, num_slots=num_slots, device=config.device)

@@ -147,6 +147,13 @@ def test_workers_of_one_machine_share_its_memory_and_those_of_a_gpu_share_that()
     assert shares(device="cuda", num_gpus=2) == {1.0}
 
 
+def test_a_bank_has_more_slots_where_they_cost_no_device_memory() -> None:
+    models = (PoolModel(name="toy", path="toy"),)
+    devices: dict[str, dict[str, Any]] = {"cpu": {}, "cuda": {"num_gpus": 1}}
+    slots = {device: PoolConfig(models=models, device=device, **more) for device, more in devices.items()}
+    assert {device: config.engines()["w0"].num_slots for device, config in slots.items()} == {"cpu": 64, "cuda": 16}
+
+
 def test_workers_are_told_the_dtype_and_whether_to_be_exact() -> None:
     models = (PoolModel(name="toy", path="toy"),)
     plain = PoolConfig(models=models).engines()["w0"]
@@ -172,7 +179,7 @@ def test_token_is_shown_to_a_cluster_if_there_is_one(tmp_path: Path, monkeypatch
         ({"models": ()}, "at least one model"),
         ({"kind": "kubernetes"}, "kind is"),
         ({"models": (PoolModel(name="a", path="x"), PoolModel(name="a", path="y"))}, "a name of its own"),
-        ({"num_slots": 0}, "num_slots is 0"),
+        ({"num_slots": -1}, "num_slots is -1"),
         ({"num_threads": -1}, "num_threads is -1"),
         ({"recompute": "maybe"}, "recompute is 'maybe'"),
         ({"num_gpus": float("nan")}, "num_gpus is nan"),
