@@ -102,8 +102,14 @@ class UseCases:
 
 def check_index(request: CreateAdapterRequest | CreateSamplerRequest) -> None:
     """Refuse a number in a session that no name can hold."""
-    if request.HasField("index") and not 0 <= request.index <= INDEX_MAX:
-        raise invalid(f"index must be 0 to {INDEX_MAX}, not {request.index}")
+    if request.HasField("index"):
+        check_number("index", request.index)
+
+
+def check_number(name: str, index: int) -> None:
+    """The same, of a field with that name."""
+    if not 0 <= index <= INDEX_MAX:
+        raise invalid(f"{name} must be 0 to {INDEX_MAX}, not {index}")
 
 
 def request_id_taken() -> ServiceError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from google.protobuf.message import Message
 
 from coordinator.admission import Draft
@@ -10,7 +12,7 @@ from coordinator.bodies import PassRequest, canonical_adam, canonical_pass, chec
 from coordinator.errors import Code, ServiceError, invalid
 from coordinator.operations import Chunk, Kind, Operation, cut_chunks
 from coordinator.queue import AdapterQueue
-from coordinator.service.base import UseCases
+from coordinator.service.base import UseCases, check_number
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints_pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -21,6 +23,7 @@ Built = tuple[bytes, tuple[Chunk, ...]]
 TTL_SECONDS_MAX = 100 * 365 * 86_400
 """A hundred years: the moment that it ends must fit into a timestamp, which the year 9999 ends."""
 SaveRequest = checkpoints_pb.SaveStateRequest | checkpoints_pb.SaveWeightsForSamplerRequest
+PlacedRequest = PassRequest | pb.OptimStepRequest | pb.LoadStateRequest | SaveRequest
 
 
 class TrainingUseCases(UseCases):
@@ -94,6 +97,19 @@ class TrainingUseCases(UseCases):
         [operation] = await self._submit(adapter, request.seq, request.request_id, draft)
         return checkpoints_pb.SaveWeightsForSamplerResponse(operation=operation)
 
+    async def refuse(self, principal: Principal, kind: Kind, request: PlacedRequest, error: ServiceError) -> NoReturn:
+        """Record at its place that a door could not make a request of what came; `request` has what it could read.
+
+        Raises `error`, which then names the failed operation, or why nothing can have that place.
+        """
+        adapter, _ = self._served(principal, request.adapter_id)
+
+        def build() -> Built:
+            raise error
+
+        await self._submit(adapter, request.seq, "", Draft(kind, request, build))
+        raise AssertionError("what cannot be built was taken in")
+
     async def _submit(self, adapter: AdapterQueue, seq: int, request_id: str, *drafts: Draft) -> list[ops_pb.Operation]:
         operations: list[Operation] = await self._core.uninterrupted(
             self._core.admission.to_adapter(adapter, seq, request_id, drafts, lambda: self._core.touch(adapter))
@@ -138,6 +154,10 @@ class TrainingUseCases(UseCases):
                     f"ttl_seconds must be at most {TTL_SECONDS_MAX} (100 years), not {request.ttl_seconds}: 0 keeps it "
                     "for good"
                 )
+            if isinstance(request, checkpoints_pb.SaveWeightsForSamplerRequest) and request.HasField("sampler_index"):
+                check_number("sampler_index", request.sampler_index)
+                if request.name:
+                    raise invalid("sampler_index is for a sampler without a name: leave one of the two out")
             if request.ttl_seconds and not request.name:
                 raise invalid(
                     "ttl_seconds is for a checkpoint with a name; a sampler without one ends with its session"

@@ -93,16 +93,16 @@ async def test_an_ended_session_is_not_added_again_and_a_live_one_with_its_numbe
     for session_id in ("ended", "live"):
         table.add(session_id)
     assert table.get("ended") is None
-    assert table.take_sampler_index("live") == 5
+    assert table.take_sampler_index("live", "op") == 5
 
 
 async def test_adding_a_session_again_changes_nothing(store: Store) -> None:
     await add_row(store, "s")
     table = SessionTable(store, Clock())
     table.add("s")
-    assert table.take_sampler_index("s") == 0
+    assert table.take_sampler_index("s", "op") == 0
     table.add("s")
-    assert table.take_sampler_index("s") == 1
+    assert table.take_sampler_index("s", "op") == 1
 
 
 async def test_downtime_ages_no_session_and_its_numbering_goes_on(store: Store) -> None:
@@ -116,11 +116,11 @@ async def test_downtime_ages_no_session_and_its_numbering_goes_on(store: Store) 
     table.load()
     assert table.expired(1) == []
     assert table.get("ended") is None
-    assert [table.take_sampler_index("live") for _ in range(2)] == [12, 13]
+    assert [table.take_sampler_index("live", f"op{i}") for i in range(2)] == [12, 13]
 
 
 async def test_an_ended_session_gets_no_more_samplers(store: Store) -> None:
     table = SessionTable(store, Clock())
     with pytest.raises(ServiceError) as raised:
-        table.take_sampler_index("gone")
+        table.take_sampler_index("gone", "op")
     assert raised.value.reason == "SESSION_ENDED"

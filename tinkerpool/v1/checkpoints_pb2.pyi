@@ -261,6 +261,7 @@ class SaveWeightsForSamplerRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     USER_METADATA_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    SAMPLER_INDEX_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.str
     """The adapter."""
     seq: _builtins.int
@@ -271,6 +272,10 @@ class SaveWeightsForSamplerRequest(_message.Message):
     """As in SaveState; empty: a sampler without a checkpoint."""
     ttl_seconds: _builtins.int
     """Delete the checkpoint this many seconds after it was saved, at most 100 years; 0 keeps it. Only with a name."""
+    sampler_index: _builtins.int
+    """The sampler's number in its session, from 0; unset: the next free one. Only without a name. The operation fails with
+    ALREADY_EXISTS if another sampler has that number.
+    """
     @_builtins.property
     def user_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Anything that helps its owner, at most 16 kB."""
@@ -284,12 +289,15 @@ class SaveWeightsForSamplerRequest(_message.Message):
         name: _builtins.str = ...,
         user_metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         ttl_seconds: _builtins.int = ...,
+        sampler_index: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_sampler_index", b"_sampler_index", "sampler_index", b"sampler_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "name", b"name", "request_id", b"request_id", "seq", b"seq", "ttl_seconds", b"ttl_seconds", "user_metadata", b"user_metadata"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sampler_index", b"_sampler_index", "adapter_id", b"adapter_id", "name", b"name", "request_id", b"request_id", "sampler_index", b"sampler_index", "seq", b"seq", "ttl_seconds", b"ttl_seconds", "user_metadata", b"user_metadata"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__sampler_index: _TypeAlias = _typing.Literal["sampler_index"]  # noqa: Y015
+    _WhichOneofArgType__sampler_index: _TypeAlias = _typing.Literal["_sampler_index", b"_sampler_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sampler_index) -> _WhichOneofReturnType__sampler_index | None: ...
 
 Global___SaveWeightsForSamplerRequest: _TypeAlias = SaveWeightsForSamplerRequest  # noqa: Y015
 
