@@ -4,6 +4,6 @@ Every request becomes one of the contract's, every answer comes from one; what h
 So both doors see the same runs, errors, order and log. Only the modules here know HTTP, JSON and that protocol.
 """
 
-from coordinator.http_gateway.door import HttpConfig, HttpDoor
+from coordinator.http_gateway.door import HttpConfig, HttpDoor, HttpDoorError
 
-__all__ = ["HttpConfig", "HttpDoor"]
+__all__ = ["HttpConfig", "HttpDoor", "HttpDoorError"]

@@ -46,7 +46,9 @@ class HttpConfig:
     tls_client_ca: Path | None = None
     """Authorities in PEM that must have signed every client's certificate; None: clients need none."""
     is_remote: bool = False
-    """Clients may be on other machines."""
+    """Clients may be on other machines: the address is not loopback. Needs TLS or `allow_plaintext`."""
+    allow_plaintext: bool = False
+    """Serve other machines without TLS: keys and data can be read on the way."""
     message_bytes_max: int = 64 << 20
     """Largest request, packed and unpacked."""
     poll_s: float = 30.0
@@ -55,6 +57,10 @@ class HttpConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"the HTTP port must be 0 (any free one) to 65535, got {self.port}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("TLS needs both a certificate and its key")
+        if self.is_remote and not (self.is_tls or self.allow_plaintext):
+            raise ValueError(f"{self.host} can be reached from other machines: give a certificate, or allow plaintext")
         for name in ("message_bytes_max", "poll_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
