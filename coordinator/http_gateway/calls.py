@@ -16,6 +16,8 @@ from coordinator.errors import Code, ServiceError, invalid
 from coordinator.service import Service
 
 _PIECE_BYTES = 1 << 20
+_WINDOW_BYTES = 8 << 20
+"""How far back a packed body may refer, whatever the limit."""
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -100,7 +102,9 @@ def api_key(request: Request) -> str:
 def _unpacked(packed: bytes, limit: int) -> bytes:
     pieces = bytearray()
     try:
-        with zstandard.ZstdDecompressor(max_window_size=max(limit, 1 << 10)).stream_reader(packed) as reader:
+        if zstandard.frame_content_size(packed) > limit:
+            raise _too_large(limit)
+        with zstandard.ZstdDecompressor(max_window_size=max(limit, _WINDOW_BYTES)).stream_reader(packed) as reader:
             while piece := reader.read(_PIECE_BYTES):
                 pieces += piece
                 if len(pieces) > limit:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 class RestartablePool:
     """Lives on a thread of its own. Comes back at the same ports and on the same data."""
 
-    def __init__(self, data_dir: Path, poll_s: float = 30.0, **options: Any) -> None:
+    def __init__(self, data_dir: Path, poll_s: float = 30.0, message_bytes_max: int = 64 << 20, **options: Any) -> None:
         self._data_dir = data_dir
         self._options = options
         self._loop = asyncio.new_event_loop()
@@ -27,7 +27,7 @@ class RestartablePool:
         self._thread.start()
         self._parts = AsyncExitStack()
         self._keys: dict[str, str] = {}
-        self._poll_s = poll_s
+        self._http: dict[str, Any] = {"poll_s": poll_s, "message_bytes_max": message_bytes_max}
         self._port = 0
         self._http_port = 0
         self.pool: ToyPool
@@ -75,7 +75,7 @@ class RestartablePool:
         await door.start(coordinator.service, coordinator.authenticator.authenticate, coordinator.health)
         self._parts.push_async_callback(door.stop, 0)
         self._port = door.port
-        http_door = HttpDoor(HttpConfig(port=self._http_port, poll_s=self._poll_s))
+        http_door = HttpDoor(HttpConfig(port=self._http_port, **self._http))
         http_door.bind()
         await http_door.start(
             coordinator.service,
@@ -89,7 +89,7 @@ class RestartablePool:
 
 @contextmanager
 def restartable_pool(data_dir: Path, **options: Any) -> Iterator[RestartablePool]:
-    """A running one; `options` are those of `running_pool`, and `poll_s` of the HTTP door."""
+    """A running one; `options` are those of `running_pool`, and settings of the HTTP door."""
     pool = RestartablePool(data_dir, **options)
     pool.start()
     try:
