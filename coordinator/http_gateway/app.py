@@ -13,13 +13,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from coordinator.errors import Code, ServiceError
-from coordinator.http_gateway import futures, models, sampling, sessions, training
+from coordinator.http_gateway import checkpoints, futures, models, runs, sampling, sessions, training
 from coordinator.http_gateway.calls import Call, Surroundings, api_key
 from coordinator.http_gateway.errors import error_response
 
 PREFIX = "/api/v1"
 Handler = Callable[[Call], Awaitable[Response]]
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+
+_CHECKPOINT = "/training_runs/{run}/checkpoints/{checkpoint:path}"
 
 HANDLERS: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/client/config", sessions.client_config),
@@ -36,17 +38,32 @@ HANDLERS: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/optim_step", training.optim_step),
     ("POST", "/save_weights", training.save_weights),
     ("POST", "/save_weights_for_sampler", training.save_weights_for_sampler),
+    ("POST", "/save_weights_external", training.save_weights_external),
     ("POST", "/create_sampling_session", sampling.create_sampling_session),
     ("GET", "/samplers/{sampler}", sampling.get_sampler),
     ("POST", "/asample", sampling.asample),
     ("POST", "/retrieve_future", futures.retrieve_future),
     ("POST", "/cancel_future", futures.cancel_future),
+    ("GET", "/sessions", runs.list_sessions),
+    ("GET", "/sessions/{session}", runs.get_session),
+    ("GET", "/training_runs", runs.list_runs),
+    ("GET", "/training_runs/{run}", runs.get_run),
+    ("GET", "/training_runs/{run}/checkpoints", checkpoints.list_of_run),
+    ("GET", "/checkpoints", checkpoints.list_all),
+    ("POST", "/weights_info", checkpoints.weights_info),
+    # What ends in a word of its own stands before the checkpoint alone, whose id has a slash.
+    ("GET", f"{_CHECKPOINT}/external_weights_urls", checkpoints.download_urls),
+    ("GET", f"{_CHECKPOINT}/archive", checkpoints.download_archive),
+    ("POST", f"{_CHECKPOINT}/publish", checkpoints.publish),
+    ("DELETE", f"{_CHECKPOINT}/publish", checkpoints.unpublish),
+    ("PUT", f"{_CHECKPOINT}/ttl", checkpoints.set_ttl),
+    ("DELETE", _CHECKPOINT, checkpoints.delete),
 )
 
 
 def make_app(door: Surroundings) -> Starlette:
     """The ASGI application."""
-    routes: list[BaseRoute] = [Route("/healthz", _healthz)]
+    routes: list[BaseRoute] = [Route("/healthz", _healthz), Route("/download/{file}", _download(door), name="download")]
     routes += [Route(path, _guarded(handler, door), methods=[method]) for method, path, handler in HANDLERS]
     routes.append(Route("/{path:path}", _guarded(_unknown, door), methods=METHODS))
     return Starlette(
@@ -84,6 +101,18 @@ async def _unknown(call: Call) -> Response:
 
 async def _healthz(_request: Request) -> Response:
     return JSONResponse({"status": "ok"})
+
+
+def _download(door: Surroundings) -> Callable[[Request], Awaitable[Response]]:
+    """Hand out a file to whoever has its address, which was signed for who has the key."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await checkpoints.download(request, door)
+        except Exception as error:  # noqa: BLE001  # from here its text would reach the client
+            return error_response(error, "a download")
+
+    return answer
 
 
 async def _fault(request: Request, error: Exception) -> Response:

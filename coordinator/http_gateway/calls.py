@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from coordinator.auth import Principal
 from coordinator.errors import Code, ServiceError, invalid
+from coordinator.http_gateway.downloads import Downloads
 from coordinator.service import Service
 
 _PIECE_BYTES = 1 << 20
@@ -37,6 +38,7 @@ class Surroundings:
     """How long a question for a result is held."""
     tokenizers: Mapping[str, Path]
     """Base model to a directory with its tokenizer, for clients on this machine; empty if there may be others."""
+    downloads: Downloads
     is_remote: bool
     """Whether clients may be on other machines."""
 

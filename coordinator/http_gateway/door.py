@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from coordinator.auth import Principal
 from coordinator.errors import Code, ServiceError
 from coordinator.http_gateway.app import make_app
 from coordinator.http_gateway.calls import Surroundings
+from coordinator.http_gateway.downloads import Downloads
 from coordinator.http_gateway.tokenizers import leave_tokenizers
 from coordinator.service import Service
 
@@ -74,8 +76,10 @@ class HttpConfig:
 class HttpDoor:
     """One HTTP server: `bind`, `start`, then `refuse` if something is to be done before `stop`; each once."""
 
-    def __init__(self, config: HttpConfig) -> None:
+    def __init__(self, config: HttpConfig, wall: Callable[[], float] = time.time) -> None:
+        """`wall` is the time of day, in seconds."""
         self._config = config
+        self._wall = wall
         self._socket: socket.socket | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -141,6 +145,7 @@ class HttpDoor:
                 message_bytes_max=config.message_bytes_max,
                 poll_s=config.poll_s,
                 tokenizers=tokenizers,
+                downloads=Downloads(self._wall),
                 is_remote=config.is_remote,
             )
         )

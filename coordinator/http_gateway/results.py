@@ -75,7 +75,8 @@ def _json(operation: ops_pb.Operation) -> dict[str, Any]:
         case "save_weights_for_sampler":
             saved = operation.save_weights_for_sampler
             where = {"path": saved.path} if saved.path else {"sampling_session_id": saved.sampler_id}
-            return {"type": "save_weights_for_sampler", **where}
+            kind = "save_weights_external" if "/external_weights/" in saved.path else "save_weights_for_sampler"
+            return {"type": kind, **where}
         case "sample":
             return _json_sample(operation.sample)
         case other:

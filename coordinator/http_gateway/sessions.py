@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from starlette.responses import JSONResponse, Response
 
 from coordinator.errors import ServiceError
@@ -9,9 +11,8 @@ from coordinator.http_gateway import shapes
 from coordinator.http_gateway.calls import Call
 from tinkerpool.v1 import sessions_pb2 as pb
 
-OWN_KEYS = ("tags", "display_name", "project_id")
-"""What the protocol keeps beside a session's metadata and the contract in it."""
 _PREFIX = "tinker:"
+"""Of the keys under which a session's metadata holds what the protocol has beside them: tags, display name, project."""
 
 
 async def client_config(call: Call) -> Response:
@@ -54,6 +55,12 @@ async def create_session(call: Call) -> Response:
     request = pb.CreateSessionRequest(user_metadata=metadata, request_id=request_id)
     created = await call.service.create_session(call.principal, request)
     return JSONResponse({"type": "create_session", "session_id": created.session.session_id})
+
+
+def own_and_users(metadata: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """A session's metadata as the protocol has it: what is its own, and the user's."""
+    own = {key.removeprefix(_PREFIX): text for key, text in metadata.items() if key.startswith(_PREFIX)}
+    return own, {key: text for key, text in metadata.items() if not key.startswith(_PREFIX)}
 
 
 async def heartbeat(call: Call) -> Response:

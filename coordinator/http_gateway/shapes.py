@@ -125,6 +125,22 @@ class SaveWeightsForSampler(BaseModel):
     user_metadata: Metadata = None
 
 
+class SaveWeightsExternal(BaseModel):
+    """POST /save_weights_external."""
+
+    model_id: str
+    seq_id: Seq
+    path: str
+    ttl_seconds: Int64 | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class SetTtl(BaseModel):
+    """PUT on a checkpoint's /ttl."""
+
+    ttl_seconds: Int64 | None
+
+
 class RetrieveFuture(BaseModel):
     """POST /retrieve_future and /cancel_future."""
 

@@ -95,6 +95,24 @@ async def save_weights_for_sampler(call: Call) -> Response:
     return await submit(call, call.service.save_weights_for_sampler, request)
 
 
+async def save_weights_external(call: Call) -> Response:
+    """POST /save_weights_external."""
+    asked = await call.json(shapes.SaveWeightsExternal)
+    request = checkpoints_pb2.SaveWeightsForSamplerRequest(
+        adapter_id=asked.model_id,
+        seq=asked.seq_id,
+        name=asked.path,
+        ttl_seconds=asked.ttl_seconds or 0,
+        for_export=True,
+    )
+    if asked.age_encryption_recipients:
+        error = unsupported(
+            "encryption of an export", "leave age_encryption_recipients out and encrypt what you download"
+        )
+        return await submit(call, call.service.refuse, Kind.SAVE_WEIGHTS_FOR_SAMPLER, request, error)
+    return await submit(call, call.service.save_weights_for_sampler, request)
+
+
 async def load_into(call: Call, model_id: str, asked: shapes.LoadWeights) -> Response:
     """POST /load_weights into a model that is there."""
     if asked.seq_id is None:

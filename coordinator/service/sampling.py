@@ -43,7 +43,7 @@ class SamplingUseCases(UseCases):
     ) -> pb.CreateSamplerResponse:
         if existing := self._existing_sampler(request):
             return pb.CreateSamplerResponse(sampler=_message(_same(existing, body)))
-        source = self._checkpoint(principal, request.model_path) if request.model_path else None
+        source = self._readable_checkpoint(principal, request.model_path) if request.model_path else None
         model = self._model(source["base_model"] if source else request.base_model)
         index = request.index if request.HasField("index") else session.next_sampler
         sampler_id = names.sampler_id(session.session_id, index)
