@@ -26,7 +26,7 @@ from tinkerpool.names import operation_name
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 RETRY_DELAY_S = 1.0
-SAMPLER_SEQ_MAX = 10**15
+SAMPLER_SEQ_MAX = 4 * 10**18
 """So that the numbers that the server gives after it still fit everywhere."""
 _COLUMNS = "tenant_id, target_id, seq, kind, body_hash, request_id, chunk_tokens, num_bytes, outcome"
 

@@ -184,7 +184,7 @@ class Sample(BaseModel):
     """POST /asample."""
 
     sampling_session_id: str | None = None
-    seq_id: Annotated[int, Field(ge=0, lt=10**18)] | None = None
+    seq_id: Annotated[int, Field(ge=0, lt=1 << 62)] | None = None
     prompt: ModelInput
     num_samples: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
     sampling_params: SamplingParams

@@ -49,7 +49,7 @@ def test_steps_under_way_survive_a_killed_pool_and_run_once_each(tmp_path: Path)
         key = json.loads((terminal.home / "credentials.json").read_text())["api_key"]
         again = ("--port", serving.url.rpartition(":")[2], "--http-port", serving.http_url.rpartition(":")[2])
         with sdk(serving.http_url, key) as service:
-            client: Any = service.create_lora_training_client("toy", rank=8).result(WAIT_S)
+            client: Any = service.create_lora_training_client(serving.models[0], rank=8).result(WAIT_S)
             steps = []
             for _ in range(NUM_STEPS):
                 client.forward_backward([datum(1, 2)], "cross_entropy")
@@ -61,6 +61,7 @@ def test_steps_under_way_survive_a_killed_pool_and_run_once_each(tmp_path: Path)
             with terminal.serve(*TOY[:-2], *again):
                 metrics = [step.result(WAIT_S).metrics for step in steps]
                 after = client.optim_step(ADAM).result(WAIT_S).metrics
+                service.close("success").result(WAIT_S)  # while there is somebody to tell
         assert [m["num_datums:sum"] for m in metrics] == [1] * NUM_STEPS
         assert after["num_datums:sum"] == 0
 
