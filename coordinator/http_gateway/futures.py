@@ -21,8 +21,8 @@ from coordinator.http_gateway.shapes import RetrieveFuture
 from tinkerpool.v1 import adapters_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
-CREATED, LOADED = "create_model", "load_weights"
-"""Kinds of promises of a new model."""
+CREATED, LOADED, UNLOADED = "create_model", "load_weights", "unload_model"
+"""Kinds of promises of what was done at once, to a model."""
 NO_WORKER = "no worker of the pool can make progress at the moment; it is being replaced"
 
 
@@ -55,7 +55,7 @@ async def retrieve_future(call: Call) -> Response:
     """POST /retrieve_future: the result, or after a while the request to ask again."""
     request_id = (await call.json(RetrieveFuture)).request_id
     kind, _, adapter_id = request_id.partition("=")
-    if kind in (CREATED, LOADED):
+    if kind in (CREATED, LOADED, UNLOADED):
         await call.service.get_adapter(call.principal, adapters_pb2.GetAdapterRequest(adapter_id=adapter_id))
         return JSONResponse({"type": kind, "model_id": adapter_id})
     operation = await finished(call, request_id, call.door.poll_s)

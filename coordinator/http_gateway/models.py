@@ -10,7 +10,7 @@ from coordinator.errors import invalid
 from coordinator.http_gateway import shapes
 from coordinator.http_gateway.calls import Call
 from coordinator.http_gateway.errors import unsupported
-from coordinator.http_gateway.futures import CREATED, LOADED, promise_of_model
+from coordinator.http_gateway.futures import CREATED, LOADED, UNLOADED, promise_of_model
 from coordinator.http_gateway.training import load_into
 from tinkerpool.v1 import adapters_pb2 as pb
 
@@ -21,12 +21,13 @@ async def create_model(call: Call) -> Response:
     """POST /create_model. The model is there when this returns."""
     asked = await call.json(shapes.CreateModel)
     _check_optimizer(asked.optimizer_config)
+    lora = asked.lora_config.model_dump() if asked.lora_config is not None else {}
     request = pb.CreateAdapterRequest(
         session_id=asked.session_id,
         index=asked.model_seq_id,
         base_model=asked.base_model,
         user_metadata=asked.user_metadata or {},
-        **asked.lora_config.model_dump(),
+        **lora,
     )
     created = await call.service.create_adapter(call.principal, request)
     return promise_of_model(CREATED, created.adapter.adapter_id)
@@ -50,6 +51,12 @@ async def load_weights(call: Call) -> Response:
     )
     created = await call.service.create_adapter(call.principal, request)
     return promise_of_model(LOADED, created.adapter.adapter_id)
+
+
+async def unload_model(call: Call) -> Response:
+    """POST /unload_model of clients before 0.26. A model leaves its slot by itself: here it is only looked up."""
+    adapter = await adapter_of(call, (await call.json(shapes.OfModel)).model_id)
+    return promise_of_model(UNLOADED, adapter.adapter_id)
 
 
 async def get_info(call: Call) -> Response:

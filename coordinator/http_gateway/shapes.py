@@ -40,6 +40,53 @@ class OfModel(BaseModel):
     model_id: str
 
 
+class JsonTensor(BaseModel):
+    """A tensor in a pass of clients before 0.25."""
+
+    data: list[int] | list[float]
+    dtype: Literal["float32", "int64"]
+    shape: list[Annotated[int, Field(ge=0, lt=1 << 31)]] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+class Chunk(BaseModel):
+    """A piece of a prompt."""
+
+    type: str = "encoded_text"
+    tokens: list[int] | None = None
+
+
+class ModelInput(BaseModel):
+    """A prompt."""
+
+    chunks: list[Chunk]
+
+
+class JsonDatum(BaseModel):
+    """A sequence of such a pass."""
+
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, JsonTensor]
+
+
+class JsonPassInput(BaseModel):
+    """Loss and data of such a pass."""
+
+    data: list[JsonDatum]
+    loss_fn: str
+    loss_fn_config: dict[str, float] | None = None
+
+
+class JsonPass(BaseModel):
+    """POST /forward_backward and /forward of clients before 0.25."""
+
+    model_id: str
+    seq_id: Annotated[int, Field(ge=1, lt=1 << 31)]
+    forward_backward_input: JsonPassInput | None = None
+    forward_input: JsonPassInput | None = None
+
+
 class LoraConfig(BaseModel):
     """What an adapter is made of."""
 
@@ -62,7 +109,7 @@ class CreateModel(BaseModel):
     session_id: str
     model_seq_id: Index
     base_model: str
-    lora_config: LoraConfig
+    lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig | None = None
     user_metadata: Metadata = None
 
@@ -154,19 +201,6 @@ class CreateSamplingSession(BaseModel):
     sampling_session_seq_id: Index
     base_model: str | None = None
     model_path: str | None = None
-
-
-class Chunk(BaseModel):
-    """A piece of a prompt."""
-
-    type: str = "encoded_text"
-    tokens: list[int] | None = None
-
-
-class ModelInput(BaseModel):
-    """A prompt."""
-
-    chunks: list[Chunk]
 
 
 class SamplingParams(BaseModel):

@@ -13,8 +13,8 @@ from google.protobuf.message import DecodeError
 from starlette.responses import Response
 
 from coordinator.bodies import LOSS_RULES
-from coordinator.errors import ServiceError, invalid
-from coordinator.http_gateway import shapes
+from coordinator.errors import Code, ServiceError, invalid
+from coordinator.http_gateway import older, shapes
 from coordinator.http_gateway.calls import Call
 from coordinator.http_gateway.errors import unsupported
 from coordinator.http_gateway.futures import submit
@@ -33,16 +33,37 @@ _ELSEWHERE = {
 
 
 async def forward_backward(call: Call) -> Response:
-    """POST /forward_backward, also without gradient."""
-    content_type = call.request.headers.get("content-type", "")
-    if content_type.partition(";")[0].strip() != PROTOBUF:
-        raise invalid(f"content-type {content_type[:80]!r}: forward_backward takes {PROTOBUF}")
-    try:
-        asked = wire.ForwardBackwardRequest.FromString(await call.body())
-    except DecodeError:
+    """POST /forward_backward, also without gradient; POST /forward of clients before 0.25."""
+    content_type = call.request.headers.get("content-type", "").partition(";")[0].strip()
+    if content_type == PROTOBUF:
+        asked = _parsed(await call.body())
+    elif content_type == "application/json":
+        return await _json_pass(call, await call.json(shapes.JsonPass))
+    else:
         raise invalid(
-            "the body is not a forward_backward request of the Tinker protocol: is the SDK 0.25 or newer?"
-        ) from None
+            f"content-type {content_type[:80]!r}: forward_backward takes {PROTOBUF}, or JSON of clients < 0.25"
+        )
+    return await _pass(call, asked)
+
+
+def _parsed(body: bytes) -> wire.ForwardBackwardRequest:
+    try:
+        return wire.ForwardBackwardRequest.FromString(body)
+    except DecodeError:
+        raise invalid("the body is not a forward_backward request of the Tinker protocol") from None
+
+
+async def _json_pass(call: Call, asked: shapes.JsonPass) -> Response:
+    try:
+        return await _pass(call, older.binary_pass(asked))
+    except ServiceError as error:
+        if error.code is not Code.INVALID_ARGUMENT or error.operation:
+            raise
+        request = training_pb2.ForwardBackwardRequest(adapter_id=asked.model_id, seq=asked.seq_id)
+        return await submit(call, call.service.refuse, Kind.FORWARD_BACKWARD, request, error)
+
+
+async def _pass(call: Call, asked: wire.ForwardBackwardRequest) -> Response:
     kind = Kind.FORWARD if asked.forward_only else Kind.FORWARD_BACKWARD
     make = training_pb2.ForwardRequest if asked.forward_only else training_pb2.ForwardBackwardRequest
     request: PassRequest = make(adapter_id=asked.model_id, seq=asked.seq_id)
