@@ -78,6 +78,7 @@ class Saver:
                     "folder": saved.folder,
                     "sha256": saved.sha256,
                     "created_at": self._wall(),
+                    "is_inflight": request.is_inflight,
                 }
             )
             operation.succeed(cycle_id).save_weights_for_sampler.sampler_id = sampler_id

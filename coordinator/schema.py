@@ -64,6 +64,7 @@ CREATE TABLE samplers (
     folder TEXT NOT NULL,                 -- its weights, below the data directory; empty: those of model_path, if any
     sha256 TEXT NOT NULL,
     created_at REAL NOT NULL,
+    is_inflight INTEGER NOT NULL DEFAULT 0, -- samples from the newest such row of its adapter
     UNIQUE (session_id, request_id)
 );
 CREATE TABLE operations (
@@ -142,6 +143,9 @@ ALTER TABLE snapshots ADD COLUMN window_error BLOB NOT NULL DEFAULT x'';
 ALTER TABLE checkpoints ADD COLUMN expires_service_s REAL;
 UPDATE checkpoints SET expires_service_s = MAX(0, expires_at - CAST(strftime('%s', 'now') AS REAL));
 """,
-    2: "ALTER TABLE checkpoints ADD COLUMN is_public INTEGER NOT NULL DEFAULT 0;",
+    2: """
+ALTER TABLE checkpoints ADD COLUMN is_public INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE samplers ADD COLUMN is_inflight INTEGER NOT NULL DEFAULT 0;
+""",
 }
 """From each version to the next."""

@@ -52,6 +52,7 @@ HANDLERS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/training_runs/{run}", runs.get_run),
     ("GET", "/training_runs/{run}/checkpoints", checkpoints.list_of_run),
     ("GET", "/checkpoints", checkpoints.list_all),
+    ("POST", "/copy_weights", checkpoints.copy_weights),
     ("POST", "/weights_info", checkpoints.weights_info),
     # What ends in a word of its own stands before the checkpoint alone, whose id has a slash.
     ("GET", f"{_CHECKPOINT}/external_weights_urls", checkpoints.download_urls),

@@ -64,6 +64,20 @@ async def weights_info(call: Call) -> Response:
     return JSONResponse(body)
 
 
+async def copy_weights(call: Call) -> Response:
+    """POST /copy_weights: to a run of the caller's own. The SDK's idempotency key makes it safe to repeat."""
+    asked = await call.json(shapes.CopyWeights)
+    request = pb.CopyCheckpointRequest(
+        path=asked.source_path,
+        session_id=asked.session_id or "",
+        index=asked.model_seq_id,
+        request_id=call.request.headers.get("x-idempotency-key", ""),
+        ttl_seconds=asked.ttl_seconds or 0,
+    )
+    copied = await call.service.copy_checkpoint(call.principal, request)
+    return JSONResponse({"tinker_path": copied.checkpoint.path})
+
+
 async def publish(call: Call) -> Response:
     """POST on a checkpoint's /publish. It may be public already."""
     return await _set_access(call, is_public=True)

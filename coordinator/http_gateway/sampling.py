@@ -68,6 +68,7 @@ def _request(asked: shapes.Sample) -> pb.SampleRequest:
         num_samples=asked.num_samples,
         params=_params(asked.sampling_params),
         include_prompt_logprobs=bool(asked.prompt_logprobs),
+        prompt_logprobs_last_n=asked.prompt_logprobs_last_n or 0,
     )
 
 

@@ -223,12 +223,21 @@ class Sample(BaseModel):
     num_samples: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
     sampling_params: SamplingParams
     prompt_logprobs: bool | None = None
-    prompt_logprobs_last_n: int | None = None
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     topk_prompt_logprobs: int | None = None
     topk_sample_logprobs: int | None = None
     target_prompt_logprobs: dict[str, Any] | None = None
     prompt_alt_tokens_k: int | None = None
     record_stability_info: bool | None = None
+
+
+class CopyWeights(BaseModel):
+    """POST /copy_weights."""
+
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: Index | None = None
+    ttl_seconds: Int64 | None = None
 
 
 class OfPath(BaseModel):

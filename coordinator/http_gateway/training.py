@@ -112,6 +112,7 @@ async def save_weights_for_sampler(call: Call) -> Response:
         user_metadata=asked.user_metadata or {},
         ttl_seconds=asked.ttl_seconds or 0,
         sampler_index=None if asked.path else asked.sampling_session_seq_id,
+        is_inflight=asked.kind == "inflight",
     )
     return await submit(call, call.service.save_weights_for_sampler, request)
 

@@ -7,6 +7,7 @@ them where the contract streams). Refusals are `ServiceError`. Knows no transpor
 from coordinator.service.adapters import AdapterUseCases
 from coordinator.service.admin import AdminUseCases
 from coordinator.service.checkpoints import CheckpointUseCases
+from coordinator.service.copying import CopyUseCases
 from coordinator.service.operations import OperationUseCases
 from coordinator.service.pool import PoolUseCases
 from coordinator.service.sampling import SamplingUseCases
@@ -17,6 +18,7 @@ __all__ = ["Service"]
 
 
 class Service(
+    CopyUseCases,
     SessionUseCases,
     AdapterUseCases,
     TrainingUseCases,

@@ -160,6 +160,8 @@ def _check_name(request: SaveRequest) -> None:
         raise invalid("ttl_seconds is for a checkpoint with a name; a sampler without one ends with its session")
     if sampler is not None and not request.name and sampler.for_export:
         raise invalid("for_export is for a checkpoint with a name: give it one")
+    if sampler is not None and request.name and sampler.is_inflight:
+        raise invalid("is_inflight is for a sampler without a name: a checkpoint never changes")
     if sampler is not None and sampler.HasField("sampler_index"):
         check_number("sampler_index", sampler.sampler_index)
         if request.name:

@@ -146,7 +146,7 @@ def test_a_promise_is_kept_to_its_owner_only(pool: RestartablePool, wired: Wire,
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("POST", "/forward", 404),
+        ("GET", "/audit", 404),
         ("GET", "/nonsense", 404),
         ("DELETE", "/create_session", 404),
         ("GET", "/samplers/a:sample:0", 404),
@@ -180,7 +180,7 @@ def test_bodies_that_are_not_what_they_say_are_refused(wired: Wire, model: str) 
         (b"\xff\xff\xff", {}, "not a forward_backward request"),
         (b"not packed", {"content-encoding": "zstd"}, "not zstd"),
         (None, {"content-encoding": "br"}, "send zstd"),
-        (b"{}", {"content-type": "application/json"}, "content-type"),
+        (b"{}", {"content-type": "text/plain"}, "content-type"),
     ):
         response = wired.binary(request, body, **headers)
         assert response.status_code == 400

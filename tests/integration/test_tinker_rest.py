@@ -122,6 +122,34 @@ def test_a_published_checkpoint_is_everybodys_to_read_and_its_owners_to_change(
             other.create_training_client_from_state(path).result(WAIT_S)
 
 
+def test_a_checkpoint_is_copied_to_a_run_of_its_own_once(
+    pool: RestartablePool, rest: tinker.RestClient, service: tinker.ServiceClient, client: Any
+) -> None:
+    project = "the SDK wants one, and this pool has none"
+    path = client.save_state("origin", user_metadata={"a": "b"}).result(WAIT_S).path
+    copies = [
+        rest.copy_weights(path, project, ttl_seconds=3600).result(WAIT_S),
+        rest.copy_weights(path, project).result(WAIT_S),
+    ]
+    assert len({path, *copies}) == 3
+    session = client.model_id.rsplit(":", 2)[0]
+    into_session = {"source_path": path, "session_id": session, "model_seq_id": 7}
+    wired = Wire(pool.http_url, pool.key())
+    again = {wired.ok("/copy_weights", into_session)["tinker_path"] for _ in range(2)}
+    assert again == {f"tinker://{session}:train:7/weights/origin"}
+    rest.delete_checkpoint_from_tinker_path(path).result(WAIT_S)
+    for copy in copies:
+        copied = service.create_training_client_from_state_with_optimizer(copy).result(WAIT_S)
+        assert copied.optim_step(types.AdamParams()).result(WAIT_S).metrics
+    listed = {c.tinker_path: c for c in rest.list_user_checkpoints(limit=1000).result(WAIT_S).checkpoints}
+    assert [listed[copy].user_metadata for copy in copies] == [{"a": "b"}] * 2
+    assert [listed[copy].expires_at is None for copy in copies] == [False, True]
+    keys = {"x-idempotency-key": "one"}
+    again = {wired.post("/copy_weights", {"source_path": copies[0]}, **keys).json()["tinker_path"] for _ in range(2)}
+    assert len(again) == 1
+    wired.close()
+
+
 def test_weights_info_says_what_a_new_model_needs(rest: tinker.RestClient, client: Any) -> None:
     path = client.save_state("info").result(WAIT_S).path
     info = rest.get_weights_info_by_tinker_path(path).result(WAIT_S)

@@ -145,6 +145,42 @@ def test_prompt_logprobs_have_nothing_for_the_first_token(service: tinker.Servic
     assert all(isinstance(value, float) for value in logprobs[1:])
 
 
+def test_prompt_logprobs_of_the_last_tokens_only(service: tinker.ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
+    everything = sampler.compute_logprobs(PROMPT).result(WAIT_S)
+    assert sampler.compute_logprobs(PROMPT, prompt_logprobs_last_n=1).result(WAIT_S) == [None, None, everything[2]]
+    assert sampler.compute_logprobs(PROMPT, prompt_logprobs_last_n=9).result(WAIT_S) == everything
+
+
+def test_an_inflight_sampler_follows_its_model_and_a_snapshot_does_not(client: Any) -> None:
+    params = types.SamplingParams(max_tokens=6, seed=7)
+
+    def train_and_publish(kind: str) -> Any:
+        client.forward_backward([datum(1, 2)], "cross_entropy")
+        client.optim_step(ADAM)
+        return client.save_weights_and_get_sampling_client(kind=kind).result(WAIT_S)
+
+    def tokens(sampler: Any) -> Any:
+        return sampler.sample(PROMPT, 1, params).result(WAIT_S).sequences[0].tokens
+
+    snapshot, inflight = train_and_publish("snapshot"), train_and_publish("inflight")
+    before = tokens(snapshot), tokens(inflight)
+    newer = train_and_publish("inflight")
+    assert tokens(snapshot) == before[0]
+    assert tokens(inflight) == tokens(newer) != before[1]
+
+
+def test_a_copied_sampling_client_gets_answers_of_its_own(service: tinker.ServiceClient, pool: RestartablePool) -> None:
+    sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
+    params = types.SamplingParams(max_tokens=3, seed=1)
+    first = sampler.sample(PROMPT, 1, params).result(WAIT_S)
+    copied = tinker.SamplingClient.from_sampler_handle(sampler.get_sampler_handle(), api_key=f"tml-{pool.key()}")
+    copied = copied.result(WAIT_S) if hasattr(copied, "result") else copied
+    again = copied.sample(PROMPT, 1, params).result(WAIT_S)
+    assert again.sequences[0].tokens == first.sequences[0].tokens
+    assert again.sequences[0].sequence_id != first.sequences[0].sequence_id
+
+
 def test_stop_none_stops_at_the_end_of_text_and_an_empty_list_does_not(service: tinker.ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
 

@@ -271,6 +271,7 @@ class SaveWeightsForSamplerRequest(_message.Message):
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
     SAMPLER_INDEX_FIELD_NUMBER: _builtins.int
     FOR_EXPORT_FIELD_NUMBER: _builtins.int
+    IS_INFLIGHT_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.str
     """The adapter."""
     seq: _builtins.int
@@ -287,6 +288,10 @@ class SaveWeightsForSamplerRequest(_message.Message):
     """
     for_export: _builtins.bool
     """Save it as `external_weights/<name>`. Only with a name."""
+    is_inflight: _builtins.bool
+    """The sampler follows its adapter: each new sample takes the newest weights of this adapter that were saved so, by
+    this or a later save. Only without a name.
+    """
     @_builtins.property
     def user_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Anything that helps its owner, at most 16 kB."""
@@ -302,10 +307,11 @@ class SaveWeightsForSamplerRequest(_message.Message):
         ttl_seconds: _builtins.int = ...,
         sampler_index: _builtins.int | None = ...,
         for_export: _builtins.bool = ...,
+        is_inflight: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_sampler_index", b"_sampler_index", "sampler_index", b"sampler_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sampler_index", b"_sampler_index", "adapter_id", b"adapter_id", "for_export", b"for_export", "name", b"name", "request_id", b"request_id", "sampler_index", b"sampler_index", "seq", b"seq", "ttl_seconds", b"ttl_seconds", "user_metadata", b"user_metadata"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sampler_index", b"_sampler_index", "adapter_id", b"adapter_id", "for_export", b"for_export", "is_inflight", b"is_inflight", "name", b"name", "request_id", b"request_id", "sampler_index", b"sampler_index", "seq", b"seq", "ttl_seconds", b"ttl_seconds", "user_metadata", b"user_metadata"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__sampler_index: _TypeAlias = _typing.Literal["sampler_index"]  # noqa: Y015
     _WhichOneofArgType__sampler_index: _TypeAlias = _typing.Literal["_sampler_index", b"_sampler_index"]  # noqa: Y015
@@ -591,6 +597,70 @@ class SetCheckpointAccessResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetCheckpointAccessResponse: _TypeAlias = SetCheckpointAccessResponse  # noqa: Y015
+
+@_typing.final
+class CopyCheckpointRequest(_message.Message):
+    """Request of CopyCheckpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """`tinker://<adapter id>/weights/<name>`, one's own or a public one."""
+    session_id: _builtins.str
+    """The new adapter's session; empty: a new one, which nobody keeps alive."""
+    index: _builtins.int
+    """The new adapter's number in its session, from 0; unset: the next free one."""
+    request_id: _builtins.str
+    """Makes the call safe to repeat when `session_id` or `index` is unset."""
+    ttl_seconds: _builtins.int
+    """Delete the copy this many seconds from now, at most 100 years; 0 keeps it."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+        index: _builtins.int | None = ...,
+        request_id: _builtins.str = ...,
+        ttl_seconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "index", b"index"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "index", b"index", "path", b"path", "request_id", b"request_id", "session_id", b"session_id", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__index: _TypeAlias = _typing.Literal["index"]  # noqa: Y015
+    _WhichOneofArgType__index: _TypeAlias = _typing.Literal["_index", b"_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__index) -> _WhichOneofReturnType__index | None: ...
+
+Global___CopyCheckpointRequest: _TypeAlias = CopyCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class CopyCheckpointResponse(_message.Message):
+    """Response of CopyCheckpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def checkpoint(self) -> Global___Checkpoint:
+        """The copy."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: Global___Checkpoint | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyCheckpointResponse: _TypeAlias = CopyCheckpointResponse  # noqa: Y015
 
 @_typing.final
 class ExportCheckpointRequest(_message.Message):

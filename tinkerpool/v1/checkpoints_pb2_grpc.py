@@ -73,6 +73,11 @@ class CheckpointServiceStub(object):
                 request_serializer=tinkerpool_dot_v1_dot_checkpoints__pb2.SetCheckpointAccessRequest.SerializeToString,
                 response_deserializer=tinkerpool_dot_v1_dot_checkpoints__pb2.SetCheckpointAccessResponse.FromString,
                 _registered_method=True)
+        self.CopyCheckpoint = channel.unary_unary(
+                '/tinkerpool.v1.CheckpointService/CopyCheckpoint',
+                request_serializer=tinkerpool_dot_v1_dot_checkpoints__pb2.CopyCheckpointRequest.SerializeToString,
+                response_deserializer=tinkerpool_dot_v1_dot_checkpoints__pb2.CopyCheckpointResponse.FromString,
+                _registered_method=True)
         self.ExportCheckpoint = channel.unary_stream(
                 '/tinkerpool.v1.CheckpointService/ExportCheckpoint',
                 request_serializer=tinkerpool_dot_v1_dot_checkpoints__pb2.ExportCheckpointRequest.SerializeToString,
@@ -151,6 +156,17 @@ class CheckpointServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CopyCheckpoint(self, request, context):
+        """Copies a training checkpoint, with its moments, to a new adapter of the tenant's own, under the same name. Durable
+        when it returns. Idempotent by (session_id, index) or, with a new session, by request_id.
+
+        NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: not a training checkpoint, or neither a session nor a
+        request_id. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota of adapters is used up.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExportCheckpoint(self, request, context):
         """Streams a checkpoint as a tar archive of a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`).
         Reads only; after a broken stream, start again.
@@ -198,6 +214,11 @@ def add_CheckpointServiceServicer_to_server(servicer, server):
                     servicer.SetCheckpointAccess,
                     request_deserializer=tinkerpool_dot_v1_dot_checkpoints__pb2.SetCheckpointAccessRequest.FromString,
                     response_serializer=tinkerpool_dot_v1_dot_checkpoints__pb2.SetCheckpointAccessResponse.SerializeToString,
+            ),
+            'CopyCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.CopyCheckpoint,
+                    request_deserializer=tinkerpool_dot_v1_dot_checkpoints__pb2.CopyCheckpointRequest.FromString,
+                    response_serializer=tinkerpool_dot_v1_dot_checkpoints__pb2.CopyCheckpointResponse.SerializeToString,
             ),
             'ExportCheckpoint': grpc.unary_stream_rpc_method_handler(
                     servicer.ExportCheckpoint,
@@ -398,6 +419,33 @@ class CheckpointService(object):
             '/tinkerpool.v1.CheckpointService/SetCheckpointAccess',
             tinkerpool_dot_v1_dot_checkpoints__pb2.SetCheckpointAccessRequest.SerializeToString,
             tinkerpool_dot_v1_dot_checkpoints__pb2.SetCheckpointAccessResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CopyCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinkerpool.v1.CheckpointService/CopyCheckpoint',
+            tinkerpool_dot_v1_dot_checkpoints__pb2.CopyCheckpointRequest.SerializeToString,
+            tinkerpool_dot_v1_dot_checkpoints__pb2.CopyCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

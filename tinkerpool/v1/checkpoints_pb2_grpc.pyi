@@ -73,6 +73,13 @@ class CheckpointServiceStub:
 
     NOT_FOUND: no such checkpoint of one's own.
     """
+    CopyCheckpoint: _grpc.UnaryUnaryMultiCallable[_checkpoints_pb2.CopyCheckpointRequest, _checkpoints_pb2.CopyCheckpointResponse]
+    """Copies a training checkpoint, with its moments, to a new adapter of the tenant's own, under the same name. Durable
+    when it returns. Idempotent by (session_id, index) or, with a new session, by request_id.
+
+    NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: not a training checkpoint, or neither a session nor a
+    request_id. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota of adapters is used up.
+    """
     ExportCheckpoint: _grpc.UnaryStreamMultiCallable[_checkpoints_pb2.ExportCheckpointRequest, _checkpoints_pb2.ExportCheckpointResponse]
     """Streams a checkpoint as a tar archive of a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`).
     Reads only; after a broken stream, start again.
@@ -124,6 +131,13 @@ class CheckpointServiceAsyncStub(CheckpointServiceStub):
     deletes it in any case. What others have made of it meanwhile stays theirs. Durable when it returns. Idempotent.
 
     NOT_FOUND: no such checkpoint of one's own.
+    """
+    CopyCheckpoint: _aio.UnaryUnaryMultiCallable[_checkpoints_pb2.CopyCheckpointRequest, _checkpoints_pb2.CopyCheckpointResponse]  # type: ignore[assignment]
+    """Copies a training checkpoint, with its moments, to a new adapter of the tenant's own, under the same name. Durable
+    when it returns. Idempotent by (session_id, index) or, with a new session, by request_id.
+
+    NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: not a training checkpoint, or neither a session nor a
+    request_id. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota of adapters is used up.
     """
     ExportCheckpoint: _aio.UnaryStreamMultiCallable[_checkpoints_pb2.ExportCheckpointRequest, _checkpoints_pb2.ExportCheckpointResponse]  # type: ignore[assignment]
     """Streams a checkpoint as a tar archive of a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`).
@@ -215,6 +229,19 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
         deletes it in any case. What others have made of it meanwhile stays theirs. Durable when it returns. Idempotent.
 
         NOT_FOUND: no such checkpoint of one's own.
+        """
+
+    @_abc_1.abstractmethod
+    def CopyCheckpoint(
+        self,
+        request: _checkpoints_pb2.CopyCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_checkpoints_pb2.CopyCheckpointResponse, _abc.Awaitable[_checkpoints_pb2.CopyCheckpointResponse]]:
+        """Copies a training checkpoint, with its moments, to a new adapter of the tenant's own, under the same name. Durable
+        when it returns. Idempotent by (session_id, index) or, with a new session, by request_id.
+
+        NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: not a training checkpoint, or neither a session nor a
+        request_id. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota of adapters is used up.
         """
 
     @_abc_1.abstractmethod
