@@ -59,7 +59,7 @@ check: $(READY) $(PROTOS_READY) ## formatting, lint, types, import directions, t
 chaos: $(READY) ## kill a working pool KILLS=200 times (an hour) and show that nothing is lost; again: goes on
 	@$(BIN)/python scripts/chaos.py --kills $(KILLS)
 
-protos: $(PROTOS_READY) ## generate tinkerpool/v1 from protos/ again, after a change there
+protos: $(PROTOS_READY) ## generate tinkerpool/v1 and compat from protos/ again, after a change there
 	@.venv-protos/bin/python scripts/generate_protos.py
 
 up: $(READY) ## start a pool in the background, for other terminals to use
