@@ -18,6 +18,7 @@ from coordinator.files import CONFIG, WEIGHTS
 from coordinator.http_gateway import shapes
 from coordinator.http_gateway.calls import Call, Surroundings
 from coordinator.http_gateway.models import ADAMW, adapter_of
+from coordinator.http_gateway.training import no_access_tokens
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as pb
 
@@ -67,6 +68,8 @@ async def weights_info(call: Call) -> Response:
 async def copy_weights(call: Call) -> Response:
     """POST /copy_weights: to a run of the caller's own. The SDK's idempotency key makes it safe to repeat."""
     asked = await call.json(shapes.CopyWeights)
+    if asked.weights_access_token or call.request.headers.get("x-tinker-weights-access-token"):
+        raise no_access_tokens()
     request = pb.CopyCheckpointRequest(
         path=asked.source_path,
         session_id=asked.session_id or "",

@@ -193,6 +193,7 @@ def _uvicorn_config(app: object, config: HttpConfig) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         log_config=None,
+        log_level="warning",
         access_log=False,
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,

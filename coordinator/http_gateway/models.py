@@ -11,7 +11,7 @@ from coordinator.http_gateway import shapes
 from coordinator.http_gateway.calls import Call
 from coordinator.http_gateway.errors import unsupported
 from coordinator.http_gateway.futures import CREATED, LOADED, UNLOADED, promise_of_model
-from coordinator.http_gateway.training import load_into
+from coordinator.http_gateway.training import load_into, no_access_tokens
 from tinkerpool.v1 import adapters_pb2 as pb
 
 ADAMW = {"type": "adamw"}
@@ -41,6 +41,8 @@ async def load_weights(call: Call) -> Response:
     if asked.session_id is None or asked.model_seq_id is None:
         raise invalid("name the model_id to load into, or session_id and model_seq_id for a new model")
     _check_optimizer(asked.optimizer_config)
+    if asked.weights_access_token:
+        raise no_access_tokens()
     request = pb.CreateAdapterRequest(
         session_id=asked.session_id,
         index=asked.model_seq_id,

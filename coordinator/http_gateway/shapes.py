@@ -238,6 +238,7 @@ class CopyWeights(BaseModel):
     session_id: str | None = None
     model_seq_id: Index | None = None
     ttl_seconds: Int64 | None = None
+    weights_access_token: str | None = None
 
 
 class OfPath(BaseModel):

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from starlette.responses import Response
 
 from coordinator.bodies import LOSS_RULES
-from coordinator.errors import Code, ServiceError, invalid
+from coordinator.errors import ServiceError, invalid
 from coordinator.http_gateway import older, shapes
 from coordinator.http_gateway.calls import Call
 from coordinator.http_gateway.errors import unsupported
@@ -53,14 +53,13 @@ def _parsed(body: bytes) -> wire.ForwardBackwardRequest:
         raise invalid("the body is not a forward_backward request of the Tinker protocol") from None
 
 
-async def _json_pass(call: Call, asked: shapes.JsonPass) -> Response:
+async def _json_pass(call: Call, given: shapes.JsonPass) -> Response:
     try:
-        return await _pass(call, older.binary_pass(asked))
+        asked = older.binary_pass(given)
     except ServiceError as error:
-        if error.code is not Code.INVALID_ARGUMENT or error.operation:
-            raise
-        request = training_pb2.ForwardBackwardRequest(adapter_id=asked.model_id, seq=asked.seq_id)
+        request = training_pb2.ForwardBackwardRequest(adapter_id=given.model_id, seq=given.seq_id)
         return await submit(call, call.service.refuse, Kind.FORWARD_BACKWARD, request, error)
+    return await _pass(call, asked)
 
 
 async def _pass(call: Call, asked: wire.ForwardBackwardRequest) -> Response:
@@ -142,7 +141,14 @@ async def load_into(call: Call, model_id: str, asked: shapes.LoadWeights) -> Res
     request = training_pb2.LoadStateRequest(
         adapter_id=model_id, seq=asked.seq_id, path=asked.path, with_optimizer=asked.optimizer
     )
+    if asked.weights_access_token:
+        return await submit(call, call.service.refuse, Kind.LOAD_STATE, request, no_access_tokens())
     return await submit(call, call.service.load_state, request)
+
+
+def no_access_tokens() -> ServiceError:
+    """The refusal of a token for another's checkpoint."""
+    return unsupported("weights_access_token", "let its owner publish the checkpoint, or use a key of the same tenant")
 
 
 def _fill(request: PassRequest, asked: wire.ForwardBackwardRequest) -> None:

@@ -105,6 +105,21 @@ async def test_adding_a_session_again_changes_nothing(store: Store) -> None:
     assert table.take_sampler_index("s", "op") == 1
 
 
+async def test_a_number_that_is_asked_for_is_given_to_one_operation_only(store: Store) -> None:
+    await add_row(store, "s")
+    await add_sampler(store, "s", 4)
+    table = SessionTable(store, Clock())
+    table.add("s")
+    assert table.take_sampler_index("s", "op1", 7) == 7
+    assert table.take_sampler_index("s", "op1", 7) == 7  # it runs again, after its worker was lost
+    for operation, taken in (("op2", 7), ("op2", 4)):
+        with pytest.raises(ServiceError) as raised:
+            table.take_sampler_index("s", operation, taken)
+        assert raised.value.reason == "SAMPLER_EXISTS"
+    assert table.take_sampler_index("s", "op3", 1) == 1
+    assert table.take_sampler_index("s", "op4") == 8
+
+
 async def test_downtime_ages_no_session_and_its_numbering_goes_on(store: Store) -> None:
     await add_row(store, "live")
     await add_row(store, "ended", ended_at=5.0)
