@@ -103,10 +103,12 @@ class HttpDoor:
         """Take the port. Raises HttpDoorError if it is in use or not to be had."""
         host, port = self._config.host, self._config.port
         try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-                0
-            ]
-            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            found = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
+            )
+            family, kind, protocol, _, address = found[0]
+            # Only with the protocol named does asyncio send small answers at once; else each waits some 40 ms.
+            self._socket = socket.socket(family, kind, protocol)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind(address)
         except OSError as error:
