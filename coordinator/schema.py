@@ -67,6 +67,7 @@ CREATE TABLE samplers (
     is_inflight INTEGER NOT NULL DEFAULT 0, -- samples from the newest such row of its adapter
     UNIQUE (session_id, request_id)
 );
+CREATE INDEX samplers_inflight ON samplers (adapter_id) WHERE is_inflight;
 CREATE TABLE operations (
     target_id TEXT NOT NULL,              -- an adapter or a sampler
     seq INTEGER NOT NULL CHECK (seq >= 1),
@@ -146,6 +147,7 @@ UPDATE checkpoints SET expires_service_s = MAX(0, expires_at - CAST(strftime('%s
     2: """
 ALTER TABLE checkpoints ADD COLUMN is_public INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE samplers ADD COLUMN is_inflight INTEGER NOT NULL DEFAULT 0;
+CREATE INDEX samplers_inflight ON samplers (adapter_id) WHERE is_inflight;
 """,
 }
 """From each version to the next."""

@@ -8,16 +8,23 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from coordinator.auth import Principal
 from coordinator.service import Service
+from tinkerpool.v1 import sessions_pb2 as pb
+
+_NOBODY = Principal(tenant_id="", tenant_name="", key_id="", is_admin=False)
+"""What is asked here is the same for everybody."""
 
 
 async def leave_tokenizers(service: Service, root: Path) -> dict[str, Path]:
     """Write every base model's tokenizer below `root` unless it is there; base model to directory. Raises OSError."""
-    return {
-        name: await asyncio.to_thread(_leave, root, name, files)
-        for name, files in service.tokenizer_files().items()
-        if files
-    }
+    directories = {}
+    capabilities = await service.get_capabilities(_NOBODY, pb.GetCapabilitiesRequest())
+    for model in capabilities.base_models:
+        found = await service.get_tokenizer(_NOBODY, pb.GetTokenizerRequest(base_model=model.name))
+        if found.files:
+            directories[model.name] = await asyncio.to_thread(_leave, root, model.name, dict(found.files))
+    return directories
 
 
 def _leave(root: Path, name: str, files: Mapping[str, bytes]) -> Path:

@@ -1,4 +1,5 @@
-"""The use cases: the only place with behaviour behind the doors. One module per service of the contract.
+"""The use cases: the only place with behaviour behind the doors. One module per service of the contract, and one
+for a method that needs several.
 
 Every method takes who asks and the contract's request message, and returns its response message (an async generator of
 them where the contract streams). Refusals are `ServiceError`. Knows no transport.

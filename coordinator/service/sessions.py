@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping
 
 from coordinator.auth import Principal
 from coordinator.bodies import LOSS_RULES, check_metadata
@@ -44,10 +43,6 @@ class SessionUseCases(UseCases):
     async def get_tokenizer(self, principal: Principal, request: pb.GetTokenizerRequest) -> pb.GetTokenizerResponse:
         """A base model's tokenizer files."""
         return pb.GetTokenizerResponse(files=dict(self._model(request.base_model).tokenizer_files))
-
-    def tokenizer_files(self) -> dict[str, Mapping[str, bytes]]:
-        """Every base model's tokenizer files, for a door that leaves them on this machine."""
-        return {model.name: model.tokenizer_files for model in self._core.models.values()}
 
     @uninterrupted
     async def create_session(self, principal: Principal, request: pb.CreateSessionRequest) -> pb.CreateSessionResponse:

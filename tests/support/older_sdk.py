@@ -1,4 +1,4 @@
-"""A program for `tinker` 0.18.2, the last of its kind that two clients share no process with: its passes are JSON.
+"""A program for `tinker` 0.18.2, which sends its passes as JSON. It needs a process without a newer SDK.
 
 Run with the address and the key of a pool that serves `toy`; prints what it got, as JSON.
 """
