@@ -19,7 +19,7 @@ from coordinator.http_gateway.errors import error_response
 
 PREFIX = "/api/v1"
 Handler = Callable[[Call], Awaitable[Response]]
-METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+METHODS = ["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"]
 
 _CHECKPOINT = "/training_runs/{run}/checkpoints/{checkpoint:path}"
 

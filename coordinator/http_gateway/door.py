@@ -171,7 +171,7 @@ class HttpDoor:
         if self._server is not None and self._serving is not None:
             done, _ = await asyncio.wait((self._serving,), timeout=grace_s)
             if not done:
-                self._server.force_exit = True
+                self._server.drop_calls()
             await self._serving
         self._close_socket()
 
@@ -186,6 +186,15 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def drop_calls(self) -> None:
+        """End what still runs: its clients see a closed connection, and nothing goes on behind their backs."""
+        self.force_exit = True
+        for task in self.server_state.tasks:
+            task.cancel()
+        for connection in self.server_state.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
 
 
 def _uvicorn_config(app: object, config: HttpConfig) -> uvicorn.Config:

@@ -29,7 +29,7 @@ async def create_sampling_session(call: Call) -> Response:
     request = pb.CreateSamplerRequest(
         session_id=asked.session_id,
         index=asked.sampling_session_seq_id,
-        base_model=asked.base_model if asked.base_model and not asked.model_path else "",
+        base_model="" if asked.model_path else asked.base_model or "",  # a path says which by itself
         model_path=asked.model_path or "",
     )
     created = await call.service.create_sampler(call.principal, request)

@@ -149,6 +149,7 @@ def test_a_promise_is_kept_to_its_owner_only(pool: RestartablePool, wired: Wire,
         ("GET", "/audit", 404),
         ("GET", "/nonsense", 404),
         ("DELETE", "/create_session", 404),
+        ("OPTIONS", "/create_session", 404),
         ("GET", "/samplers/a:sample:0", 404),
     ],
 )

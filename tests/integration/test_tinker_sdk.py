@@ -15,7 +15,7 @@ from tinker import types
 import tinkerpool
 from coordinator.config import Limits
 from tests.support.restartable_pool import RestartablePool, restartable_pool
-from tests.support.sdk import LEAKS, datum, sdk
+from tests.support.sdk import LEAKS, Wire, datum, sdk
 from tests.toy_engine import POISON_TOKEN
 
 pytestmark = LEAKS
@@ -279,22 +279,13 @@ def test_a_session_that_has_ended_takes_nothing_more(pool: RestartablePool) -> N
     with sdk(pool.http_url, pool.key()) as service:
         client = service.create_lora_training_client("toy", rank=8).result(WAIT_S)
         client.forward([datum(1)], "cross_entropy").result(WAIT_S)
-        with tinkerpool.ServiceClient(pool.url, pool.key()) as ours:
-            ours.create_rest_client().get_session(client.model_id.rsplit(":", 2)[0])
-        holder = client.holder
-        session = client.model_id.rsplit(":", 2)[0]
-        finished = holder.run_coroutine_threadsafe(finish(holder, session))
-        finished.result(WAIT_S)
+        wired = Wire(pool.http_url, pool.key())
+        wired.ok(f"/sessions/{client.model_id.rsplit(':', 2)[0]}/finish", {"reason": {"type": "success"}})
+        wired.close()
         with pytest.raises(tinker.PermissionDeniedError, match="has ended"):
             service.create_lora_training_client("toy", rank=8).result(WAIT_S)
-
-
-async def finish(holder: Any, session: str) -> None:
-    """End a session behind the client's back."""
-    from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
-
-    with holder.aclient(ClientConnectionPoolType.SESSION) as http:
-        await http.post(f"/api/v1/sessions/{session}/finish", cast_to=object, body={"reason": {"type": "success"}})
+        with pytest.raises(tinker.PermissionDeniedError, match="has ended"):
+            service.create_sampling_client(base_model="toy").result(WAIT_S)
 
 
 def test_both_doors_drive_one_run(pool: RestartablePool, client: Any) -> None:
