@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import hypothesis
 import pytest
 import zstandard
+from hypothesis import strategies as st
 
 from coordinator.config import Limits
+from coordinator.http_gateway.app import HANDLERS
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tests.support.sdk import API, Wire, pass_of
 from tinkerpool.compat import tinker_pb2 as wire
@@ -261,3 +264,58 @@ def test_the_polls_leave_nothing_behind(pool: RestartablePool, wired: Wire, mode
 def test_a_tokenizer_lies_where_it_is_said_to_be(wired: Wire, model: str) -> None:
     directory = wired.ok("/get_info", {"model_id": model})["model_data"]["tokenizer_id"]
     assert [path.name for path in Path(directory).iterdir()] == ["tokenizer.json"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+POSTS = sorted(path for method, path, _ in HANDLERS if method == "POST" and "{" not in path)
+
+
+def bodies(session: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Bodies whose fields have the right names, and now and then the right contents, of things that are there."""
+    right = {
+        "session_id": session,
+        "model_id": f"{session}:train:0",
+        "seq_id": 1,
+        "model_seq_id": 0,
+        "path": f"tinker://{session}:train:0/weights/a",
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+        "sampling_params": {"max_tokens": 1},
+        "sampling_session_id": f"{session}:sample:0",
+        "lora_config": {"rank": 8},
+        "base_model": "toy",
+        "request_id": f"{session}:train:0:1",
+        "forward_backward_input": {"data": [], "loss_fn": "cross_entropy"},
+        "ttl_seconds": 3600,
+        "user_metadata": {"a": "b"},
+    }
+    return st.fixed_dictionaries({}, optional={name: st.just(value) | JSON for name, value in right.items()})
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_no_body_whatever_is_a_fault_of_ours_or_answered_without_a_reason(wired: Wire, path: str) -> None:
+    session = wired.session()
+    wired.model(session)
+    wired.ok("/create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"})
+
+    @hypothesis.settings(max_examples=25, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.given(bodies(session) | JSON)
+    def post(body: Any) -> None:
+        response = wired.post(path, body)
+        assert response.status_code < 500, response.text
+        assert response.status_code < 400 or response.status_code == 408 or response.json()["detail"]
+
+    post()
+
+
+@hypothesis.settings(max_examples=60, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(content=st.binary(max_size=200), is_cut=st.booleans())
+def test_no_bytes_whatever_are_a_fault_of_ours(wired: Wire, content: bytes, is_cut: bool) -> None:
+    valid = pass_of("nobody:train:0", 1, [1, 2]).SerializeToString()
+    body = valid[: len(content)] + content if is_cut else content
+    response = wired.binary(wire.ForwardBackwardRequest(), body)
+    assert response.status_code in (400, 404)
+    assert response.json()["detail"]

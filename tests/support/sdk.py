@@ -46,7 +46,7 @@ class Wire:
     def __init__(self, url: str, key: str) -> None:
         self._http = httpx.Client(base_url=url + API, headers={"x-api-key": f"tml-{key}"}, timeout=60, verify=False)
 
-    def post(self, path: str, body: Mapping[str, Any], **headers: str) -> httpx.Response:
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         """POST JSON."""
         return self._http.post(path, json=body, headers=headers)
 
