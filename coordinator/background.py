@@ -37,6 +37,8 @@ class Serving:
     pid: int
     data_dir: str
     models: tuple[str, ...]
+    http_url: str = ""
+    """Where the Tinker SDK finds it; empty if there is no such door."""
 
     def write(self, path: Path) -> None:
         """Write it so that a reader sees all of it or nothing."""

@@ -15,8 +15,8 @@ from coordinator.files import StateFiles
 from coordinator.operations import Kind, Operation
 from coordinator.queue import AdapterQueue
 from coordinator.store import Store
+from tinkerpool import names
 from tinkerpool.convert import to_tensor
-from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import checkpoints_pb2, training_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.messages import (
@@ -132,18 +132,15 @@ class BatchBuilder:
 
     def _state_item(self, adapter: AdapterQueue, operation: Operation, prev_seq: int) -> Item:
         body = operation.body or self._store.read_body(operation.target_id, operation.seq)
-        names = {
-            "op_id": operation.name,
-            "adapter_id": adapter.adapter_id,
-        }
+        ids = {"op_id": operation.name, "adapter_id": adapter.adapter_id}
         drop = adapter.must_drop_gradient
         match operation.kind:
             case Kind.OPTIM_STEP:
                 params = decode_adam(body)
-                return OptimStepItem(**names, prev_seq=prev_seq, seq=operation.seq, drop_gradient=drop, params=params)
+                return OptimStepItem(**ids, prev_seq=prev_seq, seq=operation.seq, drop_gradient=drop, params=params)
             case Kind.SAVE_STATE:
                 return SaveItem(
-                    **names,
+                    **ids,
                     prev_seq=prev_seq,
                     seq=operation.seq,
                     drop_gradient=drop,
@@ -152,7 +149,7 @@ class BatchBuilder:
                 )
             case Kind.SAVE_WEIGHTS_FOR_SAMPLER:
                 return SaveItem(
-                    **names,
+                    **ids,
                     prev_seq=prev_seq,
                     seq=operation.seq,
                     drop_gradient=drop,
@@ -163,10 +160,10 @@ class BatchBuilder:
             case Kind.LOAD_STATE:
                 request = training_pb2.LoadStateRequest.FromString(body)
                 row = self._store.read_one("SELECT * FROM checkpoints WHERE path = ?", (request.path,))
-                if row is None or row["tenant_id"] != adapter.tenant_id:
+                if row is None or not (row["tenant_id"] == adapter.tenant_id or row["is_public"]):
                     raise ServiceError(Code.NOT_FOUND, "NOT_FOUND", f"no checkpoint {request.path!r} any more")
                 return LoadItem(
-                    **names,
+                    **ids,
                     prev_seq=prev_seq,
                     seq=operation.seq,
                     drop_gradient=drop,
@@ -216,10 +213,14 @@ def save_request(
     return checkpoints_pb2.SaveWeightsForSamplerRequest.FromString(operation.body)
 
 
-def save_path(operation: Operation, name: str) -> CheckpointPath:
+def save_path(operation: Operation, name: str) -> names.CheckpointPath:
     """Where a named save goes."""
-    kind = "weights" if operation.kind is Kind.SAVE_STATE else "sampler_weights"
-    return CheckpointPath(operation.target_id, kind, name)
+    request = save_request(operation)
+    if isinstance(request, checkpoints_pb2.SaveStateRequest):
+        kind = names.TRAINING
+    else:
+        kind = names.EXTERNAL if request.for_export else names.SAMPLER
+    return names.CheckpointPath(operation.target_id, kind, name)
 
 
 def merged_metrics(parts: Iterable[ItemResult]) -> Mapping[str, float]:

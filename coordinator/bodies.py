@@ -191,12 +191,18 @@ def canonical_sample(
             raise invalid(f"params.stop.tokens must be token ids from 0 to {model.vocab_size - 1}")
     else:
         stop = sampling_pb2.StopCondition(tokens=model.eos_token_ids)
+    last_n = request.prompt_logprobs_last_n
+    if last_n < 0 or (last_n and not request.include_prompt_logprobs):
+        raise invalid(
+            f"prompt_logprobs_last_n is {last_n}: it is 0 (all) or more, and goes only with include_prompt_logprobs"
+        )
     seed = params.seed if params.HasField("seed") else drawn_seed
     body = sampling_pb2.SampleRequest(
         sampler_id=request.sampler_id,
         prompt=to_tensor(prompt),
         num_samples=num_samples,
         include_prompt_logprobs=request.include_prompt_logprobs,
+        prompt_logprobs_last_n=last_n,
         params=sampling_pb2.SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop
         ),

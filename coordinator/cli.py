@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shlex
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,14 +21,26 @@ from coordinator import background
 from coordinator.background import BackgroundError, Serving
 from tinkerpool.cli.app import RUN_PANEL
 from tinkerpool.cli.errors import CliError
-from tinkerpool.credentials import home
+from tinkerpool.credentials import credentials_file, home, kept_credentials
 
 if TYPE_CHECKING:
     from coordinator.server import ServerConfig
     from workers.pool import PoolConfig
 
 _log = logging.getLogger(__name__)
-_LIBRARIES = ("grpc_health", "grpc_reflection", "ray", "safetensors", "tokenizers", "torch", "transformers")
+_LIBRARIES = (
+    "grpc_health",
+    "grpc_reflection",
+    "pydantic",
+    "ray",
+    "safetensors",
+    "starlette",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "uvicorn",
+    "zstandard",
+)
 _ARGUMENTS = "tinkerpool.arguments"
 RAY_FILE = "ray.json"
 """In the data directory: what a private Ray has on this machine, as long as it has."""
@@ -92,6 +105,16 @@ def _serve_or_up(
     ] = None,
     data_dir: DataDirOption = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port for gRPC; 0 takes any free one.")] = 7600,
+    http_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Port for the Tinker SDK, over HTTP. Default: the one after --port.",
+            show_default=False,
+        ),
+    ] = None,
+    is_http: Annotated[bool, typer.Option("--http/--no-http", help="Whether the Tinker SDK is served.")] = True,
     host: Annotated[str, typer.Option(help="Address to listen on; anything but loopback needs TLS.")] = "127.0.0.1",
     pool: Annotated[
         Literal["ray", "local"], typer.Option(help="Workers as Ray actors, or as threads of this process.")
@@ -154,7 +177,8 @@ def _serve_or_up(
 ) -> None:
     _check_libraries()
     from coordinator.config import CoordinatorConfig
-    from coordinator.grpc_server import GrpcConfig
+    from coordinator.grpc_server import GrpcConfig, is_loopback
+    from coordinator.http_gateway import HttpConfig
     from coordinator.models import DEFAULT_MODEL, resolve_model
     from coordinator.server import ServerConfig
     from workers.pool import ENGINE, PoolConfig
@@ -175,7 +199,20 @@ def _serve_or_up(
                 allow_plaintext=allow_plaintext,
                 message_bytes_max=coordinator_config.limits.message_bytes_max,
             ),
+            http=HttpConfig(
+                host=host,
+                port=_http_port(port) if http_port is None else http_port,
+                tls_cert=tls_cert,
+                tls_key=tls_key,
+                tls_client_ca=tls_client_ca,
+                is_remote=not is_loopback(host),
+                allow_plaintext=allow_plaintext,
+                message_bytes_max=coordinator_config.limits.message_bytes_max,
+            )
+            if is_http
+            else None,
             ready_file=ready_file,
+            is_key_shown=sys.stdout.isatty(),
             is_new_key_wanted=new_key,
         )
         pool_config = PoolConfig(
@@ -199,6 +236,11 @@ def _serve_or_up(
         _up(data_dir, ctx.meta[_ARGUMENTS], pool_config.start_timeout_s)
     else:
         _serve(config, pool_config, log_level.upper())
+
+
+def _http_port(grpc_port: int) -> int:
+    """The port after the other door's, any free one if that takes any."""
+    return grpc_port + 1 if 0 < grpc_port < 65535 else 0
 
 
 def _serve(config: ServerConfig, pool_config: PoolConfig, log_level: str) -> None:
@@ -236,10 +278,20 @@ def _up(data_dir: Path, arguments: list[str], start_timeout_s: float) -> None:
 def _say_ready(serving: Serving, data_dir: Path) -> None:
     _say(
         f"tinkerpool is ready at {serving.url} (process {serving.pid}), serving {', '.join(serving.models)}.\n"
+        f"{_for_the_sdk(serving)}"
         f"Its log: tinkerpool logs -f. Stop it: tinkerpool down{_other_data_dir(data_dir)}\n\n"
         f"Try it in Python:\n"
     )
     _say("\n".join(f"    {line}" for line in EXAMPLE.format(model=serving.models[0]).splitlines()))
+
+
+def _for_the_sdk(serving: Serving) -> str:
+    """What users of the Tinker SDK set, if it is served."""
+    if not serving.http_url:
+        return ""
+    keys = [found.api_key for found in kept_credentials() if found.url == serving.url]
+    key = keys[0] if keys and sys.stdout.isatty() else f"<the key in {credentials_file()}>"
+    return f"For the Tinker SDK: export TINKER_BASE_URL={serving.http_url} TINKER_API_KEY=tml-{key}\n"
 
 
 def down(

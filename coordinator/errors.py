@@ -31,7 +31,8 @@ class Code(IntEnum):
 class ServiceError(Exception):
     """A refusal, as the caller shall see it: canonical code, constant for programs, sentence for people.
 
-    `retry_delay_s` is set exactly when the same call may succeed later; nothing was consumed then.
+    `retry_delay_s` is set exactly when the same call may succeed later; nothing was consumed then. `operation` is set
+    once the refusal is on record: it names the failed operation that took the place that the request asked for.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class ServiceError(Exception):
         self.message = message
         self.retry_delay_s = retry_delay_s
         self.metadata = dict(metadata or {})
+        self.operation = ""
 
 
 def invalid(message: str, reason: str = "INVALID_ARGUMENT") -> ServiceError:
@@ -59,3 +61,12 @@ def invalid(message: str, reason: str = "INVALID_ARGUMENT") -> ServiceError:
 def not_found(what: str, name: str) -> ServiceError:
     """No such thing, or another tenant's: the two look the same."""
     return ServiceError(Code.NOT_FOUND, "NOT_FOUND", f"no {what} {name[:200]!r}: check the name and the API key")
+
+
+def sampler_exists(sampler_id: str) -> ServiceError:
+    """A number in a session that another sampler has."""
+    return ServiceError(
+        Code.ALREADY_EXISTS,
+        "SAMPLER_EXISTS",
+        f"{sampler_id} was created before with other settings: use another index or request_id",
+    )

@@ -15,6 +15,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from coordinator.batches import service_error, worker_died
 from coordinator.bodies import decode_sample
 from coordinator.config import CoordinatorConfig
@@ -122,11 +124,22 @@ class Sampling:
     def submit(self, operation: Operation, sampler: Row) -> None:
         """Queue a durable sample operation."""
         _, num_samples, _, _ = decode_sample(operation.body)
-        request = _Request(operation, sampler, num_samples)
+        request = _Request(operation, self._current(sampler), num_samples)
         self._last_seq[operation.target_id] = max(operation.seq, self._last_seq.get(operation.target_id, 0))
         self._requests[operation.name] = request
         self._enqueue(request)
         self.dispatch(sampler["base_model"])
+
+    def _current(self, sampler: Row) -> Row:
+        """The sampler whose weights it samples from now: itself, or the newest that follows the same adapter."""
+        if not sampler["is_inflight"]:
+            return sampler
+        newest = self._store.read_one(
+            "SELECT * FROM samplers WHERE adapter_id = ? AND is_inflight ORDER BY rowid DESC LIMIT 1",
+            (sampler["adapter_id"],),
+        )
+        assert newest is not None
+        return newest
 
     def next_seq(self, sampler_id: str) -> int:
         """A number that no request to this sampler has had."""
@@ -448,4 +461,8 @@ def _fill(operation: Operation, result: SampleResult) -> None:
             stop_reason=_STOP_REASONS[sequence.stop_reason],
         )
     if result.prompt_logprobs is not None:
-        sample.prompt_logprobs.CopyFrom(to_tensor(result.prompt_logprobs))
+        last_n = sampling_pb2.SampleRequest.FromString(operation.body).prompt_logprobs_last_n
+        logprobs = np.array(result.prompt_logprobs, np.float32)  # (p,)
+        if last_n:
+            logprobs[: max(0, len(logprobs) - last_n)] = np.nan
+        sample.prompt_logprobs.CopyFrom(to_tensor(logprobs))

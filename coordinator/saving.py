@@ -38,9 +38,9 @@ class Saver:
         store: Store,
         models: Callable[[str], ModelInfo],
         wall: Callable[[], float],
-        new_sampler_index: Callable[[str], int],
+        new_sampler_index: Callable[[str, str, int | None], int],
     ) -> None:
-        """`new_sampler_index` takes a session and raises ServiceError if it has ended."""
+        """`new_sampler_index`: see `SessionTable.take_sampler_index`."""
         self.checkpoints = StateFiles(data_dir / "checkpoints", "checkpoint", disk)
         self.snapshots = StateFiles(data_dir / "snapshots", "snapshot", disk)
         self.samplers = StateFiles(data_dir / "samplers", "sampler", disk)
@@ -60,7 +60,10 @@ class Saver:
         assert result.state is not None
         if not request.name:
             session_id = adapter.session_id
-            sampler_id = names.sampler_id(session_id, self._new_sampler_index(session_id))
+            assert isinstance(request, checkpoints_pb2.SaveWeightsForSamplerRequest)
+            wanted = request.sampler_index if request.HasField("sampler_index") else None
+            index = self._new_sampler_index(session_id, operation.name, wanted)
+            sampler_id = names.sampler_id(session_id, index)
             saved = await self._write(self.samplers, adapter, result.state)
             commit.samplers.append(
                 {
@@ -75,6 +78,7 @@ class Saver:
                     "folder": saved.folder,
                     "sha256": saved.sha256,
                     "created_at": self._wall(),
+                    "is_inflight": request.is_inflight,
                 }
             )
             operation.succeed(cycle_id).save_weights_for_sampler.sampler_id = sampler_id

@@ -4,7 +4,7 @@ Times named `_at` are of the wall clock, for people to read; what is decided by 
 seconds that the service has run, in all its lives.
 """
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 INSERT INTO meta VALUES ('epoch', 0), ('last_cycle_id', 0), ('service_ms', 0);
@@ -64,8 +64,10 @@ CREATE TABLE samplers (
     folder TEXT NOT NULL,                 -- its weights, below the data directory; empty: those of model_path, if any
     sha256 TEXT NOT NULL,
     created_at REAL NOT NULL,
+    is_inflight INTEGER NOT NULL DEFAULT 0, -- samples from the newest such row of its adapter
     UNIQUE (session_id, request_id)
 );
+CREATE INDEX samplers_inflight ON samplers (adapter_id) WHERE is_inflight;
 CREATE TABLE operations (
     target_id TEXT NOT NULL,              -- an adapter or a sampler
     seq INTEGER NOT NULL CHECK (seq >= 1),
@@ -115,7 +117,8 @@ CREATE TABLE checkpoints (
     user_metadata TEXT NOT NULL,
     created_at REAL NOT NULL,
     expires_at REAL,                      -- as its owner is told; NULL: never
-    expires_service_s REAL                -- when it is deleted: a wall clock that jumps must not do that
+    expires_service_s REAL,               -- when it is deleted: a wall clock that jumps must not do that
+    is_public INTEGER NOT NULL DEFAULT 0  -- whether every tenant may read it
 );
 CREATE INDEX checkpoints_by_tenant ON checkpoints (tenant_id, created_at);
 CREATE TABLE usage (
@@ -140,6 +143,11 @@ CREATE INDEX operations_fetched ON operations (fetched_service_s) WHERE fetched_
 ALTER TABLE snapshots ADD COLUMN window_error BLOB NOT NULL DEFAULT x'';
 ALTER TABLE checkpoints ADD COLUMN expires_service_s REAL;
 UPDATE checkpoints SET expires_service_s = MAX(0, expires_at - CAST(strftime('%s', 'now') AS REAL));
+""",
+    2: """
+ALTER TABLE checkpoints ADD COLUMN is_public INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE samplers ADD COLUMN is_inflight INTEGER NOT NULL DEFAULT 0;
+CREATE INDEX samplers_inflight ON samplers (adapter_id) WHERE is_inflight;
 """,
 }
 """From each version to the next."""

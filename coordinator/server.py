@@ -21,12 +21,15 @@ from coordinator.coordinator import DEFAULT_TENANT, Coordinator
 from coordinator.core import DataDirInUse
 from coordinator.errors import ServiceError
 from coordinator.grpc_server import DoorError, GrpcConfig, GrpcDoor
+from coordinator.http_gateway import HttpConfig, HttpDoor, HttpDoorError
 from tinkerpool.credentials import Credentials, credentials_file, kept_credentials, write_credentials
 from workers.pool import Pool, PoolStartError
 
 _log = logging.getLogger(__name__)
 DOOR_GRACE_S = 5.0
 """How long running calls have to end by themselves once the coordinator has told them to."""
+TOKENIZERS_DIR = "tokenizers"
+"""In the data directory: base models' tokenizers, for clients on this machine."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -40,17 +43,23 @@ class ServerConfig:
 
     coordinator: CoordinatorConfig
     grpc: GrpcConfig
+    http: HttpConfig | None = None
+    """The door for the Tinker SDK; None: there is none."""
+    is_key_shown: bool = False
+    """Say the key that the Tinker SDK is to use, not only where it is: for a terminal, not for a log."""
     ready_file: Path | None = None
     """Written when the pool is ready, removed when it stops; one is in the data directory in any case."""
     is_new_key_wanted: bool = False
     """Make another administrator's key and leave it in the credentials file."""
 
     def __post_init__(self) -> None:
-        announced, taken = self.coordinator.limits.message_bytes_max, self.grpc.message_bytes_max
-        if announced != taken:
-            raise ValueError(
-                f"the coordinator announces {announced} bytes as the largest message, the door takes {taken}"
-            )
+        announced = self.coordinator.limits.message_bytes_max
+        for door in (self.grpc, self.http):
+            if door is not None and door.message_bytes_max != announced:
+                raise ValueError(
+                    f"the coordinator announces {announced} bytes as the largest message, the door takes "
+                    f"{door.message_bytes_max}"
+                )
 
 
 class Server:
@@ -62,6 +71,8 @@ class Server:
         self._say = say
         self._coordinator = Coordinator(config.coordinator, pool)
         self._door = GrpcDoor(config.grpc)
+        self._http_door = HttpDoor(config.http) if config.http is not None else None
+        self._key = ""
         self._ready_files: list[Path] = []
 
     async def run(self) -> None:
@@ -84,8 +95,10 @@ class Server:
     async def _start_before(self, stopping: asyncio.Event) -> bool:
         try:
             self._door.bind()
+            if self._http_door is not None:
+                self._http_door.bind()
             return await _before(stopping.wait(), self._start())
-        except (DoorError, DataDirInUse, PoolStartError) as error:
+        except (DoorError, HttpDoorError, DataDirInUse, PoolStartError) as error:
             raise StartError(str(error)) from error
         except OSError as error:
             raise StartError(f"the pool cannot start: {error}") from error
@@ -97,10 +110,18 @@ class Server:
         await self._door.start(
             self._coordinator.service, self._coordinator.authenticator.authenticate, self._coordinator.health
         )
+        if self._http_door is not None:
+            await self._http_door.start(
+                self._coordinator.service,
+                self._coordinator.authenticator.authenticate,
+                self._coordinator.health,
+                self._config.coordinator.data_dir / TOKENIZERS_DIR,
+            )
         for line in await self._leave_key():
             self._say(line)
         serving = Serving(
             url=self.url,
+            http_url=self._http_door.url if self._http_door is not None else "",
             pid=os.getpid(),
             data_dir=str(self._config.coordinator.data_dir),
             models=tuple(self._coordinator.core.models),
@@ -109,14 +130,20 @@ class Server:
             if path is not None:
                 serving.write(path)
                 self._ready_files.append(path)
+        for line in self._sdk_lines():
+            self._say(line)
         self._say(f"tinkerpool is ready at {self.url}")
 
     async def _stop(self) -> None:
         for path in self._ready_files:
             path.unlink(missing_ok=True)
         await self._door.refuse()
+        if self._http_door is not None:
+            await self._http_door.refuse()
         await self._coordinator.stop()
         await self._door.stop(DOOR_GRACE_S)
+        if self._http_door is not None:
+            await self._http_door.stop(DOOR_GRACE_S)
 
     @property
     def url(self) -> str:
@@ -126,6 +153,19 @@ class Server:
         host = f"[{host}]" if ":" in host else host
         return f"{'https' if grpc.is_tls else 'http'}://{host}:{self._door.port}"
 
+    def _sdk_lines(self) -> list[str]:
+        """What users of the Tinker SDK set."""
+        if self._http_door is None:
+            return []
+        key = (
+            f"tml-{self._key}" if self._key and self._config.is_key_shown else f"tml-<the key in {credentials_file()}>"
+        )
+        return [
+            "The Tinker SDK works with this pool as it is; set:",
+            f"    export TINKER_BASE_URL={self._http_door.url}",
+            f"    export TINKER_API_KEY={key}",
+        ]
+
     async def _leave_key(self) -> list[str]:
         """See that clients on this machine find the pool and a key of it; returns what to tell the operator."""
         authenticator = self._coordinator.authenticator
@@ -133,6 +173,7 @@ class Server:
         if key is None and self._config.is_new_key_wanted:
             key, _ = await authenticator.create_key(DEFAULT_TENANT, is_admin=True)
         if key is not None:
+            self._key = key
             path = write_credentials(Credentials(url=self.url, api_key=key))
             return [
                 f"A new administrator's key (tenant '{DEFAULT_TENANT}') is in {path}, and nowhere else.",
@@ -142,6 +183,7 @@ class Server:
             ]
         for found in kept_credentials():
             if self._is_ours(found.api_key):
+                self._key = found.api_key
                 path = write_credentials(Credentials(url=self.url, api_key=found.api_key))
                 return [f"Its key is in {path}. More keys: tinkerpool key create TENANT"]
         return [

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from coordinator.database import Row
-from coordinator.errors import Code, ServiceError
+from coordinator.errors import Code, ServiceError, sampler_exists
 from coordinator.store import Store
+from tinkerpool import names
 
 
 @dataclass(slots=True)
@@ -28,8 +29,8 @@ class Session:
     next_sampler: int
     creating: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while an adapter or sampler is created in it: who repeats the call finds the first one's."""
-    taken: set[int] = field(default_factory=set)
-    """Sampler numbers that unnamed saves have got, their rows durable or not yet."""
+    taken: dict[int, str] = field(default_factory=dict)
+    """Sampler numbers that unnamed saves have got, their rows durable or not yet, and for which operation."""
     num_endings: int = 0
     """Calls that are ending it: nothing new starts in it meanwhile."""
 
@@ -65,10 +66,11 @@ class SessionTable:
         if session := self._live.get(session_id):
             session.last_seen = self._monotonic()
 
-    def take_sampler_index(self, session_id: str) -> int:
+    def take_sampler_index(self, session_id: str, operation: str, wanted: int | None = None) -> int:
         """A number for a sampler whose row comes with a cycle's commit: nobody else gets it.
 
-        Raises ServiceError if the session has ended.
+        `operation` names who takes it; `wanted` is the number that it must be, None: the next free one. Raises
+        ServiceError if the session has ended or another sampler has the number.
         """
         session = self.get(session_id)
         if session is None:
@@ -78,9 +80,12 @@ class SessionTable:
                 f"session {session_id} has ended, and a sampler without a name lives no longer than its session: give "
                 "a name to save a checkpoint",
             )
-        session.next_sampler += 1
-        session.taken.add(session.next_sampler - 1)
-        return session.next_sampler - 1
+        index = session.next_sampler if wanted is None else wanted
+        if session.taken.get(index, operation) != operation or self._has_sampler(session_id, index):
+            raise sampler_exists(names.sampler_id(session_id, index))
+        session.next_sampler = max(session.next_sampler, index + 1)
+        session.taken[index] = operation
+        return index
 
     def expired(self, timeout_s: float) -> list[Session]:
         """Sessions not heard of for that long, and that nobody is ending."""
@@ -99,6 +104,10 @@ class SessionTable:
             if session is not None:
                 session.num_endings -= 1
         self._live.pop(session_id, None)
+
+    def _has_sampler(self, session_id: str, index: int) -> bool:
+        sampler_id = names.sampler_id(session_id, index)
+        return self._store.read_one("SELECT 1 FROM samplers WHERE sampler_id = ?", (sampler_id,)) is not None
 
     def _take_up(self, row: Row) -> None:
         session_id = row["session_id"]

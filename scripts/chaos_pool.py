@@ -102,7 +102,16 @@ class ServedPool:
             ENVIRONMENT: str(self.failpoints.absolute()),
             "PYTHONUNBUFFERED": "1",
         }
-        command = [sys.executable, "-m", "tinkerpool.cli", "serve", "--port", str(self.port), *self._arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "tinkerpool.cli",
+            "serve",
+            "--port",
+            str(self.port),
+            "--no-http",
+            *self._arguments,
+        ]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*command, "--data-dir", str(self.data_dir.absolute())],

@@ -4,7 +4,7 @@ stored.
 adapter     `<session id>:train:<index>`
 sampler     `<session id>:sample:<index>`
 operation   `<adapter or sampler id>:<seq>`
-checkpoint  `tinker://<adapter id>/<weights|sampler_weights>/<name>`
+checkpoint  `tinker://<adapter id>/<weights|sampler_weights|external_weights>/<name>`
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 SCHEME = "tinker://"
 TRAINING = "weights"
 SAMPLER = "sampler_weights"
-CHECKPOINT_KINDS = (TRAINING, SAMPLER)
+EXTERNAL = "external_weights"
+CHECKPOINT_KINDS = (TRAINING, SAMPLER, EXTERNAL)
 
 _CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 _ADAPTER_ID = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,9}")
@@ -53,7 +54,7 @@ class CheckpointPath:
 
     adapter_id: str
     kind: str
-    """`weights` or `sampler_weights`."""
+    """`weights`, `sampler_weights` or `external_weights`."""
     name: str
 
     def __str__(self) -> str:

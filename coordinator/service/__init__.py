@@ -1,4 +1,5 @@
-"""The use cases: the only place with behaviour behind the doors. One module per service of the contract.
+"""The use cases: the only place with behaviour behind the doors. One module per service of the contract, and one
+for a method that needs several.
 
 Every method takes who asks and the contract's request message, and returns its response message (an async generator of
 them where the contract streams). Refusals are `ServiceError`. Knows no transport.
@@ -7,6 +8,7 @@ them where the contract streams). Refusals are `ServiceError`. Knows no transpor
 from coordinator.service.adapters import AdapterUseCases
 from coordinator.service.admin import AdminUseCases
 from coordinator.service.checkpoints import CheckpointUseCases
+from coordinator.service.copying import CopyUseCases
 from coordinator.service.operations import OperationUseCases
 from coordinator.service.pool import PoolUseCases
 from coordinator.service.sampling import SamplingUseCases
@@ -17,6 +19,7 @@ __all__ = ["Service"]
 
 
 class Service(
+    CopyUseCases,
     SessionUseCases,
     AdapterUseCases,
     TrainingUseCases,

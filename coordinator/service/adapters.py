@@ -61,7 +61,7 @@ class AdapterUseCases(UseCases):
     ) -> pb.CreateAdapterResponse:
         if existing := self._existing_adapter(request):
             return pb.CreateAdapterResponse(adapter=self._message(self._same(existing, body)))
-        source = self._checkpoint(principal, request.from_path) if request.from_path else None
+        source = self._readable_checkpoint(principal, request.from_path) if request.from_path else None
         model, values = self._values(request, source)
         self._check_quota(principal)
         index = request.index if request.HasField("index") else session.next_adapter
@@ -106,14 +106,15 @@ class AdapterUseCases(UseCases):
 
     async def list_adapters(self, principal: Principal, request: pb.ListAdaptersRequest) -> pb.ListAdaptersResponse:
         """The tenant's adapters, newest first."""
-        rows, token = self._page(
+        rows, token, total = self._page(
             "SELECT * FROM adapters WHERE tenant_id = ? AND deleted_at IS NULL ORDER BY created_at DESC, adapter_id",
             (principal.tenant_id,),
-            request.page_size,
-            request.page_token,
+            request,
             20,
         )
-        return pb.ListAdaptersResponse(adapters=[self._message(row) for row in rows], next_page_token=token)
+        return pb.ListAdaptersResponse(
+            adapters=[self._message(row) for row in rows], next_page_token=token, total_size=total
+        )
 
     async def delete_adapter(self, principal: Principal, request: pb.DeleteAdapterRequest) -> pb.DeleteAdapterResponse:
         """Delete an adapter; what it has queued fails."""

@@ -15,14 +15,19 @@ from coordinator.database import Row
 from coordinator.errors import Code, ServiceError, invalid, not_found
 from coordinator.queue import AdapterQueue
 from coordinator.sessions import Session
-from tinkerpool.v1.adapters_pb2 import CreateAdapterRequest
+from tinkerpool.v1.adapters_pb2 import CreateAdapterRequest, ListAdaptersRequest
+from tinkerpool.v1.checkpoints_pb2 import ListCheckpointsRequest
 from tinkerpool.v1.sampling_pb2 import CreateSamplerRequest
+from tinkerpool.v1.sessions_pb2 import ListSessionsRequest
 from workers.messages import ModelInfo
 
 P = ParamSpec("P")
 T = TypeVar("T")
+ListRequest = ListAdaptersRequest | ListCheckpointsRequest | ListSessionsRequest
 PAGE_TOKEN_LENGTH_MAX = 16
 INDEX_MAX = 999_999_999
+TTL_SECONDS_MAX = 100 * 365 * 86_400
+"""A hundred years: the moment that it ends must fit into a timestamp, which the year 9999 ends."""
 
 
 def uninterrupted(
@@ -73,8 +78,14 @@ class UseCases:
         return row
 
     def _checkpoint(self, principal: Principal, path: str) -> Row:
+        """A checkpoint of the tenant's own, to change."""
+        return self._readable_checkpoint(principal, path, is_public_enough=False)
+
+    def _readable_checkpoint(self, principal: Principal, path: str, *, is_public_enough: bool = True) -> Row:
+        """A checkpoint of the tenant's own or a public one."""
         row = self._core.store.read_one(
-            "SELECT * FROM checkpoints WHERE path = ? AND tenant_id = ?", (path, principal.tenant_id)
+            "SELECT * FROM checkpoints WHERE path = ? AND (tenant_id = ? OR (? AND is_public))",
+            (path, principal.tenant_id, is_public_enough),
         )
         if row is None:
             raise not_found("checkpoint", path)
@@ -89,21 +100,47 @@ class UseCases:
             )
         return model
 
-    def _page(self, sql: str, parameters: Sequence[Any], size: int, token: str, default: int) -> tuple[list[Row], str]:
-        """One page of a query that ends in ORDER BY; the token is the offset."""
+    def _page(
+        self, sql: str, parameters: Sequence[Any], request: ListRequest, default_size: int
+    ) -> tuple[list[Row], str, int]:
+        """One page of a query that ends in ORDER BY, the next page's token, and the number of rows on all pages.
+
+        The token is the offset.
+        """
+        token, size = request.page_token, request.page_size
         if token and not (token.isascii() and token.isdecimal() and len(token) < PAGE_TOKEN_LENGTH_MAX):
             raise invalid(f"page_token {token[:40]!r} was not handed out by this service")
         if size < 0:
             raise invalid(f"page_size must be 0 or more, not {size}")
-        limit, offset = min(size or default, 1000), int(token or 0)
+        if request.skip < 0:
+            raise invalid(f"skip must be 0 or more, not {request.skip}")
+        limit, offset = min(size or default_size, 1000), int(token or 0) + request.skip
+        counted = self._core.store.read_one(f"SELECT COUNT(*) AS total FROM ({sql})", parameters)  # noqa: S608
+        assert counted is not None
         rows = self._core.store.read(f"{sql} LIMIT ? OFFSET ?", (*parameters, limit + 1, offset))
-        return rows[:limit], str(offset + limit) if len(rows) > limit else ""
+        return rows[:limit], str(offset + limit) if len(rows) > limit else "", counted["total"]
 
 
 def check_index(request: CreateAdapterRequest | CreateSamplerRequest) -> None:
     """Refuse a number in a session that no name can hold."""
-    if request.HasField("index") and not 0 <= request.index <= INDEX_MAX:
-        raise invalid(f"index must be 0 to {INDEX_MAX}, not {request.index}")
+    if request.HasField("index"):
+        check_number("index", request.index)
+
+
+def check_number(name: str, index: int) -> None:
+    """The same, of a field with that name."""
+    if not 0 <= index <= INDEX_MAX:
+        raise invalid(f"{name} must be 0 to {INDEX_MAX}, not {index}")
+
+
+def check_ttl(ttl_seconds: int) -> None:
+    """Refuse a time to live that is none."""
+    if ttl_seconds < 0:
+        raise invalid(f"ttl_seconds must be 0 (keep it) or more, not {ttl_seconds}")
+    if ttl_seconds > TTL_SECONDS_MAX:
+        raise invalid(
+            f"ttl_seconds must be at most {TTL_SECONDS_MAX} (100 years), not {ttl_seconds}: 0 keeps it for good"
+        )
 
 
 def request_id_taken() -> ServiceError:

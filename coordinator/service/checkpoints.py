@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator
 
 from coordinator.auth import Principal
 from coordinator.database import Row
-from coordinator.service.base import UseCases, metadata_of, timestamp, uninterrupted
+from coordinator.service.base import UseCases, check_ttl, metadata_of, timestamp, uninterrupted
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as pb
 
 _KINDS = {
     names.TRAINING: pb.CHECKPOINT_KIND_TRAINING,
     names.SAMPLER: pb.CHECKPOINT_KIND_SAMPLER,
+    names.EXTERNAL: pb.CHECKPOINT_KIND_EXTERNAL,
 }
 
 
@@ -26,19 +27,20 @@ class CheckpointUseCases(UseCases):
         """Checkpoints of an adapter, or all the tenant's, newest first."""
         kinds = [kind for kind, value in _KINDS.items() if request.kind in (pb.CHECKPOINT_KIND_UNSPECIFIED, value)]
         marks = ", ".join("?" * len(kinds))
-        rows, token = self._page(
+        rows, token, total = self._page(
             f"SELECT * FROM checkpoints WHERE tenant_id = ? AND kind IN ({marks}) AND ? IN ('', adapter_id)"  # noqa: S608
             " ORDER BY created_at DESC, path",
             (principal.tenant_id, *kinds, request.adapter_id),
-            request.page_size,
-            request.page_token,
+            request,
             100,
         )
-        return pb.ListCheckpointsResponse(checkpoints=[_message(row) for row in rows], next_page_token=token)
+        return pb.ListCheckpointsResponse(
+            checkpoints=[_message(row) for row in rows], next_page_token=token, total_size=total
+        )
 
     async def get_checkpoint(self, principal: Principal, request: pb.GetCheckpointRequest) -> pb.GetCheckpointResponse:
         """A checkpoint."""
-        return pb.GetCheckpointResponse(checkpoint=_message(self._checkpoint(principal, request.path)))
+        return pb.GetCheckpointResponse(checkpoint=_message(self._readable_checkpoint(principal, request.path)))
 
     @uninterrupted
     async def delete_checkpoint(
@@ -50,11 +52,38 @@ class CheckpointUseCases(UseCases):
         await asyncio.to_thread(self._core.saver.checkpoints.remove, row["folder"])
         return pb.DeleteCheckpointResponse()
 
+    @uninterrupted
+    async def set_checkpoint_ttl(
+        self, principal: Principal, request: pb.SetCheckpointTtlRequest
+    ) -> pb.SetCheckpointTtlResponse:
+        """When a checkpoint is deleted."""
+        check_ttl(request.ttl_seconds)
+        self._checkpoint(principal, request.path)
+        core, ttl_s = self._core, request.ttl_seconds
+        await core.store.execute(
+            "UPDATE checkpoints SET expires_at = ?, expires_service_s = ? WHERE path = ?",
+            (core.time.wall() + ttl_s, core.store.service_time() + ttl_s, request.path)
+            if ttl_s
+            else (None, None, request.path),
+        )
+        return pb.SetCheckpointTtlResponse(checkpoint=_message(self._checkpoint(principal, request.path)))
+
+    @uninterrupted
+    async def set_checkpoint_access(
+        self, principal: Principal, request: pb.SetCheckpointAccessRequest
+    ) -> pb.SetCheckpointAccessResponse:
+        """Who may read a checkpoint."""
+        self._checkpoint(principal, request.path)
+        await self._core.store.execute(
+            "UPDATE checkpoints SET is_public = ? WHERE path = ?", (request.is_public, request.path)
+        )
+        return pb.SetCheckpointAccessResponse(checkpoint=_message(self._checkpoint(principal, request.path)))
+
     async def export_checkpoint(
         self, principal: Principal, request: pb.ExportCheckpointRequest
     ) -> AsyncIterator[pb.ExportCheckpointResponse]:
         """A checkpoint as a tar archive of a PEFT directory."""
-        row = self._checkpoint(principal, request.path)
+        row = self._readable_checkpoint(principal, request.path)
         pieces = await asyncio.to_thread(lambda: list(self._core.saver.checkpoints.tar(row["folder"], row["sha256"])))
         for piece in pieces:
             yield pb.ExportCheckpointResponse(data=piece)
@@ -73,5 +102,6 @@ def _message(row: Row) -> pb.Checkpoint:
         rank=row["rank"],
         user_metadata=metadata_of(row),
         fingerprint=row["fingerprint"],
+        is_public=bool(row["is_public"]),
         expire_time=timestamp(row["expires_at"]) if row["expires_at"] is not None else None,
     )

@@ -78,5 +78,5 @@ class OperationUseCases(UseCases):
 def _place(name: str) -> tuple[str, int]:
     """Target and seq of an operation's name; a place where nothing is for anything that is not such a name."""
     target_id, _, seq = name.rpartition(":")
-    is_canonical = seq.isascii() and seq.isdecimal() and seq[0] != "0" and len(seq) < 19
+    is_canonical = seq.isascii() and seq.isdecimal() and seq[0] != "0" and len(seq) < 20 and int(seq) < 1 << 63
     return (target_id, int(seq)) if is_canonical else ("", 0)

@@ -10,7 +10,7 @@ from coordinator.admission import Draft
 from coordinator.auth import Principal
 from coordinator.bodies import canonical_sample, serialize
 from coordinator.database import ConflictError, Row
-from coordinator.errors import Code, ServiceError, invalid, not_found
+from coordinator.errors import Code, ServiceError, invalid, not_found, sampler_exists
 from coordinator.operations import Chunk, Kind, Operation
 from coordinator.sampling import Event
 from coordinator.service.base import UseCases, check_index, request_id_taken, uninterrupted
@@ -43,12 +43,12 @@ class SamplingUseCases(UseCases):
     ) -> pb.CreateSamplerResponse:
         if existing := self._existing_sampler(request):
             return pb.CreateSamplerResponse(sampler=_message(_same(existing, body)))
-        source = self._checkpoint(principal, request.model_path) if request.model_path else None
+        source = self._readable_checkpoint(principal, request.model_path) if request.model_path else None
         model = self._model(source["base_model"] if source else request.base_model)
         index = request.index if request.HasField("index") else session.next_sampler
         sampler_id = names.sampler_id(session.session_id, index)
         if index in session.taken:  # its row comes with a commit, which must not fail
-            raise _sampler_exists(sampler_id)
+            raise sampler_exists(sampler_id)
         session.next_sampler = max(session.next_sampler, index + 1)
         try:
             await self._core.store.insert(
@@ -172,16 +172,8 @@ def _seed(request: pb.SampleRequest) -> int:
 
 def _same(row: Row, body: bytes) -> Row:
     if bytes(row["body"]) != body:
-        raise _sampler_exists(row["sampler_id"])
+        raise sampler_exists(row["sampler_id"])
     return row
-
-
-def _sampler_exists(sampler_id: str) -> ServiceError:
-    return ServiceError(
-        Code.ALREADY_EXISTS,
-        "SAMPLER_EXISTS",
-        f"{sampler_id} was created before with other settings: use another index or request_id",
-    )
 
 
 def _message(row: Row) -> pb.Sampler:

@@ -87,14 +87,15 @@ class SessionUseCases(UseCases):
 
     async def list_sessions(self, principal: Principal, request: pb.ListSessionsRequest) -> pb.ListSessionsResponse:
         """The tenant's live sessions, newest first."""
-        rows, token = self._page(
+        rows, token, total = self._page(
             "SELECT * FROM sessions WHERE tenant_id = ? AND ended_at IS NULL ORDER BY created_at DESC, session_id",
             (principal.tenant_id,),
-            request.page_size,
-            request.page_token,
+            request,
             20,
         )
-        return pb.ListSessionsResponse(sessions=[self._session(row) for row in rows], next_page_token=token)
+        return pb.ListSessionsResponse(
+            sessions=[self._session(row) for row in rows], next_page_token=token, total_size=total
+        )
 
     def _session(self, row: Row) -> pb.Session:
         session_id = row["session_id"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from google.protobuf.message import Message
 
 from coordinator.admission import Draft
@@ -10,7 +12,7 @@ from coordinator.bodies import PassRequest, canonical_adam, canonical_pass, chec
 from coordinator.errors import Code, ServiceError, invalid
 from coordinator.operations import Chunk, Kind, Operation, cut_chunks
 from coordinator.queue import AdapterQueue
-from coordinator.service.base import UseCases
+from coordinator.service.base import UseCases, check_number, check_ttl
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints_pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -18,9 +20,8 @@ from tinkerpool.v1 import training_pb2 as pb
 from workers.messages import ModelInfo
 
 Built = tuple[bytes, tuple[Chunk, ...]]
-TTL_SECONDS_MAX = 100 * 365 * 86_400
-"""A hundred years: the moment that it ends must fit into a timestamp, which the year 9999 ends."""
 SaveRequest = checkpoints_pb.SaveStateRequest | checkpoints_pb.SaveWeightsForSamplerRequest
+PlacedRequest = PassRequest | pb.OptimStepRequest | pb.LoadStateRequest | SaveRequest
 
 
 class TrainingUseCases(UseCases):
@@ -61,7 +62,7 @@ class TrainingUseCases(UseCases):
         adapter, _ = self._served(principal, request.adapter_id)
 
         def check() -> None:
-            row = self._checkpoint(principal, request.path)
+            row = self._readable_checkpoint(principal, request.path)
             if row["kind"] != names.TRAINING:
                 raise invalid(f"{request.path} has weights for sampling only: load a checkpoint made by save_state")
             if row["base_model"] != adapter.base_model:
@@ -93,6 +94,19 @@ class TrainingUseCases(UseCases):
         draft = self._save(request, Kind.SAVE_WEIGHTS_FOR_SAMPLER)
         [operation] = await self._submit(adapter, request.seq, request.request_id, draft)
         return checkpoints_pb.SaveWeightsForSamplerResponse(operation=operation)
+
+    async def refuse(self, principal: Principal, kind: Kind, request: PlacedRequest, error: ServiceError) -> NoReturn:
+        """Record at its place that a door could not make a request of what came; `request` has what it could read.
+
+        Raises `error`, which then names the failed operation, or why nothing can have that place.
+        """
+        adapter, _ = self._served(principal, request.adapter_id)
+
+        def build() -> Built:
+            raise error
+
+        await self._submit(adapter, request.seq, "", Draft(kind, request, build))
+        raise AssertionError("what cannot be built was taken in")
 
     async def _submit(self, adapter: AdapterQueue, seq: int, request_id: str, *drafts: Draft) -> list[ops_pb.Operation]:
         operations: list[Operation] = await self._core.uninterrupted(
@@ -130,26 +144,32 @@ class TrainingUseCases(UseCases):
 
     def _save(self, request: SaveRequest, kind: Kind) -> Draft:
         def build() -> Built:
-            if (request.name or kind is Kind.SAVE_STATE) and not names.is_checkpoint_name(request.name):
-                raise invalid(
-                    f"name {request.name[:80]!r} is not allowed: 1 to 128 of letters, digits, '-', '_' and '.', not "
-                    "beginning with a dot"
-                )
-            if request.ttl_seconds < 0:
-                raise invalid(f"ttl_seconds must be 0 (keep it) or more, not {request.ttl_seconds}")
-            if request.ttl_seconds > TTL_SECONDS_MAX:
-                raise invalid(
-                    f"ttl_seconds must be at most {TTL_SECONDS_MAX} (100 years), not {request.ttl_seconds}: 0 keeps it "
-                    "for good"
-                )
-            if request.ttl_seconds and not request.name:
-                raise invalid(
-                    "ttl_seconds is for a checkpoint with a name; a sampler without one ends with its session"
-                )
+            _check_name(request)
+            check_ttl(request.ttl_seconds)
             check_metadata(request.user_metadata, self._core.config.limits)
             return serialize(_without_place(request)), ()
 
         return Draft(kind, request, build)
+
+
+def _check_name(request: SaveRequest) -> None:
+    """Refuse a name that is none, and what goes only with one or only without."""
+    sampler = request if isinstance(request, checkpoints_pb.SaveWeightsForSamplerRequest) else None
+    if (request.name or sampler is None) and not names.is_checkpoint_name(request.name):
+        raise invalid(
+            f"name {request.name[:80]!r} is not allowed: 1 to 128 of letters, digits, '-', '_' and '.', not "
+            "beginning with a dot"
+        )
+    if not request.name and request.ttl_seconds:
+        raise invalid("ttl_seconds is for a checkpoint with a name; a sampler without one ends with its session")
+    if sampler is not None and not request.name and sampler.for_export:
+        raise invalid("for_export is for a checkpoint with a name: give it one")
+    if sampler is not None and request.name and sampler.is_inflight:
+        raise invalid("is_inflight is for a sampler without a name: a checkpoint never changes")
+    if sampler is not None and sampler.HasField("sampler_index"):
+        check_number("sampler_index", sampler.sampler_index)
+        if request.name:
+            raise invalid("sampler_index is for a sampler without a name: leave one of the two out")
 
 
 def _without_place(request: Message) -> Message:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from coordinator.auth import Principal
-from coordinator.errors import Code, ServiceError
+from coordinator.errors import Code, ServiceError, invalid
+from coordinator.operations import Kind
 from tests.support.toy_pool import ToyPool, datum, pass_request, running_pool, sample_request
 from tinkerpool.v1 import (
     adapters_pb2,
@@ -61,6 +62,9 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "stream_sample": lambda t: sampling_pb2.StreamSampleRequest(request=sample_request(t.sampler, 1)),
     "get_checkpoint": lambda t: checkpoints_pb2.GetCheckpointRequest(path=t.checkpoint),
     "delete_checkpoint": lambda t: checkpoints_pb2.DeleteCheckpointRequest(path=t.checkpoint),
+    "set_checkpoint_ttl": lambda t: checkpoints_pb2.SetCheckpointTtlRequest(path=t.checkpoint, ttl_seconds=1),
+    "set_checkpoint_access": lambda t: checkpoints_pb2.SetCheckpointAccessRequest(path=t.checkpoint, is_public=True),
+    "copy_checkpoint": lambda t: checkpoints_pb2.CopyCheckpointRequest(path=t.checkpoint, request_id="copy"),
     "export_checkpoint": lambda t: checkpoints_pb2.ExportCheckpointRequest(path=t.checkpoint),
     "get_operation": lambda t: ops_pb.GetOperationRequest(name=t.operation),
     "wait_operations": lambda t: ops_pb.WaitOperationsRequest(names=[t.operation]),
@@ -137,7 +141,19 @@ async def test_every_method_answers_for_anothers_thing_as_for_none(tmp_path: Pat
 async def test_this_file_knows_every_method_of_the_service(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         methods = {name for name in dir(pool.service) if not name.startswith("_")}
-    assert methods == set(CALLS) | NAMELESS
+    assert methods == set(CALLS) | NAMELESS | {"refuse"}  # which is no method of the contract; see below
+
+
+async def test_no_place_in_anothers_order_is_refused(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter("alice")
+        request = training_pb2.OptimStepRequest(adapter_id=adapter, seq=1)
+        with pytest.raises(ServiceError) as raised:
+            await pool.service.refuse(await pool.principal("eve"), Kind.OPTIM_STEP, request, invalid("no"))
+        assert (raised.value.code, raised.value.operation) == (Code.NOT_FOUND, "")
+        with pytest.raises(ServiceError, match="no") as raised:
+            await pool.service.refuse(await pool.principal("alice"), Kind.OPTIM_STEP, request, invalid("no"))
+        assert raised.value.operation == f"{adapter}:1"
 
 
 async def test_anothers_checkpoint_cannot_be_a_source(tmp_path: Path) -> None:

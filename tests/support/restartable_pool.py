@@ -1,4 +1,4 @@
-"""A coordinator over toy engines behind a real gRPC door, that a test stops and starts again under its clients."""
+"""A coordinator over toy engines behind both real doors, that a test stops and starts again under its clients."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coordinator.grpc_server import GrpcConfig, GrpcDoor
+from coordinator.http_gateway import HttpConfig, HttpDoor
 from tests.support.toy_pool import ToyPool, running_pool
 
 T = TypeVar("T")
 
 
 class RestartablePool:
-    """Lives on a thread of its own. Comes back at the same port and on the same data."""
+    """Lives on a thread of its own. Comes back at the same ports and on the same data."""
 
-    def __init__(self, data_dir: Path, **options: Any) -> None:
+    def __init__(self, data_dir: Path, poll_s: float = 30.0, message_bytes_max: int = 64 << 20, **options: Any) -> None:
         self._data_dir = data_dir
         self._options = options
         self._loop = asyncio.new_event_loop()
@@ -26,13 +27,20 @@ class RestartablePool:
         self._thread.start()
         self._parts = AsyncExitStack()
         self._keys: dict[str, str] = {}
+        self._http: dict[str, Any] = {"poll_s": poll_s, "message_bytes_max": message_bytes_max}
         self._port = 0
+        self._http_port = 0
         self.pool: ToyPool
 
     @property
     def url(self) -> str:
         """Where clients find it."""
         return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def http_url(self) -> str:
+        """Where the Tinker SDK finds it."""
+        return f"http://127.0.0.1:{self._http_port}"
 
     def key(self, tenant: str = "alice") -> str:
         """A tenant's API key."""
@@ -67,11 +75,21 @@ class RestartablePool:
         await door.start(coordinator.service, coordinator.authenticator.authenticate, coordinator.health)
         self._parts.push_async_callback(door.stop, 0)
         self._port = door.port
+        http_door = HttpDoor(HttpConfig(port=self._http_port, **self._http))
+        http_door.bind()
+        await http_door.start(
+            coordinator.service,
+            coordinator.authenticator.authenticate,
+            coordinator.health,
+            self._data_dir / "tokenizers",
+        )
+        self._parts.push_async_callback(http_door.stop, 0)
+        self._http_port = http_door.port
 
 
 @contextmanager
 def restartable_pool(data_dir: Path, **options: Any) -> Iterator[RestartablePool]:
-    """A running one; `options` are those of `running_pool`."""
+    """A running one; `options` are those of `running_pool`, and settings of the HTTP door."""
     pool = RestartablePool(data_dir, **options)
     pool.start()
     try:

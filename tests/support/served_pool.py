@@ -1,4 +1,4 @@
-"""A whole pool behind a real gRPC door, on a thread of its own: for tests that use it as a program would."""
+"""A whole pool behind both real doors, on a thread of its own: for tests that use it as a program would."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import tinkerpool
 from coordinator.config import CoordinatorConfig
 from coordinator.coordinator import Coordinator
 from coordinator.grpc_server import GrpcConfig, GrpcDoor
+from coordinator.http_gateway import HttpConfig, HttpDoor
 from workers.pool import Pool
 
 SHIPPED_MODEL = Path(__file__).parents[2] / "workers" / "models" / "kjv-2m"
@@ -24,6 +25,7 @@ class ServedPool:
     """Its address, its administrator's key, and the coordinator inside."""
 
     url: str
+    http_url: str
     admin_key: str
     coordinator: Coordinator
     _loop: asyncio.AbstractEventLoop
@@ -40,7 +42,7 @@ class ServedPool:
 
 @contextmanager
 def served_pool(data_dir: Path, make_pool: Callable[[], Pool], **config: Any) -> Iterator[ServedPool]:
-    """Start pool, coordinator and door; stop them when the block ends."""
+    """Start pool, coordinator and doors; stop them when the block ends."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -48,22 +50,28 @@ def served_pool(data_dir: Path, make_pool: Callable[[], Pool], **config: Any) ->
     def call(coroutine: Any, timeout_s: float = 120.0) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout_s)
 
-    async def start() -> tuple[Coordinator, GrpcDoor, str]:
+    async def start() -> tuple[Coordinator, GrpcDoor, HttpDoor, str]:
         coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir, **config), make_pool())
         door = GrpcDoor(GrpcConfig(port=0))
         door.bind()
         await coordinator.start()
         await door.start(coordinator.service, coordinator.authenticator.authenticate, coordinator.health)
-        return coordinator, door, await coordinator.first_admin_key() or ""
+        http_door = HttpDoor(HttpConfig(port=0))
+        http_door.bind()
+        service, authenticate = coordinator.service, coordinator.authenticator.authenticate
+        await http_door.start(service, authenticate, coordinator.health, data_dir / "tokenizers")
+        return coordinator, door, http_door, await coordinator.first_admin_key() or ""
 
     async def stop() -> None:
         await door.refuse()
+        await http_door.refuse()
         await coordinator.stop()
         await door.stop(1.0)
+        await http_door.stop(1.0)
 
-    coordinator, door, admin_key = call(start())
+    coordinator, door, http_door, admin_key = call(start())
     try:
-        yield ServedPool(f"http://127.0.0.1:{door.port}", admin_key, coordinator, loop)
+        yield ServedPool(f"http://127.0.0.1:{door.port}", http_door.url, admin_key, coordinator, loop)
     finally:
         call(stop())
         loop.call_soon_threadsafe(loop.stop)

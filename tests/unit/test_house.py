@@ -19,6 +19,8 @@ CONFINED = {
     "grpc": ["coordinator/grpc_*.py", "tinkerpool/client/transport.py", "tinkerpool/*_pb2_grpc.py"],
     "grpc_health": ["coordinator/grpc_*.py"],
     "grpc_reflection": ["coordinator/grpc_*.py"],
+    "starlette": ["coordinator/http_gateway/*.py"],
+    "uvicorn": ["coordinator/http_gateway/door.py"],
     "grpc_status": ["coordinator/grpc_*.py", "tinkerpool/client/transport.py"],
 }
 

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 
 from coordinator.background import READY_FILE, Serving, running_pid
 from coordinator.config import CoordinatorConfig
 from coordinator.grpc_server import GrpcConfig
+from coordinator.http_gateway import HttpConfig
 from coordinator.server import Server, ServerConfig, StartError
 from tests.toy_engine import ToyEngine
 from tinkerpool.credentials import Credentials, credentials_file, read_credentials, write_credentials
@@ -114,6 +116,31 @@ async def test_the_first_start_leaves_a_key_for_this_user_alone_and_only_its_has
     assert not any(secret in path.read_bytes() for path in files)
     assert not any(secret.decode() in line for line in running.lines)
     assert any(str(credentials_file()) in line for line in running.lines)
+
+
+async def test_what_the_tinker_sdk_is_set_to_is_said_and_the_key_only_on_a_terminal(
+    start: Start, data_dir: Path
+) -> None:
+    running = await start(http=HttpConfig(port=0))
+    serving = Serving.read(data_dir / READY_FILE)
+    assert serving is not None
+    assert any(line.endswith(f"TINKER_BASE_URL={serving.http_url}") for line in running.lines)
+    assert not any(left().api_key in line for line in running.lines)
+    async with httpx.AsyncClient(base_url=serving.http_url, headers={"x-api-key": f"tml-{left().api_key}"}) as http:
+        assert (await http.get("/healthz")).json() == {"status": "ok"}
+        models = (await http.get("/api/v1/get_server_capabilities")).json()["supported_models"]
+    assert [model["model_name"] for model in models] == ["toy"]
+    await end(running.task)
+    shown = await start(http=HttpConfig(port=0), is_key_shown=True)
+    assert any(line.endswith(f"TINKER_API_KEY=tml-{left().api_key}") for line in shown.lines)
+
+
+async def test_an_http_port_in_use_keeps_the_pool_from_starting(start: Start) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(StartError, match="--http-port"):
+            await start(http=HttpConfig(port=taken.getsockname()[1]))
 
 
 async def test_a_later_start_keeps_the_key_and_mends_the_address(start: Start) -> None:

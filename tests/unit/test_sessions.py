@@ -93,16 +93,31 @@ async def test_an_ended_session_is_not_added_again_and_a_live_one_with_its_numbe
     for session_id in ("ended", "live"):
         table.add(session_id)
     assert table.get("ended") is None
-    assert table.take_sampler_index("live") == 5
+    assert table.take_sampler_index("live", "op") == 5
 
 
 async def test_adding_a_session_again_changes_nothing(store: Store) -> None:
     await add_row(store, "s")
     table = SessionTable(store, Clock())
     table.add("s")
-    assert table.take_sampler_index("s") == 0
+    assert table.take_sampler_index("s", "op") == 0
     table.add("s")
-    assert table.take_sampler_index("s") == 1
+    assert table.take_sampler_index("s", "op") == 1
+
+
+async def test_a_number_that_is_asked_for_is_given_to_one_operation_only(store: Store) -> None:
+    await add_row(store, "s")
+    await add_sampler(store, "s", 4)
+    table = SessionTable(store, Clock())
+    table.add("s")
+    assert table.take_sampler_index("s", "op1", 7) == 7
+    assert table.take_sampler_index("s", "op1", 7) == 7  # it runs again, after its worker was lost
+    for operation, taken in (("op2", 7), ("op2", 4)):
+        with pytest.raises(ServiceError) as raised:
+            table.take_sampler_index("s", operation, taken)
+        assert raised.value.reason == "SAMPLER_EXISTS"
+    assert table.take_sampler_index("s", "op3", 1) == 1
+    assert table.take_sampler_index("s", "op4") == 8
 
 
 async def test_downtime_ages_no_session_and_its_numbering_goes_on(store: Store) -> None:
@@ -116,11 +131,11 @@ async def test_downtime_ages_no_session_and_its_numbering_goes_on(store: Store) 
     table.load()
     assert table.expired(1) == []
     assert table.get("ended") is None
-    assert [table.take_sampler_index("live") for _ in range(2)] == [12, 13]
+    assert [table.take_sampler_index("live", f"op{i}") for i in range(2)] == [12, 13]
 
 
 async def test_an_ended_session_gets_no_more_samplers(store: Store) -> None:
     table = SessionTable(store, Clock())
     with pytest.raises(ServiceError) as raised:
-        table.take_sampler_index("gone")
+        table.take_sampler_index("gone", "op")
     assert raised.value.reason == "SESSION_ENDED"

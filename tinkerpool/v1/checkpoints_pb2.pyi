@@ -33,6 +33,8 @@ class _CheckpointKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Checkp
     """Weights, moments and step count: `weights/<name>`."""
     CHECKPOINT_KIND_SAMPLER: _CheckpointKind.ValueType  # 2
     """Weights: `sampler_weights/<name>`."""
+    CHECKPOINT_KIND_EXTERNAL: _CheckpointKind.ValueType  # 3
+    """Weights that were saved to be taken elsewhere: `external_weights/<name>`."""
 
 class CheckpointKind(_CheckpointKind, metaclass=_CheckpointKindEnumTypeWrapper):
     """What a checkpoint holds."""
@@ -43,6 +45,8 @@ CHECKPOINT_KIND_TRAINING: CheckpointKind.ValueType  # 1
 """Weights, moments and step count: `weights/<name>`."""
 CHECKPOINT_KIND_SAMPLER: CheckpointKind.ValueType  # 2
 """Weights: `sampler_weights/<name>`."""
+CHECKPOINT_KIND_EXTERNAL: CheckpointKind.ValueType  # 3
+"""Weights that were saved to be taken elsewhere: `external_weights/<name>`."""
 Global___CheckpointKind: _TypeAlias = CheckpointKind  # noqa: Y015
 
 @_typing.final
@@ -83,8 +87,9 @@ class Checkpoint(_message.Message):
     USER_METADATA_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    IS_PUBLIC_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """`tinker://<adapter id>/<weights|sampler_weights>/<name>`."""
+    """`tinker://<adapter id>/<weights|sampler_weights|external_weights>/<name>`."""
     adapter_id: _builtins.str
     """The adapter that it was saved from."""
     kind: Global___CheckpointKind.ValueType
@@ -101,6 +106,8 @@ class Checkpoint(_message.Message):
     """LoRA rank."""
     fingerprint: _builtins.str
     """The numerics that computed it; bits are promised for equal fingerprints."""
+    is_public: _builtins.bool
+    """Whether every tenant may load, sample from and export it."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When it was saved."""
@@ -128,10 +135,11 @@ class Checkpoint(_message.Message):
         user_metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         fingerprint: _builtins.str = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
+        is_public: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "base_model", b"base_model", "create_time", b"create_time", "expire_time", b"expire_time", "fingerprint", b"fingerprint", "kind", b"kind", "path", b"path", "rank", b"rank", "seq", b"seq", "sha256", b"sha256", "size_bytes", b"size_bytes", "user_metadata", b"user_metadata"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "base_model", b"base_model", "create_time", b"create_time", "expire_time", b"expire_time", "fingerprint", b"fingerprint", "is_public", b"is_public", "kind", b"kind", "path", b"path", "rank", b"rank", "seq", b"seq", "sha256", b"sha256", "size_bytes", b"size_bytes", "user_metadata", b"user_metadata"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -261,6 +269,9 @@ class SaveWeightsForSamplerRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     USER_METADATA_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    SAMPLER_INDEX_FIELD_NUMBER: _builtins.int
+    FOR_EXPORT_FIELD_NUMBER: _builtins.int
+    IS_INFLIGHT_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.str
     """The adapter."""
     seq: _builtins.int
@@ -271,6 +282,16 @@ class SaveWeightsForSamplerRequest(_message.Message):
     """As in SaveState; empty: a sampler without a checkpoint."""
     ttl_seconds: _builtins.int
     """Delete the checkpoint this many seconds after it was saved, at most 100 years; 0 keeps it. Only with a name."""
+    sampler_index: _builtins.int
+    """The sampler's number in its session, from 0; unset: the next free one. Only without a name. The operation fails with
+    ALREADY_EXISTS if another sampler has that number.
+    """
+    for_export: _builtins.bool
+    """Save it as `external_weights/<name>`. Only with a name."""
+    is_inflight: _builtins.bool
+    """The sampler follows its adapter: each new sample takes the newest weights of this adapter that were saved so, by
+    this or a later save. Only without a name.
+    """
     @_builtins.property
     def user_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Anything that helps its owner, at most 16 kB."""
@@ -284,12 +305,17 @@ class SaveWeightsForSamplerRequest(_message.Message):
         name: _builtins.str = ...,
         user_metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         ttl_seconds: _builtins.int = ...,
+        sampler_index: _builtins.int | None = ...,
+        for_export: _builtins.bool = ...,
+        is_inflight: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_sampler_index", b"_sampler_index", "sampler_index", b"sampler_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "name", b"name", "request_id", b"request_id", "seq", b"seq", "ttl_seconds", b"ttl_seconds", "user_metadata", b"user_metadata"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sampler_index", b"_sampler_index", "adapter_id", b"adapter_id", "for_export", b"for_export", "is_inflight", b"is_inflight", "name", b"name", "request_id", b"request_id", "sampler_index", b"sampler_index", "seq", b"seq", "ttl_seconds", b"ttl_seconds", "user_metadata", b"user_metadata"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__sampler_index: _TypeAlias = _typing.Literal["sampler_index"]  # noqa: Y015
+    _WhichOneofArgType__sampler_index: _TypeAlias = _typing.Literal["_sampler_index", b"_sampler_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sampler_index) -> _WhichOneofReturnType__sampler_index | None: ...
 
 Global___SaveWeightsForSamplerRequest: _TypeAlias = SaveWeightsForSamplerRequest  # noqa: Y015
 
@@ -327,6 +353,7 @@ class ListCheckpointsRequest(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    SKIP_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.str
     """Only of this adapter; empty: all the tenant's."""
     kind: Global___CheckpointKind.ValueType
@@ -335,6 +362,8 @@ class ListCheckpointsRequest(_message.Message):
     """At most this many; 0 means 100, more than 1,000 is 1,000."""
     page_token: _builtins.str
     """`next_page_token` of the page before; empty for the first."""
+    skip: _builtins.int
+    """This many are passed over first, after the page token's place."""
     def __init__(
         self,
         *,
@@ -342,10 +371,11 @@ class ListCheckpointsRequest(_message.Message):
         kind: Global___CheckpointKind.ValueType = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        skip: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "kind", b"kind", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "kind", b"kind", "page_size", b"page_size", "page_token", b"page_token", "skip", b"skip"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -359,8 +389,11 @@ class ListCheckpointsResponse(_message.Message):
 
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TOTAL_SIZE_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Empty on the last page."""
+    total_size: _builtins.int
+    """How many there are on all pages together."""
     @_builtins.property
     def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Checkpoint]:
         """Newest first."""
@@ -370,10 +403,11 @@ class ListCheckpointsResponse(_message.Message):
         *,
         checkpoints: _abc.Iterable[Global___Checkpoint] | None = ...,
         next_page_token: _builtins.str = ...,
+        total_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints", "next_page_token", b"next_page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints", "next_page_token", b"next_page_token", "total_size", b"total_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -463,6 +497,170 @@ class DeleteCheckpointResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteCheckpointResponse: _TypeAlias = DeleteCheckpointResponse  # noqa: Y015
+
+@_typing.final
+class SetCheckpointTtlRequest(_message.Message):
+    """Request of SetCheckpointTtl."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """The checkpoint."""
+    ttl_seconds: _builtins.int
+    """Delete it this many seconds from now, at most 100 years; 0 keeps it."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        ttl_seconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetCheckpointTtlRequest: _TypeAlias = SetCheckpointTtlRequest  # noqa: Y015
+
+@_typing.final
+class SetCheckpointTtlResponse(_message.Message):
+    """Response of SetCheckpointTtl."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def checkpoint(self) -> Global___Checkpoint:
+        """The checkpoint as it is now."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: Global___Checkpoint | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetCheckpointTtlResponse: _TypeAlias = SetCheckpointTtlResponse  # noqa: Y015
+
+@_typing.final
+class SetCheckpointAccessRequest(_message.Message):
+    """Request of SetCheckpointAccess."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    IS_PUBLIC_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """The checkpoint."""
+    is_public: _builtins.bool
+    """Whether every tenant may read it."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        is_public: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_public", b"is_public", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetCheckpointAccessRequest: _TypeAlias = SetCheckpointAccessRequest  # noqa: Y015
+
+@_typing.final
+class SetCheckpointAccessResponse(_message.Message):
+    """Response of SetCheckpointAccess."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def checkpoint(self) -> Global___Checkpoint:
+        """The checkpoint as it is now."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: Global___Checkpoint | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetCheckpointAccessResponse: _TypeAlias = SetCheckpointAccessResponse  # noqa: Y015
+
+@_typing.final
+class CopyCheckpointRequest(_message.Message):
+    """Request of CopyCheckpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """`tinker://<adapter id>/weights/<name>`, one's own or a public one."""
+    session_id: _builtins.str
+    """The new adapter's session; empty: a new one, which nobody keeps alive."""
+    index: _builtins.int
+    """The new adapter's number in its session, from 0; unset: the next free one."""
+    request_id: _builtins.str
+    """Makes the call safe to repeat when `session_id` or `index` is unset."""
+    ttl_seconds: _builtins.int
+    """Delete the copy this many seconds from now, at most 100 years; 0 keeps it."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+        index: _builtins.int | None = ...,
+        request_id: _builtins.str = ...,
+        ttl_seconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "index", b"index"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "index", b"index", "path", b"path", "request_id", b"request_id", "session_id", b"session_id", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__index: _TypeAlias = _typing.Literal["index"]  # noqa: Y015
+    _WhichOneofArgType__index: _TypeAlias = _typing.Literal["_index", b"_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__index) -> _WhichOneofReturnType__index | None: ...
+
+Global___CopyCheckpointRequest: _TypeAlias = CopyCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class CopyCheckpointResponse(_message.Message):
+    """Response of CopyCheckpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def checkpoint(self) -> Global___Checkpoint:
+        """The copy."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: Global___Checkpoint | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyCheckpointResponse: _TypeAlias = CopyCheckpointResponse  # noqa: Y015
 
 @_typing.final
 class ExportCheckpointRequest(_message.Message):

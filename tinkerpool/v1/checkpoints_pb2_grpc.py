@@ -29,7 +29,7 @@ class CheckpointServiceStub(object):
     """Save, list, delete and export checkpoints.
 
     Every method needs an API key in the metadata `authorization: Bearer <key>`, else UNAUTHENTICATED.
-    A checkpoint of another tenant is NOT_FOUND, exactly like one that never was.
+    A checkpoint of another tenant that is not public is NOT_FOUND, exactly like one that never was.
     """
 
     def __init__(self, channel):
@@ -63,6 +63,21 @@ class CheckpointServiceStub(object):
                 request_serializer=tinkerpool_dot_v1_dot_checkpoints__pb2.DeleteCheckpointRequest.SerializeToString,
                 response_deserializer=tinkerpool_dot_v1_dot_checkpoints__pb2.DeleteCheckpointResponse.FromString,
                 _registered_method=True)
+        self.SetCheckpointTtl = channel.unary_unary(
+                '/tinkerpool.v1.CheckpointService/SetCheckpointTtl',
+                request_serializer=tinkerpool_dot_v1_dot_checkpoints__pb2.SetCheckpointTtlRequest.SerializeToString,
+                response_deserializer=tinkerpool_dot_v1_dot_checkpoints__pb2.SetCheckpointTtlResponse.FromString,
+                _registered_method=True)
+        self.SetCheckpointAccess = channel.unary_unary(
+                '/tinkerpool.v1.CheckpointService/SetCheckpointAccess',
+                request_serializer=tinkerpool_dot_v1_dot_checkpoints__pb2.SetCheckpointAccessRequest.SerializeToString,
+                response_deserializer=tinkerpool_dot_v1_dot_checkpoints__pb2.SetCheckpointAccessResponse.FromString,
+                _registered_method=True)
+        self.CopyCheckpoint = channel.unary_unary(
+                '/tinkerpool.v1.CheckpointService/CopyCheckpoint',
+                request_serializer=tinkerpool_dot_v1_dot_checkpoints__pb2.CopyCheckpointRequest.SerializeToString,
+                response_deserializer=tinkerpool_dot_v1_dot_checkpoints__pb2.CopyCheckpointResponse.FromString,
+                _registered_method=True)
         self.ExportCheckpoint = channel.unary_stream(
                 '/tinkerpool.v1.CheckpointService/ExportCheckpoint',
                 request_serializer=tinkerpool_dot_v1_dot_checkpoints__pb2.ExportCheckpointRequest.SerializeToString,
@@ -74,7 +89,7 @@ class CheckpointServiceServicer(object):
     """Save, list, delete and export checkpoints.
 
     Every method needs an API key in the metadata `authorization: Bearer <key>`, else UNAUTHENTICATED.
-    A checkpoint of another tenant is NOT_FOUND, exactly like one that never was.
+    A checkpoint of another tenant that is not public is NOT_FOUND, exactly like one that never was.
     """
 
     def SaveState(self, request, context):
@@ -122,6 +137,36 @@ class CheckpointServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetCheckpointTtl(self, request, context):
+        """Sets when a checkpoint is deleted, counted from now. Durable when it returns. Idempotent but for the passing time.
+
+        NOT_FOUND: no such checkpoint. INVALID_ARGUMENT: a time below 0 or above 100 years.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetCheckpointAccess(self, request, context):
+        """Lets every tenant load, sample from and export a checkpoint, or its owner alone again; only the owner changes or
+        deletes it in any case. What others have made of it meanwhile stays theirs. Durable when it returns. Idempotent.
+
+        NOT_FOUND: no such checkpoint of one's own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CopyCheckpoint(self, request, context):
+        """Copies a training checkpoint, with its moments, to a new adapter of the tenant's own, under the same name. Durable
+        when it returns. Idempotent by (session_id, index) or, with a new session, by request_id.
+
+        NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: not a training checkpoint, or neither a session nor a
+        request_id. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota of adapters is used up.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExportCheckpoint(self, request, context):
         """Streams a checkpoint as a tar archive of a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`).
         Reads only; after a broken stream, start again.
@@ -160,6 +205,21 @@ def add_CheckpointServiceServicer_to_server(servicer, server):
                     request_deserializer=tinkerpool_dot_v1_dot_checkpoints__pb2.DeleteCheckpointRequest.FromString,
                     response_serializer=tinkerpool_dot_v1_dot_checkpoints__pb2.DeleteCheckpointResponse.SerializeToString,
             ),
+            'SetCheckpointTtl': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetCheckpointTtl,
+                    request_deserializer=tinkerpool_dot_v1_dot_checkpoints__pb2.SetCheckpointTtlRequest.FromString,
+                    response_serializer=tinkerpool_dot_v1_dot_checkpoints__pb2.SetCheckpointTtlResponse.SerializeToString,
+            ),
+            'SetCheckpointAccess': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetCheckpointAccess,
+                    request_deserializer=tinkerpool_dot_v1_dot_checkpoints__pb2.SetCheckpointAccessRequest.FromString,
+                    response_serializer=tinkerpool_dot_v1_dot_checkpoints__pb2.SetCheckpointAccessResponse.SerializeToString,
+            ),
+            'CopyCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.CopyCheckpoint,
+                    request_deserializer=tinkerpool_dot_v1_dot_checkpoints__pb2.CopyCheckpointRequest.FromString,
+                    response_serializer=tinkerpool_dot_v1_dot_checkpoints__pb2.CopyCheckpointResponse.SerializeToString,
+            ),
             'ExportCheckpoint': grpc.unary_stream_rpc_method_handler(
                     servicer.ExportCheckpoint,
                     request_deserializer=tinkerpool_dot_v1_dot_checkpoints__pb2.ExportCheckpointRequest.FromString,
@@ -177,7 +237,7 @@ class CheckpointService(object):
     """Save, list, delete and export checkpoints.
 
     Every method needs an API key in the metadata `authorization: Bearer <key>`, else UNAUTHENTICATED.
-    A checkpoint of another tenant is NOT_FOUND, exactly like one that never was.
+    A checkpoint of another tenant that is not public is NOT_FOUND, exactly like one that never was.
     """
 
     @staticmethod
@@ -305,6 +365,87 @@ class CheckpointService(object):
             '/tinkerpool.v1.CheckpointService/DeleteCheckpoint',
             tinkerpool_dot_v1_dot_checkpoints__pb2.DeleteCheckpointRequest.SerializeToString,
             tinkerpool_dot_v1_dot_checkpoints__pb2.DeleteCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetCheckpointTtl(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinkerpool.v1.CheckpointService/SetCheckpointTtl',
+            tinkerpool_dot_v1_dot_checkpoints__pb2.SetCheckpointTtlRequest.SerializeToString,
+            tinkerpool_dot_v1_dot_checkpoints__pb2.SetCheckpointTtlResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetCheckpointAccess(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinkerpool.v1.CheckpointService/SetCheckpointAccess',
+            tinkerpool_dot_v1_dot_checkpoints__pb2.SetCheckpointAccessRequest.SerializeToString,
+            tinkerpool_dot_v1_dot_checkpoints__pb2.SetCheckpointAccessResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CopyCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinkerpool.v1.CheckpointService/CopyCheckpoint',
+            tinkerpool_dot_v1_dot_checkpoints__pb2.CopyCheckpointRequest.SerializeToString,
+            tinkerpool_dot_v1_dot_checkpoints__pb2.CopyCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

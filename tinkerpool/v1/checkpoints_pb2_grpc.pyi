@@ -30,7 +30,7 @@ class CheckpointServiceStub:
     """Save, list, delete and export checkpoints.
 
     Every method needs an API key in the metadata `authorization: Bearer <key>`, else UNAUTHENTICATED.
-    A checkpoint of another tenant is NOT_FOUND, exactly like one that never was.
+    A checkpoint of another tenant that is not public is NOT_FOUND, exactly like one that never was.
     """
 
     @_typing.overload
@@ -62,6 +62,24 @@ class CheckpointServiceStub:
 
     NOT_FOUND: no such checkpoint.
     """
+    SetCheckpointTtl: _grpc.UnaryUnaryMultiCallable[_checkpoints_pb2.SetCheckpointTtlRequest, _checkpoints_pb2.SetCheckpointTtlResponse]
+    """Sets when a checkpoint is deleted, counted from now. Durable when it returns. Idempotent but for the passing time.
+
+    NOT_FOUND: no such checkpoint. INVALID_ARGUMENT: a time below 0 or above 100 years.
+    """
+    SetCheckpointAccess: _grpc.UnaryUnaryMultiCallable[_checkpoints_pb2.SetCheckpointAccessRequest, _checkpoints_pb2.SetCheckpointAccessResponse]
+    """Lets every tenant load, sample from and export a checkpoint, or its owner alone again; only the owner changes or
+    deletes it in any case. What others have made of it meanwhile stays theirs. Durable when it returns. Idempotent.
+
+    NOT_FOUND: no such checkpoint of one's own.
+    """
+    CopyCheckpoint: _grpc.UnaryUnaryMultiCallable[_checkpoints_pb2.CopyCheckpointRequest, _checkpoints_pb2.CopyCheckpointResponse]
+    """Copies a training checkpoint, with its moments, to a new adapter of the tenant's own, under the same name. Durable
+    when it returns. Idempotent by (session_id, index) or, with a new session, by request_id.
+
+    NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: not a training checkpoint, or neither a session nor a
+    request_id. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota of adapters is used up.
+    """
     ExportCheckpoint: _grpc.UnaryStreamMultiCallable[_checkpoints_pb2.ExportCheckpointRequest, _checkpoints_pb2.ExportCheckpointResponse]
     """Streams a checkpoint as a tar archive of a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`).
     Reads only; after a broken stream, start again.
@@ -74,7 +92,7 @@ class CheckpointServiceAsyncStub(CheckpointServiceStub):
     """Save, list, delete and export checkpoints.
 
     Every method needs an API key in the metadata `authorization: Bearer <key>`, else UNAUTHENTICATED.
-    A checkpoint of another tenant is NOT_FOUND, exactly like one that never was.
+    A checkpoint of another tenant that is not public is NOT_FOUND, exactly like one that never was.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -103,6 +121,24 @@ class CheckpointServiceAsyncStub(CheckpointServiceStub):
 
     NOT_FOUND: no such checkpoint.
     """
+    SetCheckpointTtl: _aio.UnaryUnaryMultiCallable[_checkpoints_pb2.SetCheckpointTtlRequest, _checkpoints_pb2.SetCheckpointTtlResponse]  # type: ignore[assignment]
+    """Sets when a checkpoint is deleted, counted from now. Durable when it returns. Idempotent but for the passing time.
+
+    NOT_FOUND: no such checkpoint. INVALID_ARGUMENT: a time below 0 or above 100 years.
+    """
+    SetCheckpointAccess: _aio.UnaryUnaryMultiCallable[_checkpoints_pb2.SetCheckpointAccessRequest, _checkpoints_pb2.SetCheckpointAccessResponse]  # type: ignore[assignment]
+    """Lets every tenant load, sample from and export a checkpoint, or its owner alone again; only the owner changes or
+    deletes it in any case. What others have made of it meanwhile stays theirs. Durable when it returns. Idempotent.
+
+    NOT_FOUND: no such checkpoint of one's own.
+    """
+    CopyCheckpoint: _aio.UnaryUnaryMultiCallable[_checkpoints_pb2.CopyCheckpointRequest, _checkpoints_pb2.CopyCheckpointResponse]  # type: ignore[assignment]
+    """Copies a training checkpoint, with its moments, to a new adapter of the tenant's own, under the same name. Durable
+    when it returns. Idempotent by (session_id, index) or, with a new session, by request_id.
+
+    NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: not a training checkpoint, or neither a session nor a
+    request_id. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota of adapters is used up.
+    """
     ExportCheckpoint: _aio.UnaryStreamMultiCallable[_checkpoints_pb2.ExportCheckpointRequest, _checkpoints_pb2.ExportCheckpointResponse]  # type: ignore[assignment]
     """Streams a checkpoint as a tar archive of a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`).
     Reads only; after a broken stream, start again.
@@ -114,7 +150,7 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
     """Save, list, delete and export checkpoints.
 
     Every method needs an API key in the metadata `authorization: Bearer <key>`, else UNAUTHENTICATED.
-    A checkpoint of another tenant is NOT_FOUND, exactly like one that never was.
+    A checkpoint of another tenant that is not public is NOT_FOUND, exactly like one that never was.
     """
 
     @_abc_1.abstractmethod
@@ -170,6 +206,42 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
         """Deletes a checkpoint for good. Durable when it returns.
 
         NOT_FOUND: no such checkpoint.
+        """
+
+    @_abc_1.abstractmethod
+    def SetCheckpointTtl(
+        self,
+        request: _checkpoints_pb2.SetCheckpointTtlRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_checkpoints_pb2.SetCheckpointTtlResponse, _abc.Awaitable[_checkpoints_pb2.SetCheckpointTtlResponse]]:
+        """Sets when a checkpoint is deleted, counted from now. Durable when it returns. Idempotent but for the passing time.
+
+        NOT_FOUND: no such checkpoint. INVALID_ARGUMENT: a time below 0 or above 100 years.
+        """
+
+    @_abc_1.abstractmethod
+    def SetCheckpointAccess(
+        self,
+        request: _checkpoints_pb2.SetCheckpointAccessRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_checkpoints_pb2.SetCheckpointAccessResponse, _abc.Awaitable[_checkpoints_pb2.SetCheckpointAccessResponse]]:
+        """Lets every tenant load, sample from and export a checkpoint, or its owner alone again; only the owner changes or
+        deletes it in any case. What others have made of it meanwhile stays theirs. Durable when it returns. Idempotent.
+
+        NOT_FOUND: no such checkpoint of one's own.
+        """
+
+    @_abc_1.abstractmethod
+    def CopyCheckpoint(
+        self,
+        request: _checkpoints_pb2.CopyCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_checkpoints_pb2.CopyCheckpointResponse, _abc.Awaitable[_checkpoints_pb2.CopyCheckpointResponse]]:
+        """Copies a training checkpoint, with its moments, to a new adapter of the tenant's own, under the same name. Durable
+        when it returns. Idempotent by (session_id, index) or, with a new session, by request_id.
+
+        NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: not a training checkpoint, or neither a session nor a
+        request_id. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota of adapters is used up.
         """
 
     @_abc_1.abstractmethod

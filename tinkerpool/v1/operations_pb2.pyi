@@ -362,7 +362,7 @@ class SampleResult(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _types_pb2.Tensor:
-        """If asked for: float32, shape (p,); NaN at position 0, which nothing precedes."""
+        """If asked for: float32, shape (p,); NaN at position 0, which nothing precedes, and where it was not asked for."""
 
     def __init__(
         self,

@@ -262,6 +262,7 @@ class SampleRequest(_message.Message):
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     PARAMS_FIELD_NUMBER: _builtins.int
     INCLUDE_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_LAST_N_FIELD_NUMBER: _builtins.int
     sampler_id: _builtins.str
     """The sampler."""
     seq: _builtins.int
@@ -272,6 +273,8 @@ class SampleRequest(_message.Message):
     """Continuations, 1 to 1,024; 0 means 1."""
     include_prompt_logprobs: _builtins.bool
     """Also return the log-probability of every prompt token."""
+    prompt_logprobs_last_n: _builtins.int
+    """With `include_prompt_logprobs`: only of the last this many, NaN before them. 0: of all."""
     @_builtins.property
     def prompt(self) -> _types_pb2.Tensor:
         """Token ids, shape (p,), p >= 1."""
@@ -290,10 +293,11 @@ class SampleRequest(_message.Message):
         num_samples: _builtins.int = ...,
         params: Global___SamplingParams | None = ...,
         include_prompt_logprobs: _builtins.bool = ...,
+        prompt_logprobs_last_n: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_prompt_logprobs", b"include_prompt_logprobs", "num_samples", b"num_samples", "params", b"params", "prompt", b"prompt", "request_id", b"request_id", "sampler_id", b"sampler_id", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_prompt_logprobs", b"include_prompt_logprobs", "num_samples", b"num_samples", "params", b"params", "prompt", b"prompt", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "request_id", b"request_id", "sampler_id", b"sampler_id", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

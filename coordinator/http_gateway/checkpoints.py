@@ -1,0 +1,192 @@
+"""Checkpoints that exist: listed, published, kept or let go, deleted, downloaded."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+from datetime import UTC, datetime
+from http import HTTPStatus
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from coordinator.auth import Principal
+from coordinator.errors import ServiceError, invalid, not_found
+from coordinator.files import CONFIG, WEIGHTS
+from coordinator.http_gateway import shapes
+from coordinator.http_gateway.calls import Call, Surroundings
+from coordinator.http_gateway.models import ADAMW, adapter_of
+from coordinator.http_gateway.training import no_access_tokens
+from tinkerpool import names
+from tinkerpool.v1 import checkpoints_pb2 as pb
+
+ARCHIVE = "checkpoint.tar"
+"""The name under which a checkpoint is downloaded whole."""
+_KINDS = {
+    pb.CHECKPOINT_KIND_TRAINING: "training",
+    pb.CHECKPOINT_KIND_SAMPLER: "sampler",
+    pb.CHECKPOINT_KIND_EXTERNAL: "external",
+}
+
+
+async def list_all(call: Call) -> Response:
+    """GET /checkpoints: all the tenant's."""
+    limit, offset = call.number("limit", 100), call.number("offset", 0)
+    return await _list(call, pb.ListCheckpointsRequest(page_size=limit, skip=offset), limit, offset)
+
+
+async def list_of_run(call: Call) -> Response:
+    """GET /training_runs/{run}/checkpoints: all of them. A run that is deleted may still have some."""
+    request = pb.ListCheckpointsRequest(adapter_id=call.path("run"), page_size=1000)
+    found = await call.service.list_checkpoints(call.principal, request)
+    if not found.checkpoints:
+        await adapter_of(call, call.path("run"))
+    return JSONResponse({"checkpoints": [checkpoint_json(checkpoint) for checkpoint in found.checkpoints]})
+
+
+async def weights_info(call: Call) -> Response:
+    """POST /weights_info: what a model made from a checkpoint will be."""
+    asked = await call.json(shapes.OfPath)
+    found = await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=asked.tinker_path))
+    checkpoint = found.checkpoint
+    body = {
+        "base_model": checkpoint.base_model,
+        "is_lora": True,
+        "lora_rank": checkpoint.rank,
+        "optimizer_config": ADAMW,
+    }
+    try:
+        adapter = await adapter_of(call, checkpoint.adapter_id)
+        body |= {name: getattr(adapter, name) for name in ("train_unembed", "train_mlp", "train_attn")}
+    except ServiceError:
+        pass  # deleted, or another tenant's: the checkpoint alone does not say
+    return JSONResponse(body)
+
+
+async def copy_weights(call: Call) -> Response:
+    """POST /copy_weights: to a run of the caller's own. The SDK's idempotency key makes it safe to repeat."""
+    asked = await call.json(shapes.CopyWeights)
+    if asked.weights_access_token or call.request.headers.get("x-tinker-weights-access-token"):
+        raise no_access_tokens()
+    request = pb.CopyCheckpointRequest(
+        path=asked.source_path,
+        session_id=asked.session_id or "",
+        index=asked.model_seq_id,
+        request_id=call.request.headers.get("x-idempotency-key", ""),
+        ttl_seconds=asked.ttl_seconds or 0,
+    )
+    copied = await call.service.copy_checkpoint(call.principal, request)
+    return JSONResponse({"tinker_path": copied.checkpoint.path})
+
+
+async def publish(call: Call) -> Response:
+    """POST on a checkpoint's /publish. It may be public already."""
+    return await _set_access(call, is_public=True)
+
+
+async def unpublish(call: Call) -> Response:
+    """DELETE on a checkpoint's /publish. It may be private already."""
+    return await _set_access(call, is_public=False)
+
+
+async def set_ttl(call: Call) -> Response:
+    """PUT on a checkpoint's /ttl: delete it so many seconds from now; null keeps it."""
+    ttl_seconds = (await call.json(shapes.SetTtl)).ttl_seconds
+    if ttl_seconds == 0:
+        raise invalid("ttl_seconds must be above 0, or null to keep the checkpoint")
+    request = pb.SetCheckpointTtlRequest(path=_path(call), ttl_seconds=ttl_seconds or 0)
+    await call.service.set_checkpoint_ttl(call.principal, request)
+    return JSONResponse({})
+
+
+async def delete(call: Call) -> Response:
+    """DELETE on a checkpoint."""
+    await call.service.delete_checkpoint(call.principal, pb.DeleteCheckpointRequest(path=_path(call)))
+    return Response(status_code=HTTPStatus.NO_CONTENT)
+
+
+async def download_urls(call: Call) -> Response:
+    """GET on a checkpoint's /external_weights_urls: an address for each file of its PEFT directory."""
+    path = _path(call)
+    await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=path))
+    expires = call.door.downloads.expiry()
+    urls = {file: _url(call, path, file, expires) for file in (CONFIG, WEIGHTS)}
+    return JSONResponse({"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
+
+
+async def download_archive(call: Call) -> Response:
+    """GET on a checkpoint's /archive, as clients up to 0.35 ask for it."""
+    path = _path(call)
+    await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=path))
+    expires = call.door.downloads.expiry()
+    headers = {
+        "location": _url(call, path, ARCHIVE, expires),
+        "expires": datetime.fromtimestamp(expires, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT"),
+    }
+    return Response(status_code=HTTPStatus.FOUND, headers=headers)
+
+
+async def download(request: Request, door: Surroundings) -> Response:
+    """GET /download/{file}: a file of a checkpoint, for who has its address."""
+    file = request.path_params["file"]
+    tenant_id, path = door.downloads.check(request.query_params, file)
+    reader = Principal(tenant_id, tenant_name="", key_id="", is_admin=False)
+    pieces = door.service.export_checkpoint(reader, pb.ExportCheckpointRequest(path=path))
+    archive = b"".join([piece.data async for piece in pieces])
+    content = archive if file == ARCHIVE else await asyncio.to_thread(_member, archive, file)
+    return Response(content, media_type="application/octet-stream")
+
+
+def checkpoint_json(checkpoint: pb.Checkpoint) -> dict[str, Any]:
+    """A checkpoint as the protocol has it."""
+    parsed = names.CheckpointPath.parse(checkpoint.path)
+    body: dict[str, Any] = {
+        "checkpoint_id": f"{parsed.kind}/{parsed.name}",
+        "checkpoint_type": _KINDS[checkpoint.kind],
+        "time": checkpoint.create_time.ToJsonString(),
+        "tinker_path": checkpoint.path,
+        "size_bytes": checkpoint.size_bytes,
+        "public": checkpoint.is_public,
+        "user_metadata": dict(checkpoint.user_metadata),
+    }
+    if checkpoint.HasField("expire_time"):
+        body["expires_at"] = checkpoint.expire_time.ToJsonString()
+    return body
+
+
+def cursor(limit: int, offset: int, total: int) -> dict[str, int]:
+    """Where a page stands."""
+    return {"offset": offset, "limit": limit, "total_count": total}
+
+
+async def _list(call: Call, request: pb.ListCheckpointsRequest, limit: int, offset: int) -> Response:
+    found = await call.service.list_checkpoints(call.principal, request)
+    checkpoints = [checkpoint_json(checkpoint) for checkpoint in found.checkpoints]
+    return JSONResponse({"checkpoints": checkpoints, "cursor": cursor(limit, offset, found.total_size)})
+
+
+async def _set_access(call: Call, *, is_public: bool) -> Response:
+    request = pb.SetCheckpointAccessRequest(path=_path(call), is_public=is_public)
+    await call.service.set_checkpoint_access(call.principal, request)
+    return JSONResponse({})
+
+
+def _path(call: Call) -> str:
+    return f"{names.SCHEME}{call.path('run')}/{call.path('checkpoint')}"
+
+
+def _url(call: Call, path: str, file: str, expires: int) -> str:
+    base = call.request.url_for("download", file=file)
+    return f"{base}?{call.door.downloads.query(call.principal.tenant_id, path, file, expires)}"
+
+
+def _member(archive: bytes, name: str) -> bytes:
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        try:
+            found = tar.extractfile(name)
+        except KeyError:
+            raise not_found("file", name) from None
+        assert found is not None, f"{name} is no file"
+        return found.read()

@@ -1,0 +1,55 @@
+"""Addresses of files that work without a key, for a while. Knows no checkpoints and no HTTP.
+
+An address carries who it was given to, what it is for and until when, under a signature with a secret that only this
+life of the door has: after a restart addresses are asked for again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable, Mapping
+from urllib.parse import urlencode
+
+from coordinator.errors import Code, ServiceError
+
+DOWNLOAD_S = 3600
+"""How long an address works."""
+
+
+class Downloads:
+    """Signs addresses and checks them."""
+
+    def __init__(self, wall: Callable[[], float]) -> None:
+        """`wall` is the time of day, in seconds."""
+        self._wall = wall
+        self._secret = secrets.token_bytes(32)
+
+    def expiry(self) -> int:
+        """Until when an address that is signed now works, in seconds since 1970."""
+        return int(self._wall()) + DOWNLOAD_S
+
+    def query(self, tenant_id: str, path: str, file: str, expires: int) -> str:
+        """The query of an address."""
+        signature = self._signature(tenant_id, path, file, str(expires))
+        return urlencode({"path": path, "tenant": tenant_id, "expires": expires, "signature": signature})
+
+    def check(self, query: Mapping[str, str], file: str) -> tuple[str, str]:
+        """Tenant and path of an address that is good. Raises ServiceError PERMISSION_DENIED."""
+        tenant_id, path, expires = query.get("tenant", ""), query.get("path", ""), query.get("expires", "")
+        expected = self._signature(tenant_id, path, file, expires)
+        if not hmac.compare_digest(expected.encode(), query.get("signature", "").encode()):
+            raise _refused("was not given out by this pool since it started")
+        if int(expires) < self._wall():
+            raise _refused("has expired")
+        return tenant_id, path
+
+    def _signature(self, *parts: str) -> str:
+        return hmac.new(self._secret, "\0".join(parts).encode(), hashlib.sha256).hexdigest()
+
+
+def _refused(why: str) -> ServiceError:
+    return ServiceError(
+        Code.PERMISSION_DENIED, "DOWNLOAD_REFUSED", f"this download address {why}: ask for the checkpoint's URLs again"
+    )

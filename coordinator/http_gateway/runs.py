@@ -1,0 +1,74 @@
+"""Sessions and training runs, listed and looked up. A run is a model, under another name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from coordinator.http_gateway.calls import Call
+from coordinator.http_gateway.checkpoints import checkpoint_json, cursor
+from coordinator.http_gateway.models import adapter_of
+from coordinator.http_gateway.sessions import own_and_users
+from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sessions_pb2
+
+
+async def list_runs(call: Call) -> Response:
+    """GET /training_runs: the tenant's, newest first."""
+    limit, offset = call.number("limit", 20), call.number("offset", 0)
+    request = adapters_pb2.ListAdaptersRequest(page_size=limit, skip=offset)
+    found = await call.service.list_adapters(call.principal, request)
+    runs = [await _run_json(call, adapter) for adapter in found.adapters]
+    return JSONResponse({"training_runs": runs, "cursor": cursor(limit, offset, found.total_size)})
+
+
+async def get_run(call: Call) -> Response:
+    """GET /training_runs/{run}."""
+    return JSONResponse(await _run_json(call, await adapter_of(call, call.path("run"))))
+
+
+async def list_sessions(call: Call) -> Response:
+    """GET /sessions: the live ones, newest first."""
+    request = sessions_pb2.ListSessionsRequest(page_size=call.number("limit", 20), skip=call.number("offset", 0))
+    found = await call.service.list_sessions(call.principal, request)
+    return JSONResponse({"sessions": [session.session_id for session in found.sessions]})
+
+
+async def get_session(call: Call) -> Response:
+    """GET /sessions/{session}."""
+    request = sessions_pb2.GetSessionRequest(session_id=call.path("session"))
+    session = (await call.service.get_session(call.principal, request)).session
+    own, users = own_and_users(session.user_metadata)
+    body: dict[str, Any] = {
+        "training_run_ids": list(session.adapter_ids),
+        "sampler_ids": list(session.sampler_ids),
+        "user_metadata": users,
+    }
+    return JSONResponse(body | {name: text for name, text in own.items() if name == "display_name"})
+
+
+async def _run_json(call: Call, adapter: adapters_pb2.Adapter) -> dict[str, Any]:
+    newest = {
+        "last_checkpoint": await _newest(call, adapter.adapter_id, checkpoints_pb2.CHECKPOINT_KIND_TRAINING),
+        "last_sampler_checkpoint": await _newest(call, adapter.adapter_id, checkpoints_pb2.CHECKPOINT_KIND_SAMPLER),
+    }
+    times = [adapter.create_time, *(checkpoint.create_time for checkpoint in newest.values() if checkpoint is not None)]
+    return {
+        "training_run_id": adapter.adapter_id,
+        "base_model": adapter.base_model,
+        "model_owner": call.principal.tenant_name,
+        "is_lora": True,
+        "corrupted": False,
+        "lora_rank": adapter.rank,
+        "last_request_time": max(times, key=lambda time: time.ToNanoseconds()).ToJsonString(),
+        "user_metadata": dict(adapter.user_metadata),
+        **{name: checkpoint_json(checkpoint) for name, checkpoint in newest.items() if checkpoint is not None},
+    }
+
+
+async def _newest(
+    call: Call, adapter_id: str, kind: checkpoints_pb2.CheckpointKind.ValueType
+) -> checkpoints_pb2.Checkpoint | None:
+    request = checkpoints_pb2.ListCheckpointsRequest(adapter_id=adapter_id, kind=kind, page_size=1)
+    found = await call.service.list_checkpoints(call.principal, request)
+    return found.checkpoints[0] if found.checkpoints else None

@@ -1,0 +1,109 @@
+"""Sampling sessions and samples."""
+
+from __future__ import annotations
+
+import numpy as np
+from starlette.responses import JSONResponse, Response
+
+from coordinator.errors import ServiceError, invalid
+from coordinator.http_gateway import shapes
+from coordinator.http_gateway.calls import Call
+from coordinator.http_gateway.errors import unsupported
+from coordinator.http_gateway.futures import promise
+from coordinator.http_gateway.tensors import not_text
+from tinkerpool.convert import to_tensor
+from tinkerpool.v1 import sampling_pb2 as pb
+
+_UNSUPPORTED = (
+    ("topk_prompt_logprobs", "the log-probability of each prompt token is returned with include_prompt_logprobs"),
+    ("topk_sample_logprobs", "the log-probability of each sampled token is always returned"),
+    ("target_prompt_logprobs", "use forward with those targets"),
+    ("prompt_alt_tokens_k", "sample from each prefix of the prompt"),
+    ("record_stability_info", "it is for the loss stable_reinforce, which is not public; use importance_sampling"),
+)
+
+
+async def create_sampling_session(call: Call) -> Response:
+    """POST /create_sampling_session."""
+    asked = await call.json(shapes.CreateSamplingSession)
+    request = pb.CreateSamplerRequest(
+        session_id=asked.session_id,
+        index=asked.sampling_session_seq_id,
+        base_model="" if asked.model_path else asked.base_model or "",  # a path says which by itself
+        model_path=asked.model_path or "",
+    )
+    created = await call.service.create_sampler(call.principal, request)
+    return JSONResponse({"type": "create_sampling_session", "sampling_session_id": created.sampler.sampler_id})
+
+
+async def get_sampler(call: Call) -> Response:
+    """GET /samplers/{sampler}."""
+    request = pb.GetSamplerRequest(sampler_id=call.path("sampler"))
+    sampler = (await call.service.get_sampler(call.principal, request)).sampler
+    body = {"sampler_id": sampler.sampler_id, "base_model": sampler.base_model}
+    if sampler.model_path:
+        body["model_path"] = sampler.model_path
+    return JSONResponse(body)
+
+
+async def asample(call: Call) -> Response:
+    """POST /asample. The ids of the sequences are the promise's, each with its number."""
+    asked = await call.json(shapes.Sample)
+    request = _request(asked)
+    operation = (await call.service.sample(call.principal, request)).operation
+    sequences = [f"{operation.name}:{index}" for index in range(request.num_samples)]
+    return promise(operation.name, sample_sequence_ids=sequences)
+
+
+def _request(asked: shapes.Sample) -> pb.SampleRequest:
+    if asked.sampling_session_id is None or asked.seq_id is None:
+        raise unsupported("sampling without a session", "send sampling_session_id and seq_id")
+    for name, instead in _UNSUPPORTED:
+        if getattr(asked, name):
+            raise unsupported(name, instead)
+    return pb.SampleRequest(
+        sampler_id=asked.sampling_session_id,
+        seq=asked.seq_id + 1,  # the protocol counts from 0, the contract from 1
+        prompt=to_tensor(_prompt(asked.prompt)),
+        num_samples=asked.num_samples,
+        params=_params(asked.sampling_params),
+        include_prompt_logprobs=bool(asked.prompt_logprobs),
+        prompt_logprobs_last_n=asked.prompt_logprobs_last_n or 0,
+    )
+
+
+def _prompt(prompt: shapes.ModelInput) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Token ids, int64 (p,)."""
+    pieces: list[int] = []
+    for chunk in prompt.chunks:
+        if chunk.type != "encoded_text" or chunk.tokens is None:
+            raise not_text("prompt", f"a chunk of type {chunk.type[:40]!r}")
+        pieces += chunk.tokens
+    try:
+        return np.array(pieces, np.int64)
+    except OverflowError:
+        raise invalid("prompt has a number that is no token id") from None
+
+
+def _params(asked: shapes.SamplingParams) -> pb.SamplingParams:
+    params = pb.SamplingParams(
+        max_tokens=asked.max_tokens or 0,
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        seed=asked.seed,
+    )
+    if asked.stop is None:
+        return params
+    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
+    try:
+        params.stop.SetInParent()
+        for item in stop:
+            params.stop.strings.append(item) if isinstance(item, str) else params.stop.tokens.append(item)
+    except ValueError:
+        raise _no_token() from None
+    return params
+
+
+def _no_token() -> ServiceError:
+    return invalid("sampling_params.stop has a number that is no token id")

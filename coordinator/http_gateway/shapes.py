@@ -1,0 +1,247 @@
+"""The JSON bodies of the Tinker protocol, as far as they are read. What nobody here needs is ignored.
+
+Fields that are absent and fields that are null mean the same.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+Seq = Annotated[int, Field(ge=1, lt=1 << 62)]
+Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Index = Annotated[int, Field(ge=0, lt=10**9)]
+Metadata = dict[str, str] | None
+
+
+class Nothing(BaseModel):
+    """A body in which nothing matters."""
+
+
+class CreateSession(BaseModel):
+    """POST /create_session."""
+
+    tags: list[str] = []
+    user_metadata: Metadata = None
+    display_name: str | None = None
+    project_id: str | None = None
+
+
+class OfSession(BaseModel):
+    """POST /session_heartbeat."""
+
+    session_id: str
+
+
+class OfModel(BaseModel):
+    """POST /get_info and /unload_model."""
+
+    model_id: str
+
+
+class JsonTensor(BaseModel):
+    """A tensor in a pass of clients before 0.25."""
+
+    data: list[int] | list[float]
+    dtype: Literal["float32", "int64"]
+    shape: list[Annotated[int, Field(ge=0, lt=1 << 31)]] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+class Chunk(BaseModel):
+    """A piece of a prompt."""
+
+    type: str = "encoded_text"
+    tokens: list[int] | None = None
+
+
+class ModelInput(BaseModel):
+    """A prompt."""
+
+    chunks: list[Chunk]
+
+
+class JsonDatum(BaseModel):
+    """A sequence of such a pass."""
+
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, JsonTensor]
+
+
+class JsonPassInput(BaseModel):
+    """Loss and data of such a pass."""
+
+    data: list[JsonDatum]
+    loss_fn: str
+    loss_fn_config: dict[str, float] | None = None
+
+
+class JsonPass(BaseModel):
+    """POST /forward_backward and /forward of clients before 0.25."""
+
+    model_id: str
+    seq_id: Annotated[int, Field(ge=1, lt=1 << 31)]
+    forward_backward_input: JsonPassInput | None = None
+    forward_input: JsonPassInput | None = None
+
+
+class LoraConfig(BaseModel):
+    """What an adapter is made of."""
+
+    rank: Annotated[int, Field(gt=0, lt=1 << 31)]
+    seed: Int64 | None = None
+    train_unembed: bool | None = None
+    train_mlp: bool | None = None
+    train_attn: bool | None = None
+
+
+class OptimizerConfig(BaseModel):
+    """Which optimizer."""
+
+    type: str = "adamw"
+
+
+class CreateModel(BaseModel):
+    """POST /create_model."""
+
+    session_id: str
+    model_seq_id: Index
+    base_model: str
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig | None = None
+    user_metadata: Metadata = None
+
+
+class LoadWeights(BaseModel):
+    """POST /load_weights: into the model `model_id`, or into a new one of `session_id`."""
+
+    path: str
+    optimizer: bool = False
+    model_id: str | None = None
+    seq_id: Seq | None = None
+    session_id: str | None = None
+    model_seq_id: Index | None = None
+    base_model: str | None = None
+    optimizer_config: OptimizerConfig | None = None
+    user_metadata: Metadata = None
+    weights_access_token: str | None = None
+
+
+class AdamParams(BaseModel):
+    """Hyperparameters of a step."""
+
+    learning_rate: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    grad_clip_norm: float | None = None
+
+
+class OptimStep(BaseModel):
+    """POST /optim_step."""
+
+    model_id: str
+    seq_id: Seq
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+
+class SaveWeights(BaseModel):
+    """POST /save_weights."""
+
+    model_id: str
+    seq_id: Seq
+    path: str
+    ttl_seconds: Int64 | None = None
+    overwrite: bool = False
+    user_metadata: Metadata = None
+
+
+class SaveWeightsForSampler(BaseModel):
+    """POST /save_weights_for_sampler: a checkpoint with a name, or a sampler with a number."""
+
+    model_id: str
+    seq_id: Seq
+    path: str | None = None
+    sampling_session_seq_id: Index | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: Int64 | None = None
+    user_metadata: Metadata = None
+
+
+class SaveWeightsExternal(BaseModel):
+    """POST /save_weights_external."""
+
+    model_id: str
+    seq_id: Seq
+    path: str
+    ttl_seconds: Int64 | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class SetTtl(BaseModel):
+    """PUT on a checkpoint's /ttl."""
+
+    ttl_seconds: Int64 | None
+
+
+class RetrieveFuture(BaseModel):
+    """POST /retrieve_future and /cancel_future."""
+
+    request_id: str
+
+
+class CreateSamplingSession(BaseModel):
+    """POST /create_sampling_session."""
+
+    session_id: str
+    sampling_session_seq_id: Index
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class SamplingParams(BaseModel):
+    """How to draw."""
+
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    seed: Int64 | None = None
+    stop: str | list[int] | list[str] | None = None
+    temperature: float | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    top_p: float | None = None
+
+
+class Sample(BaseModel):
+    """POST /asample."""
+
+    sampling_session_id: str | None = None
+    seq_id: Annotated[int, Field(ge=0, lt=1 << 62)] | None = None
+    prompt: ModelInput
+    num_samples: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
+    sampling_params: SamplingParams
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    topk_prompt_logprobs: int | None = None
+    topk_sample_logprobs: int | None = None
+    target_prompt_logprobs: dict[str, Any] | None = None
+    prompt_alt_tokens_k: int | None = None
+    record_stability_info: bool | None = None
+
+
+class CopyWeights(BaseModel):
+    """POST /copy_weights."""
+
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: Index | None = None
+    ttl_seconds: Int64 | None = None
+    weights_access_token: str | None = None
+
+
+class OfPath(BaseModel):
+    """POST /weights_info."""
+
+    tinker_path: str

@@ -1,0 +1,110 @@
+"""From the Tinker protocol's tensors to the contract's and back. Checks sizes; not what a tensor means.
+
+Legend: n tokens of a sequence, k targets at each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.errors import ServiceError, invalid
+from tinkerpool.compat import tinker_pb2 as wire
+from tinkerpool.convert import to_tensor
+from tinkerpool.v1 import types_pb2
+
+ELEMENTS_MAX = 1 << 24
+"""Largest tensor once it is dense, and all sparse ones of a request: a few bytes can claim any shape."""
+_DTYPES: dict[int, np.dtype[Any]] = {
+    wire.DATA_TYPE_FLOAT32: np.dtype("<f4"),
+    wire.DATA_TYPE_INT64: np.dtype("<i8"),
+    wire.DATA_TYPE_INT32: np.dtype("<i4"),
+    wire.DATA_TYPE_BFLOAT16: np.dtype("<u2"),
+}
+
+
+def dense(label: str, tensor: wire.Tensor) -> types_pb2.Tensor:
+    """A tensor as the contract has it; missing entries of a sparse one are 0.
+
+    Raises ServiceError INVALID_ARGUMENT; `label` says where it stands.
+    """
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise invalid(f"{label} has element type {tensor.dtype}, which is not known")
+    shape = tuple(tensor.shape)
+    if any(size < 0 for size in shape) or math.prod(shape) > ELEMENTS_MAX:
+        raise invalid(f"{label} has shape {shape}: sizes are 0 or more, and at most {ELEMENTS_MAX} elements in all")
+    if tensor.WhichOneof("encoding") == "sparse_csr":
+        array = _from_rows(label, tensor.sparse_csr, dtype, shape)
+    else:
+        array = _elements(label, tensor.dense, dtype)
+        shape = shape or array.shape
+        if array.size != math.prod(shape):
+            raise invalid(f"{label} has {array.size} elements but shape {shape}")
+        array = array.reshape(shape)
+    if tensor.dtype == wire.DATA_TYPE_BFLOAT16:
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    return to_tensor(array)
+
+
+def tokens(chunks: Iterable[wire.Chunk], label: str) -> types_pb2.Tensor:
+    """Chunks of text as one vector of token ids, int32 (n,).
+
+    Raises ServiceError INVALID_ARGUMENT, also for what is not text.
+    """
+    pieces = []
+    for chunk in chunks:
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            raise not_text(label, {"image": "an image", "dmel": "sound"}.get(kind or "", "an unknown chunk"))
+        pieces.append(_elements(label, chunk.encoded_text.tokens, np.dtype("<i4")))
+    return to_tensor(np.concatenate(pieces) if pieces else np.zeros(0, np.int32))
+
+
+def not_text(label: str, what: str) -> ServiceError:
+    """The refusal of input that no base model here takes."""
+    return invalid(f"{label} has {what}: the base models of this pool take text only, as token ids", "UNSUPPORTED")
+
+
+def array_records(name: str, tensors: Sequence[types_pb2.Tensor]) -> list[wire.ArrayRecord]:
+    """One array for each sequence, as records of consecutive sequences whose trailing shapes are equal."""
+    records = []
+    for trailing, group in groupby(tensors, key=lambda tensor: tuple(tensor.shape[1:])):
+        members = list(group)
+        ends = np.cumsum([0, *(len(tensor.data) for tensor in members)], dtype="<i8")
+        batched = wire.BatchedTensor(
+            data=b"".join(tensor.data for tensor in members),
+            offsets=ends.tobytes(),
+            dtype=wire.DATA_TYPE_FLOAT32,
+            trailing_shape=trailing,
+        )
+        records.append(wire.ArrayRecord(fields={name: batched}, num_datums=len(members)))
+    return records
+
+
+def _elements(label: str, data: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if len(data) % dtype.itemsize:
+        raise invalid(f"{label} has {len(data)} bytes, which is no whole number of {dtype.name}")
+    return np.frombuffer(data, dtype)
+
+
+def _from_rows(label: str, rows: wire.SparseRows, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """The matrix of a compressed one, (n, k)."""
+    values = _elements(label, rows.values, dtype)
+    starts = _elements(label, rows.crow_indices, np.dtype("<i8"))
+    columns = _elements(label, rows.col_indices, np.dtype("<i8"))
+    if len(shape) != 2 or len(starts) != shape[0] + 1:
+        raise invalid(f"{label} is sparse: it needs a shape of two sizes and one row index more than rows")
+    counts = np.diff(starts)
+    if starts[0] != 0 or starts[-1] != len(values) or (counts < 0).any() or len(columns) != len(values):
+        raise invalid(f"{label} is sparse, and its indices do not fit its {len(values)} values")
+    if len(columns) and not 0 <= int(columns.min()) <= int(columns.max()) < shape[1]:
+        raise invalid(f"{label} is sparse, and has a column that is not 0 to {shape[1] - 1}")
+    array = np.zeros(shape, dtype)
+    array[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return array

@@ -1,0 +1,168 @@
+"""Run recipes of the Tinker cookbook, unmodified, against a pool on this machine, and look at what they report.
+
+    make cookbook
+
+The recipes run in an environment of their own, where the cookbook is installed; the pool runs in this one, with its
+default base model under the name of its directory, because recipes load the tokenizer by the model's name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.background import Serving
+from coordinator.models import DEFAULT_MODEL, SHIPPED_DIR
+
+MODEL = str(SHIPPED_DIR / DEFAULT_MODEL)
+COMMON = ("renderer_name=role_colon", "eval_every=0", "behavior_if_log_dir_exists=delete")
+START_S = 180
+RECIPE_S = 900
+Metrics = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A recipe, how it is run here, and what must hold of the metrics that it writes."""
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+    check: Callable[[Metrics], str]
+    """What was seen. Raises AssertionError."""
+
+
+def loss_falls(metrics: Metrics) -> str:
+    """The loss at the end is below that at the beginning."""
+    losses = [row["train_mean_nll"] for row in metrics if "train_mean_nll" in row]
+    assert len(losses) >= 3, losses
+    assert losses[-1] < losses[0], f"the loss did not fall: {losses}"
+    return f"loss per token {losses[0]:.3f} -> {losses[-1]:.3f}"
+
+
+def reward_is_computed(metrics: Metrics) -> str:
+    """Every step has a reward, and samples' log-probabilities agree with training's."""
+    steps = [row for row in metrics if "env/all/reward/total" in row]
+    rewards = [row["env/all/reward/total"] for row in steps]
+    assert rewards, "no step computed a reward"
+    assert all(map(math.isfinite, rewards)), rewards
+    divergences = [row["optim/kl_sample_train_v1"] for row in steps if "optim/kl_sample_train_v1" in row]
+    assert all(abs(divergence) < 1e-4 for divergence in divergences), f"sampler and trainer disagree: {divergences}"
+    return f"rewards {', '.join(f'{reward:.2f}' for reward in rewards)}"
+
+
+_ARITHMETIC = ("env=arithmetic", "group_size=4", "groups_per_batch=4", "max_steps=2", "save_every=0", "lora_rank=8")
+RECIPES = (
+    Recipe(
+        "supervised fine-tuning on the bundled conversations",
+        "tinker_cookbook.recipes.chat_sl.train",
+        (
+            "dataset={cookbook}/example_data/conversations.jsonl",
+            "batch_size=16",
+            "max_steps=6",
+            "max_length=512",
+            "lora_rank=8",
+            "learning_rate=5e-3",
+        ),
+        loss_falls,
+    ),
+    Recipe(
+        "reinforcement learning on arithmetic",
+        "tinker_cookbook.recipes.math_rl.train",
+        (*_ARITHMETIC, "loss_fn=importance_sampling"),
+        reward_is_computed,
+    ),
+    Recipe(
+        "the same, asynchronously",
+        "tinker_cookbook.recipes.math_rl.train",
+        (*_ARITHMETIC, "loss_fn=ppo", "max_steps_off_policy=2"),
+        reward_is_computed,
+    ),
+    Recipe(
+        "reinforcement learning on a guessing game",
+        "tinker_cookbook.recipes.multiplayer_rl.guess_number.train",
+        ("group_size=2", "batch_size=1", "max_tokens=4", "max_steps=1", "save_every=0"),
+        reward_is_computed,
+    ),
+)
+
+
+def main() -> int:
+    """0: every recipe ran and its metrics are as they must be."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("python", type=Path, help="the Python of the environment that has the cookbook")
+    parser.add_argument("--only", default="", metavar="TEXT", help="recipes whose module has this in its name")
+    options = parser.parse_args()
+    chosen = [recipe for recipe in RECIPES if options.only in recipe.module]
+    with tempfile.TemporaryDirectory(prefix="tinkerpool-cookbook-") as scratch:
+        environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TINKER_TELEMETRY": "0"}
+        with serving(Path(scratch)) as variables:
+            failed = [r.name for r in chosen if not run(r, options.python, Path(scratch), environment | variables)]
+    if failed:
+        print(f"failed: {'; '.join(failed)}")
+    return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def serving(scratch: Path) -> Iterator[dict[str, str]]:
+    """A pool, and the variables by which the SDK finds it."""
+    ready, log = scratch / "ready.json", scratch / "serve.log"
+    arguments = ["--pool", "local", "--port", "0", "--model", f"{MODEL}={MODEL}", "--ready-file", str(ready)]
+    environment = os.environ | {"TINKERPOOL_HOME": str(scratch / "home")}
+    with log.open("w") as output:
+        pool = subprocess.Popen(
+            [sys.executable, "-m", "tinkerpool.cli", "serve", *arguments], env=environment, stdout=output, stderr=output
+        )
+    try:
+        deadline = time.monotonic() + START_S
+        while (found := Serving.read(ready)) is None:
+            if pool.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the pool did not start:\n{log.read_text()}")
+            time.sleep(0.2)
+        key = json.loads((scratch / "home" / "credentials.json").read_text())["api_key"]
+        yield {"TINKER_BASE_URL": found.http_url, "TINKER_API_KEY": f"tml-{key}"}
+    finally:
+        pool.terminate()
+        pool.wait()
+
+
+def run(recipe: Recipe, python: Path, scratch: Path, environment: dict[str, str]) -> bool:
+    """Run a recipe and say how it went."""
+    find = "import pathlib, tinker_cookbook; print(pathlib.Path(tinker_cookbook.__file__).parent)"
+    cookbook = subprocess.run([python, "-c", find], capture_output=True, text=True, check=True).stdout.strip()
+    logs = scratch / recipe.name.replace(" ", "-").replace(",", "")
+    arguments = [argument.format(cookbook=cookbook) for argument in recipe.arguments]
+    begin = time.monotonic()
+    done = subprocess.run(
+        [python, "-m", recipe.module, f"model_name={MODEL}", f"log_path={logs}", *COMMON, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=RECIPE_S,
+        check=False,
+    )
+    took = f"{time.monotonic() - begin:.0f} s"
+    try:
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        lines = (logs / "metrics.jsonl").read_text().splitlines()
+        seen = recipe.check([json.loads(line) for line in lines])
+    except (AssertionError, OSError) as error:
+        print(f"{recipe.name}: {error}", flush=True)
+        return False
+    print(f"{recipe.name}: {seen} ({took})", flush=True)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The official Tinker SDK as a client of a pool in a test, and its protocol by hand."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+import tinker
+
+from tinkerpool.compat import tinker_pb2 as wire
+
+API = "/api/v1"
+
+
+LEAKS = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+"""For tests with the SDK: it leaves a connection open for the garbage collector, which warns of it at any time."""
+
+
+@contextmanager
+def sdk(url: str, key: str, **options: Any) -> Iterator[tinker.ServiceClient]:
+    """A ServiceClient whose session ends with the block."""
+    service = tinker.ServiceClient(base_url=url, api_key=f"tml-{key}", **options)
+    try:
+        with service:
+            yield service
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
+
+
+def datum(*tokens: int, targets: list[int] | None = None) -> tinker.Datum:
+    """A sequence that is to be followed by itself."""
+    inputs: dict[str, Any] = {"target_tokens": targets or list(tokens), "weights": [1.0] * len(tokens)}
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(list(tokens)), loss_fn_inputs=inputs)
+
+
+class Wire:
+    """Calls that the SDK would make, one by one."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._http = httpx.Client(base_url=url + API, headers={"x-api-key": f"tml-{key}"}, timeout=60, verify=False)
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        """POST JSON."""
+        return self._http.post(path, json=body, headers=headers)
+
+    def ok(self, path: str, body: Mapping[str, Any]) -> Any:
+        """POST JSON that must succeed; the JSON that comes back."""
+        response = self.post(path, body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def get(self, path: str) -> httpx.Response:
+        """GET."""
+        return self._http.get(path)
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """Anything."""
+        return self._http.request(method, path, **options)
+
+    def binary(self, request: wire.ForwardBackwardRequest, body: bytes | None = None, **headers: str) -> httpx.Response:
+        """POST /forward_backward; `body` replaces the request's bytes."""
+        content = request.SerializeToString() if body is None else body
+        headers = {"content-type": "application/x-protobuf", **headers}
+        return self._http.post("/forward_backward", content=content, headers=headers)
+
+    def session(self) -> str:
+        """A new session's id."""
+        return str(self.ok("/create_session", {"tags": [], "sdk_version": "0.38.0"})["session_id"])
+
+    def model(self, session: str, index: int = 0, rank: int = 8) -> str:
+        """A new model's id."""
+        body = {"session_id": session, "model_seq_id": index, "base_model": "toy", "lora_config": {"rank": rank}}
+        return str(self.result(self.ok("/create_model", body)["request_id"])["model_id"])
+
+    def result(self, request_id: str) -> Any:
+        """The JSON that a promise gives in the end."""
+        while True:
+            response = self.post("/retrieve_future", {"request_id": request_id, "allow_metadata_only": True})
+            if response.status_code != 408:
+                assert response.status_code == 200, response.text
+                return response.json()
+
+    def close(self) -> None:
+        """End the connections."""
+        self._http.close()
+
+
+def pass_of(model_id: str, seq: int, *sequences: list[int], **values: Any) -> wire.ForwardBackwardRequest:
+    """A forward_backward with cross entropy on sequences that are to be followed by themselves."""
+    request = wire.ForwardBackwardRequest(model_id=model_id, seq_id=seq, loss_fn="cross_entropy", **values)
+    for tokens in sequences:
+        size = len(tokens)
+        added = request.data.add()
+        added.model_input.add().encoded_text.tokens = b"".join(t.to_bytes(4, "little", signed=True) for t in tokens)
+        targets = added.loss_fn_inputs["target_tokens"]
+        targets.dtype, targets.dense = wire.DATA_TYPE_INT32, added.model_input[0].encoded_text.tokens
+        targets.shape.append(size)
+        weights = added.loss_fn_inputs["weights"]
+        weights.dtype, weights.dense = wire.DATA_TYPE_FLOAT32, b"\x00\x00\x80\x3f" * size
+        weights.shape.append(size)
+    return request

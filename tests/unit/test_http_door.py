@@ -1,0 +1,198 @@
+"""The HTTP door with a service that is not there: ports, TLS, errors, and how it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from coordinator.cli import _http_port
+from coordinator.errors import Code, ServiceError
+from coordinator.http_gateway import HttpConfig, HttpDoor, HttpDoorError
+from coordinator.http_gateway.app import HANDLERS, PREFIX
+from coordinator.http_gateway.downloads import DOWNLOAD_S, Downloads
+from tests.support.certificates import make_certificate
+from tests.support.fake_service import KEY, FakeService, authenticate
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import sessions_pb2
+
+Open = Callable[..., Awaitable[tuple[HttpDoor, httpx.AsyncClient]]]
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[Open]:
+    things: list[tuple[HttpDoor, httpx.AsyncClient]] = []
+
+    async def open_one(
+        service: Any = None, verify: ssl.SSLContext | bool = False, **options: Any
+    ) -> tuple[HttpDoor, httpx.AsyncClient]:
+        door = HttpDoor(HttpConfig(port=0, **({"is_remote": True, "allow_plaintext": True} | options)))
+        door.bind()
+        fake: Any = service or FakeService()
+        await door.start(fake, authenticate, lambda: True, Path("nowhere"))
+        client = httpx.AsyncClient(base_url=door.url + PREFIX, headers={"x-api-key": KEY}, verify=verify)
+        things.append((door, client))
+        return things[-1]
+
+    yield open_one
+    for door, client in things:
+        await client.aclose()
+        await door.stop(1)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "header"),
+    [
+        (ServiceError(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "later", retry_delay_s=1.5), 429, "1500"),
+        (ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "later", retry_delay_s=1.0), 503, "1000"),
+        (ServiceError(Code.RESOURCE_EXHAUSTED, "ADAPTER_QUOTA", "delete some"), 400, None),
+        (ServiceError(Code.ALREADY_EXISTS, "SEQ_TAKEN", "another"), 400, None),
+        (ServiceError(Code.FAILED_PRECONDITION, "SESSION_ENDED", "ended"), 403, None),
+        (ServiceError(Code.NOT_FOUND, "NOT_FOUND", "none"), 404, None),
+    ],
+)
+async def test_only_what_may_succeed_later_is_answered_so_that_the_sdk_tries_again(
+    opened: Open, error: ServiceError, status: int, header: str | None
+) -> None:
+    _, client = await opened(FakeService(get_capabilities=error))
+    response = await client.get("/get_server_capabilities")
+    assert response.status_code == status
+    assert response.json()["detail"] == error.message
+    assert response.json()["reason"] == error.reason
+    assert response.headers.get("retry-after-ms") == header
+
+
+async def test_a_fault_of_ours_is_logged_and_not_told(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+    _, client = await opened(FakeService(get_capabilities=RuntimeError("the secret of the house")))
+    response = await client.get("/get_server_capabilities")
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    [record] = [record for record in caplog.records if record.exc_info]
+    assert response.json()["detail"].split()[2].rstrip(":") in record.getMessage()
+
+
+@pytest.mark.parametrize(("method", "path", "handler"), HANDLERS)
+async def test_no_path_is_answered_without_a_key(opened: Open, method: str, path: str, handler: Any) -> None:
+    service = FakeService()
+    _, client = await opened(service)
+    filled = path.replace("{checkpoint:path}", "weights/a").replace("{", "").replace("}", "")
+    response = await client.request(method, filled, headers={"x-api-key": "tml-wrong"})
+    assert response.status_code == 401
+    assert service.calls == []
+    assert (await client.request(method, filled, json={})).status_code != 401
+
+
+async def test_no_answer_is_held_back_until_the_one_before_is_acknowledged(opened: Open) -> None:
+    _, client = await opened(FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse()))
+    took = []
+    for _ in range(60):
+        begin = time.perf_counter()
+        await client.get("/get_server_capabilities")
+        took.append(time.perf_counter() - begin)
+    # The kernel's delay is 0.04 s, each time but for the first few. A busy machine holds up some, not two thirds.
+    assert sorted(took)[20] < 0.03
+
+
+async def test_a_port_in_use_is_said_with_what_to_do() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(HttpDoorError, match="--http-port"):
+            HttpDoor(HttpConfig(port=taken.getsockname()[1])).bind()
+
+
+async def test_the_door_speaks_tls(opened: Open, tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path)
+    trusting = ssl.create_default_context(cafile=str(cert))
+    door, client = await opened(verify=trusting, tls_cert=cert, tls_key=key)
+    assert door.url.startswith("https://")
+    assert (await client.get("/healthz")).json() == {"status": "ok"}
+
+
+async def test_a_certificate_that_is_none_is_said(tmp_path: Path) -> None:
+    (tmp_path / "cert.pem").write_text("nonsense")
+    door = HttpDoor(HttpConfig(port=0, is_remote=True, tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "cert.pem"))
+    door.bind()
+    with pytest.raises(HttpDoorError, match="in PEM"):
+        await door.start(FakeService(), authenticate, lambda: True, tmp_path)  # type: ignore[arg-type]
+    await door.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"port": 70000}, "0 .any free one. to 65535"),
+        ({"is_remote": True}, "give a certificate"),
+        ({"tls_cert": Path("c")}, "both a certificate and its key"),
+        ({"poll_s": 0}, "poll_s must be above 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        HttpConfig(**options)
+
+
+def test_the_http_port_follows_the_other_one() -> None:
+    assert [_http_port(port) for port in (7600, 0, 65535)] == [7601, 0, 0]
+
+
+async def test_what_runs_is_finished_while_nothing_new_is_taken(opened: Open) -> None:
+    may_go = asyncio.Event()
+
+    async def slow(*_: Any) -> sessions_pb2.GetCapabilitiesResponse:
+        await may_go.wait()
+        return sessions_pb2.GetCapabilitiesResponse()
+
+    door, client = await opened(FakeService(get_capabilities=slow))
+    assert (await client.get("/healthz")).status_code == 200  # leaves a connection open
+    running = asyncio.create_task(client.get("/get_server_capabilities"))
+    await asyncio.sleep(0.2)
+    await door.refuse()
+    refused = await asyncio.gather(client.get("/sessions"), return_exceptions=True)
+    assert isinstance(refused[0], httpx.TransportError) or refused[0].status_code == 503  # type: ignore[union-attr]
+    may_go.set()
+    assert (await running).json() == {"supported_models": []}
+    await door.stop(5)
+    with pytest.raises(httpx.TransportError):
+        await client.get("/healthz")
+
+
+async def test_a_stop_does_not_wait_for_ever(opened: Open) -> None:
+    async def never(*_: Any) -> ops_pb.GetOperationResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    door, client = await opened(FakeService(get_capabilities=never))
+    running = asyncio.create_task(client.get("/get_server_capabilities", timeout=60))
+    await asyncio.sleep(0.2)
+    async with asyncio.timeout(10):
+        await door.stop(0.2)
+        [dropped] = await asyncio.gather(running, return_exceptions=True)
+    assert isinstance(dropped, httpx.TransportError)
+
+
+def test_a_download_address_works_until_it_expires_for_its_file_alone() -> None:
+    now = [1000.0]
+    downloads = Downloads(lambda: now[0])
+    query = dict(httpx.QueryParams(downloads.query("t", "tinker://p", "a.json", downloads.expiry())))
+    assert downloads.check(query, "a.json") == ("t", "tinker://p")
+    for file, changed in (
+        ("b.json", {}),
+        ("a.json", {"tenant": "u"}),
+        ("a.json", {"expires": "99999"}),
+        ("a.json", {"signature": ""}),
+    ):
+        with pytest.raises(ServiceError, match="since it started"):
+            downloads.check({**query, **changed}, file)
+    with pytest.raises(ServiceError, match="since it started"):
+        Downloads(lambda: now[0]).check(query, "a.json")
+    now[0] += DOWNLOAD_S + 1
+    with pytest.raises(ServiceError, match="has expired"):
+        downloads.check(query, "a.json")

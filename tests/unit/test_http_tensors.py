@@ -1,0 +1,107 @@
+"""Tensors of the Tinker protocol: dense and sparse, in and out, judged by the official SDK's own reader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tinker.proto.response_conv import deserialize_forward_backward_output
+
+from coordinator.errors import ServiceError
+from coordinator.http_gateway.tensors import ELEMENTS_MAX, array_records, dense, tokens
+from tinkerpool.compat import tinker_pb2 as wire
+from tinkerpool.convert import from_tensor, to_tensor
+
+
+def sparse(array: np.ndarray[Any, Any]) -> wire.Tensor:
+    """A matrix by its entries other than zero."""
+    rows, columns = np.nonzero(array)
+    starts = np.searchsorted(rows, np.arange(array.shape[0] + 1))
+    dtype = wire.DATA_TYPE_FLOAT32 if array.dtype == np.float32 else wire.DATA_TYPE_INT64
+    message = wire.Tensor(dtype=dtype, shape=array.shape)
+    message.sparse_csr.values = array[rows, columns].tobytes()
+    message.sparse_csr.crow_indices = starts.astype("<i8").tobytes()
+    message.sparse_csr.col_indices = columns.astype("<i8").tobytes()
+    return message
+
+
+@given(
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    dtype=st.sampled_from([np.float32, np.int64]),
+    data=st.data(),
+)
+def test_a_sparse_tensor_is_the_dense_one(shape: tuple[int, int], dtype: Any, data: st.DataObject) -> None:
+    size = shape[0] * shape[1]
+    values = data.draw(st.lists(st.integers(-3, 3), min_size=size, max_size=size))
+    array = np.array(values, dtype).reshape(shape)
+    assert np.array_equal(from_tensor(dense("x", sparse(array))), array)
+
+
+@pytest.mark.parametrize(
+    ("values", "starts", "columns", "shape"),
+    [
+        ([1.0], [0, 1], [3], [1, 3]),
+        ([1.0], [0, 1], [-1], [1, 3]),
+        ([1.0], [0, 2], [0], [1, 3]),
+        ([1.0], [1, 1], [0], [1, 3]),
+        ([1.0, 2.0], [0, 2, 1, 2], [0, 0], [3, 3]),
+        ([1.0], [0, 1], [0, 1], [1, 3]),
+        ([1.0], [0], [0], [1, 3]),
+        ([1.0], [0, 1], [0], [1]),
+        ([1.0], [0, 1], [0], [1, -1]),
+        ([], [0, 0], [], [1, ELEMENTS_MAX + 1]),
+    ],
+)
+def test_indices_that_do_not_fit_are_refused(values: Any, starts: Any, columns: Any, shape: Any) -> None:
+    message = wire.Tensor(dtype=wire.DATA_TYPE_FLOAT32, shape=shape)
+    message.sparse_csr.values = np.array(values, np.float32).tobytes()
+    message.sparse_csr.crow_indices = np.array(starts, np.int64).tobytes()
+    message.sparse_csr.col_indices = np.array(columns, np.int64).tobytes()
+    with pytest.raises(ServiceError, match="x "):
+        dense("x", message)
+
+
+def test_dense_tensors_come_in_all_four_types_and_without_a_shape_as_vectors() -> None:
+    halves = np.array([1.0, -2.5, 0.0], np.float32)
+    upper = (halves.view(np.uint32) >> 16).astype(np.uint16)
+    assert np.array_equal(
+        from_tensor(dense("x", wire.Tensor(dense=upper.tobytes(), dtype=wire.DATA_TYPE_BFLOAT16))), halves
+    )
+    for dtype, number in (
+        (np.float32, wire.DATA_TYPE_FLOAT32),
+        (np.int64, wire.DATA_TYPE_INT64),
+        (np.int32, wire.DATA_TYPE_INT32),
+    ):
+        message = wire.Tensor(dense=np.arange(6, dtype=dtype).tobytes(), dtype=number, shape=[2, 3])
+        assert np.array_equal(from_tensor(dense("x", message)), np.arange(6).reshape(2, 3))
+    for broken in (
+        wire.Tensor(dense=b"123", dtype=wire.DATA_TYPE_FLOAT32),
+        wire.Tensor(dense=b"1234", dtype=wire.DATA_TYPE_FLOAT32, shape=[2]),
+        wire.Tensor(dense=b"1234"),
+    ):
+        with pytest.raises(ServiceError, match="x has"):
+            dense("x", broken)
+
+
+def test_text_in_several_chunks_is_one_input_and_anything_else_is_refused() -> None:
+    chunks = [wire.Chunk(encoded_text=wire.TextChunk(tokens=np.array(part, "<i4").tobytes())) for part in ([1, 2], [3])]
+    assert from_tensor(tokens(chunks, "x")).tolist() == [1, 2, 3]
+    assert from_tensor(tokens([], "x")).tolist() == []
+    for other in (wire.Chunk(image=wire.OpaqueChunk()), wire.Chunk(dmel=wire.OpaqueChunk()), wire.Chunk()):
+        with pytest.raises(ServiceError, match="text only"):
+            tokens([*chunks, other], "x")
+
+
+@given(shapes=st.lists(st.one_of(st.tuples(st.integers(0, 4)), st.tuples(st.integers(0, 3), st.integers(1, 3)))))
+def test_outputs_of_any_shapes_are_read_by_the_sdk_as_they_were(shapes: list[tuple[int, ...]]) -> None:
+    arrays = [np.random.default_rng(i).normal(size=shape).astype(np.float32) for i, shape in enumerate(shapes)]
+    records = array_records("logprobs", [to_tensor(array) for array in arrays])
+    output = wire.ForwardBackwardOutput(loss_fn_output_type="T", loss_fn_outputs=records, metrics={"loss:sum": 1.5})
+    read = deserialize_forward_backward_output(output.SerializeToString())
+    assert read.metrics == {"loss:sum": 1.5}
+    assert [tuple(d["logprobs"].shape or ()) for d in read.loss_fn_outputs] == shapes
+    for datum, array in zip(read.loss_fn_outputs, arrays, strict=True):
+        assert np.array_equal(datum["logprobs"].to_numpy(), array)
