@@ -20,6 +20,7 @@ from bench_models import Case, Model, add_model_options, chosen_models, open_mod
 from bench_pools import Tenants, serve_arguments
 from bench_sides import Fused, Memcpy
 from demo import embedded_pool
+from terminal import interrupt_at_sigterm
 from tinkerpool import ServiceClient, types
 
 RANK = 8
@@ -69,6 +70,7 @@ def measure(model: Model, args: argparse.Namespace) -> Row:
 
 def main() -> None:
     """Read the command line, measure, print."""
+    interrupt_at_sigterm()
     command = parser(__doc__)
     add_model_options(command)
     command.add_argument("--pool", choices=("ray", "local"), default="ray", help="local: threads stand in for Ray")

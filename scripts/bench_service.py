@@ -42,6 +42,7 @@ from bench_models import Case, Model, add_model_options, chosen_models, open_mod
 from bench_pools import LocalService, Tenants, serve_arguments
 from bench_sides import Fused, SequentialPeft
 from demo import EmbeddedPool, create_key, embedded_pool
+from terminal import interrupt_at_sigterm
 from tinkerpool import ServiceClient
 from workers.messages import Datum
 from workers.pool import PoolModel
@@ -217,6 +218,7 @@ def add_goals(results: Results, latency: Table, throughput: Table) -> None:
 
 def main() -> None:
     """Read the command line, measure, print."""
+    interrupt_at_sigterm()
     command = parser(__doc__)
     add_model_options(command)
     command.add_argument("--steps", type=int, help=f"steps of a block; default: {STEPS_PER_BLOCK}")
