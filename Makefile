@@ -13,7 +13,7 @@ OLDER_SDK := .venv/older-tinker/.installed
 COOKBOOK_READY := .venv-cookbook/.installed
 KILLS ?= 200
 ITEMS_WITH_MODELS := engine company lengths service swap publish
-ITEMS ?= $(ITEMS_WITH_MODELS) durability
+ITEMS ?= $(ITEMS_WITH_MODELS) durability planner memory
 
 # uv installs several times faster than pip, but does not read pip's settings: hand over its index and its folder of
 # local wheels. Without byte code every process that imports torch would start seconds later.

@@ -83,13 +83,17 @@ class Timing:
 
 
 def turn_about(
-    sides: Mapping[str, Callable[[], object]], effort: Effort, *, in_order: bool = False
+    sides: Mapping[str, Callable[[], object]],
+    effort: Effort,
+    *,
+    in_order: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Run all sides once a round, each round beginning with another side; returns what each took.
 
-    `in_order`: every round begins with the first side, because the sides prepare one another.
+    `in_order`: every round begins with the first side, because the sides prepare one another. `clock`: its seconds are
+    the ones of the result and of the effort.
     """
-    clock = time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
     began_s = clock()

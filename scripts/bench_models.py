@@ -91,9 +91,12 @@ def _known(text: str) -> str:
 def _path(name: str, folder: Path) -> Path:
     if name in shipped_models():
         return SHIPPED_DIR / name
-    if name not in SHAPES:
-        return Path(name)
-    hidden, layers, heads, kv_heads, mlp, vocab = SHAPES[name]
+    return write_random_model(name, folder / name) if name in SHAPES else Path(name)
+
+
+def write_random_model(shape: str, path: Path, *, vocab_size: int | None = None) -> Path:
+    """Make a model of one of `SHAPES`, with weights from a fixed seed and the shape's vocabulary or this one."""
+    hidden, layers, heads, kv_heads, mlp, vocab = SHAPES[shape]
     config = Qwen3Config(
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -101,13 +104,13 @@ def _path(name: str, folder: Path) -> Path:
         num_key_value_heads=kv_heads,
         head_dim=64,
         intermediate_size=mlp,
-        vocab_size=vocab,
+        vocab_size=vocab if vocab_size is None else vocab_size,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder / name)
-    return folder / name
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
 
 
 def _model(name: str, path: Path) -> Model:

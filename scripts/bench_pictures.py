@@ -29,6 +29,7 @@ def draw(results: Mapping[str, dict[str, Any]], folder: Path) -> list[Path]:
         "bench-engine": _engine,
         "bench-service": _service,
         "bench-lengths": _lengths,
+        "bench-memory": _memory,
     }
     drawn = []
     for name, picture in pictures.items():
@@ -188,3 +189,47 @@ def _lengths(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
     )  # fmt: skip
     axis.legend(frameon=False, loc="lower right")
     return True
+
+
+def _memory(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
+    """Peak memory of a pass: left against its tokens, right against the vocabulary."""
+    tables = _rows(results, "memory", "memory-")
+    if len(tables) < 2:
+        return False
+    by_tokens, by_vocab = tables["memory-tokens"], tables["memory-vocabulary"]
+    figure.set_size_inches(11, 4.2)
+    left, right = figure.subplots(1, 2)
+    _memory_lines(left, by_tokens, "tokens")
+    left.set_xlabel("tokens in the pass")
+    left.set_title(f"By tokens (vocabulary {by_tokens[0]['vocab_size']:,})", loc="left", fontsize=9.5)
+    _memory_lines(right, by_vocab, "vocab_size")
+    right.set_xlabel("vocabulary")
+    right.set_title(f"By vocabulary ({by_vocab[0]['tokens']:,} tokens)", loc="left", fontsize=9.5)
+    for axis in (left, right):
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    left.legend(frameon=False, loc="upper left")
+    shape = by_tokens[0]
+    figure.suptitle(
+        f"Peak memory of a pass: {shape['model']}, hidden {shape['hidden_size']}, {shape['layers']} layers, "
+        f"rank {shape['rank']}", x=0.01, ha="left", fontweight="bold",
+    )  # fmt: skip
+    return True
+
+
+def _memory_lines(axis: Any, rows: Rows, against: str) -> None:
+    """Mebibytes of both ways to run the layers, and of the logits."""
+    lines = {
+        "engine, layers keep what they compute": ("#2f6fb0", "-", [row["kept"]["measured_bytes"] for row in rows]),
+        "engine, layers run again in the backward": ("#4f9a57", "-", [row["again"]["measured_bytes"] for row in rows]),
+        "logits of all tokens alone (calculated; never held)": ("#b0524f", "--", [row["logits_bytes"] for row in rows]),
+    }
+    for label, (color, style, sizes) in lines.items():
+        marker = "o" if style == "-" else ""
+        axis.plot(
+            [row[against] for row in rows], [size / (1 << 20) for size in sizes], style, color=color, label=label,
+            marker=marker, ms=4,
+        )  # fmt: skip
+    axis.set_ylabel("MiB that the pass adds at its peak")
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    axis.grid(axis="y", color="#eeeeee")

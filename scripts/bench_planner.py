@@ -6,17 +6,17 @@
 Runs what the cycle loop runs over adapters and operations in each cycle, on real queues and without workers or a log:
 who is ready, whether the budget is full, the plan of the pass, who is due in the step phase, and the looks at commit
 and for snapshots. Last, what adapters cost that are registered and have nothing to do: with and without them, turn
-about. Prints Markdown tables: medians, and in brackets the tenth and the ninetieth percentile, of processor time, so
-that whoever else uses the machine does not count.
+about. Prints Markdown tables: medians of processor time, so that whoever else uses the machine does not count, and in
+brackets the quartiles.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
+from bench_common import Column, Effort, Results, Row, Timing, parser, shown_ms, shown_ratio, shown_time, turn_about
 from coordinator.operations import Kind, Operation, cut_chunks
 from coordinator.planner import FairState, plan_pass
 from coordinator.queue import AdapterQueue
@@ -95,63 +95,90 @@ class Cycle:
         self._roster.ahead()
 
 
-def milliseconds(work: Callable[[], object]) -> float:
-    """How long it took."""
-    began = time.thread_time()
-    work()
-    return 1e3 * (time.thread_time() - began)
-
-
-def shown(samples: Sequence[float]) -> str:
-    """A median with its spread."""
-    ordered = sorted(samples)
-    low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
-    return f"{statistics.median(ordered):.2f} ({low:.2f}-{high:.2f})"
-
-
-def main() -> None:
-    """Read the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tenants", type=int, default=1000)
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of one operation")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[2048, 16384], help="tokens of a cycle on one worker")
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--quick", action="store_true", help="few tenants, few rounds")
-    args = parser.parse_args()
-    num_tenants, rounds = (50, 3) if args.quick else (args.tenants, args.rounds)
+def measure_cycles(num_tenants: int, args: argparse.Namespace) -> list[Row]:
+    """A row for each kind of queue and each budget, all of them turn about."""
     queues = {"10 passes": PASSES, "5 pairs": PAIRS, "10 optimizer steps": STEPS}
     cycles = {
         (name, budget): Cycle(make_roster(num_tenants, kinds, args.tokens), budget)
         for name, kinds in queues.items()
         for budget in args.budgets
     }
-    names = list(next(iter(cycles.values())).parts())
-    samples: dict[tuple[str, int], list[list[float]]] = {key: [] for key in cycles}
-    for _ in range(rounds):
+    rounds: dict[tuple[str, int], list[dict[str, float]]] = {key: [] for key in cycles}
+    for _ in range(args.rounds):
         for key, cycle in cycles.items():
-            samples[key].append([milliseconds(part) for part in cycle.parts().values()])
-    print(f"Milliseconds per cycle, {num_tenants} tenants with 10 operations of {args.tokens} tokens each:\n")
-    print(f"| each tenant's queue | budget | {' | '.join(names)} | all | under {GOAL_MS:.0f} ms |")
-    print(f"|---|---|{'---|' * len(names)}---|---|")
-    for (name, budget), rows in samples.items():
-        parts = " | ".join(shown(column) for column in zip(*rows, strict=True))
-        totals = [sum(row) for row in rows]
-        verdict = "yes" if statistics.median(totals) < GOAL_MS else "no"
-        print(f"| {name} | {budget} | {parts} | {shown(totals)} | {verdict} |")
-    print_idle(num_tenants, args.tokens, args.budgets[0], rounds)
+            rounds[key].append({name: processor_s(part) for name, part in cycle.parts().items()})
+    rows = []
+    for (queue, budget), times in rounds.items():
+        columns = {name: [parts[name] for parts in times] for name in times[0]}
+        columns["all"] = [sum(parts.values()) for parts in times]
+        summaries = {name: Timing(tuple(seconds)).summary() for name, seconds in columns.items()}
+        rows.append({"tenants": num_tenants, "queue": queue, "budget": budget, **summaries})
+    return rows
 
 
-def print_idle(num_idle: int, num_tokens: int, budget: int, rounds: int) -> None:
+def processor_s(work: Callable[[], object]) -> float:
+    """How long it kept a processor busy."""
+    began_s = time.thread_time()
+    work()
+    return time.thread_time() - began_s
+
+
+def measure_idle(num_idle: int, args: argparse.Namespace) -> Row:
     """What registered adapters cost that have nothing to do."""
-    alone = Cycle(make_roster(8, PAIRS, num_tokens), budget)
-    beside = Cycle(make_roster(8, PAIRS, num_tokens, num_idle=num_idle), budget)
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(10 * rounds):
-        times[0].append(milliseconds(alone.run))
-        times[1].append(milliseconds(beside.run))
-    print(f"\n| 8 tenants with 5 pairs each | 8 adapters registered | {8 + num_idle} registered |")
-    print("|---|---|---|")
-    print(f"| milliseconds per cycle | {shown(times[0])} | {shown(times[1])} |")
+    sides = {
+        "alone": Cycle(make_roster(8, PAIRS, args.tokens), args.budgets[0]),
+        "beside": Cycle(make_roster(8, PAIRS, args.tokens, num_idle=num_idle), args.budgets[0]),
+    }
+    effort = Effort(seconds=0, rounds_min=10 * args.rounds, rounds_max=10 * args.rounds)
+    timings = turn_about({name: cycle.run for name, cycle in sides.items()}, effort, clock=time.thread_time)
+    return {
+        "active": 8,
+        "idle": num_idle,
+        "ratio": timings["beside"].ratio_to(timings["alone"]),
+        **{name: timing.summary() for name, timing in timings.items()},
+    }
+
+
+def main() -> None:
+    """Read the command line, measure, print."""
+    command = parser(__doc__)
+    command.add_argument("--tenants", type=int, help="default: 1,000")
+    command.add_argument("--tokens", type=int, default=64, help="tokens of one operation")
+    command.add_argument(
+        "--budgets", type=int, nargs="+", default=[2048, 16384], help="tokens of a cycle on one worker"
+    )
+    command.add_argument("--rounds", type=int, help="cycles on each queue; default: 50")
+    args = command.parse_args()
+    num_tenants = args.tenants or (50 if args.quick else 1000)
+    args.rounds = args.rounds or (3 if args.quick else 50)
+    with Results("planner", args) as results:
+        parts = Cycle(make_roster(1, PASSES, args.tokens), args.budgets[0]).parts()
+        cycles = results.table(
+            "planner",
+            (
+                Column("tenants, 10 operations each", lambda r: f"{r['tenants']:,}"),
+                Column("queue of each", lambda r: r["queue"]),
+                Column("budget, tokens", lambda r: f"{r['budget']:,}"),
+                *(Column(name, lambda r, name=name: shown_ms(r[name]["median_s"])) for name in parts),
+                Column("all", lambda r: shown_time(r["all"])),
+            ),
+        )
+        for row in measure_cycles(num_tenants, args):
+            cycles.add(row)
+        worst_s = max(row["all"]["median_s"] for row in cycles.rows)
+        what = f"planner: processor time of a cycle of {num_tenants:,} tenants with {10 * num_tenants:,} operations"
+        results.goal(f"{what} queued, the worst", 1e3 * worst_s, at_most=GOAL_MS, unit=" ms")
+        idle = results.table(
+            "planner-idle",
+            (
+                Column("tenants with 5 pairs each", lambda r: str(r["active"])),
+                Column("idle adapters beside", lambda r: f"{r['idle']:,}"),
+                Column("a cycle without them", lambda r: shown_time(r["alone"])),
+                Column("a cycle with them", lambda r: shown_time(r["beside"])),
+                Column("with / without", lambda r: shown_ratio(r["ratio"])),
+            ),
+        )
+        idle.add(measure_idle(num_tenants, args))
 
 
 if __name__ == "__main__":

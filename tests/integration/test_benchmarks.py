@@ -15,9 +15,12 @@ from typing import Any
 
 import pytest
 
+from workers.passes import USED_FRACTION
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
-ITEMS = ("engine", "company", "lengths", "swap", "durability", "service", "publish")
+# Memory first, for it forks its processes and must do so before torch has threads.
+ITEMS = ("memory", "planner", "engine", "company", "lengths", "swap", "durability", "service", "publish")
 OPTIONS = {"publish": "--pool local"}
 # One process for all, for importing torch takes longer than each of them.
 DRIVER = """
@@ -65,6 +68,8 @@ def test_every_script_measures_all_of_its_tables_in_as_many_rounds_for_each_side
         "durability": {"durability"},
         "service": {"service-latency", "service-throughput"},
         "publish": {"publish"},
+        "planner": {"planner", "planner-idle"},
+        "memory": {"memory-tokens", "memory-vocabulary"},
     }
     for item, report in reports.items():
         assert report["tables"], item
@@ -106,6 +111,35 @@ def test_a_durable_step_takes_two_transactions(reports: dict[str, Report]) -> No
     assert row["commits_per_step"] >= 2
 
 
+def test_a_cycle_is_measured_in_all_of_its_parts_for_every_queue(reports: dict[str, Report]) -> None:
+    rows = reports["planner"]["tables"]["planner"]["rows"]
+    assert [(row["queue"], row["budget"]) for row in rows] == [
+        (queue, budget) for queue in ("10 passes", "5 pairs", "10 optimizer steps") for budget in (2048, 16384)
+    ]
+    for row in rows:
+        timings = {name: value["median_s"] for name, value in row.items() if isinstance(value, dict)}
+        assert len(timings) == 6
+        assert timings["all"] == max(timings.values())
+    [goal] = reports["planner"]["goals"]
+    assert goal["measured"] == pytest.approx(1e3 * max(row["all"]["median_s"] for row in rows))
+    [idle] = reports["planner"]["tables"]["planner-idle"]["rows"]
+    assert (idle["active"], idle["idle"]) == (8, 50)
+
+
+def test_memory_is_measured_as_the_engine_expects_it(reports: dict[str, Report]) -> None:
+    tables = reports["memory"]["tables"]
+    fewer, more = tables["memory-tokens"]["rows"]
+    assert [(row["vocab_size"], row["tokens"]) for row in (fewer, more)] == [(1024, 512), (1024, 2048)]
+    assert tables["memory-vocabulary"]["rows"] == [more], "a case in both tables is measured once"
+    for row in (fewer, more):
+        assert 0 < row["again"]["measured_bytes"] < row["kept"]["measured_bytes"]
+        for way in ("again", "kept"):
+            # The estimate counts tensors. The engine leaves room for the heap around them; a few MiB it always takes.
+            assert row[way]["measured_bytes"] <= row[way]["estimated_bytes"] / USED_FRACTION + (8 << 20)
+        assert row["logits_bytes"] == 4 * 1024 * row["tokens"]
+    assert more["kept"]["measured_bytes"] > 2 * fewer["kept"]["measured_bytes"]
+
+
 def test_the_page_has_a_place_for_everything_and_pictures_are_drawn(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text((ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8"), encoding="utf-8")
@@ -117,6 +151,6 @@ def test_the_page_has_a_place_for_everything_and_pictures_are_drawn(folder: Path
     text = page.read_text(encoding="utf-8")
     assert "| 2 x 4 x 32 |" in text
     assert "tiny: one tenant alone against PEFT" in text
-    for name in ("bench-engine", "bench-service", "bench-lengths"):
+    for name in ("bench-engine", "bench-service", "bench-lengths", "bench-memory"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert f"images/{name}.png" in text
