@@ -13,7 +13,6 @@ processes are forked, so whoever runs this as a part of something has run nothin
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import functools
 import multiprocessing

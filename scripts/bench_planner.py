@@ -116,6 +116,11 @@ def measure_cycles(num_tenants: int, args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def part_column(name: str) -> Column:
+    """The median of a part."""
+    return Column(name, lambda r: shown_ms(r[name]["median_s"]))
+
+
 def processor_s(work: Callable[[], object]) -> float:
     """How long it kept a processor busy."""
     began_s = time.thread_time()
@@ -159,7 +164,7 @@ def main() -> None:
                 Column("tenants, 10 operations each", lambda r: f"{r['tenants']:,}"),
                 Column("queue of each", lambda r: r["queue"]),
                 Column("budget, tokens", lambda r: f"{r['budget']:,}"),
-                *(Column(name, lambda r, name=name: shown_ms(r[name]["median_s"])) for name in parts),
+                *map(part_column, parts),
                 Column("all", lambda r: shown_time(r["all"])),
             ),
         )
