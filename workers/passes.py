@@ -26,9 +26,9 @@ from workers.packing import Packed, Request, pack
 
 logger = logging.getLogger(__name__)
 
-USED_FRACTION = 0.8
-"""Of the memory that is free, what a pass may take: around its tensors the heap has gaps (a tenth more was measured),
-kernels have buffers of their own, and others go on working."""
+USED_FRACTION = 0.7
+"""Of the memory that is free, what the tensors of a pass may take: between them the heap has gaps (up to three tenths
+more were measured, see `scripts/bench_memory.py`), kernels have buffers of their own, and others go on working."""
 
 
 @dataclass(slots=True)
