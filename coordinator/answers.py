@@ -94,7 +94,12 @@ class Answers:
     def give_up(self, adapter: AdapterQueue, error: ServiceError) -> None:
         """No copy of it can be made."""
         logger.error("%s: %s", adapter.adapter_id, error.message)
+        self.forget(adapter.adapter_id)
         adapter.give_up(service_error(error))
+
+    def forget(self, adapter_id: str) -> None:
+        """The adapter is gone, or will be rebuilt no more."""
+        self._reinstalls.pop(adapter_id, None)
 
     def _take_in_replay(
         self, adapter: AdapterQueue, operation: Operation, result: ItemResult, *, is_last: bool

@@ -130,14 +130,15 @@ class CycleClock:
         self, is_ready: Callable[[], bool], ready_tenants: Callable[[], frozenset[str]], is_full: Callable[[], bool]
     ) -> None:
         """Return when the next cycle shall start."""
-        free_at, is_now = self._time.monotonic(), is_ready()
-        for tenant in self._last_tenants & ready_tenants():
-            self._away.pop(tenant, None)  # it had asked for more before its cycle ended
-        while not is_now:
+        free_at = self._time.monotonic()
+        while not is_ready():
             self._wake.clear()
             await self._wake.wait()
-            is_now = is_ready()
-        until = self._choose(free_at, len(ready_tenants())) if self._away else 0.0
+        ready = ready_tenants()
+        for tenant in ready:
+            # It had asked for more before its cycle ended; or a snapshot was settled, or its turn has come.
+            self._away.pop(tenant, None)
+        until = self._choose(free_at, len(ready)) if self._away else 0.0
         while self._expected and not is_full():
             remaining = until - self._time.monotonic()
             if remaining <= 0:

@@ -170,6 +170,7 @@ class CycleLoop:
         await self._is_idle.wait()
         self.suspects.clear(adapter.adapter_id)  # its worker may have died meanwhile
         self._snapshots.forget(adapter.adapter_id)
+        self._answers.forget(adapter.adapter_id)
 
     def running_on(self, worker_id: str) -> list[Operation]:
         """What the worker is running of the present cycle."""

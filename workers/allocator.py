@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import platform
 
+import torch
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's `mallopt`."""
 KEPT_BYTES = 1 << 29
@@ -23,6 +25,13 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES_MIN)) and bool(mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether this is how a library says that it got no memory, of whichever device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
 class _MallInfo(ctypes.Structure):

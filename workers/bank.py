@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from workers.allocator import is_out_of_memory
 from workers.layout import RowLayout, rank_class, trained_kinds
 from workers.lora import AdapterViews, GroupShape, Kind
 from workers.messages import AdapterSpec
@@ -319,7 +320,12 @@ class Bank:
             if entry.row is not None:
                 self._resident[key] = self._resident.pop(key)
             else:
-                self._load(entry, keep=kept)
+                try:
+                    self._load(entry, keep=kept)
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    return  # it was a hint
                 self.stats.num_prefetches += 1
             kept.add(key)
 
@@ -355,6 +361,20 @@ class Bank:
                 assert entry.host is not None
                 entry.host.grad = None
             entry.has_grad = False
+
+    def restore_grad(self, key: str, gradient: Tensor | None) -> None:
+        """Put a pending gradient (P,) back as it was, wherever the key is now; None: there was none."""
+        self.drop_grad(key)
+        if gradient is None:
+            return
+        entry = self._entries[key]
+        if entry.row is not None:
+            assert entry.row.grad is not None
+            entry.row.grad.copy_(gradient)
+        else:
+            assert entry.host is not None
+            entry.host.grad = gradient.cpu()
+        entry.has_grad = True
 
     def read(self, key: str) -> HostRow:
         """Weights and moments as they are, without making the key resident. Do not keep: views of the row."""
@@ -392,6 +412,15 @@ class Bank:
         host = entry.host
         assert host is not None
         row = self._free_row(entry, keep)
+        try:
+            row.transfer = self._fill(row, entry, host)
+        except Exception:
+            row.slab.give(row)
+            raise
+        self._occupy(entry, row)
+        self.stats.num_loads += 1
+
+    def _fill(self, row: Row, entry: Entry, host: HostRow) -> Transfer | None:
         weights = entry.layout.initial_weights(entry.spec) if host.weights is None else host.weights
         copies: list[tuple[Tensor, Tensor | None]] = [(row.weights, weights)]
         copies += [
@@ -405,9 +434,7 @@ class Bank:
         ]
         if row.compute is not None:
             copies.append((row.compute, row.weights))
-        row.transfer = self._transfers.to_device(copies)
-        self._occupy(entry, row)
-        self.stats.num_loads += 1
+        return self._transfers.to_device(copies)
 
     def _occupy(self, entry: Entry, row: Row) -> None:
         row.groups.scaling = entry.spec.alpha / entry.spec.rank

@@ -227,7 +227,7 @@ class BaseModel:
             unembed_modules=self._leaf_names("unembed"),
             tokenizer_files={file.name: file.read_bytes() for file in files if file.is_file()},
             fingerprint=fingerprint(
-                self.rows_min,
+                None if self.is_deferred else self.rows_min,
                 self.device,
                 self.dtype,
                 self.current.block_rows,

@@ -50,7 +50,7 @@ class _DevicePart:
 
     def add(self, loss: Tensor, slope: Tensor, num_clipped: Tensor | None) -> Tensor:
         """Add a piece's losses to the sums; returns its slopes, zeros from the first that is not finite on."""
-        self.loss_sum += loss.sum(dtype=torch.float64)
+        self.loss_sum += loss.sum(-1, dtype=torch.float64).sum()
         if num_clipped is not None:
             self.num_clipped = num_clipped if self.num_clipped is None else self.num_clipped + num_clipped
         self.is_finite &= torch.isfinite(self.loss_sum) & torch.isfinite(slope.sum())

@@ -174,20 +174,18 @@ class TrainingEngine:
             compute_dtype=self.base_model.dtype,
         )
         self.sampler = None if make_sampler is None else make_sampler(self.base_model, self.bank)
-        is_alike = are_threads_alike(self.base_model)
-        self._threads = ThreadChoice(torch.get_num_threads(), num_cores()) if is_alike else None
         device = self.base_model.device
         self._passes = PassRunner(
             self.base_model, self.bank, clock, lambda: int(config.memory_share * free_bytes(device)), config.recompute
         )
-        self._info = replace(
-            self.base_model.info(are_threads_alike=is_alike), fitting_tokens=self._passes.fitting_tokens()
-        )
-        if self._info.fitting_tokens == 0:
-            raise ValueError(f"{self._info.name} is loaded, but there is no memory for a pass: give the worker more")
-        if self._info.fitting_tokens is not None:
-            message = "%s: memory is short; longer sequences than %d tokens are refused"
-            logger.warning(message, self._info.name, self._info.fitting_tokens)
+        fitting_tokens, name = self._passes.fitting_tokens(), self.base_model.name
+        if fitting_tokens == 0:
+            raise ValueError(f"{name} is loaded, but there is no memory for a pass: give the worker more")
+        if fitting_tokens is not None:
+            logger.warning("%s: memory is short; longer sequences than %d tokens are refused", name, fitting_tokens)
+        is_alike = fitting_tokens is None and are_threads_alike(self.base_model)
+        self._threads = ThreadChoice(torch.get_num_threads(), num_cores()) if is_alike else None
+        self._info = replace(self.base_model.info(are_threads_alike=is_alike), fitting_tokens=fitting_tokens)
         self._incarnation = incarnation
         self._clock = clock
         self._epoch = 0
@@ -489,7 +487,8 @@ class TrainingEngine:
         """Take steps that were admitted. Out of memory, none of them has been taken."""
         try:
             rows = self.bank.acquire([item.adapter_id for item in items])
-        except torch.OutOfMemoryError as error:
+        except Exception as error:
+            logger.warning("the adapters of %d steps cannot be loaded", len(items), exc_info=error)
             return [error] * len(items)
         return adamw_steps(
             [

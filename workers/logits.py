@@ -61,8 +61,8 @@ class Part:
         self.logprobs = torch.empty(self.loss.targets.shape)
 
     def add(self, loss: Tensor, num_clipped: Tensor | None) -> None:
-        """Add a piece's losses to the sum, in double precision."""
-        self.loss_sum += float(loss.sum(dtype=torch.float64))
+        """Add a piece's losses (N, K) to the sum, in double precision; in two steps, which threads do not split."""
+        self.loss_sum += float(loss.sum(-1, dtype=torch.float64).sum())
         if num_clipped is not None:
             self.num_clipped = (self.num_clipped or 0) + int(num_clipped)
 

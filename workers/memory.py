@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from workers.logits import block_rows_of
+from workers import device_logits, logits
 from workers.lora import GroupShape
 
 Recompute = Literal["off", "on", "auto"]
@@ -42,6 +42,8 @@ class Load:
     rank: int
     """The largest padded rank."""
     num_adapters: int = 1
+    num_targets: int = 1
+    """Of a token, at most."""
     pending_values: int = 0
     """Values of gradients that are pending; the pass keeps a copy, in case it must be undone."""
 
@@ -49,8 +51,12 @@ class Load:
 class PassMemory:
     """The peak of a pass on one base model."""
 
-    def __init__(self, model: nn.Module, config: Any, shapes: Sequence[GroupShape]) -> None:
-        """`shapes` are all linears in the order of the forward, the unembedding last."""
+    def __init__(
+        self, model: nn.Module, config: Any, shapes: Sequence[GroupShape], *, is_deferred: bool = False
+    ) -> None:
+        """`shapes` are all linears in the order of the forward, the unembedding last; a deferred pass has blocks of
+        logits as `device_logits` makes them."""
+        self._is_deferred = is_deferred
         inner, unembedding = shapes[:-1], shapes[-1]
         self._num_layers = int(config.num_hidden_layers)
         self._hidden = unembedding.d_in
@@ -78,8 +84,9 @@ class PassMemory:
             per_token = self._transient_values() + kept
             if recompute:
                 per_token = self._transient_values() + of_one_layer + self._num_layers * self._hidden
-        # Besides: cosines and sines of at most two kinds, tokens, positions, what losses take.
-        values, forward_values = (load.num_tokens * (each + 4 * self._head_dim + 16) for each in (per_token, forward))
+        # Besides: cosines and sines of at most two kinds, tokens, positions, what losses take of every target.
+        besides = 4 * self._head_dim + 8 + 8 * load.num_targets
+        values, forward_values = (load.num_tokens * (each + besides) for each in (per_token, forward))
         values += self._fixed_values(load)
         kept_masks, making_masks = self._mask_bytes(load.lengths)  # made in the forward of the first layer
         return max(values * VALUE_BYTES, forward_values * VALUE_BYTES + making_masks) + kept_masks
@@ -127,8 +134,11 @@ class PassMemory:
     def _fixed_values(self, load: Load) -> int:
         """Whatever the number of tokens: a block of logits three times, gradients of A and B of the widest linears of
         every adapter, and copies of pending gradients."""
-        logits = 3 * block_rows_of(self._vocab_size) * self._vocab_size
-        return logits + 2 * load.num_adapters * load.rank * self._widest + load.pending_values
+        if self._is_deferred:
+            num_rows = min(load.num_tokens, device_logits.block_rows_of(self._vocab_size))
+        else:
+            num_rows = logits.block_rows_of(self._vocab_size)
+        return 3 * num_rows * self._vocab_size + 2 * load.num_adapters * load.rank * self._widest + load.pending_values
 
     def _mask_bytes(self, lengths: Sequence[int]) -> tuple[int, int]:
         """What masks of sliding windows take while the pass runs, and while they are made."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workers.allocator import is_out_of_memory
 from workers.bank import Row
 from workers.messages import AdamParams
 
@@ -71,13 +72,15 @@ def adamw_steps(steps: Sequence[Step]) -> list[StepNorms | Exception]:
     """Take the steps of different rows in place and make the gradients zero; what each came to, in their order.
 
     The same definition as `adamw_step`, and the same promise: a step that comes to an error (NonFiniteStepError,
-    torch.OutOfMemoryError) has changed no weights or moments. Compute copies of weights are brought up to date.
+    one of missing memory) has changed no weights or moments. Compute copies of weights are brought up to date.
     """
     outcomes: list[StepNorms | Exception] = []
     for together in _within_memory(steps):
         try:
             kept = [_Kept(step.row) for step in together]
-        except torch.OutOfMemoryError as error:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             outcomes += [error] * len(together)
         else:
             outcomes += _steps_together(together, kept)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from workers.allocator import is_out_of_memory
 from workers.bank import Bank, Row
 from workers.base_model import BaseModel
 from workers.device_logits import DeviceLoss
@@ -21,7 +22,7 @@ from workers.layout import rank_class
 from workers.logits import ChunkedLoss, Part, PassLoss
 from workers.losses import prepare
 from workers.memory import Load, PassMemory, Recompute
-from workers.messages import ErrorCode, ItemError, PassItem
+from workers.messages import Datum, ErrorCode, ItemError, PassItem
 from workers.packing import Packed, Request, pack
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,9 @@ class PassRunner:
         self._clock = clock
         self._free_bytes = free_bytes
         self._recompute = recompute
-        self._memory = PassMemory(base_model.model, base_model.config, base_model.group_shapes)
+        self._memory = PassMemory(
+            base_model.model, base_model.config, base_model.group_shapes, is_deferred=base_model.is_deferred
+        )
         self._room_bytes = 0
         self.measure()
 
@@ -98,6 +101,7 @@ class PassRunner:
                 lengths=lengths,
                 rank=max((entry.layout.padded_rank for entry in entries.values()), default=0),
                 num_adapters=min(len(entries), self.bank.num_slots),
+                num_targets=max((_num_targets(datum) for item in items for datum in item.data), default=1),
                 pending_values=sum(pending[: self.bank.num_slots]),
             )
 
@@ -115,6 +119,7 @@ class PassRunner:
             lengths=packed.lengths,
             rank=max(layout.padded_rank for layout in adapters.values()),
             num_adapters=len(adapters),
+            num_targets=max(part.logprobs.shape[1] for part in packed.parts),
             pending_values=num_pending,
         )
         return self._memory.peak_bytes(load, backward=True) > self._room_bytes
@@ -137,14 +142,22 @@ class PassRunner:
                 outcomes.update(zip(indices, self._halving(chosen, backward=backward), strict=True))
         return [outcomes[index] for index in range(len(requests))]
 
-    def _halving(self, requests: Sequence[Request], *, backward: bool) -> list[Outcome]:
-        """One packed pass. If it cannot be done, its halves, down to the request that cannot be done alone."""
+    def _halving(self, requests: Sequence[Request], *, backward: bool, must_recompute: bool = False) -> list[Outcome]:
+        """One packed pass. If it cannot be done, its halves, down to the request that cannot be done alone.
+
+        One that finds no memory alone is tried once more with its layers run twice, if that may be chosen: whoever let
+        it in has counted on that.
+        """
         begin_s = self._clock()
         keys = [request.item.adapter_id for request in requests]
-        backup = self._pending_gradients(keys) if backward else {}
+        backup: dict[str, torch.Tensor] = {}
+        has_begun = False
         try:
+            if backward:
+                self._keep_pending_gradients(keys, backup)
+            has_begun = True
             num_pending = sum(gradient.numel() for gradient in backup.values())
-            parts = self._pass(requests, num_pending, backward=backward)
+            parts = self._pass(requests, num_pending, backward=backward, must_recompute=must_recompute)
         except Exception as error:
             # An exception's traceback holds the pass's tensors; they must go before the halves are tried.
             failure = failure_of(error)
@@ -157,14 +170,16 @@ class PassRunner:
                 Outcome(part, None if part.is_finite else _non_finite(), engine_s * request.num_tokens / num_tokens)
                 for request, part in zip(requests, parts, strict=True)
             ]
-        for key in set(keys) if backward else ():
-            self.bank.drop_grad(key)
-            if key in backup:
-                gradient = self.bank.acquire([key])[0].grad
-                assert gradient is not None
-                gradient.copy_(backup[key])
-                self.bank.entry(key).has_grad = True
+        for key in set(keys) if backward and has_begun else ():
+            self.bank.restore_grad(key, backup.get(key))
         if len(requests) == 1:
+            if (
+                failure.code is ErrorCode.OUT_OF_MEMORY
+                and backward
+                and not must_recompute
+                and self._recompute == "auto"
+            ):
+                return self._halving(requests, backward=True, must_recompute=True)
             return [Outcome(error=failure, engine_s=self._clock() - begin_s)]
         middle = len(requests) // 2
         return [
@@ -172,16 +187,16 @@ class PassRunner:
             *self._halving(requests[middle:], backward=backward),
         ]
 
-    def _pending_gradients(self, keys: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Copies of the gradients that a pass will add to, for the case that it must be undone."""
-        pending = {}
+    def _keep_pending_gradients(self, keys: Sequence[str], backup: dict[str, torch.Tensor]) -> None:
+        """Copy the gradients that a pass will add to, for the case that it must be undone."""
         for key in dict.fromkeys(keys):
             gradient = self.bank.read(key).grad
             if gradient is not None:
-                pending[key] = gradient.clone()
-        return pending
+                backup[key] = gradient.clone()
 
-    def _pass(self, requests: Sequence[Request], num_pending: int, *, backward: bool) -> list[Part]:
+    def _pass(
+        self, requests: Sequence[Request], num_pending: int, *, backward: bool, must_recompute: bool
+    ) -> list[Part]:
         """Forward, losses and backward of all requests at once; gradients are added to the adapters' rows.
 
         `num_pending` values of gradients have been copied for this pass.
@@ -197,7 +212,7 @@ class PassRunner:
         is_deep = backward and any(views is not None for row in rows for views in row.groups.groups[:-1])
         with torch.set_grad_enabled(is_deep):
             attend = self.base_model.attend_packed(packed.lengths, packed.counts)
-            recompute = is_deep and self._must_recompute(packed, rows, num_pending)
+            recompute = is_deep and (must_recompute or self._must_recompute(packed, rows, num_pending))
             hidden = self.base_model.forward(
                 packed.tokens, packed.positions, packed.segments, attend, recompute=recompute
             )
@@ -206,6 +221,11 @@ class PassRunner:
                 torch.autograd.backward(hidden, dhidden)
             self._loss.settle()
         return packed.parts
+
+
+def _num_targets(datum: Datum) -> int:
+    targets = datum.loss_inputs.get("target_tokens", datum.tokens)
+    return targets.shape[1] if targets.ndim == 2 else 1
 
 
 def _non_finite() -> ItemError:
@@ -220,8 +240,7 @@ def _non_finite() -> ItemError:
 
 def failure_of(error: Exception) -> ItemError:
     """What an item answers when an error that is no fault of the user's ended it. Never a stack or a path."""
-    is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    if is_memory or (isinstance(error, RuntimeError) and "allocate memory" in str(error)):
+    if is_out_of_memory(error):
         message = "there is not enough memory for this alone; send shorter sequences"
         return ItemError(code=ErrorCode.OUT_OF_MEMORY, message=message)
     return ItemError(code=ErrorCode.INTERNAL, message="the worker failed to run this; its log has the reason")

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from workers.allocator import is_out_of_memory
 from workers.bank import Bank
 from workers.base_model import BaseModel
 from workers.drawing import draw, uniform
@@ -422,15 +422,9 @@ def _item_error(error: Exception) -> ItemError:
             return ItemError(code=ErrorCode.DATA_LOSS, message=str(error))
         case ValueError() if type(error) is ValueError:
             return ItemError(code=ErrorCode.INVALID_ARGUMENT, message=str(error))
-        case MemoryError() | torch.OutOfMemoryError():
-            return _out_of_memory()
-        case RuntimeError() if "allocate memory" in str(error):
-            return _out_of_memory()
+    if is_out_of_memory(error):
+        message = (
+            "there is not enough memory for this sample; send a shorter prompt, or ask for fewer tokens or samples"
+        )
+        return ItemError(code=ErrorCode.OUT_OF_MEMORY, message=message)
     return ItemError(code=ErrorCode.INTERNAL, message="the worker failed to sample; its log has the reason")
-
-
-def _out_of_memory() -> ItemError:
-    return ItemError(
-        code=ErrorCode.OUT_OF_MEMORY,
-        message="there is not enough memory for this sample; send a shorter prompt or ask for fewer tokens or samples",
-    )

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from workers.bank import Bank
 from workers.base_model import BaseModel
 from workers.host_memory import free_bytes
 from workers.messages import AdamParams, AdapterSpec, Datum, PassItem
-from workers.optim import adamw_step
+from workers.optim import Step, StepNorms, adamw_step, adamw_steps
 from workers.passes import PassRunner
 
 PROC_STAT = Path("/proc/stat")
@@ -36,8 +37,20 @@ MARGIN_DOWN, MARGIN_UP = 0.4, 0.2
 back. Two margins, so that a load between them does not make the number swing."""
 
 
-TRIAL_LENGTHS = {"short": (5,), "odd": (11,), "mixed": (24, 24, 11), "beside": (24, 24, 11), "long": (256,)}
-"""Sequences of the adapters of a trial: few rows, two adapters computed as one batch, and one of another rank."""
+TRIAL_LENGTHS = {
+    "few": (5,),
+    "odd": (11,),
+    "mixed": (24, 24, 11),
+    "beside": (24, 24, 11),
+    "many": (256,),
+    "long": (1024,),
+}
+"""Sequences of the adapters of a trial: few rows, two adapters computed as one batch, many targets of each token, and a
+whole chunk of the largest rank."""
+TRIAL_TARGETS = {"many": 200}
+"""Of each token, where it is not one."""
+TRIAL_SHORT_PARAMS_MIN, TRIAL_SHORT_LENGTH = 50_000_000, 128
+"""From so many parameters on no sequence of the trial is longer than this, or it would take many seconds."""
 TRIAL_PARAMS_MAX = 1_000_000_000
 """A larger base model is not tried: it would take minutes, and its operations are so long that meeting costs little."""
 _TRIED: dict[object, bool] = {}
@@ -121,37 +134,48 @@ def are_threads_alike(base_model: BaseModel) -> bool:
     num_threads = torch.get_num_threads()
     if num_threads == 1 or base_model.device.type != "cpu" or base_model.num_params > TRIAL_PARAMS_MAX:
         return False
-    sizes = (num_threads, base_model.dtype, base_model.group_shapes, base_model.num_heads, base_model.head_dim)
-    if sizes not in _TRIED:
+    current = base_model.current
+    sizes = (base_model.group_shapes, base_model.num_heads, base_model.head_dim)
+    ways = (num_threads, base_model.dtype, current.block_rows, current.rows_min, current.can_batch)
+    if (sizes, ways) not in _TRIED:
+        num_matmuls = base_model.num_base_matmuls
         several = _trial(base_model)
         torch.set_num_threads(1)
         try:
             single = _trial(base_model)
         finally:
             torch.set_num_threads(num_threads)
-        _TRIED[sizes] = all(torch.equal(left, right) for left, right in zip(several, single, strict=True))
-    return _TRIED[sizes]
+            current.routing, current.attend, current.num_base_matmuls = current.route(()), None, num_matmuls
+        is_alike = all(torch.equal(left, right) for left, right in zip(several, single, strict=True))
+        _TRIED[sizes, ways] = bool(several) and is_alike
+    return _TRIED[sizes, ways]
 
 
 def _trial(base_model: BaseModel) -> list[Tensor]:
-    """Everything that a pass and a step of some adapters compute."""
+    """Everything that a pass and a step of some adapters compute; nothing if there was no memory for it."""
+    longest = base_model.max_seq_len
+    if base_model.num_params >= TRIAL_SHORT_PARAMS_MIN:
+        longest = min(longest, TRIAL_SHORT_LENGTH)
     num_slots = len(TRIAL_LENGTHS)
     bank = Bank(base_model.group_shapes, num_slots, base_model.device, compute_dtype=base_model.dtype)
     passes = PassRunner(base_model, bank, time.perf_counter, lambda: free_bytes(base_model.device))
     rng = np.random.default_rng(0)
     requests = []
     for name, lengths in TRIAL_LENGTHS.items():
-        rank = 2 * 8 if name == "long" else 8
+        rank = base_model.max_rank if name == "long" else min(8, base_model.max_rank)
         flags = {"train_attn": True, "train_mlp": True, "train_unembed": True}
-        bank.add(name, AdapterSpec(adapter_id=name, rank=min(rank, base_model.max_rank), alpha=32.0, seed=1, **flags))
-        drawn = [rng.integers(0, base_model.vocab_size, (2, min(n, base_model.max_seq_len))) for n in lengths]
-        data = [
-            Datum(
-                tokens=tokens.astype(np.int32),
-                loss_inputs={"target_tokens": targets.astype(np.int32), "weights": np.ones(len(tokens), np.float32)},
+        bank.add(name, AdapterSpec(adapter_id=name, rank=rank, alpha=32.0, seed=1, **flags))
+        data = []
+        for length in (min(length, longest) for length in lengths):
+            shape = (length, TRIAL_TARGETS[name]) if name in TRIAL_TARGETS else (length,)
+            targets = rng.integers(0, base_model.vocab_size, shape).astype(np.int32)
+            inputs: dict[str, Any] = {
+                "target_tokens": targets,
+                "weights": rng.standard_normal(shape).astype(np.float32),
+            }
+            data.append(
+                Datum(tokens=rng.integers(0, base_model.vocab_size, length).astype(np.int32), loss_inputs=inputs)
             )
-            for tokens, targets in drawn
-        ]
         item = PassItem(
             op_id=name,
             adapter_id=name,
@@ -167,11 +191,18 @@ def _trial(base_model: BaseModel) -> list[Tensor]:
         requests.append(passes.checked(item))
     results = []
     for outcome in passes.run(requests):
-        assert outcome.part is not None, outcome.error
+        if outcome.part is None:
+            return []
         results += [outcome.part.logprobs, torch.tensor(outcome.part.loss_sum)]
     for row in bank.acquire(list(TRIAL_LENGTHS)):
         assert row.grad is not None
         results.append(row.grad.clone())
-        norms = adamw_step(row, AdamParams(learning_rate=1e-2, grad_clip_norm=1.0), 1)
-        results += [row.weights, torch.tensor([norms.gradient, norms.update, norms.adapter])]
+        params = AdamParams(learning_rate=1e-2, grad_clip_norm=1.0)
+        if base_model.is_deferred:
+            [norms] = adamw_steps([Step(row=row, params=params, num_steps=1)])
+        else:
+            norms = adamw_step(row, params, 1)
+        if not isinstance(norms, StepNorms):
+            return []
+        results += [row.weights, torch.tensor([norms.gradient, norms.update, norms.adapter], dtype=torch.float64)]
     return results

@@ -28,6 +28,7 @@ TENANTS = (
         spec=make_spec("head", 16, train_attn=False, train_mlp=False), loss_fn="dro", passes=[make_data("dro", [70])]
     ),
     Tenant(spec=make_spec("many", 8), passes=[make_data("cross_entropy", [12, 30], num_targets=3)], num_chunks=2),
+    Tenant(spec=make_spec("most", 8), passes=[make_data("cross_entropy", [256], num_targets=200)]),
     Tenant(spec=make_spec("cispo", 1), loss_fn="cispo", passes=[make_data("cispo", [300])]),
     Tenant(
         spec=make_spec("is", 64),

@@ -11,6 +11,7 @@ import torch
 from build_mini_model import build_mini_model
 from tests.numerics.allocations import Allocations
 from tests.numerics.harness import VOCAB_SIZE, Driver, make_data, make_spec
+from workers.base_model import BaseModel
 from workers.engine import EngineConfig, TrainingEngine
 from workers.host_memory import free_bytes
 from workers.logits import block_rows_of
@@ -105,6 +106,27 @@ def test_a_request_that_would_not_fit_otherwise_runs_its_layers_twice(driver: Dr
     actual, apart = gradients(driver, 500, 500)
     assert actual == expected
     assert apart - together == 3 * 14, "two passes for one, and each runs its layers again"
+
+
+def test_a_request_that_finds_less_memory_than_was_measured_runs_its_layers_twice(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.train(*(driver.backward(key, make_data("cross_entropy", [20])) for key in "ab"))
+    expected, forward = Driver(Path(driver.engine.config.model)), BaseModel.forward
+    expected.install(make_spec("a"), make_spec("b"))
+    expected.train(*(expected.backward(key, make_data("cross_entropy", [20])) for key in "ab"))
+
+    def short_of_memory(self: BaseModel, *args: Any, recompute: bool, **kwargs: Any) -> Any:
+        if not recompute:
+            raise MemoryError
+        return forward(self, *args, recompute=recompute, **kwargs)
+
+    data = make_data("cross_entropy", [100])
+    expected.train(*(expected.backward(key, data) for key in "ab"))
+    monkeypatch.setattr(BaseModel, "forward", short_of_memory)
+    driver.train(*(driver.backward(key, data) for key in "ab"))
+    for key in "ab":
+        assert driver.gradient(key).equal(expected.gradient(key))
 
 
 def test_the_copy_of_a_pending_gradient_takes_memory_too(driver: Driver) -> None:

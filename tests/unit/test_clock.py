@@ -73,6 +73,19 @@ async def test_a_lone_tenant_never_waits() -> None:
     assert await lingered(clock, time, "a") == 0.0 == sum(time.slept)
 
 
+async def test_a_tenant_who_is_ready_without_having_asked_again_is_not_waited_for() -> None:
+    """Its snapshot has been settled, say, or its turn has come."""
+    clock, time = await clock_after("a", back_s=0.008)
+    ready: set[str] = set()
+    starting = asyncio.create_task(clock.next_cycle(lambda: bool(ready), lambda: frozenset(ready), lambda: False))
+    await asyncio.sleep(0)
+    time.now += 0.003
+    ready.add("a")
+    clock.notify()
+    await asyncio.wait_for(starting, 5.0)
+    assert time.slept == []
+
+
 async def test_nobody_waits_for_a_tenant_who_is_away_for_longer_than_a_cycle_of_its_own_costs() -> None:
     clock, time = await clock_after("a", "b", back_s=FIXED_S * 1.2)
     clock.arrived("a")
