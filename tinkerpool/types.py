@@ -445,6 +445,8 @@ class Checkpoint:
     """Over its contents, in hex."""
     expires_at: datetime | None = None
     """When the pool will delete it, UTC; None: never."""
+    public: bool = False
+    """Whether every tenant may load, sample from and export it."""
     user_metadata: dict[str, str] = field(default_factory=dict)
     """As given when saving."""
 

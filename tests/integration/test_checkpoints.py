@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 import tarfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -385,7 +386,7 @@ async def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path, monke
 
 
 async def test_killed_between_file_and_row_leaves_no_broken_checkpoint_and_the_save_runs_again(tmp_path: Path) -> None:
-    killed = tmp_path / "killed"
+    killed, is_acknowledged = tmp_path / "killed", threading.Event()
     async with running_pool(tmp_path / "data") as pool:
         adapter = await pool.adapter()
         await train(pool, adapter, 1)
@@ -394,11 +395,15 @@ async def test_killed_between_file_and_row_leaves_no_broken_checkpoint_and_the_s
 
         def write_then_die(*args: Any) -> Any:
             saved = write(*args)
+            is_acknowledged.wait(10)
             shutil.copytree(tmp_path / "data", killed)  # what a kill at this moment would leave
             return saved
 
         saver.checkpoints.write = write_then_die  # type: ignore[method-assign,assignment]
-        saved = await pool.save(adapter, 3, "first")
+        request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=3, name="first")
+        name = (await pool.service.save_state(await pool.principal(), request)).operation.name
+        is_acknowledged.set()
+        [saved] = await pool.wait(name)
         chain = copy_of(pool, adapter).chain
     assert len(list((killed / "checkpoints").iterdir())) == 1
     async with running_pool(killed) as pool:

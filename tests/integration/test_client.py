@@ -209,6 +209,21 @@ def test_checkpoints_are_saved_loaded_listed_exported_and_deleted(service: Servi
     assert rest.list_user_checkpoints().result(10).checkpoints == []
 
 
+def test_checkpoints_are_shown_to_others_kept_for_a_time_and_copied(service: ServiceClient) -> None:
+    client = service.create_lora_training_client(rank=8)
+    client.train_step([datum(1)], "cross_entropy", ADAM)
+    path, rest = client.save_state("one").result(10).path, service.create_rest_client()
+    assert rest.publish_checkpoint_from_tinker_path(path).result(10).public
+    assert not rest.unpublish_checkpoint_from_tinker_path(path).result(10).public
+    assert rest.set_checkpoint_ttl_from_tinker_path(path, 3600).result(10).expires_at is not None
+    assert rest.set_checkpoint_ttl_from_tinker_path(path, None).result(10).expires_at is None
+    copy = rest.copy_weights(path, ttl_seconds=60).result(10)
+    assert copy.expires_at is not None
+    assert copy.tinker_path != path
+    resumed = service.create_training_client_from_state_with_optimizer(copy.tinker_path)
+    resumed.train_step([datum(1)], "cross_entropy", ADAM).result(10)
+
+
 def test_sampling_streams_and_repeats_by_seed(service: ServiceClient) -> None:
     client = service.create_lora_training_client(rank=8)
     client.train_step([datum(1)], "cross_entropy", ADAM)

@@ -87,6 +87,21 @@ GET_CHECKPOINT = Unary(
 DELETE_CHECKPOINT = Unary(
     "CheckpointService", "DeleteCheckpoint", checkpoints.DeleteCheckpointRequest, checkpoints.DeleteCheckpointResponse
 )
+SET_CHECKPOINT_TTL = Unary(
+    "CheckpointService",
+    "SetCheckpointTtl",
+    checkpoints.SetCheckpointTtlRequest,
+    checkpoints.SetCheckpointTtlResponse,
+)
+SET_CHECKPOINT_ACCESS = Unary(
+    "CheckpointService",
+    "SetCheckpointAccess",
+    checkpoints.SetCheckpointAccessRequest,
+    checkpoints.SetCheckpointAccessResponse,
+)
+COPY_CHECKPOINT = Unary(
+    "CheckpointService", "CopyCheckpoint", checkpoints.CopyCheckpointRequest, checkpoints.CopyCheckpointResponse
+)
 EXPORT_CHECKPOINT = ServerStream(
     "CheckpointService", "ExportCheckpoint", checkpoints.ExportCheckpointRequest, checkpoints.ExportCheckpointResponse
 )

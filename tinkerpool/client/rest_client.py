@@ -6,12 +6,14 @@ message of the contract.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from tinkerpool import types
@@ -72,6 +74,33 @@ class RestClient:
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Delete a checkpoint for good. Raises NotFound."""
         return self._start(self._delete_checkpoint(tinker_path))
+
+    def set_checkpoint_ttl_from_tinker_path(
+        self, tinker_path: str, ttl_seconds: int | None
+    ) -> APIFuture[types.Checkpoint]:
+        """Delete a checkpoint so many seconds from now; None keeps it. Raises NotFound."""
+        request = checkpoints_pb2.SetCheckpointTtlRequest(path=tinker_path, ttl_seconds=ttl_seconds or 0)
+        return self._start(self._changed(methods.SET_CHECKPOINT_TTL, request))
+
+    def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[types.Checkpoint]:
+        """Let every tenant load, sample from and export a checkpoint of yours. Raises NotFound."""
+        request = checkpoints_pb2.SetCheckpointAccessRequest(path=tinker_path, is_public=True)
+        return self._start(self._changed(methods.SET_CHECKPOINT_ACCESS, request))
+
+    def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[types.Checkpoint]:
+        """Keep a checkpoint to yourself again. Raises NotFound."""
+        request = checkpoints_pb2.SetCheckpointAccessRequest(path=tinker_path)
+        return self._start(self._changed(methods.SET_CHECKPOINT_ACCESS, request))
+
+    def copy_weights(self, tinker_path: str, *, ttl_seconds: int | None = None) -> APIFuture[types.Checkpoint]:
+        """Copy a training checkpoint, yours or a public one, with its moments, to a new adapter of yours.
+
+        Raises NotFound, InvalidArgument for what is no training checkpoint.
+        """
+        request = checkpoints_pb2.CopyCheckpointRequest(
+            path=tinker_path, request_id=uuid.uuid4().hex, ttl_seconds=ttl_seconds or 0
+        )
+        return self._start(self._changed(methods.COPY_CHECKPOINT, request))
 
     def export_checkpoint(self, tinker_path: str, directory: str | Path) -> APIFuture[Path]:
         """Write a checkpoint as a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`); returns it.
@@ -153,6 +182,24 @@ class RestClient:
         """`delete_checkpoint_from_tinker_path`, awaited."""
         await self.delete_checkpoint_from_tinker_path(tinker_path)
 
+    async def set_checkpoint_ttl_from_tinker_path_async(
+        self, tinker_path: str, ttl_seconds: int | None
+    ) -> types.Checkpoint:
+        """`set_checkpoint_ttl_from_tinker_path`, awaited."""
+        return await self.set_checkpoint_ttl_from_tinker_path(tinker_path, ttl_seconds)
+
+    async def publish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> types.Checkpoint:
+        """`publish_checkpoint_from_tinker_path`, awaited."""
+        return await self.publish_checkpoint_from_tinker_path(tinker_path)
+
+    async def unpublish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> types.Checkpoint:
+        """`unpublish_checkpoint_from_tinker_path`, awaited."""
+        return await self.unpublish_checkpoint_from_tinker_path(tinker_path)
+
+    async def copy_weights_async(self, tinker_path: str, *, ttl_seconds: int | None = None) -> types.Checkpoint:
+        """`copy_weights`, awaited."""
+        return await self.copy_weights(tinker_path, ttl_seconds=ttl_seconds)
+
     async def export_checkpoint_async(self, tinker_path: str, directory: str | Path) -> Path:
         """`export_checkpoint`, awaited."""
         return await self.export_checkpoint(tinker_path, directory)
@@ -213,6 +260,9 @@ class RestClient:
     async def _get_checkpoint(self, path: str) -> types.Checkpoint:
         request = checkpoints_pb2.GetCheckpointRequest(path=path)
         return _checkpoint((await self._connection.call(methods.GET_CHECKPOINT, request)).checkpoint)
+
+    async def _changed(self, method: methods.Unary[Any, Any], request: Message) -> types.Checkpoint:
+        return _checkpoint((await self._connection.call(method, request)).checkpoint)
 
     async def _delete_checkpoint(self, path: str) -> None:
         request = checkpoints_pb2.DeleteCheckpointRequest(path=path)
@@ -336,6 +386,7 @@ def _checkpoint(checkpoint: checkpoints_pb2.Checkpoint) -> types.Checkpoint:
         sha256=checkpoint.sha256,
         user_metadata=dict(checkpoint.user_metadata),
         expires_at=_time(checkpoint.expire_time) if checkpoint.HasField("expire_time") else None,
+        public=checkpoint.is_public,
     )
 
 
