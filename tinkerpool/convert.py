@@ -6,6 +6,7 @@ Shapes and dtypes are checked here, meanings (which input, which range) where th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,10 @@ _NUMPY_DTYPES: dict[int, np.dtype[Any]] = {
     types_pb2.DATA_TYPE_INT32: np.dtype("<i4"),
     types_pb2.DATA_TYPE_INT64: np.dtype("<i8"),
 }
+DIMS_MAX = 8
+"""Most sizes in a shape."""
+_ELEMENTS_MAX = 1 << 31
+"""More than any message can hold."""
 _DATA_TYPES = {dtype: data_type for data_type, dtype in _NUMPY_DTYPES.items()}
 
 
@@ -40,10 +45,26 @@ def from_tensor(tensor: types_pb2.Tensor) -> NDArray[Any]:
     dtype = _NUMPY_DTYPES.get(tensor.dtype)
     if dtype is None:
         raise ValueError("the tensor's dtype is unset or unknown: use FLOAT32, INT32 or INT64")
-    shape = tuple(tensor.shape)
-    if any(size < 0 for size in shape):
-        raise ValueError(f"the tensor's shape {shape} has a negative size")
+    shape = checked_shape(tensor.shape, _ELEMENTS_MAX)
     expected = math.prod(shape) * dtype.itemsize
     if len(tensor.data) != expected:
         raise ValueError(f"the tensor has {len(tensor.data)} bytes where shape {shape} of {dtype} needs {expected}")
     return np.frombuffer(tensor.data, dtype=dtype).reshape(shape)
+
+
+def checked_shape(shape: Sequence[int], elements_max: int) -> tuple[int, ...]:
+    """A shape that somebody sent, once it is known that numpy can make it and that its product is cheap to compute.
+
+    Raises ValueError for more than `DIMS_MAX` sizes, a negative one, or more than `elements_max` elements. A size of 0
+    does not excuse the others.
+    """
+    if len(shape) > DIMS_MAX:
+        raise ValueError(f"the tensor's shape has {len(shape)} sizes: send at most {DIMS_MAX}")
+    num_elements = 1
+    for size in shape:
+        if size < 0:
+            raise ValueError(f"the tensor's shape {tuple(shape)} has a negative size")
+        num_elements *= max(size, 1)
+        if num_elements > elements_max:
+            raise ValueError(f"the tensor's shape {tuple(shape)} has more than {elements_max} elements: send less")
+    return tuple(shape)

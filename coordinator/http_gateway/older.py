@@ -30,7 +30,7 @@ def binary_pass(asked: shapes.JsonPass) -> wire.ForwardBackwardRequest:
         for chunk in datum.model_input.chunks:
             _add_chunk(added, chunk, f"data[{index}].model_input")
         for name, tensor in datum.loss_fn_inputs.items():
-            _fill_tensor(added.loss_fn_inputs[name], tensor, f"data[{index}].loss_fn_inputs[{name!r}]")
+            _fill_tensor(added.loss_fn_inputs[name], tensor, f"data[{index}].loss_fn_inputs[{name[:80]!r}]")
     return request
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from coordinator.errors import ServiceError, invalid
 from tinkerpool.compat import tinker_pb2 as wire
-from tinkerpool.convert import to_tensor
+from tinkerpool.convert import checked_shape, to_tensor
 from tinkerpool.v1 import types_pb2
 
 ELEMENTS_MAX = 1 << 24
@@ -36,9 +36,7 @@ def dense(label: str, tensor: wire.Tensor) -> types_pb2.Tensor:
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise invalid(f"{label} has element type {tensor.dtype}, which is not known")
-    shape = tuple(tensor.shape)
-    if any(size < 0 for size in shape) or math.prod(shape) > ELEMENTS_MAX:
-        raise invalid(f"{label} has shape {shape}: sizes are 0 or more, and at most {ELEMENTS_MAX} elements in all")
+    shape = shape_of(label, tensor)
     if tensor.WhichOneof("encoding") == "sparse_csr":
         array = _from_rows(label, tensor.sparse_csr, dtype, shape)
     else:
@@ -50,6 +48,14 @@ def dense(label: str, tensor: wire.Tensor) -> types_pb2.Tensor:
     if tensor.dtype == wire.DATA_TYPE_BFLOAT16:
         array = (array.astype(np.uint32) << 16).view(np.float32)
     return to_tensor(array)
+
+
+def shape_of(label: str, tensor: wire.Tensor) -> tuple[int, ...]:
+    """The shape that a tensor claims, of `ELEMENTS_MAX` elements at most. Raises ServiceError INVALID_ARGUMENT."""
+    try:
+        return checked_shape(tensor.shape, ELEMENTS_MAX)
+    except ValueError as error:
+        raise invalid(f"{label} is refused: {error}") from None
 
 
 def tokens(chunks: Iterable[wire.Chunk], label: str) -> types_pb2.Tensor:

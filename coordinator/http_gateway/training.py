@@ -19,7 +19,7 @@ from coordinator.http_gateway.calls import Call
 from coordinator.http_gateway.errors import unsupported
 from coordinator.http_gateway.futures import submit
 from coordinator.http_gateway.results import PROTOBUF
-from coordinator.http_gateway.tensors import ELEMENTS_MAX, dense, tokens
+from coordinator.http_gateway.tensors import ELEMENTS_MAX, dense, shape_of, tokens
 from coordinator.operations import Kind
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.v1 import checkpoints_pb2, training_pb2, types_pb2
@@ -160,9 +160,9 @@ def _fill(request: PassRequest, asked: wire.ForwardBackwardRequest) -> None:
     for index, datum in enumerate(asked.data):
         inputs = {}
         for key, tensor in datum.loss_fn_inputs.items():
-            label = f"data[{index}].loss_fn_inputs[{key!r}]"
+            label = f"data[{index}].loss_fn_inputs[{key[:80]!r}]"
             if tensor.HasField("sparse_csr"):
-                claimed += math.prod(tensor.shape)
+                claimed += math.prod(shape_of(label, tensor))
                 if claimed > ELEMENTS_MAX:
                     raise invalid(
                         f"{label}: the sparse inputs of a request have at most {ELEMENTS_MAX} elements in all"

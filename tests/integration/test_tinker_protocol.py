@@ -102,6 +102,27 @@ def test_a_refused_request_takes_its_place_and_the_next_one_runs(wired: Wire, mo
     assert wired.result(wired.ok("/optim_step", step(model, 4))["request_id"])["metrics"]["num_datums:sum"] == 1
 
 
+@hypothesis.settings(max_examples=40, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.example(shape=[1] * 100, is_sparse=False)
+@hypothesis.example(shape=[0, 1 << 62], is_sparse=False)
+@hypothesis.example(shape=[0, 1 << 62], is_sparse=True)
+@hypothesis.given(
+    shape=st.lists(st.one_of(st.integers(0, 2), st.integers(-(1 << 63), (1 << 63) - 1)), max_size=12),
+    is_sparse=st.booleans(),
+)
+def test_a_pass_of_any_shape_takes_its_place(wired: Wire, shape: list[int], is_sparse: bool) -> None:
+    model = wired.model(wired.session())
+    request = pass_of(model, 1, [1])
+    weights = request.data[0].loss_fn_inputs["weights"]
+    weights.shape[:] = shape
+    if is_sparse:
+        weights.sparse_csr.crow_indices = bytes(8)
+    promise = wired.binary(request).json()["request_id"]
+    assert promise == f"{model}:1"
+    assert wired.result(promise)
+    assert wired.result(wired.ok("/optim_step", step(model, 2))["request_id"])
+
+
 def test_a_refusal_that_may_be_tried_again_takes_no_place(wired: Wire, model: str) -> None:
     for seq in range(2, 2 + LIMITS.pending_operations_max):
         wired.ok("/optim_step", step(model, seq))

@@ -14,6 +14,7 @@ from coordinator.errors import ServiceError
 from coordinator.http_gateway.tensors import ELEMENTS_MAX, array_records, dense, tokens
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.convert import from_tensor, to_tensor
+from tinkerpool.v1 import types_pb2
 
 
 def sparse(array: np.ndarray[Any, Any]) -> wire.Tensor:
@@ -53,6 +54,7 @@ def test_a_sparse_tensor_is_the_dense_one(shape: tuple[int, int], dtype: Any, da
         ([1.0], [0, 1], [0], [1]),
         ([1.0], [0, 1], [0], [1, -1]),
         ([], [0, 0], [], [1, ELEMENTS_MAX + 1]),
+        ([], [0], [], [0, 1 << 62]),
     ],
 )
 def test_indices_that_do_not_fit_are_refused(values: Any, starts: Any, columns: Any, shape: Any) -> None:
@@ -84,6 +86,16 @@ def test_dense_tensors_come_in_all_four_types_and_without_a_shape_as_vectors() -
     ):
         with pytest.raises(ServiceError, match="x has"):
             dense("x", broken)
+
+
+@pytest.mark.parametrize("shape", [[1] * 9, [0, 1 << 62], [1 << 62] * 4, [-1, -1], [(1 << 63) - 1] * 200_000])
+def test_a_shape_that_no_array_can_have_is_refused_in_few_words_before_it_is_multiplied(shape: list[int]) -> None:
+    with pytest.raises(ServiceError, match="x is refused") as raised:
+        dense("x", wire.Tensor(dtype=wire.DATA_TYPE_FLOAT32, shape=shape))
+    assert len(raised.value.message) < 500
+    with pytest.raises(ValueError, match="the tensor's shape") as told:
+        from_tensor(types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=shape))
+    assert len(str(told.value)) < 500
 
 
 def test_text_in_several_chunks_is_one_input_and_anything_else_is_refused() -> None:
