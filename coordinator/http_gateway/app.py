@@ -80,6 +80,7 @@ def _guarded(handler: Handler, door: Surroundings) -> Callable[[Request], Awaita
 
     async def answer(request: Request) -> Response:
         try:
+            door.check_open()
             key = api_key(request)
             if not key:
                 raise ServiceError(
@@ -111,6 +112,7 @@ def _download(door: Surroundings) -> Callable[[Request], Awaitable[Response]]:
 
     async def answer(request: Request) -> Response:
         try:
+            door.check_open()
             return await checkpoints.download(request, door)
         except Exception as error:  # noqa: BLE001  # from here its text would reach the client
             return error_response(error, "a download")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,15 @@ from coordinator.errors import Code, ServiceError, invalid
 from coordinator.http_gateway.downloads import Downloads
 from coordinator.service import Service
 
-_PIECE_BYTES = 1 << 20
+SMALL_BYTES_MAX = 1 << 20
+"""Largest body of a call that carries no data to train or sample on."""
+JSON_BYTES_MAX = 8 << 20
+"""Largest body in JSON: everybody else waits while it is parsed, and in memory it is many times as large."""
+_INLINE_BYTES_MAX = 256 << 10
+"""What is above is unpacked and read beside the event loop."""
+_FAULTS_SHOWN = 5
+_PIECE_BYTES = 1 << 10
+"""Packed bytes at a time: they can become 32,768 times as many before these are counted."""
 _WINDOW_BYTES = 8 << 20
 """How far back a packed body may refer, whatever the limit."""
 
@@ -34,6 +43,10 @@ class Surroundings:
     """Whether cycles can make progress."""
     message_bytes_max: int
     """Largest body, also after it is unpacked."""
+    body_s: float
+    """How long a body may take to come, in seconds."""
+    check_open: Callable[[], None]
+    """Raises ServiceError UNAVAILABLE once the door takes nothing new."""
     poll_s: float
     """How long a question for a result is held."""
     tokenizers: Mapping[str, Path]
@@ -68,29 +81,56 @@ class Call:
             raise invalid(f"{name} must be a number, 0 or more, not {text[:40]!r}")
         return int(text)
 
-    async def json(self, model: type[Body]) -> Body:
-        """The body as JSON of that shape. Raises ServiceError INVALID_ARGUMENT, naming the fields that are wrong."""
-        body = await self.body()
-        try:
-            return model.model_validate_json(body or b"{}")
-        except ValidationError as error:
-            faults = [f"{'.'.join(map(str, fault['loc'])) or 'body'}: {fault['msg']}" for fault in error.errors()]
-            raise invalid(f"the request's body is wrong: {'; '.join(faults[:5])}") from None
+    async def json(self, model: type[Body], *, bytes_max: int = SMALL_BYTES_MAX) -> Body:
+        """The body as JSON of that shape, of so many bytes at most.
 
-    async def body(self) -> bytes:
-        """The body, unpacked. Raises ServiceError REQUEST_TOO_LARGE, or INVALID_ARGUMENT if it cannot be unpacked."""
-        limit = self.door.message_bytes_max
+        Raises ServiceError INVALID_ARGUMENT, naming the fields that are wrong, and what `body` raises.
+        """
+        body = await self.body(bytes_max=min(bytes_max, JSON_BYTES_MAX))
+        if len(body) > _INLINE_BYTES_MAX:
+            return await asyncio.to_thread(read_json, model, body)
+        return read_json(model, body)
+
+    async def body(self, *, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
+        """The body, unpacked, of so many bytes at most.
+
+        Raises ServiceError REQUEST_TOO_LARGE or BODY_TOO_SLOW, INVALID_ARGUMENT if it cannot be unpacked, or
+        UNAVAILABLE if the door was closed meanwhile.
+        """
+        limit = min(bytes_max, self.door.message_bytes_max)
+        try:
+            async with asyncio.timeout(self.door.body_s):
+                packed = await self._packed(limit)
+        except TimeoutError:
+            raise _too_slow(self.door.body_s) from None
+        self.door.check_open()
+        encoding = self.request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding == "identity":
+            return packed
+        if encoding != "zstd":
+            raise invalid(f"content-encoding {encoding[:40]!r} is not known: send zstd, or leave it out")
+        return await asyncio.to_thread(_unpacked, packed, limit)
+
+    async def _packed(self, limit: int) -> bytes:
         pieces = bytearray()
         async for piece in self.request.stream():
             pieces += piece
             if len(pieces) > limit:
                 raise _too_large(limit)
-        encoding = self.request.headers.get("content-encoding", "identity").strip().lower()
-        if encoding == "identity":
-            return bytes(pieces)
-        if encoding != "zstd":
-            raise invalid(f"content-encoding {encoding[:40]!r} is not known: send zstd, or leave it out")
-        return _unpacked(bytes(pieces), limit)
+        return bytes(pieces)
+
+
+def read_json(model: type[Body], body: bytes) -> Body:
+    """JSON of that shape; no bytes are an empty object. Raises ServiceError INVALID_ARGUMENT, naming what is wrong."""
+    try:
+        return model.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        faults = [
+            f"{'.'.join(str(part)[:80] for part in fault['loc']) or 'body'}: {fault['msg'][:200]}"
+            for fault in errors[:_FAULTS_SHOWN]
+        ]
+        raise invalid(f"the request's body is wrong: {'; '.join(faults)}") from None
 
 
 def api_key(request: Request) -> str:
@@ -103,16 +143,18 @@ def api_key(request: Request) -> str:
 
 def _unpacked(packed: bytes, limit: int) -> bytes:
     pieces = bytearray()
+    reader = zstandard.ZstdDecompressor(max_window_size=max(limit, _WINDOW_BYTES)).decompressobj()
     try:
         if zstandard.frame_content_size(packed) > limit:
             raise _too_large(limit)
-        with zstandard.ZstdDecompressor(max_window_size=max(limit, _WINDOW_BYTES)).stream_reader(packed) as reader:
-            while piece := reader.read(_PIECE_BYTES):
-                pieces += piece
-                if len(pieces) > limit:
-                    raise _too_large(limit)
+        for start in range(0, len(packed), _PIECE_BYTES):
+            pieces += reader.decompress(packed[start : start + _PIECE_BYTES])
+            if len(pieces) > limit:
+                raise _too_large(limit)
     except zstandard.ZstdError as error:
         raise invalid(f"the request's body is not zstd: {error}") from None
+    if not reader.eof or reader.unused_data:
+        raise invalid("the request's body is not zstd: it is no whole frame, or has something behind it")
     return bytes(pieces)
 
 
@@ -121,4 +163,13 @@ def _too_large(limit: int) -> ServiceError:
         Code.RESOURCE_EXHAUSTED,
         "REQUEST_TOO_LARGE",
         f"the request's body is above {limit} bytes: send fewer or shorter sequences at once",
+    )
+
+
+def _too_slow(body_s: float) -> ServiceError:
+    return ServiceError(
+        Code.UNAVAILABLE,
+        "BODY_TOO_SLOW",
+        f"the request's body did not come within {body_s:g} s: try again, or send less at once",
+        retry_delay_s=1.0,
     )

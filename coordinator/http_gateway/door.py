@@ -53,6 +53,8 @@ class HttpConfig:
     """Serve other machines without TLS: keys and data can be read on the way."""
     message_bytes_max: int = 64 << 20
     """Largest request, packed and unpacked."""
+    body_s: float = 60.0
+    """How long a request's body may take to come."""
     poll_s: float = 30.0
     """How long a question for a result is held. The SDK gives up on one after 45 s."""
 
@@ -63,7 +65,7 @@ class HttpConfig:
             raise ValueError("TLS needs both a certificate and its key")
         if self.is_remote and not (self.is_tls or self.allow_plaintext):
             raise ValueError(f"{self.host} can be reached from other machines: give a certificate, or allow plaintext")
-        for name in ("message_bytes_max", "poll_s"):
+        for name in ("message_bytes_max", "body_s", "poll_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
 
@@ -132,19 +134,14 @@ class HttpDoor:
         if not config.is_remote:
             tokenizers = await leave_tokenizers(service, tokenizers_dir)
 
-        def authenticate_while_open(key: str) -> Principal:
-            if self._is_refusing:
-                raise ServiceError(
-                    Code.UNAVAILABLE, "SHUTTING_DOWN", "the pool is shutting down: try again", retry_delay_s=1.0
-                )
-            return authenticate(key)
-
         app = make_app(
             Surroundings(
                 service=service,
-                authenticate=authenticate_while_open,
+                authenticate=authenticate,
                 is_healthy=is_healthy,
                 message_bytes_max=config.message_bytes_max,
+                body_s=config.body_s,
+                check_open=self._check_open,
                 poll_s=config.poll_s,
                 tokenizers=tokenizers,
                 downloads=Downloads(self._wall),
@@ -174,6 +171,12 @@ class HttpDoor:
                 self._server.drop_calls()
             await self._serving
         self._close_socket()
+
+    def _check_open(self) -> None:
+        if self._is_refusing:
+            raise ServiceError(
+                Code.UNAVAILABLE, "SHUTTING_DOWN", "the pool is shutting down: try again", retry_delay_s=1.0
+            )
 
     def _close_socket(self) -> None:
         if self._socket is not None:

@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.errors import ServiceError, invalid
 from coordinator.http_gateway import shapes
-from coordinator.http_gateway.calls import Call
+from coordinator.http_gateway.calls import JSON_BYTES_MAX, Call
 from coordinator.http_gateway.errors import unsupported
 from coordinator.http_gateway.futures import promise
 from coordinator.http_gateway.tensors import not_text
@@ -48,7 +48,7 @@ async def get_sampler(call: Call) -> Response:
 
 async def asample(call: Call) -> Response:
     """POST /asample. The ids of the sequences are the promise's, each with its number."""
-    asked = await call.json(shapes.Sample)
+    asked = await call.json(shapes.Sample, bytes_max=JSON_BYTES_MAX)
     request = _request(asked)
     operation = (await call.service.sample(call.principal, request)).operation
     sequences = [f"{operation.name}:{index}" for index in range(request.num_samples)]

@@ -5,14 +5,19 @@ Fields that are absent and fields that are null mean the same.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
 Seq = Annotated[int, Field(ge=1, lt=1 << 62)]
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Index = Annotated[int, Field(ge=0, lt=10**9)]
-Metadata = dict[str, str] | None
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""Of a million wrong items the first is told: all of them would be gigabytes of reasons."""
+Named = Annotated[dict[str, Item], Field(fail_fast=True)]
+"""The same, by name."""
+Metadata = Named[str] | None
 
 
 class Nothing(BaseModel):
@@ -22,7 +27,7 @@ class Nothing(BaseModel):
 class CreateSession(BaseModel):
     """POST /create_session."""
 
-    tags: list[str] = []
+    tags: Items[str] = []
     user_metadata: Metadata = None
     display_name: str | None = None
     project_id: str | None = None
@@ -43,39 +48,39 @@ class OfModel(BaseModel):
 class JsonTensor(BaseModel):
     """A tensor in a pass of clients before 0.25."""
 
-    data: list[int] | list[float]
+    data: Items[int] | Items[float]
     dtype: Literal["float32", "int64"]
-    shape: list[Annotated[int, Field(ge=0, lt=1 << 31)]] | None = None
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
+    shape: Items[Annotated[int, Field(ge=0, lt=1 << 31)]] | None = None
+    sparse_crow_indices: Items[int] | None = None
+    sparse_col_indices: Items[int] | None = None
 
 
 class Chunk(BaseModel):
     """A piece of a prompt."""
 
     type: str = "encoded_text"
-    tokens: list[int] | None = None
+    tokens: Items[int] | None = None
 
 
 class ModelInput(BaseModel):
     """A prompt."""
 
-    chunks: list[Chunk]
+    chunks: Annotated[Items[Chunk], Field(max_length=1000)]
 
 
 class JsonDatum(BaseModel):
     """A sequence of such a pass."""
 
     model_input: ModelInput
-    loss_fn_inputs: dict[str, JsonTensor]
+    loss_fn_inputs: Named[JsonTensor]
 
 
 class JsonPassInput(BaseModel):
     """Loss and data of such a pass."""
 
-    data: list[JsonDatum]
+    data: Items[JsonDatum]
     loss_fn: str
-    loss_fn_config: dict[str, float] | None = None
+    loss_fn_config: Named[float] | None = None
 
 
 class JsonPass(BaseModel):
@@ -179,7 +184,7 @@ class SaveWeightsExternal(BaseModel):
     seq_id: Seq
     path: str
     ttl_seconds: Int64 | None = None
-    age_encryption_recipients: list[str] | None = None
+    age_encryption_recipients: Items[str] | None = None
 
 
 class SetTtl(BaseModel):
@@ -208,7 +213,7 @@ class SamplingParams(BaseModel):
 
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     seed: Int64 | None = None
-    stop: str | list[int] | list[str] | None = None
+    stop: str | Items[int] | Items[str] | None = None
     temperature: float | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     top_p: float | None = None

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from coordinator.bodies import LOSS_RULES
 from coordinator.errors import ServiceError, invalid
 from coordinator.http_gateway import older, shapes
-from coordinator.http_gateway.calls import Call
+from coordinator.http_gateway.calls import JSON_BYTES_MAX, Call
 from coordinator.http_gateway.errors import unsupported
 from coordinator.http_gateway.futures import submit
 from coordinator.http_gateway.results import PROTOBUF
@@ -36,9 +36,9 @@ async def forward_backward(call: Call) -> Response:
     """POST /forward_backward, also without gradient; POST /forward of clients before 0.25."""
     content_type = call.request.headers.get("content-type", "").partition(";")[0].strip()
     if content_type == PROTOBUF:
-        asked = _parsed(await call.body())
+        asked = _parsed(await call.body(bytes_max=call.door.message_bytes_max))
     elif content_type == "application/json":
-        return await _json_pass(call, await call.json(shapes.JsonPass))
+        return await _json_pass(call, await call.json(shapes.JsonPass, bytes_max=JSON_BYTES_MAX))
     else:
         raise invalid(
             f"content-type {content_type[:80]!r}: forward_backward takes {PROTOBUF}, or JSON of clients < 0.25"

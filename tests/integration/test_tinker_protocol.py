@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 from coordinator.config import Limits
 from coordinator.http_gateway.app import HANDLERS
+from coordinator.http_gateway.calls import SMALL_BYTES_MAX
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tests.support.sdk import API, Wire, pass_of
 from tinkerpool.compat import tinker_pb2 as wire
 
 POLL_S = 0.2
-LIMITS = Limits(pending_operations_max=6, message_bytes_max=1 << 20)
+LIMITS = Limits(pending_operations_max=6, message_bytes_max=2 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +205,8 @@ def test_bodies_that_are_not_what_they_say_are_refused(wired: Wire, model: str) 
     for body, headers, told in (
         (b"\xff\xff\xff", {}, "not a forward_backward request"),
         (b"not packed", {"content-encoding": "zstd"}, "not zstd"),
+        (zstandard.compress(request.SerializeToString())[:-1], {"content-encoding": "zstd"}, "no whole frame"),
+        (zstandard.compress(request.SerializeToString()) + b"more", {"content-encoding": "zstd"}, "behind it"),
         (None, {"content-encoding": "br"}, "send zstd"),
         (b"{}", {"content-type": "text/plain"}, "content-type"),
     ):
@@ -223,6 +226,11 @@ def test_a_body_above_the_limit_is_refused_also_if_it_was_packed_small(
     response = wired.binary(wire.ForwardBackwardRequest(), body, **headers)
     assert response.status_code == 413
     assert "bytes" in response.json()["detail"]
+
+
+@pytest.mark.parametrize("path", ["/optim_step", "/create_session", "/telemetry", "/retrieve_future"])
+def test_a_call_that_carries_no_data_may_be_small_only(wired: Wire, path: str) -> None:
+    assert wired.post(path, {"user_metadata": {"a": "b" * SMALL_BYTES_MAX}}).status_code == 413
 
 
 def test_a_call_without_a_key_is_refused_before_its_body_is_read(pool: RestartablePool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import ssl
 import time
@@ -12,11 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from coordinator.cli import _http_port
 from coordinator.errors import Code, ServiceError
-from coordinator.http_gateway import HttpConfig, HttpDoor, HttpDoorError
+from coordinator.http_gateway import HttpConfig, HttpDoor, HttpDoorError, shapes
 from coordinator.http_gateway.app import HANDLERS, PREFIX
+from coordinator.http_gateway.calls import read_json
 from coordinator.http_gateway.downloads import DOWNLOAD_S, Downloads
 from tests.support.certificates import make_certificate
 from tests.support.fake_service import KEY, FakeService, authenticate
@@ -87,6 +90,57 @@ async def test_no_path_is_answered_without_a_key(opened: Open, method: str, path
     assert response.status_code == 401
     assert service.calls == []
     assert (await client.request(method, filled, json={})).status_code != 401
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (
+            shapes.Sample,
+            {"prompt": {"chunks": [{"tokens": ["x"] * 100_000}]}, "sampling_params": {"stop": [[]] * 9999}},
+        ),
+        (shapes.Sample, {"prompt": {"chunks": [{"type": 1}] * 100_000}, "sampling_params": {}}),
+        (shapes.Sample, {"prompt": {"chunks": [{}] * 1001}, "sampling_params": {}}),
+        (shapes.CreateSession, {"tags": [1] * 100_000, "user_metadata": dict.fromkeys(map(str, range(100_000)), 1)}),
+        (shapes.JsonPassInput, {"data": [{"model_input": 1}] * 100_000, "loss_fn": "x" * 100_000}),
+        (shapes.JsonDatum, {"model_input": {"chunks": []}, "loss_fn_inputs": dict.fromkeys(["a" * 10**5, "b"], 1)}),
+        (shapes.JsonTensor, {"data": ["x"] * 100_000, "dtype": "int64", "shape": [-1] * 100_000}),
+    ],
+)
+def test_of_a_million_wrong_items_few_are_told(model: type[BaseModel], body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as counted:
+        model.model_validate(body)
+    assert counted.value.error_count() < 10
+    with pytest.raises(ServiceError, match="body is wrong") as told:
+        read_json(model, json.dumps(body).encode())
+    assert len(told.value.message) < 1000
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(opened: Open) -> None:
+    _, client = await opened(body_s=0.2)
+
+    async def trickle() -> AsyncIterator[bytes]:
+        for _ in range(50):
+            yield b" "
+            await asyncio.sleep(0.1)
+
+    response = await client.post("/create_session", content=trickle())
+    assert response.status_code == 503
+    assert response.json()["reason"] == "BODY_TOO_SLOW"
+
+
+async def test_what_arrives_while_the_door_closes_is_not_begun(opened: Open) -> None:
+    service = FakeService()
+    door, client = await opened(service)
+
+    async def closing() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(0.2)
+        await door.refuse()
+        yield b"}"
+
+    assert (await client.post("/create_session", content=closing())).status_code == 503
+    assert service.calls == []
 
 
 async def test_no_answer_is_held_back_until_the_one_before_is_acknowledged(opened: Open) -> None:
