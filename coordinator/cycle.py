@@ -28,7 +28,7 @@ from coordinator.operations import Operation
 from coordinator.planner import FairState, PassPlan, place, plan_pass
 from coordinator.queue import AdapterQueue
 from coordinator.roster import Roster
-from coordinator.running import Running, Work, finished_row
+from coordinator.running import Running, Work
 from coordinator.saving import Saver
 from coordinator.snapshots import Snapshots
 from coordinator.store import Store
@@ -336,15 +336,14 @@ class CycleLoop:
             adapter.decided.clear()
         tenants = frozenset(entry.tenant for entry in cycle.entries.values())
         commit = cycle.commit
-        commit.finished = [finished_row(operation) for operation in cycle.finished]
         commit.virtual_tokens = {t: self.fair.shares[t].virtual_tokens for t in tenants if t in self.fair.shares}
         message = self._message(cycle)
         if cycle.entries:
             commit.cycle_id, commit.summary = cycle.cycle_id, serialize(message)
         committing_at = self._time.monotonic()
         lost: frozenset[str] = frozenset()
-        if commit.cycle_id or commit.finished:
-            lost = await self._store.persist(commit)
+        if commit.cycle_id or cycle.finished:
+            lost = await self._saver.persist(commit, cycle.finished)
         self._dispatch.rest()
         for operation in cycle.finished:
             if operation.target_id in lost:

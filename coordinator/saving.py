@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from coordinator.batches import save_path, save_request
-from coordinator.database import StorageError, StoreBrokenError
+from coordinator.batches import save_path, save_request, service_error
+from coordinator.database import ConflictError, StorageError, StoreBrokenError
 from coordinator.disk import Disk
-from coordinator.errors import Code, ServiceError
+from coordinator.errors import Code, ServiceError, sampler_exists
 from coordinator.files import Saved, StateFiles
 from coordinator.operations import Operation
 from coordinator.queue import AdapterQueue
+from coordinator.running import finished_row
 from coordinator.store import CycleCommit, SnapshotRow, Store
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2
@@ -153,6 +154,19 @@ class Saver:
         if old is not None:
             commit.replaced_snapshots.append((adapter.adapter_id, old["folder"]))
 
+    async def persist(self, commit: CycleCommit, finished: Sequence[Operation]) -> frozenset[str]:
+        """`Store.persist`, with the outcomes of `finished`.
+
+        A commit is everybody's: a save whose sampler another row has got to first fails alone. Raises StorageError.
+        """
+        while True:
+            commit.finished = [finished_row(operation) for operation in finished]
+            try:
+                return await self._store.persist(commit)
+            except ConflictError:
+                if not self._refuse_taken(commit, finished):
+                    raise
+
     def committed(self, commit: CycleCommit, lost: Collection[str]) -> None:
         """The commit is durable, but for the adapters `lost`: what it overwrites goes."""
         for adapter_id, overwritten in commit.replaced_checkpoints:
@@ -185,6 +199,25 @@ class Saver:
         rows = self._store.read("SELECT folder FROM samplers WHERE session_id = ? AND folder != ''", (session_id,))
         for row in rows:
             await asyncio.to_thread(self.samplers.remove, row["folder"])
+
+    def _refuse_taken(self, commit: CycleCommit, finished: Iterable[Operation]) -> bool:
+        """Fail the saves whose samplers cannot be stored; whether there are any."""
+        sql = "SELECT 1 FROM samplers WHERE sampler_id = ?"
+        taken = {
+            row["version"]: row
+            for row in commit.samplers
+            if self._store.read_one(sql, (row["sampler_id"],)) is not None
+        }
+        for operation in finished:
+            if (row := taken.get(operation.name)) is not None:
+                logger.error("%s: %s was there before", operation.name, row["sampler_id"])
+                assert operation.outcome is not None
+                cycle_id = operation.outcome.cycle_id
+                operation.undecide()
+                operation.fail(service_error(sampler_exists(row["sampler_id"])), cycle_id=cycle_id)
+                self.samplers.remove(row["folder"])
+        commit.samplers = [row for row in commit.samplers if row["version"] not in taken]
+        return bool(taken)
 
     def _check_free(self, commit: CycleCommit, path: str) -> None:
         """Raises ServiceError if something has this path."""

@@ -30,9 +30,23 @@ class Session:
     creating: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while an adapter or sampler is created in it: who repeats the call finds the first one's."""
     taken: dict[int, str] = field(default_factory=dict)
-    """Sampler numbers that unnamed saves have got, their rows durable or not yet, and for which operation."""
+    """Sampler numbers that are given though their rows may not be durable yet, each with the operation or sampler that
+    has it."""
     num_endings: int = 0
     """Calls that are ending it: nothing new starts in it meanwhile."""
+
+    @contextmanager
+    def reserving(self, index: int) -> Iterator[None]:
+        """Nobody else gets this sampler number while the block writes its row. Raises ServiceError if it is taken."""
+        sampler_id = names.sampler_id(self.session_id, index)
+        if index in self.taken:
+            raise sampler_exists(sampler_id)
+        self.next_sampler = max(self.next_sampler, index + 1)
+        self.taken[index] = sampler_id
+        try:
+            yield
+        finally:
+            del self.taken[index]  # readable by now, or never
 
 
 class SessionTable:

@@ -47,25 +47,23 @@ class SamplingUseCases(UseCases):
         model = self._model(source["base_model"] if source else request.base_model)
         index = request.index if request.HasField("index") else session.next_sampler
         sampler_id = names.sampler_id(session.session_id, index)
-        if index in session.taken:  # its row comes with a commit, which must not fail
-            raise sampler_exists(sampler_id)
-        session.next_sampler = max(session.next_sampler, index + 1)
         try:
-            await self._core.store.insert(
-                "samplers",
-                sampler_id=sampler_id,
-                tenant_id=principal.tenant_id,
-                session_id=session.session_id,
-                request_id=request.request_id or None,
-                body=body,
-                base_model=model.name,
-                model_path=request.model_path,
-                adapter_id=source["adapter_id"] if source else "",
-                version=names.operation_name(source["adapter_id"], source["seq"]) if source else "",
-                folder="",
-                sha256="",
-                created_at=self._core.time.wall(),
-            )
+            with session.reserving(index):
+                await self._core.store.insert(
+                    "samplers",
+                    sampler_id=sampler_id,
+                    tenant_id=principal.tenant_id,
+                    session_id=session.session_id,
+                    request_id=request.request_id or None,
+                    body=body,
+                    base_model=model.name,
+                    model_path=request.model_path,
+                    adapter_id=source["adapter_id"] if source else "",
+                    version=names.operation_name(source["adapter_id"], source["seq"]) if source else "",
+                    folder="",
+                    sha256="",
+                    created_at=self._core.time.wall(),
+                )
         except ConflictError:
             existing = self._existing_sampler(request)
             if existing is None:

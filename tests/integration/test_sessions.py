@@ -10,7 +10,7 @@ import pytest
 from coordinator.database import DiskFullError
 from coordinator.errors import Code, ServiceError
 from tests.support.toy_pool import FakeTime, ToyPool, running_pool
-from tinkerpool.v1 import adapters_pb2, sessions_pb2
+from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
@@ -188,3 +188,66 @@ async def test_a_session_whose_end_finds_the_disk_full_goes_on_and_can_be_ended_
         with pytest.raises(ServiceError, match="has ended"):
             await heartbeat(pool, session)
     assert samplers == [f"{session}:sample:{index}" for index in range(2)]
+
+
+async def unnamed(pool: ToyPool, adapter_id: str, seq: int, index: int) -> str:
+    request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter_id, seq=seq, sampler_index=index)
+    response = await pool.service.save_weights_for_sampler(await pool.principal(), request)
+    return str(response.operation.name)
+
+
+async def test_a_sampler_being_made_and_a_save_under_way_never_get_the_same_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        core = pool.coordinator.core
+        adapter = await pool.adapter()
+        begun, may_go = asyncio.Event(), asyncio.Event()
+        insert, write = core.store.insert, core.saver._write
+
+        async def slow_insert(table: str, **values: Any) -> None:
+            begun.set()
+            await may_go.wait()
+            await insert(table, **values)
+
+        async def late_write(*args: Any) -> Any:
+            may_go.set()
+            await creating
+            return await write(*args)
+
+        monkeypatch.setattr(core.store, "insert", slow_insert)
+        monkeypatch.setattr(core.saver, "_write", late_write)
+        creating = asyncio.create_task(pool.sampler(adapter.partition(":")[0], index=5))
+        await begun.wait()
+        [refused, kept] = await pool.wait(await unnamed(pool, adapter, 1, 5), await pool.optim_step(adapter, 2))
+        assert refused.error.reason == "SAMPLER_EXISTS"
+        assert kept.state == SUCCEEDED
+        may_go.set()
+        assert await creating == f"{adapter.partition(':')[0]}:sample:5"
+        monkeypatch.undo()
+        [saved] = await pool.wait(await unnamed(pool, adapter, 3, 6))
+        assert saved.save_weights_for_sampler.sampler_id.endswith(":sample:6")
+        with pytest.raises(ServiceError, match="created before"):
+            await pool.sampler(adapter.partition(":")[0], index=6)
+
+
+async def test_a_sampler_that_cannot_be_stored_fails_its_save_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        core = pool.coordinator.core
+        adapter, other = await pool.adapter(), await pool.adapter()
+        await pool.sampler(adapter.partition(":")[0], index=5)
+        monkeypatch.setattr(core.saver, "_new_sampler_index", lambda *_: 5)
+        pool.hold()
+        held = await pool.forward_backward(other, 1, 3)
+        names = [await unnamed(pool, adapter, 1, 5), await pool.optim_step(other, 2), await pool.optim_step(adapter, 2)]
+        await pool.release()
+        refused, *kept = await pool.wait(*names, held)
+        assert refused.error.reason == "SAMPLER_EXISTS"
+        assert [each.state for each in kept] == [SUCCEEDED] * 3
+        assert core.is_healthy()
+        assert list((tmp_path / "samplers").iterdir()) == []
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        assert (await pool.wait(names[0]))[0].error.reason == "SAMPLER_EXISTS"
