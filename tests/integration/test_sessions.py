@@ -222,6 +222,7 @@ async def test_a_sampler_being_made_and_a_save_under_way_never_get_the_same_numb
         [refused, kept] = await pool.wait(await unnamed(pool, adapter, 1, 5), await pool.optim_step(adapter, 2))
         assert refused.error.reason == "SAMPLER_EXISTS"
         assert kept.state == SUCCEEDED
+        assert not may_go.is_set()  # it was refused before anything was written
         may_go.set()
         assert await creating == f"{adapter.partition(':')[0]}:sample:5"
         monkeypatch.undo()
