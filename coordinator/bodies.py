@@ -85,9 +85,9 @@ def canonical_pass(request: PassRequest, model: ModelInfo, limits: Limits) -> tu
     for key, value in request.loss_config.items():
         if key not in rule.options:
             known = ", ".join(sorted(rule.options)) or "none"
-            raise invalid(f"loss_config {key!r} is not an option of {name} (its options: {known})")
+            raise invalid(f"loss_config {key[:80]!r} is not an option of {name} (its options: {known})")
         if not math.isfinite(value):
-            raise invalid(f"loss_config {key!r} must be finite, not {value}")
+            raise invalid(f"loss_config {key[:80]!r} must be finite, not {value}")
     data = tuple(_datum(f"data[{i}]", datum, name, rule, model) for i, datum in enumerate(request.data))
     body = training_pb2.ForwardBackwardRequest(
         adapter_id=request.adapter_id, loss_function=request.loss_function, loss_config=dict(request.loss_config)
@@ -250,7 +250,7 @@ def _datum(where: str, datum: types_pb2.Datum, loss: str, rule: LossRule, model:
     _check_names(where, names, loss, rule)
     inputs: dict[str, Any] = {}
     for name in sorted(names, key=lambda name: (name != "target_tokens", name)):  # the others must have its shape
-        label = f"{where}.loss_inputs[{name!r}]"
+        label = f"{where}.loss_inputs[{name[:80]!r}]"
         array = _array(label, datum.loss_inputs[name])
         if name == "target_tokens":
             inputs[name] = _tokens(label, array, model, num_dims=(1, 2) if loss == "cross_entropy" else (1,))

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import IntEnum
 
+MESSAGE_LENGTH_MAX = 1500
+"""Characters of a refusal's text: it may repeat what was sent, and is logged, kept in memory and sent."""
+
 
 class Code(IntEnum):
     """Canonical status codes, with gRPC's numbers."""
@@ -32,7 +35,8 @@ class ServiceError(Exception):
     """A refusal, as the caller shall see it: canonical code, constant for programs, sentence for people.
 
     `retry_delay_s` is set exactly when the same call may succeed later; nothing was consumed then. `operation` is set
-    once the refusal is on record: it names the failed operation that took the place that the request asked for.
+    once the refusal is on record: it names the failed operation that took the place that the request asked for. A
+    message above `MESSAGE_LENGTH_MAX` is cut.
     """
 
     def __init__(
@@ -44,6 +48,8 @@ class ServiceError(Exception):
         retry_delay_s: float | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
+        if len(message) > MESSAGE_LENGTH_MAX:
+            message = f"{message[: MESSAGE_LENGTH_MAX - 4]} ..."
         super().__init__(message)
         self.code = code
         self.reason = reason

@@ -16,6 +16,7 @@ import zstandard
 from hypothesis import strategies as st
 
 from coordinator.config import Limits
+from coordinator.errors import MESSAGE_LENGTH_MAX
 from coordinator.http_gateway.app import HANDLERS
 from coordinator.http_gateway.calls import SMALL_BYTES_MAX
 from tests.support.restartable_pool import RestartablePool, restartable_pool
@@ -122,6 +123,22 @@ def test_a_pass_of_any_shape_takes_its_place(wired: Wire, shape: list[int], is_s
     assert promise == f"{model}:1"
     assert wired.result(promise)
     assert wired.result(wired.ok("/optim_step", step(model, 2))["request_id"])
+
+
+def test_what_a_refusal_repeats_of_the_request_is_cut_before_it_is_kept(
+    pool: RestartablePool, wired: Wire, model: str
+) -> None:
+    requests = [pass_of(model, seq, [1]) for seq in (1, 2)]
+    requests[0].data[0].loss_fn_inputs["weights"].shape[:] = [7]
+    for name in ("x" * 100_000, "y" * 100_000):
+        for request in requests:
+            request.data[0].loss_fn_inputs[name].CopyFrom(request.data[0].loss_fn_inputs["weights"])
+    for request in requests:
+        failure = wired.result(wired.binary(request).json()["request_id"])
+        assert 20 < len(failure["error"]) < 2 * MESSAGE_LENGTH_MAX
+    kept = [pool.pool.coordinator.core.adapters[model].operations[seq] for seq in (1, 2)]
+    assert all(operation.is_retired for operation in kept)
+    assert max(len(operation.outcome.error.message) for operation in kept if operation.outcome) <= MESSAGE_LENGTH_MAX
 
 
 def test_a_refusal_that_may_be_tried_again_takes_no_place(wired: Wire, model: str) -> None:
