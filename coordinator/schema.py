@@ -121,6 +121,7 @@ CREATE TABLE checkpoints (
     is_public INTEGER NOT NULL DEFAULT 0  -- whether every tenant may read it
 );
 CREATE INDEX checkpoints_by_tenant ON checkpoints (tenant_id, created_at);
+CREATE INDEX checkpoints_by_adapter ON checkpoints (adapter_id, kind, created_at);
 CREATE TABLE usage (
     tenant_id TEXT NOT NULL REFERENCES tenants,
     kind TEXT NOT NULL,
@@ -148,6 +149,7 @@ UPDATE checkpoints SET expires_service_s = MAX(0, expires_at - CAST(strftime('%s
 ALTER TABLE checkpoints ADD COLUMN is_public INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE samplers ADD COLUMN is_inflight INTEGER NOT NULL DEFAULT 0;
 CREATE INDEX samplers_inflight ON samplers (adapter_id) WHERE is_inflight;
+CREATE INDEX checkpoints_by_adapter ON checkpoints (adapter_id, kind, created_at);
 """,
 }
 """From each version to the next."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -12,19 +13,23 @@ from coordinator.http_gateway.models import adapter_of
 from coordinator.http_gateway.sessions import own_and_users
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sessions_pb2
 
+RUNS_MAX = 100
+"""Most runs on a page; `limit` in its cursor says so."""
+
 
 async def list_runs(call: Call) -> Response:
     """GET /training_runs: the tenant's, newest first."""
-    limit, offset = call.number("limit", 20), call.number("offset", 0)
+    limit, offset = min(call.number("limit", 20), RUNS_MAX), call.number("offset", 0)
     request = adapters_pb2.ListAdaptersRequest(page_size=limit, skip=offset)
     found = await call.service.list_adapters(call.principal, request)
-    runs = [await _run_json(call, adapter) for adapter in found.adapters]
+    runs = await _runs_json(call, found.adapters)
     return JSONResponse({"training_runs": runs, "cursor": cursor(limit, offset, found.total_size)})
 
 
 async def get_run(call: Call) -> Response:
     """GET /training_runs/{run}."""
-    return JSONResponse(await _run_json(call, await adapter_of(call, call.path("run"))))
+    [run] = await _runs_json(call, [await adapter_of(call, call.path("run"))])
+    return JSONResponse(run)
 
 
 async def list_sessions(call: Call) -> Response:
@@ -47,12 +52,21 @@ async def get_session(call: Call) -> Response:
     return JSONResponse(body | {name: text for name, text in own.items() if name == "display_name"})
 
 
-async def _run_json(call: Call, adapter: adapters_pb2.Adapter) -> dict[str, Any]:
-    newest = {
-        "last_checkpoint": await _newest(call, adapter.adapter_id, checkpoints_pb2.CHECKPOINT_KIND_TRAINING),
-        "last_sampler_checkpoint": await _newest(call, adapter.adapter_id, checkpoints_pb2.CHECKPOINT_KIND_SAMPLER),
+async def _runs_json(call: Call, adapters: Sequence[adapters_pb2.Adapter]) -> list[dict[str, Any]]:
+    newest = await call.service.newest_checkpoints(call.principal, [adapter.adapter_id for adapter in adapters])
+    return [_run_json(call, adapter, newest) for adapter in adapters]
+
+
+def _run_json(
+    call: Call,
+    adapter: adapters_pb2.Adapter,
+    newest: Mapping[tuple[str, checkpoints_pb2.CheckpointKind.ValueType], checkpoints_pb2.Checkpoint],
+) -> dict[str, Any]:
+    found = {
+        "last_checkpoint": newest.get((adapter.adapter_id, checkpoints_pb2.CHECKPOINT_KIND_TRAINING)),
+        "last_sampler_checkpoint": newest.get((adapter.adapter_id, checkpoints_pb2.CHECKPOINT_KIND_SAMPLER)),
     }
-    times = [adapter.create_time, *(checkpoint.create_time for checkpoint in newest.values() if checkpoint is not None)]
+    times = [adapter.create_time, *(checkpoint.create_time for checkpoint in found.values() if checkpoint is not None)]
     return {
         "training_run_id": adapter.adapter_id,
         "base_model": adapter.base_model,
@@ -62,13 +76,5 @@ async def _run_json(call: Call, adapter: adapters_pb2.Adapter) -> dict[str, Any]
         "lora_rank": adapter.rank,
         "last_request_time": max(times, key=lambda time: time.ToNanoseconds()).ToJsonString(),
         "user_metadata": dict(adapter.user_metadata),
-        **{name: checkpoint_json(checkpoint) for name, checkpoint in newest.items() if checkpoint is not None},
+        **{name: checkpoint_json(checkpoint) for name, checkpoint in found.items() if checkpoint is not None},
     }
-
-
-async def _newest(
-    call: Call, adapter_id: str, kind: checkpoints_pb2.CheckpointKind.ValueType
-) -> checkpoints_pb2.Checkpoint | None:
-    request = checkpoints_pb2.ListCheckpointsRequest(adapter_id=adapter_id, kind=kind, page_size=1)
-    found = await call.service.list_checkpoints(call.principal, request)
-    return found.checkpoints[0] if found.checkpoints else None

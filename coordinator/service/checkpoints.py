@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from coordinator.auth import Principal
 from coordinator.database import Row
@@ -26,17 +26,29 @@ class CheckpointUseCases(UseCases):
     ) -> pb.ListCheckpointsResponse:
         """Checkpoints of an adapter, or all the tenant's, newest first."""
         kinds = [kind for kind, value in _KINDS.items() if request.kind in (pb.CHECKPOINT_KIND_UNSPECIFIED, value)]
-        marks = ", ".join("?" * len(kinds))
+        of_adapter = [request.adapter_id] if request.adapter_id else []
         rows, token, total = self._page(
-            f"SELECT * FROM checkpoints WHERE tenant_id = ? AND kind IN ({marks}) AND ? IN ('', adapter_id)"  # noqa: S608
-            " ORDER BY created_at DESC, path",
-            (principal.tenant_id, *kinds, request.adapter_id),
+            f"SELECT * FROM checkpoints WHERE tenant_id = ? AND kind IN ({_marks(kinds)})"  # noqa: S608
+            f"{' AND adapter_id = ?' if of_adapter else ''} ORDER BY created_at DESC, path",
+            (principal.tenant_id, *kinds, *of_adapter),
             request,
             100,
         )
         return pb.ListCheckpointsResponse(
             checkpoints=[_message(row) for row in rows], next_page_token=token, total_size=total
         )
+
+    async def newest_checkpoints(
+        self, principal: Principal, adapter_ids: Sequence[str]
+    ) -> dict[tuple[str, pb.CheckpointKind.ValueType], pb.Checkpoint]:
+        """The newest checkpoint of each kind of each of these adapters, as far as there are any, in one query."""
+        rows = self._core.store.read(
+            # With MAX the other columns are those of the row that has it.
+            f"SELECT *, MAX(created_at) FROM checkpoints WHERE adapter_id IN ({_marks(adapter_ids)})"  # noqa: S608
+            " AND tenant_id = ? GROUP BY adapter_id, kind",
+            (*adapter_ids, principal.tenant_id),
+        )
+        return {(row["adapter_id"], _KINDS[row["kind"]]): _message(row) for row in rows}
 
     async def get_checkpoint(self, principal: Principal, request: pb.GetCheckpointRequest) -> pb.GetCheckpointResponse:
         """A checkpoint."""
@@ -87,6 +99,10 @@ class CheckpointUseCases(UseCases):
         pieces = await asyncio.to_thread(lambda: list(self._core.saver.checkpoints.tar(row["folder"], row["sha256"])))
         for piece in pieces:
             yield pb.ExportCheckpointResponse(data=piece)
+
+
+def _marks(values: Sequence[str]) -> str:
+    return ", ".join("?" * len(values))
 
 
 def _message(row: Row) -> pb.Checkpoint:

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from tinker import types
 from tinker.cli.__main__ import main_cli
 
+from coordinator.http_gateway.runs import RUNS_MAX
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tests.support.sdk import LEAKS, Wire, datum, sdk
 
@@ -48,6 +49,7 @@ def client(service: tinker.ServiceClient) -> Any:
 
 
 def test_runs_and_sessions_are_listed_with_what_they_have(rest: tinker.RestClient, client: Any) -> None:
+    client.save_state("earlier").result(WAIT_S)
     state = client.save_state("first", user_metadata={"step": "1"}).result(WAIT_S).path
     sampler = client.save_weights_for_sampler("second").result(WAIT_S).path
     listed = rest.list_training_runs(limit=2).result(WAIT_S)
@@ -64,6 +66,31 @@ def test_runs_and_sessions_are_listed_with_what_they_have(rest: tinker.RestClien
     session = rest.get_session(session_id).result(WAIT_S)
     assert session.training_run_ids == [client.model_id]
     assert (session.user_metadata, session.display_name) == ({"who": "test"}, "shown")
+
+
+def test_a_page_of_runs_takes_as_many_queries_as_one_run(
+    pool: RestartablePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wired = Wire(pool.http_url, pool.key("carol"))
+    session = wired.session()
+    store = pool.pool.coordinator.core.store
+    queries: list[str] = []
+    read = store.read
+
+    def counted(sql: str, *values: Any) -> Any:
+        queries.append(sql)
+        return read(sql, *values)
+
+    monkeypatch.setattr(store, "read", counted)
+    counts = []
+    for index in range(3):
+        wired.model(session, index)
+        queries.clear()
+        page = wired.get("/training_runs?limit=100000").json()
+        assert (len(page["training_runs"]), page["cursor"]["limit"]) == (index + 1, RUNS_MAX)
+        counts.append(len(queries))
+    assert counts[0] == counts[-1]
+    wired.close()
 
 
 def test_pages_have_what_was_asked_for_and_the_number_of_all(rest: tinker.RestClient, client: Any) -> None:

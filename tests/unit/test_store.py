@@ -135,10 +135,29 @@ async def test_a_database_of_the_first_version_is_brought_up_to_date_and_keeps_w
     await fresh.close()
 
 
+async def test_a_database_of_the_second_version_is_brought_up_to_date_and_publishes_nothing(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "log.db") as db:
+        db.executescript((Path(__file__).parents[1] / "data" / "schema_v2.sql").read_text())
+        db.execute("INSERT INTO tenants (tenant_id, name, created_at) VALUES ('t', 'alice', 0)")
+        db.execute(
+            "INSERT INTO checkpoints VALUES ('tinker://p', 't', 'a', 'weights', 'f', 1, 's', 1, 'toy', 8, '', '{}',"
+            " 1.0, NULL, NULL)"
+        )
+    db.close()
+    store = Store(tmp_path / "log.db", monotonic=lambda: 1.0)
+    assert [tuple(row) for row in store.read("SELECT path, is_public FROM checkpoints")] == [("tinker://p", 0)]
+    await store.close()
+    fresh = Store(tmp_path / "fresh.db", monotonic=lambda: 1.0)
+    assert columns(store_path=tmp_path / "log.db") == columns(store_path=tmp_path / "fresh.db")
+    await fresh.close()
+
+
 def columns(store_path: Path) -> dict[str, set[str]]:
     with sqlite3.connect(store_path) as db:
         tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         found = {table: {str(row[1]) for row in db.execute(f"PRAGMA table_info({table})")} for table in tables}
+        indexes = db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'index' AND sql IS NOT NULL")
+        found |= {name: {sql} for name, sql in indexes}
     db.close()
     return found
 
