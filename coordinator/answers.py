@@ -92,7 +92,11 @@ class Answers:
             adapter.decided.append(operation)
 
     def give_up(self, adapter: AdapterQueue, error: ServiceError) -> None:
-        """No copy of it can be made."""
+        """No copy of it can be made: not now if the error may pass, and otherwise never."""
+        if error.retry_delay_s is not None:
+            logger.warning("%s: %s", adapter.adapter_id, error.message)
+            adapter.lose_copy()
+            return
         logger.error("%s: %s", adapter.adapter_id, error.message)
         self.forget(adapter.adapter_id)
         adapter.give_up(service_error(error))

@@ -292,7 +292,7 @@ class CycleLoop:
             try:
                 items = self._builder.state_items(adapter)
             except ServiceError as error:
-                self._answers.give_up(adapter, error)
+                await self._give_up(adapter, error)
                 continue
             for operation, item in items:
                 operation.is_running = True
@@ -313,12 +313,18 @@ class CycleLoop:
             if worker_id in self.dead_workers:
                 return False
         except ServiceError as error:
-            self._answers.give_up(adapter, error)
+            await self._give_up(adapter, error)
             return False
         adapter.placed(worker_id)
         adapter.settle()
         work.installs.setdefault(worker_id, []).append(install)
         return True
+
+    async def _give_up(self, adapter: AdapterQueue, error: ServiceError) -> None:
+        """No copy of it can be made. Where that may pass, not every cycle to come shall try it at once."""
+        self._answers.give_up(adapter, error)
+        if error.retry_delay_s is not None:
+            await self._time.sleep(error.retry_delay_s)
 
     async def _run_work(self, cycle: Running, work: Work) -> None:
         """Run one phase on all its workers at once, then take in the answers."""

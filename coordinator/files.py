@@ -10,6 +10,7 @@ folder without a row is an orphan of a crash and is removed at the next start.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -33,6 +34,8 @@ WEIGHTS, CONFIG, OPTIMIZER, GRADIENT, STATE = (
     "state.json",
 )
 _TEMPORARY = ".writing-"
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Failures to read that say nothing about what is on the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,10 @@ class StateFiles:
         return Saved(name, _digest(files), sum(map(len, files.values())))
 
     def read(self, folder: str, sha256: str) -> AdapterState:
-        """The state in a folder. Raises ServiceError DATA_LOSS if it is not what was written."""
+        """The state in a folder.
+
+        Raises ServiceError DATA_LOSS if it is not what was written, UNAVAILABLE if it cannot be read now.
+        """
         files = self._verified(folder, sha256)
         state = json.loads(files[STATE])
         return AdapterState(
@@ -112,7 +118,7 @@ class StateFiles:
         )
 
     def tar(self, folder: str, sha256: str, piece_bytes: int = 1 << 20) -> Iterator[bytes]:
-        """The folder's PEFT files as a tar archive, in pieces. Raises ServiceError DATA_LOSS."""
+        """The folder's PEFT files as a tar archive, in pieces. Raises ServiceError as `read`."""
         files = self._verified(folder, sha256)
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as archive:
@@ -140,7 +146,9 @@ class StateFiles:
             files = {
                 name: self._disk.read(self._root / folder / name) for name in self._disk.names(self._root / folder)
             }
-        except OSError:
+        except OSError as error:
+            if error.errno in _PASSING:
+                raise _cannot_read_now(error) from None
             files = {}
         if _digest(files) != sha256:
             raise ServiceError(
@@ -173,6 +181,15 @@ def peft_config(spec: AdapterSpec, model: ModelInfo) -> dict[str, Any]:
         "use_rslora": False,
         "use_dora": False,
     }
+
+
+def _cannot_read_now(error: OSError) -> ServiceError:
+    return ServiceError(
+        Code.UNAVAILABLE,
+        "STORAGE_BUSY",
+        f"the server cannot read the stored state at the moment ({error.strerror}): try again later",
+        retry_delay_s=1.0,
+    )
 
 
 def _to_json(value: dict[str, Any]) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import ssl
 import time
@@ -21,12 +22,17 @@ from coordinator.auth import Principal
 from coordinator.errors import Code, ServiceError
 from coordinator.http_gateway.app import make_app
 from coordinator.http_gateway.calls import Surroundings
+from coordinator.http_gateway.connections import Connection, connections_max
 from coordinator.http_gateway.downloads import Downloads
 from coordinator.http_gateway.tokenizers import leave_tokenizers
 from coordinator.service import Service
 
 _KEEP_ALIVE_S = 75
 """Longer than the SDK keeps a connection that it does not use."""
+
+
+_DROP_S = 5.0
+"""How long connections that were dropped may take to end."""
 
 
 class HttpDoorError(Exception):
@@ -53,6 +59,10 @@ class HttpConfig:
     """Serve other machines without TLS: keys and data can be read on the way."""
     message_bytes_max: int = 64 << 20
     """Largest request, packed and unpacked."""
+    connections_max: int = 4096
+    """Most connections at once; fewer where the process may not open twice as many files."""
+    head_s: float = 10.0
+    """How long a request's first line and headers may take to come."""
     body_s: float = 60.0
     """How long a request's body may take to come."""
     poll_s: float = 30.0
@@ -65,7 +75,7 @@ class HttpConfig:
             raise ValueError("TLS needs both a certificate and its key")
         if self.is_remote and not (self.is_tls or self.allow_plaintext):
             raise ValueError(f"{self.host} can be reached from other machines: give a certificate, or allow plaintext")
-        for name in ("message_bytes_max", "body_s", "poll_s"):
+        for name in ("message_bytes_max", "connections_max", "head_s", "body_s", "poll_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
 
@@ -169,7 +179,8 @@ class HttpDoor:
             done, _ = await asyncio.wait((self._serving,), timeout=grace_s)
             if not done:
                 self._server.drop_calls()
-            await self._serving
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._serving, _DROP_S)
         self._close_socket()
 
     def _check_open(self) -> None:
@@ -201,9 +212,12 @@ class _Server(uvicorn.Server):
 
 
 def _uvicorn_config(app: object, config: HttpConfig) -> uvicorn.Config:
+    connection = functools.partial(
+        Connection, num_max=connections_max(config.connections_max), head_s=config.head_s, body_s=config.body_s
+    )
     uvicorn_config = uvicorn.Config(
         app,  # type: ignore[arg-type]  # any ASGI application
-        http="h11",
+        http=connection,  # type: ignore[arg-type]  # whatever makes a protocol
         ws="none",
         lifespan="off",
         log_config=None,

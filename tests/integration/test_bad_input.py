@@ -1,6 +1,7 @@
 """Every mistake a caller can make: a clear refusal, nothing lost, and the adapter goes on."""
 
 import asyncio
+import errno
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from coordinator.config import Limits
+from coordinator.disk import RealDisk
 from coordinator.errors import Code, ServiceError
 from tests.support.toy_pool import ToyPool, datum, pass_request, running_pool, sample_request
 from tinkerpool.convert import to_tensor
@@ -303,3 +305,25 @@ async def test_what_is_acknowledged_while_its_adapter_is_deleted_is_finished_too
         assert 0 < len(acknowledged) < 6
         assert len(await asyncio.wait_for(pool.wait(*acknowledged), 5)) == len(acknowledged)
         assert len(pool.coordinator.core.table) == 0
+
+
+async def test_a_snapshot_that_cannot_be_read_for_a_while_costs_time_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        await pool.wait(await pool.forward_backward(adapter, 1, 3), await pool.optim_step(adapter, 2))
+    failures = [OSError(errno.EMFILE, "Too many open files")] * 2
+    read = RealDisk.read
+
+    def failing(disk: RealDisk, path: Path) -> bytes:
+        if failures:
+            raise failures.pop()
+        return read(disk, path)
+
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        monkeypatch.setattr(RealDisk, "read", failing)
+        after = await pool.wait(await pool.forward_backward(adapter, 3, 3), await pool.optim_step(adapter, 4))
+        assert [each.state for each in after] == [SUCCEEDED] * 2
+    assert failures == []

@@ -1,5 +1,6 @@
 """State folders: all or nothing on disk, and never read when damaged."""
 
+import errno
 import io
 import json
 import os
@@ -127,6 +128,23 @@ def test_a_folder_has_its_name_only_when_every_file_and_itself_are_synced(
     monkeypatch.setattr(Path, "rename", note_rename)
     files.write(SPEC, MODEL, STATE)
     assert calls == ["file"] * 4 + ["folder", "rename", "parent"]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_state_that_cannot_be_read_now_is_not_called_damaged(
+    files: StateFiles, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    saved = files.write(SPEC, MODEL, STATE)
+
+    def failing(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RealDisk, "read", failing)
+        with pytest.raises(ServiceError) as raised:
+            files.read(saved.folder, saved.sha256)
+    assert (raised.value.code, raised.value.retry_delay_s) == (Code.UNAVAILABLE, 1.0)
+    assert files.read(saved.folder, saved.sha256) == STATE
 
 
 def test_orphans_of_a_crash_are_removed_and_nothing_else(files: StateFiles, tmp_path: Path) -> None:

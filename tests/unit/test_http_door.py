@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import ssl
@@ -117,16 +118,45 @@ def test_of_a_million_wrong_items_few_are_told(model: type[BaseModel], body: dic
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for(opened: Open) -> None:
-    _, client = await opened(body_s=0.2)
+    _, client = await opened(body_s=1.0)
 
     async def trickle() -> AsyncIterator[bytes]:
-        for _ in range(50):
+        for _ in range(2):
             yield b" "
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.7)
 
     response = await client.post("/create_session", content=trickle())
     assert response.status_code == 503
     assert response.json()["reason"] == "BODY_TOO_SLOW"
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /healthz HTT"])
+async def test_a_connection_that_asks_nothing_is_closed(opened: Open, begun: bytes) -> None:
+    door, client = await opened(head_s=0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    writer.write(begun)
+    async with asyncio.timeout(5):
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    writer.close()
+    may_go = asyncio.create_task(asyncio.sleep(0.5))
+    assert (await client.get("/healthz")).status_code == 200  # and one that has asked is kept
+    await may_go
+    [connection] = client._transport._pool.connections  # type: ignore[attr-defined]
+    assert not connection.has_expired()
+
+
+async def test_one_connection_too_many_is_refused_and_the_others_go_on(opened: Open) -> None:
+    door, client = await opened(connections_max=3)
+    held = [await asyncio.open_connection("127.0.0.1", door.port) for _ in range(2)]
+    assert (await client.get("/healthz")).status_code == 200
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    async with asyncio.timeout(5):
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    assert (await client.get("/healthz")).status_code == 200
+    for _, each in [*held, (reader, writer)]:
+        each.close()
 
 
 async def test_what_arrives_while_the_door_closes_is_not_begun(opened: Open) -> None:
