@@ -33,6 +33,12 @@ class Disk(Protocol):
     def read(self, path: Path) -> bytes:
         """A file's content."""
 
+    def size(self, path: Path) -> int:
+        """Bytes in a file."""
+
+    def read_piece(self, path: Path, start: int, num_bytes: int) -> bytes:
+        """So many bytes of a file, from byte `start` on; fewer at its end."""
+
     def remove(self, folder: Path) -> None:
         """Remove a folder and all that is in it, as far as that can be done."""
 
@@ -67,6 +73,16 @@ class RealDisk:
     def read(self, path: Path) -> bytes:
         """See `Disk`."""
         return path.read_bytes()
+
+    def size(self, path: Path) -> int:
+        """See `Disk`."""
+        return path.stat().st_size
+
+    def read_piece(self, path: Path, start: int, num_bytes: int) -> bytes:
+        """See `Disk`."""
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(num_bytes)
 
     def remove(self, folder: Path) -> None:
         """See `Disk`."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import json
 import tarfile
 import uuid
@@ -33,6 +32,8 @@ WEIGHTS, CONFIG, OPTIMIZER, GRADIENT, STATE = (
     "gradient.safetensors",
     "state.json",
 )
+PIECE_BYTES = 256 << 10
+"""What is in memory at a time of a file that is handed out."""
 _TEMPORARY = ".writing-"
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 """Failures to read that say nothing about what is on the disk."""
@@ -117,18 +118,25 @@ class StateFiles:
             num_datums=state.get("num_datums", 0),  # folders from before gradients were kept do not say
         )
 
-    def tar(self, folder: str, sha256: str, piece_bytes: int = 1 << 20) -> Iterator[bytes]:
-        """The folder's PEFT files as a tar archive, in pieces. Raises ServiceError as `read`."""
-        files = self._verified(folder, sha256)
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w") as archive:
-            for name in (CONFIG, WEIGHTS):
-                member = tarfile.TarInfo(name)
-                member.size = len(files[name])
-                archive.addfile(member, io.BytesIO(files[name]))
-        content = buffer.getbuffer()
-        for start in range(0, len(content), piece_bytes):
-            yield bytes(content[start : start + piece_bytes])
+    def tar(self, folder: str, sha256: str, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
+        """The folder's PEFT files as a tar archive, in pieces of at most `piece_bytes`. Raises as `piecewise`."""
+        self._verify(folder, sha256, piece_bytes)
+        for name in (CONFIG, WEIGHTS):
+            member = tarfile.TarInfo(name)
+            member.size = self._disk.size(self._root / folder / name)
+            yield member.tobuf()
+            yield from self._pieces(folder, name, piece_bytes)
+            if padding := bytes(-member.size % tarfile.BLOCKSIZE):
+                yield padding
+        yield from [bytes(tarfile.BLOCKSIZE)] * 2  # what an archive ends with
+
+    def piecewise(self, folder: str, sha256: str, name: str, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
+        """A file of a folder whose files are what was written, one piece in memory at a time.
+
+        Raises ServiceError as `read`, before the first piece, and OSError if the folder is removed meanwhile.
+        """
+        self._verify(folder, sha256, piece_bytes)
+        yield from self._pieces(folder, name, piece_bytes)
 
     def remove(self, folder: str) -> None:
         """Delete a folder that no row points at any more."""
@@ -142,22 +150,37 @@ class StateFiles:
                 self._disk.remove(self._root / name)
 
     def _verified(self, folder: str, sha256: str) -> dict[str, bytes]:
+        files: dict[str, bytes] = {}
         try:
-            files = {
-                name: self._disk.read(self._root / folder / name) for name in self._disk.names(self._root / folder)
-            }
+            for name in self._disk.names(self._root / folder):
+                files[name] = self._disk.read(self._root / folder / name)
         except OSError as error:
             if error.errno in _PASSING:
                 raise _cannot_read_now(error) from None
-            files = {}
+            raise _damaged() from None
         if _digest(files) != sha256:
-            raise ServiceError(
-                Code.DATA_LOSS,
-                "CHECKSUM_MISMATCH",
-                "the stored state does not match its checksum and was not loaded: its files were damaged on disk; "
-                "use another checkpoint",
-            )
+            raise _damaged()
         return files
+
+    def _verify(self, folder: str, sha256: str, piece_bytes: int) -> None:
+        digest = hashlib.sha256()
+        try:
+            for name in sorted(self._disk.names(self._root / folder)):
+                digest.update(f"{name}\0{self._disk.size(self._root / folder / name)}\0".encode())
+                for piece in self._pieces(folder, name, piece_bytes):
+                    digest.update(piece)
+        except OSError as error:
+            if error.errno in _PASSING:
+                raise _cannot_read_now(error) from None
+            raise _damaged() from None
+        if digest.hexdigest() != sha256:
+            raise _damaged()
+
+    def _pieces(self, folder: str, name: str, piece_bytes: int) -> Iterator[bytes]:
+        start = 0
+        while piece := self._disk.read_piece(self._root / folder / name, start, piece_bytes):
+            yield piece
+            start += len(piece)
 
 
 def peft_config(spec: AdapterSpec, model: ModelInfo) -> dict[str, Any]:
@@ -181,6 +204,15 @@ def peft_config(spec: AdapterSpec, model: ModelInfo) -> dict[str, Any]:
         "use_rslora": False,
         "use_dora": False,
     }
+
+
+def _damaged() -> ServiceError:
+    return ServiceError(
+        Code.DATA_LOSS,
+        "CHECKSUM_MISMATCH",
+        "the stored state does not match its checksum and was not loaded: its files were damaged on disk; "
+        "use another checkpoint",
+    )
 
 
 def _cannot_read_now(error: OSError) -> ServiceError:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import io
-import tarfile
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import ExitStack, aclosing
 from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from coordinator.auth import Principal
-from coordinator.errors import ServiceError, invalid, not_found
+from coordinator.errors import ServiceError, invalid
 from coordinator.files import CONFIG, WEIGHTS
 from coordinator.http_gateway import shapes
 from coordinator.http_gateway.calls import Call, Surroundings
@@ -133,10 +133,36 @@ async def download(request: Request, door: Surroundings) -> Response:
     file = request.path_params["file"]
     tenant_id, path = door.downloads.check(request.query_params, file)
     reader = Principal(tenant_id, tenant_name="", key_id="", is_admin=False)
-    pieces = door.service.export_checkpoint(reader, pb.ExportCheckpointRequest(path=path))
-    archive = b"".join([piece.data async for piece in pieces])
-    content = archive if file == ARCHIVE else await asyncio.to_thread(_member, archive, file)
-    return Response(content, media_type="application/octet-stream")
+    with ExitStack() as place:
+        place.enter_context(door.downloads.running(tenant_id))
+        pieces = _archive(door, reader, path) if file == ARCHIVE else door.service.export_file(reader, path, file)
+        first = await anext(pieces)  # a refusal is told as one; later the connection can only be cut
+        return _Download(first, pieces, place.pop_all())
+
+
+class _Download(StreamingResponse):
+    """A file on its way; it holds its place among the tenant's downloads until it has ended, however it ends."""
+
+    def __init__(self, first: bytes, pieces: AsyncGenerator[bytes], place: ExitStack) -> None:
+        self._pieces = pieces
+        self._place = place
+
+        async def content() -> AsyncIterator[bytes]:
+            yield first
+            async for piece in pieces:
+                yield piece
+
+        super().__init__(content(), media_type="application/octet-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._place:
+            async with aclosing(self._pieces):
+                await super().__call__(scope, receive, send)
+
+
+async def _archive(door: Surroundings, reader: Principal, path: str) -> AsyncGenerator[bytes]:
+    async for response in door.service.export_checkpoint(reader, pb.ExportCheckpointRequest(path=path)):
+        yield response.data
 
 
 def checkpoint_json(checkpoint: pb.Checkpoint) -> dict[str, Any]:
@@ -180,13 +206,3 @@ def _path(call: Call) -> str:
 def _url(call: Call, path: str, file: str, expires: int) -> str:
     base = call.request.url_for("download", file=file)
     return f"{base}?{call.door.downloads.query(call.principal.tenant_id, path, file, expires)}"
-
-
-def _member(archive: bytes, name: str) -> bytes:
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        try:
-            found = tar.extractfile(name)
-        except KeyError:
-            raise not_found("file", name) from None
-        assert found is not None, f"{name} is no file"
-        return found.read()

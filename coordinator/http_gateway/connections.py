@@ -25,12 +25,15 @@ class Connection(H11Protocol):
     """A connection that is closed when it is one too many, or when what it has begun to ask does not come."""
 
     def __init__(self, *args: Any, num_max: int, head_s: float, body_s: float, **options: Any) -> None:
-        """`num_max` connections at once; `head_s` for a request's line and headers, `body_s` for a refused body."""
+        """`num_max` connections at once; `head_s` for a request's line and headers, `body_s` for a refused body,
+        and for a bufferful of an answer to be taken.
+        """
         super().__init__(*args, **options)
         self._num_max = num_max
         self._head_s = head_s
         self._body_s = body_s
         self._deadline: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Close it if there are enough; else wait for its first request."""
@@ -44,6 +47,7 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It is over."""
         self._rest()
+        self._flows()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -55,6 +59,21 @@ class Connection(H11Protocol):
         elif self._deadline is None:
             seconds = self._head_s if call is None or not call.more_body else self._body_s
             self._deadline = self.loop.call_later(seconds, self._give_up)
+
+    def pause_writing(self) -> None:
+        """Its client does not take what it has asked for: it is given `body_s` for a bufferful."""
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self._body_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It takes it again."""
+        super().resume_writing()
+        self._flows()
+
+    def _flows(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
     def _rest(self) -> None:
         if self._deadline is not None:

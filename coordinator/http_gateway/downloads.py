@@ -9,13 +9,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from urllib.parse import urlencode
 
 from coordinator.errors import Code, ServiceError
 
 DOWNLOAD_S = 3600
 """How long an address works."""
+AT_ONCE_MAX = 4
+"""Files that a tenant may be sent at once."""
 
 
 class Downloads:
@@ -25,6 +29,7 @@ class Downloads:
         """`wall` is the time of day, in seconds."""
         self._wall = wall
         self._secret = secrets.token_bytes(32)
+        self._num_running: Counter[str] = Counter()
 
     def expiry(self) -> int:
         """Until when an address that is signed now works, in seconds since 1970."""
@@ -44,6 +49,24 @@ class Downloads:
         if int(expires) < self._wall():
             raise _refused("has expired")
         return tenant_id, path
+
+    @contextmanager
+    def running(self, tenant_id: str) -> Iterator[None]:
+        """A file is sent while the block runs. Raises ServiceError RESOURCE_EXHAUSTED if enough are."""
+        if self._num_running[tenant_id] >= AT_ONCE_MAX:
+            raise ServiceError(
+                Code.RESOURCE_EXHAUSTED,
+                "DOWNLOADS_BUSY",
+                f"{AT_ONCE_MAX} downloads are running, the most at once: wait for one to end, then try again",
+                retry_delay_s=1.0,
+            )
+        self._num_running[tenant_id] += 1
+        try:
+            yield
+        finally:
+            self._num_running[tenant_id] -= 1
+            if not self._num_running[tenant_id]:
+                del self._num_running[tenant_id]
 
     def _signature(self, *parts: str) -> str:
         return hmac.new(self._secret, "\0".join(parts).encode(), hashlib.sha256).hexdigest()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
 from coordinator.auth import Principal
 from coordinator.database import Row
+from coordinator.errors import Code, ServiceError, not_found
+from coordinator.files import CONFIG, WEIGHTS
 from coordinator.service.base import UseCases, check_ttl, metadata_of, timestamp, uninterrupted
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as pb
@@ -96,9 +98,29 @@ class CheckpointUseCases(UseCases):
     ) -> AsyncIterator[pb.ExportCheckpointResponse]:
         """A checkpoint as a tar archive of a PEFT directory."""
         row = self._readable_checkpoint(principal, request.path)
-        pieces = await asyncio.to_thread(lambda: list(self._core.saver.checkpoints.tar(row["folder"], row["sha256"])))
-        for piece in pieces:
+        async for piece in _read(self._core.saver.checkpoints.tar(row["folder"], row["sha256"]), request.path):
             yield pb.ExportCheckpointResponse(data=piece)
+
+    async def export_file(self, principal: Principal, path: str, file: str) -> AsyncGenerator[bytes]:
+        """A file of that archive, in pieces."""
+        row = self._readable_checkpoint(principal, path)
+        if file not in (CONFIG, WEIGHTS):
+            raise not_found("file", file)
+        async for piece in _read(self._core.saver.checkpoints.piecewise(row["folder"], row["sha256"], file), path):
+            yield piece
+
+
+async def _read(pieces: Iterator[bytes], path: str) -> AsyncIterator[bytes]:
+    """Pieces of files, each read beside the event loop."""
+    try:
+        while piece := await asyncio.to_thread(next, pieces, b""):
+            yield piece
+    except OSError as error:
+        raise ServiceError(
+            Code.ABORTED,
+            "CHECKPOINT_GONE",
+            f"{path} was deleted while it was read, or cannot be read: {error.strerror}",
+        ) from None
 
 
 def _marks(values: Sequence[str]) -> str:

@@ -80,6 +80,14 @@ class SimDisk:
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
         return node.content
 
+    def size(self, path: Path) -> int:
+        """See `Disk`."""
+        return len(self.read(path))
+
+    def read_piece(self, path: Path, start: int, num_bytes: int) -> bytes:
+        """See `Disk`."""
+        return self.read(path)[start : start + num_bytes]
+
     def remove(self, folder: Path) -> None:
         self._on_operation("remove", folder.name)
         try:

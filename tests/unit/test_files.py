@@ -50,7 +50,9 @@ def test_a_flipped_byte_in_any_file_is_data_loss(files: StateFiles, tmp_path: Pa
             assert raised.value.code is Code.DATA_LOSS
             assert str(tmp_path) not in raised.value.message
             with pytest.raises(ServiceError):
-                list(files.tar(saved.folder, saved.sha256))
+                next(files.tar(saved.folder, saved.sha256))
+            with pytest.raises(ServiceError):
+                next(files.piecewise(saved.folder, saved.sha256, "adapter_config.json"))
         path.write_bytes(sound)
     assert files.read(saved.folder, saved.sha256) == STATE
 
@@ -165,6 +167,7 @@ def test_an_export_is_a_tar_of_a_peft_directory(files: StateFiles) -> None:
         contents = {name: archive.extractfile(name).read() for name in archive.getnames()}  # type: ignore[union-attr]
     config = json.loads(contents["adapter_config.json"])
     assert contents["adapter_model.safetensors"] == STATE.weights
+    assert b"".join(files.piecewise(saved.folder, saved.sha256, "adapter_model.safetensors", 3)) == STATE.weights
     assert set(contents) == {"adapter_config.json", "adapter_model.safetensors"}
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 8, 16.0)
     assert config["target_modules"] == ["q_proj", "up_proj"]

@@ -21,11 +21,11 @@ from coordinator.errors import Code, ServiceError
 from coordinator.http_gateway import HttpConfig, HttpDoor, HttpDoorError, shapes
 from coordinator.http_gateway.app import HANDLERS, PREFIX
 from coordinator.http_gateway.calls import read_json
-from coordinator.http_gateway.downloads import DOWNLOAD_S, Downloads
+from coordinator.http_gateway.downloads import AT_ONCE_MAX, DOWNLOAD_S, Downloads
 from tests.support.certificates import make_certificate
 from tests.support.fake_service import KEY, FakeService, authenticate
+from tinkerpool.v1 import checkpoints_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from tinkerpool.v1 import sessions_pb2
 
 Open = Callable[..., Awaitable[tuple[HttpDoor, httpx.AsyncClient]]]
 
@@ -260,6 +260,43 @@ async def test_a_stop_does_not_wait_for_ever(opened: Open) -> None:
         await door.stop(0.2)
         [dropped] = await asyncio.gather(running, return_exceptions=True)
     assert isinstance(dropped, httpx.TransportError)
+
+
+async def test_a_reader_that_takes_nothing_is_given_up_and_a_tenant_has_few_downloads_at_once(opened: Open) -> None:
+    service: Any = FakeService(get_checkpoint=checkpoints_pb2.GetCheckpointResponse())
+    num_sent, num_running = 0, 0
+
+    async def endless(*_: Any) -> AsyncIterator[bytes]:
+        nonlocal num_sent, num_running
+        num_running += 1
+        try:
+            while True:
+                num_sent += 1
+                await asyncio.sleep(0)
+                yield bytes(1 << 18)
+        finally:
+            num_running -= 1
+
+    service.export_file = endless
+    door, client = await opened(service, body_s=1.0)
+    urls = (await client.get("/training_runs/r/checkpoints/weights/a/external_weights_urls")).json()["urls"]
+    url = httpx.URL(urls["adapter_config.json"])
+    held = []
+    for _ in range(AT_ONCE_MAX):
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.port, limit=1 << 10)
+        writer.write(b"GET " + url.raw_path + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readexactly(100)
+        held.append(writer)
+    refused = await client.get(url)
+    assert (refused.status_code, refused.json()["reason"]) == (429, "DOWNLOADS_BUSY")
+    async with asyncio.timeout(10):
+        while num_running:  # noqa: ASYNC110  # what it waits for ends in the door, which tells nobody
+            await asyncio.sleep(0.05)
+    assert num_sent < 1000  # as many as the buffers between take
+    async with client.stream("GET", url) as begun:
+        assert begun.status_code == 200
+    for each in held:
+        each.close()
 
 
 def test_a_download_address_works_until_it_expires_for_its_file_alone() -> None:
