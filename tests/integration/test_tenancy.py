@@ -12,6 +12,7 @@ from coordinator.auth import Principal
 from coordinator.errors import Code, ServiceError, invalid
 from coordinator.operations import Kind
 from tests.support.toy_pool import ToyPool, datum, pass_request, running_pool, sample_request
+from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import (
     adapters_pb2,
     checkpoints_pb2,
@@ -141,7 +142,8 @@ async def test_every_method_answers_for_anothers_thing_as_for_none(tmp_path: Pat
 async def test_this_file_knows_every_method_of_the_service(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         methods = {name for name in dir(pool.service) if not name.startswith("_")}
-    assert methods == set(CALLS) | NAMELESS | {"refuse"}  # which is no method of the contract; see below
+    beyond = {"refuse", "export_file", "newest_checkpoints"}  # no methods of the contract; see below
+    assert methods == set(CALLS) | NAMELESS | beyond
 
 
 async def test_no_place_in_anothers_order_is_refused(tmp_path: Path) -> None:
@@ -154,6 +156,18 @@ async def test_no_place_in_anothers_order_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ServiceError, match="no") as raised:
             await pool.service.refuse(await pool.principal("alice"), Kind.OPTIM_STEP, request, invalid("no"))
         assert raised.value.operation == f"{adapter}:1"
+
+
+async def test_anothers_checkpoint_is_neither_told_of_nor_read(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        path = (await things_of(pool, "alice")).checkpoint
+        adapter, eve, alice = CheckpointPath.parse(path).adapter_id, await pool.principal("eve"), await pool.principal()
+        assert await pool.service.newest_checkpoints(eve, [adapter]) == {}
+        assert await pool.service.newest_checkpoints(alice, [adapter]) != {}
+        with pytest.raises(ServiceError) as raised:
+            await anext(pool.service.export_file(eve, path, "adapter_config.json"))
+        assert raised.value.code is Code.NOT_FOUND
+        assert await anext(pool.service.export_file(alice, path, "adapter_config.json"))
 
 
 async def test_anothers_checkpoint_cannot_be_a_source(tmp_path: Path) -> None:
