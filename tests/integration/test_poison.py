@@ -83,9 +83,13 @@ def _die_of_samples_with(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 
 
 async def test_random_deaths_never_fail_an_innocent_operation(tmp_path: Path) -> None:
-    """Among them deaths of workers while something runs alone: it takes two in a row of the same operation."""
+    """Among them deaths of workers while something runs alone: it takes two in a row of the same operation.
+
+    So while an operation has died alone once, nothing is killed: the second time it would be convicted, rightly.
+    """
     chance = random.Random(7)
     async with running_pool(tmp_path, num_workers=2, replay_s_max=0.0) as pool:
+        suspects = pool.coordinator.core.loops["toy"].suspects
         tenants = [f"tenant{i}" for i in range(3)]
         adapters = [await pool.adapter(tenant) for tenant in tenants]
         names: dict[str, list[str]] = {tenant: [] for tenant in tenants}
@@ -95,7 +99,7 @@ async def test_random_deaths_never_fail_an_innocent_operation(tmp_path: Path) ->
                     names[tenant].append(await pool.forward_backward(adapter, seq, 5, tenant=tenant))
                 else:
                     names[tenant].append(await pool.optim_step(adapter, seq, tenant=tenant))
-            if seq % 3 == 0:
+            if seq % 3 == 0 and not any(suspects.deaths(name) for own in names.values() for name in own):
                 await pool.kill_worker(chance.choice(["w0", "w1"]))
         for tenant in tenants:
             done = await asyncio.wait_for(pool.wait(*names[tenant], tenant=tenant), 60)

@@ -20,7 +20,7 @@ CONFINED = {
     "grpc_health": ["coordinator/grpc_*.py"],
     "grpc_reflection": ["coordinator/grpc_*.py"],
     "starlette": ["coordinator/http_gateway/*.py"],
-    "uvicorn": ["coordinator/http_gateway/door.py"],
+    "uvicorn": ["coordinator/http_gateway/door.py", "coordinator/http_gateway/connections.py"],
     "grpc_status": ["coordinator/grpc_*.py", "tinkerpool/client/transport.py"],
 }
 
