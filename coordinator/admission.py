@@ -241,7 +241,6 @@ class Admission:
             raise
         for operation in operations:
             self._table.finished(operation)
-            operation.retire()
 
     def _take_in(self, adapter: AdapterQueue, operations: Sequence[Operation]) -> None:
         """Put operations into queue and table. Append them before anything is awaited: so a deletion that begins after
