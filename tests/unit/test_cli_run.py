@@ -142,7 +142,7 @@ def test_a_new_tenant_gets_in_with_its_key_until_it_is_revoked(terminal: Termina
         last = terminal.run("key", "revoke", json.loads((terminal.home / FILE_NAME).read_text())["api_key"])
         assert (last.returncode, "the last administrator's key" in last.stderr) == (1, True)
     log = (terminal.home / "serve.out").read_text()
-    assert key.rpartition("_")[2] not in log
+    assert key.split("_", 2)[2] not in log  # the secret may have a "_" of its own
 
 
 def test_watch_ends_quietly_at_ctrl_c(terminal: Terminal) -> None:
