@@ -195,6 +195,8 @@ class Batch:
     removals: tuple[str, ...] = ()
     """Adapter ids and version keys to forget."""
     items: tuple[Item, ...] = ()
+    decode_share: float = 0.5
+    """The part of the worker's time, above 0 and below 1, that sampling gets while both have work."""
     expected: tuple[str, ...] = ()
     """Adapters that the next batch is likely to need, most likely first: a hint, which a worker whose device copies
     beside its computation follows while this batch runs. It changes no result."""
@@ -276,6 +278,16 @@ class SampleRequest:
     num_samples: int
     params: SamplingParams
     prompt_logprobs: bool = False
+    prompt_logprobs_last_n: int = 0
+    """With `prompt_logprobs` or `topk_prompt_logprobs`: only of the last this many prompt tokens. 0: of all."""
+    topk_prompt_logprobs: int = 0
+    """The likeliest tokens wanted at every prompt position. 0: none."""
+    topk_sample_logprobs: int = 0
+    """The likeliest tokens wanted at every sampled position. 0: none."""
+    prompt_targets: NDArray[np.int32] | None = None
+    """Token ids, shape (p - 1, k), whose log-probabilities are wanted: row i at prompt position i + 1. -1: of none."""
+    prompt_alt_tokens_k: int = 0
+    """Draws wanted at every prompt position but the first, at the request's temperature. 0: none."""
     stream: bool = False
     """Emit a `TokenEvent` per token; the final `SampleResult` comes either way."""
 
@@ -292,6 +304,16 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Some tokens per position, and their natural log-probabilities under the untempered model."""
+
+    token_ids: NDArray[np.int32]
+    """Shape (n, k). Of likeliest tokens: the likeliest first, the lowest id first among equals."""
+    logprobs: NDArray[np.float32]
+    """Shape (n, k); NaN where nothing was computed, and there the id is 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSequence:
     """One finished continuation."""
 
@@ -300,6 +322,8 @@ class SampledSequence:
     logprobs: NDArray[np.float32]
     """Shape (n,), as in `TokenEvent.logprob`."""
     stop_reason: StopReason
+    topk: TokenLogprobs | None = None
+    """(n, k), if `topk_sample_logprobs` asked for it; k is at most the vocabulary's size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,9 +333,18 @@ class SampleResult:
     op_id: str
     sequences: tuple[SampledSequence, ...] = ()
     prompt_logprobs: NDArray[np.float32] | None = None
-    """Shape (p,); the first entry is NaN (nothing comes before it)."""
+    """Shape (p,); NaN at the first (nothing comes before it) and where it was not asked for."""
+    topk_prompt: TokenLogprobs | None = None
+    """(p, k), if asked for; NaN where `prompt_logprobs` is."""
+    prompt_target_logprobs: NDArray[np.float32] | None = None
+    """Shape (p - 1, k), if asked for; 0 where the request had -1."""
+    prompt_alt_tokens: TokenLogprobs | None = None
+    """(p - 1, k), if asked for; row i are draws of what could stand at prompt position i + 1."""
     error: ItemError | None = None
     num_prompt_tokens: int = 0
+    """Of the prompt, counted once for all its samples; those of `num_cached_tokens` included."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values were there already."""
     num_sampled_tokens: int = 0
     engine_s: float = 0.0
 

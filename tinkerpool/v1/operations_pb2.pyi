@@ -323,6 +323,7 @@ class SampledSequence(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     STOP_REASON_FIELD_NUMBER: _builtins.int
+    TOPK_FIELD_NUMBER: _builtins.int
     stop_reason: Global___StopReason.ValueType
     """Why it ended."""
     @_builtins.property
@@ -333,20 +334,55 @@ class SampledSequence(_message.Message):
     def logprobs(self) -> _types_pb2.Tensor:
         """float32, shape (n,): log-probability of each token under the model at temperature 1, before top-k and top-p."""
 
+    @_builtins.property
+    def topk(self) -> Global___TokenLogprobs:
+        """If asked for: the likeliest tokens at each of its positions, (n, k)."""
+
     def __init__(
         self,
         *,
         tokens: _types_pb2.Tensor | None = ...,
         logprobs: _types_pb2.Tensor | None = ...,
         stop_reason: Global___StopReason.ValueType = ...,
+        topk: Global___TokenLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "tokens", b"tokens", "topk", b"topk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "stop_reason", b"stop_reason", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "stop_reason", b"stop_reason", "tokens", b"tokens", "topk", b"topk"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SampledSequence: _TypeAlias = SampledSequence  # noqa: Y015
+
+@_typing.final
+class TokenLogprobs(_message.Message):
+    """Some tokens per position, with their log-probabilities under the model at temperature 1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _types_pb2.Tensor:
+        """int32, shape (n, k). Of likeliest tokens: the likeliest first."""
+
+    @_builtins.property
+    def logprobs(self) -> _types_pb2.Tensor:
+        """float32, shape (n, k); NaN where nothing was computed."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _types_pb2.Tensor | None = ...,
+        logprobs: _types_pb2.Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class SampleResult(_message.Message):
@@ -356,6 +392,12 @@ class SampleResult(_message.Message):
 
     SEQUENCES_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOPK_PROMPT_FIELD_NUMBER: _builtins.int
+    PROMPT_TARGET_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_ALT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    num_cached_prompt_tokens: _builtins.int
+    """Prompt tokens that an earlier request with the same weights had computed."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledSequence]:
         """`num_samples` sequences, by sample index."""
@@ -364,15 +406,31 @@ class SampleResult(_message.Message):
     def prompt_logprobs(self) -> _types_pb2.Tensor:
         """If asked for: float32, shape (p,); NaN at position 0, which nothing precedes, and where it was not asked for."""
 
+    @_builtins.property
+    def topk_prompt(self) -> Global___TokenLogprobs:
+        """If asked for: the likeliest tokens at each prompt position, (p, k); NaN where `prompt_logprobs` is."""
+
+    @_builtins.property
+    def prompt_target_logprobs(self) -> _types_pb2.Tensor:
+        """If asked for: float32, in the shape of the request's `prompt_targets`; 0 where that had -1."""
+
+    @_builtins.property
+    def prompt_alt_tokens(self) -> Global___TokenLogprobs:
+        """If asked for: draws of what could stand at prompt position i + 1, in row i of (p - 1, k)."""
+
     def __init__(
         self,
         *,
         sequences: _abc.Iterable[Global___SampledSequence] | None = ...,
         prompt_logprobs: _types_pb2.Tensor | None = ...,
+        topk_prompt: Global___TokenLogprobs | None = ...,
+        prompt_target_logprobs: _types_pb2.Tensor | None = ...,
+        prompt_alt_tokens: Global___TokenLogprobs | None = ...,
+        num_cached_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_alt_tokens", b"prompt_alt_tokens", "prompt_logprobs", b"prompt_logprobs", "prompt_target_logprobs", b"prompt_target_logprobs", "topk_prompt", b"topk_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_prompt_tokens", b"num_cached_prompt_tokens", "prompt_alt_tokens", b"prompt_alt_tokens", "prompt_logprobs", b"prompt_logprobs", "prompt_target_logprobs", b"prompt_target_logprobs", "sequences", b"sequences", "topk_prompt", b"topk_prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -263,6 +263,10 @@ class SampleRequest(_message.Message):
     PARAMS_FIELD_NUMBER: _builtins.int
     INCLUDE_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_LAST_N_FIELD_NUMBER: _builtins.int
+    TOPK_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOPK_SAMPLE_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_TARGETS_FIELD_NUMBER: _builtins.int
+    PROMPT_ALT_TOKENS_K_FIELD_NUMBER: _builtins.int
     sampler_id: _builtins.str
     """The sampler."""
     seq: _builtins.int
@@ -274,7 +278,13 @@ class SampleRequest(_message.Message):
     include_prompt_logprobs: _builtins.bool
     """Also return the log-probability of every prompt token."""
     prompt_logprobs_last_n: _builtins.int
-    """With `include_prompt_logprobs`: only of the last this many, NaN before them. 0: of all."""
+    """With `include_prompt_logprobs` or `topk_prompt_logprobs`: only of the last this many, NaN before them. 0: of all."""
+    topk_prompt_logprobs: _builtins.int
+    """Also return the this many likeliest tokens at every prompt position; at most 100."""
+    topk_sample_logprobs: _builtins.int
+    """Also return the this many likeliest tokens at every sampled position; at most 100."""
+    prompt_alt_tokens_k: _builtins.int
+    """Also draw this many tokens, at the request's temperature, at every prompt position but the first; at most 100."""
     @_builtins.property
     def prompt(self) -> _types_pb2.Tensor:
         """Token ids, shape (p,), p >= 1."""
@@ -282,6 +292,12 @@ class SampleRequest(_message.Message):
     @_builtins.property
     def params(self) -> Global___SamplingParams:
         """How to draw."""
+
+    @_builtins.property
+    def prompt_targets(self) -> _types_pb2.Tensor:
+        """Also return the log-probabilities of these token ids, shape (p - 1, k), k at most 100: row i at prompt position
+        i + 1. -1 asks for nothing.
+        """
 
     def __init__(
         self,
@@ -294,10 +310,14 @@ class SampleRequest(_message.Message):
         params: Global___SamplingParams | None = ...,
         include_prompt_logprobs: _builtins.bool = ...,
         prompt_logprobs_last_n: _builtins.int = ...,
+        topk_prompt_logprobs: _builtins.int = ...,
+        topk_sample_logprobs: _builtins.int = ...,
+        prompt_targets: _types_pb2.Tensor | None = ...,
+        prompt_alt_tokens_k: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "prompt", b"prompt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "prompt", b"prompt", "prompt_targets", b"prompt_targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_prompt_logprobs", b"include_prompt_logprobs", "num_samples", b"num_samples", "params", b"params", "prompt", b"prompt", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "request_id", b"request_id", "sampler_id", b"sampler_id", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_prompt_logprobs", b"include_prompt_logprobs", "num_samples", b"num_samples", "params", b"params", "prompt", b"prompt", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_targets", b"prompt_targets", "request_id", b"request_id", "sampler_id", b"sampler_id", "seq", b"seq", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
