@@ -123,8 +123,7 @@ def _added_latency(axis: Any, rows: Rows) -> None:
         for place, value in zip(places, added, strict=True):
             axis.text(max(value, 0), place, f" {value:.1f}", va="center", fontsize=7.5, color=INK)
     for goal, way in ((10, "in process"), (20, "Ray")):
-        axis.axvline(goal, color=ways[way], ls=":", lw=1.4, zorder=0)
-        axis.text(goal, -0.62, f"goal {way}, alone", ha="center", fontsize=7.5, color=INK)
+        axis.axvline(goal, color=ways[way], ls=":", lw=1.4, zorder=0, label=f"goal alone, {way}: {goal} ms")
     labels = [f"{row['model']}, {row['case']}\n{1e3 * row['engine']['p50_s']:,.0f} ms on the engine" for row in rows]
     axis.set_yticks(range(len(rows)), labels)
     axis.set_ylim(len(rows) - 0.5, -0.7)

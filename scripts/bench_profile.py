@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from bench_common import Column, Effort, Results, Row, check_losses, parser, shown_ms, turn_about
@@ -60,17 +60,17 @@ def kind_of(name: str, shapes: Iterable[Sequence[int]]) -> str:
     return next((kind for kind, parts in KINDS if any(part in name for part in parts)), "other operators")
 
 
-def profiled(fused: Fused, num_steps: int) -> tuple[Counter[str], float]:
+def profiled(fused: Fused, num_steps: int) -> tuple[dict[str, float], float]:
     """Seconds per step by kind of work, and of the whole step, under the profiler."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         begin_s = time.perf_counter()
         for _ in range(num_steps):
             fused.step()
         step_s = (time.perf_counter() - begin_s) / num_steps
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     for event in profiler.key_averages(group_by_input_shape=True):
         seconds[kind_of(event.key, event.input_shapes)] += event.self_cpu_time_total / 1e6 / num_steps
-    seconds[REST] = step_s - seconds.total()
+    seconds[REST] = step_s - sum(seconds.values())
     return seconds, step_s
 
 
@@ -95,7 +95,7 @@ def measure(results: Results, model: Model, cases: Sequence[Case], args: argpars
         seconds, step_s = profiled(fused, args.effort.rounds_min)
         rows += [
             {"case": str(case), "kind": kind, "seconds": spent_s, "share": spent_s / step_s}
-            for kind, spent_s in seconds.most_common()
+            for kind, spent_s in sorted(seconds.items(), key=lambda item: -item[1])
         ]
     for row in rows:
         kinds.add(row)
