@@ -85,7 +85,7 @@ def plan_pass(
             rest = iter(candidate.chunk_tokens)
             if (cost := next(rest, None)) is not None:
                 rotations.setdefault(candidate.tenant_id, deque()).append(_Turn(candidate, rest, cost))
-    shares = _lifted(state, frozenset(rotations))
+    shares = lifted(state, frozenset(rotations))
 
     num_chunks: dict[str, int] = {}
     placements: dict[str, str] = {}
@@ -156,8 +156,8 @@ def place(residents: Mapping[str, int]) -> str:
     return min(residents, key=lambda worker: (residents[worker], worker), default="")
 
 
-def _lifted(state: FairState, active: frozenset[str]) -> dict[str, Share]:
-    """Shares in which nobody who comes back is behind those who stayed."""
+def lifted(state: FairState, active: frozenset[str]) -> dict[str, Share]:
+    """Every tenant's share, in which nobody of `active` who comes back is behind those who stayed."""
     shares = dict(state.shares)
     stayed = [shares[tenant].virtual_tokens for tenant in active & state.active if tenant in shares]
     floor = min(stayed) if stayed else max((s.virtual_tokens for s in shares.values()), default=0.0)
