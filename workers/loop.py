@@ -132,14 +132,14 @@ class EngineLoop:
                 return False
             entry = self._batches.popleft() if self._batches else None
         self._take_controls(engine)
-        if entry is None:
-            self._owed_s = 0.0  # nobody waits for the time that decoding takes now
-        else:
+        if entry is not None:
             started = self._clock()
             self._run_batch(engine, *entry)
             share = entry[0].decode_share
             self._owed_s += (self._clock() - started) * share / (1.0 - share)
         self._decode(engine)
+        if entry is None:
+            self._owed_s = 0.0  # nobody waited for the time that this took
         return True
 
     def _decode(self, engine: Engine) -> None:

@@ -426,10 +426,9 @@ async def test_many_small_requests_have_as_many_tokens_as_few_large_ones(tmp_pat
         await pool.release()
         await pool.wait(*large, tenant="hog")
         await pool.wait(*names, tenant="small")
-    rounds = "".join("L" if name in large else "s" for name in started)
-    assert rounds.startswith("L" + "s" * 10 + "L")
-    assert rounds[:45].count("L") <= 5
-    assert all(len(run) == 10 for run in rounds[1:].split("L")[:3])
+    first, *runs = "".join("L" if name in large else "s" for name in started).split("L")
+    assert first == ""  # who came first
+    assert [len(run) for run in runs[:2]] == [15, 15]  # of 4 tokens each, since 2 of their prompt's 3 are cached
 
 
 async def test_batches_say_how_much_of_the_time_sampling_gets_beside_them(tmp_path: Path) -> None:

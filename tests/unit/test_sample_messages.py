@@ -158,7 +158,15 @@ def same(found: ops_pb.TokenLogprobs, expected: TokenLogprobs) -> bool:
 
 def operation(request: sampling_pb2.SampleRequest) -> Operation:
     return Operation(
-        tenant_id="t", target_id="s", seq=1, kind=Kind.SAMPLE, body=body(request), body_hash=b"", num_bytes=0
+        tenant_id="t",
+        target_id="s",
+        seq=1,
+        kind=Kind.SAMPLE,
+        body=body(request),
+        body_hash=b"",
+        request_id="",
+        chunk_tokens=0,
+        num_bytes=0,
     )
 
 

@@ -412,7 +412,7 @@ class SampleResult(_message.Message):
 
     @_builtins.property
     def prompt_target_logprobs(self) -> _types_pb2.Tensor:
-        """If asked for: float32, in the shape of the request's `prompt_targets`; 0 where that had -1."""
+        """If asked for: float32, in the shape of the request's `prompt_targets`; NaN where that had -1."""
 
     @_builtins.property
     def prompt_alt_tokens(self) -> Global___TokenLogprobs:
