@@ -179,7 +179,7 @@ def test_all_that_a_worker_answers_is_in_the_result_and_nothing_else() -> None:
     assert plain.outcome is not None
     result = plain.outcome.sample
     for name in ("prompt_logprobs", "topk_prompt", "prompt_target_logprobs", "prompt_alt_tokens"):
-        assert not result.HasField(name)  # type: ignore[arg-type]
+        assert not result.HasField(name)
     [found] = result.sequences
     assert not found.HasField("topk")
     assert (from_tensor(found.tokens).tolist(), from_tensor(found.logprobs).tolist()) == ([4, 5], [-1, -2])
