@@ -29,6 +29,8 @@ from workers.messages import (
     TokenLogprobs,
 )
 
+NOTE_BYTES_MAX = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleBody:
@@ -46,6 +48,8 @@ class SampleBody:
     prompt_targets: NDArray[np.int32] | None
     """Token ids or -1, (p - 1, k)."""
     prompt_alt_tokens_k: int
+    note: str
+    """Comes back with the result."""
 
     @property
     def num_tokens_max(self) -> int:
@@ -86,6 +90,8 @@ def canonical_sample(request: sampling_pb2.SampleRequest, model: ModelInfo, limi
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         if not 0 <= (value := getattr(request, name)) <= limits.topk_max:
             raise invalid(f"{name} must be 0 (none) to {limits.topk_max}, not {value}")
+    if len(request.note.encode()) > NOTE_BYTES_MAX:
+        raise invalid(f"note has {len(request.note.encode())} bytes, at most {NOTE_BYTES_MAX}: keep the rest yourself")
     body = sampling_pb2.SampleRequest(
         sampler_id=request.sampler_id,
         prompt=to_tensor(prompt),
@@ -96,6 +102,7 @@ def canonical_sample(request: sampling_pb2.SampleRequest, model: ModelInfo, limi
         topk_sample_logprobs=request.topk_sample_logprobs,
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         params=params,
+        note=request.note,
     )
     num_targets = 0
     if request.HasField("prompt_targets"):
@@ -128,12 +135,14 @@ def decode_sample(body: bytes) -> SampleBody:
         topk_sample_logprobs=request.topk_sample_logprobs,
         prompt_targets=from_tensor(request.prompt_targets) if request.HasField("prompt_targets") else None,
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+        note=request.note,
     )
 
 
 def fill_sample(operation: Operation, result: SampleResult) -> None:
     """Decide a sample that has succeeded."""
-    sample = operation.succeed(0).sample
+    asked, sample = decode_sample(operation.body), operation.succeed(0).sample
+    sample.note = asked.note
     for sequence in result.sequences:
         added = sample.sequences.add(
             tokens=to_tensor(sequence.tokens),
@@ -147,10 +156,9 @@ def fill_sample(operation: Operation, result: SampleResult) -> None:
     if result.topk_prompt is not None:
         sample.topk_prompt.CopyFrom(_token_logprobs(result.topk_prompt))
     if result.prompt_target_logprobs is not None:
-        targets = decode_sample(operation.body).prompt_targets
-        assert targets is not None
+        assert asked.prompt_targets is not None
         # A log-probability may be 0 as well: what was not asked for must look like nothing else.
-        logprobs = np.where(targets < 0, np.float32(np.nan), result.prompt_target_logprobs)
+        logprobs = np.where(asked.prompt_targets < 0, np.float32(np.nan), result.prompt_target_logprobs)
         sample.prompt_target_logprobs.CopyFrom(to_tensor(logprobs))
     if result.prompt_alt_tokens is not None:
         sample.prompt_alt_tokens.CopyFrom(_token_logprobs(result.prompt_alt_tokens))

@@ -1,9 +1,9 @@
 """Sample requests: on which worker they run, with which weights; and their tokens and results on the way back.
 
 Samples have no order among themselves, so they pass by the cycles: a request goes to a worker as soon as that has room,
-the tenant first that has had the least (`turns`). The one whose turn it is waits until it has room, and the others wait
-behind it, or a large one would wait for ever. Tokens stream to listeners and are kept nowhere; a finished request
-commits by group commit. A lost worker's requests start again from their logged seeds and give the same tokens.
+the tenant first that has had the least (`sample_turns`). The one whose turn it is waits until it has room, and the
+others wait behind it, or a large one would wait for ever. Tokens stream to listeners and are kept nowhere; a finished
+request commits by group commit. A lost worker's requests start again from their logged seeds and give the same tokens.
 
 Knows the pool's sampling side and the store; not what a token means.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 
@@ -24,10 +24,10 @@ from coordinator.operations import Operation, item_error
 from coordinator.planner import Share
 from coordinator.running import finished_row
 from coordinator.sample_messages import decode_sample, fill_sample
+from coordinator.sample_turns import SampleTurns
 from coordinator.saving import Saver
 from coordinator.store import CycleCommit, Store
 from coordinator.suspects import Suspects
-from coordinator.turns import Turns
 from coordinator.waiting import OperationTable
 from tinkerpool.names import operation_name
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -60,6 +60,7 @@ class _Request:
     operation: Operation
     sampler: Row
     num_samples: int
+    num_tokens_max: int
     worker_id: str = ""
     is_cancelled: bool = False
     num_refused: int = 0
@@ -114,7 +115,7 @@ class Sampling:
         self._suspects_of = suspects_of
         self._worker_lost = worker_lost
         self._fatal = fatal
-        self._turns: dict[str, Turns] = {}
+        self._turns: defaultdict[str, SampleTurns] = defaultdict(lambda: SampleTurns(shares))
         """By base model."""
         self._requests: dict[str, _Request] = {}
         self._workers: dict[str, _Worker] = {}
@@ -131,11 +132,10 @@ class Sampling:
     def submit(self, operation: Operation, sampler: Row) -> None:
         """Queue a durable sample operation."""
         asked = decode_sample(operation.body)
-        request = _Request(operation, self._current(sampler), asked.num_samples)
+        request = _Request(operation, self._current(sampler), asked.num_samples, asked.num_tokens_max)
         self._last_seq[operation.target_id] = max(operation.seq, self._last_seq.get(operation.target_id, 0))
         self._requests[operation.name] = request
-        turns = self._turns.setdefault(request.base_model, Turns(self._shares))
-        turns.add(operation.name, operation.tenant_id, asked.num_tokens_max)
+        self._enqueue(request)
         self.dispatch(request.base_model)
 
     def _current(self, sampler: Row) -> Row:
@@ -267,8 +267,8 @@ class Sampling:
 
     def dispatch(self, base_model: str) -> None:
         """Hand out requests while a worker has room for the one whose turn it is."""
-        turns, suspects = self._turns.get(base_model), self._suspects_of(base_model)
-        while turns is not None and not self.is_stopping and self._has_room(base_model):
+        turns, suspects = self._turns[base_model], self._suspects_of(base_model)
+        while not self.is_stopping and self._has_room(base_model):
             name = turns.first(suspects.may_run)
             worker_id = self._choose_worker(base_model, self._requests[name]) if name is not None else None
             if name is None or worker_id is None:
@@ -280,6 +280,10 @@ class Sampling:
             worker.running[name] = request
             worker.num_sequences += request.num_samples
             self._spawn(self._start(worker_id, worker, request))
+
+    def _enqueue(self, request: _Request) -> None:
+        name, tenant_id = request.operation.name, request.operation.tenant_id
+        self._turns[request.base_model].add(name, tenant_id, request.num_tokens_max)
 
     def _again(self, request: _Request) -> None:
         """Start it anew, on any worker: from its logged seed it draws the same tokens."""

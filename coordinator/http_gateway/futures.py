@@ -1,8 +1,7 @@
 """Promises: their ids, and waiting for what they promise.
 
 The id of a promise is the operation's name. What is done when it returns (a new model) is promised, too, because the
-SDK expects that; its id says what it was. An id also says if the answer shall be sparse. So a promise needs no state
-here, and holds in every life of the coordinator.
+SDK expects that; its id says what it was. So a promise needs no state here, and holds in every life of the coordinator.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 
 CREATED, LOADED, UNLOADED = "create_model", "load_weights", "unload_model"
 """Kinds of promises of what was done at once, to a model."""
-SPARSE = "sparse"
-"""Kind of a promise of a sample whose targets came as sparse rows: their log-probabilities go back so."""
 NO_WORKER = "no worker of the pool can make progress at the moment; it is being replaced"
 
 
@@ -37,11 +34,6 @@ def promise(request_id: str, **more: Any) -> Response:
 def promise_of_model(kind: str, adapter_id: str) -> Response:
     """The same, for a model that is there already."""
     return promise(f"{kind}={adapter_id}")
-
-
-def promise_of_sparse(name: str, **more: Any) -> Response:
-    """The promise of a sample that was given sparse targets."""
-    return promise(f"{SPARSE}={name}", **more)
 
 
 async def submit(call: Call, use_case: Callable[..., Awaitable[Any]], *request: Any) -> Response:
@@ -66,18 +58,17 @@ async def retrieve_future(call: Call) -> Response:
     if kind in (CREATED, LOADED, UNLOADED):
         await call.service.get_adapter(call.principal, adapters_pb2.GetAdapterRequest(adapter_id=adapter_id))
         return JSONResponse({"type": kind, "model_id": adapter_id})
-    operation = await finished(call, _operation_of(request_id), call.door.poll_s)
+    operation = await finished(call, request_id, call.door.poll_s)
     if operation is None:
         return _try_again(call, request_id)
-    is_binary = PROTOBUF in call.request.headers.get("accept", "")
-    return result_response(operation, is_binary=is_binary, is_sparse=kind == SPARSE)
+    return result_response(operation, is_binary=PROTOBUF in call.request.headers.get("accept", ""))
 
 
 async def cancel_future(call: Call) -> Response:
     """POST /cancel_future. A promise that is gone needs no cancelling."""
-    name = _operation_of((await call.json(RetrieveFuture)).request_id)
+    request_id = (await call.json(RetrieveFuture)).request_id
     try:
-        await call.service.cancel_operation(call.principal, ops_pb.CancelOperationRequest(name=name))
+        await call.service.cancel_operation(call.principal, ops_pb.CancelOperationRequest(name=request_id))
     except ServiceError as error:
         if error.code is not Code.NOT_FOUND:
             raise
@@ -104,11 +95,6 @@ async def finished(call: Call, name: str, timeout_s: float) -> ops_pb.Operation 
             f"no result of {name[:200]!r}: it was never promised to this API key, or was kept its time and dropped",
         ) from None
     return found
-
-
-def _operation_of(request_id: str) -> str:
-    """The name of the promised operation."""
-    return request_id.removeprefix(f"{SPARSE}=")
 
 
 def _try_again(call: Call, request_id: str) -> Response:

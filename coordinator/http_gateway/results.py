@@ -20,19 +20,19 @@ OUTPUT_TYPE = "TorchLossReturn"
 """What the protocol calls the outputs of every built-in loss."""
 NOTHING_LOGPROB = -99999.0
 """What stands, beside token 0, where there are no likeliest tokens."""
+SPARSE = "sparse"
+"""The note on a sample whose targets came as sparse rows: their log-probabilities go back so."""
 _STOP_REASONS = {ops_pb.STOP_REASON_STOP: "stop", ops_pb.STOP_REASON_LENGTH: "length"}
 
 
-def result_response(operation: ops_pb.Operation, *, is_binary: bool, is_sparse: bool = False) -> Response:
-    """The answer to who asks for a finished operation; `is_binary`: passes and samples as protobuf, `is_sparse`: the
-    log-probabilities of targets as sparse rows.
-    """
+def result_response(operation: ops_pb.Operation, *, is_binary: bool) -> Response:
+    """The answer to who asks for a finished operation; `is_binary`: passes and samples as protobuf."""
     if operation.state == ops_pb.OPERATION_STATE_FAILED:
         return JSONResponse(failure(operation.error))
     if is_binary and operation.WhichOneof("result") == "forward_backward":
         return _binary(_output(operation.forward_backward))
     if is_binary and operation.WhichOneof("result") == "sample":
-        return _binary(_sample(operation.sample, is_sparse=is_sparse))
+        return _binary(_sample(operation.sample))
     return JSONResponse(_json(operation))
 
 
@@ -48,7 +48,7 @@ def _output(result: ops_pb.ForwardBackwardResult) -> wire.ForwardBackwardOutput:
     )
 
 
-def _sample(result: ops_pb.SampleResult, *, is_sparse: bool) -> wire.SampleResponse:
+def _sample(result: ops_pb.SampleResult) -> wire.SampleResponse:
     response = wire.SampleResponse(prompt_cache_hit_tokens=result.num_cached_prompt_tokens)
     for sequence in result.sequences:
         is_stop = sequence.stop_reason == ops_pb.STOP_REASON_STOP
@@ -64,7 +64,7 @@ def _sample(result: ops_pb.SampleResult, *, is_sparse: bool) -> wire.SampleRespo
         response.topk_prompt_logprobs.CopyFrom(_topk(result.topk_prompt))
     if result.HasField("prompt_target_logprobs"):
         logprobs = from_tensor(result.prompt_target_logprobs)  # (p - 1, k)
-        rows = sparse_rows(logprobs) if is_sparse else dense_floats(_filled(logprobs, 0.0))
+        rows = sparse_rows(logprobs) if result.note == SPARSE else dense_floats(_filled(logprobs, 0.0))
         response.target_prompt_logprobs.CopyFrom(rows)
     if result.HasField("prompt_alt_tokens"):
         tokens, logprobs = map(from_tensor, (result.prompt_alt_tokens.token_ids, result.prompt_alt_tokens.logprobs))

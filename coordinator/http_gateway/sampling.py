@@ -9,7 +9,8 @@ from coordinator.errors import ServiceError, invalid
 from coordinator.http_gateway import shapes
 from coordinator.http_gateway.calls import JSON_BYTES_MAX, Call
 from coordinator.http_gateway.errors import unsupported
-from coordinator.http_gateway.futures import promise, promise_of_sparse
+from coordinator.http_gateway.futures import promise
+from coordinator.http_gateway.results import SPARSE
 from coordinator.http_gateway.tensors import binary_tensor, dense, not_text, shape_of
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import sampling_pb2 as pb
@@ -45,9 +46,6 @@ async def asample(call: Call) -> Response:
     request = _request(asked)
     operation = (await call.service.sample(call.principal, request)).operation
     sequences = [f"{operation.name}:{index}" for index in range(request.num_samples)]
-    targets = asked.target_prompt_logprobs
-    if targets is not None and targets.sparse_crow_indices is not None:
-        return promise_of_sparse(operation.name, sample_sequence_ids=sequences)
     return promise(operation.name, sample_sequence_ids=sequences)
 
 
@@ -71,6 +69,7 @@ def _request(asked: shapes.Sample) -> pb.SampleRequest:
         topk_sample_logprobs=asked.topk_sample_logprobs or 0,
         prompt_targets=_targets(targets, len(prompt)) if targets is not None else None,
         prompt_alt_tokens_k=asked.prompt_alt_tokens_k or 0,
+        note=SPARSE if targets is not None and targets.sparse_crow_indices is not None else "",
     )
 
 

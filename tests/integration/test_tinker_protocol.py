@@ -255,19 +255,12 @@ def sample_body(session: str, **values: Any) -> dict[str, Any]:
     return body | {"sampling_params": {"max_tokens": 1}} | values
 
 
-def test_a_promise_of_sparse_targets_is_the_operations_and_says_so(wired: Wire) -> None:
+def test_clients_that_read_json_get_the_likeliest_tokens_of_a_prompt(wired: Wire) -> None:
     session = wired.session()
     wired.ok("/create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"})
-    targets = targets_of([2, 1], data=[5], sparse_crow_indices=[0, 0, 1], sparse_col_indices=[0])
-    body = sample_body(session, target_prompt_logprobs=targets, topk_prompt_logprobs=2)
-    first, again = (wired.ok("/asample", body) for _ in range(2))
-    assert first == again
-    assert first["request_id"] == f"sparse={session}:sample:0:1"
-    assert first["sample_sequence_ids"] == [f"{session}:sample:0:1:0"]
-    answered = wired.result(first["request_id"])
+    promise = wired.ok("/asample", sample_body(session, topk_prompt_logprobs=2))
+    answered = wired.result(promise["request_id"])
     assert answered["topk_prompt_logprobs"] == [None, [[2, -2.0], [3, -3.0]], [[3, -2.0], [4, -3.0]]]
-    assert wired.ok("/cancel_future", {"request_id": first["request_id"]}) == {}
-    assert wired.post("/retrieve_future", {"request_id": "sparse=nobody:sample:0:1"}).status_code == 410
 
 
 def test_bodies_that_are_not_what_they_say_are_refused(wired: Wire, model: str) -> None:

@@ -222,22 +222,6 @@ def test_more_than_can_be_answered_is_a_bad_request(service: tinker.ServiceClien
         sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1), **asked).result(WAIT_S)
 
 
-def test_a_cancelled_sample_with_sparse_targets_ends(pool: RestartablePool, service: tinker.ServiceClient) -> None:
-    ids = torch.full((11, 4), -1, dtype=torch.int64)
-    ids[0, 0] = 1
-    engine = pool.pool.engines["w0"][-1]
-    engine.may_decode = False
-    sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
-    prompt, params = types.ModelInput.from_ints(list(range(1, 13))), types.SamplingParams(max_tokens=40)
-    targets = types.TensorData.from_torch_sparse(ids, pad_value=-1)
-    sampling = pool.pool.coordinator.core.sampling
-    future = sampler.sample(prompt, 1, params, target_prompt_logprobs=targets)
-    wait_until(lambda: sampling.num_requests == 1)
-    future.future().cancel()
-    wait_until(lambda: sampling.num_requests == 0)
-    engine.may_decode = True
-
-
 def test_an_inflight_sampler_follows_its_model_and_a_snapshot_does_not(client: Any) -> None:
     params = types.SamplingParams(max_tokens=6, seed=7)
 

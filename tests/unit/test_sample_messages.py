@@ -85,6 +85,7 @@ def test_everything_that_is_asked_for_is_part_of_the_body_and_the_width_of_token
         {"topk_prompt_logprobs": 1, "prompt_logprobs_last_n": 1},
         {"topk_sample_logprobs": 1},
         {"prompt_alt_tokens_k": 1},
+        {"note": "mine"},
     ]
     assert len({body(asked(extras)) for extras in others}) == len(others)
 
@@ -111,6 +112,7 @@ def test_everything_that_is_asked_for_is_part_of_the_body_and_the_width_of_token
         ({"stop": sampling_pb2.StopCondition(tokens=[100])}, "0 to 99"),
         ({"extras": {"prompt_logprobs_last_n": 1}}, "goes only with include_prompt_logprobs"),
         ({"extras": {"prompt_logprobs_last_n": -1, "include_prompt_logprobs": True}}, r"0 \(all\) or more"),
+        ({"extras": {"note": "é" * 129}}, "note has 258 bytes, at most 256"),
         ({"extras": {"topk_prompt_logprobs": 101}}, "topk_prompt_logprobs must be 0 .* to 100, not 101"),
         ({"extras": {"topk_sample_logprobs": -1}}, "topk_sample_logprobs must be 0 .* to 100, not -1"),
         ({"extras": {"prompt_alt_tokens_k": 101}}, "prompt_alt_tokens_k must be 0 .* to 100"),
@@ -184,7 +186,7 @@ def test_all_that_a_worker_answers_is_in_the_result_and_nothing_else() -> None:
     assert not found.HasField("topk")
     assert (from_tensor(found.tokens).tolist(), from_tensor(found.logprobs).tolist()) == ([4, 5], [-1, -2])
 
-    full = operation(asked({"prompt_targets": targets([0, -1], [7, 8])}))
+    full = operation(asked({"prompt_targets": targets([0, -1], [7, 8]), "note": "mine"}))
     with_topk = SampledSequence(
         tokens=sequence.tokens, logprobs=sequence.logprobs, stop_reason=StopReason.LENGTH, topk=likeliest(2)
     )
@@ -208,6 +210,6 @@ def test_all_that_a_worker_answers_is_in_the_result_and_nothing_else() -> None:
     assert same(result.topk_prompt, answer.topk_prompt)
     assert same(result.prompt_alt_tokens, answer.prompt_alt_tokens)
     assert same(result.sequences[0].topk, with_topk.topk)
-    assert result.num_cached_prompt_tokens == 2
+    assert (result.num_cached_prompt_tokens, result.note) == (2, "mine")
     asked_for = np.array([[0, np.nan], [-7, -8]], np.float32)  # a token that is certain is not one not asked for
     assert np.array_equal(from_tensor(result.prompt_target_logprobs), asked_for, equal_nan=True)

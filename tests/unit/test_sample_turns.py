@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.planner import Share
-from coordinator.turns import Turns
+from coordinator.sample_turns import SampleTurns
 
 
 def anybody(_name: str) -> bool:
@@ -17,7 +17,7 @@ class Served:
     """Requests named `<tenant><number>`, one at a time."""
 
     def __init__(self, **weights: float) -> None:
-        self.turns = Turns({tenant: Share(weight=weight) for tenant, weight in weights.items()})
+        self.turns = SampleTurns({tenant: Share(weight=weight) for tenant, weight in weights.items()})
         self.tokens: dict[str, int] = {}
         self.num_drawn: Counter[str] = Counter()
 
@@ -66,7 +66,7 @@ def test_shares_follow_weights_within_ten_percent() -> None:
 
 
 def test_what_runs_counts_with_the_most_that_it_may_draw() -> None:
-    turns = Turns({})
+    turns = SampleTurns({})
     for tenant in "ab":
         for number in range(9):
             turns.add(f"{tenant}{number}", tenant, 100 if tenant == "a" else 25)
@@ -106,7 +106,7 @@ def test_what_was_never_drawn_puts_nobody_behind_who_came_meanwhile() -> None:
 
 
 def test_a_request_that_begins_anew_is_charged_once() -> None:
-    turns = Turns({})
+    turns = SampleTurns({})
     turns.add("a0", "a", 100)
     for _ in range(3):
         turns.begin("a0")
@@ -132,10 +132,11 @@ def test_who_may_not_run_now_is_passed_over_with_its_place_kept() -> None:
     assert served.turns.first(anybody) == "a0"
 
 
-def test_a_waiting_request_can_end() -> None:
+def test_a_waiting_request_can_end_and_one_that_never_waited_may() -> None:
     served = Served()
     served.ask("a", 10, 10)
     served.turns.end("a0", 0)
+    served.turns.end("nobody's", 0)
     assert served.serve(1) == ["a1"]
     assert served.turns.first(anybody) is None
 
@@ -144,7 +145,7 @@ def test_a_waiting_request_can_end() -> None:
 def test_the_turn_is_always_the_tenants_who_has_had_the_least(
     requests: list[tuple[str, int]], num_at_once: int
 ) -> None:
-    turns, tokens = Turns({}), {}
+    turns, tokens = SampleTurns({}), {}
     for number, (tenant, num_tokens) in enumerate(requests):
         tokens[f"{tenant}{number}"] = num_tokens
         turns.add(f"{tenant}{number}", tenant, num_tokens)

@@ -37,7 +37,7 @@ class _Entry:
     """The most that the engine will compute for it."""
 
 
-class Turns:
+class SampleTurns:
     """The requests that wait or run, and what every tenant has had."""
 
     def __init__(self, shares: Mapping[str, Share]) -> None:
@@ -97,8 +97,13 @@ class Turns:
         self._rank(entry.tenant_id)
 
     def end(self, name: str, num_tokens: int) -> None:
-        """A request is finished, whether it ran or waited; the engine computed `num_tokens` for it."""
-        entry = self._entries.pop(name)
+        """A request is finished, whether it ran or waited; the engine computed `num_tokens` for it.
+
+        One that was never added is ignored.
+        """
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            return
         tenant_id = entry.tenant_id
         if name in self._waiting.get(tenant_id, ()):
             self._leave(name, tenant_id)
