@@ -18,11 +18,11 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 PROTOBUF = "application/x-protobuf"
 OUTPUT_TYPE = "TorchLossReturn"
 """What the protocol calls the outputs of every built-in loss."""
+_STOP_REASONS = {ops_pb.STOP_REASON_STOP: "stop", ops_pb.STOP_REASON_LENGTH: "length"}
 NOTHING_LOGPROB = -99999.0
 """What stands, beside token 0, where there are no likeliest tokens."""
 SPARSE = "sparse"
 """The note on a sample whose targets came as sparse rows: their log-probabilities go back so."""
-_STOP_REASONS = {ops_pb.STOP_REASON_STOP: "stop", ops_pb.STOP_REASON_LENGTH: "length"}
 
 
 def result_response(operation: ops_pb.Operation, *, is_binary: bool) -> Response:

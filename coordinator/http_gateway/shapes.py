@@ -12,13 +12,13 @@ from pydantic import BaseModel, Field
 Seq = Annotated[int, Field(ge=1, lt=1 << 62)]
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Index = Annotated[int, Field(ge=0, lt=10**9)]
-NumTokens = Annotated[int, Field(ge=0, lt=1 << 31)]
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]
 """Of a million wrong items the first is told: all of them would be gigabytes of reasons."""
 Named = Annotated[dict[str, Item], Field(fail_fast=True)]
 """The same, by name."""
 Metadata = Named[str] | None
+NumTokens = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class Nothing(BaseModel):

@@ -367,27 +367,6 @@ async def test_a_sample_that_could_not_be_logged_is_not_run_and_can_be_sent_agai
     assert operation.state == SUCCEEDED
 
 
-async def test_tenants_take_turns_at_a_full_worker(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, samples_per_worker_max=1) as pool:
-        mine = await pool.sampler(await pool.session())
-        theirs = await pool.sampler(await pool.session("bob"), tenant="bob")
-        engine, started = pool.engines["w0"][-1], []
-        start_sample = engine.start_sample
-
-        def start(request: SampleRequest) -> None:
-            started.append(request.op_id)
-            start_sample(request)
-
-        engine.start_sample = start  # type: ignore[method-assign]
-        pool.hold()
-        names = [await pool.sample(mine, seq) for seq in range(1, 20)]
-        other = await pool.sample(theirs, 1, tenant="bob")
-        await pool.release()
-        await pool.wait(*names)
-        await pool.wait(other, tenant="bob")
-    assert started.index(other) <= 2
-
-
 def note_starts(pool: ToyPool) -> list[str]:
     """The names of requests, as workers get them from now on."""
     engine, started = pool.engines["w0"][-1], list[str]()
@@ -459,6 +438,20 @@ async def test_batches_say_how_much_of_the_time_sampling_gets_beside_them(tmp_pa
         assert await share(4, "bob") == pytest.approx(4 / 5)  # a tenant, not a request
         assert await share(5, "carol") == 0.9  # training is left a tenth
         await pool.release()
+
+
+async def test_tenants_take_turns_at_a_full_worker(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, samples_per_worker_max=1) as pool:
+        mine = await pool.sampler(await pool.session())
+        theirs = await pool.sampler(await pool.session("bob"), tenant="bob")
+        started = note_starts(pool)
+        pool.hold()
+        names = [await pool.sample(mine, seq) for seq in range(1, 20)]
+        other = await pool.sample(theirs, 1, tenant="bob")
+        await pool.release()
+        await pool.wait(*names)
+        await pool.wait(other, tenant="bob")
+    assert started.index(other) <= 2
 
 
 async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(tmp_path: Path) -> None:
