@@ -30,6 +30,7 @@ from workers.messages import (
 )
 
 NOTE_BYTES_MAX = 256
+"""Largest note on a request, in UTF-8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
