@@ -192,6 +192,21 @@ async def test_a_coroutine_that_stops_waiting_for_a_token_cancels_the_sample(
     await asyncio.to_thread(wait_until, lambda: bool(pool.requests("CancelOperation")))
 
 
+def test_a_stream_is_closed_under_who_waits_for_its_next_token(pool: FakePool, sampler: SamplingClient) -> None:
+    pool.handlers["StreamSample"] = lambda request: [token(0, 5), UNREACHABLE]
+    pool.is_held = True
+    stream = sampler.sample_stream(PROMPT, 1, SamplingParams(max_tokens=3))
+    seen: list[int] = []
+    reader = threading.Thread(target=lambda: seen.extend(each.token for each in stream))
+    reader.start()
+    wait_until(lambda: bool(pool.requests("Sample")))  # the stream broke, and the rest is waited for
+    stream.close()
+    reader.join(10)
+    assert not reader.is_alive()
+    assert seen == [5]
+    wait_until(lambda: bool(pool.requests("CancelOperation")))
+
+
 async def test_a_stream_that_has_ended_cancels_nothing(pool: FakePool, sampler: SamplingClient) -> None:
     finished = sampling_pb2.StreamSampleResponse(operation=sample_operation("x", 1, 2))
     pool.handlers["StreamSample"] = lambda request: [token(0, 0), finished]

@@ -168,6 +168,8 @@ class SamplingClient(Ready):
     ) -> SamplingClient:
         """A client of the sampler of a handle, with this process's key, found as `ServiceClient` does.
 
+        The handle says where the key is sent: take handles from nobody but yourself.
+
         Raises ValueError for what is no handle, ConfigurationError if there is no key.
         """
         base_url, api_key = find_service(SamplerHandle.decode(handle).base_url, api_key)
