@@ -247,10 +247,10 @@ def _sampling(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
     sides = {
         "base": ("engine, base model", COLORS["limit"]),
         "lora": ("engine, one adapter", COLORS["fused"]),
-        "generate": ("`generate`, PEFT", COLORS["peft"]),
+        "generate": ("generate, PEFT", COLORS["peft"]),
         "continuous": ("continuous batching, PEFT", "#e8bd8f"),
     }
-    _speed_bars(left, batch, sides, {"lora": lambda row: f"{row['over_generate']['median']:.2f} x `generate`"})
+    _speed_bars(left, batch, sides, {"lora": lambda row: f"{row['over_generate']['median']:.2f} x generate"})
     left.set_yticks(range(len(batch)), [row["model"] for row in batch])
     left.set_title(
         f"One adapter, {batch[0]['prompts']} prompts of {batch[0]['prompt_tokens']} tokens", loc="left", fontsize=9.5

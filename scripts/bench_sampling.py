@@ -221,11 +221,14 @@ class Bench:
         """The first token after a new prompt, the same again, and one that begins with it."""
         sizes = self.sizes
         prompt = self.prompts.draw(sizes.cached_tokens)
+        computed = {}
         cached = {}
 
         def side(name: str, make: Callable[[], NDArray[np.int32]]) -> Callable[[], None]:
             def run() -> None:
+                self.engine.num_rows = 0
                 [result] = self.engine.sample([Ask(prompt=make(), num_tokens=1)])
+                computed[name] = self.engine.num_rows
                 cached[name] = result.num_cached_tokens
 
             return run
@@ -242,6 +245,7 @@ class Bench:
         timings = turn_about(sides, self.effort, in_order=True)
         return self.row(
             case=f"{sizes.cached_tokens} (+ {sizes.added_tokens})",
+            computed=computed,
             cached=cached,
             speedup=timings["cold"].ratio_to(timings["warm"]),
             **{name: timing.summary() for name, timing in timings.items()},

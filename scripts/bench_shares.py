@@ -169,7 +169,7 @@ def main() -> None:
     command.add_argument("--seconds", type=float, help="of a window; default: 10")
     command.add_argument("--windows", type=int, help="default: 3")
     args = command.parse_args()
-    args.seconds = args.seconds or (1.0 if args.quick else 10.0)
+    args.seconds = args.seconds or (2.0 if args.quick else 10.0)
     args.windows = args.windows or (1 if args.quick else 3)
     with open_models(chosen_models(args)) as models, Results("shares", args) as results:
         table = results.table(

@@ -131,14 +131,17 @@ def test_a_prompt_is_computed_once_for_all_samples_of_a_request(reports: dict[st
     [row] = reports["sampling"]["tables"]["sampling-prompt"]["rows"]
     assert row["computed"]["request"] == row["prompt_tokens"] == 130
     assert row["computed"]["prompts"] == row["samples"] * 130
+    for kind in ("requests", "prompts"):
+        assert row["computed"][kind] + row["cached"][kind] == row["samples"] * 130, "computed or found, never both"
     goals = [goal for goal in reports["sampling"]["goals"] if "prompt tokens computed" in goal["what"]]
     assert [(goal["measured"], goal["target"]) for goal in goals] == [(130, 130)]
 
 
-def test_a_prompt_that_never_came_is_not_in_the_cache(reports: dict[str, Report]) -> None:
+def test_a_prompt_is_computed_as_far_as_it_is_not_in_the_cache(reports: dict[str, Report]) -> None:
     [row] = reports["sampling"]["tables"]["sampling-first-token"]["rows"]
     assert row["cached"]["cold"] == 0
-    assert row["cached"]["warm"] <= 129, "the last token is always computed"
+    for name, num_tokens in {"cold": 130, "warm": 130, "longer": 140}.items():
+        assert row["computed"][name] + row["cached"][name] == num_tokens
 
 
 def test_both_tenants_are_charged_in_every_window(reports: dict[str, Report]) -> None:
@@ -146,7 +149,6 @@ def test_both_tenants_are_charged_in_every_window(reports: dict[str, Report]) ->
     [window] = row["windows"]
     assert window["trains"] > 0
     assert window["samples"] > 0
-    assert window["trains"] + window["samples"] < 1.1 * window["wall_s"]
     assert row["sampling_share"] == pytest.approx(window["samples"] / (window["trains"] + window["samples"]))
     [goal] = reports["shares"]["goals"]
     assert goal["measured"] == pytest.approx(abs(2 * row["sampling_share"] - 1))
