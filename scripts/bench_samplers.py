@@ -134,6 +134,7 @@ class Generate:
         """`weights`: the adapter as `Fused.weights` gives it."""
         self.model: Any = SequentialPeft(model, [RANK], [weights]).model.eval().requires_grad_(requires_grad=False)
         self.model.generation_config = _generation_config(num_tokens, eos_token_id=None)
+        self._num_tokens = num_tokens
         self._num_threads = 1
 
     def use_threads(self, num_threads: int) -> None:
@@ -141,10 +142,12 @@ class Generate:
         self._num_threads = num_threads
 
     def sample(self, prompts: Sequence[NDArray[np.int32]]) -> Tensor:
-        """Prompts (P,) of equal length -> tokens (S, P + N)."""
+        """Prompts (P,) of equal length -> tokens (S, P + N). Raises RuntimeError if it ended early."""
         tokens = torch.from_numpy(np.stack(prompts).astype(np.int64))  # (S, P)
         with _threads(self._num_threads), torch.inference_mode():
             out: Tensor = self.model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        if out.shape != (len(prompts), tokens.shape[1] + self._num_tokens):
+            raise RuntimeError(f"generate gave tokens of shape {tuple(out.shape)}: it ended early")
         return out
 
     @torch.inference_mode()

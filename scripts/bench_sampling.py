@@ -15,7 +15,7 @@ first token  a prompt of 480 tokens that is new, that came before, and one that 
 
 Sides take turns, on new prompts each time, so that a cache helps where it is measured only. What engine and PEFT sample
 from is the same: the script stops if log-probabilities differ. --profile measures nothing, but shows where the time of
-a decode step of such a batch goes, operation by operation and line of Python by line. Prints Markdown tables.
+a decode step of such a batch goes, by operation and by function of Python. Prints Markdown tables.
 """
 
 from __future__ import annotations
