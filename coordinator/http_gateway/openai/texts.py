@@ -106,13 +106,14 @@ class Texts:
         if model.name not in self._models:
             found = await call.service.get_tokenizer(call.principal, pb.GetTokenizerRequest(base_model=model.name))
             try:
-                self._models[model.name] = await asyncio.to_thread(_read, model, dict(found.files))
+                self._models[model.name] = await asyncio.to_thread(read_text_model, model, dict(found.files))
             except ValueError as error:
                 raise no_model(model.name, f"for this API, at least: {error}; use gRPC or the Tinker API") from None
         return self._models[model.name]
 
 
-def _read(model: pb.BaseModel, files: Mapping[str, bytes]) -> TextModel:
+def read_text_model(model: pb.BaseModel, files: Mapping[str, bytes]) -> TextModel:
+    """A base model of its tokenizer files. Raises ValueError, saying what is missing or damaged."""
     if "tokenizer.json" not in files:
         raise ValueError("it has no tokenizer.json")
     try:
