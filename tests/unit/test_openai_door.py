@@ -324,7 +324,7 @@ TEXT = {"prompt": "And"}
         (TEXT | {"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter", "send 0"),
         (TEXT | {"min_p": 0.5}, "min_p", "unknown_parameter", "leave it out"),
         (TEXT | {"stream_options": {"include_usage": True}}, "stream_options", "invalid_value", "stream=true"),
-        (TEXT | {"max_tokens": 62}, "prompt", "context_length_exceeded", "64 tokens in all"),
+        (TEXT | {"max_tokens": 64}, "prompt", "context_length_exceeded", "64 tokens in all"),
         ({"prompt": ""}, "prompt", "invalid_value", "prompt is empty"),
         ({"prompt": []}, "prompt", "invalid_value", "not empty"),
         ({"prompt": ["a", 1]}, "prompt", "invalid_value", r"prompt\[1\]"),
