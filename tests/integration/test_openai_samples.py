@@ -121,6 +121,7 @@ def test_an_adapter_means_its_newest_saved_weights_and_the_answer_says_which(poo
         with pytest.raises(openai.BadRequestError, match="save_weights_for_sampler") as refused:
             client.completions.create(model=adapter, prompt="w1", max_tokens=1)
         assert refused.value.code == "no_saved_weights"
+        path = ""
         for seq, name in enumerate(("a", "b"), start=1):
             path = save(pool, name, adapter, seq)
             assert client.completions.create(model=adapter, prompt="w1", max_tokens=1).model == path

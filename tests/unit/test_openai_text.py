@@ -26,6 +26,11 @@ SHOWN = [token for token in range(TOKENIZER.get_vocab_size()) if token not in MO
 MESSAGES = [{"role": "user", "content": "Who made thee?"}]
 
 
+def token_of(text: str) -> int:
+    token: int = TOKENIZER.token_to_id(text)  # type: ignore[assignment]  # it is there
+    return token
+
+
 def shown(tokens: list[int], stops: list[str], detokenizer: Detokenizer | None = None) -> list[str]:
     """What is handed out at each token, and at the end."""
     detokenizer = detokenizer or MODEL.detokenizer(stops)
@@ -63,13 +68,13 @@ def test_a_stop_string_and_what_follows_is_never_shown_not_even_its_beginning(te
 
 
 def test_text_is_held_back_only_while_it_may_begin_a_stop_string() -> None:
-    tokens = [TOKENIZER.token_to_id(character) for character in "abcabx"]
+    tokens = [token_of(character) for character in "abcabx"]
     assert shown(tokens, ["abd"]) == ["", "", "abc", "", "", "abx", ""]
     assert shown(tokens[:5], ["abd"]) == ["", "", "abc", "", "", "ab"]
 
 
 def test_special_tokens_are_not_shown_but_may_be_part_of_a_stop_string() -> None:
-    start, a, b = (TOKENIZER.token_to_id(text) for text in ("<|im_start|>", "a", "b"))
+    start, a, b = (token_of(text) for text in ("<|im_start|>", "a", "b"))
     assert shown([a, start, b, END], []) == ["a", "", "b", "", ""]
     assert "".join(shown([b, a, start, b], ["a<|im_start|>"])) == "b"
     assert "".join(shown([b, a, start, b], ["a<|im_end|>"])) == "bab"
@@ -145,7 +150,7 @@ def test_a_template_says_what_it_does_not_take_and_reaches_nothing_outside() -> 
 def test_a_template_is_found_wherever_models_keep_it() -> None:
     def found(**files: str) -> str | None:
         template = read_template({name.replace("_j", ".j"): text.encode() for name, text in files.items()})
-        return template and template.render(MESSAGES, {})
+        return template.render(MESSAGES, {}) if template is not None else None
 
     config = '{"eos_token": {"content": "</s>"}, "chat_template": '
     assert found() is None

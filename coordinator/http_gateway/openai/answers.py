@@ -222,7 +222,8 @@ class Answer:
         return chunks
 
     def _whole(self, operations: Sequence[ops_pb.Operation]) -> bytes:
-        choices, num_tokens = [], 0
+        choices: list[dict[str, Any]] = []
+        num_tokens = 0
         for place, operation in enumerate(operations):
             echo = self._echo(place, operation)
             for sequence in operation.sample.sequences:

@@ -72,34 +72,30 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """What is to be shown since this token."""
-        if self.is_stopped:
-            return ""
         if token not in self._hidden:
             return self._take(self._pieces.push(token), is_shown=True)
         before = self._take(self._pieces.flush(), is_shown=True)
-        if self.is_stopped or not self._stops:
-            return before
         return before + self._take(self._tokenizer.decode([token], skip_special_tokens=False), is_shown=False)
 
     def finish(self) -> str:
         """What is to be shown at the end."""
-        if self.is_stopped:
-            return ""
-        shown = self._take(self._pieces.flush(), is_shown=True)
-        return shown if self.is_stopped else shown + self._show(len(self._held))
+        return self._take(self._pieces.flush(), is_shown=True) + self._show(len(self._held))
 
     def _take(self, text: str, *, is_shown: bool) -> str:
-        if not self._stops:
-            return text
-        if not text:
+        """More text; what of all that is held is to be shown now."""
+        if self.is_stopped:
             return ""
+        if not self._stops:
+            return text if is_shown else ""
         self._held += [(character, is_shown) for character in text]
         held = "".join(character for character, _ in self._held)
         found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
-        if found:
-            self.is_stopped = True
-            return self._show(min(found))
-        return self._show(self._certain(held))
+        if not found:
+            return self._show(self._certain(held))
+        self.is_stopped = True
+        shown = self._show(min(found))
+        self._held.clear()
+        return shown
 
     def _certain(self, held: str) -> int:
         """How many characters no stop string can begin in."""

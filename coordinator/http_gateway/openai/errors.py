@@ -20,7 +20,7 @@ _CODES = {
     "QUEUE_FULL": "rate_limit_exceeded",
 }
 """Where OpenAI has a word of its own."""
-_TYPES = {HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error"}
+_TYPES: dict[int, str] = {HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error"}
 """By status, but for the rest of its hundred."""
 
 
