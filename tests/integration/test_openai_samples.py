@@ -80,13 +80,14 @@ def outcome_of(pool: RestartablePool) -> ops_pb.Operation:
     return ops_pb.Operation.FromString(row["outcome"] or b"")
 
 
-def save(pool: RestartablePool, name: str, adapter: str, seq: int, **values: Any) -> str:
-    """Save an adapter's weights for sampling under a name; the path."""
+def save(pool: RestartablePool, name: str, adapter: str, seq: int, *, is_state: bool = False) -> str:
+    """Save an adapter under a name, its weights for sampling or its whole state; the path."""
 
     async def saved() -> str:
         await pool.pool.take_over("alice")
-        operation = await pool.pool.publish(adapter, seq, name, **values)
-        return operation.save_weights_for_sampler.path
+        if is_state:
+            return (await pool.pool.save(adapter, seq, name)).save_state.path
+        return (await pool.pool.publish(adapter, seq, name)).save_weights_for_sampler.path
 
     path: str = call(pool, saved())
     return path
@@ -122,8 +123,8 @@ def test_an_adapter_means_its_newest_saved_weights_and_the_answer_says_which(poo
             client.completions.create(model=adapter, prompt="w1", max_tokens=1)
         assert refused.value.code == "no_saved_weights"
         path = ""
-        for seq, name in enumerate(("a", "b"), start=1):
-            path = save(pool, name, adapter, seq)
+        for seq, name in enumerate(("a", "b", "c", "d"), start=1):
+            path = save(pool, name, adapter, seq, is_state=name in "bc")
             assert client.completions.create(model=adapter, prompt="w1", max_tokens=1).model == path
         assert [model.id for model in client.models.list()][:2] == ["toy", adapter]
         assert client.models.retrieve(path).id == path
