@@ -22,7 +22,7 @@ SMALL_BYTES_MAX = 1 << 20
 JSON_BYTES_MAX = 8 << 20
 """Largest body in JSON: everybody else waits while it is parsed, and in memory it is many times as large."""
 INLINE_BYTES_MAX = 256 << 10
-"""What is above is unpacked and read beside the event loop."""
+"""What is above is unpacked, read or rendered beside the event loop."""
 _FAULTS_SHOWN = 5
 _PIECE_BYTES = 1 << 10
 """Packed bytes at a time: they can become 32,768 times as many before these are counted."""

@@ -29,6 +29,7 @@ _INLINE_TOKENS_MAX = 2048
 LOGPROB_MIN = -9999.0
 """JSON has no infinity; OpenAI writes this for what cannot be."""
 DONE = b"data: [DONE]\n\n"
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class Style(Protocol):
@@ -232,7 +233,9 @@ class Answer:
                 num_tokens += choice.num_tokens
                 reason = choice.finish_reason(sequence)
                 choices.append(self.style.whole(len(choices), piece, self._logprobs(piece.infos), reason))
-        return _json(self._frame(self.style.whole_object, choices, self._usage(operations, num_tokens)))
+        body = self._frame(self.style.whole_object, choices, self._usage(operations, num_tokens))
+        # Value by value: encoded in one go, a large one would let no other thread run.
+        return "".join(_ENCODER.iterencode(body)).encode()
 
     def _choice(self, place: int) -> Choice:
         asked = self.asked
@@ -290,11 +293,7 @@ class _Growing:
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + _json(body) + b"\n\n"
-
-
-def _json(body: dict[str, Any]) -> bytes:
-    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return b"data: " + _ENCODER.encode(body).encode() + b"\n\n"
 
 
 def _fingerprint(numerics: str) -> str:
