@@ -17,9 +17,8 @@ from tests.support.served_pool import SHIPPED_MODEL
 from tinkerpool.v1 import sessions_pb2
 
 FILES = {path.name: path.read_bytes() for path in SHIPPED_MODEL.glob("*") if path.suffix in (".json", ".jinja")}
-MODEL = read_text_model(
-    sessions_pb2.BaseModel(name="m", max_sequence_tokens=1024, eos_token_ids=[0, 3], vocab_size=2048), FILES
-)
+BASE = sessions_pb2.BaseModel(name="m", max_sequence_tokens=1024, eos_token_ids=[0, 3], vocab_size=2048)
+MODEL = read_text_model(BASE, FILES)
 TOKENIZER = MODEL.tokenizer
 END = 3
 SHOWN = [token for token in range(TOKENIZER.get_vocab_size()) if token not in MODEL.hidden]
@@ -95,6 +94,15 @@ def test_bytes_spelled_out_in_a_vocabulary_become_characters_only_when_they_are_
     )
     tokens = [0, *(value + 1 for value in "\U0001f600".encode()), 0]
     assert shown(tokens, [], Detokenizer(tokenizer, (), ())) == ["the", "", "", "", "\U0001f600", " the", ""]
+
+
+def test_no_text_is_cut_or_filled_up_although_the_tokenizer_was_saved_so() -> None:
+    tokenizer = Tokenizer.from_str(FILES["tokenizer.json"].decode())
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=9)
+    files = {"tokenizer.json": tokenizer.to_str().encode()}
+    for text in ("a", "And the LORD said unto Moses"):
+        assert read_text_model(BASE, files).tokenizer.encode(text).ids == TOKENIZER.encode(text).ids
 
 
 def test_a_token_alone_has_its_text_and_its_bytes() -> None:

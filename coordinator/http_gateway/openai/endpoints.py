@@ -20,7 +20,6 @@ from coordinator.http_gateway.openai.texts import TextModel, Texts
 from coordinator.http_gateway.openai.weights import Weights
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import sampling_pb2 as pb
-from tinkerpool.v1.types_pb2 import Tensor
 
 PREFIXES = ("/v1", "/oai/api/v1")
 """Where OpenAI's clients look, and where Tinker has it."""
@@ -40,8 +39,9 @@ class OpenAi:
         asked = await shapes.read(call, shapes.Completion)
         found = await weights.find(call, asked.model)
         model = await self._texts.of(call, found.base_model)
-        given = shapes.prompts_of(asked.prompt)
-        prompts = [await _encoded(each, model) for each in given]
+        given = shapes.prompts_of(asked.prompt, model.vocab_size)
+        encoded = iter(await model.encode([each for each in given if isinstance(each, str)], add_special_tokens=True))
+        prompts = [next(encoded) if isinstance(each, str) else each for each in given]
         wanted = Asked(
             prompts=prompts,
             echoes=[each if isinstance(each, str) else model.text_of(each) for each in given] if asked.echo else None,
@@ -121,10 +121,6 @@ async def unknown(call: Call) -> Response:
     )
 
 
-async def _encoded(prompt: str | list[int], model: TextModel) -> list[int]:
-    return await model.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
-
-
 def _wants_usage(asked: shapes.Common) -> bool:
     return asked.stream_options is not None and asked.stream_options.include_usage
 
@@ -162,17 +158,10 @@ def _request(
     return pb.SampleRequest(
         sampler_id=sampler.sampler_id,
         seq=seq,
-        prompt=_tensor(prompt),
+        prompt=to_tensor(np.array(prompt, np.int32)),
         num_samples=wanted.num_choices,
         params=params,
         include_prompt_logprobs=is_echoed and num_likeliest is not None,
         topk_prompt_logprobs=(num_likeliest or 0) if is_echoed else 0,
         topk_sample_logprobs=num_likeliest or 0,
     )
-
-
-def _tensor(tokens: Sequence[int]) -> Tensor:
-    try:
-        return to_tensor(np.array(tokens, np.int64))
-    except OverflowError:
-        raise refused("prompt", "prompt has a number that is no token id") from None

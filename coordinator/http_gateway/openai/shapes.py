@@ -153,20 +153,23 @@ def parse(shape: type[Body], body: bytes) -> Body:
     return asked
 
 
-def prompts_of(value: Any) -> list[str | list[int]]:
-    """The prompts of a completion: texts and token ids. Raises ServiceError INVALID_ARGUMENT."""
+def prompts_of(value: Any, vocab_size: int) -> list[str | list[int]]:
+    """The prompts of a completion: texts, and token ids below `vocab_size`. Raises ServiceError INVALID_ARGUMENT."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
         raise refused("prompt", "prompt must be a text, a list of token ids, or a list of either that is not empty")
-    if _are_tokens(value):
-        return [value]
-    if len(value) > PROMPTS_MAX:
-        raise refused("prompt", f"prompt has {len(value)} entries, at most {PROMPTS_MAX}: send several requests")
-    for place, entry in enumerate(value):
-        if not isinstance(entry, str) and not (isinstance(entry, list) and entry and _are_tokens(entry)):
+    prompts = [value] if _are_integers(value) else value
+    if len(prompts) > PROMPTS_MAX:
+        raise refused("prompt", f"prompt has {len(prompts)} entries, at most {PROMPTS_MAX}: send several requests")
+    for place, entry in enumerate(prompts):
+        if isinstance(entry, str):
+            continue
+        if not (isinstance(entry, list) and entry and _are_integers(entry)):
             raise refused("prompt", f"prompt[{place}] is neither a text nor a list of token ids that is not empty")
-    return value
+        if not 0 <= min(entry) <= max(entry) < vocab_size:
+            raise refused("prompt", f"prompt has a number that is no token id: these are 0 to {vocab_size - 1}")
+    return prompts
 
 
 def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
@@ -204,7 +207,7 @@ def _content(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def _are_tokens(value: list[Any]) -> bool:
+def _are_integers(value: list[Any]) -> bool:
     return all(type(entry) is int for entry in value)
 
 

@@ -35,6 +35,8 @@ class TextModel:
     """A base model, with its text."""
 
     name: str
+    vocab_size: int
+    """Token ids are 0 to one less."""
     max_tokens: int
     """Prompt and sample together."""
     eos_tokens: tuple[int, ...]
@@ -68,11 +70,11 @@ class TextModel:
             self._token_texts[token] = text, data
         return self._token_texts[token]
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The tokens of a text."""
-        if len(text) > _INLINE_CHARACTERS_MAX:
-            return await asyncio.to_thread(self._encode, text, add_special_tokens)
-        return self._encode(text, add_special_tokens)
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """The tokens of texts."""
+        if sum(map(len, texts)) > _INLINE_CHARACTERS_MAX:
+            return await asyncio.to_thread(self._encode, texts, add_special_tokens)
+        return self._encode(texts, add_special_tokens)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
         """The tokens of a conversation that the assistant is to go on with. Raises ServiceError INVALID_ARGUMENT."""
@@ -88,11 +90,11 @@ class TextModel:
             raise refused(
                 "messages", f"the chat template of {self.name} does not take these messages: {error}"
             ) from None
-        return await self.encode(text, add_special_tokens=False)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        [tokens] = await self.encode([text], add_special_tokens=False)
         return tokens
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        return [self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
 
 
 class Texts:
@@ -120,9 +122,12 @@ def read_text_model(model: pb.BaseModel, files: Mapping[str, bytes]) -> TextMode
         tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
     except Exception as error:  # noqa: BLE001  # the library raises nothing narrower
         raise ValueError(f"its tokenizer.json cannot be read: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
     return TextModel(
         name=model.name,
+        vocab_size=model.vocab_size,
         max_tokens=model.max_sequence_tokens,
         eos_tokens=tuple(model.eos_token_ids),
         fingerprint=model.fingerprint,
