@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from coordinator.config import Limits
 from coordinator.http_gateway.openai import samplers
 from tests.support.restartable_pool import RestartablePool, restartable_pool
+from tinkerpool.convert import from_tensor
 from tinkerpool.v1 import checkpoints_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
@@ -158,25 +159,43 @@ def test_what_is_deleted_saved_over_or_anothers_is_not_sampled_from(pool: Restar
         assert sampled(client) != before
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_takes_its_samples_with_it(pool: RestartablePool, stream: bool) -> None:
-    pool.key()
-    pool.pool.hold()
-    body = {"model": "toy", "prompt": "w1", "max_tokens": 60, "stream": stream}
-    headers = {"authorization": f"Bearer {pool.key()}"}
+def ask_and_leave(pool: RestartablePool, headers: dict[str, str] | None = None, **values: Any) -> None:
+    """Ask for a completion, and go away once it is a sample."""
+    own = {"authorization": f"Bearer {pool.key()}"} | (headers or {})
+    body = {"model": "toy", "prompt": "w1", "max_tokens": 60} | values
 
-    async def ask_and_leave() -> None:
-        async with httpx.AsyncClient(base_url=pool.http_url, headers=headers) as client:
+    async def ask() -> None:
+        async with httpx.AsyncClient(base_url=pool.http_url, headers=own) as client:
             asking = asyncio.create_task(client.post("/v1/completions", json=body))
             while not pool.pool.coordinator.core.sampling.num_requests:  # noqa: ASYNC110  # nobody tells
                 await asyncio.sleep(0.02)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
-    asyncio.run(ask_and_leave())
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_takes_its_samples_with_it(pool: RestartablePool, stream: bool) -> None:
+    pool.pool.hold()
+    ask_and_leave(pool, stream=stream)
     until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_FAILED)
     assert outcome_of(pool).error.reason == "CANCELLED"
     call(pool, pool.pool.release())
+
+
+def test_with_a_key_of_its_own_a_request_goes_on_although_its_client_has_left(pool: RestartablePool) -> None:
+    pool.pool.hold()
+    ask_and_leave(pool, {"idempotency-key": "mine"})
+    time.sleep(0.3)
+    call(pool, pool.pool.release())
+    until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_SUCCEEDED)
+    with client_of(pool) as client:
+        answer = client.completions.create(
+            model="toy", prompt="w1", max_tokens=60, extra_headers={"Idempotency-Key": "mine"}
+        )
+    sampled = outcome_of(pool).sample.sequences[0]
+    assert answer.choices[0].text.split() == [f"w{token}" for token in from_tensor(sampled.tokens).tolist()]
 
 
 def test_a_client_that_leaves_a_stream_takes_its_samples_with_it(pool: RestartablePool) -> None:
