@@ -93,7 +93,19 @@ def test_bytes_spelled_out_in_a_vocabulary_become_characters_only_when_they_are_
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokens = [0, *(value + 1 for value in "\U0001f600".encode()), 0]
-    assert shown(tokens, [], Detokenizer(tokenizer, (), ())) == ["the", "", "", "", "\U0001f600", " the", ""]
+    assert shown(tokens, [], Detokenizer(tokenizer, (), (), ())) == ["the", "", "", "", "\U0001f600", " the", ""]
+
+
+def test_the_space_that_a_continuation_begins_with_is_not_lost() -> None:
+    vocabulary = {"\u2581the": 0, "\u2581": 1, ":": 2, "<unk>": 3, "</s>": 4}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Metaspace()
+    files = {"tokenizer.json": tokenizer.to_str().encode()}
+    model = read_text_model(sessions_pb2.BaseModel(vocab_size=5, eos_token_ids=[4]), files)
+    assert shown([0, 0], [], model.detokenizer()) == [" the", " the", ""]
+    assert shown([0, 4, 0], [], model.detokenizer()) == [" the", "", " the", ""]
+    assert shown([0, 0], [], model.detokenizer(is_prompt=True)) == ["the", " the", ""]
+    assert model.token_text(0) == (" the", b" the")
 
 
 def test_no_text_is_cut_or_filled_up_although_the_tokenizer_was_saved_so() -> None:

@@ -93,7 +93,7 @@ def likeliest_at(sequence: ops_pb.SampledSequence, place: int) -> tuple[Likely, 
 def prompt_infos(prompt: Sequence[int], result: ops_pb.SampleResult, model: TextModel) -> tuple[TokenInfo, ...]:
     """A prompt's tokens as the first ones of a choice, with the log-probabilities that were asked for."""
     logprobs = from_tensor(result.prompt_logprobs).tolist()
-    pieces, offset, infos = model.detokenizer(), 0, []
+    pieces, offset, infos = model.detokenizer(is_prompt=True), 0, []
     for place, token in enumerate(prompt):
         likeliest = _row(result.topk_prompt, place) if place and result.HasField("topk_prompt") else ()
         logprob = None if math.isnan(logprobs[place]) else logprobs[place]

@@ -22,13 +22,16 @@ _WAITING_MAX = 32
 class Pieces:
     """The text of one sequence of tokens, in pieces of whole characters."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
+        """`before` are tokens that stand before the sequence: some decoders take the space from a text's beginning."""
         self._tokenizer = tokenizer
+        self._before = list(before)
         self._window: list[int] = []
         """Tokens whose text was handed out last, for the ones behind them to be decoded after; then those."""
         self._num_read = 0
         self._read = ""
         """The text of the window's first `_num_read` tokens."""
+        self._begin(self._before)
 
     def push(self, token: int) -> str:
         """The text that is certain since this token."""
@@ -38,16 +41,17 @@ class Pieces:
             return ""
         piece = text[len(self._read) :]
         if piece:
-            del self._window[: self._num_read]
-            self._num_read = len(self._window)
-            self._read = self._decode(self._window)
+            self._begin(self._window[self._num_read :])
         return piece
 
     def flush(self) -> str:
         """The text of bytes that were waiting for the rest of their character. What comes next is decoded anew."""
         piece = self._decode(self._window)[len(self._read) :]
-        self._window, self._num_read, self._read = [], 0, ""
+        self._begin(self._before)
         return piece
+
+    def _begin(self, read: Sequence[int]) -> None:
+        self._window, self._num_read, self._read = list(read), len(read), self._decode(read)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
@@ -57,14 +61,16 @@ class Pieces:
 class Detokenizer:
     """The text of one sampled sequence as it is shown: without special tokens, and not beyond its first stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, hidden: Collection[int], stops: Sequence[str]) -> None:
-        """`hidden` are the tokens that are not shown."""
+    def __init__(
+        self, tokenizer: Tokenizer, hidden: Collection[int], stops: Sequence[str], before: Sequence[int]
+    ) -> None:
+        """`hidden` are the tokens that are not shown, `before` some that stand before the sequence."""
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._stops = tuple(stops)
         self._reach = max((len(stop) for stop in stops), default=1) - 1
         """The longest beginning of a stop string that is none yet, in characters."""
-        self._pieces = Pieces(tokenizer)
+        self._pieces = Pieces(tokenizer, before)
         self._held: list[tuple[str, bool]] = []
         """Characters that may begin a stop string, and whether each is shown."""
         self.is_stopped = False

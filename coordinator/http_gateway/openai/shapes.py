@@ -187,7 +187,7 @@ def _message(message: Message, where: str) -> dict[str, Any]:
     for name in more:
         if name != "name" and more[name] not in ([], ""):
             raise refused(where, f"{where} has {name[:40]!r}, which this pool does not support: send role and content")
-    named = {"name": more["name"]} if "name" in more else {}
+    named = {"name": str(more["name"])} if "name" in more else {}
     return {"role": role, "content": _content(message.content, where), **named}
 
 

@@ -50,9 +50,9 @@ class TextModel:
     """One token with text, if there is one: what is decoded behind it keeps the space that it begins with."""
     _token_texts: dict[int, tuple[str, bytes | None]] = field(default_factory=dict, init=False)
 
-    def detokenizer(self, stops: Sequence[str] = ()) -> Detokenizer:
-        """For the text of one sampled sequence."""
-        return Detokenizer(self.tokenizer, self.hidden, stops)
+    def detokenizer(self, stops: Sequence[str] = (), *, is_prompt: bool = False) -> Detokenizer:
+        """For the text of one sampled sequence, or of a prompt, which nothing stands before."""
+        return Detokenizer(self.tokenizer, self.hidden, stops, () if is_prompt else self.anchor)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Text, special tokens included."""
