@@ -239,6 +239,19 @@ def test_with_a_key_of_its_own_a_request_is_run_once_through_a_restart(tmp_path:
             )
 
 
+def test_what_a_stop_of_the_pool_cuts_off_is_not_cancelled(tmp_path: Path) -> None:
+    with pool_of_words(tmp_path / "data") as pool, client_of(pool) as client:
+        pool.pool.hold()
+        with ThreadPoolExecutor(1) as threads:
+            lost = threads.submit(client.completions.create, model="toy", prompt="w1", max_tokens=8)
+            until(lambda: pool.pool.coordinator.core.sampling.num_requests)
+            pool.stop()
+            with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
+                lost.result(WAIT_S)
+        pool.start()
+        until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_SUCCEEDED)
+
+
 def test_a_session_lives_as_long_as_it_is_used_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samplers, "HEARTBEAT_S", 0.1)
     settings: dict[str, Any] = {"session_timeout_s": 0.6, "sweep_interval_s": 0.1}
