@@ -84,7 +84,7 @@ class _Chunk:
     def _in_blocks(self, rows: Tensor) -> Tensor:
         """This chunk's rows of (T, heads, E), filled up with zeros: (blocks, B, heads, E)."""
         filled = F.pad(rows[self._rows], (0, 0, 0, 0, 0, self._padding))
-        return filled.view(-1, BLOCK_TOKENS, *filled.shape[1:])
+        return filled.reshape(-1, BLOCK_TOKENS, *filled.shape[1:])
 
     def write(self, memory: Tensor, rows: Tensor) -> None:
         """Put the chunk's keys or values among rows (T, K, E) where they belong in (N, K, B, E)."""
