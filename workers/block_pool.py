@@ -54,6 +54,7 @@ class BlockPool:
         self.num_evictions = 0
         """Remembered blocks that gave way, since the pool was made."""
         self._free = list(range(num_blocks))  # ascending
+        self._never_taken = set(self._free)
         self._num_reserved = 0
         self._roots: dict[str, _Root] = {}
         self._unheld: OrderedDict[Prefix, None] = OrderedDict()
@@ -75,6 +76,11 @@ class BlockPool:
     def num_reserved(self) -> int:
         """Blocks that are promised and not yet taken."""
         return self._num_reserved
+
+    @property
+    def num_never_taken(self) -> int:
+        """Blocks that nobody has ever taken."""
+        return len(self._never_taken)
 
     @property
     def num_remembered(self) -> int:
@@ -103,7 +109,9 @@ class BlockPool:
         self._num_reserved -= 1
         if not self._free:
             self._evict()
-        return self._free.pop(0 if end == "low" else -1)
+        block = self._free.pop(0 if end == "low" else -1)
+        self._never_taken.discard(block)
+        return block
 
     def give(self, blocks: Iterable[int]) -> None:
         """Make taken blocks free."""

@@ -14,7 +14,7 @@ looks at it), K key-value heads, H query heads, G query heads per key-value head
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -50,6 +50,8 @@ class _View:
     """By tiles."""
     of_own: Parts
     """By sequences."""
+    own_parts: Sequence[tuple[int, int, int]]
+    """Of `of_own`: block, sequence, and which of its own blocks it is."""
     results: Tensor
     """What is put together, the first block of every sequence first, then the second, ...: each the place among the
     results of `of_prompts` (part by part, in each the places of a tile) and of `of_own` behind them."""
@@ -62,10 +64,12 @@ class _View:
 
 
 class DecodeAttention:
-    """The next token of every running sequence."""
+    """The next token of every running sequence; and the tokens behind, as long as nobody comes, goes or grows."""
 
     def __init__(self, tokens: Sequence[NextToken], heads_per_key: int) -> None:
+        """`heads_per_key` is G."""
         self._tokens = tokens
+        self._standing = _standing(tokens)
         self._heads_per_key = heads_per_key
         self._tile_size = max(1, TILE_ROWS // heads_per_key)
         self._rows = torch.tensor([token.row for token in tokens])
@@ -81,6 +85,19 @@ class DecodeAttention:
         self._members = torch.from_numpy(members.ravel())
         """(tiles * tile size,) sequences; one past the last where a place is empty."""
         self._views: dict[int | None, _View] = {}
+
+    def go_on(self, tokens: Sequence[NextToken]) -> bool:
+        """Turn to other tokens, if only the lengths differ: whether they do. Saves making out who sees what anew."""
+        if _standing(tokens) != self._standing:
+            return False
+        self._tokens = tokens
+        self._slot = torch.tensor([token.length % BLOCK_TOKENS for token in tokens])
+        view = self._views.get(None)
+        self._views.clear()  # what a window shows moves with every token
+        if view is not None:
+            mask = _mask(self._own_mask(view.own_parts, None), view.of_own.mask)
+            self._views[None] = replace(view, of_own=replace(view.of_own, mask=mask))
+        return True
 
     def write(self, memory: Tensor, rows: Tensor) -> None:
         """Put the tokens' keys or values among rows (T, K, E) where they belong in (N, K, B, E)."""
@@ -140,6 +157,7 @@ class DecodeAttention:
         return _View(
             self._parts_of(prompt_parts, self._prompt_mask(prompt_parts, window), like) if prompt_parts else None,
             self._parts_of(own_parts, self._own_mask(own_parts, window), like),
+            own_parts,
             torch.tensor(results, device=device),
             torch.tensor(owners, device=device),
             levels,
@@ -179,7 +197,7 @@ class DecodeAttention:
             torch.tensor([who for _, who, _ in parts], device=like.device),
             torch.tensor([block for block, _, _ in parts], device=like.device),
             runs,
-            mask_of(torch.from_numpy(is_hidden), like).unsqueeze(1),
+            _mask(is_hidden, like),
         )
 
     def _own_mask(self, parts: Sequence[tuple[int, int, int]], window: int | None) -> NDArray[np.bool_]:
@@ -199,6 +217,16 @@ class DecodeAttention:
         own = own.reshape(-1, self._tile_size).repeat(self._heads_per_key, axis=1)  # (tiles, rows)
         positions = own[[tile for _, tile, _ in parts]] + num_keys  # (P, rows), counted from the block's beginning
         return _hidden(positions, np.broadcast_to(num_keys, positions.shape), window)
+
+
+def _standing(tokens: Sequence[NextToken]) -> list[tuple[int, int, int, int, int]]:
+    """What decides where each token's keys lie and in which row it is; a sequence's blocks are only added to."""
+    return [(token.row, id(token.prompt), token.index, len(token.blocks), token.blocks[-1]) for token in tokens]
+
+
+def _mask(is_hidden: NDArray[np.bool_], like: Tensor) -> Tensor:
+    """Hidden keys (P, rows, B) as what is added to scores (P, 1, rows, B)."""
+    return mask_of(torch.from_numpy(is_hidden), like).unsqueeze(1)
 
 
 def _in_runs(parts: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

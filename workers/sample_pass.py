@@ -21,7 +21,7 @@ from torch import Tensor
 
 from workers.bank import Bank, Row
 from workers.base_model import BaseModel
-from workers.decode_attention import NextToken
+from workers.decode_attention import DecodeAttention, NextToken
 from workers.kv_cache import KVCache, PromptBlocks
 from workers.lora import Segment
 from workers.step_attention import PromptChunk, StepAttention
@@ -108,6 +108,8 @@ class SamplePass:
         self._bank = bank
         self._cache = cache
         self._heads_per_key = base_model.num_heads // base_model.num_key_value_heads
+        self._decoding: DecodeAttention | None = None
+        """Of the last pass: mostly the same sequences go on."""
 
     @torch.no_grad()
     def run(self, parts: Sequence[Part]) -> list[LogitsRows | None]:
@@ -148,7 +150,11 @@ class SamplePass:
                 NextToken(start + number, part.prompt, place.index, place.blocks, place.length)
                 for number, place in enumerate(part.places)
             ]
-        return StepAttention(self._cache, chunks, tokens, heads_per_key=self._heads_per_key)
+        if not tokens:
+            self._decoding = None
+        elif self._decoding is None or not self._decoding.go_on(tokens):
+            self._decoding = DecodeAttention(tokens, self._heads_per_key)
+        return StepAttention(self._cache, chunks, self._decoding, heads_per_key=self._heads_per_key)
 
     def _logits(
         self, hidden: Sequence[Tensor], keys: Sequence[str], rows_of: dict[str, Row]

@@ -102,6 +102,13 @@ class Sampler:
         self._events: list[SampleEvent] = []
         self._tokenizer: Tokenizer | None = None
 
+    @property
+    def untaken_bytes(self) -> int:
+        """Memory for keys and values that will be taken when it is first used; others must leave it free."""
+        if self._base_model.device.type != "cpu":
+            return 0
+        return self._seats.pool.num_never_taken * block_bytes(self._base_model)
+
     # ------------------------------------------------------------------ Engine
 
     def start_sample(self, request: SampleRequest) -> None:

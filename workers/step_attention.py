@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.block_attention import attend, mask_of
-from workers.decode_attention import DecodeAttention, NextToken
+from workers.decode_attention import DecodeAttention
 from workers.kv_cache import BLOCK_TOKENS, KVCache, PromptBlocks
 
 
@@ -43,12 +43,12 @@ class StepAttention:
     """Implements `attention.Attend` for one pass, and fills the cache on the way."""
 
     def __init__(
-        self, cache: KVCache, chunks: Sequence[PromptChunk], tokens: Sequence[NextToken], *, heads_per_key: int
+        self, cache: KVCache, chunks: Sequence[PromptChunk], decoding: DecodeAttention | None, *, heads_per_key: int
     ) -> None:
-        """`heads_per_key` is G."""
+        """Of prompts and running sequences in the same pass; `heads_per_key` is G."""
         self._cache = cache
         self._chunks = [_Chunk(chunk, heads_per_key) for chunk in chunks]
-        self._decoding = DecodeAttention(tokens, heads_per_key) if tokens else None
+        self._decoding = decoding
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None

@@ -39,10 +39,10 @@ class Sampling:
     events: list[SampleEvent] = field(default_factory=list)
     specs: dict[str, AdapterSpec] = field(default_factory=dict)
 
-    def publish(self, *keys: str, **changes: Any) -> None:
+    def publish(self, *keys: str, ranks: Sequence[int] = (4, 8, 16)) -> None:
         """Train an adapter per key for two steps, with a large learning rate, and publish it as `key/v`."""
         for number, key in enumerate(keys):
-            spec = make_spec(key, rank=(4, 8, 16)[number % 3], **changes)
+            spec = make_spec(key, rank=ranks[number % len(ranks)])
             self.specs[key] = spec
             self.driver.install(spec)
             for _ in range(2):

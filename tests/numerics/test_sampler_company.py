@@ -26,7 +26,7 @@ from tests.numerics.sampling import (
 )
 from workers.messages import ErrorCode, SampleRequest, SampleResult
 
-KEYS = ("", "a", "b")
+KEYS = ("", "a", "b", "c")
 LENGTHS = (1, 5, 63, 64, 65, 128, 150)
 """Of prompts: around one, two and three blocks of 64 tokens."""
 WAYS: tuple[dict[str, Any], ...] = (
@@ -42,7 +42,7 @@ POOL_BLOCKS = 11
 
 @dataclass(slots=True)
 class World:
-    """A model with two trained adapters, and what each request gives alone; found once."""
+    """A model with trained adapters, two of one rank, and what each request gives alone; found once."""
 
     sampling: Sampling
     directory: Path
@@ -79,7 +79,7 @@ def world_of(directory: Path, num_threads: int) -> World:
     """Bits are promised for one number of threads."""
     if (directory, num_threads) not in _WORLDS:
         world = World(sampling(directory), directory)
-        world.sampling.publish("a", "b")
+        world.sampling.publish("a", "b", "c", ranks=(8, 8, 4))
         _WORLDS[directory, num_threads] = world
     return _WORLDS[directory, num_threads]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.numerics.harness import make_data
+from tests.numerics.harness import Driver, make_data
 from tests.numerics.sampling import Sampling, assert_same_bits, make_sampler, prompt_of, request, sampling
-from workers.kv_cache import BLOCK_TOKENS
+from workers.bank import Bank
+from workers.base_model import BaseModel
+from workers.engine import EngineConfig, TrainingEngine
+from workers.kv_cache import BLOCK_TOKENS, block_bytes
 from workers.messages import AdamParams, ErrorCode, SampleRequest, SampleResult
+from workers.sampler import Sampler
 
 
 def assert_all_free(s: Sampling) -> None:
@@ -237,6 +242,38 @@ def test_version_that_is_published_again_with_other_weights_finds_nothing_of_bef
     s.driver.engine.bank.remove("a/v")
     s.run(request("other"))
     assert s.sampler._seats.pool.num_remembered == 0
+
+
+def test_training_leaves_free_what_samples_have_not_taken_yet(qwen3: Path) -> None:
+    config = EngineConfig(model=str(qwen3))
+    free = 24 << 20
+
+    def fitting_tokens(free_bytes: int, make: Callable[[BaseModel, Bank], Sampler] | None) -> int | None:
+        return TrainingEngine(config, make_sampler=make, free_bytes=lambda _: free_bytes).info.fitting_tokens
+
+    def make(model: BaseModel, bank: Bank) -> Sampler:
+        return Sampler(model, bank, cache_bytes_max=free)
+
+    alone = fitting_tokens(free, None)
+    assert alone is not None
+    assert fitting_tokens(2 * free, None) != alone
+    assert fitting_tokens(2 * free, make) == pytest.approx(alone, abs=2)  # the last block of memory is a part of one
+
+
+def test_memory_is_counted_as_taken_once_it_was_used(qwen3: Path) -> None:
+    s = sampling(qwen3, num_blocks=10)
+    before = s.sampler.untaken_bytes
+    for _ in range(3):
+        s.run(request(f"{len(s.events)}", length=70, max_tokens=10))
+    assert before == 10 * block_bytes(s.driver.engine.base_model)
+    assert s.sampler.untaken_bytes == before * 7 / 10
+
+
+def test_memory_is_a_quarter_of_what_is_free_at_most(qwen3: Path) -> None:
+    driver = Driver(qwen3)
+    model = driver.engine.base_model
+    sampler = Sampler(model, driver.engine.bank, free_bytes=lambda _: 40 * block_bytes(model))
+    assert sampler.untaken_bytes == 10 * block_bytes(model)
 
 
 def test_memory_that_an_overflow_was_in_poisons_nobody(qwen3: Path) -> None:
