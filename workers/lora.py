@@ -162,7 +162,9 @@ class ShortRun:
 
     def __init__(self, segments: Sequence[Segment], rows_min: int) -> None:
         self._run = Run(0, rows_min, [segment.adapter for segment in segments])
-        index, places, rows = [], [], []
+        index: list[int] = []
+        places: list[int] = []
+        rows: list[int] = []
         for number, segment in enumerate(segments):
             own = list(range(segment.start, segment.stop))
             index += own + own[:1] * (rows_min - len(own))

@@ -246,7 +246,7 @@ def test_version_that_is_published_again_with_other_weights_finds_nothing_of_bef
 
 def test_training_leaves_free_what_samples_have_not_taken_yet(qwen3: Path) -> None:
     config = EngineConfig(model=str(qwen3))
-    free = 24 << 20
+    free = 7 << 20
 
     def fitting_tokens(free_bytes: int, make: Callable[[BaseModel, Bank], Sampler] | None) -> int | None:
         return TrainingEngine(config, make_sampler=make, free_bytes=lambda _: free_bytes).info.fitting_tokens
