@@ -10,7 +10,7 @@ once when it is removed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from workers.block_pool import BlockPool, Prefix
 from workers.kv_cache import BLOCK_TOKENS
@@ -46,8 +46,8 @@ class Seats:
         self._prefill_tokens_max = prefill_tokens_max
         self._turns: Turns[Running] = Turns(PATIENCE)
         """Requests of which not every sequence has got a seat."""
-        self._prefilling: deque[Running] = deque()
-        """Those whose prompt is not yet computed; the next step begins with the first."""
+        self._prefilling: dict[str, deque[Running]] = {}
+        """Those whose prompt is not yet computed, by line; lines, and requests in each, in the order of their turns."""
 
     def __bool__(self) -> bool:
         return bool(self._turns or self.running)
@@ -97,7 +97,7 @@ class Seats:
             return False
         request.use_remembered(remembered)
         self.running.append(request)
-        self._prefilling.append(request)
+        self._prefilling.setdefault(request.line, deque()).append(request)
         return True
 
     # ------------------------------------------------------------------ prompts
@@ -105,12 +105,37 @@ class Seats:
     def plan_prefill(self, *, is_decoding: bool) -> dict[Running, int]:
         """Up to which of its prompt's tokens each request comes in this step; the memory for it is theirs from now on.
 
-        Block by block in turn. Of prompts whose next block is the same one computes it, and the others find it in the
-        next step.
+        Block by block, the lines in turn, and in each its requests. Of prompts whose next block is the same one
+        computes it, and the others find it in the next step.
         """
+        stops = self._where_prompts_are()
+        budget = int(self._prefill_tokens_max * (DECODING_SHARE if is_decoding else 1))
+        while budget > 0 and (request := self._whose_turn(stops)) is not None:
+            num_tokens = min(BLOCK_TOKENS, request.prompt.length - stops[request])
+            stops[request] += num_tokens
+            budget -= num_tokens
+        planned = {request: stop for request, stop in stops.items() if stop > request.position}
+        for request, stop in planned.items():
+            while len(request.prompt.blocks) * BLOCK_TOKENS < stop:
+                request.prompt.blocks.append(self.pool.take("low"))
+        return planned
+
+    def _whose_turn(self, stops: Mapping[Running, int]) -> Running | None:
+        """The next of the requests in `stops` whose prompt goes on behind that; its line and itself go to the end."""
+        for line, requests in self._prefilling.items():
+            for request in requests:
+                if stops.get(request, request.prompt.length) < request.prompt.length:
+                    requests.remove(request)
+                    requests.append(request)
+                    self._prefilling[line] = self._prefilling.pop(line)
+                    return request
+        return None
+
+    def _where_prompts_are(self) -> dict[Running, int]:
+        """How far each prompt is, with what is remembered by now; without those that wait for another's block."""
         stops: dict[Running, int] = {}
         under_way: set[tuple[Prefix, bytes]] = set()
-        for request in self._prefilling:
+        for request in [request for requests in self._prefilling.values() for request in requests]:
             remembered = self._hold_remembered(request)
             self.pool.unreserve(len(remembered))
             request.use_remembered(remembered)
@@ -119,21 +144,7 @@ class Seats:
                 stops[request] = request.position
             if shareable is not None:
                 under_way.add(shareable)
-        budget = int(self._prefill_tokens_max * (DECODING_SHARE if is_decoding else 1))
-        waiting = deque(stops)
-        while waiting and budget > 0:
-            request = waiting.popleft()
-            num_tokens = min(BLOCK_TOKENS, request.prompt.length - stops[request])
-            stops[request] += num_tokens
-            budget -= num_tokens
-            if stops[request] < request.prompt.length:
-                waiting.append(request)
-        self._prefilling.rotate(-1)
-        planned = {request: stop for request, stop in stops.items() if stop > request.position}
-        for request, stop in planned.items():
-            while len(request.prompt.blocks) * BLOCK_TOKENS < stop:
-                request.prompt.blocks.append(self.pool.take("low"))
-        return planned
+        return stops
 
     def note_prefilled(self, request: Running, stop: int) -> None:
         """A prompt is computed up to `stop`; its whole blocks are remembered."""
@@ -146,7 +157,14 @@ class Seats:
             request.chain.append(prefix)
             request.prompt.blocks[block] = prefix.block
         if request.is_prefilled:
-            self._prefilling.remove(request)
+            self._leave_prefilling(request)
+
+    def _leave_prefilling(self, request: Running) -> None:
+        requests = self._prefilling.get(request.line, deque())
+        if request in requests:
+            requests.remove(request)
+        if not requests:
+            self._prefilling.pop(request.line, None)
 
     def _hold_remembered(self, request: Running) -> list[Prefix]:
         """Blocks of a prompt that come next and are remembered, held from now on."""
@@ -199,8 +217,7 @@ class Seats:
     def remove(self, request: Running) -> None:
         """Take a request out, wherever it is, with all that it holds."""
         self._turns.remove(request.line, request)
-        if request in self._prefilling:
-            self._prefilling.remove(request)
+        self._leave_prefilling(request)
         if request not in self.running:
             return
         self.running.remove(request)

@@ -44,6 +44,26 @@ def test_greedy_samples_in_fp32_are_those_of_the_cpu(even_model: Path) -> None:
         np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-3)
 
 
+def test_prompt_that_is_remembered_gives_the_same_tokens(even_model: Path) -> None:
+    engine = TrainingEngine(EngineConfig(model=str(even_model), device="cuda", dtype="float32"), make_sampler=Sampler)
+    results: list[SampleResult] = []
+    for op_id in ("first", "again"):
+        engine.start_sample(
+            SampleRequest(
+                op_id=op_id,
+                version=SamplerVersion(key=""),
+                prompt=(np.arange(150) % 200).astype(np.int32),
+                num_samples=20,
+                params=SamplingParams(max_tokens=70, temperature=0.0, seed=1),
+            )
+        )
+        while engine.can_decode():
+            results += [event for event in engine.decode_step() if isinstance(event, SampleResult)]
+    first, again = results
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 128)
+    assert [s.tokens.tolist() for s in again.sequences] == [s.tokens.tolist() for s in first.sequences]
+
+
 def test_prompt_log_probabilities_in_bf16_are_those_of_the_cpu_to_rounding(even_model: Path) -> None:
     expected, actual = sample(even_model).prompt_logprobs, sample(even_model, device="cuda").prompt_logprobs
     assert expected is not None

@@ -129,6 +129,18 @@ def test_prompts_are_computed_in_turn_a_block_each(qwen3: Path, monkeypatch: pyt
     assert s.sampler.can_decode()
 
 
+def test_many_long_prompts_of_one_adapter_do_not_hold_up_anothers(qwen3: Path) -> None:
+    s = sampling(qwen3, prefill_tokens_max=128)
+    s.publish("a", "b")
+    for number in range(10):
+        s.sampler.start_sample(request(f"hog{number}", "a/v", prompt=prompt_of(300, seed=number), max_tokens=1))
+    s.step()
+    s.sampler.start_sample(request("small", "b/v", length=150, max_tokens=1))
+    for _ in range(4):
+        s.step()
+    assert s.result("small").error is None
+
+
 def test_request_that_can_never_fit_is_refused_at_once_with_what_would_fit(qwen3: Path) -> None:
     s = sampling(qwen3, num_blocks=3)
     for refused in (request("tokens", length=70, max_tokens=66), request("prompt", length=193)):

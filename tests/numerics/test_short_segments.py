@@ -27,7 +27,9 @@ def hidden_of(s: Sampling, runs: Sequence[tuple[str, int, int]]) -> tuple[Tensor
         start, stop = stop, stop + count
         segments.append(Segment(start, stop, rows[key].groups))
 
-    def attend(_layer: int, query: Tensor, _key: Tensor, value: Tensor, **_how: object) -> Tensor:
+    def attend(
+        layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
+    ) -> Tensor:
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
 
     with torch.no_grad():
