@@ -21,8 +21,8 @@ SMALL_BYTES_MAX = 1 << 20
 """Largest body of a call that carries no data to train or sample on."""
 JSON_BYTES_MAX = 8 << 20
 """Largest body in JSON: everybody else waits while it is parsed, and in memory it is many times as large."""
-_INLINE_BYTES_MAX = 256 << 10
-"""What is above is unpacked and read beside the event loop."""
+INLINE_BYTES_MAX = 256 << 10
+"""What is above is unpacked, read or rendered beside the event loop."""
 _FAULTS_SHOWN = 5
 _PIECE_BYTES = 1 << 10
 """Packed bytes at a time: they can become 32,768 times as many before these are counted."""
@@ -54,6 +54,8 @@ class Surroundings:
     downloads: Downloads
     is_remote: bool
     """Whether clients may be on other machines."""
+    wall: Callable[[], float]
+    """The time of day, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class Call:
         Raises ServiceError INVALID_ARGUMENT, naming the fields that are wrong, and what `body` raises.
         """
         body = await self.body(bytes_max=min(bytes_max, JSON_BYTES_MAX))
-        if len(body) > _INLINE_BYTES_MAX:
+        if len(body) > INLINE_BYTES_MAX:
             return await asyncio.to_thread(read_json, model, body)
         return read_json(model, body)
 
