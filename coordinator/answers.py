@@ -100,6 +100,7 @@ class Answers:
         logger.error("%s: %s", adapter.adapter_id, error.message)
         self.forget(adapter.adapter_id)
         adapter.give_up(service_error(error))
+        self._saver.publishing.fail(adapter.adapter_id, error)
 
     def forget(self, adapter_id: str) -> None:
         """The adapter is gone, or will be rebuilt no more."""
@@ -116,6 +117,11 @@ class Answers:
         elif is_last:
             operation.drop_body()
             adapter.ran(operation)
+            if operation.is_underived:
+                assert result.state is not None
+                operation.is_underived = False
+                self._published(adapter.worker_id, operation.name)
+                self._saver.publishing.derived(operation.name, result.state)
 
     async def _succeed(self, cycle: Running, adapter: AdapterQueue, operation: Operation, result: ItemResult) -> None:
         operation.is_running = False
@@ -138,7 +144,7 @@ class Answers:
                 except ServiceError as error:
                     operation.fail(service_error(error), cycle_id=cycle.cycle_id)
                 if operation.kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER:
-                    self._published(adapter.worker_id, operation.name)
+                    cycle.published.append((adapter.worker_id, operation))
             case _:
                 raise AssertionError(f"{operation.kind} is not an operation on an adapter")
 

@@ -113,6 +113,9 @@ class Core:
             self.models.__getitem__,
             self.time.wall,
             self.sessions.take_sampler_index,
+            on_settled=self._settled,
+            on_derived=self._derived,
+            fatal=self._fail,
         )
         self.saver.remove_orphans()
         self.sampling = Sampling(
@@ -153,9 +156,11 @@ class Core:
             self.table.close()
             for watcher in self.cycle_watchers:
                 watcher.put_nowait(None)
+            self.saver.publishing.give_up()
             await self.sampling.stop()
             for loop in self.loops.values():
                 await self._finish_loop(loop)
+            await self.saver.publishing.finish()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, *self._use_cases, return_exceptions=True)
@@ -205,7 +210,12 @@ class Core:
             loop.add(adapter)
 
     async def delete_adapter(self, adapter: AdapterQueue, error: ops_pb.OperationError) -> None:
-        """Delete an adapter's training state; its unfinished operations fail with `error`. Raises StorageError."""
+        """Delete an adapter's training state; its unfinished operations fail with `error`.
+
+        What it has published without a file is written first, for its log goes. Raises StorageError, and ServiceError
+        if that can be made only later.
+        """
+        self.saver.publishing.check_derived(adapter.adapter_id)
         adapter.is_deleted = True
         self.adapters.pop(adapter.adapter_id, None)
         loop = self.loops.get(adapter.base_model)
@@ -216,6 +226,7 @@ class Core:
             if not operation.is_final:
                 operation.fail(error)
         try:
+            await self.saver.publishing.until_written(adapter.adapter_id)
             folder = await self.store.delete_adapter(
                 adapter.adapter_id, [finished_row(o) for o in unfinished], self.time.wall()
             )
@@ -308,6 +319,7 @@ class Core:
                 take_removals=self.sampling.take_removals,
                 decode_share=self.sampling.decode_share,
                 published=self.sampling.published,
+                withdrawn=self.sampling.forget,
                 worker_lost=self._worker_lost,
                 worker_answered=self._worker_answered,
             )
@@ -315,12 +327,17 @@ class Core:
     def _recover(self) -> None:
         for cycle_id, adapter_ids in self.store.plans().items():
             logger.warning("the last life ended in cycle %d, which ran %s", cycle_id, ", ".join(adapter_ids))
-        for adapter in recovery.load_adapters(self.store):
+        unwritten = {row["version"]: row for row in self.store.unwritten_samplers()}
+        underived: set[str] = set()
+        for adapter in recovery.load_adapters(self.store, unwritten):
             self.add_adapter(adapter)
+            underived.update(operation.name for operation in adapter.operations.values() if operation.is_underived)
             for operation in adapter.operations.values():
                 if not operation.is_final:
                     self.table.add(operation)
             self.touch(adapter)
+        for version, row in unwritten.items():
+            self.saver.publishing.expect(row, self.spec_of(row["adapter_id"]), is_in_log=version in underived)
         for operation in recovery.load_samples(self.store):
             self.table.add(operation)
             sampler = self.store.read_one("SELECT * FROM samplers WHERE sampler_id = ?", (operation.target_id,))
@@ -370,6 +387,15 @@ class Core:
 
     def _worker_answered(self, worker_id: str) -> None:
         self._num_deaths.pop(worker_id, None)
+
+    def _settled(self, base_model: str) -> None:
+        """Weights of one of its adapters need the log no more."""
+        if loop := self.loops.get(base_model):
+            loop.clock.notify()
+
+    def _derived(self, version: str) -> None:
+        """The log has been run again for these weights."""
+        self.sampling.derived(version)
 
     def _turn(self, base_model: str) -> None:
         """Others may run than before."""

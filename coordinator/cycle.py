@@ -68,6 +68,7 @@ class CycleLoop:
         take_removals: Callable[[str], tuple[str, ...]],
         decode_share: Callable[[str, Collection[str]], float],
         published: Callable[[str, str], None],
+        withdrawn: Callable[[str, str], None],
         worker_lost: Callable[[str, str], None],
         worker_answered: Callable[[str], None],
     ) -> None:
@@ -85,7 +86,7 @@ class CycleLoop:
             cycle_s_max=config.cycle_s_max,
         )
         self._snapshots = Snapshots(saver, time, config.replay_s_max, self.clock.notify)
-        self._roster = Roster(suspects, self._snapshots.is_unsettled)
+        self._roster = Roster(suspects, self._snapshots.is_unsettled, saver.publishing.is_unwritten)
         self._answers = Answers(saver, self._snapshots, published)
         self._dispatch = Dispatch(
             pool=pool,
@@ -108,6 +109,8 @@ class CycleLoop:
         self._table = table
         self._new_cycle_id = new_cycle_id
         self._publish = publish
+        self._published = published
+        self._withdrawn = withdrawn
         self._is_over = False
         self._is_idle, self._has_ended = asyncio.Event(), asyncio.Event()
         self._is_idle.set()
@@ -363,6 +366,8 @@ class CycleLoop:
             adapter.lose_copy()
             self._roster.touch(adapter)
         self._saver.committed(commit, lost)
+        for worker_id, operation in cycle.published:
+            (self._withdrawn if operation.target_id in lost else self._published)(worker_id, operation.name)
         for snapshot in commit.snapshots:
             if snapshot.adapter_id in self.adapters and snapshot.adapter_id not in lost:
                 self.adapters[snapshot.adapter_id].covered(snapshot.seq, b"", math.inf)

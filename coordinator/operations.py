@@ -100,6 +100,8 @@ class Operation:
     """The append has failed: it was never accepted, and its place may be another's by now."""
     is_committed: bool = False
     """The outcome has committed."""
+    is_underived: bool = False
+    """A save whose weights went with the last life, before their file was there: it runs again to make them."""
     is_retired: bool = False
     """The result has left memory: the store has it."""
     is_dropped: bool = False

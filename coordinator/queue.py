@@ -4,7 +4,8 @@ Knows neither fairness (`planner`) nor storage nor what the operations compute. 
 
 - operations run strictly by seq, with no gap; a decided one that failed counts as done;
 - `cursor` is the last seq that the copy on the worker has behind it, `placed_seq` the last one that worker ran; they
-  differ by operations that need no worker (failed ones, and on a replay everything that changes no state);
+  differ by operations that need no worker (failed ones, and on a replay everything that changes no state, but for
+  saves whose weights have to be made again);
 - once an operation that adds gradient or loads a state fails, its gradient window is closed: what needs it fails too,
   up to and including the next optim_step, and the worker is told to drop the pending gradient before it goes on.
 """
@@ -220,9 +221,9 @@ class AdapterQueue:
                 if operation.kind is Kind.OPTIM_STEP and num_steps == 1:
                     return
                 if operation.kind is Kind.LOAD_STATE and has_save:
-                    return  # what that saves may be what this loads, and is not there before the commit
+                    return  # what that saves may be what this loads, or need the log, which a load cuts
                 num_steps += operation.kind is Kind.OPTIM_STEP
-                has_save |= operation.kind is Kind.SAVE_STATE
+                has_save |= operation.kind in (Kind.SAVE_STATE, Kind.SAVE_WEIGHTS_FOR_SAMPLER)
                 yield operation
                 if operation.kind is Kind.LOAD_STATE:
                     return
@@ -270,7 +271,7 @@ class AdapterQueue:
         return (
             operation.is_final
             and not operation.is_failed
-            and operation.kind.changes_state
+            and (operation.kind.changes_state or operation.is_underived)
             and operation.seq > self.placed_seq
         )
 

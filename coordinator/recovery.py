@@ -6,6 +6,8 @@ the adapter is next installed, and what had not is run for the first time.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from coordinator.admission import operation_of_row
 from coordinator.bodies import decode_pass
 from coordinator.database import Row
@@ -39,8 +41,11 @@ def spec_of_row(row: Row) -> AdapterSpec:
     )
 
 
-def load_adapters(store: Store) -> list[AdapterQueue]:
-    """Every adapter that is not deleted, with its operations since its snapshot."""
+def load_adapters(store: Store, unwritten: Collection[str]) -> list[AdapterQueue]:
+    """Every adapter that is not deleted, with its operations since its snapshot.
+
+    `unwritten`: the saves whose weights are in no file, and have to be made again.
+    """
     snapshots = {row["adapter_id"]: row for row in store.read("SELECT adapter_id, seq, window_error FROM snapshots")}
     adapters = []
     for row in store.read("SELECT * FROM adapters WHERE deleted_at IS NULL ORDER BY created_at, adapter_id"):
@@ -54,7 +59,9 @@ def load_adapters(store: Store) -> list[AdapterQueue]:
             (adapter.adapter_id, adapter.snapshot_seq),
         )
         for operation_row in rows:
-            adapter.add(_operation(operation_row))
+            operation = _operation(operation_row)
+            operation.is_underived = operation.name in unwritten
+            adapter.add(operation)
         adapters.append(adapter)
     return adapters
 

@@ -18,13 +18,18 @@ from coordinator.suspects import Suspects
 class Roster:
     """Who could be in the next cycle."""
 
-    def __init__(self, suspects: Suspects, is_unsettled: Callable[[str], bool]) -> None:
-        """`is_unsettled`: a snapshot of this adapter may be durable, and its queue does not know."""
+    def __init__(
+        self, suspects: Suspects, is_unsettled: Callable[[str], bool], is_unwritten: Callable[[str], bool]
+    ) -> None:
+        """`is_unsettled`: a snapshot of this adapter may be durable, and its queue does not know; `is_unwritten`:
+        weights that it has published have no file, and need its log.
+        """
         self.adapters: dict[str, AdapterQueue] = {}
         self.is_stopping = False
         """Nothing more is begun."""
         self._suspects = suspects
         self._is_unsettled = is_unsettled
+        self._is_unwritten = is_unwritten
         self._touched: dict[str, AdapterQueue] = {}
         """Those of which something has changed since they were last found to have nothing to do."""
         self._ahead: dict[str, AdapterQueue] = {}
@@ -74,7 +79,7 @@ class Roster:
         for adapter in self._touched.values():
             if not self._suspects.may_run(adapter.adapter_id) or (self.is_stopping and adapter.is_between_operations):
                 continue
-            if not self._waits_for_snapshot(adapter):
+            if not self._waits_for_file(adapter):
                 yield adapter
 
     def tenants(self) -> frozenset[str]:
@@ -120,14 +125,16 @@ class Roster:
             del self._ahead[name]
         return list(self._ahead.values())
 
-    def _waits_for_snapshot(self, adapter: AdapterQueue) -> bool:
-        """Whether it can do nothing before a snapshot of it is settled: be installed from it, or load, which brings a
-        snapshot of its own."""
-        if not self._is_unsettled(adapter.adapter_id):
+    def _waits_for_file(self, adapter: AdapterQueue) -> bool:
+        """Whether it can do nothing before a snapshot of it is settled, or what it has published is written: be
+        installed from that snapshot, or load, which brings a snapshot of its own and so cuts the log."""
+        is_unsettled = self._is_unsettled(adapter.adapter_id)
+        if not is_unsettled and not self._is_unwritten(adapter.adapter_id):
             return False
         adapter.settle()
         states = list(adapter.ready_states())
-        return not adapter.worker_id or (bool(states) and states[-1].kind is Kind.LOAD_STATE)
+        is_loading = bool(states) and states[-1].kind is Kind.LOAD_STATE
+        return is_loading or (is_unsettled and not adapter.worker_id)
 
     def _clear_suspects(self) -> None:
         """Let go of suspects that have run what they are suspected for, or have nothing to run any more."""

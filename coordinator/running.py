@@ -28,6 +28,8 @@ class Running:
     finished: list[Operation] = field(default_factory=list)
     entries: dict[str, pool_pb2.CycleEntry] = field(default_factory=dict)
     commit: CycleCommit = field(default_factory=CycleCommit)
+    published: list[tuple[str, Operation]] = field(default_factory=list)
+    """Saves whose weights a worker holds since."""
 
     def entry(self, adapter: AdapterQueue) -> pool_pb2.CycleEntry:
         """The adapter's part in the cycle; `tenant` holds the tenant's id until it is shown to somebody."""

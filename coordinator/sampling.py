@@ -117,6 +117,8 @@ class Sampling:
         self._fatal = fatal
         self._turns: defaultdict[str, SampleTurns] = defaultdict(lambda: SampleTurns(shares))
         """By base model."""
+        self._awaiting: dict[str, list[_Request]] = {}
+        """Requests for versions that only the log can make again, by version."""
         self._requests: dict[str, _Request] = {}
         self._workers: dict[str, _Worker] = {}
         self._listeners: dict[str, list[asyncio.Queue[Event | None]]] = {}
@@ -135,8 +137,18 @@ class Sampling:
         request = _Request(operation, self._current(sampler), asked.num_samples, asked.num_tokens_max)
         self._last_seq[operation.target_id] = max(operation.seq, self._last_seq.get(operation.target_id, 0))
         self._requests[operation.name] = request
+        if self._saver.publishing.is_awaited(request.sampler["version"]):
+            self._awaiting.setdefault(request.sampler["version"], []).append(request)
+            return
         self._enqueue(request)
         self.dispatch(request.base_model)
+
+    def derived(self, version: str) -> None:
+        """The log has been run again for these weights, which no file had, or never will be: who waits may begin."""
+        for request in self._awaiting.pop(version, ()):
+            if not request.operation.is_final:
+                self._enqueue(request)
+                self.dispatch(request.base_model)
 
     def _current(self, sampler: Row) -> Row:
         """The sampler whose weights it samples from now: itself, or the newest that follows the same adapter."""
@@ -356,18 +368,16 @@ class Sampling:
         if key in worker.versions:
             self._remember(worker, key)
             return SamplerVersion(key=key, spec=spec)
-        if sampler["folder"]:
-            files, row = self._saver.samplers, sampler
+        if not sampler["model_path"]:
+            state = await self._saver.publishing.state(sampler["sampler_id"])
         else:
-            files = self._saver.checkpoints
             found = self._store.read_one("SELECT * FROM checkpoints WHERE path = ?", (sampler["model_path"],))
             # Another checkpoint may have taken the path since: a sampler's weights never change.
             if found is None or operation_name(found["adapter_id"], found["seq"]) != key:
                 raise ServiceError(
                     Code.NOT_FOUND, "NOT_FOUND", f"the sampler's checkpoint {sampler['model_path']} was deleted"
                 )
-            row = found
-        state = await asyncio.to_thread(files.read, row["folder"], row["sha256"])
+            state = await asyncio.to_thread(self._saver.checkpoints.read, found["folder"], found["sha256"])
         self._remember(worker, key)
         return SamplerVersion(key=key, spec=spec, state=state)
 

@@ -1,7 +1,9 @@
 """Makes states that workers hand out durable, and the rows that point at them: checkpoints, samplers, snapshots.
 
-The order is always file first (synced and renamed), then row, for a user's state in the transaction of the cycle's
-commit; a folder that is replaced is removed only after that. Knows nothing of workers or order.
+The order is file first (synced and renamed), then row, for a user's state in the transaction of the cycle's commit; a
+folder that is replaced is removed only after that. Only an unnamed sampler is committed first: until its file is there,
+the log stands for it (`publishing`). A named save is not, for others read what has a path, list it, overwrite it and
+load it, and all of them can rely on a file. Knows nothing of workers or order.
 """
 
 from __future__ import annotations
@@ -9,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from coordinator.batches import save_path, save_request, service_error
 from coordinator.database import ConflictError, StorageError, StoreBrokenError
@@ -19,6 +22,7 @@ from coordinator.disk import Disk
 from coordinator.errors import Code, ServiceError, sampler_exists
 from coordinator.files import Saved, StateFiles
 from coordinator.operations import Operation
+from coordinator.publishing import Publishing
 from coordinator.queue import AdapterQueue
 from coordinator.running import finished_row
 from coordinator.store import CycleCommit, SnapshotRow, Store
@@ -40,11 +44,18 @@ class Saver:
         models: Callable[[str], ModelInfo],
         wall: Callable[[], float],
         new_sampler_index: Callable[[str, str, int | None], int],
+        *,
+        on_settled: Callable[[str], None],
+        on_derived: Callable[[str], None],
+        fatal: Callable[[BaseException], None],
     ) -> None:
-        """`new_sampler_index`: see `SessionTable.take_sampler_index`."""
+        """`new_sampler_index`: see `SessionTable.take_sampler_index`; the others: see `Publishing`."""
         self.checkpoints = StateFiles(data_dir / "checkpoints", "checkpoint", disk)
         self.snapshots = StateFiles(data_dir / "snapshots", "snapshot", disk)
         self.samplers = StateFiles(data_dir / "samplers", "sampler", disk)
+        self.publishing = Publishing(
+            self.samplers, store, models, on_settled=on_settled, on_derived=on_derived, fatal=fatal
+        )
         self._store = store
         self._models = models
         self._wall = wall
@@ -53,36 +64,15 @@ class Saver:
     async def save(
         self, commit: CycleCommit, cycle_id: int, adapter: AdapterQueue, operation: Operation, result: ItemResult
     ) -> None:
-        """Write a user's checkpoint or unnamed sampler and decide its operation.
+        """Write a user's checkpoint, or note an unnamed sampler, and decide its operation.
 
         Raises ServiceError if it cannot be.
         """
         request = save_request(operation)
         assert result.state is not None
         if not request.name:
-            session_id = adapter.session_id
             assert isinstance(request, checkpoints_pb2.SaveWeightsForSamplerRequest)
-            wanted = request.sampler_index if request.HasField("sampler_index") else None
-            index = self._new_sampler_index(session_id, operation.name, wanted)
-            sampler_id = names.sampler_id(session_id, index)
-            saved = await self._write(self.samplers, adapter, result.state)
-            commit.samplers.append(
-                {
-                    "sampler_id": sampler_id,
-                    "tenant_id": adapter.tenant_id,
-                    "session_id": session_id,
-                    "body": b"",
-                    "base_model": adapter.base_model,
-                    "model_path": "",
-                    "adapter_id": adapter.adapter_id,
-                    "version": operation.name,
-                    "folder": saved.folder,
-                    "sha256": saved.sha256,
-                    "created_at": self._wall(),
-                    "is_inflight": request.is_inflight,
-                }
-            )
-            operation.succeed(cycle_id).save_weights_for_sampler.sampler_id = sampler_id
+            await self._publish(commit, cycle_id, adapter, operation, request, result.state)
             return
         path = save_path(operation, request.name)
         if not (isinstance(request, checkpoints_pb2.SaveStateRequest) and request.overwrite):
@@ -114,12 +104,47 @@ class Saver:
         else:
             outcome.save_weights_for_sampler.path = str(path)
 
+    async def _publish(
+        self,
+        commit: CycleCommit,
+        cycle_id: int,
+        adapter: AdapterQueue,
+        operation: Operation,
+        request: checkpoints_pb2.SaveWeightsForSamplerRequest,
+        state: AdapterState,
+    ) -> None:
+        """Let the weights be sampled from as soon as the cycle has committed; their file follows."""
+        wanted = request.sampler_index if request.HasField("sampler_index") else None
+        index = self._new_sampler_index(adapter.session_id, operation.name, wanted)
+        row: dict[str, Any] = {
+            "sampler_id": names.sampler_id(adapter.session_id, index),
+            "tenant_id": adapter.tenant_id,
+            "session_id": adapter.session_id,
+            "body": b"",
+            "base_model": adapter.base_model,
+            "model_path": "",
+            "adapter_id": adapter.adapter_id,
+            "version": operation.name,
+            "folder": "",
+            "sha256": "",
+            "created_at": self._wall(),
+            "is_inflight": request.is_inflight,
+        }
+        if self.publishing.can_hold(adapter.base_model, state):
+            self.publishing.hold(row, adapter.spec, state)
+        else:
+            saved = await self._write(self.samplers, adapter, state)
+            row |= {"folder": saved.folder, "sha256": saved.sha256}
+        commit.samplers.append(row)
+        operation.succeed(cycle_id).save_weights_for_sampler.sampler_id = row["sampler_id"]
+
     async def write_snapshot(self, adapter: AdapterQueue, state: AdapterState, window_error: bytes) -> str | None:
-        """Make a snapshot durable and cut the log there.
+        """Make a snapshot durable and cut the log there, once no version needs it any more.
 
         Returns the folder that it replaces, empty if none; None if the adapter was deleted meanwhile. Raises OSError
         and StorageError.
         """
+        await self.publishing.until_written(adapter.adapter_id, state.applied_seq)
         model = self._models(adapter.base_model)
         saved = await asyncio.to_thread(self.snapshots.write, adapter.spec, model, state)
         row = SnapshotRow(
@@ -168,7 +193,12 @@ class Saver:
                     raise
 
     def committed(self, commit: CycleCommit, lost: Collection[str]) -> None:
-        """The commit is durable, but for the adapters `lost`: what it overwrites goes."""
+        """The commit is durable, but for the adapters `lost`: what it overwrites goes, what it publishes is written."""
+        for row in commit.samplers:
+            if row["adapter_id"] in lost:
+                self._discard(row)
+            else:
+                self.publishing.committed(row["version"])
         for adapter_id, overwritten in commit.replaced_checkpoints:
             if adapter_id not in lost:
                 self.checkpoints.remove(overwritten)
@@ -196,6 +226,7 @@ class Saver:
 
     async def remove_samplers(self, session_id: str) -> None:
         """A session has ended, and with it the weights of its unnamed samplers."""
+        self.publishing.end_session(session_id)
         rows = self._store.read("SELECT folder FROM samplers WHERE session_id = ? AND folder != ''", (session_id,))
         for row in rows:
             await asyncio.to_thread(self.samplers.remove, row["folder"])
@@ -215,9 +246,15 @@ class Saver:
                 cycle_id = operation.outcome.cycle_id
                 operation.undecide()
                 operation.fail(service_error(sampler_exists(row["sampler_id"])), cycle_id=cycle_id)
-                self.samplers.remove(row["folder"])
+                self._discard(row)
         commit.samplers = [row for row in commit.samplers if row["version"] not in taken]
         return bool(taken)
+
+    def _discard(self, row: Mapping[str, Any]) -> None:
+        """An unnamed sampler's row was not stored."""
+        self.publishing.drop(row["version"])
+        if row["folder"]:
+            self.samplers.remove(row["folder"])
 
     def _check_free(self, commit: CycleCommit, path: str) -> None:
         """Raises ServiceError if something has this path."""

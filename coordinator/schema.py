@@ -4,8 +4,25 @@ Times named `_at` are of the wall clock, for people to read; what is decided by 
 seconds that the service has run, in all its lives.
 """
 
-SCHEMA_VERSION = 3
-SCHEMA = """
+SCHEMA_VERSION = 4
+
+UNWRITTEN = "folder = '' AND samplers.body = x''"
+"""Of an unnamed sampler whose weights are in no file so far."""
+
+_SNAPSHOTS_KEEP_THE_LOG = f"""
+CREATE INDEX samplers_unwritten ON samplers (adapter_id) WHERE folder = '' AND body = x'';
+CREATE TRIGGER snapshots_keep_the_log     -- a snapshot cuts the log, and only the log can make such weights again
+BEFORE INSERT ON snapshots
+WHEN EXISTS (
+    SELECT 1 FROM samplers JOIN sessions USING (session_id)
+    WHERE samplers.adapter_id = NEW.adapter_id AND {UNWRITTEN} AND ended_at IS NULL
+    AND CAST(substr(version, length(samplers.adapter_id) + 2) AS INTEGER) <= NEW.seq
+)
+BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
+"""  # noqa: S608 (our names)
+
+SCHEMA = (
+    """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 INSERT INTO meta VALUES ('epoch', 0), ('last_cycle_id', 0), ('service_ms', 0);
 CREATE TABLE tenants (
@@ -61,7 +78,8 @@ CREATE TABLE samplers (
     model_path TEXT NOT NULL,
     adapter_id TEXT NOT NULL,             -- whose weights; empty for the bare base model
     version TEXT NOT NULL,                -- names the weights, for workers that hold them already; empty: base model
-    folder TEXT NOT NULL,                 -- its weights, below the data directory; empty: those of model_path, if any
+    folder TEXT NOT NULL,                 -- its weights, below the data directory; empty: those of model_path, if any,
+                                          -- or of an unnamed save whose file is still to come
     sha256 TEXT NOT NULL,
     created_at REAL NOT NULL,
     is_inflight INTEGER NOT NULL DEFAULT 0, -- samples from the newest such row of its adapter
@@ -131,6 +149,8 @@ CREATE TABLE usage (
     PRIMARY KEY (tenant_id, kind)
 ) WITHOUT ROWID;
 """
+    + _SNAPSHOTS_KEEP_THE_LOG
+)
 
 MIGRATIONS = {
     1: """
@@ -151,5 +171,6 @@ ALTER TABLE samplers ADD COLUMN is_inflight INTEGER NOT NULL DEFAULT 0;
 CREATE INDEX samplers_inflight ON samplers (adapter_id) WHERE is_inflight;
 CREATE INDEX checkpoints_by_adapter ON checkpoints (adapter_id, kind, created_at);
 """,
+    3: _SNAPSHOTS_KEEP_THE_LOG,
 }
 """From each version to the next."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator.database import Connection, Database, DiskFullError, insert_row, read_meta
+from coordinator.database import Connection, Database, DiskFullError, Row, insert_row, read_meta
+from coordinator.schema import UNWRITTEN
 
 FULL_RETRY_S = 1.0
 """How often it is tried whether a full disk has room again."""
@@ -153,7 +154,7 @@ class Store(Database):
         """Let a snapshot stand for everything up to its seq, and cut the log there.
 
         The future has the folder that it replaces, empty if none; None if the adapter was deleted meanwhile, or has a
-        later one.
+        later one. Raises ConflictError through the future while weights saved there have no file.
         """
 
         def write(db: Connection) -> str | None:
@@ -168,6 +169,16 @@ class Store(Database):
             return str(old["folder"]) if old is not None else ""
 
         return self.write(write, "snapshot")
+
+    def commit_file(self, sampler_id: str, folder: str, sha256: str) -> asyncio.Future[int]:
+        """Give an unnamed sampler that was committed without a file its durable folder."""
+        sql = f"UPDATE samplers SET folder = ?, sha256 = ? WHERE sampler_id = ? AND {UNWRITTEN}"  # noqa: S608
+        return self.write(lambda db: db.execute(sql, (folder, sha256, sampler_id)).rowcount, "publish")
+
+    def unwritten_samplers(self) -> list[Row]:
+        """The unnamed samplers of live sessions whose weights are in no file: the log can make them again."""
+        sql = f"SELECT samplers.* FROM samplers JOIN sessions USING (session_id) WHERE {UNWRITTEN} AND ended_at IS NULL"  # noqa: S608
+        return self.read(sql)
 
     def note_plan(self, cycle_id: int, placements: dict[str, str]) -> None:
         """Note which adapters a cycle runs where.

@@ -46,7 +46,7 @@ def make_adapter(index: int, kinds: Sequence[Kind], num_tokens: int) -> AdapterQ
 
 def make_roster(num_tenants: int, kinds: Sequence[Kind], num_tokens: int, *, num_idle: int = 0) -> Roster:
     """A model's adapters, all of them on the workers; the idle ones have nothing queued."""
-    roster = Roster(Suspects(), lambda _: False)
+    roster = Roster(Suspects(), lambda _: False, lambda _: False)
     for index in range(num_tenants + num_idle):
         adapter = make_adapter(index, kinds if index < num_tenants else (), num_tokens)
         roster.add(adapter)

@@ -234,6 +234,7 @@ class BaseModel:
                 self.current.block_rows,
                 are_threads_alike=are_threads_alike,
             ),
+            is_exact=self.current.block_rows is not None or (self.rows_min is not None and not self.is_deferred),
         )
 
     def _leaf_names(self, kind: Kind) -> tuple[str, ...]:

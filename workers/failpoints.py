@@ -30,8 +30,10 @@ POINTS: Mapping[str, str] = {
     "snapshot.after_commit": "its row is durable and the log is cut; the snapshot before it is still there",
     "checkpoint.written": "a checkpoint lies under its temporary name",
     "checkpoint.renamed": "a checkpoint has its name, and no row points at it",
-    "sampler.written": "the weights of an unnamed sampler lie under their temporary name",
-    "sampler.renamed": "they have their name, and no row points at them",
+    "sampler.written": "the weights of an unnamed sampler, which is committed, lie under their temporary name",
+    "sampler.renamed": "they have their name, and its row does not point at them",
+    "publish.before_commit": "its row points at them, but that is not committed",
+    "publish.after_commit": "its row points at them, and nobody has been told that it needs the log no more",
 }
 """Every point, and what is true there."""
 

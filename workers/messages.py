@@ -374,6 +374,8 @@ class ModelInfo:
     tokenizer_files: Mapping[str, bytes]
     """`tokenizer.json`, `tokenizer_config.json` and the like, whole, so that a client needs no model hub."""
     fingerprint: str
+    is_exact: bool = True
+    """Whether what is run again gives the same bits, whoever shares its passes: then a log can stand for weights."""
     fitting_tokens: int | None = None
     """The most tokens of a sequence, and of a canonical chunk, that the worker has memory to train, found when it
     started; None: any that the model takes."""

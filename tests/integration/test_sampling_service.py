@@ -454,8 +454,11 @@ async def test_tenants_take_turns_at_a_full_worker(tmp_path: Path) -> None:
     assert started.index(other) <= 2
 
 
-async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(tmp_path: Path) -> None:
+async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The save's row comes with the cycle's commit, which must not find another sampler of that name."""
+    monkeypatch.setattr("coordinator.publishing.HELD_BYTES_MAX", 0)  # so that the commit waits for the file
     async with running_pool(tmp_path) as pool:
         adapter, principal = await pool.adapter(), await pool.principal()
         session = adapter.partition(":")[0]
@@ -503,6 +506,7 @@ async def test_a_session_that_ends_takes_its_samplers_and_their_files_with_it(tm
     time = FakeTime()
     async with running_pool(tmp_path, time=time, session_timeout_s=60.0) as pool:
         _, sampler = await trained(pool)
+        await pool.written()
         pool.hold()
         name = await pool.sample(sampler, 1)
         assert len(list((tmp_path / "samplers").iterdir())) == 1

@@ -3,13 +3,21 @@
 import asyncio
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
-from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, running_pool
+from tests.support.toy_pool import (
+    LENGTHS,
+    ToyPool,
+    expected_chain,
+    expected_tokens,
+    running_pool,
+    sample_request,
+    tokens_of,
+)
 from tinkerpool.v1 import checkpoints_pb2, training_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers import failpoints
@@ -60,9 +68,9 @@ class Load:
             await pool.written()
         await pool.wait(*self.acknowledged)
 
-    def chain(self, adapter: str) -> bytes:
-        """Where the adapter must end."""
-        windows = [((5 * step + 1, 5 * step + 2), 5 * step + 3) for step in range(NUM_STEPS)]
+    def chain(self, adapter: str, num_steps: int = NUM_STEPS) -> bytes:
+        """Where the adapter must be after so many steps."""
+        windows = [((5 * step + 1, 5 * step + 2), 5 * step + 3) for step in range(num_steps)]
         return expected_chain(self.specs[adapter], windows)
 
 
@@ -111,6 +119,7 @@ async def test_a_crash_at_any_failpoint_loses_nothing_acknowledged_and_applies_n
         for adapter in load.adapters:
             assert pool.chain(adapter) == load.chain(adapter)
             await check_checkpoints(pool, adapter, load)
+            await check_samplers(pool, adapter, load, after)
 
 
 def _at_once(_executor: object, work: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
@@ -134,6 +143,15 @@ def _on(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
         asyncio.run_coroutine_threadsafe(call(), loop).result(30)
 
 
+async def check_samplers(pool: ToyPool, adapter: str, load: Load, done: Mapping[str, ops_pb.Operation]) -> None:
+    """Every unnamed sampler has the weights that were saved there, whether or not its file was there in time."""
+    for step in range(NUM_STEPS):
+        sampler = done[f"{adapter}:{5 * step + 5}"].save_weights_for_sampler.sampler_id
+        [operation] = await pool.wait(await pool.sample(sampler, 1, seed=step))
+        chain = load.chain(adapter, step + 1)
+        assert tokens_of(operation) == expected_tokens(chain, sample_request(sampler, seed=step))
+
+
 async def check_checkpoints(pool: ToyPool, adapter: str, load: Load) -> None:
     """Every listed checkpoint loads, and is what it was when it was saved."""
     request = checkpoints_pb2.ListCheckpointsRequest(adapter_id=adapter)
@@ -145,6 +163,5 @@ async def check_checkpoints(pool: ToyPool, adapter: str, load: Load) -> None:
         loading = training_pb2.LoadStateRequest(adapter_id=adapter, seq=seq, path=checkpoint.path, with_optimizer=True)
         [loaded] = await pool.wait((await pool.service.load_state(await pool.principal(), loading)).operation.name)
         assert loaded.state == SUCCEEDED
-        windows = [((5 * step + 1, 5 * step + 2), 5 * step + 3) for step in range(num_steps)]
-        assert pool.chain(adapter) == expected_chain(load.specs[adapter], windows)
+        assert pool.chain(adapter) == load.chain(adapter, num_steps)
         seq += 1

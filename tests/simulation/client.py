@@ -119,13 +119,17 @@ class Client:
         return self._principal
 
     async def run(self, coordinator: Coordinator, *, is_last: bool) -> None:
-        """Go on until all is done. In the last life, fetch what was not fetched often enough."""
+        """Go on until all is done. In the last life, sample once more from whatever was published, and fetch what was
+        not fetched often enough."""
         self._coordinator = coordinator
         self._changed = asyncio.Event()
         await self._set_up()
         for sent in self._all():
             self._change_mind(sent)
         await asyncio.gather(*(self._go(step) for step in self.script))
+        if is_last:
+            published = [step for step in self.script if self._is_published(step)]
+            await asyncio.gather(*(self._sample(step, step.num_samples + 1) for step in published))
         while is_last and any(each.num_fetches < FETCHES for each in self._all()):
             await self._fetch_all([each for each in self._all() if each.num_fetches < FETCHES])
 
@@ -173,7 +177,7 @@ class Client:
         names = [f"{self.adapter_id}:{step.seq + place}" for place in range(step.num_places)]
         await self._submit(sent, names)
         if self._is_published(step):
-            await self._sample(step)
+            await self._sample(step, step.num_samples)
 
     async def _submit(self, sent: Sent, names: list[str]) -> None:
         """Send until it is acknowledged, then fetch the result; perhaps bother the service a little."""
@@ -315,22 +319,29 @@ class Client:
                         f"{name} was {ops_pb.Operation.FromString(first)} and is {ops_pb.Operation.FromString(result)}"
                     )
                 if not sent.num_fetches:
+                    self._note_unwritten(sent)
                     self._world.trace(f"{name} is {found[name].state} {found[name].error.reason}")
             sent.num_fetches += 1
             self._change()
 
     # ---- samples
 
+    def _note_unwritten(self, sent: Sent) -> None:
+        """Note that a sample is there before all the weights that its adapter has published are in files."""
+        is_unwritten = self._coordinator.core.saver.publishing.is_unwritten(self.adapter_id)
+        if sent.method == "sample" and is_unwritten:
+            self._world.work["samples before the file"] += 1
+
     def _is_published(self, step: Step) -> bool:
         sent = self.sent.get(step.seq)
         return bool(step.num_samples and sent and sent.is_done and not sent.outcome().error.code)
 
-    async def _sample(self, step: Step) -> None:
+    async def _sample(self, step: Step, num_samples: int) -> None:
         if step.seq not in self.samplers:
             saved = self.sent[step.seq].outcome().save_weights_for_sampler
             self.samplers[step.seq] = saved.sampler_id or await self._make_sampler(step, saved.path)
         sampler_id = self.samplers[step.seq]
-        for number in range(1, step.num_samples + 1):
+        for number in range(1, num_samples + 1):
             sent = self.samples.setdefault(
                 (step.seq, number), Sent("sample", _SampleOf(step, sampler_id, number).request)
             )

@@ -21,13 +21,15 @@ from unittest import mock
 import apsw
 
 from coordinator import database as coordinator_database
+from coordinator import publishing
 from coordinator.config import CoordinatorConfig
 from coordinator.coordinator import Coordinator
+from coordinator.core import Core
 from coordinator.database import Connection, StorageError, set_pragmas
 from tests.simulation.client import Broken, Client, Manners
 from tests.simulation.disk import SimDisk
 from tests.simulation.loop import Crash, Deadlock, SimLoop, TooLong
-from tests.simulation.oracle import Wrong, check_checkpoints, expect
+from tests.simulation.oracle import Wrong, check_checkpoints, check_published, expect
 from tests.simulation.pool import SimPool, SimPoolFront, WorkerFaults
 from tests.simulation.script import draw_script
 from tests.simulation.world import SimTime, World
@@ -35,6 +37,7 @@ from tests.support.apsw_connection import ApswConnection, Cursor
 from tests.support.lossy_vfs import LossyVfs, close_quietly, sync_error
 from tinkerpool.v1 import checkpoints_pb2
 from workers import failpoints
+from workers.messages import AdapterState
 
 LIFE_S_MAX = 3000.0
 """Virtual seconds that a life may take."""
@@ -93,6 +96,8 @@ class History:
             linger_s=random.choice((0.0, 0.03)),
             replay_s_max=random.choice((0.0, 5e-5, 10.0)),
         )
+        self._held_bytes_max = random.choice((1 << 30, 1 << 30, 400))
+        self._files_start_s = random.choice((0.0005, 0.0005, 0.05, 0.5))
         self._file_sync_fails = random.choice((0.0, 0.0, 0.0, 0.05))
         self._clients = [self._draw_client(index) for index in range(random.choice((1, 1, 2, 2, 3, 4)))]
         self._endings = [_draw_ending(world.random(f"ending {number}")) for number in range(random.randrange(5))]
@@ -129,19 +134,21 @@ class History:
         self._vfs.is_full = self._disk.is_full = False
         if self._is_last:
             self._pool.faults = WorkerFaults(survive=1.0)
-        loop = SimLoop(world.random(f"loop {world.work['lives']}"), world.now, world.now + LIFE_S_MAX)
+        random = world.random(f"loop {world.work['lives']}")
+        loop = SimLoop(random, world.now, world.now + LIFE_S_MAX, self._files_start_s)
         time = SimTime(world)
         front = SimPoolFront(self._pool, lambda: coordinator.core.epoch)
         coordinator = Coordinator(self._config, front, time, connect=self._connect, disk=self._disk)
         self._arm()
-        patch = mock.patch.object(coordinator_database, "CHECKPOINT_COMMITS", self._checkpoint_commits)
-        patch.start()
+        patches = contextlib.ExitStack()
+        patches.enter_context(mock.patch.object(coordinator_database, "CHECKPOINT_COMMITS", self._checkpoint_commits))
+        patches.enter_context(mock.patch.object(publishing, "HELD_BYTES_MAX", self._held_bytes_max))
         try:
             loop.run_until_complete(self._serve(coordinator))
         except Crash:
             assert world.is_dead
         finally:
-            patch.stop()
+            patches.close()
             failpoints.disarm()
             world.now = loop.now
             problems = loop.problems
@@ -175,6 +182,7 @@ class History:
             self.world.work["coordinator did not start"] += 1
             self.world.trace(f"the coordinator does not start: {type(error).__name__}")
             return
+        self.world.work["weights to make again"] += len(coordinator.core.store.unwritten_samplers())
         loop = asyncio.get_running_loop()
         failed = loop.create_task(coordinator.failed())
         work = loop.create_task(self._work(coordinator))
@@ -322,6 +330,9 @@ class History:
                 assert row is not None
                 stored[each.path] = each.seq, core.saver.checkpoints.read(row["folder"], row["sha256"])
             check_checkpoints(expected, stored)
+            while core.store.unwritten_samplers():  # noqa: ASYNC110 (nothing tells)
+                await asyncio.sleep(0.01)
+            check_published(expected, _published(core, client.session_id))
             for kind in {step.kind for step in client.script}:
                 self.world.work[kind] += sum(1 for step in client.script if step.kind == kind)
             self.world.work["sample"] += len(client.samples)
@@ -329,6 +340,14 @@ class History:
         if check is None or check[0] != "ok":
             raise Wrong(f"the database is damaged: {check}")
         self.world.trace("all is well")
+
+
+def _published(core: Core, session_id: str) -> dict[int, AdapterState]:
+    """What the files of a session's unnamed samplers have, by the seq of the save."""
+    rows = core.store.read("SELECT * FROM samplers WHERE session_id = ? AND model_path = ''", (session_id,))
+    return {
+        int(row["version"].rpartition(":")[2]): core.saver.samplers.read(row["folder"], row["sha256"]) for row in rows
+    }
 
 
 def _draw_worker_faults(random: Random) -> WorkerFaults:

@@ -79,13 +79,15 @@ class _NoSelector:
 class SimLoop(asyncio.BaseEventLoop):
     """One life of a process. Starts at `now` and ends with an error at `end`, in seconds of virtual time."""
 
-    def __init__(self, random: Random, now: float, end: float) -> None:
+    def __init__(self, random: Random, now: float, end: float, files_start_s: float = THREAD_START_S) -> None:
+        """`files_start_s`: mean delay until what is done with files begins, which has threads enough."""
         super().__init__()
         self.now = now
         self.problems: list[str] = []
         """What nobody caught."""
         self._random = random
         self._end = end
+        self._files_start_s = files_start_s
         self._selector = _NoSelector(self)
         self._numbers = itertools.count()
         self._tasks: dict[SimTask[Any], None] = {}
@@ -138,7 +140,8 @@ class SimLoop(asyncio.BaseEventLoop):
     ) -> asyncio.Future[T]:
         """Run it here, later. What one thread does, it does in the order in which it was told."""
         future: asyncio.Future[T] = self.create_future()
-        starts = self.now + self._random.expovariate(1 / THREAD_START_S)
+        start_s = self._files_start_s if executor is None else THREAD_START_S
+        starts = self.now + self._random.expovariate(1 / start_s)
         ends = starts + self._random.expovariate(1 / THREAD_WORK_S)
         if isinstance(executor, ThreadPoolExecutor) and executor._max_workers == 1:
             delay = max(0.0, self._free_at.get(executor, 0.0) - starts)

@@ -48,6 +48,8 @@ class Expected:
     """Path to the seq, weights and moments that it has now."""
     published: dict[int, bytes] = field(default_factory=dict)
     """Seq of a save for sampling to its weights."""
+    unnamed: set[int] = field(default_factory=set)
+    """Those of these saves that have no path."""
 
 
 def expect(client: Client, spec: AdapterSpec, *, may_lack_room: bool) -> Expected:
@@ -110,6 +112,8 @@ def _follow(
         case "save_weights_for_sampler":
             if not has_failed:
                 adapter.published[seq] = adapter.chain
+                if outcome.save_weights_for_sampler.sampler_id:
+                    adapter.unnamed.add(seq)
         case "load_state":
             adapter.gradient = b""
             adapter.is_window_open = not has_failed
@@ -192,6 +196,15 @@ def check_checkpoints(expected: Expected, stored: Mapping[str, tuple[int, Adapte
         found = (_chain(state.weights), _chain(state.optimizer))
         if (stored_seq, *found) != (seq, chain, moments):
             raise Wrong(f"{path} is not what was saved by operation {seq}")
+
+
+def check_published(expected: Expected, stored: Mapping[int, AdapterState]) -> None:
+    """Each unnamed sampler must have its file in the end, with the weights that were saved there. Raises Wrong."""
+    if set(stored) != expected.unnamed:
+        raise Wrong(f"there are samplers of the saves {sorted(stored)}, published were {sorted(expected.unnamed)}")
+    for seq, state in stored.items():
+        if _chain(state.weights) != expected.published[seq]:
+            raise Wrong(f"the file of the sampler saved by operation {seq} has other weights")
 
 
 def _chain(data: bytes | None) -> bytes:

@@ -65,7 +65,7 @@ def draw_script(random: Random, num_steps: int) -> list[Step]:
         ("train_step", 2),
         ("save_state", 2),
         ("load_state", 1),
-        ("save_weights_for_sampler", 1),
+        ("save_weights_for_sampler", 2),
         strict=True,
     )
     for _ in range(num_steps):
@@ -85,7 +85,7 @@ def draw_script(random: Random, num_steps: int) -> list[Step]:
                 values |= {"name": f"c{saves[-1]}", "overwrite": True}
             saves.append(seq)
         if kind == "save_weights_for_sampler":
-            values |= {"name": random.choice(("", f"s{seq}")), "num_samples": random.randrange(3)}
+            values |= {"name": random.choice(("", "", f"s{seq}")), "num_samples": random.randrange(3)}
         if kind == "load_state":
             values |= {"source": random.choice(saves), "with_optimizer": random.random() < 0.5}
         if kind not in {"save_state", "save_weights_for_sampler"}:

@@ -70,6 +70,11 @@ def test_every_kind_of_fault_occurs(figures: Any) -> None:
     assert set(figures["faults"]) >= FAULTS
 
 
+def test_weights_are_sampled_before_their_file_is_there_and_made_again_after_crashes(figures: Any) -> None:
+    assert figures["work"]["samples before the file"] > NUM_SEEDS / 10
+    assert figures["work"]["weights to make again"] > NUM_SEEDS / 50
+
+
 def test_crashes_occur_at_most_failpoints(figures: Any) -> None:
     from workers.failpoints import POINTS
 

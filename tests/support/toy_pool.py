@@ -22,8 +22,8 @@ from coordinator.config import CoordinatorConfig
 from coordinator.coordinator import Coordinator
 from coordinator.operations import cut_chunks
 from coordinator.store import OperationRow, Store
-from tests.toy_engine import ToyEngine, digest, fresh_chain, item_digest
-from tinkerpool.convert import to_tensor
+from tests.toy_engine import ToyEngine, digest, fresh_chain, item_digest, toy_token
+from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import (
     adapters_pb2,
     checkpoints_pb2,
@@ -34,7 +34,15 @@ from tinkerpool.v1 import (
 )
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.local import LocalPool
-from workers.messages import AdamParams, AdapterSpec, OptimStepItem, PassItem
+from workers.messages import (
+    AdamParams,
+    AdapterSpec,
+    OptimStepItem,
+    PassItem,
+    SampleRequest,
+    SamplerVersion,
+    SamplingParams,
+)
 from workers.pool import WorkerLost
 
 
@@ -139,7 +147,8 @@ class ToyPool:
         return str((await self.service.sample(await self.principal(tenant), request)).operation.name)
 
     async def written(self) -> None:
-        """Wait until no snapshot is being written."""
+        """Wait until no snapshot and no weights are being written."""
+        await self.coordinator.core.saver.publishing.finish()
         for loop in self.coordinator.core.loops.values():
             await loop._is_idle.wait()
             await loop._snapshots.finish()
@@ -289,6 +298,25 @@ def sample_request(
         num_samples=num_samples,
         params=sampling_pb2.SamplingParams(max_tokens=max_tokens, **params),
     )
+
+
+def expected_tokens(chain: bytes, request: sampling_pb2.SampleRequest) -> list[list[int]]:
+    """What a toy engine samples for this request from weights that this chain stands for."""
+    toy = SampleRequest(
+        op_id="",
+        version=SamplerVersion(key=""),
+        prompt=from_tensor(request.prompt),
+        num_samples=request.num_samples,
+        params=SamplingParams(max_tokens=request.params.max_tokens, seed=request.params.seed),
+    )
+    positions = range(request.params.max_tokens)
+    return [[toy_token(chain, toy, index, each) for each in positions] for index in range(request.num_samples)]
+
+
+def tokens_of(operation: ops_pb.Operation) -> list[list[int]]:
+    """The tokens of a sample that has succeeded."""
+    assert operation.state == ops_pb.OPERATION_STATE_SUCCEEDED, operation
+    return [from_tensor(sequence.tokens).tolist() for sequence in operation.sample.sequences]
 
 
 def datum(length: int, first: int = 1) -> types_pb2.Datum:

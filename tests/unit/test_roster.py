@@ -35,7 +35,7 @@ def adapter_named(name: str, *kinds: Any, tenant: str = "t") -> AdapterQueue:
 
 
 def roster_of(*adapters: AdapterQueue) -> Roster:
-    roster = Roster(Suspects(), lambda _: False)
+    roster = Roster(Suspects(), lambda _: False, lambda _: False)
     for adapter in adapters:
         roster.add(adapter)
         roster.touch(adapter)

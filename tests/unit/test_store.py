@@ -152,11 +152,26 @@ async def test_a_database_of_the_second_version_is_brought_up_to_date_and_publis
     await fresh.close()
 
 
+async def test_a_database_of_the_third_version_is_brought_up_to_date(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "log.db") as db:
+        db.executescript((Path(__file__).parents[1] / "data" / "schema_v3.sql").read_text())
+        db.execute("INSERT INTO snapshots VALUES ('a', 7, 'folder', 'sha', x'')")
+    db.close()
+    store = Store(tmp_path / "log.db", monotonic=lambda: 1.0)
+    assert [tuple(row) for row in store.read("SELECT * FROM snapshots")] == [("a", 7, "folder", "sha", b"")]
+    await store.close()
+    fresh = Store(tmp_path / "fresh.db", monotonic=lambda: 1.0)
+    assert columns(store_path=tmp_path / "log.db") == columns(store_path=tmp_path / "fresh.db")
+    await fresh.close()
+
+
 def columns(store_path: Path) -> dict[str, set[str]]:
     with sqlite3.connect(store_path) as db:
         tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         found = {table: {str(row[1]) for row in db.execute(f"PRAGMA table_info({table})")} for table in tables}
-        indexes = db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'index' AND sql IS NOT NULL")
+        indexes = db.execute(
+            "SELECT name, sql FROM sqlite_master WHERE type IN ('index', 'trigger') AND sql IS NOT NULL"
+        )
         found |= {name: {sql} for name, sql in indexes}
     db.close()
     return found
@@ -257,10 +272,51 @@ async def test_a_snapshot_drops_the_bodies_that_it_covers_and_no_others(store: S
     ]
 
 
-async def test_an_adapter_and_what_it_starts_from_are_created_together(store: Store) -> None:
-    await store.insert("sessions", session_id="s", tenant_id="t", user_metadata="{}", created_at=0.0)
-    adapter = {
+async def test_no_snapshot_cuts_the_log_at_weights_without_a_file_until_they_have_one_or_their_session_ends(
+    store: Store,
+) -> None:
+    def at(seq: int) -> SnapshotRow:
+        return SnapshotRow(adapter_id="s:train:0", seq=seq, folder=f"f{seq}", sha256="x")
+
+    for session in ("s", "t"):
+        await store.insert("sessions", session_id=session, tenant_id="t", user_metadata="{}", created_at=0.0)
+    await store.insert_adapter(adapter_row("s:train:0"), at(0))
+    rows = [sampler_row("s:sample:0", "s", 12), sampler_row("s:sample:1", "t", 9)]
+    await store.commit_cycle(CycleCommit(samplers=rows))
+    for seq in (9, 12, 100):
+        with pytest.raises(ConflictError, match="no file"):
+            await store.commit_snapshot(at(seq))
+    assert await store.commit_snapshot(at(8)) == "f0"
+    await store.execute("UPDATE sessions SET ended_at = 1 WHERE session_id = 't'")
+    assert await store.commit_snapshot(at(11)) == "f8"
+    with pytest.raises(ConflictError, match="no file"):
+        await store.commit_cycle(CycleCommit(snapshots=[at(13)]))
+    assert await store.commit_file("s:sample:0", "weights", "y") == 1
+    assert await store.commit_file("s:sample:0", "others", "z") == 0
+    assert await store.commit_snapshot(at(13)) == "f11"
+
+
+def sampler_row(sampler_id: str, session_id: str, seq: int) -> dict[str, Any]:
+    """What an unnamed save commits before its file is there."""
+    return {
+        "sampler_id": sampler_id,
+        "tenant_id": "t",
+        "session_id": session_id,
+        "body": b"",
+        "base_model": "toy",
+        "model_path": "",
         "adapter_id": "s:train:0",
+        "version": f"s:train:0:{seq}",
+        "folder": "",
+        "sha256": "",
+        "created_at": 0.0,
+    }
+
+
+def adapter_row(adapter_id: str) -> dict[str, Any]:
+    """What makes an adapter."""
+    return {
+        "adapter_id": adapter_id,
         "tenant_id": "t",
         "session_id": "s",
         "body": b"",
@@ -274,6 +330,11 @@ async def test_an_adapter_and_what_it_starts_from_are_created_together(store: St
         "user_metadata": "{}",
         "created_at": 0.0,
     }
+
+
+async def test_an_adapter_and_what_it_starts_from_are_created_together(store: Store) -> None:
+    await store.insert("sessions", session_id="s", tenant_id="t", user_metadata="{}", created_at=0.0)
+    adapter = adapter_row("s:train:0")
     await store.insert_adapter(adapter, SnapshotRow(adapter_id="s:train:0", seq=0, folder="first", sha256="x"))
     with pytest.raises(ConflictError):
         await store.insert_adapter(adapter, SnapshotRow(adapter_id="s:train:0", seq=0, folder="second", sha256="x"))

@@ -157,7 +157,8 @@ class TrainingClient(Ready):
     def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
         """A sampler of the weights as they are at this place in the order; waits until it is there.
 
-        Without a name there is no checkpoint, and the sampler lives as long as its session.
+        Without a name there is no checkpoint, no file is waited for, and the sampler lives as long as its session, over
+        restarts of the service too.
         """
         return self._sampling_client(name).result()
 
