@@ -1,0 +1,33 @@
+"""Answers that may be large, made so that nobody else waits for them. Knows no paths and nothing of what is told.
+
+A thread alone would not do: the interpreter's fast encoder lets no other thread run until it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.message import Message
+from starlette.responses import JSONResponse, Response
+
+from coordinator.http_gateway.calls import INLINE_BYTES_MAX
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+class PiecewiseJson(JSONResponse):
+    """JSON that is written value by value, so that other threads have their turns in between."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return "".join(_ENCODER.iterencode(content)).encode()
+
+
+async def rendered(source: Message, make: Callable[[], Response]) -> Response:
+    """What `make` makes of `source`: beside the event loop if that is large."""
+    if source.ByteSize() <= INLINE_BYTES_MAX:
+        return make()
+    return await asyncio.to_thread(make)
