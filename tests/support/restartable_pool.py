@@ -48,6 +48,14 @@ class RestartablePool:
             self._keys[tenant], _ = self._run(self.pool.coordinator.authenticator.create_key(tenant))
         return self._keys[tenant]
 
+    def revoke(self, tenant: str) -> None:
+        """Revoke a tenant's API key."""
+        self._run(self.pool.coordinator.authenticator.revoke_key(self._keys.pop(tenant).split("_")[1]))
+
+    def release(self) -> None:
+        """Go on after `pool.hold()`."""
+        self._run(self.pool.release())
+
     def start(self) -> None:
         """Start, or start again."""
         self._run(self._start())
