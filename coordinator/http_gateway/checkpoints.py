@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from coordinator.auth import Principal
-from coordinator.errors import ServiceError
 from coordinator.files import CONFIG, WEIGHTS
 from coordinator.http_gateway import shapes
 from coordinator.http_gateway.calls import Call, Surroundings
@@ -62,12 +61,7 @@ async def weights_info(call: Call) -> Response:
         "lora_rank": checkpoint.rank,
         "optimizer_config": ADAMW,
     }
-    try:
-        adapter = await adapter_of(call, checkpoint.adapter_id)
-        body |= {name: getattr(adapter, name) for name in ("train_unembed", "train_mlp", "train_attn")}
-    except ServiceError:
-        pass  # deleted, or another tenant's: the checkpoint alone does not say
-    return JSONResponse(body)
+    return JSONResponse(body | await call.service.trained_modules(call.principal, checkpoint.path))
 
 
 async def copy_weights(call: Call) -> Response:

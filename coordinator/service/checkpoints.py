@@ -56,6 +56,11 @@ class CheckpointUseCases(UseCases):
         )
         return {(row["adapter_id"], _KINDS[row["kind"]]): _message(row) for row in rows}
 
+    async def trained_modules(self, principal: Principal, path: str) -> dict[str, bool]:
+        """Which groups of modules a readable checkpoint's adapter trained, be it deleted or another tenant's."""
+        spec = self._core.spec_of(self._readable_checkpoint(principal, path)["adapter_id"])
+        return {"train_unembed": spec.train_unembed, "train_mlp": spec.train_mlp, "train_attn": spec.train_attn}
+
     async def get_checkpoint(self, principal: Principal, request: pb.GetCheckpointRequest) -> pb.GetCheckpointResponse:
         """A checkpoint."""
         return pb.GetCheckpointResponse(checkpoint=_message(self._readable_checkpoint(principal, request.path)))

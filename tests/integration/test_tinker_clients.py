@@ -1,4 +1,4 @@
-"""Sampling clients of the official SDK: one call for all their samples, and numbers of their own where they are copies."""
+"""Sampling clients of the official SDK: one call for all their samples, numbers of their own where they are copies."""
 
 from __future__ import annotations
 

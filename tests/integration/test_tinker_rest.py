@@ -222,6 +222,17 @@ def test_weights_info_says_what_a_new_model_needs(rest: tinker.RestClient, clien
     assert (info.train_attn, info.train_mlp, info.train_unembed) == (True, True, True)
 
 
+def test_weights_info_of_anothers_checkpoint_names_the_modules_that_were_trained(
+    pool: RestartablePool, rest: tinker.RestClient, service: tinker.ServiceClient
+) -> None:
+    client = service.create_lora_training_client("toy", rank=8, train_unembed=False).result(WAIT_S)
+    path = client.save_state("shared").result(WAIT_S).path
+    rest.publish_checkpoint_from_tinker_path(path).result(WAIT_S)
+    theirs = tinker.RestClient(base_url=pool.http_url, api_key=f"tml-{pool.key('bob')}")
+    info = theirs.get_weights_info_by_tinker_path(path).result(WAIT_S)
+    assert (info.train_attn, info.train_mlp, info.train_unembed) == (True, True, False)
+
+
 def test_an_export_is_downloaded_file_by_file_and_an_address_is_good_for_its_file_only(
     pool: RestartablePool, rest: tinker.RestClient, client: Any
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,10 +34,8 @@ def test_a_tokenizer_is_there_whole_or_not_at_all_after_a_power_cut(num_operatio
                 raise PowerCut
 
         disk = SimDisk(ROOT.parent, Random(seed), count)
-        try:
+        with contextlib.suppress(PowerCut):
             leave(disk)
-        except PowerCut:
-            pass
         disk.power_cut(0.5)
         left[0] = 1000
         for name in disk.names(ROOT) if ROOT.name in disk.names(ROOT.parent) else ():
