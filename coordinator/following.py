@@ -11,7 +11,7 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 
 from coordinator.errors import Code, ServiceError
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -89,7 +89,7 @@ class Followers:
                     found = self._list((target_id, client), unfetched)
                     while found.untold and found.untold[0][0] <= place:
                         found.untold.popleft()
-                    told = [found.untold[i] for i in range(min(len(found.untold), TOLD_MAX))]
+                    told = list(islice(found.untold, TOLD_MAX))
                     if not told:
                         found.changed.clear()
                         await found.changed.wait()
