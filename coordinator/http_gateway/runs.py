@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sessions_pb2
 
 RUNS_MAX = 100
 """Most runs on a page; `limit` in its cursor says so."""
+_SESSIONS_AT_ONCE = 100
+"""Sessions looked up in one go: each names all that was made in it."""
 Newest = Mapping[tuple[str, checkpoints_pb2.CheckpointKind.ValueType], checkpoints_pb2.Checkpoint]
 """By run and kind."""
 
@@ -45,9 +48,17 @@ async def get_run(call: Call) -> Response:
 
 async def list_sessions(call: Call) -> Response:
     """GET /sessions: the live ones, newest first."""
-    request = sessions_pb2.ListSessionsRequest(page_size=call.number("limit", 20), skip=call.number("offset", 0))
-    found = await call.service.list_sessions(call.principal, request)
-    return JSONResponse({"sessions": [session.session_id for session in found.sessions]})
+    limit, offset = call.number("limit", 20), call.number("offset", 0)
+    found: list[str] = []
+    is_more = True
+    while is_more and len(found) < limit:
+        size = min(limit - len(found), _SESSIONS_AT_ONCE)
+        request = sessions_pb2.ListSessionsRequest(page_size=size, skip=offset + len(found))
+        page = await call.service.list_sessions(call.principal, request)
+        found += [session.session_id for session in page.sessions]
+        is_more = bool(page.next_page_token)
+        await asyncio.sleep(0)  # others have their turn
+    return JSONResponse({"sessions": list(dict.fromkeys(found))})  # who came meanwhile has moved the others on
 
 
 async def get_session(call: Call) -> Response:

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from tinker import types
 from tinker.cli.__main__ import main_cli
 
+from coordinator.http_gateway import runs
 from coordinator.http_gateway.runs import RUNS_MAX
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tests.support.sdk import LEAKS, Wire, datum, sdk
@@ -90,6 +91,16 @@ def test_a_page_of_runs_takes_as_many_queries_as_one_run(
         assert (len(page["training_runs"]), page["cursor"]["limit"]) == (index + 1, RUNS_MAX)
         counts.append(len(queries))
     assert counts[0] == counts[-1]
+    wired.close()
+
+
+def test_all_live_sessions_are_listed_a_few_at_a_time(pool: RestartablePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "_SESSIONS_AT_ONCE", 2)
+    wired = Wire(pool.http_url, pool.key("erin"))
+    sessions = [wired.session() for _ in range(5)][::-1]
+    listed = {limit: wired.get(f"/sessions?limit={limit}").json()["sessions"] for limit in (0, 3, 4, 100)}
+    assert listed == {0: [], 3: sessions[:3], 4: sessions[:4], 100: sessions}
+    assert wired.get("/sessions?limit=2&offset=3").json()["sessions"] == sessions[3:]
     wired.close()
 
 
