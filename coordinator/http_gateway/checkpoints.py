@@ -195,7 +195,7 @@ async def _list(call: Call, run: str, limit: int, offset: int) -> tuple[Response
         checkpoints = [checkpoint_json(checkpoint) for checkpoint in found.checkpoints]
         return PiecewiseJson({"checkpoints": checkpoints, "cursor": cursor(limit, offset, found.total_size)})
 
-    return await rendered(found, make), found.total_size
+    return await rendered(found.ByteSize(), make), found.total_size
 
 
 async def _set_access(call: Call, *, is_public: bool) -> Response:

@@ -66,9 +66,10 @@ async def retrieve_future(call: Call) -> Response:
     if operation is None:
         return _try_again(call, request_id)
     is_binary = PROTOBUF in call.request.headers.get("accept", "")
-    if is_binary and asked.allow_metadata_only and (size := operation.ByteSize()) > METADATA_BYTES_MIN:
+    size = operation.ByteSize()
+    if is_binary and asked.allow_metadata_only and size > METADATA_BYTES_MIN:
         return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
-    return await rendered(operation, lambda: result_response(operation, is_binary=is_binary))
+    return await rendered(size, lambda: result_response(operation, is_binary=is_binary))
 
 
 async def cancel_future(call: Call) -> Response:

@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from google.protobuf.message import Message
 from starlette.responses import JSONResponse, Response
 
 from coordinator.http_gateway.calls import INLINE_BYTES_MAX
@@ -26,8 +25,8 @@ class PiecewiseJson(JSONResponse):
         return "".join(_ENCODER.iterencode(content)).encode()
 
 
-async def rendered(source: Message, make: Callable[[], Response]) -> Response:
-    """What `make` makes of `source`: beside the event loop if that is large."""
-    if source.ByteSize() <= INLINE_BYTES_MAX:
+async def rendered(num_bytes: int, make: Callable[[], Response]) -> Response:
+    """What `make` makes of so many bytes: beside the event loop if they are many."""
+    if num_bytes <= INLINE_BYTES_MAX:
         return make()
     return await asyncio.to_thread(make)

@@ -37,7 +37,7 @@ async def list_runs(call: Call) -> Response:
         runs = [_run_json(call, adapter, newest) for adapter in found.adapters]
         return PiecewiseJson({"training_runs": runs, "cursor": cursor(limit, offset, found.total_size)})
 
-    return await rendered(found, make)
+    return await rendered(found.ByteSize(), make)
 
 
 async def get_run(call: Call) -> Response:
