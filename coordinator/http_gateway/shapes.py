@@ -206,7 +206,7 @@ class FuturesTarget(BaseModel):
     """Whose promises: one client's of a sampling session."""
 
     sampling_session_id: str
-    cloned_sampler_id: Index = 0
+    cloned_sampler_id: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
 
 
 class RetrieveFutures(BaseModel):
