@@ -70,8 +70,8 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
         """Wait for a save; its checkpoint's path. Raises ServiceError if it fails."""
         path = ""
         async for response in self.wait_operations(principal, ops_pb.WaitOperationsRequest(names=[name])):
-            error = response.operation.error
-            if response.operation.state == ops_pb.OPERATION_STATE_FAILED:
-                raise ServiceError(Code(error.code), error.reason, error.message)
-            path = response.operation.save_state.path
+            saving = response.operation
+            if saving.state == ops_pb.OPERATION_STATE_FAILED:
+                raise ServiceError(Code(saving.error.code), saving.error.reason, saving.error.message)
+            path = saving.save_state.path or saving.save_weights_for_sampler.path
         return path

@@ -288,8 +288,8 @@ def test_a_body_of_the_wrong_shape_is_named(wired: Wire, path: str, body: dict[s
     assert told in response.json()["detail"]
 
 
-def test_bodies_that_are_not_what_they_say_are_refused(wired: Wire, model: str) -> None:
-    request = pass_of(model, 1, [1])
+def test_bodies_that_are_not_what_they_say_and_name_no_place_are_refused(wired: Wire) -> None:
+    request = pass_of("nobody:train:0", 1, [1])
     for body, headers, told in (
         (b"\xff\xff\xff", {}, "not a forward_backward request"),
         (b"not packed", {"content-encoding": "zstd"}, "not zstd"),
