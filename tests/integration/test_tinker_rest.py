@@ -273,7 +273,7 @@ def test_an_export_is_downloaded_file_by_file_and_an_address_is_good_for_its_fil
 
 @pytest.mark.parametrize("name", ["publish", "ttl", "archive", "external_weights_urls"])
 def test_a_checkpoint_may_be_called_what_an_endpoint_is(rest: tinker.RestClient, client: Any, name: str) -> None:
-    path = client.save_state(name).result(WAIT_S).path
+    path = client.save_weights_external(name).result(WAIT_S).path
 
     def found() -> list[tuple[str, bool, bool]]:
         listed = rest.list_checkpoints(client.model_id).result(WAIT_S).checkpoints
@@ -281,9 +281,9 @@ def test_a_checkpoint_may_be_called_what_an_endpoint_is(rest: tinker.RestClient,
 
     rest.publish_checkpoint_from_tinker_path(path).result(WAIT_S)
     rest.set_checkpoint_ttl_from_tinker_path(path, 3600).result(WAIT_S)
-    assert found() == [(f"weights/{name}", True, True)]
+    assert found() == [(f"external_weights/{name}", True, True)]
     rest.unpublish_checkpoint_from_tinker_path(path).result(WAIT_S)
-    assert found() == [(f"weights/{name}", False, True)]
+    assert found() == [(f"external_weights/{name}", False, True)]
     assert rest.get_external_weights_urls(path).result(WAIT_S).urls
     rest.delete_checkpoint_from_tinker_path(path).result(WAIT_S)
     assert found() == []
@@ -297,7 +297,7 @@ def test_what_is_no_checkpoints_id_is_not_found(rest: tinker.RestClient, client:
 def test_an_address_ends_with_the_key_that_asked_for_it(pool: RestartablePool) -> None:
     with sdk(pool.http_url, pool.key("dora")) as theirs:
         client: Any = theirs.create_lora_training_client("toy", rank=8).result(WAIT_S)
-        path = client.save_state("signed").result(WAIT_S).path
+        path = client.save_weights_external("signed").result(WAIT_S).path
     rest = tinker.RestClient(base_url=pool.http_url, api_key=f"tml-{pool.key('dora')}")
     url = rest.get_external_weights_urls(path).result(WAIT_S).urls["adapter_config.json"]
     assert json.loads(read(url))["r"] == 8
