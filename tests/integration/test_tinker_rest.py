@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tinker.cli.__main__ import main_cli
 
 from coordinator.http_gateway import runs
 from coordinator.http_gateway.runs import RUNS_MAX
+from coordinator.service import checkpoints
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tests.support.sdk import LEAKS, Wire, datum, sdk
 
@@ -91,6 +93,27 @@ def test_a_page_of_runs_takes_as_many_queries_as_one_run(
         assert (len(page["training_runs"]), page["cursor"]["limit"]) == (index + 1, RUNS_MAX)
         counts.append(len(queries))
     assert counts[0] == counts[-1]
+    wired.close()
+
+
+def test_a_page_of_much_metadata_is_read_beside_the_loop(
+    pool: RestartablePool, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    message = checkpoints._message
+
+    def recorded(row: Any) -> Any:
+        threads.append(threading.current_thread())
+        return message(row)
+
+    client.save_state("noted", user_metadata={"note": "x" * 100}).result(WAIT_S)
+    monkeypatch.setattr(checkpoints, "_message", recorded)
+    monkeypatch.setattr(checkpoints, "_INLINE_BYTES_MAX", 100)
+    wired = Wire(pool.http_url, pool.key())
+    [listed] = wired.get(f"/training_runs/{client.model_id}/checkpoints").json()["checkpoints"]
+    assert listed["user_metadata"] == {"note": "x" * 100}
+    assert threads
+    assert pool.thread not in threads
     wired.close()
 
 

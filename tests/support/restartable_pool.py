@@ -33,6 +33,11 @@ class RestartablePool:
         self.pool: ToyPool
 
     @property
+    def thread(self) -> threading.Thread:
+        """Where its event loop runs."""
+        return self._thread
+
+    @property
     def url(self) -> str:
         """Where clients find it."""
         return f"http://127.0.0.1:{self._port}"
