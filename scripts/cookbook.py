@@ -107,6 +107,7 @@ def main() -> int:
     chosen = [recipe for recipe in RECIPES if options.only in recipe.module]
     with tempfile.TemporaryDirectory(prefix="tinkerpool-cookbook-") as scratch:
         environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TINKER_TELEMETRY": "0"}
+        print("starting a pool ...", flush=True)
         with serving(Path(scratch)) as variables:
             failed = [r.name for r in chosen if not run(r, options.python, Path(scratch), environment | variables)]
     if failed:
@@ -143,6 +144,7 @@ def run(recipe: Recipe, python: Path, scratch: Path, environment: dict[str, str]
     cookbook = subprocess.run([python, "-c", find], capture_output=True, text=True, check=True).stdout.strip()
     logs = scratch / recipe.name.replace(" ", "-").replace(",", "")
     arguments = [argument.format(cookbook=cookbook) for argument in recipe.arguments]
+    print(f"{recipe.name} ...", flush=True)
     begin = time.monotonic()
     done = subprocess.run(
         [python, "-m", recipe.module, f"model_name={MODEL}", f"log_path={logs}", *COMMON, *arguments],
@@ -158,9 +160,9 @@ def run(recipe: Recipe, python: Path, scratch: Path, environment: dict[str, str]
         lines = (logs / "metrics.jsonl").read_text().splitlines()
         seen = recipe.check([json.loads(line) for line in lines])
     except (AssertionError, OSError) as error:
-        print(f"{recipe.name}: {error}", flush=True)
+        print(f"  failed: {error}", flush=True)
         return False
-    print(f"{recipe.name}: {seen} ({took})", flush=True)
+    print(f"  {seen} ({took})", flush=True)
     return True
 
 

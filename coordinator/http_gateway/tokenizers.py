@@ -51,5 +51,4 @@ def _leave(disk: Disk, root: Path, name: str, files: Mapping[str, bytes]) -> Pat
         disk.sync(path)
     disk.sync(temporary)  # or after a power cut the name could be there, and the files not
     disk.rename(temporary, directory)
-    disk.sync(root)
     return directory
