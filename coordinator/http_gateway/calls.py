@@ -23,13 +23,13 @@ JSON_BYTES_MAX = 8 << 20
 """Largest body in JSON: everybody else waits while it is parsed, and in memory it is many times as large."""
 INLINE_BYTES_MAX = 256 << 10
 """What is above is unpacked, read or rendered beside the event loop."""
-_BEGUN_BYTES = 64 << 10
-"""What is kept of a body that is too large: who sent it, and at which place, stands in front."""
 _FAULTS_SHOWN = 5
 _PIECE_BYTES = 1 << 10
 """Packed bytes at a time: they can become 32,768 times as many before these are counted."""
 _WINDOW_BYTES = 8 << 20
 """How far back a packed body may refer, whatever the limit."""
+_BEGUN_BYTES = 64 << 10
+"""What is kept of a body that is too large: who sent it, and at which place, stands in front."""
 
 Body = TypeVar("Body", bound=BaseModel)
 
