@@ -142,9 +142,15 @@ async def test_every_method_answers_for_anothers_thing_as_for_none(tmp_path: Pat
 async def test_this_file_knows_every_method_of_the_service(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         methods = {name for name in dir(pool.service) if not name.startswith("_")}
-    # No methods of the contract; see below. An id of a key is only asked for by a door that has signed it.
-    beyond = {"refuse", "export_file", "newest_checkpoints", "trained_modules", "join_sampler", "finished_samples"}
-    beyond.add("holder_of_key")
+    beyond = {  # no methods of the contract; see below
+        "refuse",
+        "export_file",
+        "newest_checkpoints",
+        "trained_modules",
+        "join_sampler",
+        "finished_samples",
+        "holder_of_key",  # asked by a door that has signed the key's id
+    }
     assert methods == set(CALLS) | NAMELESS | beyond
 
 
