@@ -12,7 +12,7 @@ SMOLLM2_VERSION := 0.1.2
 OLDER_SDK := .venv/older-tinker/.installed
 COOKBOOK_READY := .venv-cookbook/.installed
 KILLS ?= 200
-ITEMS_WITH_MODELS := engine company lengths service swap publish
+ITEMS_WITH_MODELS := engine company lengths service swap publish sampling shares
 ITEMS ?= $(ITEMS_WITH_MODELS) durability planner memory
 
 # uv installs several times faster than pip, but does not read pip's settings: hand over its index and its folder of
@@ -84,7 +84,7 @@ logs: $(READY) ## show the running pool's log
 	@$(BIN)/tinkerpool logs
 
 # Each item is a script that leaves docs/results/ITEM.json; the report makes the page's tables and the pictures of them.
-bench: $(READY) ## measure everything into docs/benchmarks.md, half an hour (ITEMS="engine swap" picks, MODEL=DIR adds)
+bench: $(READY) ## measure everything into docs/benchmarks.md, 45 minutes (ITEMS="engine swap" picks, MODEL=DIR adds)
 	@$(foreach item,$(ITEMS),echo "== $(item)"; $(BIN)/python scripts/bench_$(item).py --results docs/results \
 	    $(if $(MODEL),$(if $(filter $(item),$(ITEMS_WITH_MODELS)),--also "$(MODEL)"));) \
 	$(BIN)/python scripts/bench_report.py

@@ -3,7 +3,7 @@
 A body is the contract's own request message without `seq` and `request_id`, every tensor in its one canonical dtype,
 serialized with sorted maps. It is what the log holds, what the idempotency hash covers, and what recovery decodes.
 Checks everything that can be checked without the model's weights; raises ServiceError INVALID_ARGUMENT, saying what to
-change.
+change. Samples have a module of their own, `sample_messages`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from coordinator.config import Limits
 from coordinator.errors import invalid
 from coordinator.operations import Chunk
 from tinkerpool.convert import from_tensor, to_tensor
-from tinkerpool.v1 import sampling_pb2, training_pb2, types_pb2
-from workers.messages import AdamParams, Datum, ModelInfo, SamplingParams
+from tinkerpool.v1 import training_pb2, types_pb2
+from workers.messages import AdamParams, Datum, ModelInfo
 
 PassRequest = training_pb2.ForwardRequest | training_pb2.ForwardBackwardRequest | training_pb2.TrainStepRequest
 
@@ -154,82 +154,6 @@ def decode_adam(body: bytes) -> AdamParams:
     return AdamParams(**{key: getattr(adam, key) for key in AdamParams.__dataclass_fields__})
 
 
-def canonical_sample(
-    request: sampling_pb2.SampleRequest, model: ModelInfo, limits: Limits, drawn_seed: int
-) -> tuple[bytes, int]:
-    """Check a sample request; returns its body, with every default and the seed filled in, and its cost in tokens."""
-    prompt = _tokens("prompt", _array("prompt", request.prompt), model)
-    params = request.params
-    room = model.max_seq_len - len(prompt)
-    if room < 1:
-        raise invalid(
-            f"the prompt has {len(prompt)} tokens; with at least one sampled token it must fit in {model.max_seq_len}"
-        )
-    max_tokens = params.max_tokens or room
-    if not 1 <= max_tokens <= room:
-        raise invalid(
-            f"params.max_tokens is {max_tokens}; after a prompt of {len(prompt)} tokens it can be 1 to {room}, "
-            f"since {model.name} takes {model.max_seq_len} tokens in all"
-        )
-    num_samples = request.num_samples or 1
-    if not 1 <= num_samples <= limits.num_samples_max:
-        raise invalid(f"num_samples must be 1 to {limits.num_samples_max}, not {num_samples}")
-    temperature = params.temperature if params.HasField("temperature") else 1.0
-    top_k = params.top_k if params.HasField("top_k") else -1
-    top_p = params.top_p if params.HasField("top_p") else 1.0
-    if not 0 <= temperature < math.inf:
-        raise invalid(f"params.temperature must be 0 (greedy) or more, not {temperature}")
-    if top_k != -1 and top_k < 1:
-        raise invalid(f"params.top_k must be -1 (all tokens) or at least 1, not {top_k}")
-    if not 0 < top_p <= 1:
-        raise invalid(f"params.top_p must be above 0 and at most 1, not {top_p}")
-    if params.HasField("stop"):
-        stop = params.stop
-        if any(not text for text in stop.strings):
-            raise invalid("params.stop.strings has an empty string: it would stop before the first token")
-        if any(not 0 <= token < model.vocab_size for token in stop.tokens):
-            raise invalid(f"params.stop.tokens must be token ids from 0 to {model.vocab_size - 1}")
-    else:
-        stop = sampling_pb2.StopCondition(tokens=model.eos_token_ids)
-    last_n = request.prompt_logprobs_last_n
-    if last_n < 0 or (last_n and not request.include_prompt_logprobs):
-        raise invalid(
-            f"prompt_logprobs_last_n is {last_n}: it is 0 (all) or more, and goes only with include_prompt_logprobs"
-        )
-    seed = params.seed if params.HasField("seed") else drawn_seed
-    body = sampling_pb2.SampleRequest(
-        sampler_id=request.sampler_id,
-        prompt=to_tensor(prompt),
-        num_samples=num_samples,
-        include_prompt_logprobs=request.include_prompt_logprobs,
-        prompt_logprobs_last_n=last_n,
-        params=sampling_pb2.SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop
-        ),
-    )
-    return serialize(body), len(prompt) + num_samples * max_tokens
-
-
-def decode_sample(body: bytes) -> tuple[NDArray[np.int32], int, bool, SamplingParams]:
-    """Prompt, number of samples, whether prompt log-probabilities are wanted, and how to draw."""
-    request = sampling_pb2.SampleRequest.FromString(body)
-    params = request.params
-    return (
-        from_tensor(request.prompt),
-        request.num_samples,
-        request.include_prompt_logprobs,
-        SamplingParams(
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            seed=params.seed,
-            stop_tokens=tuple(params.stop.tokens),
-            stop_strings=tuple(params.stop.strings),
-        ),
-    )
-
-
 def check_metadata(metadata: Mapping[str, str], limits: Limits) -> None:
     """Refuse user metadata above the limit."""
     size = sum(len(key.encode()) + len(value.encode()) for key, value in metadata.items())
@@ -239,8 +163,35 @@ def check_metadata(metadata: Mapping[str, str], limits: Limits) -> None:
         )
 
 
+def checked_array(label: str, tensor: types_pb2.Tensor) -> NDArray[Any]:
+    """The array of a tensor message. Raises ServiceError INVALID_ARGUMENT; `label` says where it stands."""
+    try:
+        return from_tensor(tensor)
+    except ValueError as error:
+        raise invalid(f"{label}: {error}") from None
+
+
+def checked_tokens(
+    label: str, array: NDArray[Any], model: ModelInfo, num_dims: Sequence[int] = (1,), lowest: int = 0
+) -> NDArray[np.int32]:
+    """Token ids of the model; with a `lowest` of -1, which is none, that too. Raises ServiceError INVALID_ARGUMENT."""
+    if array.dtype.kind != "i" or array.ndim not in num_dims:
+        raise invalid(f"{label} must be a vector of int32 or int64 token ids, got {array.dtype} of shape {array.shape}")
+    if array.size == 0:
+        raise invalid(f"{label} is empty: give at least one token")
+    low, high = int(array.min()), int(array.max())
+    if low < lowest or high >= model.vocab_size:
+        wrong = low if low < lowest else high
+        raise invalid(
+            f"{label} has token id {wrong}; {model.name} has ids 0 to {model.vocab_size - 1}: "
+            "was another model's tokenizer used?",
+            "TOKEN_OUT_OF_RANGE",
+        )
+    return array.astype(np.int32, copy=False)
+
+
 def _datum(where: str, datum: types_pb2.Datum, loss: str, rule: LossRule, model: ModelInfo) -> Datum:
-    tokens = _tokens(f"{where}.tokens", _array(f"{where}.tokens", datum.tokens), model)
+    tokens = checked_tokens(f"{where}.tokens", checked_array(f"{where}.tokens", datum.tokens), model)
     if len(tokens) > model.max_seq_len:
         raise invalid(
             f"{where} has {len(tokens)} tokens, but {model.name} takes at most {model.max_seq_len}: cut the sequence",
@@ -251,9 +202,9 @@ def _datum(where: str, datum: types_pb2.Datum, loss: str, rule: LossRule, model:
     inputs: dict[str, Any] = {}
     for name in sorted(names, key=lambda name: (name != "target_tokens", name)):  # the others must have its shape
         label = f"{where}.loss_inputs[{name[:80]!r}]"
-        array = _array(label, datum.loss_inputs[name])
+        array = checked_array(label, datum.loss_inputs[name])
         if name == "target_tokens":
-            inputs[name] = _tokens(label, array, model, num_dims=(1, 2) if loss == "cross_entropy" else (1,))
+            inputs[name] = checked_tokens(label, array, model, num_dims=(1, 2) if loss == "cross_entropy" else (1,))
         else:
             inputs[name] = _floats(label, array)
         length = len(array) if array.ndim else 0
@@ -282,29 +233,6 @@ def _check_names(where: str, names: Iterable[str], loss: str, rule: LossRule) ->
     if unknown := sorted(names - rule.required - rule.optional):
         allowed = ", ".join(sorted(rule.required | rule.optional))
         raise invalid(f"{where}.loss_inputs has {', '.join(unknown)}, which {loss} does not take (it takes {allowed})")
-
-
-def _array(label: str, tensor: types_pb2.Tensor) -> NDArray[Any]:
-    try:
-        return from_tensor(tensor)
-    except ValueError as error:
-        raise invalid(f"{label}: {error}") from None
-
-
-def _tokens(label: str, array: NDArray[Any], model: ModelInfo, num_dims: Sequence[int] = (1,)) -> NDArray[np.int32]:
-    if array.dtype.kind != "i" or array.ndim not in num_dims:
-        raise invalid(f"{label} must be a vector of int32 or int64 token ids, got {array.dtype} of shape {array.shape}")
-    if array.size == 0:
-        raise invalid(f"{label} is empty: give at least one token")
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= model.vocab_size:
-        wrong = low if low < 0 else high
-        raise invalid(
-            f"{label} has token id {wrong}; {model.name} has ids 0 to {model.vocab_size - 1}: "
-            "was another model's tokenizer used?",
-            "TOKEN_OUT_OF_RANGE",
-        )
-    return array.astype(np.int32, copy=False)
 
 
 def _floats(label: str, array: NDArray[Any]) -> NDArray[np.float32]:

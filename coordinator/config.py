@@ -26,6 +26,10 @@ class Limits:
     """Adapters of one tenant."""
     num_samples_max: int = 1024
     """Continuations in one sample request."""
+    topk_max: int = 100
+    """Likeliest tokens, targets or draws wanted at one position of a sample."""
+    sample_logprobs_max: int = 4 << 20
+    """Log-probabilities that one sample request may ask for beside those of its tokens: 8 bytes each in its answer."""
     wait_names_max: int = 10_000
     """Operations in one wait."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from coordinator.answers import Answers
 from coordinator.batches import BatchBuilder
@@ -66,6 +66,7 @@ class CycleLoop:
         new_cycle_id: Callable[[], int],
         publish: Callable[[pool_pb2.Cycle], None],
         take_removals: Callable[[str], tuple[str, ...]],
+        decode_share: Callable[[str, Collection[str]], float],
         published: Callable[[str, str], None],
         worker_lost: Callable[[str, str], None],
         worker_answered: Callable[[str], None],
@@ -93,6 +94,7 @@ class CycleLoop:
             suspects=suspects,
             costs=costs,
             take_removals=take_removals,
+            decode_share=decode_share,
             worker_lost=worker_lost,
             worker_answered=worker_answered,
         )

@@ -26,30 +26,31 @@ class Deadlines:
 
     def __init__(self, costs: CycleCosts) -> None:
         self._costs = costs
-        self._last_s: dict[str, float] = {}
-        """What the last batch of each life took that has answered one: loading kernels and memory is behind it."""
+        self._owed_s: dict[str, float] = {}
+        """By life that has answered a batch, so that loading kernels is behind it: what decoding gets for the last
+        one, at the most."""
 
     def allowed_s(self, batch: Batch, incarnation: str, deaths_alone: int = 0) -> float:
         """Seconds until the worker's answer must be there."""
         num_tokens, length = _size(batch)
         predicted = self._costs.predicted_s(num_tokens, length) if num_tokens else 0.0
-        if incarnation not in self._last_s or predicted is None:
+        if incarnation not in self._owed_s or predicted is None:
             return UNKNOWN_S
-        # Decoding gets as long as the batch before took, so this one may first wait that long.
-        waiting = self._last_s[incarnation] + _state_bytes(batch) / BYTES_PER_S + SAVE_S * _num_saves(batch)
+        # Decoding gets its share for the batch before, so this one may first wait that long.
+        waiting = self._owed_s[incarnation] + _state_bytes(batch) / BYTES_PER_S + SAVE_S * _num_saves(batch)
         return (FLOOR_S + FACTOR * predicted + waiting) * ALONE_FACTOR**deaths_alone
 
     def observe(self, batch: Batch, incarnation: str, seconds: float) -> None:
         """A batch was answered after this time."""
-        is_first = incarnation not in self._last_s
-        self._last_s[incarnation] = 0.0 if is_first else seconds
+        is_first = incarnation not in self._owed_s
+        self._owed_s[incarnation] = 0.0 if is_first else seconds * batch.decode_share / (1.0 - batch.decode_share)
         num_tokens, length = _size(batch)
         if num_tokens:
             self._costs.observe_pass(num_tokens, length, seconds, is_pure=not is_first and not batch.installs)
 
     def forget(self, incarnation: str) -> None:
         """That life has ended."""
-        self._last_s.pop(incarnation, None)
+        self._owed_s.pop(incarnation, None)
 
 
 def _state_bytes(batch: Batch) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from coordinator.clock import Time, within
 from coordinator.costs import CycleCosts
@@ -42,6 +42,7 @@ class Dispatch:
         suspects: Suspects,
         costs: CycleCosts,
         take_removals: Callable[[str], tuple[str, ...]],
+        decode_share: Callable[[str, Collection[str]], float],
         worker_lost: Callable[[str, str], None],
         worker_answered: Callable[[str], None],
     ) -> None:
@@ -50,6 +51,7 @@ class Dispatch:
         self._epoch = epoch
         self._suspects = suspects
         self._take_removals = take_removals
+        self._decode_share = decode_share
         self._worker_lost = worker_lost
         self._worker_answered = worker_answered
         self._deadlines = Deadlines(costs)
@@ -82,7 +84,7 @@ class Dispatch:
 
         Raises TakenOver.
         """
-        batches = work.batches(self._epoch, cycle_id, self._take_removals)
+        batches = work.batches(self._epoch, cycle_id, self._take_removals, self._decode_share)
         lives = {worker.worker_id: worker.incarnation for worker in workers}
         self._on_worker = {
             worker_id: [operation for _, operation, _ in entries if operation is not None]

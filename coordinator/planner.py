@@ -156,11 +156,16 @@ def place(residents: Mapping[str, int]) -> str:
     return min(residents, key=lambda worker: (residents[worker], worker), default="")
 
 
+def lowest_counter(shares: Mapping[str, Share], stayed: Iterable[str]) -> float:
+    """To what a tenant who comes back is lifted: the lowest of those who stayed; if nobody did, the highest of all."""
+    counters = [shares[tenant].virtual_tokens for tenant in stayed if tenant in shares]
+    return min(counters) if counters else max((share.virtual_tokens for share in shares.values()), default=0.0)
+
+
 def _lifted(state: FairState, active: frozenset[str]) -> dict[str, Share]:
     """Shares in which nobody who comes back is behind those who stayed."""
     shares = dict(state.shares)
-    stayed = [shares[tenant].virtual_tokens for tenant in active & state.active if tenant in shares]
-    floor = min(stayed) if stayed else max((s.virtual_tokens for s in shares.values()), default=0.0)
+    floor = lowest_counter(shares, active & state.active)
     for tenant in active - state.active:
         share = shares.get(tenant, Share())
         shares[tenant] = replace(share, virtual_tokens=max(share.virtual_tokens, floor))

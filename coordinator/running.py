@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from coordinator.bodies import serialize
@@ -54,8 +54,14 @@ class Work:
         """The adapter is not in this phase, but the next is likely to have it: a hint for its worker."""
         self.expected.setdefault(adapter.worker_id, []).append(adapter.adapter_id)
 
-    def batches(self, epoch: int, cycle_id: int, take_removals: Callable[[str], tuple[str, ...]]) -> dict[str, Batch]:
-        """One batch per worker."""
+    def batches(
+        self,
+        epoch: int,
+        cycle_id: int,
+        take_removals: Callable[[str], tuple[str, ...]],
+        decode_share: Callable[[str, Collection[str]], float],
+    ) -> dict[str, Batch]:
+        """One batch per worker. `decode_share` is given the worker and the tenants of its batch."""
         return {
             worker_id: Batch(
                 epoch=epoch,
@@ -63,6 +69,7 @@ class Work:
                 installs=tuple(self.installs.get(worker_id, ())),
                 removals=take_removals(worker_id),
                 items=tuple(item for _, _, item in self.items.get(worker_id, ())),
+                decode_share=decode_share(worker_id, {a.tenant_id for a, _, _ in self.items.get(worker_id, ())}),
                 expected=tuple(self.expected.get(worker_id, ())),
             )
             for worker_id in self.installs | self.items

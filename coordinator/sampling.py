@@ -1,8 +1,9 @@
-"""Sample requests: whose turn it is, on which worker, with which weights; and their tokens and results on the way back.
+"""Sample requests: on which worker they run, with which weights; and their tokens and results on the way back.
 
 Samples have no order among themselves, so they pass by the cycles: a request goes to a worker as soon as that has room,
-tenants taking turns. Tokens stream to listeners and are kept nowhere; a finished request commits by group commit. A
-lost worker's requests start again from their logged seeds and give the same tokens.
+the tenant first that has had the least (`sample_turns`). The one whose turn it is waits until it has room, and the
+others wait behind it, or a large one would wait for ever. Tokens stream to listeners and are kept nowhere; a finished
+request commits by group commit. A lost worker's requests start again from their logged seeds and give the same tokens.
 
 Knows the pool's sampling side and the store; not what a token means.
 """
@@ -11,24 +12,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Coroutine
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from coordinator.batches import service_error, worker_died
-from coordinator.bodies import decode_sample
 from coordinator.config import CoordinatorConfig
 from coordinator.database import Row
 from coordinator.errors import Code, ServiceError
 from coordinator.operations import Operation, item_error
+from coordinator.planner import Share
 from coordinator.running import finished_row
+from coordinator.sample_messages import decode_sample, fill_sample
+from coordinator.sample_turns import SampleTurns
 from coordinator.saving import Saver
 from coordinator.store import CycleCommit, Store
 from coordinator.suspects import Suspects
 from coordinator.waiting import OperationTable
-from tinkerpool.convert import to_tensor
 from tinkerpool.names import operation_name
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2
@@ -36,10 +36,8 @@ from workers.messages import (
     AdapterSpec,
     ErrorCode,
     ItemError,
-    SampleRequest,
     SampleResult,
     SamplerVersion,
-    StopReason,
     TokenEvent,
 )
 from workers.pool import Pool, WorkerLost
@@ -51,6 +49,8 @@ VERSIONS_MAX = 64
 
 REFUSALS_MAX = 3
 """How often a request is started anew because a worker did not know its version."""
+DECODE_SHARE, DECODE_SHARE_MIN, DECODE_SHARE_MAX = 0.5, 0.1, 0.9
+"""The part of a worker's time for its samples where nobody's weight says another one, the least and the most."""
 Event = sampling_pb2.SampledToken | ops_pb.Operation
 """What a listener gets; None when the coordinator stops."""
 
@@ -60,6 +60,7 @@ class _Request:
     operation: Operation
     sampler: Row
     num_samples: int
+    num_tokens_max: int
     worker_id: str = ""
     is_cancelled: bool = False
     num_refused: int = 0
@@ -68,6 +69,10 @@ class _Request:
     """Sequence to tokens drawn on its present worker."""
     num_streamed: Counter[int] = field(default_factory=Counter)
     """Sequence to tokens that listeners have had: what is drawn again elsewhere is not sent again."""
+
+    @property
+    def base_model(self) -> str:
+        return str(self.sampler["base_model"])
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +97,7 @@ class Sampling:
         store: Store,
         table: OperationTable,
         saver: Saver,
+        shares: Mapping[str, Share],
         spec_of: Callable[[str], AdapterSpec],
         live_workers: Callable[[str], list[str]],
         suspects_of: Callable[[str], Suspects],
@@ -103,12 +109,14 @@ class Sampling:
         self._store = store
         self._table = table
         self._saver = saver
+        self._shares = shares
         self._spec_of = spec_of
         self._live_workers = live_workers
         self._suspects_of = suspects_of
         self._worker_lost = worker_lost
         self._fatal = fatal
-        self._waiting: dict[str, OrderedDict[str, deque[_Request]]] = {}
+        self._turns: defaultdict[str, SampleTurns] = defaultdict(lambda: SampleTurns(shares))
+        """By base model."""
         self._requests: dict[str, _Request] = {}
         self._workers: dict[str, _Worker] = {}
         self._listeners: dict[str, list[asyncio.Queue[Event | None]]] = {}
@@ -123,12 +131,12 @@ class Sampling:
 
     def submit(self, operation: Operation, sampler: Row) -> None:
         """Queue a durable sample operation."""
-        _, num_samples, _, _ = decode_sample(operation.body)
-        request = _Request(operation, self._current(sampler), num_samples)
+        asked = decode_sample(operation.body)
+        request = _Request(operation, self._current(sampler), asked.num_samples, asked.num_tokens_max)
         self._last_seq[operation.target_id] = max(operation.seq, self._last_seq.get(operation.target_id, 0))
         self._requests[operation.name] = request
         self._enqueue(request)
-        self.dispatch(sampler["base_model"])
+        self.dispatch(request.base_model)
 
     def _current(self, sampler: Row) -> Row:
         """The sampler whose weights it samples from now: itself, or the newest that follows the same adapter."""
@@ -158,7 +166,6 @@ class Sampling:
         if request.worker_id:
             self._spawn(self._cancel_on(request.worker_id, self._workers[request.worker_id], name))
         else:
-            self._dequeue(request)
             self._finish(request, SampleResult(op_id=name, error=CANCELLED))
 
     def end_sampler(self, sampler_id: str) -> None:
@@ -187,7 +194,7 @@ class Sampling:
         """A life of a worker begins: follow its events."""
         self._workers[worker_id] = _Worker(incarnation)
         self._spawn(self._follow(worker_id, self._workers[worker_id]))
-        for base_model in list(self._waiting):
+        for base_model in list(self._turns):
             self.dispatch(base_model)
 
     def worker_ended(self, worker_id: str) -> None:
@@ -200,7 +207,7 @@ class Sampling:
         for request in requests:
             if not request.operation.is_final:
                 self._again(request)
-        for base_model in list(self._waiting):
+        for base_model in list(self._turns):
             self.dispatch(base_model)
 
     def running_on(self, worker_id: str) -> list[str]:
@@ -210,7 +217,7 @@ class Sampling:
     def convict(self, name: str) -> None:
         """Its worker died, and it had run alone, more than once: fail it."""
         if (request := self._requests.get(name)) is not None and not request.operation.is_final:
-            self._dequeue(request)
+            self._turns[request.base_model].end(name, 0)
             request.operation.fail(worker_died(request.operation))
             self._spawn(self._commit(request))
 
@@ -232,6 +239,21 @@ class Sampling:
         removals, worker.removals = tuple(worker.removals), []
         return removals
 
+    def decode_share(self, worker_id: str, training: Collection[str]) -> float:
+        """The part of a worker's time that its samples get beside a batch of these tenants: by the weights of those who
+        sample there and of those who train. Who does both counts on both sides.
+        """
+        worker = self._workers.get(worker_id)
+        running = list(worker.running.values()) if worker is not None else []
+        sampling = {request.operation.tenant_id for request in running}
+        if not (sampling and training):
+            return DECODE_SHARE
+        sampled, trained = (sum(self._weight(tenant) for tenant in tenants) for tenants in (sampling, set(training)))
+        return min(max(sampled / (sampled + trained), DECODE_SHARE_MIN), DECODE_SHARE_MAX)
+
+    def _weight(self, tenant_id: str) -> float:
+        return self._shares.get(tenant_id, Share()).weight
+
     async def stop(self) -> None:
         """Start and follow nothing more. Unfinished requests run again after the next start."""
         self.is_stopping = True
@@ -244,43 +266,38 @@ class Sampling:
     # ---- turns
 
     def dispatch(self, base_model: str) -> None:
-        """Hand out requests while a worker has room, one tenant after another."""
-        tenants = self._waiting.get(base_model)
-        suspects = self._suspects_of(base_model)
-        while tenants and not self.is_stopping:
-            allowed = (r for queue in tenants.values() for r in queue if suspects.may_run(r.operation.name))
-            request = next(allowed, None)
-            worker_id = self._choose_worker(base_model, request) if request is not None else None
-            if request is None or worker_id is None:
+        """Hand out requests while a worker has room for the one whose turn it is."""
+        turns, suspects = self._turns[base_model], self._suspects_of(base_model)
+        while not self.is_stopping and self._has_room(base_model):
+            name = turns.first(suspects.may_run)
+            worker_id = self._choose_worker(base_model, self._requests[name]) if name is not None else None
+            if name is None or worker_id is None:
                 return
-            self._dequeue(request)
-            if request.operation.tenant_id in tenants:
-                tenants.move_to_end(request.operation.tenant_id)
+            turns.begin(name)
+            request, worker = self._requests[name], self._workers[worker_id]
             request.worker_id = worker_id
             request.operation.is_running = True
-            worker = self._workers[worker_id]
-            worker.running[request.operation.name] = request
+            worker.running[name] = request
             worker.num_sequences += request.num_samples
             self._spawn(self._start(worker_id, worker, request))
 
     def _enqueue(self, request: _Request) -> None:
-        tenants = self._waiting.setdefault(request.sampler["base_model"], OrderedDict())
-        tenants.setdefault(request.operation.tenant_id, deque()).append(request)
+        name, tenant_id = request.operation.name, request.operation.tenant_id
+        self._turns[request.base_model].add(name, tenant_id, request.num_tokens_max)
 
     def _again(self, request: _Request) -> None:
         """Start it anew, on any worker: from its logged seed it draws the same tokens."""
         request.worker_id = ""
         request.operation.is_running = False
         request.num_drawn.clear()
-        self._enqueue(request)
+        self._turns[request.base_model].again(request.operation.name)
 
-    def _dequeue(self, request: _Request) -> None:
-        tenants = self._waiting.get(request.sampler["base_model"], OrderedDict())
-        queue = tenants.get(request.operation.tenant_id, deque())
-        if request in queue:
-            queue.remove(request)
-        if not queue:
-            tenants.pop(request.operation.tenant_id, None)
+    def _has_room(self, base_model: str) -> bool:
+        """Whether there is room for anything: if not, nobody need look whose turn it is."""
+        workers = (self._workers.get(worker_id) for worker_id in self._live_workers(base_model))
+        return any(
+            worker is not None and worker.num_sequences < self._config.samples_per_worker_max for worker in workers
+        )
 
     def _choose_worker(self, base_model: str, request: _Request) -> str | None:
         """A worker with room: one that knows the version, then the least busy."""
@@ -316,27 +333,17 @@ class Sampling:
             version = await self._version(worker, request.sampler)
             if worker.running.get(name) is not request:
                 return  # the worker was lost meanwhile, and the request has begun anew
-            prompt, num_samples, wants_prompt_logprobs, params = decode_sample(request.operation.body)
-            await self._pool.start_sample(
-                worker_id,
-                SampleRequest(
-                    op_id=name,
-                    version=version,
-                    prompt=prompt,
-                    num_samples=num_samples,
-                    params=params,
-                    prompt_logprobs=wants_prompt_logprobs,
-                    stream=name in self._listeners,
-                ),
-            )
+            asked = decode_sample(request.operation.body)
+            await self._pool.start_sample(worker_id, asked.request(name, version, stream=name in self._listeners))
             if request.is_cancelled:
                 await self._pool.cancel_sample(worker_id, name)
         except ServiceError as error:
             if worker.running.get(name) is request:
                 self._done_on(worker, request)
+                self._turns[request.base_model].end(name, 0)
                 request.operation.fail(service_error(error))
                 self._spawn(self._commit(request))
-                self.dispatch(request.sampler["base_model"])
+                self.dispatch(request.base_model)
         except WorkerLost as error:
             logger.warning("worker %s lost: %s", worker_id, error)
             self._worker_lost(worker_id, worker.incarnation)
@@ -383,7 +390,7 @@ class Sampling:
                     worker.versions.pop(request.sampler["version"], None)
                     self._done_on(worker, request)
                     self._again(request)
-                    self.dispatch(request.sampler["base_model"])
+                    self.dispatch(request.base_model)
                 else:
                     self._done_on(worker, request)
                     self._finish(request, event)
@@ -410,19 +417,21 @@ class Sampling:
         if result.error is not None:
             operation.fail(item_error(result.error))
         else:
-            _fill(operation, result)
+            fill_sample(operation, result)
         assert operation.outcome is not None
         operation.outcome.num_tokens = result.num_prompt_tokens + result.num_sampled_tokens
         operation.outcome.engine_seconds = result.engine_s
+        num_computed = result.num_prompt_tokens - result.num_cached_tokens + result.num_sampled_tokens
+        self._turns[request.base_model].end(operation.name, num_computed)
         self._spawn(self._commit(request))
-        self.dispatch(request.sampler["base_model"])
+        self.dispatch(request.base_model)
 
     async def _commit(self, request: _Request) -> None:
         operation = request.operation
         await self._store.persist(CycleCommit(finished=[finished_row(operation)]))
         operation.drop_body()
         self._requests.pop(operation.name, None)
-        self._suspects_of(request.sampler["base_model"]).clear(operation.name)
+        self._suspects_of(request.base_model).clear(operation.name)
         self._table.finished(operation)
         assert operation.outcome is not None
         for queue in self._listeners.pop(operation.name, ()):
@@ -445,24 +454,3 @@ def _is_version_unknown(event: SampleResult) -> bool:
 
 
 CANCELLED = ItemError(code=ErrorCode.CANCELLED, message="cancelled")
-
-_STOP_REASONS = {
-    StopReason.STOP: ops_pb.STOP_REASON_STOP,
-    StopReason.LENGTH: ops_pb.STOP_REASON_LENGTH,
-}
-
-
-def _fill(operation: Operation, result: SampleResult) -> None:
-    sample = operation.succeed(0).sample
-    for sequence in result.sequences:
-        sample.sequences.add(
-            tokens=to_tensor(sequence.tokens),
-            logprobs=to_tensor(sequence.logprobs),
-            stop_reason=_STOP_REASONS[sequence.stop_reason],
-        )
-    if result.prompt_logprobs is not None:
-        last_n = sampling_pb2.SampleRequest.FromString(operation.body).prompt_logprobs_last_n
-        logprobs = np.array(result.prompt_logprobs, np.float32)  # (p,)
-        if last_n:
-            logprobs[: max(0, len(logprobs) - last_n)] = np.nan
-        sample.prompt_logprobs.CopyFrom(to_tensor(logprobs))

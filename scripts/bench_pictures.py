@@ -30,6 +30,7 @@ def draw(results: Mapping[str, dict[str, Any]], folder: Path) -> list[Path]:
         "bench-service": _service,
         "bench-lengths": _lengths,
         "bench-memory": _memory,
+        "bench-sampling": _sampling,
     }
     drawn = []
     for name, picture in pictures.items():
@@ -123,8 +124,7 @@ def _added_latency(axis: Any, rows: Rows) -> None:
         for place, value in zip(places, added, strict=True):
             axis.text(max(value, 0), place, f" {value:.1f}", va="center", fontsize=7.5, color=INK)
     for goal, way in ((10, "in process"), (20, "Ray")):
-        axis.axvline(goal, color=ways[way], ls=":", lw=1.4, zorder=0)
-        axis.text(goal, -0.62, f"goal {way}, alone", ha="center", fontsize=7.5, color=INK)
+        axis.axvline(goal, color=ways[way], ls=":", lw=1.4, zorder=0, label=f"goal alone, {way}: {goal} ms")
     labels = [f"{row['model']}, {row['case']}\n{1e3 * row['engine']['p50_s']:,.0f} ms on the engine" for row in rows]
     axis.set_yticks(range(len(rows)), labels)
     axis.set_ylim(len(rows) - 0.5, -0.7)
@@ -233,3 +233,54 @@ def _memory_lines(axis: Any, rows: Rows, against: str) -> None:
     axis.set_xlim(left=0)
     axis.set_ylim(bottom=0)
     axis.grid(axis="y", color="#eeeeee")
+
+
+def _sampling(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
+    """Tokens drawn per second. Left: one adapter's batch. Right: tenants together, and one after another."""
+    batch = _rows(results, "sampling", "sampling-batch").get("sampling-batch", [])
+    together = _rows(results, "sampling", "sampling-together").get("sampling-together", [])
+    if not batch or not together:
+        return False
+    figure.set_size_inches(12.5, 1.9 + 0.8 * max(len(batch), 0.6 * len(together)))
+    left, right = figure.subplots(1, 2)
+    sides = {
+        "base": ("engine, base model", COLORS["limit"]),
+        "lora": ("engine, one adapter", COLORS["fused"]),
+        "generate": ("generate, PEFT", COLORS["peft"]),
+        "continuous": ("continuous batching, PEFT", "#e8bd8f"),
+    }
+    _speed_bars(left, batch, sides, {"lora": lambda row: f"{row['over_generate']['median']:.2f} x generate"})
+    left.set_yticks(range(len(batch)), [row["model"] for row in batch])
+    left.set_title(
+        f"One adapter, {batch[0]['prompts']} prompts of {batch[0]['prompt_tokens']} tokens", loc="left", fontsize=9.5
+    )
+    sides = {
+        "together": ("all tenants together", COLORS["fused"]),
+        "apart": ("one tenant after another", "#a9c4e0"),
+    }
+    _speed_bars(right, together, sides, {"together": lambda row: f"{row['ratio']['median']:.2f} x"})
+    right.set_yticks(range(len(together)), [f"{row['model']}\n{row['case']}" for row in together])
+    right.set_title("Tenants with an adapter each (tenants x sequences of each)", loc="left", fontsize=9.5)
+    return True
+
+
+def _speed_bars(
+    axis: Any,
+    rows: Rows,
+    sides: Mapping[str, tuple[str, str]],
+    notes: Mapping[str, Callable[[dict[str, Any]], str]],
+) -> None:
+    """Horizontal bars of tokens per second, one group a row, and what stands beside a side's bar."""
+    height = 0.8 / len(sides)
+    for index, (side, (label, color)) in enumerate(sides.items()):
+        places = [place + (index - (len(sides) - 1) / 2) * height for place in range(len(rows))]
+        speeds = [row["tokens"] / row[side]["median_s"] for row in rows]
+        axis.barh(places, speeds, 0.92 * height, color=color, label=label)
+        for place, speed, row in zip(places, speeds, rows, strict=True):
+            note = f"  ({notes[side](row)})" if side in notes else ""
+            axis.text(speed, place, f" {speed:,.0f}{note}", va="center", fontsize=8, color=INK)
+    axis.invert_yaxis()
+    axis.margins(x=0.3)
+    axis.set_xlabel("tokens drawn per second")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axis.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)

@@ -9,7 +9,7 @@ Dimensions: T rows of a pass, D inputs and F outputs of a linear layer, S sequen
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,14 @@ from transformers import AutoModelForCausalLM
 
 from bench_models import Model
 from coordinator.operations import cut_chunks
-from workers.engine import EngineConfig, TrainingEngine
+from workers.bank import Bank
+from workers.base_model import BaseModel
+from workers.engine import EngineConfig, SamplerProtocol, TrainingEngine
 from workers.messages import (
     AdamParams,
     AdapterInstall,
     AdapterSpec,
+    AdapterState,
     Batch,
     Datum,
     ItemResult,
@@ -44,13 +47,21 @@ PASS_ROWS_MAX = 8192
 class Fused:
     """The engine, driven as the coordinator drives it: one batch of passes, cut into canonical chunks, one of steps."""
 
-    def __init__(self, model: Model, ranks: Sequence[int], num_threads: int, *, num_slots: int | None = None) -> None:
-        """One tenant per rank. Without `num_slots` all of them are resident."""
+    def __init__(
+        self,
+        model: Model,
+        ranks: Sequence[int],
+        num_threads: int,
+        *,
+        num_slots: int | None = None,
+        make_sampler: Callable[[BaseModel, Bank], SamplerProtocol] | None = None,
+    ) -> None:
+        """One tenant per rank. Without `num_slots` all of them are resident; without `make_sampler` none can sample."""
         slots = max(16, len(ranks)) if num_slots is None else num_slots
         config = EngineConfig(
             model=str(model.path), num_slots=slots, num_threads=num_threads, pass_tokens_max=PASS_ROWS_MAX
         )
-        self.engine = TrainingEngine(config)
+        self.engine = TrainingEngine(config, make_sampler=make_sampler)
         self.keys: list[str] = []
         self._seqs: dict[str, int] = defaultdict(int)
         self._work: list[tuple[str, tuple[Datum, ...]]] = []
@@ -107,16 +118,20 @@ class Fused:
 
     def weights(self) -> list[bytes]:
         """Every tenant's adapter as a safetensors file, names as in PEFT."""
-        files = []
-        for key in self.keys:
-            place = self._seqs[key]
-            [result] = self._run(
-                items=(SaveItem(op_id="", adapter_id=key, prev_seq=place, seq=place + 1, with_optimizer=False),)
-            )
-            self._seqs[key] = place + 1
-            assert result.state is not None
-            files.append(result.state.weights)
-        return files
+        return [self._save(key).weights for key in self.keys]
+
+    def publish(self, tenant: int, version: str) -> None:
+        """Pin a tenant's weights as they are now under a version key, for sampling."""
+        self._save(self.keys[tenant], publish_as=version)
+
+    def _save(self, key: str, *, publish_as: str = "") -> AdapterState:
+        place, self._seqs[key] = self._seqs[key], self._seqs[key] + 1
+        item = SaveItem(
+            op_id="", adapter_id=key, prev_seq=place, seq=place + 1, with_optimizer=False, publish_as=publish_as
+        )
+        [result] = self._run(items=(item,))
+        assert result.state is not None
+        return result.state
 
     def _run(self, **fields: Any) -> tuple[ItemResult, ...]:
         results = self.engine.run(Batch(epoch=1, cycle_id=0, **fields)).results

@@ -181,8 +181,10 @@ def _figures(tenant: Tenant) -> list[str]:
             ]
         case Poet():
             return [
-                f"mean reward {r['reward_start']:.3f} -> {r['reward_end']:.3f}; "
-                f"largest KL between sampler and trainer {r['kl_sample_train_max']:.1e}"
+                f"mean reward {r['reward_start']:.3f} -> {r['reward_end']:.3f}; KL between sampler and trainer "
+                f"(kl_sample_train) {r['kl_sample_train']:.1e}, in a step at most {r['kl_sample_train_max']:.1e}",
+                f"{tenant.num_steps} steps: {r['seconds_publishing']:.1f} s publishing, {r['seconds_sampling']:.1f} s "
+                f"sampling, {r['seconds_training']:.1f} s training",
             ]
         case Judge():
             return [

@@ -13,7 +13,8 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -282,35 +283,53 @@ class Poet(Tenant):
     def train(self) -> None:
         """On-policy steps: publish, sample, score, train."""
         for step in range(self.num_steps):
-            sampler = self.training.save_weights_and_get_sampling_client()
-            groups = [
-                sampler.sample(
-                    types.ModelInput.from_ints(prompt),
-                    self.settings.poet_samples,
-                    types.SamplingParams(
-                        max_tokens=self.settings.poet_tokens,
-                        stop=[LINE_END],
-                        seed=self.settings.seed * 1_000_003 + step * 1_009 + index,
-                    ),
-                )
-                for index, prompt in enumerate(self._prompts)
-            ]
-            batch, rewards = [], []
-            for prompt, group in zip(self._prompts, groups, strict=True):
-                sequences = group.result().sequences
-                scores = np.array([self._reward(self.tokenizer.decode(sequence.tokens)) for sequence in sequences])
-                rewards += scores.tolist()
-                for sequence, advantage in zip(sequences, scores - scores.mean(), strict=True):
-                    batch.append(self.datum(prompt, sequence.tokens, logprobs=sequence.logprobs, advantages=advantage))
-            output = self.training.forward_backward(batch, "importance_sampling")
-            step_taken = self.training.optim_step(self.adam(step, 0.4))
-            self.record(output.result(), float(np.mean(rewards)))
-            self._kl.append(kl_sample_train(batch, output.result()))
-            step_taken.result()
+            with self._timed("publishing"):
+                sampler = self.training.save_weights_and_get_sampling_client()
+            with self._timed("sampling"):
+                batch, rewards = self._sample(sampler, step)
+            with self._timed("training"):
+                passed = self.training.forward_backward(batch, "importance_sampling")
+                step_taken = self.training.optim_step(self.adam(step, 0.4))
+                output = passed.result()
+                self.record(output, float(np.mean(rewards)))
+                self._kl.append(kl_sample_train(batch, output))
+                step_taken.result()
+
+    def _sample(self, sampler: SamplingClient, step: int) -> tuple[list[types.Datum], list[float]]:
+        """A group of samples of every prompt, to be trained on, and the reward of each."""
+        groups = [
+            sampler.sample(
+                types.ModelInput.from_ints(prompt),
+                self.settings.poet_samples,
+                types.SamplingParams(
+                    max_tokens=self.settings.poet_tokens,
+                    stop=[LINE_END],
+                    seed=self.settings.seed * 1_000_003 + step * 1_009 + index,
+                ),
+            )
+            for index, prompt in enumerate(self._prompts)
+        ]
+        batch: list[types.Datum] = []
+        rewards: list[float] = []
+        for prompt, group in zip(self._prompts, groups, strict=True):
+            sequences = group.result().sequences
+            scores = np.array([self._reward(self.tokenizer.decode(sequence.tokens)) for sequence in sequences])
+            rewards += scores.tolist()
+            for sequence, advantage in zip(sequences, scores - scores.mean(), strict=True):
+                batch.append(self.datum(prompt, sequence.tokens, logprobs=sequence.logprobs, advantages=advantage))
+        return batch, rewards
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        begin_s = time.perf_counter()
+        yield
+        name = f"seconds_{part}"
+        self.results[name] = self.results.get(name, 0.0) + time.perf_counter() - begin_s
 
     def conclude(self) -> None:
         """Reward, and how far sampler and trainer are apart."""
         self.results |= ends("reward", self.points)
+        self.results["kl_sample_train"] = float(np.mean(self._kl))
         self.results["kl_sample_train_max"] = max(map(abs, self._kl))
 
     def example_prompts(self) -> Sequence[str]:
@@ -452,7 +471,10 @@ def sums(data: Sequence[types.Datum], output: types.ForwardBackwardOutput) -> ND
 
 
 def kl_sample_train(data: Sequence[types.Datum], output: types.ForwardBackwardOutput) -> float:
-    """Mean over sampled tokens of (log-probability when sampled - log-probability when trained): 0 if both agree."""
+    """Mean over sampled tokens of (log-probability when sampled - log-probability in the pass that trains on it).
+
+    0 if sampler and trainer agree: the pass sees the weights that were sampled from, for its step is taken afterwards.
+    """
     differences = []
     for datum, o in zip(data, output.loss_fn_outputs, strict=True):
         sampled = datum.loss_fn_inputs["logprobs"].data

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from workers.messages import (
     AdapterInstall,
@@ -43,9 +44,12 @@ from workers.messages import (
     SaveItem,
     StopReason,
     TokenEvent,
+    TokenLogprobs,
 )
 from workers.pool import EngineFactory, EngineSettings
 from workers.progress import Progress
+
+Array = NDArray[np.int32]
 
 POISON_TOKEN = 66
 KILL_TOKEN = 67
@@ -145,6 +149,8 @@ class ToyEngine:
         self.may_run = threading.Event()
         """Cleared: batches wait for it."""
         self.may_run.set()
+        self._prompts: set[tuple[bytes, bytes]] = set()
+        """Chain and prompt of what was sampled: its tokens but the last are cached."""
         self.may_decode = True
         """False: samples make no progress. Nudge the loop (any control does) after setting it again."""
 
@@ -300,22 +306,33 @@ class ToyEngine:
 
     def _finish(self, sequence: _Sequence, is_stopped: bool) -> list[SampleEvent]:
         request, done = sequence.request, self._done[sequence.request.op_id]
+        tokens = np.array(sequence.tokens, np.int32)
         done[sequence.index] = SampledSequence(
-            tokens=np.array(sequence.tokens, np.int32),
-            logprobs=np.full(len(sequence.tokens), -1.0, np.float32),
+            tokens=tokens,
+            logprobs=np.full(len(tokens), -1.0, np.float32),
             stop_reason=StopReason.STOP if is_stopped else StopReason.LENGTH,
+            topk=toy_tokens(tokens, request.topk_sample_logprobs, -1.0),
         )
         if any(finished is None for finished in done):
             return []
         del self._done[request.op_id]
-        prompt_logprobs = np.full(len(request.prompt), -2.0, np.float32)
-        prompt_logprobs[0] = np.nan
+        prompt = request.prompt
+        num_skipped = max(1, len(prompt) - (request.prompt_logprobs_last_n or len(prompt)))
+        prompt_logprobs = np.full(len(prompt), -2.0, np.float32)
+        prompt_logprobs[:num_skipped] = np.nan
+        key = (sequence.chain, prompt.tobytes())
+        num_cached = len(prompt) - 1 if key in self._prompts else 0
+        self._prompts.add(key)
         return [
             SampleResult(
                 op_id=request.op_id,
                 sequences=tuple(s for s in done if s is not None),
                 prompt_logprobs=prompt_logprobs if request.prompt_logprobs else None,
-                num_prompt_tokens=len(request.prompt),
+                topk_prompt=toy_tokens(prompt, request.topk_prompt_logprobs, -2.0, num_skipped),
+                prompt_target_logprobs=toy_target_logprobs(request.prompt_targets),
+                prompt_alt_tokens=toy_tokens(prompt[1:], request.prompt_alt_tokens_k, -3.0),
+                num_prompt_tokens=len(prompt),
+                num_cached_tokens=num_cached,
                 num_sampled_tokens=sum(len(s.tokens) for s in done if s is not None),
             )
         ]
@@ -379,6 +396,22 @@ def toy_token(chain: bytes, request: SampleRequest, index: int, position: int) -
     """A token as a function of weights, prompt, seed, sample and position, never 0."""
     value = digest(chain, request.prompt.tobytes(), request.params.seed, index, position)
     return 1 + int.from_bytes(value[:4], "little") % 60
+
+
+def toy_tokens(tokens: Array, k: int, logprob: float, num_skipped: int = 0) -> TokenLogprobs | None:
+    """The tokens themselves and those behind them in the vocabulary, k at each place, each less likely by 1."""
+    if not k:
+        return None
+    places = np.arange(k, dtype=np.int32)
+    token_ids = (tokens[:, None] + places) % 100  # (n, k)
+    logprobs = np.full(token_ids.shape, logprob, np.float32) - places.astype(np.float32)
+    token_ids[:num_skipped], logprobs[:num_skipped] = 0, np.nan
+    return TokenLogprobs(token_ids=token_ids.astype(np.int32), logprobs=logprobs.astype(np.float32))
+
+
+def toy_target_logprobs(targets: Array | None) -> NDArray[np.float32] | None:
+    """Of token t: -t / 10, so that token 0 is certain."""
+    return None if targets is None else np.where(targets < 0, 0.0, -targets / 10).astype(np.float32)
 
 
 def toy_factory(settings: EngineSettings) -> EngineFactory:

@@ -321,6 +321,37 @@ class LoadWeightsResponse:
     """The checkpoint that was loaded."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TopkLogprobs:
+    """The likeliest tokens at each of n positions, the likeliest first."""
+
+    token_ids: NDArray[np.int32]
+    """Shape (n, k); k is at most the vocabulary's size."""
+    logprobs: NDArray[np.float32]
+    """Shape (n, k); NaN at positions for which nothing was computed."""
+
+    def tolist(self) -> list[list[tuple[int, float]] | None]:
+        """Per position, (token id, log-probability); None where nothing was computed."""
+        rows = zip(self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
+        return [None if math.isnan(logprobs[0]) else list(zip(ids, logprobs, strict=True)) for ids, logprobs in rows]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TopkLogprobs):
+            return NotImplemented
+        same_tokens = np.array_equal(self.token_ids, other.token_ids)
+        return same_tokens and np.array_equal(self.logprobs, other.logprobs, equal_nan=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptAltTokens:
+    """Draws of what could stand at prompt position i + 1, in row i."""
+
+    tokens: TensorData
+    """int64 token ids, shape (p - 1, k)."""
+    logprobs: TensorData
+    """float32, shape (p - 1, k)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSequence:
     """One sampled continuation."""
@@ -331,6 +362,13 @@ class SampledSequence:
     """Token ids, n of them."""
     logprobs: list[float] | None
     """Of each token under the model at temperature 1, before top-k and top-p; n of them."""
+    topk_logprobs_np: TopkLogprobs | None = None
+    """If asked for: the likeliest tokens at each position, as arrays."""
+
+    @property
+    def topk_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
+        """If asked for: the likeliest tokens at each position, as (token id, log-probability), the likeliest first."""
+        return None if self.topk_logprobs_np is None else self.topk_logprobs_np.tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,7 +378,20 @@ class SampleResponse:
     sequences: list[SampledSequence]
     """`num_samples` of them."""
     prompt_logprobs: list[float | None] | None = None
-    """If asked for: of each prompt token; None at position 0, which nothing precedes."""
+    """If asked for: of each prompt token; None at position 0, which nothing precedes, and where none was wanted."""
+    topk_prompt_logprobs_np: TopkLogprobs | None = None
+    """If asked for: the likeliest tokens at each prompt position, as arrays; NaN where `prompt_logprobs` has None."""
+    target_prompt_logprobs: TensorData | None = None
+    """If asked for: of the targets, float32 in their shape; 0 where they had -1."""
+    prompt_cache_hit_tokens: int = 0
+    """Prompt tokens that an earlier request with the same weights had computed."""
+    prompt_alt_tokens: PromptAltTokens | None = None
+    """If asked for: draws of what could stand in the prompt."""
+
+    @property
+    def topk_prompt_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
+        """If asked for: the likeliest tokens at each prompt position, as (token id, log-probability)."""
+        return None if self.topk_prompt_logprobs_np is None else self.topk_prompt_logprobs_np.tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,12 @@
 
 Knows neither what a batch means nor where callers live (another thread, another process).
 
-Main invariant: while there are both, decoding gets after each batch as long as the batch took, and at least one step;
-so neither starves, and a sample among long training passes advances by many tokens between two of them. What callers
-hand over is taken in their order. An engine that raises is dead: everything that waits for it fails with WorkerLost.
+Main invariant: while there are both, decoding gets its share of the time (`Batch.decode_share`), which a batch of t
+seconds owes it t * share / (1 - share) for, and at least one step between two batches. So neither starves, and between
+two tokens of a sequence lie at most one batch and one decode step, however many batches wait. A step that took longer
+than was owed shortens the next turn of decoding; only where one step is longer than what whole batches owe, decoding
+gets more than its share. What callers hand over is taken in their order. An engine that raises is dead: everything that
+waits for it fails with WorkerLost.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ class EngineLoop:
         self._batches: deque[tuple[Batch, Future[BatchResult]]] = deque()
         self._controls: deque[Callable[[Engine], None]] = deque()
         self._is_stopping = False
+        self._owed_s = 0.0
+        """What decoding is to get before the next batch runs; below 0 by what its last step took too much."""
         for future in (self.ready, self.ended):
             future.set_running_or_notify_cancel()  # a caller who gives up waiting must not cancel it for the others
         self._thread = threading.Thread(target=self._run, name=f"engine-{incarnation}", daemon=True)
@@ -119,7 +124,7 @@ class EngineLoop:
         self._end(reason)
 
     def _turn(self, engine: Engine) -> bool:
-        """What was handed over, then one batch, then its time again of decode steps. False when it is time to stop."""
+        """What was handed over, then one batch, then what decoding is owed for it. False when it is time to stop."""
         with self._changed:
             while not (self._is_stopping or self._batches or self._controls or engine.can_decode()):
                 self._changed.wait()
@@ -127,17 +132,27 @@ class EngineLoop:
                 return False
             entry = self._batches.popleft() if self._batches else None
         self._take_controls(engine)
-        started = self._clock()
         if entry is not None:
+            started = self._clock()
             self._run_batch(engine, *entry)
-        ended = self._clock()
-        until = ended + (ended - started)
-        while engine.can_decode() and not self._is_stopping:
-            self._on_events(engine.decode_step())
-            if self._clock() >= until:
-                break
-            self._take_controls(engine)
+            share = entry[0].decode_share
+            self._owed_s += (self._clock() - started) * share / (1.0 - share)
+        self._decode(engine)
+        if entry is None:
+            self._owed_s = 0.0  # nobody waited for the time that this took
         return True
+
+    def _decode(self, engine: Engine) -> None:
+        """Run decode steps until they have taken what they are owed, and at least one."""
+        while engine.can_decode() and not self._is_stopping:
+            started = self._clock()
+            self._on_events(engine.decode_step())
+            step_s = self._clock() - started
+            self._owed_s = max(self._owed_s - step_s, -step_s)
+            if self._owed_s <= 0.0:
+                return
+            self._take_controls(engine)
+        self._owed_s = 0.0  # what nothing was decoded in is not saved up
 
     def _take_controls(self, engine: Engine) -> None:
         with self._changed:

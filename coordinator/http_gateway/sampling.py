@@ -10,17 +10,11 @@ from coordinator.http_gateway import shapes
 from coordinator.http_gateway.calls import JSON_BYTES_MAX, Call
 from coordinator.http_gateway.errors import unsupported
 from coordinator.http_gateway.futures import promise
-from coordinator.http_gateway.tensors import not_text
+from coordinator.http_gateway.results import SPARSE
+from coordinator.http_gateway.tensors import binary_tensor, dense, not_text, shape_of
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import sampling_pb2 as pb
-
-_UNSUPPORTED = (
-    ("topk_prompt_logprobs", "the log-probability of each prompt token is returned with include_prompt_logprobs"),
-    ("topk_sample_logprobs", "the log-probability of each sampled token is always returned"),
-    ("target_prompt_logprobs", "use forward with those targets"),
-    ("prompt_alt_tokens_k", "sample from each prefix of the prompt"),
-    ("record_stability_info", "it is for the loss stable_reinforce, which is not public; use importance_sampling"),
-)
+from tinkerpool.v1 import types_pb2
 
 
 async def create_sampling_session(call: Call) -> Response:
@@ -58,17 +52,24 @@ async def asample(call: Call) -> Response:
 def _request(asked: shapes.Sample) -> pb.SampleRequest:
     if asked.sampling_session_id is None or asked.seq_id is None:
         raise unsupported("sampling without a session", "send sampling_session_id and seq_id")
-    for name, instead in _UNSUPPORTED:
-        if getattr(asked, name):
-            raise unsupported(name, instead)
+    if asked.record_stability_info:
+        instead = "it is for the loss stable_reinforce, which is not public; use importance_sampling"
+        raise unsupported("record_stability_info", instead)
+    prompt = _prompt(asked.prompt)
+    targets = asked.target_prompt_logprobs
     return pb.SampleRequest(
         sampler_id=asked.sampling_session_id,
         seq=asked.seq_id + 1,  # the protocol counts from 0, the contract from 1
-        prompt=to_tensor(_prompt(asked.prompt)),
+        prompt=to_tensor(prompt),
         num_samples=asked.num_samples,
         params=_params(asked.sampling_params),
         include_prompt_logprobs=bool(asked.prompt_logprobs),
         prompt_logprobs_last_n=asked.prompt_logprobs_last_n or 0,
+        topk_prompt_logprobs=asked.topk_prompt_logprobs or 0,
+        topk_sample_logprobs=asked.topk_sample_logprobs or 0,
+        prompt_targets=_targets(targets, len(prompt)) if targets is not None else None,
+        prompt_alt_tokens_k=asked.prompt_alt_tokens_k or 0,
+        note=SPARSE if targets is not None and targets.sparse_crow_indices is not None else "",
     )
 
 
@@ -83,6 +84,19 @@ def _prompt(prompt: shapes.ModelInput) -> np.ndarray[tuple[int], np.dtype[np.int
         return np.array(pieces, np.int64)
     except OverflowError:
         raise invalid("prompt has a number that is no token id") from None
+
+
+def _targets(asked: shapes.JsonTensor, num_prompt_tokens: int) -> types_pb2.Tensor:
+    """Token ids, int64 (p - 1, k); -1 where a sparse tensor has no entry. A few bytes of it may claim any shape."""
+    name = "target_prompt_logprobs"
+    tensor = binary_tensor(name, asked)
+    shape, num_rows = shape_of(name, tensor), num_prompt_tokens - 1
+    if asked.dtype != "int64" or len(shape) != 2 or shape[0] != num_rows:
+        raise invalid(
+            f"{name} is {asked.dtype} of shape {shape}: give int64 token ids of shape ({num_rows}, k), a row for each "
+            "token of the prompt but the first"
+        )
+    return dense(name, tensor, missing=-1)
 
 
 def _params(asked: shapes.SamplingParams) -> pb.SamplingParams:

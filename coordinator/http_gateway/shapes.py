@@ -20,6 +20,7 @@ Items = Annotated[list[Item], Field(fail_fast=True)]
 Named = Annotated[dict[str, Item], Field(fail_fast=True)]
 """The same, by name."""
 Metadata = Named[str] | None
+NumTokens = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class Nothing(BaseModel):
@@ -48,7 +49,7 @@ class OfModel(BaseModel):
 
 
 class JsonTensor(BaseModel):
-    """A tensor in a pass of clients before 0.25."""
+    """A tensor: targets of a sample, and whatever is in a pass of clients before 0.25."""
 
     data: Items[int] | Items[float]
     dtype: Literal["float32", "int64"]
@@ -253,10 +254,10 @@ class Sample(BaseModel):
     sampling_params: SamplingParams
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    topk_prompt_logprobs: int | None = None
-    topk_sample_logprobs: int | None = None
-    target_prompt_logprobs: dict[str, Any] | None = None
-    prompt_alt_tokens_k: int | None = None
+    topk_prompt_logprobs: NumTokens | None = None
+    topk_sample_logprobs: NumTokens | None = None
+    target_prompt_logprobs: JsonTensor | None = None
+    prompt_alt_tokens_k: NumTokens | None = None
     record_stability_info: bool | None = None
 
 

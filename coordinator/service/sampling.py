@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator
 
 from coordinator.admission import Draft
 from coordinator.auth import Principal
-from coordinator.bodies import canonical_sample, serialize
+from coordinator.bodies import serialize
 from coordinator.database import ConflictError, Row
 from coordinator.errors import Code, ServiceError, invalid, not_found, sampler_exists
 from coordinator.operations import Chunk, Kind, Operation
+from coordinator.sample_messages import canonical_sample
 from coordinator.sampling import Event
 from coordinator.service.base import UseCases, check_index, request_id_taken, uninterrupted
 from coordinator.sessions import Session
@@ -130,8 +131,7 @@ class SamplingUseCases(UseCases):
         seed = _seed(request)
 
         def build() -> tuple[bytes, tuple[Chunk, ...]]:
-            body, _ = canonical_sample(request, model, self._core.config.limits, seed)
-            return body, ()
+            return canonical_sample(request, model, self._core.config.limits, seed), ()
 
         operation, is_new = await self._core.admission.to_sampler(
             principal.tenant_id,

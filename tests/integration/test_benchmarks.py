@@ -20,8 +20,9 @@ from workers.passes import USED_FRACTION
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 # Memory first, for it forks its processes and must do so before torch has threads.
-ITEMS = ("memory", "planner", "engine", "company", "lengths", "swap", "durability", "service", "publish")
-OPTIONS = {"publish": "--pool local"}
+TRAINING_ITEMS = ("memory", "planner", "engine", "company", "lengths", "swap", "durability", "service")
+ITEMS = (*TRAINING_ITEMS, "publish", "sampling", "shares")
+OPTIONS = {"publish": "--pool local", "shares": "--pool local"}
 # One process for all, for importing torch takes longer than each of them.
 DRIVER = """
 import runpy, sys
@@ -68,6 +69,8 @@ def test_every_script_measures_all_of_its_tables_in_as_many_rounds_for_each_side
         "durability": {"durability"},
         "service": {"service-latency", "service-throughput"},
         "publish": {"publish"},
+        "sampling": {"sampling-together", "sampling-batch", "sampling-prompt", "sampling-first-token"},
+        "shares": {"shares"},
         "planner": {"planner", "planner-idle"},
         "memory": {"memory-tokens", "memory-vocabulary"},
     }
@@ -111,6 +114,47 @@ def test_a_durable_step_takes_two_transactions(reports: dict[str, Report]) -> No
     assert row["commits_per_step"] >= 2
 
 
+def test_both_ways_to_sample_are_measured_on_the_same_tokens_of_the_same_weights(reports: dict[str, Report]) -> None:
+    tables = reports["sampling"]["tables"]
+    assert [(row["case"], row["tokens"]) for row in tables["sampling-together"]["rows"]] == [
+        ("2 x 2 prompts", 16),
+        ("2 x 2 samples of a prompt", 16),
+    ]
+    [batch] = tables["sampling-batch"]["rows"]
+    assert batch["tokens"] == 4 * 4
+    assert batch["logprob_difference"] < 1e-5
+    assert {"lora", "base", "generate", "continuous"} <= batch.keys()
+    assert batch["threads"] == {"generate": 1, "continuous": 1}
+
+
+def test_a_prompt_is_computed_once_for_all_samples_of_a_request(reports: dict[str, Report]) -> None:
+    [row] = reports["sampling"]["tables"]["sampling-prompt"]["rows"]
+    assert row["computed"]["request"] == row["prompt_tokens"] == 130
+    assert row["computed"]["prompts"] == row["samples"] * 130
+    for kind in ("requests", "prompts"):
+        assert row["computed"][kind] + row["cached"][kind] == row["samples"] * 130, "computed or found, never both"
+    goals = [goal for goal in reports["sampling"]["goals"] if "prompt tokens computed" in goal["what"]]
+    assert [(goal["measured"], goal["target"]) for goal in goals] == [(130, 130)]
+
+
+def test_a_prompt_is_computed_as_far_as_it_is_not_in_the_cache(reports: dict[str, Report]) -> None:
+    [row] = reports["sampling"]["tables"]["sampling-first-token"]["rows"]
+    assert row["cached"]["cold"] == 0
+    for name, num_tokens in {"cold": 130, "warm": 130, "longer": 140}.items():
+        assert row["computed"][name] + row["cached"][name] == num_tokens
+
+
+def test_both_tenants_are_charged_in_every_window(reports: dict[str, Report]) -> None:
+    [row] = reports["shares"]["tables"]["shares"]["rows"]
+    [window] = row["windows"]
+    assert window["trains"] > 0
+    assert window["samples"] > 0
+    assert row["sampling_share"] == pytest.approx(window["samples"] / (window["trains"] + window["samples"]))
+    [goal] = reports["shares"]["goals"]
+    assert goal["measured"] == pytest.approx(abs(2 * row["sampling_share"] - 1))
+    assert 0 < row["gap_p50_s"] <= row["gap_p99_s"] <= row["gap_max_s"]
+
+
 def test_a_cycle_is_measured_in_all_of_its_parts_for_every_queue(reports: dict[str, Report]) -> None:
     rows = reports["planner"]["tables"]["planner"]["rows"]
     assert [(row["queue"], row["budget"]) for row in rows] == [
@@ -151,6 +195,6 @@ def test_the_page_has_a_place_for_everything_and_pictures_are_drawn(folder: Path
     text = page.read_text(encoding="utf-8")
     assert "| 2 x 4 x 32 |" in text
     assert "tiny: one tenant alone against PEFT" in text
-    for name in ("bench-engine", "bench-service", "bench-lengths", "bench-memory"):
+    for name in ("bench-engine", "bench-service", "bench-lengths", "bench-memory", "bench-sampling"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert f"images/{name}.png" in text

@@ -1,6 +1,9 @@
 """The client against a real coordinator over real gRPC, with toy engines."""
 
 import asyncio
+import base64
+import multiprocessing
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +15,16 @@ import pytest
 
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tests.toy_engine import POISON_TOKEN, ToyEngine, fresh_chain
-from tinkerpool import AdamParams, Datum, ModelInput, OperationFailed, SamplingParams, ServiceClient, errors
+from tinkerpool import (
+    AdamParams,
+    Datum,
+    ModelInput,
+    OperationFailed,
+    SamplingClient,
+    SamplingParams,
+    ServiceClient,
+    errors,
+)
 from tinkerpool.client import batches
 
 ADAM = AdamParams(learning_rate=1e-3)
@@ -242,6 +254,93 @@ def test_sampling_streams_and_repeats_by_seed(service: ServiceClient) -> None:
     assert base.compute_logprobs(PROMPT).result(10) == [None, -2.0, -2.0]
     assert base.get_base_model() == "toy"
     assert len([base.sample(PROMPT, 1, params) for _ in range(200)][-1].result(20).sequences) == 1
+
+
+def test_all_that_can_be_asked_of_a_sample_comes_through_grpc(service: ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model="toy")
+    params = SamplingParams(max_tokens=3, seed=5, stop=[])
+    answer = sampler.sample(
+        PROMPT,
+        1,
+        params,
+        topk_prompt_logprobs=2,
+        topk_sample_logprobs=1,
+        target_prompt_logprobs=[[10, -1], [-1, 0]],
+        prompt_alt_tokens_k=1,
+        prompt_logprobs_last_n=1,
+    ).result(10)
+    assert answer.topk_prompt_logprobs == [None, None, [(3, -2.0), (4, -3.0)]]
+    assert answer.sequences[0].topk_logprobs == [[(token, -1.0)] for token in answer.sequences[0].tokens]
+    assert answer.target_prompt_logprobs is not None
+    assert answer.target_prompt_logprobs.tolist() == [[-1.0, 0.0], [0.0, 0.0]]
+    assert answer.prompt_alt_tokens is not None
+    assert answer.prompt_alt_tokens.tokens.tolist() == [[2], [3]]
+    assert answer.prompt_logprobs is None
+    assert sampler.sample(PROMPT, 1, params).result(10).prompt_cache_hit_tokens == 2
+    with pytest.raises(errors.InvalidArgument, match=r"give \(2, k\) token ids"):
+        sampler.sample(PROMPT, 1, params, target_prompt_logprobs=[[1]]).result(10)
+
+
+def test_two_thousand_samples_are_asked_for_at_once_without_a_thread_each(
+    pool: RestartablePool, service: ServiceClient
+) -> None:
+    sampler = service.create_sampling_client(base_model="toy")
+    params = SamplingParams(max_tokens=2, seed=3)
+    expected = sampler.sample(PROMPT, 1, params).result(10).sequences
+    engine, sampling = pool.pool.engines["w0"][-1], pool.pool.coordinator.core.sampling
+    engine.may_decode = False
+    before = threading.active_count()
+    futures = [sampler.sample(PROMPT, 1, params) for _ in range(2000)]
+    deadline = time.monotonic() + 60
+    while sampling.num_requests < 2000:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert threading.active_count() <= before + 2
+    pool._run(pool.pool.release())
+    assert all(future.result(60).sequences == expected for future in futures)
+
+
+def test_a_sampling_client_travels_to_other_processes_and_its_copies_get_answers_of_their_own(
+    pool: RestartablePool, service: ServiceClient
+) -> None:
+    sampler = service.create_sampling_client(base_model="toy")
+    params = SamplingParams(max_tokens=4)  # without a seed every request draws other tokens
+    first = sampler.sample(PROMPT, 1, params).result(10)
+    handle = sampler.get_sampler_handle()
+    assert pool.key() not in base64.b64decode(handle).decode()
+    copies = [SamplingClient.from_sampler_handle(handle, api_key=pool.key()), pickle.loads(pickle.dumps(sampler))]
+    with multiprocessing.get_context("spawn").Pool(1) as processes:
+        elsewhere = processes.apply(sample_tokens, (sampler, params))
+    answers = [copy.sample(PROMPT, 1, params).result(10) for copy in copies]
+    tokens = [answer.sequences[0].tokens for answer in (first, *answers)] + [elsewhere]
+    assert len({tuple(row) for row in tokens}) == 4
+    assert [copy.get_base_model() for copy in copies] == ["toy", "toy"]
+    with pytest.raises(errors.Unauthenticated):
+        SamplingClient.from_sampler_handle(handle, api_key="wrong").sample(PROMPT, 1, params).result(10)
+
+
+def sample_tokens(sampler: SamplingClient, params: SamplingParams) -> list[int]:
+    return sampler.sample(PROMPT, 1, params).result(30).sequences[0].tokens
+
+
+def test_a_stream_that_is_closed_frees_the_engine(pool: RestartablePool, service: ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model="toy")
+    engine, sampling = pool.pool.engines["w0"][-1], pool.pool.coordinator.core.sampling
+    step = engine.decode_step
+
+    def only_step() -> Any:
+        drawn = step()
+        engine.may_decode = False
+        return drawn
+
+    engine.decode_step = only_step  # type: ignore[method-assign]
+    with sampler.sample_stream(PROMPT, 1, SamplingParams(max_tokens=60, stop=[])) as stream:
+        assert next(stream).token > 0
+        assert len(engine._running) == 1
+    deadline = time.monotonic() + 10
+    while sampling.num_requests or engine._running:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_restart_of_the_coordinator_is_noticed_only_as_time(tmp_path: Path) -> None:

@@ -142,3 +142,43 @@ def test_samples_have_the_log_probabilities_that_forward_gives_their_tokens(pool
             trained = logprobs(client, [whole])[0][len(prompt) - 1 :]
             assert sequence.logprobs is not None
             np.testing.assert_allclose(sequence.logprobs, trained, atol=1e-5)
+
+
+def test_what_a_sample_tells_of_its_prompt_is_what_forward_tells(pool: ServedPool) -> None:
+    with pool.client("alice") as service:
+        client = service.create_lora_training_client(rank=8)
+        train(client, TEXT, 4)
+        sampler = client.save_weights_and_get_sampling_client()
+        prompt = client.get_tokenizer().encode("And God said, Let there be light")
+        targets = np.stack([prompt[1:], np.arange(len(prompt) - 1)], axis=1)  # (p - 1, 2)
+        whole = tinkerpool.Datum(prompt[:-1], {"target_tokens": targets, "weights": np.ones(targets.shape)})
+        expected = logprobs(client, [whole])[0]  # (p - 1, 2)
+        asked = targets.copy()
+        asked[::3, 1] = -1
+        answer = sampler.sample(
+            tinkerpool.ModelInput.from_ints(prompt),
+            1,
+            tinkerpool.SamplingParams(max_tokens=8, temperature=0.0, stop=[]),
+            include_prompt_logprobs=True,
+            topk_prompt_logprobs=5,
+            topk_sample_logprobs=3,
+            target_prompt_logprobs=asked,
+            prompt_alt_tokens_k=2,
+        ).result(60)
+    assert answer.prompt_logprobs is not None
+    assert answer.target_prompt_logprobs is not None
+    assert answer.topk_prompt_logprobs is not None
+    assert answer.prompt_alt_tokens is not None
+    found = answer.target_prompt_logprobs.to_numpy()
+    np.testing.assert_allclose(found, np.where(asked < 0, 0.0, expected), atol=1e-5)
+    np.testing.assert_allclose(np.array(answer.prompt_logprobs[1:], np.float32), expected[:, 0], atol=1e-5)
+    [sequence] = answer.sequences
+    assert sequence.topk_logprobs is not None
+    assert [row and row[0][0] for row in sequence.topk_logprobs] == sequence.tokens  # greedy: the likeliest of all
+    assert answer.topk_prompt_logprobs[0] is None
+    for position, row in enumerate(answer.topk_prompt_logprobs[1:], 1):
+        assert row is not None
+        assert [value for _, value in row] == sorted((value for _, value in row), reverse=True)
+        assert answer.prompt_alt_tokens.tokens.tolist()[position - 1] == [row[0][0]] * 2  # greedy as well
+        if prompt[position] in dict(row):
+            assert dict(row)[prompt[position]] == pytest.approx(answer.prompt_logprobs[position], abs=1e-6)

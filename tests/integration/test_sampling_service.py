@@ -13,7 +13,7 @@ from coordinator.errors import Code, ServiceError
 from coordinator.sampling import VERSIONS_MAX
 from coordinator.store import CycleCommit
 from tests.support.toy_pool import FakeTime, ToyPool, fail_appends, running_pool, sample_request
-from tinkerpool.convert import from_tensor
+from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import checkpoints_pb2, sampling_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.messages import AdapterState, SampleRequest
@@ -120,6 +120,28 @@ async def test_prompt_logprobs_come_when_asked_for(tmp_path: Path) -> None:
     assert logprobs.shape == (3,)
     assert np.isnan(logprobs[0])
     assert not without.sample.HasField("prompt_logprobs")
+
+
+async def test_all_that_can_be_asked_of_a_prompt_and_of_samples_comes_back_in_its_shape(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        sampler, principal = await pool.sampler(await pool.session()), await pool.principal()
+        request = sample_request(sampler, 1, prompt=(1, 2, 3, 4), num_samples=2, max_tokens=5)
+        request.topk_prompt_logprobs, request.topk_sample_logprobs, request.prompt_alt_tokens_k = 3, 2, 4
+        request.prompt_logprobs_last_n = 2
+        request.prompt_targets.CopyFrom(to_tensor(np.array([[0, -1], [-1, -1], [20, 30]], np.int32)))
+        name = (await pool.service.sample(principal, request)).operation.name
+        first, again = await pool.wait(name, await pool.sample(sampler, 2, prompt=(1, 2, 3, 4)))
+    result = first.sample
+    assert [from_tensor(sequence.topk.token_ids).shape for sequence in result.sequences] == [(5, 2)] * 2
+    assert from_tensor(result.topk_prompt.token_ids).tolist() == [[0] * 3, [0] * 3, [3, 4, 5], [4, 5, 6]]
+    likeliest = np.array([[np.nan] * 3, [np.nan] * 3, [-2, -3, -4], [-2, -3, -4]], np.float32)
+    assert np.array_equal(from_tensor(result.topk_prompt.logprobs), likeliest, equal_nan=True)
+    targets = np.array([[0, np.nan], [np.nan, np.nan], [-2, -3]], np.float32)
+    assert np.array_equal(from_tensor(result.prompt_target_logprobs), targets, equal_nan=True)
+    assert from_tensor(result.prompt_alt_tokens.token_ids).shape == (3, 4)
+    assert not result.HasField("prompt_logprobs")
+    assert (result.num_cached_prompt_tokens, again.sample.num_cached_prompt_tokens) == (0, 3)
+    assert first.num_tokens == 4 + 2 * 5
 
 
 async def test_a_stream_has_every_token_once_and_ends_with_the_operation(tmp_path: Path) -> None:
@@ -345,18 +367,84 @@ async def test_a_sample_that_could_not_be_logged_is_not_run_and_can_be_sent_agai
     assert operation.state == SUCCEEDED
 
 
+def note_starts(pool: ToyPool) -> list[str]:
+    """The names of requests, as workers get them from now on."""
+    engine, started = pool.engines["w0"][-1], list[str]()
+    start_sample = engine.start_sample
+
+    def start(request: SampleRequest) -> None:
+        started.append(request.op_id)
+        start_sample(request)
+
+    engine.start_sample = start  # type: ignore[method-assign]
+    return started
+
+
+async def test_a_hog_with_a_hundred_long_requests_lets_a_newcomer_wait_for_one_of_them(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, samples_per_worker_max=4) as pool:
+        hogs = await pool.sampler(await pool.session("hog"), tenant="hog")
+        small = await pool.sampler(await pool.session("small"), tenant="small")
+        started = note_starts(pool)
+        pool.hold()
+        names = [await pool.sample(hogs, seq, tenant="hog", max_tokens=60) for seq in range(1, 101)]
+        name = await pool.sample(small, 1, tenant="small")
+        await pool.release()
+        await pool.wait(*names, tenant="hog")
+        await pool.wait(name, tenant="small")
+    assert started.index(name) == 4  # the four that ran already came before it, and no other
+
+
+async def test_many_small_requests_have_as_many_tokens_as_few_large_ones(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, samples_per_worker_max=1) as pool:
+        hogs = await pool.sampler(await pool.session("hog"), tenant="hog")
+        small = await pool.sampler(await pool.session("small"), tenant="small")
+        started = note_starts(pool)
+        pool.hold()
+        large = [await pool.sample(hogs, seq, tenant="hog", max_tokens=57) for seq in range(1, 6)]
+        names = [await pool.sample(small, seq, tenant="small", max_tokens=3) for seq in range(1, 41)]
+        await pool.release()
+        await pool.wait(*large, tenant="hog")
+        await pool.wait(*names, tenant="small")
+    first, *runs = "".join("L" if name in large else "s" for name in started).split("L")
+    assert first == ""  # who came first
+    assert [len(run) for run in runs[:2]] == [15, 15]  # of 4 tokens each, since 2 of their prompt's 3 are cached
+
+
+async def test_batches_say_how_much_of_the_time_sampling_gets_beside_them(tmp_path: Path) -> None:
+    tenants = ("alice", "bob", "carol")
+    async with running_pool(tmp_path) as pool:
+        for tenant in tenants:
+            await pool.principal(tenant)
+        await pool.coordinator.core.store.execute("UPDATE tenants SET weight = 3 WHERE name = 'bob'")
+        await pool.coordinator.core.store.execute("UPDATE tenants SET weight = 40 WHERE name = 'carol'")
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over(*tenants)
+        adapter, engine = await pool.adapter(), pool.engines["w0"][-1]
+        engine.may_decode = False
+
+        async def share(seq: int, *sampling: str) -> float:
+            """Of a batch in which alice trains, once these begin to sample."""
+            for tenant in sampling:
+                sampler = await pool.sampler(await pool.session(tenant), tenant=tenant)
+                await pool.sample(sampler, 1, tenant=tenant)
+            name = await pool.forward_backward(adapter, seq, 3)
+            await pool.wait(name)
+            [batch] = [batch for batch in engine.batches if any(item.op_id == name for item in batch.items)]
+            return batch.decode_share
+
+        assert await share(1) == 0.5  # nobody samples yet
+        assert await share(2, "alice") == 0.5  # she counts on both sides
+        assert await share(3, "bob") == pytest.approx(4 / 5)
+        assert await share(4, "bob") == pytest.approx(4 / 5)  # a tenant, not a request
+        assert await share(5, "carol") == 0.9  # training is left a tenth
+        await pool.release()
+
+
 async def test_tenants_take_turns_at_a_full_worker(tmp_path: Path) -> None:
     async with running_pool(tmp_path, samples_per_worker_max=1) as pool:
         mine = await pool.sampler(await pool.session())
         theirs = await pool.sampler(await pool.session("bob"), tenant="bob")
-        engine, started = pool.engines["w0"][-1], []
-        start_sample = engine.start_sample
-
-        def start(request: SampleRequest) -> None:
-            started.append(request.op_id)
-            start_sample(request)
-
-        engine.start_sample = start  # type: ignore[method-assign]
+        started = note_starts(pool)
         pool.hold()
         names = [await pool.sample(mine, seq) for seq in range(1, 20)]
         other = await pool.sample(theirs, 1, tenant="bob")

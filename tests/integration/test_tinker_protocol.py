@@ -406,6 +406,53 @@ def test_the_polls_leave_nothing_behind(pool: RestartablePool, wired: Wire, mode
     assert promise not in pool.pool.coordinator.core.table._waiters
 
 
+def targets_of(shape: list[int], **values: Any) -> dict[str, Any]:
+    """Targets of a sample, sparse ones without an entry if nothing else is said."""
+    rows = {"data": [], "sparse_crow_indices": [0] * (shape[0] + 1 if 0 <= shape[0] < 9 else 1)}
+    return {"dtype": "int64", "shape": shape, "sparse_col_indices": [], **rows, **values}
+
+
+@pytest.mark.parametrize(
+    ("targets", "told"),
+    [
+        (targets_of([2, 1 << 30]), "has more than"),
+        (targets_of([1 << 30, 1]), "has more than"),
+        (targets_of([3, 1]), "of shape (3, 1): give int64 token ids of shape (2, k)"),
+        (targets_of([2]), "of shape (2,)"),
+        (targets_of([2, 1], dtype="float32"), "is float32 of shape (2, 1): give int64"),
+        (targets_of([2, 1]), "names no token"),
+        (targets_of([2, 101]), "k at most 100"),
+        (targets_of([2, 1], data=[1 << 64], sparse_crow_indices=[0, 0, 1], sparse_col_indices=[0]), "no int64"),
+        (targets_of([2, 1], data=[5], sparse_crow_indices=[0, 0, 1], sparse_col_indices=[1]), "is sparse"),
+        (targets_of([2, 1], sparse_crow_indices=None), "has 0 elements but shape (2, 1)"),
+        ({"data": [[1]], "dtype": "int64"}, "target_prompt_logprobs.data"),
+        ({"data": [1], "dtype": "int8"}, "target_prompt_logprobs.dtype"),
+    ],
+)
+def test_targets_that_do_not_fit_the_prompt_are_refused_whatever_shape_they_claim(
+    wired: Wire, targets: dict[str, Any], told: str
+) -> None:
+    session = wired.session()
+    wired.ok("/create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"})
+    response = wired.post("/asample", sample_body(session, target_prompt_logprobs=targets))
+    assert response.status_code == 400
+    assert told in response.json()["detail"]
+
+
+def sample_body(session: str, **values: Any) -> dict[str, Any]:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+    body = {"sampling_session_id": f"{session}:sample:0", "seq_id": 0, "prompt": prompt}
+    return body | {"sampling_params": {"max_tokens": 1}} | values
+
+
+def test_clients_that_read_json_get_the_likeliest_tokens_of_a_prompt(wired: Wire) -> None:
+    session = wired.session()
+    wired.ok("/create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"})
+    promise = wired.ok("/asample", sample_body(session, topk_prompt_logprobs=2))
+    answered = wired.result(promise["request_id"])
+    assert answered["topk_prompt_logprobs"] == [None, [[2, -2.0], [3, -3.0]], [[3, -2.0], [4, -3.0]]]
+
+
 def test_a_tokenizer_lies_where_it_is_said_to_be(wired: Wire, model: str) -> None:
     directory = wired.ok("/get_info", {"model_id": model})["model_data"]["tokenizer_id"]
     assert [path.name for path in Path(directory).iterdir()] == ["tokenizer.json"]

@@ -160,6 +160,76 @@ def test_prompt_logprobs_of_the_last_tokens_only(service: tinker.ServiceClient) 
     assert sampler.compute_logprobs(PROMPT, prompt_logprobs_last_n=9).result(WAIT_S) == everything
 
 
+def test_the_likeliest_tokens_come_for_prompt_and_samples(service: tinker.ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
+    params = types.SamplingParams(max_tokens=4, seed=1, stop=[])
+    asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 3, "topk_sample_logprobs": 2}
+    answer = sampler.sample(PROMPT, 2, params, **asked).result(WAIT_S)  # type: ignore[arg-type]
+    assert answer.topk_prompt_logprobs == [None, *([(t, -2), (t + 1, -3), (t + 2, -4)] for t in (2, 3))]
+    for sequence in answer.sequences:
+        assert sequence.topk_logprobs == [[(t, -1), (t + 1, -2)] for t in sequence.tokens]
+    last = sampler.sample(PROMPT, 1, params, prompt_logprobs_last_n=1, **asked).result(WAIT_S)  # type: ignore[arg-type]
+    assert last.topk_prompt_logprobs == [None, None, [(3, -2), (4, -3), (5, -4)]]
+    assert last.prompt_logprobs == [None, None, -2]
+    without = sampler.sample(PROMPT, 1, params).result(WAIT_S)
+    assert without.topk_prompt_logprobs is None
+    assert without.sequences[0].topk_logprobs is None
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_targets_are_scored_in_the_layout_in_which_they_were_asked_for(
+    service: tinker.ServiceClient, is_sparse: bool
+) -> None:
+    prompt = types.ModelInput.from_ints(list(range(1, 13)))
+    ids = torch.full((11, 4), -1, dtype=torch.int64)
+    ids[0, 0], ids[4, 1], ids[4, 3], ids[10, 2] = 10, 0, 20, 30  # token 0 is certain
+    targets = types.TensorData.from_torch_sparse(ids, pad_value=-1) if is_sparse else types.TensorData.from_torch(ids)
+    assert (targets.sparse_crow_indices is not None) == is_sparse
+    sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
+    params = types.SamplingParams(max_tokens=1)
+    answer = sampler.sample(prompt, 1, params, target_prompt_logprobs=targets).result(WAIT_S)
+    logprobs = answer.target_prompt_logprobs
+    assert logprobs is not None
+    assert (logprobs.dtype, logprobs.shape) == ("float32", [11, 4])
+    assert logprobs.sparse_crow_indices == targets.sparse_crow_indices
+    assert logprobs.sparse_col_indices == targets.sparse_col_indices
+    expected = torch.where(ids < 0, 0.0, -ids / 10)
+    assert torch.equal(logprobs.to_torch(), expected)
+
+
+def test_alternatives_to_the_prompt_and_what_was_cached_are_told(service: tinker.ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
+    prompt, params = types.ModelInput.from_ints([21, 22, 23, 24]), types.SamplingParams(max_tokens=1)
+    first = sampler.sample(prompt, 1, params, prompt_alt_tokens_k=2).result(WAIT_S)
+    assert first.prompt_alt_tokens is not None
+    tokens, logprobs = first.prompt_alt_tokens.tokens, first.prompt_alt_tokens.logprobs
+    assert (tokens.dtype, tokens.tolist()) == ("int64", [[22, 23], [23, 24], [24, 25]])
+    assert (logprobs.dtype, logprobs.tolist()) == ("float32", [[-3, -4]] * 3)
+    assert first.prompt_cache_hit_tokens == 0
+    again = sampler.sample(prompt, 1, params).result(WAIT_S)
+    assert again.prompt_alt_tokens is None
+    assert again.prompt_cache_hit_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"topk_prompt_logprobs": 101}, "topk_prompt_logprobs must be 0 .* to 100, not 101"),
+        ({"topk_sample_logprobs": 101}, "topk_sample_logprobs must be 0 .* to 100, not 101"),
+        ({"prompt_alt_tokens_k": 101}, "prompt_alt_tokens_k must be 0 .* to 100, not 101"),
+        ({"target_prompt_logprobs": torch.ones((3, 1))}, r"of shape \(3, 1\): .* shape \(2, k\)"),
+        ({"target_prompt_logprobs": torch.full((2, 1), -1)}, "names no token"),
+        ({"target_prompt_logprobs": torch.full((2, 1), 100)}, "token id 100"),
+    ],
+)
+def test_more_than_can_be_answered_is_a_bad_request(service: tinker.ServiceClient, asked: Any, told: str) -> None:
+    sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
+    if (ids := asked.get("target_prompt_logprobs")) is not None:
+        asked = {"target_prompt_logprobs": types.TensorData.from_torch(ids.to(torch.int64))}
+    with pytest.raises(tinker.BadRequestError, match=told):
+        sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1), **asked).result(WAIT_S)
+
+
 def test_an_inflight_sampler_follows_its_model_and_a_snapshot_does_not(client: Any) -> None:
     params = types.SamplingParams(max_tokens=6, seed=7)
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from coordinator import bodies
 from coordinator.config import Limits
 from coordinator.errors import Code, ServiceError
-from tests.support.toy_pool import datum, pass_request, sample_request
+from tests.support.toy_pool import datum, pass_request
 from tests.toy_engine import toy_model_info
 from tinkerpool.convert import to_tensor
-from tinkerpool.v1 import sampling_pb2, training_pb2, types_pb2
+from tinkerpool.v1 import training_pb2, types_pb2
 
-MODEL, LIMITS = toy_model_info(), Limits(datums_max=4, num_samples_max=8)
+MODEL, LIMITS = toy_model_info(), Limits(datums_max=4)
 Pass = training_pb2.ForwardBackwardRequest
 
 
@@ -233,51 +233,6 @@ def test_a_step_without_hyperparameters_has_the_documented_defaults() -> None:
 def test_bad_hyperparameters_are_refused_by_name(values: dict[str, float]) -> None:
     with pytest.raises(ServiceError, match=f"adam.{next(iter(values))}"):
         bodies.canonical_adam("a", types_pb2.AdamParams(**values))
-
-
-def sample_body(message: sampling_pb2.SampleRequest, seed: int = 5) -> bytes:
-    return bodies.canonical_sample(message, MODEL, LIMITS, seed)[0]
-
-
-def test_a_sample_is_logged_with_every_default_and_its_seed() -> None:
-    prompt, num_samples, wants_logprobs, params = bodies.decode_sample(sample_body(sample_request("s", max_tokens=0)))
-    assert (prompt.tolist(), num_samples, wants_logprobs) == ([1, 2, 3], 1, False)
-    assert (params.max_tokens, params.seed, params.stop_tokens) == (61, 5, (0,))
-    assert (params.temperature, params.top_k, params.top_p) == (1.0, -1, 1.0)
-    _, _, _, greedy = bodies.decode_sample(sample_body(sample_request("s", temperature=0.0, seed=0)))
-    assert (greedy.temperature, greedy.seed) == (0.0, 0)
-
-
-def test_a_stop_condition_that_is_set_and_empty_stops_nothing() -> None:
-    empty = sample_request("s", stop=sampling_pb2.StopCondition())
-    assert bodies.decode_sample(sample_body(empty))[3].stop_tokens == ()
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"prompt": ()}, "prompt is empty"),
-        ({"prompt": (100,)}, "token id 100"),
-        ({"prompt": (1,) * 64}, "must fit in 64"),
-        ({"max_tokens": 62}, "can be 1 to 61"),
-        ({"max_tokens": -1}, "can be 1 to 61"),
-        ({"num_samples": 9}, "1 to 8"),
-        ({"num_samples": -1}, "1 to 8"),
-        ({"temperature": -0.5}, "temperature"),
-        ({"temperature": math.nan}, "temperature"),
-        ({"top_k": 0}, "top_k"),
-        ({"top_k": -2}, "top_k"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_p": 1.5}, "top_p"),
-        ({"top_p": math.nan}, "top_p"),
-        ({"stop": sampling_pb2.StopCondition(strings=["ok", ""])}, "empty string"),
-        ({"stop": sampling_pb2.StopCondition(tokens=[100])}, "0 to 99"),
-    ],
-)
-def test_bad_samples_are_refused_with_what_is_allowed(values: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ServiceError, match=expected) as raised:
-        sample_body(sample_request("s", **values))
-    assert raised.value.code is Code.INVALID_ARGUMENT
 
 
 def test_metadata_is_counted_in_bytes() -> None:

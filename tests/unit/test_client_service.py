@@ -14,7 +14,7 @@ import tinkerpool
 from tests.support.fake_transport import SESSION_ID, UNREACHABLE, FakePool
 from tinkerpool import ModelInput, SamplingClient, SamplingParams, ServiceClient, errors
 from tinkerpool.client import session as session_module
-from tinkerpool.client.service_client import find_service
+from tinkerpool.client.discovery import find_service
 from tinkerpool.credentials import Credentials, write_credentials
 from tinkerpool.v1 import (
     adapters_pb2,

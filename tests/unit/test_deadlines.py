@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from coordinator.costs import CycleCosts
 from coordinator.deadlines import ALONE_FACTOR, FACTOR, FLOOR_S, UNKNOWN_S, Deadlines
@@ -66,11 +67,12 @@ def test_batches_of_few_tokens_count_only_while_there_is_nothing_better() -> Non
     assert deadlines.allowed_s(batch(100), "w0") == FLOOR_S + FACTOR * 1.0 + 1.0
 
 
-def test_a_batch_may_wait_behind_as_much_decoding_as_the_one_before_took() -> None:
+@pytest.mark.parametrize(("share", "factor"), [(0.5, 1.0), (0.75, 3.0), (0.2, 0.25)])
+def test_a_batch_may_wait_behind_what_decoding_is_owed_for_the_one_before(share: float, factor: float) -> None:
     deadlines = Deadlines(CycleCosts())
     deadlines.observe(batch(100), "w0", 1.0)
-    deadlines.observe(batch(2000), "w0", 20.0)
-    assert deadlines.allowed_s(Batch(epoch=1, cycle_id=1), "w0") == FLOOR_S + 20.0
+    deadlines.observe(replace(batch(2000), decode_share=share), "w0", 20.0)
+    assert deadlines.allowed_s(Batch(epoch=1, cycle_id=1), "w0") == FLOOR_S + factor * 20.0
 
 
 def test_the_first_batch_of_a_later_life_and_tiny_ones_say_nothing_about_the_price_of_a_token() -> None:

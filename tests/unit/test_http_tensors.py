@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinker.proto.response_conv import deserialize_forward_backward_output
+from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
 from coordinator.errors import ServiceError
-from coordinator.http_gateway.tensors import ELEMENTS_MAX, array_records, dense, tokens
+from coordinator.http_gateway.shapes import JsonTensor
+from coordinator.http_gateway.tensors import ELEMENTS_MAX, array_records, binary_tensor, dense, sparse_rows, tokens
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import types_pb2
@@ -105,6 +106,40 @@ def test_text_in_several_chunks_is_one_input_and_anything_else_is_refused() -> N
     for other in (wire.Chunk(image=wire.OpaqueChunk()), wire.Chunk(dmel=wire.OpaqueChunk()), wire.Chunk()):
         with pytest.raises(ServiceError, match="text only"):
             tokens([*chunks, other], "x")
+
+
+def test_a_sparse_tensor_may_have_something_else_where_it_has_no_entry() -> None:
+    array = np.array([[0, 7], [0, 0]], np.int64)
+    assert from_tensor(dense("x", sparse(array), missing=-1)).tolist() == [[-1, 7], [-1, -1]]
+
+
+def test_a_tensor_in_json_is_the_binary_one_and_what_is_no_number_of_its_type_is_refused() -> None:
+    tensor = JsonTensor(data=[1, 2], dtype="int64", shape=[1, 2])
+    assert from_tensor(dense("x", binary_tensor("x", tensor))).tolist() == [[1, 2]]
+    rows = JsonTensor(data=[5], dtype="int64", shape=[2, 3], sparse_crow_indices=[0, 0, 1], sparse_col_indices=[2])
+    assert from_tensor(dense("x", binary_tensor("x", rows))).tolist() == [[0, 0, 0], [0, 0, 5]]
+    with pytest.raises(ServiceError, match="x has a number that is no int64"):
+        binary_tensor("x", JsonTensor(data=[1 << 70], dtype="int64"))
+    with pytest.raises(ServiceError, match="x is sparse"):
+        dense("x", binary_tensor("x", JsonTensor(data=[5], dtype="int64", shape=[1, 1], sparse_crow_indices=[0, 1])))
+
+
+@given(
+    shape=st.tuples(st.integers(0, 6), st.integers(1, 4)),
+    data=st.data(),
+)
+def test_sparse_rows_are_read_by_the_sdk_as_the_matrix_with_nothing_where_it_was_nan(
+    shape: tuple[int, int], data: st.DataObject
+) -> None:
+    size = shape[0] * shape[1]
+    values = data.draw(st.lists(st.sampled_from([0.0, -0.5, -3.0, float("nan")]), min_size=size, max_size=size))
+    array = np.array(values, np.float32).reshape(shape)
+    message = wire.SampleResponse(target_prompt_logprobs=sparse_rows(array))
+    tensor = deserialize_sample_response(message.SerializeToString()).target_prompt_logprobs
+    assert tensor is not None
+    assert tensor.sparse_crow_indices is not None
+    assert len(tensor.data) == np.count_nonzero(~np.isnan(array))
+    assert np.array_equal(tensor.to_numpy(), np.nan_to_num(array))
 
 
 @given(shapes=st.lists(st.one_of(st.tuples(st.integers(0, 4)), st.tuples(st.integers(0, 3), st.integers(1, 3)))))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -30,11 +32,17 @@ TIMEOUT_S = 20.0
 
 
 class RecordingEngine(ToyEngine):
-    """Notes what it did; a closed gate keeps batches from running. A batch takes 4 s of its own time, a step 1 s."""
+    """Notes what it did; a closed gate keeps batches from running. By default a batch takes 4 s of its own time, a step
+    1 s.
+    """
 
     def __init__(self, incarnation: str) -> None:
         super().__init__(incarnation)
         self.now = 0.0
+        self.batch_s: Iterator[float] = itertools.repeat(4.0)
+        self.step_s: Iterator[float] = itertools.repeat(1.0)
+        self.done: list[tuple[str, float]] = []
+        """Batches and decode steps, and how long each took."""
         self.thread = threading.get_ident()
         self.calls: list[str] = []
         self.gate = threading.Event()
@@ -44,14 +52,18 @@ class RecordingEngine(ToyEngine):
         self.gate.wait(TIMEOUT_S)
         assert threading.get_ident() == self.thread
         self.calls.append(f"batch {batch.cycle_id}")
-        self.now += 4.0
+        self._spend("batch", next(self.batch_s))
         return super().run(batch)
 
     def decode_step(self) -> Sequence[SampleEvent]:
         assert threading.get_ident() == self.thread
         self.calls.append("decode")
-        self.now += 1.0
+        self._spend("decode", next(self.step_s))
         return super().decode_step()
+
+    def _spend(self, what: str, seconds: float) -> None:
+        self.now += seconds
+        self.done.append((what, seconds))
 
 
 class Running:
@@ -71,7 +83,7 @@ class Running:
             self.has_result.set()
 
 
-def batch(cycle_id: int, token: int = 1) -> Batch:
+def batch(cycle_id: int, token: int = 1, decode_share: float = 0.5) -> Batch:
     spec = AdapterSpec(
         adapter_id="a", rank=8, alpha=32.0, seed=cycle_id, train_attn=True, train_mlp=True, train_unembed=True
     )
@@ -88,7 +100,8 @@ def batch(cycle_id: int, token: int = 1) -> Batch:
         loss_config={},
         backward=True,
     )
-    return Batch(epoch=1, cycle_id=cycle_id, installs=(AdapterInstall(spec=spec, state=None),), items=(item,))
+    installs = (AdapterInstall(spec=spec, state=None),)
+    return Batch(epoch=1, cycle_id=cycle_id, installs=installs, items=(item,), decode_share=decode_share)
 
 
 def request(op_id: str, max_tokens: int) -> SampleRequest:
@@ -116,6 +129,71 @@ def test_decoding_gets_after_each_batch_as_long_as_the_batch_took() -> None:
     assert calls.count("decode") == 50
     between = calls[calls.index("batch 1") : calls.index("batch 8") + 1]
     assert between == [call for i in range(1, 8) for call in (f"batch {i}", *["decode"] * 4)] + ["batch 8"]
+
+
+def beside_batches(share: float, batch_s: Iterator[float], step_s: Iterator[float]) -> list[tuple[str, float]]:
+    """What an engine did while there were a sample and a batch all the time, for at least ten seconds of its own."""
+    running = Running()
+    running.engine.batch_s, running.engine.step_s = batch_s, step_s
+    running.engine.gate.clear()
+    futures = [running.loop.submit(batch(0, decode_share=share))]
+    running.loop.start_sample(request("s", max_tokens=10**9))
+    futures += [running.loop.submit(batch(cycle_id, decode_share=share)) for cycle_id in range(1, 101)]
+    running.engine.gate.set()
+    futures[-1].result(TIMEOUT_S)
+    running.loop.stop()
+    done = running.engine.done
+    last = max(index for index, (what, _) in enumerate(done) if what == "batch")
+    assert sum(seconds for _, seconds in done[:last]) >= 10.0
+    return done[:last]
+
+
+def part_decoding(done: list[tuple[str, float]]) -> float:
+    return sum(seconds for what, seconds in done if what == "decode") / sum(seconds for _, seconds in done)
+
+
+def varied(seed: int, low: float, high: float) -> Iterator[float]:
+    source = random.Random(seed)
+    while True:
+        yield source.uniform(low, high)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 2 / 3, 0.9])
+def test_decoding_has_its_share_of_ten_seconds_within_ten_percent(share: float) -> None:
+    found = part_decoding(beside_batches(share, varied(1, 0.05, 0.25), varied(2, 0.002, 0.008)))
+    assert abs(found - share) < 0.1 * min(share, 1 - share)
+
+
+def test_steps_that_take_longer_than_what_is_owed_are_made_up_for() -> None:
+    """Without that there would be two of these steps for each batch, and decoding would have 0.62 of the time."""
+    found = part_decoding(beside_batches(0.5, itertools.repeat(0.06), itertools.repeat(0.05)))
+    assert abs(found - 0.5) < 0.05
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("step_s", [0.005, 0.05, 0.5])
+def test_between_two_tokens_lie_at_most_one_batch_and_one_step(share: float, step_s: float) -> None:
+    done = beside_batches(share, varied(3, 0.05, 0.25), itertools.repeat(step_s))
+    begun = [index for index, (what, _) in enumerate(done) if what == "decode"]
+    gaps = [done[begun[i] + 1 : begun[i + 1] + 1] for i in range(len(begun) - 1)]
+    assert all([what for what, _ in gap] in (["decode"], ["batch", "decode"]) for gap in gaps)
+    assert max(sum(seconds for _, seconds in gap) for gap in gaps) <= 0.25 + step_s
+
+
+def test_time_that_nobody_waited_for_is_not_held_against_decoding() -> None:
+    running = Running()
+    running.loop.start_sample(request("s", max_tokens=100))
+    assert running.has_result.wait(TIMEOUT_S)
+    running.engine.gate.clear()
+    futures = [running.loop.submit(batch(0))]
+    running.loop.start_sample(request("t", max_tokens=100))
+    futures += [running.loop.submit(batch(1))]
+    running.engine.gate.set()
+    for future in futures:
+        future.result(TIMEOUT_S)
+    running.loop.stop()
+    calls = running.engine.calls
+    assert calls[calls.index("batch 0") + 1 : calls.index("batch 1")] == ["decode"] * 4
 
 
 def test_cancelled_sample_ends_with_an_error_and_unknown_ids_are_ignored() -> None:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from tinkerpool.client.encoding import check_succeeded, is_finished
 from tinkerpool.client.futures import APIFuture, BackgroundStream
 from tinkerpool.client.methods import RequestT, ResponseT, ServerStream, Unary
 from tinkerpool.client.retry import Backoff, RetryPolicy
-from tinkerpool.client.transport import Transport
+from tinkerpool.client.transport import Endpoint, GrpcTransport, Transport
 from tinkerpool.client.waiter import Waiter
 from tinkerpool.errors import ApiError, ClientClosed
 from tinkerpool.v1 import operations_pb2
@@ -57,11 +57,18 @@ class Connection:
         self._is_closed = False
         self._complaint_time = -COMPLAIN_AFTER_S
 
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where the calls go. Raises TypeError if they go through another transport than gRPC."""
+        if not isinstance(self._transport, GrpcTransport):
+            raise TypeError("a client with a transport of its own cannot be copied to another process")
+        return self._transport.endpoint
+
     def start(self, work: Coroutine[Any, Any, T], *, is_cancellable: bool = False) -> APIFuture[T]:
         """Start a coroutine on the background loop; those started one after another begin in that order."""
         return futures.start(self._background, work, is_cancellable=is_cancellable)
 
-    def stream_of(self, open_stream: Callable[[], AsyncIterator[T]]) -> BackgroundStream[T]:
+    def stream_of(self, open_stream: Callable[[], AsyncGenerator[T, None]]) -> BackgroundStream[T]:
         """A stream that is read on the background loop."""
         return BackgroundStream(self._background, open_stream)
 

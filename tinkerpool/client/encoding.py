@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -100,13 +101,43 @@ def forward_backward_output(operation: operations_pb2.Operation) -> types.Forwar
 def sample_response(operation: operations_pb2.Operation) -> types.SampleResponse:
     """The result of a succeeded sample."""
     result = operation.sample
-    prompt_logprobs = None
+    prompt_logprobs = target_logprobs = alt_tokens = None
     if result.HasField("prompt_logprobs"):
         values = from_tensor(result.prompt_logprobs).tolist()
-        prompt_logprobs = [None if np.isnan(value) else value for value in values]
+        prompt_logprobs = [None if math.isnan(value) else value for value in values]
+    if result.HasField("prompt_target_logprobs"):
+        targets = from_tensor(result.prompt_target_logprobs)  # (p - 1, k)
+        target_logprobs = types.TensorData(np.where(np.isnan(targets), np.float32(0), targets))
+    if result.HasField("prompt_alt_tokens"):
+        drawn = result.prompt_alt_tokens
+        alt_tokens = types.PromptAltTokens(
+            tokens=types.TensorData(from_tensor(drawn.token_ids), "int64"),
+            logprobs=types.TensorData(from_tensor(drawn.logprobs)),
+        )
     return types.SampleResponse(
-        sequences=[_sequence(sequence) for sequence in result.sequences], prompt_logprobs=prompt_logprobs
+        sequences=[_sequence(sequence) for sequence in result.sequences],
+        prompt_logprobs=prompt_logprobs,
+        topk_prompt_logprobs_np=_topk(result.topk_prompt) if result.HasField("topk_prompt") else None,
+        target_prompt_logprobs=target_logprobs,
+        prompt_cache_hit_tokens=result.num_cached_prompt_tokens,
+        prompt_alt_tokens=alt_tokens,
     )
+
+
+def prompt_targets(values: Any) -> types_pb2.Tensor:
+    """Token ids, or -1, of shape (p - 1, k). Raises ValueError for anything that is no matrix of whole numbers."""
+    array = values.to_numpy() if isinstance(values, types.TensorData) else types.as_array(values)
+    if array.ndim != 2 or array.dtype.kind not in "iu":
+        raise ValueError(
+            "target_prompt_logprobs are token ids of shape (prompt length - 1, k), with -1 where nothing is wanted; "
+            f"got {array.dtype} of shape {array.shape}"
+        )
+    return to_tensor(array.astype(np.int64))
+
+
+def sampled_token(token: sampling_pb2.SampledToken) -> types.SampledToken:
+    """A token of a stream."""
+    return types.SampledToken(sequence_index=token.sequence_index, token=token.token, logprob=token.logprob)
 
 
 def _sequence(sequence: operations_pb2.SampledSequence) -> types.SampledSequence:
@@ -115,7 +146,12 @@ def _sequence(sequence: operations_pb2.SampledSequence) -> types.SampledSequence
         stop_reason="stop" if is_stop else "length",
         tokens=from_tensor(sequence.tokens).tolist(),
         logprobs=from_tensor(sequence.logprobs).tolist(),
+        topk_logprobs_np=_topk(sequence.topk) if sequence.HasField("topk") else None,
     )
+
+
+def _topk(found: operations_pb2.TokenLogprobs) -> types.TopkLogprobs:
+    return types.TopkLogprobs(token_ids=from_tensor(found.token_ids), logprobs=from_tensor(found.logprobs))
 
 
 def loss_config(config: Mapping[str, float] | None) -> dict[str, float]:

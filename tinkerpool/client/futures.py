@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
 from typing import Any, Generic, Self, TypeVar
 
 from tinkerpool.client.background import BackgroundLoop
@@ -94,17 +94,60 @@ class Ready:
 
 
 class BackgroundStream(Generic[T]):
-    """A stream that is read on the background loop, for `for` and `async for` alike. Can be read once."""
+    """A stream that is read on the background loop, for `for` and `async for` alike. Can be read once.
 
-    def __init__(self, background: BackgroundLoop, open_stream: Callable[[], AsyncIterator[T]]) -> None:
+    As a context manager it is closed at the end of the block.
+    """
+
+    def __init__(self, background: BackgroundLoop, open_stream: Callable[[], AsyncGenerator[T, None]]) -> None:
         self._background = background
         self._open_stream = open_stream
-        self._items: AsyncIterator[T] | None = None
+        self._items: AsyncGenerator[T, None] | None = None
+        self._is_closed = False
+        self._reading: asyncio.Task[Any] | None = None
+        """Who waits for the next item."""
+
+    def close(self) -> None:
+        """Read no more, and let the service know that nobody does. Idempotent."""
+        start(self._background, self._close()).result()
+
+    async def aclose(self) -> None:
+        """`close`, awaited."""
+        await start(self._background, self._close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
 
     async def _next(self) -> T | _End:
+        if self._is_closed:
+            return _END
         if self._items is None:
             self._items = self._open_stream()
-        return await anext(self._items, _END)
+        self._reading = asyncio.current_task()
+        try:
+            return await anext(self._items, _END)
+        except asyncio.CancelledError:
+            if self._is_closed:
+                return _END
+            raise
+        finally:
+            self._reading = None
+
+    async def _close(self) -> None:
+        self._is_closed = True
+        if self._reading is not None:
+            self._reading.cancel()  # which ends the stream; whoever waits has its end
+        elif self._items is not None:
+            await self._items.aclose()
 
     def __iter__(self) -> Iterator[T]:
         return self

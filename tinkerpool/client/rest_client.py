@@ -7,7 +7,7 @@ message of the contract.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -304,7 +304,7 @@ class RestClient:
         request = operations_pb2.CancelOperationRequest(name=name)
         return (await self._connection.call(methods.CANCEL_OPERATION, request)).operation
 
-    async def _watch_cycles(self) -> AsyncIterator[pool_pb2.Cycle]:
+    async def _watch_cycles(self) -> AsyncGenerator[pool_pb2.Cycle, None]:
         backoff = self._connection.make_backoff()
         while True:
             try:

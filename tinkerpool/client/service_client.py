@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Mapping
 from types import TracebackType
@@ -11,15 +10,14 @@ from typing import Self
 from tinkerpool import types
 from tinkerpool.client import methods
 from tinkerpool.client.connection import Connection
+from tinkerpool.client.discovery import find_service
 from tinkerpool.client.encoding import string_map
 from tinkerpool.client.futures import APIFuture
 from tinkerpool.client.rest_client import RestClient, fetch_capabilities
 from tinkerpool.client.sampling_client import SamplingClient, create_sampler
 from tinkerpool.client.session import Session
 from tinkerpool.client.training_client import TrainingClient
-from tinkerpool.client.transport import DEFAULT_PORT, GrpcTransport, Transport, parse_target
-from tinkerpool.credentials import credentials_file, read_credentials
-from tinkerpool.errors import ConfigurationError
+from tinkerpool.client.transport import GrpcTransport, Transport
 from tinkerpool.v1 import adapters_pb2
 
 CLOSE_TIMEOUT_S = 5.0
@@ -224,31 +222,6 @@ class ServiceClient:
     async def _close(self) -> None:
         await self._session.close()
         await self._connection.close()
-
-
-def find_service(base_url: str | None, api_key: str | None) -> tuple[str, str]:
-    """Address and key, from arguments, environment and what a pool left on this machine. Raises ConfigurationError.
-
-    A key from the file goes only to the address in the file.
-    """
-    base_url = base_url or os.environ.get("TINKERPOOL_BASE_URL")
-    api_key = api_key or os.environ.get("TINKERPOOL_API_KEY")
-    if base_url and api_key:
-        return base_url, api_key
-    try:
-        found = read_credentials()
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from None
-    if not base_url:
-        base_url = found.url if found else f"http://127.0.0.1:{DEFAULT_PORT}"
-    if not api_key and found and parse_target(found.url) == parse_target(base_url):
-        api_key = found.api_key
-    if not api_key:
-        raise ConfigurationError(
-            f"no API key for {base_url}: pass api_key, set TINKERPOOL_API_KEY, or start a pool on this machine with "
-            f"`tinkerpool up`, which leaves its key in {credentials_file()}"
-        )
-    return base_url, api_key
 
 
 def _adapter_request(

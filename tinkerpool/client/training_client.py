@@ -280,7 +280,7 @@ class TrainingClient(Ready):
         async def create(seq: int) -> SamplingClient:
             saved = await self._save_weights_for_sampler(request, seq)
             if saved.sampler_id:
-                return SamplingClient(self._session, saved.sampler_id, self._adapter.base_model)
+                return SamplingClient(self._connection, saved.sampler_id, self._adapter.base_model)
             return await create_sampler(self._session, model_path=saved.path)
 
         return self._order.take(1, create)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -42,6 +43,15 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # Each client has its own connection, so that closing one or its keepalive never touches another.
     ("grpc.use_local_subchannel_pool", 1),
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What a connection to a pool is made of; can be pickled for another process."""
+
+    base_url: str
+    api_key: str = field(repr=False)
+    root_certificates: bytes | None = field(default=None, repr=False)
 
 
 class Transport(Protocol):
@@ -81,6 +91,7 @@ class GrpcTransport:
     """Calls over one gRPC channel, which is opened at the first call, on the loop that makes it."""
 
     def __init__(self, base_url: str, api_key: str, *, root_certificates: bytes | None = None) -> None:
+        self.endpoint = Endpoint(base_url, api_key, root_certificates)
         self._target, is_tls = parse_target(base_url)
         is_tls = is_tls or root_certificates is not None
         self._credentials = grpc.ssl_channel_credentials(root_certificates) if is_tls else None

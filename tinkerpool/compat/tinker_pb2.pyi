@@ -546,27 +546,126 @@ class SampleResponse(_message.Message):
 
     SEQUENCES_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOPK_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_CACHE_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    TARGET_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_ALT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_logprobs: _builtins.bytes
     """float32, one for each prompt token; NaN where there is none."""
+    prompt_cache_hit_tokens: _builtins.int
+    """Prompt tokens that had been computed before."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledSequence]:
         """By sample index."""
+
+    @_builtins.property
+    def topk_prompt_logprobs(self) -> Global___TopkLogprobs:
+        """The likeliest tokens at each prompt position."""
+
+    @_builtins.property
+    def target_prompt_logprobs(self) -> Global___Tensor:
+        """float32, in the shape and the encoding of the targets asked for; 0 where nothing was asked for."""
+
+    @_builtins.property
+    def prompt_alt_tokens(self) -> Global___PromptAltTokens:
+        """What could stand at each prompt position but the first."""
 
     def __init__(
         self,
         *,
         sequences: _abc.Iterable[Global___SampledSequence] | None = ...,
         prompt_logprobs: _builtins.bytes | None = ...,
+        topk_prompt_logprobs: Global___TopkLogprobs | None = ...,
+        prompt_cache_hit_tokens: _builtins.int = ...,
+        target_prompt_logprobs: Global___Tensor | None = ...,
+        prompt_alt_tokens: Global___PromptAltTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_alt_tokens", b"_prompt_alt_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_target_prompt_logprobs", b"_target_prompt_logprobs", "_topk_prompt_logprobs", b"_topk_prompt_logprobs", "prompt_alt_tokens", b"prompt_alt_tokens", "prompt_logprobs", b"prompt_logprobs", "target_prompt_logprobs", b"target_prompt_logprobs", "topk_prompt_logprobs", b"topk_prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_alt_tokens", b"_prompt_alt_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_target_prompt_logprobs", b"_target_prompt_logprobs", "_topk_prompt_logprobs", b"_topk_prompt_logprobs", "prompt_alt_tokens", b"prompt_alt_tokens", "prompt_cache_hit_tokens", b"prompt_cache_hit_tokens", "prompt_logprobs", b"prompt_logprobs", "sequences", b"sequences", "target_prompt_logprobs", b"target_prompt_logprobs", "topk_prompt_logprobs", b"topk_prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prompt_alt_tokens: _TypeAlias = _typing.Literal["prompt_alt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__prompt_alt_tokens: _TypeAlias = _typing.Literal["_prompt_alt_tokens", b"_prompt_alt_tokens"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__target_prompt_logprobs: _TypeAlias = _typing.Literal["target_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__target_prompt_logprobs: _TypeAlias = _typing.Literal["_target_prompt_logprobs", b"_target_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__topk_prompt_logprobs: _TypeAlias = _typing.Literal["topk_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__topk_prompt_logprobs: _TypeAlias = _typing.Literal["_topk_prompt_logprobs", b"_topk_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_alt_tokens) -> _WhichOneofReturnType__prompt_alt_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__target_prompt_logprobs) -> _WhichOneofReturnType__target_prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__topk_prompt_logprobs) -> _WhichOneofReturnType__topk_prompt_logprobs | None: ...
 
 Global___SampleResponse: _TypeAlias = SampleResponse  # noqa: Y015
+
+@_typing.final
+class TopkLogprobs(_message.Message):
+    """The likeliest tokens at each position, the likeliest first. Where there are none: token 0 with -99999."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    K_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    token_ids: _builtins.bytes
+    """int32, row-major."""
+    logprobs: _builtins.bytes
+    """float32, row-major."""
+    k: _builtins.int
+    """Tokens at a position."""
+    length: _builtins.int
+    """Positions."""
+    def __init__(
+        self,
+        *,
+        token_ids: _builtins.bytes = ...,
+        logprobs: _builtins.bytes = ...,
+        k: _builtins.int = ...,
+        length: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["k", b"k", "length", b"length", "logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopkLogprobs: _TypeAlias = TopkLogprobs  # noqa: Y015
+
+@_typing.final
+class PromptAltTokens(_message.Message):
+    """Draws of what could stand at prompt position i + 1, in row i."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> Global___Tensor:
+        """Token ids."""
+
+    @_builtins.property
+    def logprobs(self) -> Global___Tensor:
+        """float32."""
+
+    def __init__(
+        self,
+        *,
+        tokens: Global___Tensor | None = ...,
+        logprobs: Global___Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptAltTokens: _TypeAlias = PromptAltTokens  # noqa: Y015
 
 @_typing.final
 class SampledSequence(_message.Message):
@@ -577,25 +676,36 @@ class SampledSequence(_message.Message):
     STOP_REASON_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOPK_SAMPLED_LOGPROBS_FIELD_NUMBER: _builtins.int
     stop_reason: Global___StopReason.ValueType
     """Why it ended."""
     tokens: _builtins.bytes
     """int32 token ids."""
     logprobs: _builtins.bytes
     """float32, one for each token."""
+    @_builtins.property
+    def topk_sampled_logprobs(self) -> Global___TopkLogprobs:
+        """The likeliest tokens at each of its positions."""
+
     def __init__(
         self,
         *,
         stop_reason: Global___StopReason.ValueType = ...,
         tokens: _builtins.bytes = ...,
         logprobs: _builtins.bytes | None = ...,
+        topk_sampled_logprobs: Global___TopkLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_topk_sampled_logprobs", b"_topk_sampled_logprobs", "logprobs", b"logprobs", "topk_sampled_logprobs", b"topk_sampled_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_topk_sampled_logprobs", b"_topk_sampled_logprobs", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "tokens", b"tokens", "topk_sampled_logprobs", b"topk_sampled_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__topk_sampled_logprobs: _TypeAlias = _typing.Literal["topk_sampled_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__topk_sampled_logprobs: _TypeAlias = _typing.Literal["_topk_sampled_logprobs", b"_topk_sampled_logprobs"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__topk_sampled_logprobs) -> _WhichOneofReturnType__topk_sampled_logprobs | None: ...
 
 Global___SampledSequence: _TypeAlias = SampledSequence  # noqa: Y015

@@ -396,8 +396,11 @@ class SampleResult(_message.Message):
     PROMPT_TARGET_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_ALT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
     num_cached_prompt_tokens: _builtins.int
     """Prompt tokens that an earlier request with the same weights had computed."""
+    note: _builtins.str
+    """The request's."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledSequence]:
         """`num_samples` sequences, by sample index."""
@@ -412,7 +415,7 @@ class SampleResult(_message.Message):
 
     @_builtins.property
     def prompt_target_logprobs(self) -> _types_pb2.Tensor:
-        """If asked for: float32, in the shape of the request's `prompt_targets`; 0 where that had -1."""
+        """If asked for: float32, in the shape of the request's `prompt_targets`; NaN where that had -1."""
 
     @_builtins.property
     def prompt_alt_tokens(self) -> Global___TokenLogprobs:
@@ -427,10 +430,11 @@ class SampleResult(_message.Message):
         prompt_target_logprobs: _types_pb2.Tensor | None = ...,
         prompt_alt_tokens: Global___TokenLogprobs | None = ...,
         num_cached_prompt_tokens: _builtins.int = ...,
+        note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_alt_tokens", b"prompt_alt_tokens", "prompt_logprobs", b"prompt_logprobs", "prompt_target_logprobs", b"prompt_target_logprobs", "topk_prompt", b"topk_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_prompt_tokens", b"num_cached_prompt_tokens", "prompt_alt_tokens", b"prompt_alt_tokens", "prompt_logprobs", b"prompt_logprobs", "prompt_target_logprobs", b"prompt_target_logprobs", "sequences", b"sequences", "topk_prompt", b"topk_prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["note", b"note", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "prompt_alt_tokens", b"prompt_alt_tokens", "prompt_logprobs", b"prompt_logprobs", "prompt_target_logprobs", b"prompt_target_logprobs", "sequences", b"sequences", "topk_prompt", b"topk_prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -267,6 +267,7 @@ class SampleRequest(_message.Message):
     TOPK_SAMPLE_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_TARGETS_FIELD_NUMBER: _builtins.int
     PROMPT_ALT_TOKENS_K_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
     sampler_id: _builtins.str
     """The sampler."""
     seq: _builtins.int
@@ -285,6 +286,8 @@ class SampleRequest(_message.Message):
     """Also return the this many likeliest tokens at every sampled position; at most 100."""
     prompt_alt_tokens_k: _builtins.int
     """Also draw this many tokens, at the request's temperature, at every prompt position but the first; at most 100."""
+    note: _builtins.str
+    """Anything, at most 256 bytes: comes back as SampleResult.note. Nothing is done with it."""
     @_builtins.property
     def prompt(self) -> _types_pb2.Tensor:
         """Token ids, shape (p,), p >= 1."""
@@ -314,10 +317,11 @@ class SampleRequest(_message.Message):
         topk_sample_logprobs: _builtins.int = ...,
         prompt_targets: _types_pb2.Tensor | None = ...,
         prompt_alt_tokens_k: _builtins.int = ...,
+        note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "prompt", b"prompt", "prompt_targets", b"prompt_targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_prompt_logprobs", b"include_prompt_logprobs", "num_samples", b"num_samples", "params", b"params", "prompt", b"prompt", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_targets", b"prompt_targets", "request_id", b"request_id", "sampler_id", b"sampler_id", "seq", b"seq", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_prompt_logprobs", b"include_prompt_logprobs", "note", b"note", "num_samples", b"num_samples", "params", b"params", "prompt", b"prompt", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_targets", b"prompt_targets", "request_id", b"request_id", "sampler_id", b"sampler_id", "seq", b"seq", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

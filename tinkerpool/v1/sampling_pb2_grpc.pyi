@@ -59,7 +59,8 @@ class SamplingServiceStub:
     """
     StreamSample: _grpc.UnaryStreamMultiCallable[_sampling_pb2.StreamSampleRequest, _sampling_pb2.StreamSampleResponse]
     """Like Sample, and streams each token the moment it is drawn; the last message is the finished operation. Tokens are
-    sent at most once and are not kept: after a broken stream, OperationService has the result.
+    sent at most once and are not kept: after a broken stream, OperationService has the result. So a client that leaves
+    ends nothing; CancelOperation does.
 
     Status codes as for Sample.
     """
@@ -95,7 +96,8 @@ class SamplingServiceAsyncStub(SamplingServiceStub):
     """
     StreamSample: _aio.UnaryStreamMultiCallable[_sampling_pb2.StreamSampleRequest, _sampling_pb2.StreamSampleResponse]  # type: ignore[assignment]
     """Like Sample, and streams each token the moment it is drawn; the last message is the finished operation. Tokens are
-    sent at most once and are not kept: after a broken stream, OperationService has the result.
+    sent at most once and are not kept: after a broken stream, OperationService has the result. So a client that leaves
+    ends nothing; CancelOperation does.
 
     Status codes as for Sample.
     """
@@ -152,7 +154,8 @@ class SamplingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_sampling_pb2.StreamSampleResponse], _abc.AsyncIterator[_sampling_pb2.StreamSampleResponse]]:
         """Like Sample, and streams each token the moment it is drawn; the last message is the finished operation. Tokens are
-        sent at most once and are not kept: after a broken stream, OperationService has the result.
+        sent at most once and are not kept: after a broken stream, OperationService has the result. So a client that leaves
+        ends nothing; CancelOperation does.
 
         Status codes as for Sample.
         """
