@@ -286,12 +286,15 @@ def _say_ready(serving: Serving, data_dir: Path) -> None:
 
 
 def _for_the_sdk(serving: Serving) -> str:
-    """What users of the Tinker SDK set, if it is served."""
+    """What users of the Tinker SDK and of OpenAI's clients set, if they are served."""
     if not serving.http_url:
         return ""
     keys = [found.api_key for found in kept_credentials() if found.url == serving.url]
     key = keys[0] if keys and sys.stdout.isatty() else f"<the key in {credentials_file()}>"
-    return f"For the Tinker SDK: export TINKER_BASE_URL={serving.http_url} TINKER_API_KEY=tml-{key}\n"
+    return (
+        f"For the Tinker SDK: export TINKER_BASE_URL={serving.http_url} TINKER_API_KEY=tml-{key}\n"
+        f"For OpenAI's clients: export OPENAI_BASE_URL={serving.http_url}/v1 OPENAI_API_KEY=tml-{key}\n"
+    )
 
 
 def down(

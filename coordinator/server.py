@@ -154,7 +154,7 @@ class Server:
         return f"{'https' if grpc.is_tls else 'http'}://{host}:{self._door.port}"
 
     def _sdk_lines(self) -> list[str]:
-        """What users of the Tinker SDK set."""
+        """What users of the Tinker SDK and of OpenAI's clients set."""
         if self._http_door is None:
             return []
         key = (
@@ -164,6 +164,7 @@ class Server:
             "The Tinker SDK works with this pool as it is; set:",
             f"    export TINKER_BASE_URL={self._http_door.url}",
             f"    export TINKER_API_KEY={key}",
+            f"and OpenAI's clients with OPENAI_BASE_URL={self._http_door.url}/v1 and that key as OPENAI_API_KEY.",
         ]
 
     async def _leave_key(self) -> list[str]:

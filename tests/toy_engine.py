@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -134,12 +134,15 @@ class ToyEngine:
         name: str = "toy",
         seconds_per_batch: float = 0.0,
         fitting_tokens: int | None = None,
+        tokenizer_files: Mapping[str, bytes] | None = None,
     ) -> None:
         self.incarnation = incarnation
         self.adapters: dict[str, ToyAdapter] = {}
         self.versions: dict[str, bytes] = {}
         self.batches: list[Batch] = []
         self._info = replace(toy_model_info(name), fitting_tokens=fitting_tokens)
+        if tokenizer_files is not None:
+            self._info = replace(self._info, tokenizer_files=tokenizer_files)
         self._epoch = 0
         self._broken: dict[str, ItemError] = {}
         self._seconds_per_batch = seconds_per_batch

@@ -38,6 +38,11 @@ def operation_name(target_id: str, seq: int) -> str:
     return f"{target_id}:{seq}"
 
 
+def is_adapter_id(text: str) -> bool:
+    """Whether `text` has the form of an adapter's id."""
+    return _ADAPTER_ID.fullmatch(text) is not None
+
+
 def is_checkpoint_name(name: str) -> bool:
     """Whether `name` may name a checkpoint: 1 to 128 of letters, digits, `-`, `_`, `.`, not beginning with a dot."""
     return _CHECKPOINT_NAME.fullmatch(name) is not None

@@ -74,9 +74,9 @@ class HostRow:
     """What fills the vectors, to be waited for before the host reads them."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Entry:
-    """What the bank holds under one key: either `row` or `host` is set."""
+    """What the bank holds under one key: either `row` or `host` is set. Other weights under the key are another one."""
 
     key: str
     spec: AdapterSpec

@@ -165,7 +165,7 @@ class BaseModel:
         if padding:
             tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
         current = self.current
-        current.routing = current.route(segments)
+        current.routing = current.route(segments, needs_grad=torch.is_grad_enabled())
         current.attend = attend
         self._recomputation.is_on = recompute
         for group in self.groups:
@@ -181,7 +181,8 @@ class BaseModel:
         """Hidden states (N, D) of `forward` -> logits (N, V), adapters included. Segments count rows of `hidden`."""
         num_rows = hidden.shape[0]
         padding = max(0, self.current.rows_min - num_rows)
-        (logits,), _ = self._unembedding.forward(F.pad(hidden, (0, 0, 0, padding)), self.current.route(segments))
+        routing = self.current.route(segments, needs_grad=False)
+        (logits,), _ = self._unembedding.forward(F.pad(hidden, (0, 0, 0, padding)), routing)
         return logits[:num_rows]
 
     @property

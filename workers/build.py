@@ -6,6 +6,9 @@ The one module that a worker names to get all of torch; a pool names it by an im
 from __future__ import annotations
 
 from workers import engine
+from workers.bank import Bank
+from workers.base_model import BaseModel
+from workers.host_memory import free_bytes
 from workers.pool import EngineFactory, EngineSettings
 from workers.sampler import Sampler
 
@@ -23,4 +26,8 @@ def engine_factory(settings: EngineSettings) -> EngineFactory:
         dtype=settings.dtype,
         exact=settings.exact,
     )
-    return engine.engine_factory(config, Sampler)
+
+    def make_sampler(base_model: BaseModel, bank: Bank) -> Sampler:
+        return Sampler(base_model, bank, free_bytes=lambda device: int(settings.memory_share * free_bytes(device)))
+
+    return engine.engine_factory(config, make_sampler)

@@ -3,7 +3,7 @@
 Knows distributions; not models, caches or requests. In double precision on the CPU, so that equal logits give equal
 tokens everywhere.
 
-Main invariant: a draw is a function of one row of logits, the request's parameters, and (seed, sample index, position);
+Main invariant: a draw is a function of one row of logits, the request's parameters, and (seed, stream, position);
 neighbours, batches, restarts and the worker do not enter.
 
 Dimensions: V vocabulary.
@@ -11,43 +11,119 @@ Dimensions: V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from workers.messages import SamplingParams
 
 WORD = (1 << 64) - 1
+ALTERNATIVES = 1 << 63
+"""Streams from here on are of alternatives to a prompt's tokens; a sample's stream is its index."""
+BLOCK_VALUES = 1 << 18
+"""Values that are computed at once when many rows are drawn from: two MiB, which stay near a core."""
+RAW_WORDS = 4
+"""A Philox-4x64 counter gives so many words; the first is used."""
+
+
+def uniforms(seed: int, stream: int, position: int, count: int) -> NDArray[np.float64]:
+    """Numbers (count,) in [0, 1) with 53 random bits: Philox-4x64 keyed by seed and stream, the position its counter.
+
+    They are those of `position` and the positions behind it, whichever are asked for together.
+    """
+    # As an array, for NumPy takes a list with words beyond an int64 through floating point.
+    key = np.array([seed & WORD, stream], np.uint64)
+    generator = np.random.Philox(key=key, counter=[position, 0, 0, 0])
+    words = generator.random_raw(RAW_WORDS * count)[::RAW_WORDS]
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def uniform(seed: int, sample_index: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits: Philox-4x64 keyed by seed and sample, at the position as its counter."""
-    # As an array, for NumPy takes a list with words beyond an int64 through floating point.
-    key = np.array([seed & WORD, sample_index], np.uint64)
-    generator = np.random.Philox(key=key, counter=[position, 0, 0, 0])
-    return float(int(generator.random_raw()) >> 11) * 2.0**-53
+    """The number that decides a sample's token at a position."""
+    return float(uniforms(seed, sample_index, position, 1)[0])
 
 
-def draw(logits: NDArray[np.float32], params: SamplingParams, number: float) -> int:
-    """The token that a number in [0, 1) picks from finite logits (V,): tempered, top-k, then top-p of the rest.
+class Distribution:
+    """What tokens are drawn from: finite logits (V,), tempered, top-k, then top-p of the rest.
 
     Greedy at temperature 0, the lowest id among equals. Otherwise the inverse of the distribution function, over the
     kept tokens in the order of their ids.
     """
+
+    def __init__(self, logits: NDArray[np.float32], params: SamplingParams) -> None:
+        """Uses of `params` temperature, top-k and top-p."""
+        self._greedy: int | None = None
+        if params.temperature == 0:
+            self._greedy = int(logits.argmax())
+            return
+        self._kept, weights = _weights(logits, params)
+        self._cumulative = weights.cumsum()
+
+    def pick(self, number: float) -> int:
+        """The token that a number in [0, 1) picks."""
+        if self._greedy is not None:
+            return self._greedy
+        index = _pick(self._cumulative, number)
+        return index if self._kept is None else int(self._kept[index])
+
+
+class NonFiniteLogitsError(Exception):
+    """Logits are infinite or not a number: nothing can be drawn from them, or said of them."""
+
+
+def check_finite(logits: NDArray[np.float32]) -> None:
+    """Raise NonFiniteLogitsError for logits of any shape that are not all finite."""
+    if not np.isfinite(logits).all():
+        raise NonFiniteLogitsError("the model's logits are infinite or not a number; the adapter may have diverged")
+
+
+def draw(logits: NDArray[np.float32], params: SamplingParams, number: float) -> int:
+    """The token that a number in [0, 1) picks from logits (V,); see `Distribution`."""
+    return Distribution(logits, params).pick(number)
+
+
+def draw_rows(logits: NDArray[np.float32], params: SamplingParams, numbers: Sequence[float]) -> list[int]:
+    """A token from each row of logits (N, V) by its own number; as `draw` gives, some rows at a time."""
     if params.temperature == 0:
-        return int(logits.argmax())
-    kept, weights = _weights(logits, params)
-    cumulative = weights.cumsum()
+        greedy: list[int] = logits.argmax(axis=1).tolist()
+        return greedy
+    if 0 < params.top_k < logits.shape[1] or params.top_p < 1:
+        return [draw(row, params, number) for row, number in zip(logits, numbers, strict=True)]
+    tokens: list[int] = []
+    num_rows = max(1, BLOCK_VALUES // logits.shape[1])
+    for start in range(0, len(logits), num_rows):
+        cumulative = _all_weights(logits[start : start + num_rows], params.temperature)
+        np.cumsum(cumulative, axis=1, out=cumulative)
+        tokens += [_pick(row, number) for row, number in zip(cumulative, numbers[start:], strict=False)]
+    return tokens
+
+
+def likeliest(logprobs: NDArray[np.float32], k: int) -> NDArray[np.intp]:
+    """The k largest of log-probabilities (V,), or all: the likeliest first, the lowest id first among equals."""
+    kept = top_k(logprobs, k) if k < len(logprobs) else np.arange(len(logprobs))
+    return kept[np.argsort(-logprobs[kept], kind="stable")]
+
+
+def _pick(cumulative: NDArray[np.float64], number: float) -> int:
+    """Where a number in [0, 1) falls among sums (n,)."""
     index = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
-    index = min(index, len(weights) - 1)  # the product may round up to the last sum
-    return index if kept is None else int(kept[index])
+    return min(index, len(cumulative) - 1)  # the product may round up to the last sum
+
+
+def _all_weights(logits: NDArray[np.float32], temperature: float) -> NDArray[np.float64]:
+    """Unnormalised probabilities of tempered logits (..., V), row by row."""
+    weights = logits.astype(np.float64)
+    weights /= temperature
+    weights -= weights.max(axis=-1, keepdims=True)
+    return np.exp(weights, out=weights)
 
 
 def _weights(
     logits: NDArray[np.float32], params: SamplingParams
 ) -> tuple[NDArray[np.intp] | None, NDArray[np.float64]]:
     """The kept token ids, ascending (None: all), and their unnormalised probabilities."""
-    scaled = logits.astype(np.float64) / params.temperature
-    weights = np.exp(scaled - scaled.max())
+    weights = _all_weights(logits, params.temperature)
     kept = None
     if 0 < params.top_k < len(weights):
         kept = top_k(weights, params.top_k)
@@ -59,7 +135,7 @@ def _weights(
     return kept, weights
 
 
-def top_k(weights: NDArray[np.float64], k: int) -> NDArray[np.intp]:
+def top_k(weights: NDArray[np.floating], k: int) -> NDArray[np.intp]:
     """Indices, ascending, of the k largest weights, the lowest indices among equals."""
     threshold = np.partition(weights, len(weights) - k)[len(weights) - k]
     above, equal = np.flatnonzero(weights > threshold), np.flatnonzero(weights == threshold)

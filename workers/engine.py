@@ -134,6 +134,10 @@ class SamplerProtocol(Protocol):
     def reset(self) -> None:
         """Forget every request, without events: the coordinator that asked is gone, and the bank has been cleared."""
 
+    @property
+    def untaken_bytes(self) -> int:
+        """Memory that is the sampler's and that it has not taken yet."""
+
 
 @dataclass(slots=True)
 class _Group:
@@ -176,7 +180,7 @@ class TrainingEngine:
         self.sampler = None if make_sampler is None else make_sampler(self.base_model, self.bank)
         device = self.base_model.device
         self._passes = PassRunner(
-            self.base_model, self.bank, clock, lambda: int(config.memory_share * free_bytes(device)), config.recompute
+            self.base_model, self.bank, clock, lambda: self._room_bytes(free_bytes(device)), config.recompute
         )
         fitting_tokens, name = self._passes.fitting_tokens(), self.base_model.name
         if fitting_tokens == 0:
@@ -250,6 +254,10 @@ class TrainingEngine:
     def can_decode(self) -> bool:
         """Whether `decode_step` has anything to do."""
         return self.sampler is not None and self.sampler.can_decode()
+
+    def _room_bytes(self, free_bytes: int) -> int:
+        """What a pass may take of the memory that is free: this engine's share, without what is the sampler's."""
+        return int(self.config.memory_share * free_bytes) - (0 if self.sampler is None else self.sampler.untaken_bytes)
 
     # ------------------------------------------------------------------ adapters
 

@@ -78,6 +78,10 @@ class AdapterViews:
     scaling: float = 0.0
     """alpha / rank of the adapter in the slot."""
 
+    def can_follow(self, last: AdapterViews) -> bool:
+        """Whether it may come behind another in a batch."""
+        return self.slab is last.slab and self.slot > last.slot and self.scaling == last.scaling
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -103,14 +107,8 @@ class Run:
 
     def can_take(self, segment: Segment) -> bool:
         """Whether a segment that comes next may join. An adapter's own next segment may not: sums keep their order."""
-        last, new = self.adapters[-1], segment.adapter
-        return (
-            segment.start == self.stop
-            and segment.stop - segment.start == self.length
-            and new.slab is last.slab
-            and new.slot > last.slot
-            and new.scaling == last.scaling
-        )
+        is_next = segment.start == self.stop and segment.stop - segment.start == self.length
+        return is_next and segment.adapter.can_follow(self.adapters[-1])
 
     def rows(self, tensor: Tensor) -> Tensor:
         """This run's rows of (T, F): a view (N, F) of a single segment, (S, N, F) of several."""
@@ -158,6 +156,34 @@ class Run:
         return torch.tensor([adapter.slot for adapter in self.adapters]).to(device, non_blocking=True)
 
 
+class ShortRun:
+    """Segments of few rows, wherever they stand, whose adapters lie in one slab at rising slots: one batch, in which
+    each is filled up to `rows_min` rows. Without a gradient."""
+
+    def __init__(self, segments: Sequence[Segment], rows_min: int) -> None:
+        self._run = Run(0, rows_min, [segment.adapter for segment in segments])
+        index: list[int] = []
+        places: list[int] = []
+        rows: list[int] = []
+        for number, segment in enumerate(segments):
+            own = list(range(segment.start, segment.stop))
+            index += own + own[:1] * (rows_min - len(own))
+            places += range(number * rows_min, number * rows_min + len(own))
+            rows += own
+        self._index = torch.tensor(index)
+        self._places, self._rows = torch.tensor(places), torch.tensor(rows)
+
+    def add_to(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> None:
+        """Add the adapters' part to ys (T, F), from x (T, D); nothing where the group is not adapted."""
+        run, views = self._run, self._run.views(group)
+        if views is None:
+            return
+        parts = [y[self._index] for y in ys]
+        forward_segments(run.rows(x[self._index]), [run.rows(part) for part in parts], views, run.adapters[0].scaling)
+        for y, part in zip(ys, parts, strict=True):
+            y[self._rows] = part[self._places]
+
+
 class FusedRun(Protocol):
     """Segments whose products are one kernel each; `grouped.GroupedRun`."""
 
@@ -180,14 +206,18 @@ class Routing:
         rows_min: int,
         *,
         can_batch: bool = True,
+        can_batch_short: bool = False,
         fuse: Callable[[Sequence[Segment]], Sequence[FusedRun]] | None = None,
     ) -> None:
         """With `fuse` all segments are computed by what it returns, and `runs` is empty."""
         self.runs: list[Run] = []
+        self.short_runs: list[ShortRun] = []
         self.fused: Sequence[FusedRun] = () if fuse is None else fuse(segments)
         if fuse is not None:
             return
         end = 0
+        if can_batch and can_batch_short:
+            segments = self._without_short(segments, rows_min)
         for segment in segments:
             assert end <= segment.start < segment.stop, "segments overlap or are empty"
             end = segment.stop
@@ -196,6 +226,25 @@ class Routing:
                 self.runs[-1].adapters.append(segment.adapter)
             else:
                 self.runs.append(Run(segment.start, length, [segment.adapter]))
+
+    def _without_short(self, segments: Sequence[Segment], rows_min: int) -> list[Segment]:
+        """Put segments of few rows into `short_runs` where there are several that can be one; the others."""
+        left: list[Segment] = []
+        joined: list[list[Segment]] = []
+        for segment in segments:
+            if segment.stop - segment.start >= rows_min:
+                left.append(segment)
+                continue
+            if joined and segment.adapter.can_follow(joined[-1][-1].adapter):
+                joined[-1].append(segment)
+            else:
+                joined.append([segment])
+        for short in joined:
+            if len(short) == 1:
+                left += short
+            else:
+                self.short_runs.append(ShortRun(short, rows_min))
+        return sorted(left, key=lambda segment: segment.start)
 
 
 class CurrentPass:
@@ -217,9 +266,11 @@ class CurrentPass:
         self.anchor = torch.zeros((), requires_grad=True)
         """Makes outputs require a gradient although neither the embeddings nor the frozen weights do."""
 
-    def route(self, segments: Sequence[Segment]) -> Routing:
-        """How these segments are computed."""
-        return Routing(segments, self.rows_min, can_batch=self.can_batch, fuse=self.fuse)
+    def route(self, segments: Sequence[Segment], *, needs_grad: bool = True) -> Routing:
+        """How these segments are computed; there are more ways without a gradient."""
+        return Routing(
+            segments, self.rows_min, can_batch=self.can_batch, can_batch_short=not needs_grad, fuse=self.fuse
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -299,6 +350,8 @@ class LinearGroup:
             fused_xa = fused.forward(self.shape.index, x, ys)
             if fused_xa is not None:
                 saved.append(FusedSaved(fused, fused_xa))
+        for short in routing.short_runs:
+            short.add_to(self.shape.index, x, ys)
         for run in routing.runs:
             views = run.views(self.shape.index)
             if views is None:

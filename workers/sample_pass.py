@@ -1,131 +1,215 @@
-"""The forward of one decode step: one new token of many samples and some whole prompts, in one pass of the base model.
+"""One pass of sampling: the next token of many sequences of many versions, and pieces of prompts, in one forward.
 
-Knows rows, versions and caches; not requests, nor how tokens are drawn.
+Knows rows, versions and where keys lie; not requests, nor how tokens are drawn.
 
 Main invariant: a part's outcome depends on that part and its version alone. A pass that failed can be run again: it
-changes nothing but what lies behind the caches' lengths.
+writes nothing but the keys and values of its own rows.
 
-Dimensions: T rows of the pass, D hidden size, N rows of logits, V vocabulary, P tokens of a prompt.
+Dimensions: T rows of the pass, D hidden size, N rows of logits, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.bank import Bank
+from workers.bank import Bank, Row
 from workers.base_model import BaseModel
-from workers.kv_cache import PromptCache, StepAttention, WaveCache
+from workers.decode_attention import DecodeAttention, NextToken
+from workers.kv_cache import KVCache, PromptBlocks
 from workers.lora import Segment
+from workers.step_attention import PromptChunk, StepAttention
 
 LOGIT_ROWS = 256
-"""Rows of logits that are held at once for the log-probabilities of a prompt."""
+"""Rows of logits that are held at once for what is wanted of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a running sequence is."""
+
+    index: int
+    """Among the samples of its prompt."""
+    blocks: Sequence[int]
+    """Of its own tokens; the last has room for one more."""
+    length: int
+    """Own tokens whose keys and values are there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Rows of the pass that belong together: the next token of every sequence of a wave, or a prompt."""
+class NextPart:
+    """The next token of sequences that continue one prompt."""
 
     key: str
     """Their version's key in the bank; empty for the base model alone."""
+    prompt: PromptBlocks
     tokens: NDArray[np.int64]
-    """(S,) of a wave, (P,) of a prompt."""
-    cache: WaveCache | PromptCache
-    """A prompt's is empty, and filled by the pass."""
-    wants_prompt_logprobs: bool = False
+    """(S,)"""
+    places: Sequence[Place]
+    """One per sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPart:
+    """Consecutive tokens of a prompt, from the beginning of a block to the end of one or of the prompt."""
+
+    key: str
+    prompt: PromptBlocks
+    tokens: NDArray[np.int64]
+    start: int
+    """Position of the first of `tokens`."""
+    first_row: int
+    """The first position of the prompt, its last apart, whose logits are wanted."""
+    note: Callable[[int, Tensor], None]
+    """Takes logits (N, V), fp32, of consecutive positions, and the first of these."""
+
+    @property
+    def stop(self) -> int:
+        """The position after the last of `tokens`."""
+        return self.start + len(self.tokens)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt ends here."""
+        return self.stop == self.prompt.length
+
+
+Part = NextPart | PromptPart
 
 
 @dataclass(frozen=True, slots=True)
-class LogitsRow:
-    """Logits and log-probabilities (V,) of the next token, on the CPU, untempered."""
+class LogitsRows:
+    """Logits of rows (N, V), fp32, untempered."""
 
     logits: NDArray[np.float32]
-    logprobs: NDArray[np.float32]
+    logprobs: Tensor
 
+    def logprobs_of(self, tokens: Sequence[int]) -> list[float]:
+        """The log-probability of each row's token; of one row, of all these tokens."""
+        picked = torch.tensor(tokens, device=self.logprobs.device).unsqueeze(1)  # (n, 1)
+        return self.logprobs.expand(len(tokens), -1).gather(1, picked).squeeze(1).tolist()
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the pass gives a part."""
-
-    rows: list[LogitsRow]
-    """One per sequence of a wave; of a prompt, the last one's."""
-    prompt_logprobs: NDArray[np.float32] | None
-    """(P,), the first NaN: nothing comes before it."""
+    def alone(self) -> LogitsRows:
+        """A copy, which keeps no other rows in memory."""
+        return LogitsRows(self.logits.copy(), self.logprobs.clone())
 
 
 class SamplePass:
     """Runs passes on one base model and bank. One thread only."""
 
-    def __init__(self, base_model: BaseModel, bank: Bank) -> None:
+    def __init__(self, base_model: BaseModel, bank: Bank, cache: KVCache) -> None:
         self._base_model = base_model
         self._bank = bank
+        self._cache = cache
+        self._heads_per_key = base_model.num_heads // base_model.num_key_value_heads
+        self._decoding: DecodeAttention | None = None
+        """Of the last pass: mostly the same sequences go on."""
 
     @torch.no_grad()
-    def run(self, parts: Sequence[Part]) -> list[Outcome]:
-        """One forward. Parts of one version stand together; at most as many versions as the bank has slots."""
+    def run(self, parts: Sequence[Part]) -> list[LogitsRows | None]:
+        """One forward of parts of at most as many versions as the bank has slots.
+
+        Per part what is drawn from: a row per sequence, the last row of a prompt; None where a prompt goes on.
+        """
+        rows_of = self._acquire(parts)
+        order = sorted(range(len(parts)), key=lambda index: _place_in_bank(rows_of.get(parts[index].key)))
+        ordered = [parts[index] for index in order]
+        starts = np.cumsum([0, *(len(part.tokens) for part in ordered)]).tolist()
         device = self._base_model.device
-        tokens = np.concatenate([part.tokens for part in parts])
-        positions = np.concatenate([_positions(part) for part in parts])
         hidden = self._base_model.forward(
-            torch.from_numpy(tokens).to(device),
-            torch.from_numpy(positions).to(device),
-            self._segments([(part.key, len(part.tokens)) for part in parts]),
-            StepAttention([part.cache for part in parts], self._base_model.attend_packed),
+            torch.from_numpy(np.concatenate([part.tokens for part in ordered])).to(device),
+            torch.from_numpy(np.concatenate([_positions(part) for part in ordered])).to(device),
+            _segments([(part.key, len(part.tokens)) for part in ordered], rows_of),
+            self._attention(ordered, starts),
         )  # (T, D)
-        of_part = hidden.split([len(part.tokens) for part in parts])
-        drawn = [
-            rows if isinstance(part.cache, WaveCache) else rows[-1:] for part, rows in zip(parts, of_part, strict=True)
-        ]
-        runs = [(part.key, len(rows)) for part, rows in zip(parts, drawn, strict=True)]
-        logits = iter(self._logits(torch.cat(drawn), runs))
-        return [
-            Outcome(
-                [next(logits) for _ in range(len(drawn_rows))],
-                self._prompt_logprobs(part, rows) if part.wants_prompt_logprobs else None,
-            )
-            for part, rows, drawn_rows in zip(parts, of_part, drawn, strict=True)
-        ]
+        of_part = [hidden[start:stop] for start, stop in pairwise(starts)]
+        for part, rows in zip(ordered, of_part, strict=True):
+            if isinstance(part, PromptPart):
+                self._note(part, rows, rows_of)
+        drawn = [rows[_drawn(part)] for part, rows in zip(ordered, of_part, strict=True)]
+        outcomes = self._logits(drawn, [part.key for part in ordered], rows_of)
+        return [outcomes[place] for place in np.argsort(order)]
 
-    def _segments(self, runs: Sequence[tuple[str, int]]) -> list[Segment]:
-        """One segment per version from runs of rows (version key, count) in row order."""
-        counts: dict[str, int] = {}
-        for key, count in runs:
-            counts[key] = counts.get(key, 0) + count
-        keys = [key for key in counts if key]
-        rows = dict(zip(keys, self._bank.acquire(keys), strict=True))
-        segments = []
-        stop = 0
-        for key, count in counts.items():
-            start, stop = stop, stop + count
-            if key:
-                segments.append(Segment(start, stop, rows[key].groups))
-        return segments
+    def _acquire(self, parts: Sequence[Part]) -> dict[str, Row]:
+        keys = list(dict.fromkeys(part.key for part in parts if part.key))
+        return dict(zip(keys, self._bank.acquire(keys), strict=True))
 
-    def _logits(self, hidden: Tensor, runs: Sequence[tuple[str, int]]) -> list[LogitsRow]:
-        """Rows for drawing, from hidden states (N, D)."""
-        logits = self._base_model.unembed(hidden, self._segments(runs)).float()  # (N, V)
+    def _attention(self, parts: Sequence[Part], starts: Sequence[int]) -> StepAttention:
+        chunks, tokens = [], []
+        for part, start in zip(parts, starts, strict=False):
+            if isinstance(part, PromptPart):
+                chunks.append(PromptChunk(start, part.prompt, part.start, part.stop))
+                continue
+            tokens += [
+                NextToken(start + number, part.prompt, place.index, place.blocks, place.length)
+                for number, place in enumerate(part.places)
+            ]
+        if not tokens:
+            self._decoding = None
+        elif self._decoding is None or not self._decoding.go_on(tokens):
+            self._decoding = DecodeAttention(tokens, self._heads_per_key)
+        return StepAttention(self._cache, chunks, self._decoding, heads_per_key=self._heads_per_key)
+
+    def _logits(
+        self, hidden: Sequence[Tensor], keys: Sequence[str], rows_of: dict[str, Row]
+    ) -> list[LogitsRows | None]:
+        """Rows for drawing, from the hidden states (n, D) of every part, which may be none."""
+        counts = [len(rows) for rows in hidden]
+        if not any(counts):
+            return [None] * len(counts)
+        segments = _segments([pair for pair in zip(keys, counts, strict=True) if pair[1]], rows_of)
+        logits = self._base_model.unembed(torch.cat(list(hidden)), segments).float()  # (N, V)
+        values = logits.cpu().numpy()
         logprobs = logits.log_softmax(-1)
-        return [LogitsRow(*pair) for pair in zip(logits.cpu().numpy(), logprobs.cpu().numpy(), strict=True)]
+        stops = np.cumsum(counts).tolist()
+        return [
+            LogitsRows(values[stop - count : stop], logprobs[stop - count : stop]) if count else None
+            for count, stop in zip(counts, stops, strict=True)
+        ]
 
-    def _prompt_logprobs(self, part: Part, hidden: Tensor) -> NDArray[np.float32]:
-        """Log-probability (P,) of every prompt token, from the prompt's hidden states (P, D)."""
-        out = np.full(len(part.tokens), np.nan, np.float32)
-        targets = torch.from_numpy(part.tokens[1:]).to(hidden.device)
-        for start in range(0, len(targets), LOGIT_ROWS):
-            stop = min(start + LOGIT_ROWS, len(targets))
-            segments = self._segments([(part.key, stop - start)])
-            logits = self._base_model.unembed(hidden[start:stop], segments).float()  # (N, V)
-            logprobs = logits.log_softmax(-1).gather(1, targets[start:stop].unsqueeze(1))  # (N, 1)
-            out[start + 1 : stop + 1] = logprobs.squeeze(1).cpu().numpy()
-        return out
+    def _note(self, part: PromptPart, hidden: Tensor, rows_of: dict[str, Row]) -> None:
+        """Tell what is wanted of the prompt's positions, from the hidden states (n, D) of its tokens."""
+        end = part.stop - 1 if part.is_last else part.stop
+        for start in range(max(part.start, part.first_row), end, LOGIT_ROWS):
+            stop = min(start + LOGIT_ROWS, end)
+            segments = _segments([(part.key, stop - start)], rows_of)
+            rows = hidden[start - part.start : stop - part.start]
+            part.note(start, self._base_model.unembed(rows, segments).float())
+
+
+def _place_in_bank(row: Row | None) -> tuple[int, int]:
+    """Adapters beside each other in one slab are computed in one batch; the base model's rows come first."""
+    return (0, 0) if row is None else (id(row.slab), row.groups.slot)
+
+
+def _segments(runs: Sequence[tuple[str, int]], rows_of: dict[str, Row]) -> list[Segment]:
+    """One segment per version from runs of rows (version key, count) in row order."""
+    counts: dict[str, int] = {}
+    for key, count in runs:
+        counts[key] = counts.get(key, 0) + count
+    segments = []
+    stop = 0
+    for key, count in counts.items():
+        start, stop = stop, stop + count
+        if key:
+            segments.append(Segment(start, stop, rows_of[key].groups))
+    return segments
 
 
 def _positions(part: Part) -> NDArray[np.int64]:
-    if isinstance(part.cache, WaveCache):
-        return np.full(len(part.tokens), part.cache.length, np.int64)
-    return np.arange(len(part.tokens), dtype=np.int64)
+    if isinstance(part, PromptPart):
+        return np.arange(part.start, part.stop, dtype=np.int64)
+    return np.array([part.prompt.length + place.length for place in part.places], np.int64)
+
+
+def _drawn(part: Part) -> slice:
+    """The rows of a part that tokens are drawn from."""
+    if isinstance(part, NextPart):
+        return slice(None)
+    return slice(-1, None) if part.is_last else slice(0)

@@ -1,6 +1,6 @@
 """Which path is answered by whom, and what holds for every call: first a good key, and an answer in JSON always.
 
-The paths are the Tinker protocol's. Ids in them have colons, and a checkpoint's has a slash.
+The paths are the Tinker protocol's, and OpenAI's. Ids in them have colons, and a checkpoint's has a slash.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from coordinator.errors import Code, ServiceError
 from coordinator.http_gateway import checkpoints, clients, futures, models, runs, sampling, sessions, training
 from coordinator.http_gateway.calls import Call, Surroundings, api_key
 from coordinator.http_gateway.errors import error_response
+from coordinator.http_gateway.openai import endpoints as openai
+from coordinator.http_gateway.openai.errors import error_response as openai_error_response
 
 PREFIX = "/api/v1"
 Handler = Callable[[Call], Awaitable[Response]]
+Tell = Callable[[Exception, str], Response]
 METHODS = ["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"]
 
 _CHECKPOINTS = "/training_runs/{run}/checkpoints"
@@ -72,13 +75,32 @@ def make_app(door: Surroundings) -> Starlette:
     routes: list[BaseRoute] = [Route("/healthz", _healthz), Route("/download/{file}", _download(door), name="download")]
     routes += [Route(path, _guarded(handler, door), methods=[method]) for method, path, handler in HANDLERS]
     routes.append(Route("/{path:path}", _guarded(_unknown, door), methods=METHODS))
+    for_openai = _openai_routes(door)
+    mounts = [Mount(PREFIX, routes=routes), *(Mount(prefix, routes=for_openai) for prefix in openai.PREFIXES)]
     return Starlette(
-        routes=[Route("/healthz", _healthz), Mount(PREFIX, routes=routes), *routes[-1:]],
+        routes=[Route("/healthz", _healthz), *mounts, *routes[-1:]],
         exception_handlers={Exception: _fault},
     )
 
 
-def _guarded(handler: Handler, door: Surroundings) -> Callable[[Request], Awaitable[Response]]:
+def _openai_routes(door: Surroundings) -> list[BaseRoute]:
+    own = openai.OpenAi()
+    handlers: tuple[tuple[list[str], str, Handler], ...] = (
+        (["POST"], "/completions", own.completions),
+        (["POST"], "/chat/completions", own.chat),
+        (["GET"], "/models", own.list_models),
+        (["GET"], "/models/{model:path}", own.get_model),
+        (METHODS, "/{path:path}", openai.unknown),
+    )
+    return [
+        Route(path, _guarded(handler, door, openai_error_response), methods=methods)
+        for methods, path, handler in handlers
+    ]
+
+
+def _guarded(
+    handler: Handler, door: Surroundings, tell: Tell = error_response
+) -> Callable[[Request], Awaitable[Response]]:
     """Run a handler for a caller whose key is good. The body is not read before that."""
 
     async def answer(request: Request) -> Response:
@@ -87,13 +109,16 @@ def _guarded(handler: Handler, door: Surroundings) -> Callable[[Request], Awaita
             key = api_key(request)
             if not key:
                 raise ServiceError(
-                    Code.UNAUTHENTICATED, "API_KEY_MISSING", "no API key: set TINKER_API_KEY, or send it as X-API-Key"
+                    Code.UNAUTHENTICATED,
+                    "API_KEY_MISSING",
+                    "no API key: set TINKER_API_KEY (with OpenAI's clients OPENAI_API_KEY), or send it as X-API-Key "
+                    "or as a bearer token",
                 )
             return await handler(Call(request, door.authenticate(key), door))
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except Exception as error:  # noqa: BLE001  # from here its text would reach the client
-            return error_response(error, f"{request.method} {request.url.path}")
+            return tell(error, f"{request.method} {request.url.path}")
 
     return answer
 

@@ -64,6 +64,8 @@ class Surroundings:
     downloads: Downloads
     is_remote: bool
     """Whether clients may be on other machines."""
+    wall: Callable[[], float]
+    """The time of day, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

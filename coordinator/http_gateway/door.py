@@ -156,6 +156,7 @@ class HttpDoor:
                 tokenizers=tokenizers,
                 downloads=Downloads(self._wall),
                 is_remote=config.is_remote,
+                wall=self._wall,
             )
         )
         self._server = _Server(_uvicorn_config(app, config))

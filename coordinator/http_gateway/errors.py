@@ -47,14 +47,20 @@ _USER_CODES = frozenset(
 
 
 def error_response(error: Exception, where: str) -> Response:
-    """The answer to a call that failed. A fault of ours is logged under a new id, and the id is all that is told."""
-    if not isinstance(error, ServiceError):
-        error_id = secrets.token_hex(6)
-        _log.error("error %s in %s", error_id, where, exc_info=error)
-        message = f"internal error {error_id}: a fault of the pool's; its log has more under this id"
-        error = ServiceError(Code.INTERNAL, "INTERNAL", message)
-    body = {"detail": error.message, "reason": error.reason, **error.metadata}
-    return JSONResponse(body, status_code=_status(error), headers=_headers(error))
+    """The answer to a call that failed."""
+    refusal = refusal_of(error, where)
+    body = {"detail": refusal.message, "reason": refusal.reason, **refusal.metadata}
+    return JSONResponse(body, status_code=status_of(refusal), headers=headers_of(refusal))
+
+
+def refusal_of(error: Exception, where: str) -> ServiceError:
+    """What may be told of an error. A fault of ours is logged under a new id, and the id is all that is told."""
+    if isinstance(error, ServiceError):
+        return error
+    error_id = secrets.token_hex(6)
+    _log.error("error %s in %s", error_id, where, exc_info=error)
+    message = f"internal error {error_id}: a fault of the pool's; its log has more under this id"
+    return ServiceError(Code.INTERNAL, "INTERNAL", message)
 
 
 def unsupported(what: str, instead: str) -> ServiceError:
@@ -68,13 +74,15 @@ def failure(error: ops_pb.OperationError) -> dict[str, str]:
     return {"error": f"{error.reason}: {error.message}", "category": category}
 
 
-def _status(error: ServiceError) -> int:
+def status_of(error: ServiceError) -> int:
+    """The HTTP status of a refusal."""
     if error.retry_delay_s is not None:
         return HTTPStatus.SERVICE_UNAVAILABLE if error.code is Code.UNAVAILABLE else HTTPStatus.TOO_MANY_REQUESTS
     return _REASON_STATUS.get(error.reason) or _STATUS.get(error.code, HTTPStatus.BAD_REQUEST)
 
 
-def _headers(error: ServiceError) -> dict[str, str]:
+def headers_of(error: ServiceError) -> dict[str, str]:
+    """When to try again, if that makes sense."""
     if error.retry_delay_s is None:
         return {}
     return {"retry-after-ms": str(round(error.retry_delay_s * 1000))}

@@ -31,6 +31,8 @@ class SessionUseCases(UseCases):
                     max_rank=model.max_rank,
                     chunk_tokens=model.chunk_tokens,
                     num_workers=len(self._core.loops[model.name].workers()),
+                    eos_token_ids=model.eos_token_ids,
+                    fingerprint=model.fingerprint,
                 )
                 for model in self._core.models.values()
             ],

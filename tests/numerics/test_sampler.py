@@ -2,126 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from build_mini_model import END_OF_TEXT_ID
-from tests.numerics.harness import Driver, make_data, make_spec
+from tests.numerics.harness import make_data, make_spec
 from tests.numerics.naive import NaiveModel
-from workers.drawing import draw, uniform
-from workers.messages import (
-    AdamParams,
-    AdapterSpec,
-    Datum,
-    ErrorCode,
-    SampledSequence,
-    SampleEvent,
-    SampleRequest,
-    SampleResult,
-    SamplerVersion,
-    SamplingParams,
-    StopReason,
-    TokenEvent,
+from tests.numerics.sampling import (
+    assert_same_bits,
+    naive_sample,
+    next_tokens,
+    prompt_of,
+    request,
+    sampling,
 )
-from workers.sampler import Sampler
-
-BASE = SamplerVersion(key="")
-
-
-@dataclass(slots=True)
-class Sampling:
-    """A sampler beside a training engine, and what it has told."""
-
-    driver: Driver
-    sampler: Sampler
-    events: list[SampleEvent] = field(default_factory=list)
-    specs: dict[str, AdapterSpec] = field(default_factory=dict)
-
-    def publish(self, *keys: str, **changes: Any) -> None:
-        """Train an adapter per key for two steps, with a large learning rate, and publish it as `key/v`."""
-        for number, key in enumerate(keys):
-            spec = make_spec(key, rank=(4, 8, 16)[number % 3], **changes)
-            self.specs[key] = spec
-            self.driver.install(spec)
-            for _ in range(2):
-                self.driver.train(self.driver.backward(key, make_data("cross_entropy", [9, 14], seed=number)))
-                self.driver.train(self.driver.step(key, AdamParams(learning_rate=0.05)))
-            self.driver.train(self.driver.save(key, publish_as=f"{key}/v"))
-
-    def step(self) -> None:
-        self.events += self.sampler.decode_step()
-
-    def run(self, *requests: SampleRequest) -> list[SampleResult]:
-        """Start these together, and decode until all is done; their results."""
-        for request in requests:
-            self.sampler.start_sample(request)
-        while self.sampler.can_decode():
-            self.step()
-        return [self.result(request.op_id) for request in requests]
-
-    def result(self, op_id: str) -> SampleResult:
-        (result,) = [e for e in self.events if isinstance(e, SampleResult) and e.op_id == op_id]
-        return result
-
-    def sequences(self, *requests: SampleRequest) -> list[tuple[SampledSequence, ...]]:
-        results = self.run(*requests)
-        assert [result.error for result in results] == [None] * len(results)
-        return [result.sequences for result in results]
-
-
-def sampling(model: Path, num_slots: int = 16, **limits: Any) -> Sampling:
-    driver = Driver(model, num_slots=num_slots)
-    return Sampling(driver, Sampler(driver.engine.base_model, driver.engine.bank, **limits))
-
-
-def prompt_of(length: int, seed: int = 0) -> NDArray[np.int32]:
-    return np.random.default_rng((seed, length)).integers(0, 256, length).astype(np.int32)
-
-
-def request(op_id: str, key: str = "", length: int = 12, num_samples: int = 1, **values: Any) -> SampleRequest:
-    others = {name: values.pop(name) for name in ("prompt_logprobs", "stream") if name in values}
-    return SampleRequest(
-        op_id=op_id,
-        version=SamplerVersion(key=key),
-        prompt=values.pop("prompt", prompt_of(length)),
-        num_samples=num_samples,
-        params=SamplingParams(**{"max_tokens": 10, "seed": 7} | values),
-        **others,
-    )
-
-
-def next_tokens(tokens: NDArray[np.int32]) -> Datum:
-    """What the training forward is asked for the log-probability of every token but the first."""
-    weights = np.ones(len(tokens) - 1, np.float32)
-    return Datum(tokens=tokens[:-1], loss_inputs={"target_tokens": tokens[1:], "weights": weights})
-
-
-def assert_same_bits(mine: Sequence[SampledSequence], theirs: Sequence[SampledSequence]) -> None:
-    assert len(mine) == len(theirs)
-    for one, other in zip(mine, theirs, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-        assert one.logprobs.tobytes() == other.logprobs.tobytes()
-        assert one.stop_reason == other.stop_reason
-
-
-def naive_sample(model: NaiveModel, wanted: SampleRequest, index: int) -> tuple[list[int], list[float]]:
-    """One sequence, the whole of it through transformers' own code for every token."""
-    tokens, logprobs, params = wanted.prompt.tolist(), [], wanted.params
-    for position in range(params.max_tokens):
-        logits = model.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].detach()
-        tokens.append(draw(logits.numpy(), params, uniform(params.seed, index, position)))
-        logprobs.append(float(logits.log_softmax(-1)[tokens[-1]]))
-        if tokens[-1] in params.stop_tokens:
-            break
-    return tokens[len(wanted.prompt) :], logprobs
-
+from workers.messages import ErrorCode, SamplerVersion, StopReason, TokenEvent
 
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -232,19 +132,9 @@ def test_more_samples_than_rows_wait_and_get_the_same_tokens(qwen3: Path) -> Non
     s.sampler.start_sample(request("behind"))
     while s.sampler.can_decode():
         s.step()
-        assert sum(len(wave.sequences) for wave in s.sampler._waves) <= 3
+        assert s.sampler._seats.num_taken <= 3
     assert_same_bits(s.result("many").sequences, wide)
     assert s.result("behind").error is None
-
-
-def test_requests_beyond_the_memory_for_caches_wait_but_a_large_one_still_runs(qwen3: Path) -> None:
-    s = sampling(qwen3, cache_bytes_max=1)
-    for number in range(3):
-        s.sampler.start_sample(request(f"r{number}"))
-    s.step()
-    assert len(s.sampler._running) == 1
-    assert [result.error for result in s.run()] == []
-    assert [s.result(f"r{number}").num_sampled_tokens for number in range(3)] == [10, 10, 10]
 
 
 def test_more_versions_than_slots_are_sampled_together(qwen3: Path) -> None:
@@ -335,7 +225,7 @@ def test_cancelled_request_ends_and_the_others_do_not_notice(qwen3: Path) -> Non
     s.events.clear()
     s.sampler.start_sample(request("running", "a/v", num_samples=2, max_tokens=100))
     s.sampler.start_sample(request("kept", "a/v", num_samples=2))
-    s.sampler.start_sample(request("waiting", num_samples=4))
+    s.sampler.start_sample(request("waiting", "a/v", num_samples=4))
     s.step()
     s.step()
     for op_id in ("running", "waiting", "unknown"):

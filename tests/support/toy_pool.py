@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import sqlite3
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,6 +180,7 @@ async def running_pool(
     time: Time | None = None,
     is_crash: bool = False,
     connect: Callable[[Path], Any] | None = None,
+    tokenizer_files: Mapping[str, bytes] | None = None,
     **config: Any,
 ) -> AsyncIterator[ToyPool]:
     """Start a coordinator with toy workers on a data directory, and stop it at the end.
@@ -191,7 +192,7 @@ async def running_pool(
 
     def factory_of(worker_id: str) -> Any:
         def factory(incarnation: str) -> ToyEngine:
-            engine = ToyEngine(incarnation, seconds_per_batch=seconds_per_batch)
+            engine = ToyEngine(incarnation, seconds_per_batch=seconds_per_batch, tokenizer_files=tokenizer_files)
             engines[worker_id].append(engine)
             return engine
 

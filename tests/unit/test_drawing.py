@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from workers.drawing import draw, top_k, top_p, uniform
+from workers.drawing import (
+    BLOCK_VALUES,
+    Distribution,
+    _all_weights,
+    draw,
+    draw_rows,
+    likeliest,
+    top_k,
+    top_p,
+    uniform,
+    uniforms,
+)
 from workers.messages import SamplingParams
 
 LOGITS = np.array([0.5, -1.0, 2.0, 2.0, -3.0, 1.0, 0.0, 1.5], np.float32)
@@ -81,3 +92,39 @@ def test_top_k_and_top_p_take_the_lowest_ids_among_equals() -> None:
 
 def test_number_just_below_one_picks_a_kept_token() -> None:
     assert draw(LOGITS, params(top_k=3), 1 - 2.0**-53) == 7
+
+
+@given(seed=st.integers(-(2**63), 2**63 - 1), stream=st.sampled_from([0, 3, 2**63 + 1]), start=st.integers(0, 200))
+def test_random_numbers_are_the_same_one_by_one_and_many_at_once(seed: int, stream: int, start: int) -> None:
+    together = uniforms(seed, stream, start, 70)
+    assert together.tolist() == [uniform(seed, stream, position) for position in range(start, start + 70)]
+
+
+def test_one_distribution_serves_many_numbers() -> None:
+    distribution = Distribution(LOGITS, params(top_k=5, top_p=0.9))
+    for number in np.linspace(0, 1, 50, endpoint=False):
+        assert distribution.pick(float(number)) == draw(LOGITS, params(top_k=5, top_p=0.9), float(number))
+
+
+def test_likeliest_come_first_and_the_lowest_of_equals() -> None:
+    assert likeliest(LOGITS, 3).tolist() == [2, 3, 7]
+    assert likeliest(LOGITS, 1).tolist() == [2]
+    assert likeliest(LOGITS, 100).tolist() == [2, 3, 7, 5, 0, 6, 1, 4]
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.6}])
+@pytest.mark.parametrize("vocab_size", [8, 97, 2048, BLOCK_VALUES // 3])
+def test_rows_are_drawn_as_each_is_alone(changes: dict[str, Any], vocab_size: int) -> None:
+    rng = np.random.default_rng(vocab_size)
+    logits = rng.standard_normal((7, vocab_size)).astype(np.float32)
+    numbers = rng.random(7).tolist()
+    alone = [draw(row, params(**changes), number) for row, number in zip(logits, numbers, strict=True)]
+    assert draw_rows(logits, params(**changes), numbers) == alone
+
+
+@pytest.mark.parametrize("vocab_size", [97, 2048])
+def test_weights_of_a_row_have_the_same_bits_wherever_it_stands(vocab_size: int) -> None:
+    logits = np.random.default_rng(1).standard_normal((9, vocab_size)).astype(np.float32)
+    together = _all_weights(logits, 0.7)
+    for row, weights in zip(logits, together, strict=True):
+        assert _all_weights(row, 0.7).tobytes() == weights.tobytes()

@@ -21,6 +21,8 @@ CONFINED = {
     "grpc_reflection": ["coordinator/grpc_*.py"],
     "starlette": ["coordinator/http_gateway/*.py"],
     "uvicorn": ["coordinator/http_gateway/door.py", "coordinator/http_gateway/connections.py"],
+    "jinja2": ["coordinator/http_gateway/openai/templates.py"],
+    "tokenizers": ["coordinator/http_gateway/openai/*.py", "workers/*.py"],
     "grpc_status": ["coordinator/grpc_*.py", "tinkerpool/client/transport.py"],
 }
 

@@ -32,6 +32,8 @@ class BaseModel(_message.Message):
     MAX_RANK_FIELD_NUMBER: _builtins.int
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_WORKERS_FIELD_NUMBER: _builtins.int
+    EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name to ask for."""
     num_params: _builtins.int
@@ -46,6 +48,12 @@ class BaseModel(_message.Message):
     """Size of a canonical chunk in tokens: how a large request is cut. A constant of the model."""
     num_workers: _builtins.int
     """Live workers that serve it."""
+    fingerprint: _builtins.str
+    """The numerics that compute with it; bits are promised for equal fingerprints."""
+    @_builtins.property
+    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that end a sample whose request names no stop."""
+
     def __init__(
         self,
         *,
@@ -56,10 +64,12 @@ class BaseModel(_message.Message):
         max_rank: _builtins.int = ...,
         chunk_tokens: _builtins.int = ...,
         num_workers: _builtins.int = ...,
+        eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_tokens", b"chunk_tokens", "max_rank", b"max_rank", "max_sequence_tokens", b"max_sequence_tokens", "name", b"name", "num_params", b"num_params", "num_workers", b"num_workers", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_tokens", b"chunk_tokens", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_rank", b"max_rank", "max_sequence_tokens", b"max_sequence_tokens", "name", b"name", "num_params", b"num_params", "num_workers", b"num_workers", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
