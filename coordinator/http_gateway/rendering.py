@@ -17,12 +17,17 @@ from coordinator.http_gateway.calls import INLINE_BYTES_MAX
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
+def written(content: Any) -> bytes:
+    """JSON, written value by value, so that other threads have their turns in between."""
+    return "".join(_ENCODER.iterencode(content)).encode()
+
+
 class PiecewiseJson(JSONResponse):
-    """JSON that is written value by value, so that other threads have their turns in between."""
+    """An answer that is written so."""
 
     def render(self, content: Any) -> bytes:
         """The body."""
-        return "".join(_ENCODER.iterencode(content)).encode()
+        return written(content)
 
 
 async def rendered(num_bytes: int, make: Callable[[], Response]) -> Response:
