@@ -54,7 +54,16 @@ class Authenticator:
                 if not key
                 else "the API key is unknown or revoked: see where `tinkerpool serve` wrote it, or ask for a new one",
             )
-        return Principal(row["tenant_id"], row["name"], row["key_id"], bool(row["is_admin"]))
+        return _principal(row)
+
+    def holder(self, key_id: str) -> Principal:
+        """Whose a key is that was good before. Raises ServiceError UNAUTHENTICATED once it is revoked."""
+        row = self._row(key_id)
+        if row is None:
+            raise ServiceError(
+                Code.UNAUTHENTICATED, "API_KEY_INVALID", f"the API key {key_id[:40]!r} was revoked: use another one"
+            )
+        return _principal(row)
 
     async def create_key(self, tenant: str, *, is_admin: bool = False) -> tuple[str, Row]:
         """A new key, which exists only in the return value, and its row. Creates the tenant if there is none."""
@@ -105,6 +114,10 @@ class Authenticator:
             if row is not None:
                 self._rows[key_id] = row
         return row
+
+
+def _principal(row: Row) -> Principal:
+    return Principal(row["tenant_id"], row["name"], row["key_id"], bool(row["is_admin"]))
 
 
 _SELECT = "SELECT k.*, t.name FROM api_keys k JOIN tenants t USING (tenant_id)"

@@ -25,6 +25,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.cycle import CycleLoop
 from coordinator.database import Connection, StorageError
 from coordinator.disk import Disk, RealDisk
+from coordinator.following import Followers
 from coordinator.queue import AdapterQueue
 from coordinator.running import finished_row
 from coordinator.sampling import Sampling
@@ -102,7 +103,8 @@ class Core:
         )
         self.epoch = await self.store.raise_epoch()
         self._last_cycle_id = self.store.last_cycle_id()
-        self.table = OperationTable()
+        self.followers = Followers(self.epoch)
+        self.table = OperationTable(self.followers.note)
         self.sessions = SessionTable(self.store, self.time.monotonic)
         self.sessions.load()
         self.admission = Admission(self.store, self.table, self.config.limits)
@@ -154,6 +156,7 @@ class Core:
             self.admission.is_stopping = True
             self.store.give_up()
             self.table.close()
+            self.followers.close()
             for watcher in self.cycle_watchers:
                 watcher.put_nowait(None)
             self.saver.publishing.give_up()

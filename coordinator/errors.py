@@ -64,9 +64,9 @@ def invalid(message: str, reason: str = "INVALID_ARGUMENT") -> ServiceError:
     return ServiceError(Code.INVALID_ARGUMENT, reason, message)
 
 
-def not_found(what: str, name: str) -> ServiceError:
+def not_found(what: str, name: str, reason: str = "NOT_FOUND") -> ServiceError:
     """No such thing, or another tenant's: the two look the same."""
-    return ServiceError(Code.NOT_FOUND, "NOT_FOUND", f"no {what} {name[:200]!r}: check the name and the API key")
+    return ServiceError(Code.NOT_FOUND, reason, f"no {what} {name[:200]!r}: check the name and the API key")
 
 
 def sampler_exists(sampler_id: str) -> ServiceError:

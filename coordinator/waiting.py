@@ -15,7 +15,9 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 class OperationTable:
     """Live operations and their waiters."""
 
-    def __init__(self) -> None:
+    def __init__(self, note_finished: Callable[[ops_pb.Operation], None] = lambda _: None) -> None:
+        """`note_finished` hears of every operation whose outcome has committed."""
+        self._note_finished = note_finished
         self._live: dict[str, Operation] = {}
         self._waiters: dict[str, list[asyncio.Queue[ops_pb.Operation | None]]] = {}
         self._open_queues: set[asyncio.Queue[ops_pb.Operation | None]] = set()
@@ -76,6 +78,7 @@ class OperationTable:
         assert operation.outcome is not None
         for queue in self._waiters.pop(operation.name, ()):
             queue.put_nowait(operation.outcome)
+        self._note_finished(operation.outcome)
 
     async def wait(
         self, names: Iterable[str], read_finished: Callable[[str], ops_pb.Operation]

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from coordinator.errors import Code, ServiceError
-from coordinator.http_gateway import checkpoints, futures, models, runs, sampling, sessions, training
+from coordinator.http_gateway import checkpoints, clients, futures, models, runs, sampling, sessions, training
 from coordinator.http_gateway.calls import Call, Surroundings, api_key
 from coordinator.http_gateway.errors import error_response
 from coordinator.http_gateway.openai import endpoints as openai
@@ -24,7 +24,9 @@ Handler = Callable[[Call], Awaitable[Response]]
 Tell = Callable[[Exception, str], Response]
 METHODS = ["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"]
 
-_CHECKPOINT = "/training_runs/{run}/checkpoints/{checkpoint:path}"
+_CHECKPOINTS = "/training_runs/{run}/checkpoints"
+_CHECKPOINT = f"{_CHECKPOINTS}/{{kind}}/{{name}}"
+"""Two parts, so that what stands behind is no name: a checkpoint may be called `publish`."""
 
 HANDLERS: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/client/config", sessions.client_config),
@@ -47,23 +49,24 @@ HANDLERS: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/create_sampling_session", sampling.create_sampling_session),
     ("GET", "/samplers/{sampler}", sampling.get_sampler),
     ("POST", "/asample", sampling.asample),
+    ("POST", "/join_sampling_session", clients.join_sampling_session),
     ("POST", "/retrieve_future", futures.retrieve_future),
+    ("POST", "/retrieve_futures", clients.retrieve_futures),
     ("POST", "/cancel_future", futures.cancel_future),
     ("GET", "/sessions", runs.list_sessions),
     ("GET", "/sessions/{session}", runs.get_session),
     ("GET", "/training_runs", runs.list_runs),
     ("GET", "/training_runs/{run}", runs.get_run),
-    ("GET", "/training_runs/{run}/checkpoints", checkpoints.list_of_run),
+    ("GET", _CHECKPOINTS, checkpoints.list_of_run),
     ("GET", "/checkpoints", checkpoints.list_all),
     ("POST", "/copy_weights", checkpoints.copy_weights),
     ("POST", "/weights_info", checkpoints.weights_info),
-    # What ends in a word of its own stands before the checkpoint alone, whose id has a slash.
     ("GET", f"{_CHECKPOINT}/external_weights_urls", checkpoints.download_urls),
     ("GET", f"{_CHECKPOINT}/archive", checkpoints.download_archive),
     ("POST", f"{_CHECKPOINT}/publish", checkpoints.publish),
     ("DELETE", f"{_CHECKPOINT}/publish", checkpoints.unpublish),
     ("PUT", f"{_CHECKPOINT}/ttl", checkpoints.set_ttl),
-    ("DELETE", _CHECKPOINT, checkpoints.delete),
+    ("DELETE", f"{_CHECKPOINTS}/{{checkpoint:path}}", checkpoints.delete),  # also what is no checkpoint's id
 )
 
 

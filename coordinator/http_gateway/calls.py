@@ -28,8 +28,18 @@ _PIECE_BYTES = 1 << 10
 """Packed bytes at a time: they can become 32,768 times as many before these are counted."""
 _WINDOW_BYTES = 8 << 20
 """How far back a packed body may refer, whatever the limit."""
+_BEGUN_BYTES = 64 << 10
+"""What is kept of a body that is too large: who sent it, and at which place, stands in front."""
 
 Body = TypeVar("Body", bound=BaseModel)
+
+
+class UnreadableBody(ServiceError):
+    """A body that is refused for good: too large, or not what it says. `begun` is what was read of it, unpacked."""
+
+    def __init__(self, reason: str, message: str, begun: bytes = b"") -> None:
+        super().__init__(Code.INVALID_ARGUMENT, reason, message)
+        self.begun = begun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +81,11 @@ class Call:
         """The use cases."""
         return self.door.service
 
+    @property
+    def content_type(self) -> str:
+        """What the body says it is."""
+        return self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
     def path(self, name: str) -> str:
         """A part of the URL's path."""
         value: str = self.request.path_params[name]
@@ -86,7 +101,7 @@ class Call:
     async def json(self, model: type[Body], *, bytes_max: int = SMALL_BYTES_MAX) -> Body:
         """The body as JSON of that shape, of so many bytes at most.
 
-        Raises ServiceError INVALID_ARGUMENT, naming the fields that are wrong, and what `body` raises.
+        Raises UnreadableBody, naming the fields that are wrong, and what `body` raises.
         """
         body = await self.body(bytes_max=min(bytes_max, JSON_BYTES_MAX))
         if len(body) > INLINE_BYTES_MAX:
@@ -96,8 +111,8 @@ class Call:
     async def body(self, *, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         """The body, unpacked, of so many bytes at most.
 
-        Raises ServiceError REQUEST_TOO_LARGE or BODY_TOO_SLOW, INVALID_ARGUMENT if it cannot be unpacked, or
-        UNAVAILABLE if the door was closed meanwhile.
+        Raises UnreadableBody if it is larger or cannot be unpacked, ServiceError BODY_TOO_SLOW, INVALID_ARGUMENT if its
+        encoding is not known, or UNAVAILABLE if the door was closed meanwhile.
         """
         limit = min(bytes_max, self.door.message_bytes_max)
         try:
@@ -108,22 +123,25 @@ class Call:
         self.door.check_open()
         encoding = self.request.headers.get("content-encoding", "identity").strip().lower()
         if encoding == "identity":
+            if len(packed) > limit:
+                raise _too_large(limit, packed)
             return packed
         if encoding != "zstd":
             raise invalid(f"content-encoding {encoding[:40]!r} is not known: send zstd, or leave it out")
         return await asyncio.to_thread(_unpacked, packed, limit)
 
     async def _packed(self, limit: int) -> bytes:
+        """The body as it comes; if it is above `limit`, its beginning, of more than `limit` bytes."""
         pieces = bytearray()
         async for piece in self.request.stream():
             pieces += piece
             if len(pieces) > limit:
-                raise _too_large(limit)
+                break
         return bytes(pieces)
 
 
 def read_json(model: type[Body], body: bytes) -> Body:
-    """JSON of that shape; no bytes are an empty object. Raises ServiceError INVALID_ARGUMENT, naming what is wrong."""
+    """JSON of that shape; no bytes are an empty object. Raises UnreadableBody, naming what is wrong."""
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:
@@ -132,7 +150,7 @@ def read_json(model: type[Body], body: bytes) -> Body:
             f"{'.'.join(str(part)[:80] for part in fault['loc']) or 'body'}: {fault['msg'][:200]}"
             for fault in errors[:_FAULTS_SHOWN]
         ]
-        raise invalid(f"the request's body is wrong: {'; '.join(faults)}") from None
+        raise unreadable(f"the request's body is wrong: {'; '.join(faults)}", body) from None
 
 
 def api_key(request: Request) -> str:
@@ -143,28 +161,32 @@ def api_key(request: Request) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
+def unreadable(message: str, begun: bytes | bytearray) -> UnreadableBody:
+    """The refusal of a body that is not what it says."""
+    return UnreadableBody("INVALID_ARGUMENT", message, bytes(begun))
+
+
 def _unpacked(packed: bytes, limit: int) -> bytes:
     pieces = bytearray()
     reader = zstandard.ZstdDecompressor(max_window_size=max(limit, _WINDOW_BYTES)).decompressobj()
     try:
-        if zstandard.frame_content_size(packed) > limit:
-            raise _too_large(limit)
+        is_too_large = len(packed) > limit or zstandard.frame_content_size(packed) > limit
         for start in range(0, len(packed), _PIECE_BYTES):
             pieces += reader.decompress(packed[start : start + _PIECE_BYTES])
-            if len(pieces) > limit:
-                raise _too_large(limit)
+            if len(pieces) > limit or (is_too_large and pieces):
+                raise _too_large(limit, pieces)
     except zstandard.ZstdError as error:
-        raise invalid(f"the request's body is not zstd: {error}") from None
+        raise unreadable(f"the request's body is not zstd: {error}", pieces) from None
     if not reader.eof or reader.unused_data:
-        raise invalid("the request's body is not zstd: it is no whole frame, or has something behind it")
+        raise unreadable("the request's body is not zstd: it is no whole frame, or has something behind it", pieces)
     return bytes(pieces)
 
 
-def _too_large(limit: int) -> ServiceError:
-    return ServiceError(
-        Code.RESOURCE_EXHAUSTED,
+def _too_large(limit: int, begun: bytes | bytearray) -> UnreadableBody:
+    return UnreadableBody(
         "REQUEST_TOO_LARGE",
         f"the request's body is above {limit} bytes: send fewer or shorter sequences at once",
+        bytes(begun[:_BEGUN_BYTES]),
     )
 
 

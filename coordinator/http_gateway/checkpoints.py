@@ -13,15 +13,17 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from coordinator.auth import Principal
-from coordinator.errors import ServiceError, invalid
 from coordinator.files import CONFIG, WEIGHTS
 from coordinator.http_gateway import shapes
 from coordinator.http_gateway.calls import Call, Surroundings
 from coordinator.http_gateway.models import ADAMW, adapter_of
+from coordinator.http_gateway.rendering import PiecewiseJson, rendered
 from coordinator.http_gateway.training import no_access_tokens
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as pb
 
+CHECKPOINTS_MAX = 1000
+"""Most checkpoints on a page; `limit` in its cursor says so."""
 ARCHIVE = "checkpoint.tar"
 """The name under which a checkpoint is downloaded whole."""
 _KINDS = {
@@ -33,17 +35,19 @@ _KINDS = {
 
 async def list_all(call: Call) -> Response:
     """GET /checkpoints: all the tenant's."""
-    limit, offset = call.number("limit", 100), call.number("offset", 0)
-    return await _list(call, pb.ListCheckpointsRequest(page_size=limit, skip=offset), limit, offset)
+    response, _ = await _list(call, "", call.number("limit", 100), call.number("offset", 0))
+    return response
 
 
 async def list_of_run(call: Call) -> Response:
-    """GET /training_runs/{run}/checkpoints: all of them. A run that is deleted may still have some."""
-    request = pb.ListCheckpointsRequest(adapter_id=call.path("run"), page_size=1000)
-    found = await call.service.list_checkpoints(call.principal, request)
-    if not found.checkpoints:
-        await adapter_of(call, call.path("run"))
-    return JSONResponse({"checkpoints": [checkpoint_json(checkpoint) for checkpoint in found.checkpoints]})
+    """GET /training_runs/{run}/checkpoints: the newest thousand, which the SDK takes for all. A run that is deleted may
+    still have some.
+    """
+    run, limit, offset = call.path("run"), call.number("limit", CHECKPOINTS_MAX), call.number("offset", 0)
+    response, total = await _list(call, run, limit, offset)
+    if not total:
+        await adapter_of(call, run)
+    return response
 
 
 async def weights_info(call: Call) -> Response:
@@ -57,12 +61,7 @@ async def weights_info(call: Call) -> Response:
         "lora_rank": checkpoint.rank,
         "optimizer_config": ADAMW,
     }
-    try:
-        adapter = await adapter_of(call, checkpoint.adapter_id)
-        body |= {name: getattr(adapter, name) for name in ("train_unembed", "train_mlp", "train_attn")}
-    except ServiceError:
-        pass  # deleted, or another tenant's: the checkpoint alone does not say
-    return JSONResponse(body)
+    return JSONResponse(body | await call.service.trained_modules(call.principal, checkpoint.path))
 
 
 async def copy_weights(call: Call) -> Response:
@@ -94,8 +93,6 @@ async def unpublish(call: Call) -> Response:
 async def set_ttl(call: Call) -> Response:
     """PUT on a checkpoint's /ttl: delete it so many seconds from now; null keeps it."""
     ttl_seconds = (await call.json(shapes.SetTtl)).ttl_seconds
-    if ttl_seconds == 0:
-        raise invalid("ttl_seconds must be above 0, or null to keep the checkpoint")
     request = pb.SetCheckpointTtlRequest(path=_path(call), ttl_seconds=ttl_seconds or 0)
     await call.service.set_checkpoint_ttl(call.principal, request)
     return JSONResponse({})
@@ -103,7 +100,8 @@ async def set_ttl(call: Call) -> Response:
 
 async def delete(call: Call) -> Response:
     """DELETE on a checkpoint."""
-    await call.service.delete_checkpoint(call.principal, pb.DeleteCheckpointRequest(path=_path(call)))
+    path = f"{names.SCHEME}{call.path('run')}/{call.path('checkpoint')}"
+    await call.service.delete_checkpoint(call.principal, pb.DeleteCheckpointRequest(path=path))
     return Response(status_code=HTTPStatus.NO_CONTENT)
 
 
@@ -129,12 +127,12 @@ async def download_archive(call: Call) -> Response:
 
 
 async def download(request: Request, door: Surroundings) -> Response:
-    """GET /download/{file}: a file of a checkpoint, for who has its address."""
+    """GET /download/{file}: a file of a checkpoint, for who has its address while the key that asked for it is good."""
     file = request.path_params["file"]
-    tenant_id, path = door.downloads.check(request.query_params, file)
-    reader = Principal(tenant_id, tenant_name="", key_id="", is_admin=False)
+    key_id, path = door.downloads.check(request.query_params, file)
+    reader = await door.service.holder_of_key(key_id)
     with ExitStack() as place:
-        place.enter_context(door.downloads.running(tenant_id))
+        place.enter_context(door.downloads.running(reader.tenant_id))
         pieces = _archive(door, reader, path) if file == ARCHIVE else door.service.export_file(reader, path, file)
         first = await anext(pieces)  # a refusal is told as one; later the connection can only be cut
         return _Download(first, pieces, place.pop_all())
@@ -187,10 +185,17 @@ def cursor(limit: int, offset: int, total: int) -> dict[str, int]:
     return {"offset": offset, "limit": limit, "total_count": total}
 
 
-async def _list(call: Call, request: pb.ListCheckpointsRequest, limit: int, offset: int) -> Response:
+async def _list(call: Call, run: str, limit: int, offset: int) -> tuple[Response, int]:
+    """A page of a run's checkpoints, or of all, and how many there are."""
+    limit = min(limit, CHECKPOINTS_MAX)
+    request = pb.ListCheckpointsRequest(adapter_id=run, page_size=limit, skip=offset)
     found = await call.service.list_checkpoints(call.principal, request)
-    checkpoints = [checkpoint_json(checkpoint) for checkpoint in found.checkpoints]
-    return JSONResponse({"checkpoints": checkpoints, "cursor": cursor(limit, offset, found.total_size)})
+
+    def make() -> Response:
+        checkpoints = [checkpoint_json(checkpoint) for checkpoint in found.checkpoints]
+        return PiecewiseJson({"checkpoints": checkpoints, "cursor": cursor(limit, offset, found.total_size)})
+
+    return await rendered(found.ByteSize(), make), found.total_size
 
 
 async def _set_access(call: Call, *, is_public: bool) -> Response:
@@ -200,9 +205,9 @@ async def _set_access(call: Call, *, is_public: bool) -> Response:
 
 
 def _path(call: Call) -> str:
-    return f"{names.SCHEME}{call.path('run')}/{call.path('checkpoint')}"
+    return f"{names.SCHEME}{call.path('run')}/{call.path('kind')}/{call.path('name')}"
 
 
 def _url(call: Call, path: str, file: str, expires: int) -> str:
     base = call.request.url_for("download", file=file)
-    return f"{base}?{call.door.downloads.query(call.principal.tenant_id, path, file, expires)}"
+    return f"{base}?{call.door.downloads.query(call.principal.key_id, path, file, expires)}"

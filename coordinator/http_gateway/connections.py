@@ -60,6 +60,13 @@ class Connection(H11Protocol):
             seconds = self._head_s if call is None or not call.more_body else self._body_s
             self._deadline = self.loop.call_later(seconds, self._give_up)
 
+    def on_response_complete(self) -> None:
+        """What has come of the next head while the call ran is waited for no longer than any other head."""
+        super().on_response_complete()
+        call: Any = self.cycle
+        if call.response_complete and self._deadline is None and self.conn.trailing_data[0]:
+            self._deadline = self.loop.call_later(self._head_s, self._give_up)
+
     def pause_writing(self) -> None:
         """Its client does not take what it has asked for: it is given `body_s` for a bufferful."""
         super().pause_writing()

@@ -1,7 +1,7 @@
 """Addresses of files that work without a key, for a while. Knows no checkpoints and no HTTP.
 
-An address carries who it was given to, what it is for and until when, under a signature with a secret that only this
-life of the door has: after a restart addresses are asked for again.
+An address carries which key it was given to, what it is for and until when, under a signature with a secret that only
+this life of the door has: after a restart addresses are asked for again.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class Downloads:
         """Until when an address that is signed now works, in seconds since 1970."""
         return int(self._wall()) + DOWNLOAD_S
 
-    def query(self, tenant_id: str, path: str, file: str, expires: int) -> str:
-        """The query of an address."""
-        signature = self._signature(tenant_id, path, file, str(expires))
-        return urlencode({"path": path, "tenant": tenant_id, "expires": expires, "signature": signature})
+    def query(self, key_id: str, path: str, file: str, expires: int) -> str:
+        """The query of an address. The id of a key is no secret."""
+        signature = self._signature(key_id, path, file, str(expires))
+        return urlencode({"path": path, "key": key_id, "expires": expires, "signature": signature})
 
     def check(self, query: Mapping[str, str], file: str) -> tuple[str, str]:
-        """Tenant and path of an address that is good. Raises ServiceError PERMISSION_DENIED."""
-        tenant_id, path, expires = query.get("tenant", ""), query.get("path", ""), query.get("expires", "")
-        expected = self._signature(tenant_id, path, file, expires)
+        """Key id and path of an address that is good. Raises ServiceError PERMISSION_DENIED."""
+        key_id, path, expires = query.get("key", ""), query.get("path", ""), query.get("expires", "")
+        expected = self._signature(key_id, path, file, expires)
         if not hmac.compare_digest(expected.encode(), query.get("signature", "").encode()):
             raise _refused("was not given out by this pool since it started")
         if int(expires) < self._wall():
             raise _refused("has expired")
-        return tenant_id, path
+        return key_id, path
 
     @contextmanager
     def running(self, tenant_id: str) -> Iterator[None]:

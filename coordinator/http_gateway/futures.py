@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.errors import Code, ServiceError
 from coordinator.http_gateway.calls import Call
+from coordinator.http_gateway.rendering import rendered
 from coordinator.http_gateway.results import PROTOBUF, result_response
 from coordinator.http_gateway.shapes import RetrieveFuture
 from tinkerpool.v1 import adapters_pb2
@@ -23,6 +24,8 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 
 CREATED, LOADED, UNLOADED = "create_model", "load_weights", "unload_model"
 """Kinds of promises of what was done at once, to a model."""
+METADATA_BYTES_MIN = 1 << 20
+"""What is larger is announced first, to who can do with that: it makes room for it then."""
 NO_WORKER = "no worker of the pool can make progress at the moment; it is being replaced"
 
 
@@ -52,8 +55,9 @@ async def submit(call: Call, use_case: Callable[..., Awaitable[Any]], *request: 
 
 
 async def retrieve_future(call: Call) -> Response:
-    """POST /retrieve_future: the result, or after a while the request to ask again."""
-    request_id = (await call.json(RetrieveFuture)).request_id
+    """POST /retrieve_future: the result, its size if it is large, or after a while the request to ask again."""
+    asked = await call.json(RetrieveFuture)
+    request_id = asked.request_id
     kind, _, adapter_id = request_id.partition("=")
     if kind in (CREATED, LOADED, UNLOADED):
         await call.service.get_adapter(call.principal, adapters_pb2.GetAdapterRequest(adapter_id=adapter_id))
@@ -61,7 +65,11 @@ async def retrieve_future(call: Call) -> Response:
     operation = await finished(call, request_id, call.door.poll_s)
     if operation is None:
         return _try_again(call, request_id)
-    return result_response(operation, is_binary=PROTOBUF in call.request.headers.get("accept", ""))
+    is_binary = PROTOBUF in call.request.headers.get("accept", "")
+    size = operation.ByteSize()
+    if is_binary and asked.allow_metadata_only and size > METADATA_BYTES_MIN:
+        return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
+    return await rendered(size, lambda: result_response(operation, is_binary=is_binary))
 
 
 async def cancel_future(call: Call) -> Response:

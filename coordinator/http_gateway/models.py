@@ -11,8 +11,11 @@ from coordinator.http_gateway import shapes
 from coordinator.http_gateway.calls import Call
 from coordinator.http_gateway.errors import unsupported
 from coordinator.http_gateway.futures import CREATED, LOADED, UNLOADED, promise_of_model
+from coordinator.http_gateway.places import takes_place
 from coordinator.http_gateway.training import load_into, no_access_tokens
+from coordinator.operations import Kind
 from tinkerpool.v1 import adapters_pb2 as pb
+from tinkerpool.v1 import training_pb2
 
 ADAMW = {"type": "adamw"}
 
@@ -33,6 +36,7 @@ async def create_model(call: Call) -> Response:
     return promise_of_model(CREATED, created.adapter.adapter_id)
 
 
+@takes_place(Kind.LOAD_STATE, training_pb2.LoadStateRequest)
 async def load_weights(call: Call) -> Response:
     """POST /load_weights: into a model, or to make a new one. A new one is there when this returns."""
     asked = await call.json(shapes.LoadWeights)

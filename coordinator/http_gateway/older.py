@@ -16,7 +16,7 @@ def binary_pass(asked: shapes.JsonPass) -> wire.ForwardBackwardRequest:
     given = asked.forward_backward_input or asked.forward_input
     if given is None:
         raise invalid("forward_backward_input (or forward_input) is missing: it has the data")
-    request.forward_only = asked.forward_backward_input is None
+    request.forward_only = is_forward(asked)
     request.loss_fn = given.loss_fn
     request.loss_fn_config.update(given.loss_fn_config or {})
     for index, datum in enumerate(given.data):
@@ -27,6 +27,11 @@ def binary_pass(asked: shapes.JsonPass) -> wire.ForwardBackwardRequest:
             label = f"data[{index}].loss_fn_inputs[{name[:80]!r}]"
             added.loss_fn_inputs[name].CopyFrom(binary_tensor(label, tensor))
     return request
+
+
+def is_forward(asked: shapes.JsonPass) -> bool:
+    """Whether it is to add no gradient. One without any input may have been to add some."""
+    return asked.forward_backward_input is None and asked.forward_input is not None
 
 
 def _add_chunk(datum: wire.Datum, chunk: shapes.Chunk, label: str) -> None:

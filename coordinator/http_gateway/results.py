@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.responses import JSONResponse, Response
 
+from coordinator.errors import Code, ServiceError
 from coordinator.http_gateway.errors import failure
+from coordinator.http_gateway.rendering import PiecewiseJson
 from coordinator.http_gateway.tensors import array_records, dense_floats, sparse_rows
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.convert import from_tensor
@@ -18,6 +20,9 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 PROTOBUF = "application/x-protobuf"
 OUTPUT_TYPE = "TorchLossReturn"
 """What the protocol calls the outputs of every built-in loss."""
+JSON_RESULT_BYTES_MAX = 8 << 20
+"""Largest result in JSON, as the log has it; as text it is some ten times as large. Who sends a pass as JSON never gets
+more."""
 _STOP_REASONS = {ops_pb.STOP_REASON_STOP: "stop", ops_pb.STOP_REASON_LENGTH: "length"}
 NOTHING_LOGPROB = -99999.0
 """What stands, beside token 0, where there are no likeliest tokens."""
@@ -26,14 +31,23 @@ SPARSE = "sparse"
 
 
 def result_response(operation: ops_pb.Operation, *, is_binary: bool) -> Response:
-    """The answer to who asks for a finished operation; `is_binary`: passes and samples as protobuf."""
+    """The answer to who asks for a finished operation; `is_binary`: passes and samples as protobuf.
+
+    Raises ServiceError RESULT_TOO_LARGE for JSON of more than `JSON_RESULT_BYTES_MAX`.
+    """
     if operation.state == ops_pb.OPERATION_STATE_FAILED:
         return JSONResponse(failure(operation.error))
     if is_binary and operation.WhichOneof("result") == "forward_backward":
         return _binary(_output(operation.forward_backward))
     if is_binary and operation.WhichOneof("result") == "sample":
         return _binary(_sample(operation.sample))
-    return JSONResponse(_json(operation))
+    if operation.ByteSize() > JSON_RESULT_BYTES_MAX:
+        raise ServiceError(
+            Code.RESOURCE_EXHAUSTED,
+            "RESULT_TOO_LARGE",
+            f"the result is above {JSON_RESULT_BYTES_MAX} bytes: ask for it as protobuf, with 'accept: {PROTOBUF}'",
+        )
+    return PiecewiseJson(_json(operation))
 
 
 def _binary(message: wire.ForwardBackwardOutput | wire.SampleResponse) -> Response:

@@ -25,8 +25,8 @@ async def client_config(call: Call) -> Response:
             "parallel_fwdbwd_chunks": True,
             "proto_compress_fwdbwd": call.door.is_remote,  # costs more time than it saves where nothing is far
             "fwdbwd_max_chunk_len": capabilities.max_datums,
-            "sample_use_retrieve_futures": False,
-            "sample_join_sampling_session": False,
+            "sample_use_retrieve_futures": True,  # one call is held for each sampling client, not for each sample
+            "sample_join_sampling_session": True,
             "custom_loss_server_side": False,
         }
     )

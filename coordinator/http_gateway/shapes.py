@@ -12,6 +12,8 @@ from pydantic import BaseModel, Field
 Seq = Annotated[int, Field(ge=1, lt=1 << 62)]
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Index = Annotated[int, Field(ge=0, lt=10**9)]
+Ttl = Annotated[int, Field(ge=1, lt=1 << 63)] | None
+"""Seconds to live; None: for good."""
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]
 """Of a million wrong items the first is told: all of them would be gigabytes of reasons."""
@@ -161,7 +163,7 @@ class SaveWeights(BaseModel):
     model_id: str
     seq_id: Seq
     path: str
-    ttl_seconds: Int64 | None = None
+    ttl_seconds: Ttl = None
     overwrite: bool = False
     user_metadata: Metadata = None
 
@@ -174,7 +176,7 @@ class SaveWeightsForSampler(BaseModel):
     path: str | None = None
     sampling_session_seq_id: Index | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: Int64 | None = None
+    ttl_seconds: Ttl = None
     user_metadata: Metadata = None
 
 
@@ -184,20 +186,42 @@ class SaveWeightsExternal(BaseModel):
     model_id: str
     seq_id: Seq
     path: str
-    ttl_seconds: Int64 | None = None
+    ttl_seconds: Ttl = None
     age_encryption_recipients: Items[str] | None = None
 
 
 class SetTtl(BaseModel):
     """PUT on a checkpoint's /ttl."""
 
-    ttl_seconds: Int64 | None
+    ttl_seconds: Ttl
 
 
 class RetrieveFuture(BaseModel):
     """POST /retrieve_future and /cancel_future."""
 
     request_id: str
+    allow_metadata_only: bool | None = None
+
+
+class FuturesTarget(BaseModel):
+    """Whose promises: one client's of a sampling session."""
+
+    sampling_session_id: str
+    cloned_sampler_id: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
+
+
+class RetrieveFutures(BaseModel):
+    """POST /retrieve_futures. Which results have come is known from their retrieval."""
+
+    target: FuturesTarget
+    prev_cursor: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    timeout: Annotated[float, Field(ge=0)] | None = None
+
+
+class OfSampler(BaseModel):
+    """POST /join_sampling_session."""
+
+    sampling_session_id: str
 
 
 class CreateSamplingSession(BaseModel):
@@ -243,7 +267,7 @@ class CopyWeights(BaseModel):
     source_path: str
     session_id: str | None = None
     model_seq_id: Index | None = None
-    ttl_seconds: Int64 | None = None
+    ttl_seconds: Ttl = None
     weights_access_token: str | None = None
 
 

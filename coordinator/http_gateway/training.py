@@ -15,9 +15,10 @@ from starlette.responses import Response
 from coordinator.bodies import LOSS_RULES
 from coordinator.errors import ServiceError, invalid
 from coordinator.http_gateway import older, shapes
-from coordinator.http_gateway.calls import JSON_BYTES_MAX, Call
+from coordinator.http_gateway.calls import JSON_BYTES_MAX, Call, unreadable
 from coordinator.http_gateway.errors import unsupported
 from coordinator.http_gateway.futures import submit
+from coordinator.http_gateway.places import takes_place
 from coordinator.http_gateway.results import PROTOBUF
 from coordinator.http_gateway.tensors import ELEMENTS_MAX, dense, shape_of, tokens
 from coordinator.operations import Kind
@@ -32,16 +33,16 @@ _ELSEWHERE = {
 """Losses that the SDK names and no pool but Tinker's has."""
 
 
+@takes_place(Kind.FORWARD_BACKWARD, training_pb2.ForwardBackwardRequest)
 async def forward_backward(call: Call) -> Response:
     """POST /forward_backward, also without gradient; POST /forward of clients before 0.25."""
-    content_type = call.request.headers.get("content-type", "").partition(";")[0].strip()
-    if content_type == PROTOBUF:
+    if call.content_type == PROTOBUF:
         asked = _parsed(await call.body(bytes_max=call.door.message_bytes_max))
-    elif content_type == "application/json":
+    elif call.content_type == "application/json":
         return await _json_pass(call, await call.json(shapes.JsonPass, bytes_max=JSON_BYTES_MAX))
     else:
         raise invalid(
-            f"content-type {content_type[:80]!r}: forward_backward takes {PROTOBUF}, or JSON of clients < 0.25"
+            f"content-type {call.content_type[:80]!r}: forward_backward takes {PROTOBUF}, or JSON of clients < 0.25"
         )
     return await _pass(call, asked)
 
@@ -50,22 +51,21 @@ def _parsed(body: bytes) -> wire.ForwardBackwardRequest:
     try:
         return wire.ForwardBackwardRequest.FromString(body)
     except DecodeError:
-        raise invalid("the body is not a forward_backward request of the Tinker protocol") from None
+        raise unreadable("the body is not a forward_backward request of the Tinker protocol", body) from None
 
 
 async def _json_pass(call: Call, given: shapes.JsonPass) -> Response:
     try:
         asked = older.binary_pass(given)
     except ServiceError as error:
-        request = training_pb2.ForwardBackwardRequest(adapter_id=given.model_id, seq=given.seq_id)
-        return await submit(call, call.service.refuse, Kind.FORWARD_BACKWARD, request, error)
+        kind, make = _kind(is_forward=older.is_forward(given))
+        return await submit(call, call.service.refuse, kind, make(adapter_id=given.model_id, seq=given.seq_id), error)
     return await _pass(call, asked)
 
 
 async def _pass(call: Call, asked: wire.ForwardBackwardRequest) -> Response:
-    kind = Kind.FORWARD if asked.forward_only else Kind.FORWARD_BACKWARD
-    make = training_pb2.ForwardRequest if asked.forward_only else training_pb2.ForwardBackwardRequest
-    request: PassRequest = make(adapter_id=asked.model_id, seq=asked.seq_id)
+    kind, make = _kind(is_forward=asked.forward_only)
+    request = make(adapter_id=asked.model_id, seq=asked.seq_id)
     try:
         _fill(request, asked)
     except ServiceError as error:
@@ -74,6 +74,13 @@ async def _pass(call: Call, asked: wire.ForwardBackwardRequest) -> Response:
     return await submit(call, use_case, request)
 
 
+def _kind(*, is_forward: bool) -> tuple[Kind, type[PassRequest]]:
+    if is_forward:
+        return Kind.FORWARD, training_pb2.ForwardRequest
+    return Kind.FORWARD_BACKWARD, training_pb2.ForwardBackwardRequest
+
+
+@takes_place(Kind.OPTIM_STEP, training_pb2.OptimStepRequest)
 async def optim_step(call: Call) -> Response:
     """POST /optim_step."""
     asked = await call.json(shapes.OptimStep)
@@ -87,6 +94,7 @@ async def optim_step(call: Call) -> Response:
     return await submit(call, call.service.optim_step, request)
 
 
+@takes_place(Kind.SAVE_STATE, checkpoints_pb2.SaveStateRequest)
 async def save_weights(call: Call) -> Response:
     """POST /save_weights."""
     asked = await call.json(shapes.SaveWeights)
@@ -101,6 +109,7 @@ async def save_weights(call: Call) -> Response:
     return await submit(call, call.service.save_state, request)
 
 
+@takes_place(Kind.SAVE_WEIGHTS_FOR_SAMPLER, checkpoints_pb2.SaveWeightsForSamplerRequest)
 async def save_weights_for_sampler(call: Call) -> Response:
     """POST /save_weights_for_sampler."""
     asked = await call.json(shapes.SaveWeightsForSampler)
@@ -116,6 +125,7 @@ async def save_weights_for_sampler(call: Call) -> Response:
     return await submit(call, call.service.save_weights_for_sampler, request)
 
 
+@takes_place(Kind.SAVE_WEIGHTS_FOR_SAMPLER, checkpoints_pb2.SaveWeightsForSamplerRequest)
 async def save_weights_external(call: Call) -> Response:
     """POST /save_weights_external."""
     asked = await call.json(shapes.SaveWeightsExternal)

@@ -1,5 +1,5 @@
-"""The use cases: the only place with behaviour behind the doors. One module per service of the contract, and one
-for a method that needs several.
+"""The use cases: the only place with behaviour behind the doors. One module per service of the contract, one
+for a method that needs several, and one for a door whose samplers have several clients.
 
 Every method takes who asks and the contract's request message, and returns its response message (an async generator of
 them where the contract streams). Refusals are `ServiceError`. Knows no transport.
@@ -8,10 +8,10 @@ them where the contract streams). Refusals are `ServiceError`. Knows no transpor
 from coordinator.service.adapters import AdapterUseCases
 from coordinator.service.admin import AdminUseCases
 from coordinator.service.checkpoints import CheckpointUseCases
+from coordinator.service.clients import SamplingClientUseCases
 from coordinator.service.copying import CopyUseCases
 from coordinator.service.operations import OperationUseCases
 from coordinator.service.pool import PoolUseCases
-from coordinator.service.sampling import SamplingUseCases
 from coordinator.service.sessions import SessionUseCases
 from coordinator.service.training import TrainingUseCases
 
@@ -23,7 +23,7 @@ class Service(
     SessionUseCases,
     AdapterUseCases,
     TrainingUseCases,
-    SamplingUseCases,
+    SamplingClientUseCases,
     CheckpointUseCases,
     OperationUseCases,
     PoolUseCases,

@@ -31,6 +31,10 @@ class AdminUseCases(UseCases):
         await self._authenticator.revoke_key(request.key_id)
         return pb.RevokeApiKeyResponse()
 
+    async def holder_of_key(self, key_id: str) -> Principal:
+        """Whose a key is that a door has seen before. Raises ServiceError UNAUTHENTICATED once it is revoked."""
+        return self._authenticator.holder(key_id)
+
 
 def _check_admin(principal: Principal) -> None:
     if not principal.is_admin:

@@ -61,7 +61,7 @@ class UseCases:
         if session is not None and session.tenant_id == principal.tenant_id:
             self._core.sessions.touch(session_id)
             return session
-        self._session_row(principal, session_id)
+        self._session_row(principal, session_id, "SESSION_UNKNOWN")
         raise ServiceError(
             Code.FAILED_PRECONDITION,
             "SESSION_ENDED",
@@ -69,12 +69,12 @@ class UseCases:
             f"{self._core.config.session_timeout_s:.0f} s): create a new one; adapters and checkpoints are still there",
         )
 
-    def _session_row(self, principal: Principal, session_id: str) -> Row:
+    def _session_row(self, principal: Principal, session_id: str, reason: str = "NOT_FOUND") -> Row:
         row = self._core.store.read_one(
             "SELECT * FROM sessions WHERE session_id = ? AND tenant_id = ?", (session_id, principal.tenant_id)
         )
         if row is None:
-            raise not_found("session", session_id)
+            raise not_found("session", session_id, reason)
         return row
 
     def _checkpoint(self, principal: Principal, path: str) -> Row:

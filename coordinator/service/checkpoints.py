@@ -13,6 +13,8 @@ from coordinator.service.base import UseCases, check_ttl, metadata_of, timestamp
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as pb
 
+_INLINE_BYTES_MAX = 256 << 10
+"""Metadata of a page: what has more is read beside the event loop."""
 _KINDS = {
     names.TRAINING: pb.CHECKPOINT_KIND_TRAINING,
     names.SAMPLER: pb.CHECKPOINT_KIND_SAMPLER,
@@ -36,9 +38,11 @@ class CheckpointUseCases(UseCases):
             request,
             100,
         )
-        return pb.ListCheckpointsResponse(
-            checkpoints=[_message(row) for row in rows], next_page_token=token, total_size=total
-        )
+        if sum(len(row["user_metadata"]) for row in rows) > _INLINE_BYTES_MAX:
+            messages = await asyncio.to_thread(lambda: [_message(row) for row in rows])
+        else:
+            messages = [_message(row) for row in rows]
+        return pb.ListCheckpointsResponse(checkpoints=messages, next_page_token=token, total_size=total)
 
     async def newest_checkpoints(
         self, principal: Principal, adapter_ids: Sequence[str]
@@ -51,6 +55,11 @@ class CheckpointUseCases(UseCases):
             (*adapter_ids, principal.tenant_id),
         )
         return {(row["adapter_id"], _KINDS[row["kind"]]): _message(row) for row in rows}
+
+    async def trained_modules(self, principal: Principal, path: str) -> dict[str, bool]:
+        """Which groups of modules a readable checkpoint's adapter trained, be it deleted or another tenant's."""
+        spec = self._core.spec_of(self._readable_checkpoint(principal, path)["adapter_id"])
+        return {"train_unembed": spec.train_unembed, "train_mlp": spec.train_mlp, "train_attn": spec.train_attn}
 
     async def get_checkpoint(self, principal: Principal, request: pb.GetCheckpointRequest) -> pb.GetCheckpointResponse:
         """A checkpoint."""

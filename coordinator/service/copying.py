@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from coordinator.auth import Principal
+from coordinator.database import Row
 from coordinator.errors import Code, ServiceError, invalid
 from coordinator.service.adapters import AdapterUseCases
-from coordinator.service.base import metadata_of
+from coordinator.service.base import check_ttl, metadata_of
 from coordinator.service.checkpoints import CheckpointUseCases
 from coordinator.service.operations import OperationUseCases
 from coordinator.service.sessions import SessionUseCases
@@ -21,32 +22,45 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
     async def copy_checkpoint(
         self, principal: Principal, request: checkpoints_pb2.CopyCheckpointRequest
     ) -> checkpoints_pb2.CopyCheckpointResponse:
-        """A copy of the tenant's own. Every step is safe to repeat, so the whole is."""
+        """A copy of the tenant's own, of the same kind. Every step is safe to repeat, so the whole is."""
+        check_ttl(request.ttl_seconds)
+        if not request.request_id and not (request.session_id and request.HasField("index")):
+            raise invalid(
+                "set a request_id, or session_id and index, so that the call is safe to repeat (over HTTP: the header "
+                "X-Idempotency-Key, or session_id and model_seq_id)"
+            )
         source = self._readable_checkpoint(principal, request.path)
-        if source["kind"] != names.TRAINING:
-            raise invalid(f"{request.path} has weights alone: copy a checkpoint made by save_state")
-        if not request.session_id and not request.request_id:
-            raise invalid("session_id and request_id are empty: set one of them, so that the call is safe to repeat")
         session_id = request.session_id or await self._session_for(principal, request.request_id)
         create = adapters_pb2.CreateAdapterRequest(
             session_id=session_id,
             index=request.index if request.HasField("index") else None,
             request_id=request.request_id,
             from_path=request.path,
-            with_optimizer=True,
+            with_optimizer=source["kind"] == names.TRAINING,
         )
         adapter = (await self.create_adapter(principal, create)).adapter
-        save = checkpoints_pb2.SaveStateRequest(
-            adapter_id=adapter.adapter_id,
-            seq=1,
-            name=names.CheckpointPath.parse(request.path).name,
-            user_metadata=metadata_of(source),
-            ttl_seconds=request.ttl_seconds,
-        )
-        saving = (await self.save_state(principal, save)).operation
+        saving = await self._save_as(principal, adapter.adapter_id, source, request.ttl_seconds)
         path = await self._saved_path(principal, saving.name)
         found = await self.get_checkpoint(principal, checkpoints_pb2.GetCheckpointRequest(path=path))
         return checkpoints_pb2.CopyCheckpointResponse(checkpoint=found.checkpoint)
+
+    async def _save_as(self, principal: Principal, adapter_id: str, source: Row, ttl_seconds: int) -> ops_pb.Operation:
+        """Save an adapter that was made from a checkpoint as what that was: its name, kind and metadata."""
+        name, metadata = names.CheckpointPath.parse(source["path"]).name, metadata_of(source)
+        if source["kind"] == names.TRAINING:
+            state = checkpoints_pb2.SaveStateRequest(
+                adapter_id=adapter_id, seq=1, name=name, user_metadata=metadata, ttl_seconds=ttl_seconds
+            )
+            return (await self.save_state(principal, state)).operation
+        weights = checkpoints_pb2.SaveWeightsForSamplerRequest(
+            adapter_id=adapter_id,
+            seq=1,
+            name=name,
+            user_metadata=metadata,
+            ttl_seconds=ttl_seconds,
+            for_export=source["kind"] == names.EXTERNAL,
+        )
+        return (await self.save_weights_for_sampler(principal, weights)).operation
 
     async def _session_for(self, principal: Principal, request_id: str) -> str:
         created = await self.create_session(principal, sessions_pb2.CreateSessionRequest(request_id=request_id))
@@ -56,8 +70,8 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
         """Wait for a save; its checkpoint's path. Raises ServiceError if it fails."""
         path = ""
         async for response in self.wait_operations(principal, ops_pb.WaitOperationsRequest(names=[name])):
-            error = response.operation.error
-            if response.operation.state == ops_pb.OPERATION_STATE_FAILED:
-                raise ServiceError(Code(error.code), error.reason, error.message)
-            path = response.operation.save_state.path
+            saving = response.operation
+            if saving.state == ops_pb.OPERATION_STATE_FAILED:
+                raise ServiceError(Code(saving.error.code), saving.error.reason, saving.error.message)
+            path = saving.save_state.path or saving.save_weights_for_sampler.path
         return path

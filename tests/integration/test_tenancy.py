@@ -142,7 +142,15 @@ async def test_every_method_answers_for_anothers_thing_as_for_none(tmp_path: Pat
 async def test_this_file_knows_every_method_of_the_service(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         methods = {name for name in dir(pool.service) if not name.startswith("_")}
-    beyond = {"refuse", "export_file", "newest_checkpoints"}  # no methods of the contract; see below
+    beyond = {  # no methods of the contract; see below
+        "refuse",
+        "export_file",
+        "newest_checkpoints",
+        "trained_modules",
+        "join_sampler",
+        "finished_samples",
+        "holder_of_key",  # asked by a door that has signed the key's id
+    }
     assert methods == set(CALLS) | NAMELESS | beyond
 
 
@@ -164,10 +172,29 @@ async def test_anothers_checkpoint_is_neither_told_of_nor_read(tmp_path: Path) -
         adapter, eve, alice = CheckpointPath.parse(path).adapter_id, await pool.principal("eve"), await pool.principal()
         assert await pool.service.newest_checkpoints(eve, [adapter]) == {}
         assert await pool.service.newest_checkpoints(alice, [adapter]) != {}
-        with pytest.raises(ServiceError) as raised:
-            await anext(pool.service.export_file(eve, path, "adapter_config.json"))
-        assert raised.value.code is Code.NOT_FOUND
+        for reading in (
+            anext(pool.service.export_file(eve, path, "adapter_config.json")),
+            pool.service.trained_modules(eve, path),
+        ):
+            with pytest.raises(ServiceError) as raised:
+                await reading
+            assert raised.value.code is Code.NOT_FOUND
         assert await anext(pool.service.export_file(alice, path, "adapter_config.json"))
+
+
+async def test_anothers_sampler_is_neither_joined_nor_followed(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        sampler = (await things_of(pool, "alice")).sampler
+        eve, alice = await pool.principal("eve"), await pool.principal()
+        for asking in (
+            pool.service.join_sampler(eve, sampler),
+            pool.service.finished_samples(eve, sampler, 0, 0, 0.0),
+        ):
+            with pytest.raises(ServiceError) as raised:
+                await asking
+            assert raised.value.code is Code.NOT_FOUND
+        assert await pool.service.join_sampler(alice, sampler)
+        assert await pool.service.finished_samples(alice, sampler, 0, 0, 0.0)
 
 
 async def test_anothers_checkpoint_cannot_be_a_source(tmp_path: Path) -> None:

@@ -104,6 +104,75 @@ def test_a_refused_request_takes_its_place_and_the_next_one_runs(wired: Wire, mo
     assert wired.result(wired.ok("/optim_step", step(model, 4))["request_id"])["metrics"]["num_datums:sum"] == 1
 
 
+UNREADABLE = [
+    ("/optim_step", {"adam_params": {"learning_rate": "steep"}}, "learning_rate"),
+    ("/save_weights", {"overwrite": False}, "path: Field required"),
+    ("/save_weights", {"path": "a", "ttl_seconds": 0}, "ttl_seconds"),
+    ("/save_weights_for_sampler", {"path": "a", "kind": "moving"}, "kind"),
+    ("/save_weights_external", {"age_encryption_recipients": 1}, "path: Field required"),
+    ("/load_weights", {"optimizer": True}, "path: Field required"),
+    ("/forward_backward", {"forward_backward_input": {"data": 1, "loss_fn": "ppo"}}, "data"),
+    ("/forward_backward", {"loss": "ppo"}, "forward_backward_input"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "told"), UNREADABLE)
+def test_a_body_of_the_wrong_shape_takes_its_place(
+    wired: Wire, model: str, path: str, body: dict[str, Any], told: str
+) -> None:
+    promises = {wired.ok(path, {**body, "model_id": model, "seq_id": 1})["request_id"] for _ in range(2)}
+    assert promises == {f"{model}:1"}
+    failure = wired.result(promises.pop())
+    assert told in failure["error"]
+    assert failure["category"] == "user"
+    wired.ok("/optim_step", step(model, 2))  # where a pass has failed, this ends its window
+    wired.binary(pass_of(model, 3, [1]))
+    assert wired.result(wired.ok("/optim_step", step(model, 4))["request_id"])["metrics"]["num_datums:sum"] == 1
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_pass_that_is_too_large_takes_its_place(wired: Wire, model: str, compressed: bool) -> None:
+    large = pass_of(model, 1, [1])
+    large.data[0].loss_fn_inputs["padding"].dense = bytes(LIMITS.message_bytes_max)
+    body = zstandard.compress(large.SerializeToString()) if compressed else None
+    response = wired.binary(large, body, **({"content-encoding": "zstd"} if compressed else {}))
+    assert response.json() == {"request_id": f"{model}:1"}
+    failure = wired.result(f"{model}:1")
+    assert "REQUEST_TOO_LARGE" in failure["error"]
+    assert failure["category"] == "user"
+    assert "WINDOW_CLOSED" in wired.result(wired.ok("/optim_step", step(model, 2))["request_id"])["error"]
+
+
+def test_bodies_that_are_broken_off_or_too_large_take_their_place_if_they_name_it(wired: Wire, model: str) -> None:
+    begun = step(model, 1, adam_params={"learning_rate": "x" * SMALL_BYTES_MAX})
+    assert wired.post("/optim_step", begun).json() == {"request_id": f"{model}:1"}
+    cut = b'{"model_id": "%s", "seq_id": 2, "adam_params": {"learn' % model.encode()
+    assert wired.request("POST", "/optim_step", content=cut).json() == {"request_id": f"{model}:2"}
+    unsure = b'{"model_id": "%s", "seq_id": 3' % model.encode()  # it may have been 31
+    assert wired.request("POST", "/optim_step", content=unsure).status_code == 400
+    damaged = pass_of(model, 3, [1]).SerializeToString() + b"\xff"
+    assert wired.binary(pass_of(model, 3), damaged).json() == {"request_id": f"{model}:3"}
+    packed = zstandard.compress(pass_of(model, 4, [1]).SerializeToString()) + b"more"
+    answer = wired.binary(pass_of(model, 4), packed, **{"content-encoding": "zstd"})
+    assert answer.json() == {"request_id": f"{model}:4"}
+    assert [wired.result(f"{model}:{seq}")["category"] for seq in range(1, 5)] == ["user"] * 4
+
+
+def test_a_json_forward_that_is_refused_closes_no_gradient_window(wired: Wire, model: str) -> None:
+    wired.binary(pass_of(model, 1, [1]))
+    image = {"model_input": {"chunks": [{"type": "image"}]}, "loss_fn_inputs": {}}
+    given = {"forward_input": {"data": [image], "loss_fn": "cross_entropy"}}
+    wired.ok("/forward", {**given, "model_id": model, "seq_id": 2})
+    too_many = {"forward_input": {"data": 7, "loss_fn": "cross_entropy"}}
+    wired.ok("/forward", {**too_many, "model_id": model, "seq_id": 3})
+    token = {"dtype": "int64", "data": [1 << 70]}
+    overflow = {"model_input": {"chunks": []}, "loss_fn_inputs": {"target_tokens": token}}
+    given = {"forward_input": {"data": [overflow], "loss_fn": "cross_entropy"}}
+    wired.ok("/forward", {**given, "model_id": model, "seq_id": 4})
+    assert all(wired.result(f"{model}:{seq}")["category"] == "user" for seq in (2, 3, 4))
+    assert wired.result(wired.ok("/optim_step", step(model, 5))["request_id"])["metrics"]["num_datums:sum"] == 1
+
+
 @hypothesis.settings(max_examples=40, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.example(shape=[1] * 100, is_sparse=False)
 @hypothesis.example(shape=[0, 1 << 62], is_sparse=False)
@@ -140,13 +209,16 @@ def test_what_a_refusal_repeats_of_the_request_is_cut_before_it_is_kept(
     assert max(len(operation.outcome.error.message) for operation in kept if operation.outcome) <= MESSAGE_LENGTH_MAX
 
 
-def test_a_refusal_that_may_be_tried_again_takes_no_place(wired: Wire, model: str) -> None:
+def test_a_refusal_that_may_be_tried_again_takes_no_place(pool: RestartablePool, wired: Wire, model: str) -> None:
     for seq in range(2, 2 + LIMITS.pending_operations_max):
         wired.ok("/optim_step", step(model, seq))
     refused = wired.binary(pass_of(model, 1, [1]))
     assert refused.status_code == 429
     assert int(refused.headers["retry-after-ms"]) > 0
     assert refused.json()["reason"] == "QUEUE_FULL"
+    unreadable = wired.post("/save_weights", {"model_id": model, "seq_id": 1})
+    assert (unreadable.status_code, unreadable.json()["reason"]) == (429, "QUEUE_FULL")
+    assert 1 not in pool.pool.coordinator.core.adapters[model].operations
 
 
 def test_a_poll_is_held_then_answered_with_try_again(wired: Wire, model: str) -> None:
@@ -216,8 +288,8 @@ def test_a_body_of_the_wrong_shape_is_named(wired: Wire, path: str, body: dict[s
     assert told in response.json()["detail"]
 
 
-def test_bodies_that_are_not_what_they_say_are_refused(wired: Wire, model: str) -> None:
-    request = pass_of(model, 1, [1])
+def test_bodies_that_are_not_what_they_say_and_name_no_place_are_refused(wired: Wire) -> None:
+    request = pass_of("nobody:train:0", 1, [1])
     for body, headers, told in (
         (b"\xff\xff\xff", {}, "not a forward_backward request"),
         (b"not packed", {"content-encoding": "zstd"}, "not zstd"),
@@ -273,30 +345,58 @@ def test_a_finished_session_stops_the_heart(wired: Wire) -> None:
     wired.ok("/session_heartbeat", {"session_id": session})
     wired.ok(f"/sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
     assert wired.post("/session_heartbeat", {"session_id": session}).status_code == 410
-    assert wired.post("/session_heartbeat", {"session_id": "nobody"}).status_code == 404
+    assert wired.post("/session_heartbeat", {"session_id": "nobody"}).status_code == 403
 
 
-def test_two_hundred_futures_are_held_without_a_thread_each(pool: RestartablePool, wired: Wire) -> None:
-    session = wired.session()
-    promises = []
-    for index in range(2):
-        model = wired.model(session, index)
-        promises += [wired.ok("/optim_step", step(model, seq))["request_id"] for seq in range(2, 7)]
-    before = threading.active_count()
-    num_threads = []
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/create_model", {"model_seq_id": 0, "base_model": "toy"}),
+        ("/create_sampling_session", {"sampling_session_seq_id": 0, "base_model": "toy"}),
+        ("/load_weights", {"model_seq_id": 0, "path": "tinker://a:train:0/weights/b"}),
+    ],
+)
+def test_a_session_that_is_not_ones_own_is_forbidden(
+    pool: RestartablePool, wired: Wire, path: str, body: dict[str, Any]
+) -> None:
+    stranger = Wire(pool.http_url, pool.key("mallory"))
+    for session in (stranger.session(), "nobody"):
+        response = wired.post(path, {**body, "session_id": session})
+        assert response.status_code == 403
+        assert f"no session {session!r}" in response.json()["detail"]
+    stranger.close()
 
-    async def poll_all() -> list[int]:
-        limits = httpx.Limits(max_connections=None)
-        headers = {"x-api-key": f"tml-{pool.key()}"}
-        async with httpx.AsyncClient(verify=False, timeout=60, limits=limits, headers=headers) as http:
-            url = f"{pool.http_url}{API}/retrieve_future"
-            polls = [asyncio.create_task(http.post(url, json={"request_id": promise})) for promise in promises * 20]
-            await asyncio.sleep(POLL_S / 2)
-            num_threads.append(threading.active_count())
-            return [response.status_code for response in await asyncio.gather(*polls)]
 
-    assert asyncio.run(poll_all()) == [408] * 200
-    assert num_threads[0] <= before + 2
+def test_two_hundred_futures_are_held_without_a_thread_each(tmp_path: Path) -> None:
+    with restartable_pool(tmp_path / "data") as pool:
+        wired = Wire(pool.http_url, pool.key())
+        session = wired.session()
+        models = [wired.model(session, index) for index in range(2)]
+        seqs = range(2, 7)
+        promises = [wired.ok("/optim_step", step(model, seq))["request_id"] for model in models for seq in seqs]
+        before = threading.active_count()
+        num_held, num_threads = 0, 0
+
+        async def poll_all() -> list[int]:
+            nonlocal num_held, num_threads
+            limits = httpx.Limits(max_connections=None)
+            headers = {"x-api-key": f"tml-{pool.key()}"}
+            async with httpx.AsyncClient(verify=False, timeout=60, limits=limits, headers=headers) as http:
+                url = f"{pool.http_url}{API}/retrieve_future"
+                polls = [asyncio.create_task(http.post(url, json={"request_id": name})) for name in promises * 20]
+                async with asyncio.timeout(20):
+                    while num_held < len(polls):  # the pool tells nobody
+                        await asyncio.sleep(0.01)
+                        num_held = len(pool.pool.coordinator.core.table._open_queues)
+                num_threads = threading.active_count()
+                for model in models:
+                    await asyncio.to_thread(wired.binary, pass_of(model, 1, [1]))
+                return [response.status_code for response in await asyncio.gather(*polls)]
+
+        assert asyncio.run(poll_all()) == [200] * 200
+        assert num_held == 200
+        assert num_threads <= before + 2
+        wired.close()
 
 
 def test_the_polls_leave_nothing_behind(pool: RestartablePool, wired: Wire, model: str) -> None:
@@ -377,6 +477,9 @@ def bodies(session: str) -> st.SearchStrategy[dict[str, Any]]:
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
         "sampling_params": {"max_tokens": 1},
         "sampling_session_id": f"{session}:sample:0",
+        "target": {"sampling_session_id": f"{session}:sample:0"},
+        "prev_cursor": 1 << 32,
+        "timeout": 0.0,
         "lora_config": {"rank": 8},
         "base_model": "toy",
         "request_id": f"{session}:train:0:1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ from click.testing import CliRunner
 from tinker import types
 from tinker.cli.__main__ import main_cli
 
+from coordinator.http_gateway import runs
 from coordinator.http_gateway.runs import RUNS_MAX
+from coordinator.service import checkpoints
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tests.support.sdk import LEAKS, Wire, datum, sdk
 
@@ -90,6 +93,37 @@ def test_a_page_of_runs_takes_as_many_queries_as_one_run(
         assert (len(page["training_runs"]), page["cursor"]["limit"]) == (index + 1, RUNS_MAX)
         counts.append(len(queries))
     assert counts[0] == counts[-1]
+    wired.close()
+
+
+def test_a_page_of_much_metadata_is_read_beside_the_loop(
+    pool: RestartablePool, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    message = checkpoints._message
+
+    def recorded(row: Any) -> Any:
+        threads.append(threading.current_thread())
+        return message(row)
+
+    client.save_state("noted", user_metadata={"note": "x" * 100}).result(WAIT_S)
+    monkeypatch.setattr(checkpoints, "_message", recorded)
+    monkeypatch.setattr(checkpoints, "_INLINE_BYTES_MAX", 100)
+    wired = Wire(pool.http_url, pool.key())
+    [listed] = wired.get(f"/training_runs/{client.model_id}/checkpoints").json()["checkpoints"]
+    assert listed["user_metadata"] == {"note": "x" * 100}
+    assert threads
+    assert pool.thread not in threads
+    wired.close()
+
+
+def test_all_live_sessions_are_listed_a_few_at_a_time(pool: RestartablePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "_SESSIONS_AT_ONCE", 2)
+    wired = Wire(pool.http_url, pool.key("erin"))
+    sessions = [wired.session() for _ in range(5)][::-1]
+    listed = {limit: wired.get(f"/sessions?limit={limit}").json()["sessions"] for limit in (0, 3, 4, 100)}
+    assert listed == {0: [], 3: sessions[:3], 4: sessions[:4], 100: sessions}
+    assert wired.get("/sessions?limit=2&offset=3").json()["sessions"] == sessions[3:]
     wired.close()
 
 
@@ -177,11 +211,60 @@ def test_a_checkpoint_is_copied_to_a_run_of_its_own_once(
     wired.close()
 
 
+def test_a_copy_is_of_the_kind_of_its_source(
+    rest: tinker.RestClient, service: tinker.ServiceClient, client: Any
+) -> None:
+    project = "the SDK wants one, and this pool has none"
+    sampler = rest.copy_weights(client.save_weights_for_sampler("s").result(WAIT_S).path, project).result(WAIT_S)
+    external = rest.copy_weights(client.save_weights_external("e").result(WAIT_S).path, project).result(WAIT_S)
+    assert [path.split("/")[3:] for path in (sampler, external)] == [
+        ["sampler_weights", "s"],
+        ["external_weights", "e"],
+    ]
+    assert service.create_sampling_client(model_path=sampler).result(WAIT_S).get_base_model() == "toy"
+    signed = rest.get_external_weights_urls(external).result(WAIT_S)
+    assert json.loads(read(signed.urls["adapter_config.json"]))["r"] == 8
+
+
+def test_what_would_copy_twice_or_cannot_be_copied_leaves_nothing(pool: RestartablePool, client: Any) -> None:
+    path = client.save_state("once").result(WAIT_S).path
+    wired = Wire(pool.http_url, pool.key())
+    session = wired.session()
+    num_runs = wired.get("/training_runs").json()["cursor"]["total_count"]
+    keys = {"x-idempotency-key": "copy"}
+    for body, headers, told in (
+        ({}, {}, "X-Idempotency-Key"),
+        ({"session_id": session}, {}, "X-Idempotency-Key"),
+        ({"model_seq_id": 3}, {}, "X-Idempotency-Key"),
+        ({"ttl_seconds": 10**12}, keys, "100 years"),
+        ({"ttl_seconds": 0}, keys, "ttl_seconds"),
+    ):
+        response = wired.post("/copy_weights", {"source_path": path, **body}, **headers)
+        assert response.status_code == 400
+        assert told in response.json()["detail"]
+    assert wired.get("/training_runs").json()["cursor"]["total_count"] == num_runs
+    within = {"source_path": path, "session_id": session}
+    again = {wired.post("/copy_weights", within, **keys).json()["tinker_path"] for _ in range(2)}
+    assert again == {f"tinker://{session}:train:0/weights/once"}
+    wired.close()
+
+
 def test_weights_info_says_what_a_new_model_needs(rest: tinker.RestClient, client: Any) -> None:
     path = client.save_state("info").result(WAIT_S).path
     info = rest.get_weights_info_by_tinker_path(path).result(WAIT_S)
     assert (info.base_model, info.is_lora, info.lora_rank) == ("toy", True, 8)
     assert (info.train_attn, info.train_mlp, info.train_unembed) == (True, True, True)
+
+
+def test_weights_info_of_anothers_checkpoint_names_the_modules_that_were_trained(
+    pool: RestartablePool, rest: tinker.RestClient, service: tinker.ServiceClient
+) -> None:
+    client = service.create_lora_training_client("toy", rank=8, train_unembed=False).result(WAIT_S)
+    path = client.save_state("shared").result(WAIT_S).path
+    rest.publish_checkpoint_from_tinker_path(path).result(WAIT_S)
+    theirs = tinker.RestClient(base_url=pool.http_url, api_key=f"tml-{pool.key('bob')}")
+    info = theirs.get_weights_info_by_tinker_path(path).result(WAIT_S)
+    assert (info.train_attn, info.train_mlp, info.train_unembed) == (True, True, False)
 
 
 def test_an_export_is_downloaded_file_by_file_and_an_address_is_good_for_its_file_only(
@@ -209,6 +292,48 @@ def test_an_export_is_downloaded_file_by_file_and_an_address_is_good_for_its_fil
     response = stranger.get(f"/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
     assert response.status_code == 404
     stranger.close()
+
+
+@pytest.mark.parametrize("name", ["publish", "ttl", "archive", "external_weights_urls"])
+def test_a_checkpoint_may_be_called_what_an_endpoint_is(rest: tinker.RestClient, client: Any, name: str) -> None:
+    path = client.save_weights_external(name).result(WAIT_S).path
+
+    def found() -> list[tuple[str, bool, bool]]:
+        listed = rest.list_checkpoints(client.model_id).result(WAIT_S).checkpoints
+        return [(c.checkpoint_id, c.public, c.expires_at is not None) for c in listed]
+
+    rest.publish_checkpoint_from_tinker_path(path).result(WAIT_S)
+    rest.set_checkpoint_ttl_from_tinker_path(path, 3600).result(WAIT_S)
+    assert found() == [(f"external_weights/{name}", True, True)]
+    rest.unpublish_checkpoint_from_tinker_path(path).result(WAIT_S)
+    assert found() == [(f"external_weights/{name}", False, True)]
+    assert rest.get_external_weights_urls(path).result(WAIT_S).urls
+    rest.delete_checkpoint_from_tinker_path(path).result(WAIT_S)
+    assert found() == []
+
+
+def test_what_is_no_checkpoints_id_is_not_found(rest: tinker.RestClient, client: Any) -> None:
+    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+        rest.delete_checkpoint(client.model_id, "without-its-kind").result(WAIT_S)
+
+
+def test_an_address_ends_with_the_key_that_asked_for_it(pool: RestartablePool) -> None:
+    with sdk(pool.http_url, pool.key("dora")) as theirs:
+        client: Any = theirs.create_lora_training_client("toy", rank=8).result(WAIT_S)
+        path = client.save_weights_external("signed").result(WAIT_S).path
+    rest = tinker.RestClient(base_url=pool.http_url, api_key=f"tml-{pool.key('dora')}")
+    url = rest.get_external_weights_urls(path).result(WAIT_S).urls["adapter_config.json"]
+    assert json.loads(read(url))["r"] == 8
+    pool.revoke("dora")
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        read(url)
+    assert raised.value.code == 401
+    assert "revoked" in raised.value.read().decode()
+
+
+def test_runs_are_not_listed_by_project(rest: tinker.RestClient) -> None:
+    with pytest.raises(tinker.BadRequestError, match="leave project_id out"):
+        rest.list_training_runs(project_id="p").result(WAIT_S)
 
 
 def test_an_encrypted_export_is_refused_with_what_to_do(client: Any) -> None:

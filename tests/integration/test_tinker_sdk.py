@@ -14,6 +14,7 @@ from tinker import types
 
 import tinkerpool
 from coordinator.config import Limits
+from coordinator.http_gateway import futures
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tests.support.sdk import LEAKS, Wire, datum, sdk
 from tests.toy_engine import POISON_TOKEN
@@ -95,6 +96,13 @@ def test_several_targets_for_each_token_travel_sparse_and_come_back_in_their_sha
     assert wide.loss_fn_inputs["weights"].sparse_crow_indices is not None
     output = client.forward([wide, datum(1, 2)], "cross_entropy").result(WAIT_S)
     assert [d["logprobs"].shape for d in output.loss_fn_outputs] == [[30, 8], [2]]
+
+
+def test_a_large_result_is_announced_first(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futures, "METADATA_BYTES_MIN", 10)
+    data = [datum(*range(size)) for size in (1, 2, 3)]
+    output = client.forward(data, "cross_entropy").result(WAIT_S)
+    assert [d["logprobs"].shape for d in output.loss_fn_outputs] == [[1], [2], [3]]
 
 
 def test_a_forward_adds_no_gradient(client: Any) -> None:

@@ -33,6 +33,11 @@ class RestartablePool:
         self.pool: ToyPool
 
     @property
+    def thread(self) -> threading.Thread:
+        """Where its event loop runs."""
+        return self._thread
+
+    @property
     def url(self) -> str:
         """Where clients find it."""
         return f"http://127.0.0.1:{self._port}"
@@ -47,6 +52,14 @@ class RestartablePool:
         if tenant not in self._keys:
             self._keys[tenant], _ = self._run(self.pool.coordinator.authenticator.create_key(tenant))
         return self._keys[tenant]
+
+    def revoke(self, tenant: str) -> None:
+        """Revoke a tenant's API key."""
+        self._run(self.pool.coordinator.authenticator.revoke_key(self._keys.pop(tenant).split("_")[1]))
+
+    def release(self) -> None:
+        """Go on after `pool.hold()`."""
+        self._run(self.pool.release())
 
     def start(self) -> None:
         """Start, or start again."""

@@ -5,25 +5,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import ssl
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from coordinator.auth import Principal
 from coordinator.cli import _http_port
 from coordinator.errors import Code, ServiceError
 from coordinator.http_gateway import HttpConfig, HttpDoor, HttpDoorError, shapes
 from coordinator.http_gateway.app import HANDLERS, PREFIX
 from coordinator.http_gateway.calls import read_json
+from coordinator.http_gateway.checkpoints import CHECKPOINTS_MAX
 from coordinator.http_gateway.downloads import AT_ONCE_MAX, DOWNLOAD_S, Downloads
+from coordinator.http_gateway.rendering import PiecewiseJson
+from coordinator.http_gateway.results import JSON_RESULT_BYTES_MAX, PROTOBUF
 from tests.support.certificates import make_certificate
-from tests.support.fake_service import KEY, FakeService, authenticate
+from tests.support.fake_service import KEY, PRINCIPAL, FakeService, authenticate
+from tinkerpool.compat import tinker_pb2 as wire
+from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import checkpoints_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
@@ -86,7 +95,7 @@ async def test_a_fault_of_ours_is_logged_and_not_told(opened: Open, caplog: pyte
 async def test_no_path_is_answered_without_a_key(opened: Open, method: str, path: str, handler: Any) -> None:
     service = FakeService()
     _, client = await opened(service)
-    filled = path.replace("{checkpoint:path}", "weights/a").replace("{", "").replace("}", "")
+    filled = re.sub("{([a-z]+)(:path)?}", r"\1", path)
     response = await client.request(method, filled, headers={"x-api-key": "tml-wrong"})
     assert response.status_code == 401
     assert service.calls == []
@@ -144,6 +153,31 @@ async def test_a_connection_that_asks_nothing_is_closed(opened: Open, begun: byt
     await may_go
     [connection] = client._transport._pool.connections  # type: ignore[attr-defined]
     assert not connection.has_expired()
+
+
+async def test_a_head_that_begins_during_another_call_is_waited_for_no_longer(opened: Open) -> None:
+    begun, may_go = asyncio.Event(), asyncio.Event()
+
+    async def slow(*_: Any) -> sessions_pb2.GetCapabilitiesResponse:
+        begun.set()
+        await may_go.wait()
+        return sessions_pb2.GetCapabilitiesResponse()
+
+    door, _ = await opened(FakeService(get_capabilities=slow), head_s=0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    head = f"GET {PREFIX}/get_server_capabilities HTTP/1.1\r\nhost: x\r\nx-api-key: {KEY}\r\n\r\n"
+    writer.write(head.encode())
+    await begun.wait()
+    writer.write(b"GET /healthz HTT")
+    await asyncio.sleep(0.3)  # its own call takes its time
+    may_go.set()
+    async with asyncio.timeout(5):
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := await reader.read(1000):
+                answer += piece
+    assert b"supported_models" in answer
+    writer.close()
 
 
 async def test_one_connection_too_many_is_refused_and_the_others_go_on(opened: Open) -> None:
@@ -277,7 +311,10 @@ async def test_a_reader_that_takes_nothing_is_given_up_and_a_tenant_has_few_down
         finally:
             num_running -= 1
 
-    service.export_file = endless
+    async def holder(_: str) -> Principal:
+        return PRINCIPAL
+
+    service.export_file, service.holder_of_key = endless, holder
     door, client = await opened(service, body_s=1.0)
     urls = (await client.get("/training_runs/r/checkpoints/weights/a/external_weights_urls")).json()["urls"]
     url = httpx.URL(urls["adapter_config.json"])
@@ -299,14 +336,86 @@ async def test_a_reader_that_takes_nothing_is_given_up_and_a_tenant_has_few_down
         each.close()
 
 
+def metadata_of(index: int) -> dict[str, str]:
+    return {"note": f"{index} " + "x" * 10_000}
+
+
+def checkpoint(index: int) -> checkpoints_pb2.Checkpoint:
+    path = f"tinker://s:train:0/weights/c{index}"
+    kind = checkpoints_pb2.CHECKPOINT_KIND_TRAINING
+    return checkpoints_pb2.Checkpoint(path=path, kind=kind, user_metadata=metadata_of(index))
+
+
+async def turns_during(call: Awaitable[httpx.Response]) -> tuple[httpx.Response, int]:
+    """What a call gives, and how often others had a turn meanwhile."""
+    running, num_turns = asyncio.ensure_future(call), 0
+    while not running.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    return running.result(), num_turns
+
+
+@pytest.mark.parametrize("path", ["/checkpoints", "/training_runs/r/checkpoints"])
+async def test_a_large_listing_is_rendered_beside_the_loop(
+    opened: Open, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    render = PiecewiseJson.render
+
+    def recorded(self: PiecewiseJson, content: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return render(self, content)
+
+    monkeypatch.setattr(PiecewiseJson, "render", recorded)
+    found = [checkpoint(index) for index in range(CHECKPOINTS_MAX)]
+    listed = checkpoints_pb2.ListCheckpointsResponse(checkpoints=found, total_size=2 * CHECKPOINTS_MAX)
+    _, client = await opened(FakeService(list_checkpoints=listed))
+    body = (await client.get(f"{path}?limit=5000")).json()
+    assert [c["user_metadata"] for c in body["checkpoints"]] == [metadata_of(i) for i in range(CHECKPOINTS_MAX)]
+    assert body["cursor"] == {"offset": 0, "limit": CHECKPOINTS_MAX, "total_count": 2 * CHECKPOINTS_MAX}
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+def pass_result(num_datums: int, num_tokens: int) -> ops_pb.WaitOperationsResponse:
+    """A finished pass, and the wait's answer with it."""
+    logprobs = [to_tensor(np.full(num_tokens, -1.5, np.float32)) for _ in range(num_datums)]
+    result = ops_pb.ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": 1.0})
+    state = ops_pb.OPERATION_STATE_SUCCEEDED
+    operation = ops_pb.Operation(name="s:train:0:1", state=state, forward_backward=result)
+    return ops_pb.WaitOperationsResponse(operation=operation)
+
+
+async def test_others_have_their_turn_while_a_large_result_is_written_as_json(opened: Open) -> None:
+    _, client = await opened(FakeService(wait_operations=[pass_result(1, JSON_RESULT_BYTES_MAX // 4 - 1000)]))
+    response, num_turns = await turns_during(client.post("/retrieve_future", json={"request_id": "s:train:0:1"}))
+    [output] = response.json()["loss_fn_outputs"]
+    assert set(output["logprobs"]["data"]) == {-1.5}
+    assert num_turns > 50  # the fast encoder leaves a few
+
+
+async def test_a_result_that_is_too_large_for_json_is_announced_and_given_as_protobuf(opened: Open) -> None:
+    _, client = await opened(FakeService(wait_operations=[pass_result(3, JSON_RESULT_BYTES_MAX // 8)]))
+    asked = {"request_id": "s:train:0:1", "allow_metadata_only": True}
+    refused = await client.post("/retrieve_future", json=asked)
+    assert (refused.status_code, refused.json()["reason"]) == (406, "RESULT_TOO_LARGE")
+    accept = {"accept": PROTOBUF}
+    announced = (await client.post("/retrieve_future", json=asked, headers=accept)).json()
+    assert announced["status"] == "complete_metadata"
+    response = await client.post("/retrieve_future", json={**asked, "allow_metadata_only": False}, headers=accept)
+    output = wire.ForwardBackwardOutput.FromString(response.content)
+    assert len(output.loss_fn_outputs[0].fields["logprobs"].data) == 3 * JSON_RESULT_BYTES_MAX // 2
+    assert announced["response_payload_size"] == pytest.approx(len(response.content), rel=0.01)
+
+
 def test_a_download_address_works_until_it_expires_for_its_file_alone() -> None:
     now = [1000.0]
     downloads = Downloads(lambda: now[0])
-    query = dict(httpx.QueryParams(downloads.query("t", "tinker://p", "a.json", downloads.expiry())))
-    assert downloads.check(query, "a.json") == ("t", "tinker://p")
+    query = dict(httpx.QueryParams(downloads.query("k", "tinker://p", "a.json", downloads.expiry())))
+    assert downloads.check(query, "a.json") == ("k", "tinker://p")
     for file, changed in (
         ("b.json", {}),
-        ("a.json", {"tenant": "u"}),
+        ("a.json", {"key": "u"}),
         ("a.json", {"expires": "99999"}),
         ("a.json", {"signature": ""}),
     ):

@@ -610,7 +610,7 @@ class CopyCheckpointRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """`tinker://<adapter id>/weights/<name>`, one's own or a public one."""
+    """A checkpoint of any kind, one's own or a public one."""
     session_id: _builtins.str
     """The new adapter's session; empty: a new one, which nobody keeps alive."""
     index: _builtins.int

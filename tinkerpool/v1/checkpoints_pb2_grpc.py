@@ -159,11 +159,12 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CopyCheckpoint(self, request, context):
-        """Copies a training checkpoint, with its moments, to a new adapter of the tenant's own, under the same name. Durable
-        when it returns. Idempotent by (session_id, index) or, with a new session, by request_id.
+        """Copies a checkpoint, a training checkpoint with its moments, to a new adapter of the tenant's own, of the same kind
+        and under the same name. Durable when it returns. Idempotent by (session_id, index) or by request_id.
 
-        NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: not a training checkpoint, or neither a session nor a
-        request_id. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota of adapters is used up.
+        NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: a time below 0 or above 100 years, or neither a
+        request_id nor both session_id and index. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota
+        of adapters is used up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -76,11 +76,12 @@ class CheckpointServiceStub:
     NOT_FOUND: no such checkpoint of one's own.
     """
     CopyCheckpoint: _grpc.UnaryUnaryMultiCallable[_checkpoints_pb2.CopyCheckpointRequest, _checkpoints_pb2.CopyCheckpointResponse]
-    """Copies a training checkpoint, with its moments, to a new adapter of the tenant's own, under the same name. Durable
-    when it returns. Idempotent by (session_id, index) or, with a new session, by request_id.
+    """Copies a checkpoint, a training checkpoint with its moments, to a new adapter of the tenant's own, of the same kind
+    and under the same name. Durable when it returns. Idempotent by (session_id, index) or by request_id.
 
-    NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: not a training checkpoint, or neither a session nor a
-    request_id. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota of adapters is used up.
+    NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: a time below 0 or above 100 years, or neither a
+    request_id nor both session_id and index. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota
+    of adapters is used up.
     """
     ExportCheckpoint: _grpc.UnaryStreamMultiCallable[_checkpoints_pb2.ExportCheckpointRequest, _checkpoints_pb2.ExportCheckpointResponse]
     """Streams a checkpoint as a tar archive of a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`).
@@ -137,11 +138,12 @@ class CheckpointServiceAsyncStub(CheckpointServiceStub):
     NOT_FOUND: no such checkpoint of one's own.
     """
     CopyCheckpoint: _aio.UnaryUnaryMultiCallable[_checkpoints_pb2.CopyCheckpointRequest, _checkpoints_pb2.CopyCheckpointResponse]  # type: ignore[assignment]
-    """Copies a training checkpoint, with its moments, to a new adapter of the tenant's own, under the same name. Durable
-    when it returns. Idempotent by (session_id, index) or, with a new session, by request_id.
+    """Copies a checkpoint, a training checkpoint with its moments, to a new adapter of the tenant's own, of the same kind
+    and under the same name. Durable when it returns. Idempotent by (session_id, index) or by request_id.
 
-    NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: not a training checkpoint, or neither a session nor a
-    request_id. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota of adapters is used up.
+    NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: a time below 0 or above 100 years, or neither a
+    request_id nor both session_id and index. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota
+    of adapters is used up.
     """
     ExportCheckpoint: _aio.UnaryStreamMultiCallable[_checkpoints_pb2.ExportCheckpointRequest, _checkpoints_pb2.ExportCheckpointResponse]  # type: ignore[assignment]
     """Streams a checkpoint as a tar archive of a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`).
@@ -243,11 +245,12 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _checkpoints_pb2.CopyCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_checkpoints_pb2.CopyCheckpointResponse, _abc.Awaitable[_checkpoints_pb2.CopyCheckpointResponse]]:
-        """Copies a training checkpoint, with its moments, to a new adapter of the tenant's own, under the same name. Durable
-        when it returns. Idempotent by (session_id, index) or, with a new session, by request_id.
+        """Copies a checkpoint, a training checkpoint with its moments, to a new adapter of the tenant's own, of the same kind
+        and under the same name. Durable when it returns. Idempotent by (session_id, index) or by request_id.
 
-        NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: not a training checkpoint, or neither a session nor a
-        request_id. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota of adapters is used up.
+        NOT_FOUND: no such checkpoint or session. INVALID_ARGUMENT: a time below 0 or above 100 years, or neither a
+        request_id nor both session_id and index. FAILED_PRECONDITION: the session has ended. RESOURCE_EXHAUSTED: the quota
+        of adapters is used up.
         """
 
     @_abc_1.abstractmethod

@@ -22,6 +22,7 @@ from coordinator.http_gateway.openai.choices import (
 from coordinator.http_gateway.openai.errors import error_body
 from coordinator.http_gateway.openai.runs import Event, check
 from coordinator.http_gateway.openai.texts import TextModel
+from coordinator.http_gateway.rendering import written
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 _INLINE_TOKENS_MAX = 2048
@@ -234,8 +235,7 @@ class Answer:
                 reason = choice.finish_reason(sequence)
                 choices.append(self.style.whole(len(choices), piece, self._logprobs(piece.infos), reason))
         body = self._frame(self.style.whole_object, choices, self._usage(operations, num_tokens))
-        # Value by value: encoded in one go, a large one would let no other thread run.
-        return "".join(_ENCODER.iterencode(body)).encode()
+        return written(body)
 
     def _choice(self, place: int) -> Choice:
         asked = self.asked
