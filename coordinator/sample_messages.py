@@ -57,10 +57,11 @@ class SampleBody:
         """The most tokens that the engine computes for it."""
         return len(self.prompt) + self.num_samples * self.params.max_tokens
 
-    def request(self, op_id: str, version: SamplerVersion, *, stream: bool) -> SampleRequest:
+    def request(self, op_id: str, version: SamplerVersion, *, scope: str, stream: bool) -> SampleRequest:
         """What a worker is asked."""
         return SampleRequest(
             op_id=op_id,
+            scope=scope,
             version=version,
             prompt=self.prompt,
             num_samples=self.num_samples,

@@ -346,7 +346,8 @@ class Sampling:
             if worker.running.get(name) is not request:
                 return  # the worker was lost meanwhile, and the request has begun anew
             asked = decode_sample(request.operation.body)
-            await self._pool.start_sample(worker_id, asked.request(name, version, stream=name in self._listeners))
+            scope, is_heard = request.operation.tenant_id, name in self._listeners
+            await self._pool.start_sample(worker_id, asked.request(name, version, scope=scope, stream=is_heard))
             if request.is_cancelled:
                 await self._pool.cancel_sample(worker_id, name)
         except ServiceError as error:

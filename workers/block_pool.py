@@ -1,6 +1,6 @@
 """Which blocks of the key-value memory are free, taken or remembered, and for which prefix of whose prompts.
 
-Knows block numbers, version keys and tokens; not tensors, requests or models.
+Knows block numbers, keys of versions and tokens; not tensors, requests or models.
 
 A remembered block holds a whole block of some prompt's tokens, computed with one version. It is found by the chain of
 tokens that leads to it, compared token by token, so a hit is never a coincidence. Who uses a chain holds every block of
@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -56,7 +56,7 @@ class BlockPool:
         self._free = list(range(num_blocks))  # ascending
         self._never_taken = set(self._free)
         self._num_reserved = 0
-        self._roots: dict[str, _Root] = {}
+        self._roots: dict[Hashable, _Root] = {}
         self._unheld: OrderedDict[Prefix, None] = OrderedDict()
         """In order of use, the least recent first."""
 
@@ -122,8 +122,8 @@ class BlockPool:
 
     # ------------------------------------------------------------------ prefixes
 
-    def root(self, key: str, owner: object | None) -> Prefix:
-        """The empty prefix of a version, whose weights belong to `owner` (None: the base model).
+    def root(self, key: Hashable, owner: object | None) -> Prefix:
+        """The empty prefix of a version for those who share it, whose weights belong to `owner` (None: the base model).
 
         What was remembered under the key for another owner is dropped: other weights give other keys and values.
         """
@@ -184,7 +184,7 @@ class BlockPool:
 
     # ------------------------------------------------------------------ inside
 
-    def _drop(self, key: str) -> None:
+    def _drop(self, key: Hashable) -> None:
         for prefix in _all_behind(self._roots.pop(key).prefix):
             prefix.is_dropped = True
             if prefix in self._unheld:

@@ -272,6 +272,9 @@ class SampleRequest:
     """Sample `num_samples` continuations of one prompt."""
 
     op_id: str
+    scope: str = ""
+    """Who may know of this request, for a worker knows no tenants: what is computed of a prompt is found again only
+    within its scope, or counts and times would tell what others asked; and scopes take turns."""
     version: SamplerVersion
     prompt: NDArray[np.int32]
     """Token ids, shape (p,), p >= 1."""

@@ -106,9 +106,9 @@ class Running:
 
     @property
     def line(self) -> str:
-        """In which line it waits: its adapter's, whichever version it is."""
+        """In which line it waits: its scope's; without one its adapter's, whichever version it is."""
         version = self.request.version
-        return version.key if version.spec is None else version.spec.adapter_id
+        return self.request.scope or (version.key if version.spec is None else version.spec.adapter_id)
 
     @property
     def num_prompt_blocks(self) -> int:

@@ -189,8 +189,8 @@ class Seats:
         return chain[-1] if chain else self._root(request), request.block_tokens(block)
 
     def _root(self, request: Running) -> Prefix:
-        """Where the chains of a request's version begin. A key that was published again begins anew."""
-        return self.pool.root(request.key, self._owner_of(request.key))
+        """Where the chains of a request's version and scope begin. A key that was published again begins anew."""
+        return self.pool.root((request.request.scope, request.key), self._owner_of(request.key))
 
     # ------------------------------------------------------------------ sequences
 

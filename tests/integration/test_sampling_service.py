@@ -367,17 +367,27 @@ async def test_a_sample_that_could_not_be_logged_is_not_run_and_can_be_sent_agai
     assert operation.state == SUCCEEDED
 
 
-def note_starts(pool: ToyPool) -> list[str]:
-    """The names of requests, as workers get them from now on."""
-    engine, started = pool.engines["w0"][-1], list[str]()
+def note_starts(pool: ToyPool) -> list[SampleRequest]:
+    """Requests, as the worker gets them from now on."""
+    engine, started = pool.engines["w0"][-1], list[SampleRequest]()
     start_sample = engine.start_sample
 
     def start(request: SampleRequest) -> None:
-        started.append(request.op_id)
+        started.append(request)
         start_sample(request)
 
     engine.start_sample = start  # type: ignore[method-assign]
     return started
+
+
+async def test_prompts_of_different_tenants_are_of_different_scopes(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        started = note_starts(pool)
+        for tenant in ("alice", "alice", "bob"):
+            sampler = await pool.sampler(await pool.session(tenant), tenant=tenant)
+            await pool.wait(await pool.sample(sampler, 1, tenant=tenant), tenant=tenant)
+    first, second, other = (request.scope for request in started)
+    assert first == second != other
 
 
 async def test_a_hog_with_a_hundred_long_requests_lets_a_newcomer_wait_for_one_of_them(tmp_path: Path) -> None:
@@ -391,7 +401,9 @@ async def test_a_hog_with_a_hundred_long_requests_lets_a_newcomer_wait_for_one_o
         await pool.release()
         await pool.wait(*names, tenant="hog")
         await pool.wait(name, tenant="small")
-    assert started.index(name) == 4  # the four that ran already came before it, and no other
+    assert [request.op_id for request in started].index(
+        name
+    ) == 4  # the four that ran already came before it, and no other
 
 
 async def test_many_small_requests_have_as_many_tokens_as_few_large_ones(tmp_path: Path) -> None:
@@ -405,7 +417,7 @@ async def test_many_small_requests_have_as_many_tokens_as_few_large_ones(tmp_pat
         await pool.release()
         await pool.wait(*large, tenant="hog")
         await pool.wait(*names, tenant="small")
-    first, *runs = "".join("L" if name in large else "s" for name in started).split("L")
+    first, *runs = "".join("L" if request.op_id in large else "s" for request in started).split("L")
     assert first == ""  # who came first
     assert [len(run) for run in runs[:2]] == [15, 15]  # of 4 tokens each, since 2 of their prompt's 3 are cached
 
@@ -451,7 +463,7 @@ async def test_tenants_take_turns_at_a_full_worker(tmp_path: Path) -> None:
         await pool.release()
         await pool.wait(*names)
         await pool.wait(other, tenant="bob")
-    assert started.index(other) <= 2
+    assert [request.op_id for request in started].index(other) <= 2
 
 
 async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(

@@ -93,6 +93,18 @@ def test_positions_whose_logprobs_are_wanted_are_computed_again(qwen3: Path, mon
     assert (rows[0], all_.num_cached_tokens) == (200, 0)
 
 
+def test_nothing_tells_one_scope_what_another_has_asked(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    wanted = [request(scope + number, length=200, scope=scope) for number in "12" for scope in ("a", "b")]
+    results = [s.run(one)[0] for one in wanted]
+    assert [result.num_cached_tokens for result in results] == [0, 0, 192, 192]
+    at_once = s.run(*(request(f"{scope}3", length=150, seed=9, scope=scope) for scope in ("a", "b")))
+    assert [result.num_cached_tokens for result in at_once] == [0, 0]
+    for result in results[1:]:
+        assert_same_bits(result.sequences, results[0].sequences)
+    assert_all_free(s)
+
+
 def test_same_prompt_asked_for_at_once_by_many_is_computed_once(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     s = sampling(qwen3)
     (alone,) = s.sequences(request("alone", length=150, seed=3))

@@ -65,7 +65,7 @@ def test_a_worker_is_asked_for_all_that_the_user_asked_for() -> None:
         "prompt_alt_tokens_k": 5,
         "prompt_targets": targets([7, -1], [8, 9]),
     }
-    request = decoded(extras, num_samples=2).request("op", SamplerVersion(key="v"), stream=True)
+    request = decoded(extras, num_samples=2).request("op", SamplerVersion(key="v"), scope="tenant", stream=True)
     assert (request.op_id, request.version.key, request.num_samples, request.stream) == ("op", "v", 2, True)
     assert (request.prompt_logprobs, request.prompt_logprobs_last_n) == (True, 2)
     assert (request.topk_prompt_logprobs, request.topk_sample_logprobs, request.prompt_alt_tokens_k) == (3, 4, 5)
