@@ -294,6 +294,8 @@ class CycleLoop:
             if worker_id not in residents or not await self._install(adapter, worker_id, work):
                 continue
             residents[worker_id] += 1
+            if self._roster.waits_for_file(adapter):
+                continue  # a load has come while another copy, or its own, was read
             try:
                 items = self._builder.state_items(adapter)
             except ServiceError as error:

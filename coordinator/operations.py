@@ -137,6 +137,7 @@ class Operation:
     def undecide(self) -> None:
         """It ran on what was never logged, and its outcome was not stored: it runs again."""
         self.outcome = None
+        self.is_deciding = False
         self.restart()
 
     def drop_body(self) -> None:

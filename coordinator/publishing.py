@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -153,6 +154,8 @@ class Publishing:
         """The session's end is durable: nobody samples from its versions any more."""
         for version in [each for each in self._versions.values() if each.row["session_id"] == session_id]:
             self._settle(version)
+            if version.state is None:
+                self._on_derived(version.name)
 
     def give_up(self) -> None:
         """The coordinator stops: what could not be written is tried once more, and then left to the log."""
@@ -234,11 +237,12 @@ class Publishing:
         assert version.writing is None
         version.writing = asyncio.get_running_loop().create_task(self._write(version))
         self._writing.add(version.writing)
-        version.writing.add_done_callback(self._written)
+        version.writing.add_done_callback(functools.partial(self._written, version))
 
-    def _written(self, writing: asyncio.Task[None]) -> None:
+    def _written(self, version: _Version, writing: asyncio.Task[None]) -> None:
         self._writing.discard(writing)
         if not writing.cancelled() and (error := writing.exception()) is not None:
+            version.tell(StorageError(f"the weights that {version.name} has saved were not written: {error!r}"))
             self._fatal(error)
 
     async def _write(self, version: _Version) -> None:

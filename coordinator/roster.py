@@ -79,7 +79,7 @@ class Roster:
         for adapter in self._touched.values():
             if not self._suspects.may_run(adapter.adapter_id) or (self.is_stopping and adapter.is_between_operations):
                 continue
-            if not self._waits_for_file(adapter):
+            if not self.waits_for_file(adapter):
                 yield adapter
 
     def tenants(self) -> frozenset[str]:
@@ -125,7 +125,7 @@ class Roster:
             del self._ahead[name]
         return list(self._ahead.values())
 
-    def _waits_for_file(self, adapter: AdapterQueue) -> bool:
+    def waits_for_file(self, adapter: AdapterQueue) -> bool:
         """Whether it can do nothing before a snapshot of it is settled, or what it has published is written: be
         installed from that snapshot, or load, which brings a snapshot of its own and so cuts the log."""
         is_unsettled = self._is_unsettled(adapter.adapter_id)

@@ -196,6 +196,9 @@ class Sampler:
         version = request.version
         if not version.key:
             return
+        if version.state is not None and version.key in self._bank and not self._bank.entry(version.key).num_holders:
+            # Who sends a state knows of none here: this one may be of a save that was never accepted.
+            self._bank.remove(version.key)
         if version.key not in self._bank:
             if version.spec is None or version.state is None:
                 raise SampleError(ErrorCode.OUT_OF_ORDER, "this worker does not hold the version to sample from")

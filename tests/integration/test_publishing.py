@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from coordinator.database import StorageError
-from coordinator.errors import ServiceError
+from coordinator.errors import Code, ServiceError
 from coordinator.publishing import Publishing
+from coordinator.queue import AdapterQueue
 from coordinator.sampling import VERSIONS_MAX
 from tests.support.toy_pool import (
     LENGTHS,
@@ -29,6 +30,7 @@ from tests.toy_engine import ToyEngine
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sessions_pb2, training_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.messages import (
+    AdapterInstall,
     AdapterSpec,
     Batch,
     BatchResult,
@@ -561,3 +563,101 @@ async def test_hundreds_of_samplers_cost_a_worker_no_more_than_the_last_ones_als
         assert [await sampled(pool, sampler, 2) for sampler in samplers[:70]] == right
         await pool.wait(await pool.forward_backward(adapter, ROUND * num_samplers + 2, 3))
         assert len(pool.engines["w0"][-1].versions) <= VERSIONS_MAX
+
+
+def hold_installs(pool: ToyPool) -> tuple[threading.Event, threading.Event]:
+    """No adapter's state gets to a worker before the second event is set; the first tells that one is to."""
+    [loop] = pool.coordinator.core.loops.values()
+    installer, has_begun, may_go = loop._builder.installer, threading.Event(), threading.Event()
+
+    def held(adapter: AdapterQueue) -> Callable[[], AdapterInstall]:
+        install = installer(adapter)
+
+        def slow() -> AdapterInstall:
+            has_begun.set()
+            may_go.wait(20)
+            return install()
+
+        return slow
+
+    loop._builder.installer = held  # type: ignore[method-assign]
+    return has_begun, may_go
+
+
+@pytest.mark.parametrize("whose_copy", ["its own", "another's"])
+async def test_a_load_that_comes_while_a_copy_is_read_waits_for_the_file_too(tmp_path: Path, whose_copy: str) -> None:
+    async with running_pool(tmp_path) as pool:
+        core, principal = pool.coordinator.core, await pool.principal()
+        adapter, other, third = [await pool.adapter() for _ in range(3)]
+        start = (await pool.save(other, 1, "start")).save_state.path
+        await pool.wait(await pool.forward_backward(third, 1, 3))
+        with held_files(pool) as may_write:
+            sampler = await publish(pool, adapter, 1)
+            has_begun, may_go = hold_installs(pool)
+            core.adapters[adapter if whose_copy == "its own" else other].lose_copy()
+            pool.hold()
+            await pool.forward_backward(third, 2, 3)
+            await asyncio.sleep(0.05)  # its pass has begun, so what comes now is of the same cycle's step phase
+            names = [await pool.optim_step(other, 2), await pool.optim_step(adapter, 2)]
+            await pool.release()
+            await until(has_begun.is_set)
+            load = training_pb2.LoadStateRequest(adapter_id=adapter, seq=3, path=start)
+            names.append((await pool.service.load_state(principal, load)).operation.name)
+            may_go.set()
+            await asyncio.wait_for(pool.wait(await pool.forward_backward(third, 3, 3)), 10)  # a cycle later
+            assert not folder_of(pool, sampler)
+            assert not core.failure.done()
+            may_write.set()
+            [*_, loaded] = await asyncio.wait_for(pool.wait(*names), 10)
+        assert loaded.state == SUCCEEDED
+
+
+async def test_a_writer_that_fails_as_nobody_expected_lets_a_deletion_and_the_stop_end(tmp_path: Path) -> None:
+    async def delete_while_it_fails() -> None:
+        async with running_pool(tmp_path) as pool:
+            core, adapter, principal = pool.coordinator.core, await pool.adapter(), await pool.principal()
+            may_fail = threading.Event()
+
+            def fail(*_: Any) -> Any:
+                may_fail.wait(10)
+                raise MemoryError
+
+            core.saver.samplers.write = fail  # type: ignore[method-assign]
+            await train(pool, adapter, 0)
+            request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
+            deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))
+            await until(lambda: any(version.waiters for version in publishing_of(pool)._versions.values()))
+            may_fail.set()
+            with pytest.raises((StorageError, ServiceError)):
+                await asyncio.wait_for(deletion, 5)
+            await asyncio.wait_for(core.failure, 5)
+
+    with pytest.raises(MemoryError):
+        await asyncio.wait_for(delete_while_it_fails(), 20)
+
+
+async def test_a_save_that_was_undone_and_can_run_no_more_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, core = await pool.adapter(), pool.coordinator.core
+        await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2)])
+        may_commit = threading.Event()
+        with monkeypatch.context() as patch:
+            fail_appends(patch, core.store, 3)
+            is_busy = core.store.write(lambda db: may_commit.wait(10))
+            step = asyncio.create_task(pool.optim_step(adapter, 3, learning_rate=0.5))
+            request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=4)
+            save = asyncio.create_task(pool.service.save_weights_for_sampler(await pool.principal(), request))
+            await until(lambda: bool(publishing_of(pool)._versions))
+            may_commit.set()
+            await is_busy
+            with suppress(ServiceError):
+                await step
+            name = (await save).operation.name
+        await until(lambda: not publishing_of(pool)._versions)
+        [loop] = core.loops.values()
+        loop._answers.give_up(core.adapters[adapter], ServiceError(Code.DATA_LOSS, "CHECKSUM_MISMATCH", "damaged"))
+        loop.touch(core.adapters[adapter])
+        [saved] = await asyncio.wait_for(pool.wait(name), 5)
+    assert (saved.state, saved.error.reason) == (FAILED, "CHECKSUM_MISMATCH")

@@ -21,7 +21,7 @@ from tests.numerics.sampling import (
     request,
     sampling,
 )
-from workers.messages import ErrorCode, SamplerVersion, StopReason, TokenEvent
+from workers.messages import AdamParams, ErrorCode, SamplerVersion, StopReason, TokenEvent
 
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -172,6 +172,19 @@ def test_version_travels_as_a_state(qwen3: Path) -> None:
     version = SamplerVersion(key="elsewhere", spec=s.specs["a"], state=s.driver.state("a"))
     moved = replace(request("there"), version=version)
     assert_same_bits(there.sequences(moved)[0], here)
+
+
+def test_state_that_is_sent_counts_more_than_a_row_that_nobody_knows_of(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.publish("a")
+    s.driver.train(s.driver.backward("a", make_data("cross_entropy", [9, 14], seed=5)))
+    s.driver.train(s.driver.step("a", AdamParams(learning_rate=0.3)))
+    (saved,) = s.driver.train(s.driver.save("a", publish_as="a/newer"))
+    old, new = s.sequences(request("old", "a/v"), request("new", "a/newer"))
+    sent = replace(request("sent"), version=SamplerVersion(key="a/v", spec=s.specs["a"], state=saved.state))
+    (given,) = s.sequences(sent)
+    assert_same_bits(given, new)
+    assert given[0].tokens.tolist() != old[0].tokens.tolist()
 
 
 def test_tokens_are_told_one_by_one_if_wanted(qwen3: Path) -> None:
