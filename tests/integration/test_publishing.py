@@ -606,6 +606,7 @@ async def test_a_load_that_comes_while_a_copy_is_read_waits_for_the_file_too(tmp
             may_go.set()
             await asyncio.wait_for(pool.wait(await pool.forward_backward(third, 3, 3)), 10)  # a cycle later
             assert not folder_of(pool, sampler)
+            assert core.failure is not None
             assert not core.failure.done()
             may_write.set()
             [*_, loaded] = await asyncio.wait_for(pool.wait(*names), 10)
@@ -622,7 +623,7 @@ async def test_a_writer_that_fails_as_nobody_expected_lets_a_deletion_and_the_st
                 may_fail.wait(10)
                 raise MemoryError
 
-            core.saver.samplers.write = fail  # type: ignore[method-assign]
+            core.saver.samplers.write = fail  # type: ignore[method-assign,assignment]
             await train(pool, adapter, 0)
             request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
             deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))
@@ -630,6 +631,7 @@ async def test_a_writer_that_fails_as_nobody_expected_lets_a_deletion_and_the_st
             may_fail.set()
             with pytest.raises((StorageError, ServiceError)):
                 await asyncio.wait_for(deletion, 5)
+            assert core.failure is not None
             await asyncio.wait_for(core.failure, 5)
 
     with pytest.raises(MemoryError):
