@@ -243,12 +243,12 @@ class Sampling:
             self._remember(self._workers[worker_id], version)
 
     def forget(self, worker_id: str, key: str) -> None:
-        """Let a worker drop an adapter or version with its next batch."""
+        """Let a worker drop an adapter or version with the next batch or sample that it gets."""
         if worker_id in self._workers:
             self._workers[worker_id].removals.append(key)
 
     def take_removals(self, worker_id: str) -> tuple[str, ...]:
-        """Versions that the worker shall forget with its next batch."""
+        """Adapters and versions that the worker shall forget with what it is sent now."""
         worker = self._workers.get(worker_id)
         if worker is None:
             return ()
@@ -348,7 +348,9 @@ class Sampling:
                 return  # the worker was lost meanwhile, and the request has begun anew
             asked = decode_sample(request.operation.body)
             scope, is_heard = request.operation.tenant_id, name in self._listeners
-            await self._pool.start_sample(worker_id, asked.request(name, version, scope=scope, stream=is_heard))
+            removals = self.take_removals(worker_id)
+            wanted = asked.request(name, version, scope=scope, stream=is_heard, removals=removals)
+            await self._pool.start_sample(worker_id, wanted)
             if request.is_cancelled:
                 await self._pool.cancel_sample(worker_id, name)
         except ServiceError as error:

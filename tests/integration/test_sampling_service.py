@@ -340,6 +340,21 @@ async def test_workers_are_asked_to_remember_a_bounded_number_of_versions(
         assert set(engine.versions) == set(worker.versions)
 
 
+async def test_a_worker_that_only_samples_forgets_versions_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.sampling.VERSIONS_MAX", 3)
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        samplers = [(await pool.publish(adapter, seq)).save_weights_for_sampler.sampler_id for seq in range(1, 9)]
+        await pool.written()
+        engine = pool.engines["w0"][-1]
+        num_batches = len(engine.batches)
+        for sampler in samplers * 2:
+            [operation] = await pool.wait(await pool.sample(sampler, pool.coordinator.core.sampling.next_seq(sampler)))
+            assert operation.state == SUCCEEDED
+            assert len(engine.versions) <= 3
+        assert len(engine.batches) == num_batches
+
+
 async def test_a_call_that_goes_away_while_its_sample_is_logged_does_not_strand_it(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         sampler = await pool.sampler(await pool.session())

@@ -319,6 +319,27 @@ def test_prompt_without_finite_logits_ends_alone_in_everybodys_pass_and_is_charg
         assert_same_bits(bits, s.result(one.op_id).sequences)
 
 
+def test_versions_go_with_a_later_request_and_those_in_use_when_they_are_used_no_more(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.publish("a")
+    engine, state = s.driver.engine, s.driver.state("a")
+    engine.sampler = s.sampler
+    before = len(engine.bank)
+    for number in range(6):
+        version = SamplerVersion(key=f"v{number}", spec=s.specs["a"], state=state)
+        removals = (f"v{number - 1}", "unknown")
+        engine.start_sample(replace(request(f"r{number}"), version=version, removals=removals))
+        s.step()
+        assert len(engine.bank) == before + number + 1, "all are in use"
+    s.run()
+    assert {s.result(f"r{number}").error for number in range(6)} == {None}
+    assert len(engine.bank) == before + 1
+    assert "v5" in engine.bank
+    s.driver.train(s.driver.step("a"))
+    engine.start_sample(request("last", removals=("v5",)))
+    assert len(engine.bank) == before
+
+
 def test_reset_forgets_everything_without_a_word(qwen3: Path) -> None:
     s = sampling(qwen3)
     s.publish("a")
