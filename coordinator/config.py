@@ -58,7 +58,8 @@ class CoordinatorConfig:
     stop_s_max: float = 10.0
     """How long a stop waits for operations that have been run in part; after that the next start runs them again."""
     samples_per_worker_max: int = 128
-    """Sequences handed to one worker's sampler at a time; the rest wait their tenant's turn here."""
+    """Sequences handed to one worker's sampler at a time, a request's counted up to a quarter of this; the rest wait
+    their tenant's turn here."""
     result_retention_s: float = 7 * 86400.0
     """Service time for which a finished operation can be fetched."""
     fetched_retention_s: float = 3600.0

@@ -14,9 +14,11 @@ FLOOR_S = 8.0
 FACTOR = 8.0
 """How many times its prediction a batch may take."""
 UNKNOWN_S = 600.0
-"""What a batch may take while nothing is known of its size, or its worker has not answered one before."""
+"""What a batch may take while nothing is known of any size, or its worker has not answered one before."""
 ALONE_FACTOR = 4.0
 """How many times longer a batch may take for each worker that has died of it alone: it may just be slow."""
+STEP_TOKENS = 640
+"""The most rows of a decode step that may be under way when a batch comes: of prompts and of running sequences."""
 BYTES_PER_S, SAVE_S = 20e6, 5.0
 """How slowly states may travel to a worker, and how long one may take to be handed out."""
 
@@ -34,16 +36,18 @@ class Deadlines:
         """Seconds until the worker's answer must be there."""
         num_tokens, length = _size(batch)
         predicted = self._costs.predicted_s(num_tokens, length) if num_tokens else 0.0
-        if incarnation not in self._owed_s or predicted is None:
+        step = self._costs.predicted_s(STEP_TOKENS, 0.0)  # no backward outweighs long sequences
+        if incarnation not in self._owed_s or predicted is None or step is None:
             return UNKNOWN_S
-        # Decoding gets its share for the batch before, so this one may first wait that long.
-        waiting = self._owed_s[incarnation] + _state_bytes(batch) / BYTES_PER_S + SAVE_S * _num_saves(batch)
-        return (FLOOR_S + FACTOR * predicted + waiting) * ALONE_FACTOR**deaths_alone
+        # Decoding gets its share for the batch before, and ends the step that it is in: this one may wait for both.
+        waiting = self._owed_s[incarnation] + min(FACTOR * step, UNKNOWN_S)
+        states = _state_bytes(batch) / BYTES_PER_S + SAVE_S * _num_saves(batch)
+        return (FLOOR_S + FACTOR * predicted + waiting + states) * ALONE_FACTOR**deaths_alone
 
     def observe(self, batch: Batch, incarnation: str, seconds: float) -> None:
         """A batch was answered after this time."""
         is_first = incarnation not in self._owed_s
-        self._owed_s[incarnation] = 0.0 if is_first else seconds * batch.decode_share / (1.0 - batch.decode_share)
+        self._owed_s[incarnation] = seconds * batch.decode_share / (1.0 - batch.decode_share)
         num_tokens, length = _size(batch)
         if num_tokens:
             self._costs.observe_pass(num_tokens, length, seconds, is_pure=not is_first and not batch.installs)

@@ -57,7 +57,9 @@ class SampleBody:
         """The most tokens that the engine computes for it."""
         return len(self.prompt) + self.num_samples * self.params.max_tokens
 
-    def request(self, op_id: str, version: SamplerVersion, *, scope: str, stream: bool) -> SampleRequest:
+    def request(
+        self, op_id: str, version: SamplerVersion, *, scope: str, stream: bool, removals: tuple[str, ...] = ()
+    ) -> SampleRequest:
         """What a worker is asked."""
         return SampleRequest(
             op_id=op_id,
@@ -73,6 +75,7 @@ class SampleBody:
             prompt_targets=self.prompt_targets,
             prompt_alt_tokens_k=self.prompt_alt_tokens_k,
             stream=stream,
+            removals=removals,
         )
 
 

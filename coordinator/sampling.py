@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 VERSIONS_MAX = 64
 """Sampler versions that one worker is asked to remember; the least recently used leave."""
 
+PLACES_FRACTION = 4
+"""One request takes at most the fourth part of a worker's places: its sequences take turns there with everybody's."""
 REFUSALS_MAX = 3
 """How often a request is started anew because a worker did not know its version."""
 DECODE_SHARE, DECODE_SHARE_MIN, DECODE_SHARE_MAX = 0.5, 0.1, 0.9
@@ -59,7 +61,8 @@ Event = sampling_pb2.SampledToken | ops_pb.Operation
 class _Request:
     operation: Operation
     sampler: Row
-    num_samples: int
+    num_places: int
+    """How many of a worker's places it takes: one per sequence, but never so many that others find none."""
     num_tokens_max: int
     worker_id: str = ""
     is_cancelled: bool = False
@@ -80,7 +83,7 @@ class _Worker:
     """What one life of a worker is doing and which versions it knows."""
 
     incarnation: str
-    num_sequences: int = 0
+    num_places_taken: int = 0
     versions: OrderedDict[str, None] = field(default_factory=OrderedDict)
     removals: list[str] = field(default_factory=list)
     running: dict[str, _Request] = field(default_factory=dict)
@@ -134,7 +137,8 @@ class Sampling:
     def submit(self, operation: Operation, sampler: Row) -> None:
         """Queue a durable sample operation."""
         asked = decode_sample(operation.body)
-        request = _Request(operation, self._current(sampler), asked.num_samples, asked.num_tokens_max)
+        num_places = min(asked.num_samples, max(1, self._config.samples_per_worker_max // PLACES_FRACTION))
+        request = _Request(operation, self._current(sampler), num_places, asked.num_tokens_max)
         self._last_seq[operation.target_id] = max(operation.seq, self._last_seq.get(operation.target_id, 0))
         self._requests[operation.name] = request
         if self._saver.publishing.is_awaited(request.sampler["version"]):
@@ -239,12 +243,12 @@ class Sampling:
             self._remember(self._workers[worker_id], version)
 
     def forget(self, worker_id: str, key: str) -> None:
-        """Let a worker drop an adapter or version with its next batch."""
+        """Let a worker drop an adapter or version with the next batch or sample that it gets."""
         if worker_id in self._workers:
             self._workers[worker_id].removals.append(key)
 
     def take_removals(self, worker_id: str) -> tuple[str, ...]:
-        """Versions that the worker shall forget with its next batch."""
+        """Adapters and versions that the worker shall forget with what it is sent now."""
         worker = self._workers.get(worker_id)
         if worker is None:
             return ()
@@ -290,7 +294,7 @@ class Sampling:
             request.worker_id = worker_id
             request.operation.is_running = True
             worker.running[name] = request
-            worker.num_sequences += request.num_samples
+            worker.num_places_taken += request.num_places
             self._spawn(self._start(worker_id, worker, request))
 
     def _enqueue(self, request: _Request) -> None:
@@ -308,20 +312,17 @@ class Sampling:
         """Whether there is room for anything: if not, nobody need look whose turn it is."""
         workers = (self._workers.get(worker_id) for worker_id in self._live_workers(base_model))
         return any(
-            worker is not None and worker.num_sequences < self._config.samples_per_worker_max for worker in workers
+            worker is not None and worker.num_places_taken < self._config.samples_per_worker_max for worker in workers
         )
 
     def _choose_worker(self, base_model: str, request: _Request) -> str | None:
         """A worker with room: one that knows the version, then the least busy."""
         version = request.sampler["version"]
         candidates = [
-            (version not in worker.versions, worker.num_sequences, worker_id)
+            (version not in worker.versions, worker.num_places_taken, worker_id)
             for worker_id in self._live_workers(base_model)
             if (worker := self._workers.get(worker_id)) is not None
-            and (
-                worker.num_sequences == 0
-                or worker.num_sequences + request.num_samples <= self._config.samples_per_worker_max
-            )
+            and worker.num_places_taken + request.num_places <= self._config.samples_per_worker_max
         ]
         return min(candidates)[2] if candidates else None
 
@@ -347,7 +348,9 @@ class Sampling:
                 return  # the worker was lost meanwhile, and the request has begun anew
             asked = decode_sample(request.operation.body)
             scope, is_heard = request.operation.tenant_id, name in self._listeners
-            await self._pool.start_sample(worker_id, asked.request(name, version, scope=scope, stream=is_heard))
+            removals = self.take_removals(worker_id)
+            wanted = asked.request(name, version, scope=scope, stream=is_heard, removals=removals)
+            await self._pool.start_sample(worker_id, wanted)
             if request.is_cancelled:
                 await self._pool.cancel_sample(worker_id, name)
         except ServiceError as error:
@@ -421,7 +424,7 @@ class Sampling:
 
     def _done_on(self, worker: _Worker, request: _Request) -> None:
         if worker.running.pop(request.operation.name, None) is not None:
-            worker.num_sequences -= request.num_samples
+            worker.num_places_taken -= request.num_places
 
     def _finish(self, request: _Request, result: SampleResult) -> None:
         operation = request.operation

@@ -273,6 +273,8 @@ class ToyEngine:
         )
 
     def start_sample(self, request: SampleRequest) -> None:
+        for removed in request.removals:
+            self._remove(removed)
         key = request.version.key
         if request.version.state is not None:
             self.versions[key] = _read(request.version.state.weights)

@@ -261,11 +261,15 @@ class Bank:
             self._forget(entry)
 
     def publish(self, key: str, version: str) -> None:
-        """Hold a copy of an adapter's weights under a version key (again: replaced), for sampling. One row copied."""
-        source = self._entries[key]
-        if version in self._entries:
-            self._forget(self._entries[version])
+        """Hold a copy of an adapter's weights under a version key, for sampling. One row copied.
+
+        Again: replaced, its removal withdrawn; whoever holds the key goes on holding it.
+        """
+        source, replaced = self._entries[key], self._entries.get(version)
+        if replaced is not None:
+            self._forget(replaced)
         entry = self.add(version, source.spec, is_trained=False)
+        entry.num_holders = 0 if replaced is None else replaced.num_holders
         if source.row is None:
             assert source.host is not None
             entry.host = HostRow(weights=source.host.weights, transfer=source.host.transfer)  # never written in place

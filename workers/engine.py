@@ -229,8 +229,10 @@ class TrainingEngine:
         )
 
     def start_sample(self, request: SampleRequest) -> None:
-        """Queue a sample request."""
+        """Forget what it says is to be forgotten, and queue it."""
         assert self.sampler is not None, "this engine was made without a sampler"
+        for key in request.removals:
+            self._remove(key)
         self.sampler.start_sample(request)
 
     def cancel_sample(self, op_id: str) -> None:

@@ -293,6 +293,8 @@ class SampleRequest:
     """Draws wanted at every prompt position but the first, at the request's temperature. 0: none."""
     stream: bool = False
     """Emit a `TokenEvent` per token; the final `SampleResult` comes either way."""
+    removals: tuple[str, ...] = ()
+    """As in `Batch`, forgotten before this version is taken in: a worker that only samples gets no batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ class Engine(Protocol):
         """Run one batch to its end and return one result per item."""
 
     def start_sample(self, request: SampleRequest) -> None:
-        """Queue a sample request; it makes progress in `decode_step`. Errors come as its `SampleResult`."""
+        """Forget its `removals` and queue it; it makes progress in `decode_step`. Errors come as its `SampleResult`."""
 
     def cancel_sample(self, op_id: str) -> None:
         """Stop a request; a `SampleResult` with `CANCELLED` follows. Unknown ids are ignored (it just finished)."""

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from workers.block_pool import Prefix
-from workers.drawing import Distribution, check_finite, draw_rows, likeliest, uniforms
+from workers.drawing import Distribution, NonFiniteLogitsError, check_finite, draw_rows, likeliest, uniforms
 from workers.kv_cache import BLOCK_TOKENS, PromptBlocks
 from workers.messages import (
     ItemError,
@@ -93,6 +94,8 @@ class Running:
         self.num_begun = 0
         self.engine_s = 0.0
         self.is_over = False
+        self.failure: NonFiniteLogitsError | None = None
+        """What is wrong with its prompt's logits: it ends with this after the pass, which is the others' as well."""
         self._stop_strings = stop_strings
         self._vocab_size = vocab_size
         self._finished: list[SampledSequence | None] = [None] * request.num_samples
@@ -158,6 +161,13 @@ class Running:
     def num_shareable_blocks(self) -> int:
         """Blocks that need not be computed again if they are remembered: all before what logits are wanted of."""
         return min(self.outputs.first_row, self.prompt.length - 1) // BLOCK_TOKENS
+
+    def note(self, row: int, logits: Tensor) -> None:
+        """Take in logits (N, V) of the prompt's positions from `row` on, or that they are not finite."""
+        try:
+            self.outputs.note(row, logits)
+        except NonFiniteLogitsError as error:
+            self.failure = error.with_traceback(None)  # which holds the pass's tensors
 
     # ------------------------------------------------------------------ sequences
 

@@ -258,7 +258,7 @@ class Sampler:
                 tokens=owner.request.prompt[owner.position : unit.stop].astype(np.int64),
                 start=owner.position,
                 first_row=owner.outputs.first_row,
-                note=owner.outputs.note,
+                note=owner.note,
             )
         for sequence in owner.sequences:
             self._cache.clear(self._seats.extend(sequence))
@@ -275,6 +275,8 @@ class Sampler:
         if isinstance(unit, _Prefill):
             self._seats.note_prefilled(unit.owner, unit.stop)
             unit.owner.first = None if rows is None else rows.alone()
+            if unit.owner.failure is not None:
+                self._end(unit.owner, _item_error(unit.owner.failure))
             return
         assert rows is not None
         self._guarded(unit.owner, lambda: unit.owner.draw(rows))

@@ -112,6 +112,7 @@ async def test_a_worker_that_hangs_in_a_batch_is_replaced_at_its_deadline(
 ) -> None:
     """Its pings are answered all the while."""
     monkeypatch.setattr(deadlines, "FLOOR_S", 0.3)
+    monkeypatch.setattr(deadlines, "STEP_TOKENS", 5)
     monkeypatch.setattr("workers.local.STOP_TIMEOUT_S", 0.1)
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()

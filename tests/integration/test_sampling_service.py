@@ -340,6 +340,21 @@ async def test_workers_are_asked_to_remember_a_bounded_number_of_versions(
         assert set(engine.versions) == set(worker.versions)
 
 
+async def test_a_worker_that_only_samples_forgets_versions_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.sampling.VERSIONS_MAX", 3)
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        samplers = [(await pool.publish(adapter, seq)).save_weights_for_sampler.sampler_id for seq in range(1, 9)]
+        await pool.written()
+        engine = pool.engines["w0"][-1]
+        num_batches = len(engine.batches)
+        for sampler in samplers * 2:
+            [operation] = await pool.wait(await pool.sample(sampler, pool.coordinator.core.sampling.next_seq(sampler)))
+            assert operation.state == SUCCEEDED
+            assert len(engine.versions) <= 3
+        assert len(engine.batches) == num_batches
+
+
 async def test_a_call_that_goes_away_while_its_sample_is_logged_does_not_strand_it(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         sampler = await pool.sampler(await pool.session())
@@ -404,6 +419,21 @@ async def test_a_hog_with_a_hundred_long_requests_lets_a_newcomer_wait_for_one_o
     assert [request.op_id for request in started].index(
         name
     ) == 4  # the four that ran already came before it, and no other
+
+
+async def test_a_request_of_very_many_samples_leaves_others_room_on_its_worker(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, samples_per_worker_max=8) as pool:
+        hogs = await pool.sampler(await pool.session("hog"), tenant="hog")
+        small = await pool.sampler(await pool.session("small"), tenant="small")
+        pool.hold()
+        many = await pool.sample(hogs, 1, tenant="hog", num_samples=1024, max_tokens=2)
+        few = [await pool.sample(small, seq, tenant="small", num_samples=2) for seq in range(1, 5)]
+        assert pool.coordinator.core.sampling.running_on("w0") == [many, *few[:3]], "four of two places each"
+        await pool.release()
+        [large] = await pool.wait(many, tenant="hog")
+        others = await pool.wait(*few, tenant="small")
+    assert len(large.sample.sequences) == 1024
+    assert {each.state for each in (large, *others)} == {SUCCEEDED}
 
 
 async def test_many_small_requests_have_as_many_tokens_as_few_large_ones(tmp_path: Path) -> None:

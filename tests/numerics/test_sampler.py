@@ -304,6 +304,55 @@ def test_pass_that_fails_is_halved_until_only_the_culprit_is_left(qwen3: Path, m
         assert_same_bits(bits, result.sequences)
 
 
+@pytest.mark.parametrize("ask", [{"prompt_logprobs": True}, {"topk_prompt_logprobs": 3}, {"prompt_alt_tokens_k": 2}])
+def test_prompt_without_finite_logits_ends_alone_in_everybodys_pass_and_is_charged_for(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch, ask: dict[str, Any]
+) -> None:
+    s = sampling(qwen3)
+    s.publish("a", "sick")
+    s.driver.engine.bank.acquire(["sick/v"])[0].weights.fill_(float("inf"))
+    wanted = [request(f"r{number}", "a/v", length=4 + number) for number in range(4)]
+    alone = s.sequences(*wanted)
+    s.events.clear()
+    for one in wanted:
+        s.sampler.start_sample(one)
+    s.step()
+    counts = s.count_rows(monkeypatch)
+    s.sampler.start_sample(request("sick", "sick/v", length=40, **ask))
+    s.step()
+    assert counts == [40 + len(wanted)]
+    result = s.result("sick")
+    assert result.error is not None
+    assert result.error.code is ErrorCode.NON_FINITE
+    assert (result.num_prompt_tokens, result.num_cached_tokens) == (40, 0)
+    assert result.engine_s > 0
+    assert s.driver.engine.bank.entry("sick/v").num_holders == 0
+    s.run()
+    for bits, one in zip(alone, wanted, strict=True):
+        assert_same_bits(bits, s.result(one.op_id).sequences)
+
+
+def test_versions_go_with_a_later_request_and_those_in_use_when_they_are_used_no_more(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.publish("a")
+    engine, state = s.driver.engine, s.driver.state("a")
+    engine.sampler = s.sampler
+    before = len(engine.bank)
+    for number in range(6):
+        version = SamplerVersion(key=f"v{number}", spec=s.specs["a"], state=state)
+        removals = (f"v{number - 1}", "unknown")
+        engine.start_sample(replace(request(f"r{number}"), version=version, removals=removals))
+        s.step()
+        assert len(engine.bank) == before + number + 1, "all are in use"
+    s.run()
+    assert {s.result(f"r{number}").error for number in range(6)} == {None}
+    assert len(engine.bank) == before + 1
+    assert "v5" in engine.bank
+    s.driver.train(s.driver.step("a"))
+    engine.start_sample(request("last", removals=("v5",)))
+    assert len(engine.bank) == before
+
+
 def test_reset_forgets_everything_without_a_word(qwen3: Path) -> None:
     s = sampling(qwen3)
     s.publish("a")

@@ -204,6 +204,22 @@ def test_held_version_is_removed_when_its_last_holder_lets_go() -> None:
     assert "version" not in bank
 
 
+def test_held_version_that_is_published_again_is_held_still() -> None:
+    bank = Bank(SHAPES, 2)
+    bank.add("a", make_spec("a"))
+    bank.publish("a", "version")
+    bank.hold("version")
+    bank.remove("version")
+    after = fill(bank, "a", 2).weights
+    assert after is not None
+    bank.publish("a", "version")
+    assert torch.equal(bank.acquire(["version"])[0].weights, after)
+    bank.remove("version")
+    bank.acquire(["version"])
+    bank.unhold("version")
+    assert "version" not in bank
+
+
 def test_dropped_gradient_is_zero_in_the_row_and_on_the_host() -> None:
     bank = Bank(SHAPES, 1)
     for key in "ab":
