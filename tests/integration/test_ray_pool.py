@@ -47,7 +47,7 @@ def ray_processes() -> set[int]:
     return {pid for pid in pids if secret in environment(pid)}
 
 
-async def all_ended(timeout_s: float = 10.0) -> bool:
+async def all_ended(timeout_s: float = 30.0) -> bool:
     for _ in range(int(timeout_s / 0.1)):
         if not ray_processes():
             return True

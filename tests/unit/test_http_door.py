@@ -50,7 +50,7 @@ async def opened() -> AsyncIterator[Open]:
         door.bind()
         fake: Any = service or FakeService()
         await door.start(fake, authenticate, lambda: True, Path("nowhere"))
-        client = httpx.AsyncClient(base_url=door.url + PREFIX, headers={"x-api-key": KEY}, verify=verify)
+        client = httpx.AsyncClient(base_url=door.url + PREFIX, headers={"x-api-key": KEY}, verify=verify, timeout=60)
         things.append((door, client))
         return things[-1]
 

@@ -108,7 +108,7 @@ class Door:
         door.bind()
         await door.start(service, authenticate, lambda: True, Path("nowhere"))
         self._opened.append(door)
-        return httpx.AsyncClient(base_url=door.url, headers={"authorization": f"Bearer {KEY}"})
+        return httpx.AsyncClient(base_url=door.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
 
     async def request(self, service: Any, method: str, path: str, **options: Any) -> httpx.Response:
         async with await self._open(service) as client:
