@@ -20,7 +20,7 @@ from workers.passes import USED_FRACTION
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 # Memory first, for it forks its processes and must do so before torch has threads.
-TRAINING_ITEMS = ("memory", "planner", "engine", "company", "lengths", "swap", "durability", "service")
+TRAINING_ITEMS = ("memory", "planner", "engine", "profile", "company", "lengths", "swap", "durability", "service")
 ITEMS = (*TRAINING_ITEMS, "publish", "sampling", "shares")
 OPTIONS = {"publish": "--pool local", "shares": "--pool local"}
 # One process for all, for importing torch takes longer than each of them.
@@ -63,6 +63,7 @@ def rows_of(report: Report) -> Iterator[dict[str, Any]]:
 def test_every_script_measures_all_of_its_tables_in_as_many_rounds_for_each_side(reports: dict[str, Report]) -> None:
     assert {item: set(report["tables"]) for item, report in reports.items()} == {
         "engine": {"engine-tiny"},
+        "profile": {"profile-tiny", "profile-tiny-sides"},
         "company": {"company-mixed", "company-crowd", "company-newcomers"},
         "lengths": {"lengths"},
         "swap": {"swap", "swap-registered"},
@@ -91,6 +92,14 @@ def test_the_engine_and_peft_train_the_same_in_every_cell(reports: dict[str, Rep
         assert {"fused", "peft", "limit", "processes"} <= row.keys()
         assert row["flops"] > row["limit_flops"] == 4 * row["tokens"] * 114_688
         assert row["process_bytes"] > 50e6 * row["tenants"]
+
+
+def test_a_profile_accounts_for_the_whole_step(reports: dict[str, Report]) -> None:
+    rows = reports["profile"]["tables"]["profile-tiny"]["rows"]
+    for case in ("8 x 4 x 64", "16 x 1 x 64"):
+        shares = {row["kind"]: row["share"] for row in rows if row["case"] == case}
+        assert sum(shares.values()) == pytest.approx(1)
+        assert all(shares[f"matmuls of the {whose}"] > 0 for whose in ("base model", "adapters"))
 
 
 def test_packed_padded_and_peft_train_the_same_tokens(reports: dict[str, Report]) -> None:
