@@ -111,10 +111,10 @@ GUARDS = (
     ),
     Guard(
         name="new epoch drops every adapter",
-        file="tests/toy_engine.py",
-        before="            held.clear()\n",
-        after="            pass\n",
-        tests=("tests/simulation/test_simulation.py", "-k", "no_history"),
+        file="workers/engine.py",
+        before="        self.bank.clear()\n        self._progress.clear()\n",
+        after="",
+        tests=("tests/numerics/test_engine.py", "-k", "epoch"),
     ),
     Guard(
         name="lock on the data directory",
