@@ -23,6 +23,7 @@ from workers.ray_pool import RayPool
 
 pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
+OTHERS: set[int] = set()
 NOTICED_S = 5.0
 """How soon a death must be noticed; Ray takes milliseconds on a quiet machine."""
 
@@ -40,11 +41,22 @@ def environment(pid: int) -> list[str]:
         return []
 
 
-def ray_processes() -> set[int]:
-    """Every process of this test run's Ray, whoever is its parent now: all inherit the run's secret."""
-    secret = f"RAY_AUTH_TOKEN={os.environ['RAY_AUTH_TOKEN']}"
+def children_with_the_secret() -> set[int]:
+    """Every process that has the environment of this test run, whoever is its parent now."""
+    token = os.environ.get("RAY_AUTH_TOKEN")
     pids = {int(entry.name) for entry in Path("/proc").glob("[0-9]*")} - {os.getpid()}
-    return {pid for pid in pids if secret in environment(pid)}
+    return {pid for pid in pids if token and f"RAY_AUTH_TOKEN={token}" in environment(pid)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def others() -> None:
+    """Note what earlier tests have left running, which is not Ray: Python's own tracker of shared memory."""
+    OTHERS.update(children_with_the_secret())
+
+
+def ray_processes() -> set[int]:
+    """Every process of this test run's Ray: all inherit the run's secret."""
+    return children_with_the_secret() - OTHERS
 
 
 async def all_ended(timeout_s: float = 30.0) -> bool:
