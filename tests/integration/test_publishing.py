@@ -517,27 +517,32 @@ async def test_weights_that_a_log_does_not_bring_again_bit_for_bit_have_their_fi
         assert not publishing_of(pool)._versions
 
 
+async def save_behind_a_failed_append(pool: ToyPool, adapter: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a save at 4, accepted, that ran behind a step at 3 whose append failed meanwhile."""
+    store = pool.coordinator.core.store
+    await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2)])
+    may_commit = threading.Event()
+    with monkeypatch.context() as patch:
+        fail_appends(patch, store, 3)
+        is_busy = store.write(lambda db: may_commit.wait(10))
+        step = asyncio.create_task(pool.optim_step(adapter, 3, learning_rate=0.5))
+        request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=4)
+        save = asyncio.create_task(pool.service.save_weights_for_sampler(await pool.principal(), request))
+        await until(lambda: bool(publishing_of(pool)._versions))
+        may_commit.set()
+        await is_busy
+        with suppress(ServiceError):
+            await step
+        return (await save).operation.name
+
+
 async def test_a_save_behind_an_append_that_failed_publishes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ran, with the effect of what nobody accepted, and its weights must be nowhere."""
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
-        store, spec = pool.coordinator.core.store, pool.spec_of(adapter)
-        await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2)])
-        may_commit = threading.Event()
-        with monkeypatch.context() as patch:
-            fail_appends(patch, store, 3)
-            is_busy = store.write(lambda db: may_commit.wait(10))
-            step = asyncio.create_task(pool.optim_step(adapter, 3, learning_rate=0.5))
-            request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=4)
-            save = asyncio.create_task(pool.service.save_weights_for_sampler(await pool.principal(), request))
-            await until(lambda: bool(publishing_of(pool)._versions))
-            may_commit.set()
-            await is_busy
-            with suppress(ServiceError):
-                await step
-            name = (await save).operation.name
+        spec, name = pool.spec_of(adapter), await save_behind_a_failed_append(pool, adapter, monkeypatch)
         await pool.optim_step(adapter, 3)
         [saved] = await asyncio.wait_for(pool.wait(name), 10)
         sampler = saved.save_weights_for_sampler.sampler_id
@@ -647,20 +652,7 @@ async def test_a_save_that_was_undone_and_can_run_no_more_says_so(
 ) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, core = await pool.adapter(), pool.coordinator.core
-        await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2)])
-        may_commit = threading.Event()
-        with monkeypatch.context() as patch:
-            fail_appends(patch, core.store, 3)
-            is_busy = core.store.write(lambda db: may_commit.wait(10))
-            step = asyncio.create_task(pool.optim_step(adapter, 3, learning_rate=0.5))
-            request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=4)
-            save = asyncio.create_task(pool.service.save_weights_for_sampler(await pool.principal(), request))
-            await until(lambda: bool(publishing_of(pool)._versions))
-            may_commit.set()
-            await is_busy
-            with suppress(ServiceError):
-                await step
-            name = (await save).operation.name
+        name = await save_behind_a_failed_append(pool, adapter, monkeypatch)
         await until(lambda: not publishing_of(pool)._versions)
         [loop] = core.loops.values()
         loop._answers.give_up(core.adapters[adapter], ServiceError(Code.DATA_LOSS, "CHECKSUM_MISMATCH", "damaged"))
