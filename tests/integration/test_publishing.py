@@ -533,7 +533,7 @@ async def save_behind_a_failed_append(pool: ToyPool, adapter: str, monkeypatch: 
         await is_busy
         with suppress(ServiceError):
             await step
-        return (await save).operation.name
+        return str((await save).operation.name)
 
 
 async def test_a_save_behind_an_append_that_failed_publishes_nothing(
