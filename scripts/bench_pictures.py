@@ -8,9 +8,17 @@ from typing import Any
 
 Rows = list[dict[str, Any]]
 INK = "#333333"
-COLORS = {"limit": "#9a9a9a", "fused": "#2f6fb0", "peft": "#d1802b", "processes": "#4f9a57", "service": "#9a63a8"}
+COLORS = {
+    "packed": "#c4c4c4",
+    "limit": "#9a9a9a",
+    "fused": "#2f6fb0",
+    "peft": "#d1802b",
+    "processes": "#4f9a57",
+    "service": "#9a63a8",
+}
 LABELS = {
-    "limit": "limit: the base model's matmuls alone",
+    "packed": "the base model's matmuls alone, packed",
+    "limit": "limit: the same by torch's matmul",
     "fused": "fused: one pass for all tenants",
     "peft": "sequential PEFT",
     "processes": "one process per tenant",
@@ -87,7 +95,7 @@ def _curves(axis: Any, rows: Rows) -> None:
         tenants = [row["tenants"] for row in having]
         speeds = [row["tokens"] / row[side]["median_s"] for row in having]
         low, high = ([row["tokens"] / row[side]["quartiles_s"][end] for row in having] for end in (1, 0))
-        style = "--" if side == "limit" else "-"
+        style = "--" if side in ("limit", "packed") else "-"
         axis.plot(tenants, speeds, style, marker="o", ms=3.5, color=COLORS[side], label=label, lw=1.8)
         axis.fill_between(tenants, low, high, color=COLORS[side], alpha=0.15, lw=0)
     ticks = [2**power for power in range(6)]

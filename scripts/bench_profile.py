@@ -24,6 +24,8 @@ from bench_sides import Fused, Limit, SequentialPeft
 from torch.profiler import ProfilerActivity, profile  # after bench_models, which sets torch's threads up
 
 RANK = 8
+ADAPTER_WIDTHS = (RANK, 2 * RANK, 3 * RANK)
+"""Of the A of one, two or three linears that read the same input."""
 MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 PRODUCTS, ADAPTERS, REST = "matmuls of the base model", "matmuls of the adapters", "Python, dispatch, waiting"
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -50,15 +52,19 @@ SIDE_COLUMNS = (
     Column("fused / PEFT", lambda r: f"{r['peft_s'] / r['fused_s']:.2f}"),
     Column("... if the engine ran at the limit", lambda r: f"{r['peft_s'] / r['limit_s']:.2f}"),
     Column("fraction of limit", lambda r: f"{r['limit_s'] / r['fused_s']:.2f}"),
+    Column("matmuls alone, packed", lambda r: shown_ms(r["packed_s"])),
+    Column("fraction of packed", lambda r: f"{r['packed_s'] / r['fused_s']:.2f}"),
 )
 
 
 def kind_of(name: str, shapes: Iterable[Sequence[int]]) -> str:
     """The kind of work of an operator with inputs of these shapes."""
+    if name.startswith("mkldnn::"):
+        return PRODUCTS
     if not name.startswith("aten::"):
         return REST  # a function of autograd's that is written in Python
     if name.removesuffix("_") in MATMULS:
-        return ADAPTERS if any(RANK in shape for shape in shapes) else PRODUCTS
+        return ADAPTERS if any(width in ADAPTER_WIDTHS for shape in shapes for width in shape) else PRODUCTS
     return next((kind for kind, parts in KINDS if any(part in name for part in parts)), "views and allocation")
 
 
@@ -86,12 +92,14 @@ def measure(results: Results, model: Model, cases: Sequence[Case], args: argpars
         ranks = [RANK] * case.num_tenants
         fused = Fused(model, ranks, args.threads)
         peft = SequentialPeft(model, ranks, fused.weights())
-        limit = Limit(fused)
-        fused.give(data)
-        peft.give(data)
-        limit.give(case.total_tokens)
+        limit, packed = Limit(fused), Limit(fused, of_engine=True)
+        for side in (fused, peft):
+            side.give(data)
+        for matmuls in (limit, packed):
+            matmuls.give(case.total_tokens)
         check_losses(fused.step(), peft.step())
-        timings = turn_about({"fused": fused.step, "peft": peft.step, "limit": limit.step}, args.effort)
+        sides_of_case = {"fused": fused.step, "peft": peft.step, "limit": limit.step, "packed": packed.step}
+        timings = turn_about(sides_of_case, args.effort)
         row: Row = {"case": str(case)} | {f"{name}_s": timing.median_s for name, timing in timings.items()}
         sides.add(row)
         seconds, step_s = profiled(fused, args.effort.rounds_min)

@@ -215,37 +215,49 @@ def _padded(data: Sequence[Datum]) -> tuple[dict[str, Tensor], Tensor]:
 class Limit:
     """The base model's own matmuls of a training step and nothing else: x W^T forward and dy W backward.
 
-    One call per weight, as large as the engine's largest pass allows, into memory that is there already.
+    By torch's matmul, as the model itself and PEFT have them, or as the engine has them (`workers.frozen`). One call
+    per weight, as large as the engine's largest pass allows.
     """
 
-    def __init__(self, fused: Fused) -> None:
-        self._weights = [weight for group in fused.engine.base_model.groups for weight in group.weights]  # (F, D) each
+    def __init__(self, fused: Fused, *, of_engine: bool = False) -> None:
+        groups = fused.engine.base_model.groups
+        self._weights = [weight for group in groups for weight in group.weights]  # (F, D) each
+        self._groups = groups if of_engine else None
         self._num_tokens = 0
-        self._buffers: dict[int, Tensor] = {}
-        self._inputs: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._outputs: dict[int, Tensor] = {}
 
     def give(self, num_tokens: int) -> None:
         """From now on a step is of so many tokens."""
         self._num_tokens = num_tokens
         num_rows = min(num_tokens, PASS_ROWS_MAX)
-        widths = {width for weight in self._weights for width in weight.shape}
-        self._buffers = {width: torch.randn(num_rows, width) for width in sorted(widths)}
-        self._inputs = {width: torch.randn(num_rows, width) for width in sorted({w.shape[1] for w in self._weights})}
+        widths = sorted({width for weight in self._weights for width in weight.shape})
+        self._values = {width: torch.randn(num_rows, width) for width in widths}
+        self._outputs = {width: torch.empty(num_rows, width) for width in widths}
 
     @torch.no_grad()
     def step(self) -> None:
         """All of them once."""
         for start in range(0, self._num_tokens, PASS_ROWS_MAX):
             num_rows = min(PASS_ROWS_MAX, self._num_tokens - start)
-            for weight in self._weights:
-                num_outputs, num_inputs = weight.shape
-                x = self._inputs[num_inputs][:num_rows]  # (T, D)
-                y = self._buffers[num_outputs][:num_rows]  # (T, F)
-                torch.mm(x, weight.t(), out=y)
-            for weight in reversed(self._weights):
-                num_outputs, num_inputs = weight.shape
-                dy = self._inputs.get(num_outputs, self._buffers[num_outputs])[:num_rows]  # (T, F)
-                torch.mm(dy, weight, out=self._buffers[num_inputs][:num_rows])  # (T, D)
+            values = {width: tensor[:num_rows] for width, tensor in self._values.items()}
+            if self._groups is not None:
+                self._as_the_engine(values)
+            else:
+                self._as_torch(values, {width: tensor[:num_rows] for width, tensor in self._outputs.items()})
+
+    def _as_torch(self, values: dict[int, Tensor], outputs: dict[int, Tensor]) -> None:
+        for weight in self._weights:
+            torch.mm(values[weight.shape[1]], weight.t(), out=outputs[weight.shape[0]])
+        for weight in reversed(self._weights):
+            torch.mm(values[weight.shape[0]], weight, out=outputs[weight.shape[1]])
+
+    def _as_the_engine(self, values: dict[int, Tensor]) -> None:
+        assert self._groups is not None
+        for group in self._groups:
+            group.products.forward(values[group.shape.d_in], [None] * len(group.weights))
+        for group in reversed(self._groups):
+            group.products.backward([values[width] for width in group.shape.d_outs])
 
 
 class Memcpy:

@@ -40,6 +40,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from workers.attention import Attend
 from workers.blocks import BLOCK_ROWS, are_rows_alike
 from workers.device_attention import attend_packed_for
+from workers.frozen import BlockProducts, PackedProducts, can_pack, kernel_rows
 from workers.grouped import VALUES_MULTIPLE, can_group, group_segments
 from workers.lora import CurrentPass, GroupShape, Kind, LinearGroup, MultiLoraLinear, Segment
 from workers.messages import ModelInfo
@@ -116,7 +117,10 @@ class BaseModel:
         self.is_deferred = self.device.type == "cuda" or dtype != torch.float32
         """Whether results are fetched when a pass or a phase is over, instead of each when it is computed."""
         self.current = CurrentPass()
-        self.current.block_rows = BLOCK_ROWS if exact else None
+        self.block_rows = BLOCK_ROWS if exact else None
+        """Exact mode: products with frozen weights run over exactly so many rows at a time; see `blocks`."""
+        self.is_packed = False
+        """Whether products with frozen weights are oneDNN's; see `frozen`."""
         self.num_params = sum(parameter.numel() for parameter in model.parameters())
         self.num_layers = int(config.num_hidden_layers)
         self.hidden_size = int(config.hidden_size)
@@ -192,7 +196,9 @@ class BaseModel:
 
     def pad_rows(self, num_rows: int) -> int:
         """The number of rows that a pass of `num_rows` runs with: whole multiples of `rows_min`, or of exact blocks."""
-        multiple = self.current.block_rows or self.current.rows_min
+        if self.is_packed:
+            return kernel_rows(num_rows, self.current.rows_min)
+        multiple = self.block_rows or self.current.rows_min
         return -(-num_rows // multiple) * multiple
 
     @property
@@ -231,10 +237,11 @@ class BaseModel:
                 None if self.is_deferred else self.rows_min,
                 self.device,
                 self.dtype,
-                self.current.block_rows,
+                self.block_rows,
+                is_packed=self.is_packed,
                 are_threads_alike=are_threads_alike,
             ),
-            is_exact=self.current.block_rows is not None or (self.rows_min is not None and not self.is_deferred),
+            is_exact=self.block_rows is not None or (self.rows_min is not None and not self.is_deferred),
         )
 
     def _leaf_names(self, kind: Kind) -> tuple[str, ...]:
@@ -266,21 +273,30 @@ class BaseModel:
         weights = [weight for group in self.groups for weight in group.weights]
         self.rows_min: int | None = None
         """Rows from which bits are independent of other rows; None: never, and only exact mode makes a promise."""
-        if self.current.block_rows is not None:
+        if self.block_rows is not None:
             self.current.can_batch = False
             # Rows of logits must begin alike in memory, or a GPU's softmax adds them up in different orders.
             is_aligned = self.device.type == "cpu" or self.vocab_size % VALUES_MULTIPLE == 0
-            if not (is_aligned and are_rows_alike(weights, self.current.block_rows)):
+            if not (is_aligned and are_rows_alike(weights, self.block_rows)):
                 raise UnsupportedModelError(
                     "exact mode is not possible with this model on this device: in products of "
-                    f"{self.current.block_rows} rows a row's bits depend on its place; load it without exact"
+                    f"{self.block_rows} rows a row's bits depend on its place; load it without exact"
                 )
+            for group in self.groups:
+                group.products = BlockProducts(group.weights, group.biases, self.block_rows)
             return
         if self.device.type == "cuda":
             if can_group(self.device, self.dtype, self.group_shapes):
                 self.current.fuse = group_segments
             return
-        self.rows_min = find_rows_min(weights, self._elementwise())
+        if can_pack(weights):
+            self.rows_min = find_rows_min(weights, self._elementwise(), is_packed=True)
+            self.is_packed = self.rows_min is not None
+        if self.is_packed:
+            for group in self.groups:
+                group.products = PackedProducts(group.weights, group.biases)
+        else:
+            self.rows_min = find_rows_min(weights, self._elementwise(), is_packed=False)
         self.current.rows_min = self.rows_min or self.current.rows_min
         self.current.can_batch = can_batch_segments(weights, self.current.rows_min)
 

@@ -38,14 +38,16 @@ def linear(x: Tensor, weight_t: Tensor, bias: Tensor | None, out: Tensor | None,
     return y
 
 
-def add_up(dys: Sequence[Tensor], weights: Sequence[Tensor], dx: Tensor, block_rows: int) -> None:
-    """dx (N, D) = the sum over i, in order, of dys[i] (N, F) times weights[i] (F, D)."""
+def add_up(dys: Sequence[Tensor], weights: Sequence[Tensor], block_rows: int) -> Tensor:
+    """The sum over i, in order, of dys[i] (N, F) times weights[i] (F, D)."""
+    dx = dys[0].new_empty(len(dys[0]), weights[0].shape[1])
     for rows in _blocks(len(dx), block_rows):
         target = _whole(dx[rows], block_rows)
         torch.mm(_filled_up(dys[0][rows], block_rows), weights[0], out=target)
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
             target.addmm_(_filled_up(dy[rows], block_rows), weight)
         _keep(target, dx[rows])
+    return dx
 
 
 @torch.no_grad()

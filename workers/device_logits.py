@@ -133,7 +133,9 @@ class DeviceLoss:
             for column in range(targets.shape[1]):  # one by one, for a row may name a target twice
                 dpiece.scatter_add_(1, targets[:, column : column + 1], slope[:, column : column + 1])
         logits.copy_(dlogits)
-        self.unembedding.backward(hidden[rows], saved, [logits], dhidden[rows])
+        dblock = self.unembedding.backward(hidden[rows], saved, [logits])
+        assert dblock is not None
+        dhidden[rows] = dblock
 
     def _logits_of(self, hidden: Tensor, block: Sequence[Piece]) -> tuple[Tensor, list[Saved | FusedSaved]]:
         """The block's logits (B, V) in the model's dtype, and what the backward needs."""

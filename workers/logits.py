@@ -114,7 +114,7 @@ class PassLoss(Protocol):
 class ChunkedLoss:
     """Implements `PassLoss` where numbers are known when they are computed.
 
-    Runs the unembedding of one base model and the losses on it. Keeps two blocks of logits between passes.
+    Runs the unembedding of one base model and the losses on it. Keeps a block of probabilities between passes.
     """
 
     def __init__(self, unembedding: LinearGroup, vocab_size: int) -> None:
@@ -123,7 +123,9 @@ class ChunkedLoss:
         weight = unembedding.weights[0]
         num_rows, num_columns = max(self.block_rows, unembedding.current.rows_min), weight.shape[0]
         aligned = -(-num_columns // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        self._logits, self._probabilities = (weight.new_empty(num_rows, aligned)[:, :num_columns] for _ in range(2))
+        self._probabilities = weight.new_empty(num_rows, aligned)[:, :num_columns]
+        self._logits = None if num_columns == aligned else torch.empty_like(self._probabilities)
+        """Where logits go whose rows would otherwise begin anywhere."""
 
     @torch.no_grad()
     def run(self, hidden: Tensor, parts: Sequence[Part], *, backward: bool) -> Tensor | None:
@@ -148,15 +150,15 @@ class ChunkedLoss:
     def _find_slopes(self, hidden: Tensor, part: Part) -> None:
         """For a loss over whole sequences: all log-probabilities first; the logits are made again afterwards."""
         for block in blocks_of([part], self.block_rows):
-            self._logits_of(hidden, block)
-            self._logprobs_of(block)
+            _, logits, _ = self._logits_of(hidden, block)
+            self._logprobs_of(logits, block)
         terms = part.loss.sequence_terms(part.logprobs)
         part.slopes = terms.slope
         part.add(terms.loss, terms.num_clipped)
 
     def _run_block(self, hidden: Tensor, dhidden: Tensor | None, block: list[Piece]) -> None:
-        rows, saved = self._logits_of(hidden, block)
-        self._logprobs_of(block)
+        rows, logits, saved = self._logits_of(hidden, block)
+        self._logprobs_of(logits, block)
         slopes = [self._slopes_of(piece) for piece in block]  # (N, K) each
         if dhidden is None:
             return
@@ -172,32 +174,30 @@ class ChunkedLoss:
             if not piece.part.is_finite:
                 dpiece.zero_()
         first = block[0].first_row
-        if len(rows) == num_rows:
-            self.unembedding.backward(rows, saved, [dlogits], dhidden[first : first + num_rows])
-        else:
-            dblock = torch.empty_like(rows)
-            self.unembedding.backward(rows, saved, [dlogits], dblock)
-            dhidden[first : first + num_rows] = dblock[:num_rows]
+        dblock = self.unembedding.backward(rows, saved, [dlogits])
+        assert dblock is not None
+        dhidden[first : first + num_rows] = dblock[:num_rows]
 
-    def _logits_of(self, hidden: Tensor, block: list[Piece]) -> tuple[Tensor, list[Saved | FusedSaved]]:
-        """Fill the block's logits. Returns its rows of `hidden`, padded if few, and what the backward needs."""
+    def _logits_of(self, hidden: Tensor, block: list[Piece]) -> tuple[Tensor, Tensor, list[Saved | FusedSaved]]:
+        """The block's rows of `hidden` (B, D), padded if few, its logits (B, V), and what the backward needs."""
         first = block[0].first_row
         segments = [Segment(piece.first_row - first, piece.end_row - first, piece.part.adapter) for piece in block]
         rows = hidden[first : block[-1].end_row]
         current = self.unembedding.current
         if len(rows) < current.rows_min:
             rows = F.pad(rows, (0, 0, 0, current.rows_min - len(rows)))
-        _, saved = self.unembedding.forward(rows, current.route(segments), [self._logits[: len(rows)]])
-        return rows, saved
+        outs = None if self._logits is None else [self._logits[: len(rows)]]
+        (logits,), saved = self.unembedding.forward(rows, current.route(segments), outs)
+        return rows, logits, saved
 
-    def _logprobs_of(self, block: list[Piece]) -> None:
+    def _logprobs_of(self, logits: Tensor, block: list[Piece]) -> None:
         """Fill the targets' log-probabilities, and the block's probabilities.
 
         With m the largest logit and P the probabilities, max(P) = 1 / sum(exp(logit - m)), hence
         log-probability = logit - m + log(max(P)), to rounding and without a further pass over the logits.
         """
         num_rows = sum(piece.stop - piece.start for piece in block)
-        logits, probabilities = self._logits[:num_rows], self._probabilities[:num_rows]
+        logits, probabilities = logits[:num_rows], self._probabilities[:num_rows]
         if probabilities.is_contiguous():
             torch.softmax(logits, -1, out=probabilities)
         else:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from workers import blocks
+from workers.frozen import FrozenProducts, PlainProducts
 
 Kind = Literal["attn", "mlp", "unembed"]
 
@@ -259,8 +259,6 @@ class CurrentPass:
         """Whether segments in one batch have the bits of each alone; see the self-test."""
         self.fuse: Callable[[Sequence[Segment]], Sequence[FusedRun]] | None = None
         """`grouped.group_segments` where the device has such a kernel."""
-        self.block_rows: int | None = None
-        """Exact mode: products with frozen weights run over exactly so many rows at a time; see `blocks`."""
         self.num_base_matmuls = 0
         """Products of activations with frozen weights so far, forward only."""
         self.anchor = torch.zeros((), requires_grad=True)
@@ -297,8 +295,8 @@ class LinearGroup:
     def __init__(self, shape: GroupShape, linears: Sequence[nn.Linear], current: CurrentPass) -> None:
         self.shape = shape
         self.weights = [linear.weight.detach() for linear in linears]  # (F, D) each
-        self.weights_t = [weight.t() for weight in self.weights]
         self.biases = [cast("Tensor | None", linear.bias) for linear in linears]
+        self.products: FrozenProducts = PlainProducts(self.weights, self.biases)
         self.current = current
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
@@ -336,14 +334,7 @@ class LinearGroup:
         self, x: Tensor, routing: Routing, outs: Sequence[Tensor | None] | None = None
     ) -> tuple[list[Tensor], list[Saved | FusedSaved]]:
         """x (T, D) -> outputs (T, F) per linear, into `outs` if given, and what the backward needs."""
-        ys = []
-        outs = outs or [None] * len(self.weights)
-        block_rows = self.current.block_rows
-        for weight_t, bias, out in zip(self.weights_t, self.biases, outs, strict=True):
-            if block_rows is not None:
-                ys.append(blocks.linear(x, weight_t, bias, out, block_rows))
-                continue
-            ys.append(torch.mm(x, weight_t, out=out) if bias is None else torch.addmm(bias, x, weight_t, out=out))
+        ys = self.products.forward(x, outs or [None] * len(self.weights))
         self.current.num_base_matmuls += len(ys)
         saved: list[Saved | FusedSaved] = []
         for fused in routing.fused:
@@ -372,18 +363,13 @@ class LinearGroup:
         return xa[:num_rows]
 
     def backward(
-        self, x: Tensor, saved: Sequence[Saved | FusedSaved], dys: Sequence[Tensor], dx: Tensor | None
-    ) -> None:
-        """Add dA and dB of every segment to its adapter's gradient, and write dx (T, D) if it is not None.
+        self, x: Tensor, saved: Sequence[Saved | FusedSaved], dys: Sequence[Tensor], *, needs_dx: bool = True
+    ) -> Tensor | None:
+        """Add dA and dB of every segment to its adapter's gradient; returns dx (T, D) if it is needed.
 
         x (T, D), dys (T, F) per linear.
         """
-        if dx is not None and self.current.block_rows is not None:
-            blocks.add_up(dys, self.weights, dx, self.current.block_rows)
-        elif dx is not None:
-            torch.mm(dys[0], self.weights[0], out=dx)
-            for dy, weight in zip(dys[1:], self.weights[1:], strict=True):
-                dx.addmm_(dy, weight)
+        dx = self.products.backward(dys) if needs_dx else None
         for part in saved:
             if isinstance(part, FusedSaved):
                 part.run.backward(self.shape.index, part.xa, x, dys, dx)
@@ -395,6 +381,7 @@ class LinearGroup:
                 run.rows(x), [run.rows(dy) for dy in dys], dx_rows, part.xa, part.views, run.adapters[0].scaling
             )
             run.add_gradients(self.shape.index, dA, dBs)
+        return dx
 
     def _backward_short(
         self, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None, xa: Tensor, views: GroupViews, scaling: float
@@ -475,8 +462,8 @@ class _GroupFunction(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])  # (T, D)
-        dx = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        ctx.group.backward(rows, ctx.saved, [dy.reshape(-1, dy.shape[-1]) for dy in dys], dx)
+        dys_rows = [dy.reshape(-1, dy.shape[-1]) for dy in dys]
+        dx = ctx.group.backward(rows, ctx.saved, dys_rows, needs_dx=ctx.needs_input_grad[0])
         return None if dx is None else dx.view(x.shape), None, None
 
 

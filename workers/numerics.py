@@ -16,6 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from workers.frozen import FrozenProducts, PackedProducts, PlainProducts
 from workers.lora import AdapterViews, GroupViews, Run, backward_segments, forward_segments
 
 ROWS_MIN_CANDIDATES = (16, 32, 48, 64, 96, 128, 192, 240)
@@ -31,11 +32,13 @@ def fingerprint(
     dtype: torch.dtype,
     block_rows: int | None,
     *,
+    is_packed: bool,
     are_threads_alike: bool,
 ) -> str:
     """The arithmetic of this process, as text: equal texts, equal bits.
 
-    `dtype` is the base model's; `block_rows` that of exact mode; threads are alike if fewer give the same bits.
+    `dtype` is the base model's; `block_rows` that of exact mode; `is_packed`: products with its weights
+    are oneDNN's; threads are alike if fewer give the same bits.
     """
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     if block_rows is not None:
@@ -50,6 +53,8 @@ def fingerprint(
         f"{'up to ' if are_threads_alike else ''}{torch.get_num_threads()} threads",
         rows,
     ]
+    if is_packed:
+        parts.append("packed weights")
     if dtype != torch.float32:
         parts.append(str(dtype).removeprefix("torch."))
     return "; ".join(parts)
@@ -81,17 +86,17 @@ def _kinds(weights: Iterable[Tensor]) -> tuple[Kind, list[tuple[int, int]]]:
 
 
 @torch.no_grad()
-def find_rows_min(weights: Iterable[Tensor], elementwise: Iterable[Elementwise]) -> int | None:
+def find_rows_min(weights: Iterable[Tensor], elementwise: Iterable[Elementwise], *, is_packed: bool) -> int | None:
     """The smallest number of rows from which every row's bits are independent of the number and place of the others.
 
-    Tries products with each shape among the weights (F, D), forward and backward, softmax over F, and the elementwise
-    functions (whose vector kernels end in scalar code that gives other bits), with the number of threads in use. None
-    if no candidate passes. Takes a fraction of a second for small models.
+    Tries products with each shape among the weights (F, D), forward and backward, packed or not, softmax over F, and
+    the elementwise functions (whose vector kernels end in scalar code that gives other bits), with the number of
+    threads in use. None if no candidate passes. Takes a fraction of a second for small models.
     """
     kind, shapes = _kinds(weights)
     elementwise = list(elementwise)
     for rows_min in ROWS_MIN_CANDIDATES:
-        is_independent = all(_has_independent_products(kind, *shape, rows_min) for shape in shapes)
+        is_independent = all(_has_independent_products(kind, *shape, rows_min, is_packed=is_packed) for shape in shapes)
         if is_independent and all(_has_independent_rows(*function, kind, rows_min) for function in elementwise):
             return rows_min
     return None
@@ -143,16 +148,17 @@ def _batch_equals_singles(kind: Kind, d_out: int, d_in: int, rank: int, length: 
 
 
 @cache
-def _has_independent_products(kind: Kind, d_out: int, d_in: int, rows_min: int) -> bool:
+def _has_independent_products(kind: Kind, d_out: int, d_in: int, rows_min: int, *, is_packed: bool) -> bool:
     """Blocks of logits may have any number of rows from the minimum up."""
     multiples = [multiple for multiple in MULTIPLES if multiple <= 4 or not _is_large(d_out, d_in)]
     counts = [rows_min * multiple for multiple in multiples]
     weight = kind.values(d_out, d_in)
     x, dy = (kind.values(counts[-1], width) for width in (d_in, d_out))
     counts += [count + extra for count in counts[:2] for extra in EXTRA_ROWS]
+    products: FrozenProducts = (PackedProducts if is_packed else PlainProducts)([weight], [None])
     return (
-        _keeps_rows(x, lambda rows: rows @ weight.t(), counts)
-        and _keeps_rows(dy, lambda rows: rows @ weight, counts)
+        _keeps_rows(x, lambda rows: products.forward(rows, [None])[0], counts)
+        and _keeps_rows(dy, lambda rows: products.backward([rows]), counts)
         and _keeps_rows(dy, lambda rows: torch.softmax(rows, -1), counts)
     )
 

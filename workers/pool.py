@@ -92,6 +92,8 @@ cycle with more adapters than slots moves all of them in and out."""
 SPIN_COUNT = 10_000
 """How long an idle OpenMP thread spins before it sleeps. Unbounded spinning is several times slower on busy cores, none
 at all twice as slow on quiet ones."""
+KERNELS_MAX = 512
+"""Kernels that oneDNN keeps, of 0.6 MB each; see `frozen`. Numbers of rows that come often are few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +250,12 @@ def num_cores() -> int:
 def thread_environment(num_threads: int) -> dict[str, str]:
     """The environment of a worker process. It must be set before torch is imported."""
     threads = str(num_threads)
-    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "GOMP_SPINCOUNT": str(SPIN_COUNT)}
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "GOMP_SPINCOUNT": str(SPIN_COUNT),
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(KERNELS_MAX),
+    }
 
 
 def ray_environment(config: PoolConfig) -> dict[str, str]:

@@ -136,7 +136,14 @@ def are_threads_alike(base_model: BaseModel) -> bool:
         return False
     current = base_model.current
     sizes = (base_model.group_shapes, base_model.num_heads, base_model.head_dim)
-    ways = (num_threads, base_model.dtype, current.block_rows, current.rows_min, current.can_batch)
+    ways = (
+        num_threads,
+        base_model.dtype,
+        base_model.block_rows,
+        base_model.is_packed,
+        current.rows_min,
+        current.can_batch,
+    )
     if (sizes, ways) not in _TRIED:
         num_matmuls = base_model.num_base_matmuls
         several = _trial(base_model)

@@ -47,9 +47,9 @@ class Allocations(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    """All tensors in nested arguments."""
+    """All tensors in nested arguments but packed weights, which show nobody their storage."""
     if isinstance(values, torch.Tensor):
-        return [values]
+        return [] if values.is_mkldnn else [values]
     if isinstance(values, dict):
         values = values.values()
     elif not isinstance(values, tuple | list):
