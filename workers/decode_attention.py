@@ -1,11 +1,11 @@
 """The attention of one token more of every running sequence, over its prompt's blocks of keys and its own.
 
 Knows positions and blocks; not requests, versions or tokens. A call's batch are blocks that lie beside each other in
-memory, of whichever sequences, read where they are. Samples of one prompt are rows of the same products (a *tile*, in
-which each has its place by its index), so a prompt's keys are read once for all in a tile.
+memory, of whichever sequences, read where they are. Samples of one prompt are rows of the same products (a *tile*), so
+a prompt's keys are read once for all in a tile.
 
-Main invariant: a sequence's result depends on its own blocks, their number and its place in its tile alone. What a
-sliding window hides is not computed, or has the weight zero.
+Main invariant: a sequence's result depends on its own blocks and their number alone, as `block_attention` keeps rows
+apart. What a sliding window hides is not computed, or has the weight zero.
 
 Dimensions: T rows of the pass, S sequences, N blocks of the memory, B tokens of a block, P parts (a block, and who
 looks at it), K key-value heads, H query heads, G query heads per key-value head, R rows of a tile, E head dimension.
@@ -13,6 +13,7 @@ looks at it), K key-value heads, H query heads, G query heads per key-value head
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,7 @@ from workers.block_attention import Parts, attend_to_blocks, mask_of, put_togeth
 from workers.kv_cache import BLOCK_TOKENS, PromptBlocks
 
 TILE_ROWS = 16
-"""Query rows that look at a prompt's block together."""
+"""Query rows that look at a prompt's block together, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ class _View:
     """Of `of_own`: block, sequence, and which of its own blocks it is."""
     results: Tensor
     """What is put together, the first block of every sequence first, then the second, ...: each the place among the
-    results of `of_prompts` (part by part, in each the places of a tile) and of `of_own` behind them."""
+    results of `of_prompts` (part by part, in each the places of a tile) and of `of_own` behind them, whose places are
+    all of one sequence."""
     owners: Tensor
     """Whose each of `results` is, as a place in `order`."""
     levels: list[tuple[int, int]]
@@ -66,24 +68,34 @@ class _View:
 class DecodeAttention:
     """The next token of every running sequence; and the tokens behind, as long as nobody comes, goes or grows."""
 
-    def __init__(self, tokens: Sequence[NextToken], heads_per_key: int) -> None:
-        """`heads_per_key` is G."""
+    def __init__(self, tokens: Sequence[NextToken], heads_per_key: int, rows_multiple: int) -> None:
+        """`heads_per_key` is G; products have a multiple of `rows_multiple` query rows."""
         self._tokens = tokens
         self._standing = _standing(tokens)
         self._heads_per_key = heads_per_key
-        self._tile_size = max(1, TILE_ROWS // heads_per_key)
         self._rows = torch.tensor([token.row for token in tokens])
         self._block = torch.tensor([token.blocks[-1] for token in tokens])
         self._slot = torch.tensor([token.length % BLOCK_TOKENS for token in tokens])
-        tiles: dict[tuple[int, int], int] = {}
-        self._tile = [
-            tiles.setdefault((id(token.prompt), token.index // self._tile_size), len(tiles)) for token in tokens
-        ]
-        members = np.full((len(tiles), self._tile_size), len(tokens))
-        for number, (tile, token) in enumerate(zip(self._tile, tokens, strict=True)):
-            members[tile, token.index % self._tile_size] = number
-        self._members = torch.from_numpy(members.ravel())
-        """(tiles * tile size,) sequences; one past the last where a place is empty."""
+        self._num_places = rows_multiple // math.gcd(rows_multiple, heads_per_key)
+        """Of a sequence's own parts; of a tile a multiple of it."""
+        of_prompt: dict[int, list[int]] = {}
+        for number, token in enumerate(tokens):
+            of_prompt.setdefault(id(token.prompt), []).append(number)
+        tile_max = max(1, TILE_ROWS // (self._num_places * heads_per_key)) * self._num_places
+        most = max(map(len, of_prompt.values()))
+        self._tile_size = min(tile_max, -(-most // self._num_places) * self._num_places)
+        self._place = [(0, 0)] * len(tokens)
+        """Of each sequence: its tile, and its place there."""
+        members: list[list[int]] = []
+        for numbers in of_prompt.values():
+            for start in range(0, len(numbers), self._tile_size):
+                tile = numbers[start : start + self._tile_size]
+                for place, number in enumerate(tile):
+                    self._place[number] = (len(members), place)
+                members.append(tile + tile[:1] * (self._tile_size - len(tile)))
+        self._members = np.array(members)
+        """(tiles, tile size) sequences; the first of a tile again where a place is empty."""
+        self._own_members = np.arange(len(tokens))[:, None].repeat(self._num_places, axis=1)
         self._views: dict[int | None, _View] = {}
 
     def go_on(self, tokens: Sequence[NextToken]) -> bool:
@@ -110,20 +122,12 @@ class DecodeAttention:
         if window not in self._views:
             self._views[window] = self._view(window, queries)
         view = self._views[window]
-        own = queries[self._rows].unflatten(1, (-1, self._heads_per_key))  # (S, K, G, E)
-        results, weights = [], []
-        if view.of_prompts is not None:
-            tiles = torch.cat([own, own.new_zeros(1, *own.shape[1:])])[self._members]
-            tiles = tiles.unflatten(0, (-1, self._tile_size)).transpose(1, 2).flatten(2, 3)  # (tiles, K, R, E)
-            result, weight = attend_to_blocks(tiles, keys, values, view.of_prompts, scaling)
-            shape = (self._tile_size, self._heads_per_key)
-            results.append(result.unflatten(2, shape).transpose(1, 2).flatten(0, 1))  # (P * tile size, K, G, E)
-            weights.append(weight.unflatten(2, shape).transpose(1, 2).flatten(0, 1))
-        result, weight = attend_to_blocks(own, keys, values, view.of_own, scaling)
-        results.append(result)
-        weights.append(weight)
-        result, weight = torch.cat(results)[view.results].float(), torch.cat(weights)[view.results].float()
-        joined = put_together(result, weight, view.owners, view.levels)[view.order]
+        all_parts = (view.of_own,) if view.of_prompts is None else (view.of_prompts, view.of_own)
+        parts = [attend_to_blocks(queries, keys, values, parts, scaling) for parts in all_parts]
+        result, weight = (
+            torch.cat(tensors).index_select(0, view.results).float() for tensors in zip(*parts, strict=True)
+        )
+        joined = put_together(result, weight, view.owners, view.levels).index_select(0, view.order)
         out[self._rows] = joined.flatten(1, 2).to(out.dtype)
 
     # ------------------------------------------------------------------ who sees what
@@ -132,10 +136,10 @@ class DecodeAttention:
         prompt_parts, own_parts, seen = self._parts(window)
         place_of = {part: place for place, part in enumerate(prompt_parts)}
         num_of_prompts = len(prompt_parts) * self._tile_size
-        own_place_of = {part: num_of_prompts + place for place, part in enumerate(own_parts)}
+        own_place_of = {part: num_of_prompts + place * self._num_places for place, part in enumerate(own_parts)}
         results_of = []
         for number, (token, (first, first_own)) in enumerate(zip(self._tokens, seen, strict=True)):
-            tile, place = self._tile[number], token.index % self._tile_size
+            tile, place = self._place[number]
             of_prompt = enumerate(token.prompt.blocks[first:], first)
             own = enumerate(token.blocks[first_own:], first_own)
             results_of.append(
@@ -155,8 +159,10 @@ class DecodeAttention:
         order[torch.tensor(falling)] = torch.arange(len(falling))
         device = like.device
         return _View(
-            self._parts_of(prompt_parts, self._prompt_mask(prompt_parts, window), like) if prompt_parts else None,
-            self._parts_of(own_parts, self._own_mask(own_parts, window), like),
+            self._parts_of(prompt_parts, self._members, self._prompt_mask(prompt_parts, window), like)
+            if prompt_parts
+            else None,
+            self._parts_of(own_parts, self._own_members, self._own_mask(own_parts, window), like),
             own_parts,
             torch.tensor(results, device=device),
             torch.tensor(owners, device=device),
@@ -181,12 +187,18 @@ class DecodeAttention:
                 first = max(0, begin) // BLOCK_TOKENS
                 first_own = max(0, begin - token.prompt.length) // BLOCK_TOKENS
             blocks = enumerate(token.prompt.blocks[first:], first)
-            prompt_parts |= dict.fromkeys((block, self._tile[number], part) for part, block in blocks)
+            prompt_parts |= dict.fromkeys((block, self._place[number][0], part) for part, block in blocks)
             own_parts += [(block, number, part) for part, block in enumerate(token.blocks[first_own:], first_own)]
             seen.append((first, first_own))
         return _in_runs(prompt_parts), _in_runs(own_parts), seen
 
-    def _parts_of(self, parts: Sequence[tuple[int, int, int]], is_hidden: NDArray[np.bool_], like: Tensor) -> Parts:
+    def _parts_of(
+        self,
+        parts: Sequence[tuple[int, int, int]],
+        members: NDArray[np.int64],
+        is_hidden: NDArray[np.bool_],
+        like: Tensor,
+    ) -> Parts:
         runs: list[tuple[int, int, int]] = []
         for place, (block, _, _) in enumerate(parts):
             if runs and runs[-1][0] + runs[-1][2] == block:
@@ -194,7 +206,7 @@ class DecodeAttention:
             else:
                 runs.append((block, place, 1))
         return Parts(
-            torch.tensor([who for _, who, _ in parts], device=like.device),
+            self._rows[torch.from_numpy(members[[who for _, who, _ in parts]].ravel())].to(like.device),
             torch.tensor([block for block, _, _ in parts], device=like.device),
             runs,
             _mask(is_hidden, like),
@@ -207,14 +219,13 @@ class DecodeAttention:
 
     def _prompt_mask(self, parts: Sequence[tuple[int, int, int]], window: int | None) -> NDArray[np.bool_]:
         """Which keys are hidden: (P, 1, B), or by row (P, R, B) where samples of one prompt see it differently."""
-        of_tile = {tile: number for number, tile in enumerate(self._tile)}
-        lengths = np.array([self._tokens[of_tile[tile]].prompt.length for _, tile, _ in parts])
+        lengths = np.array([self._tokens[self._members[tile, 0]].prompt.length for _, tile, _ in parts])
         begins = np.array([part * BLOCK_TOKENS for _, _, part in parts])
         num_keys = (lengths - begins)[:, None]
         if window is None:
             return _hidden(num_keys, num_keys, None)
-        own = np.array([token.length for token in self._tokens] + [0])[self._members.numpy()]
-        own = own.reshape(-1, self._tile_size).repeat(self._heads_per_key, axis=1)  # (tiles, rows)
+        own = np.array([token.length for token in self._tokens])[self._members]
+        own = own.repeat(self._heads_per_key, axis=1)  # (tiles, rows)
         positions = own[[tile for _, tile, _ in parts]] + num_keys  # (P, rows), counted from the block's beginning
         return _hidden(positions, np.broadcast_to(num_keys, positions.shape), window)
 

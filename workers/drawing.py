@@ -83,20 +83,34 @@ def draw(logits: NDArray[np.float32], params: SamplingParams, number: float) -> 
     return Distribution(logits, params).pick(number)
 
 
-def draw_rows(logits: NDArray[np.float32], params: SamplingParams, numbers: Sequence[float]) -> list[int]:
-    """A token from each row of logits (N, V) by its own number; as `draw` gives, some rows at a time."""
-    if params.temperature == 0:
+def draw_rows(logits: NDArray[np.float32], params: Sequence[SamplingParams], numbers: Sequence[float]) -> list[int]:
+    """A token from each row of logits (N, V) by its own parameters and number; as `draw` gives, many rows at a time."""
+    tokens = [0] * len(logits)
+    by_temperature: dict[float, list[int]] = {}
+    for place, own in enumerate(params):
+        if own.temperature and (0 < own.top_k < logits.shape[1] or own.top_p < 1):
+            tokens[place] = draw(logits[place], own, numbers[place])
+        else:
+            by_temperature.setdefault(own.temperature, []).append(place)
+    num_rows = max(1, BLOCK_VALUES // logits.shape[1])
+    for temperature, places in by_temperature.items():
+        for start in range(0, len(places), num_rows):
+            block = places[start : start + num_rows]
+            for place, token in zip(
+                block, _drawn(logits[block], temperature, [numbers[p] for p in block]), strict=True
+            ):
+                tokens[place] = token
+    return tokens
+
+
+def _drawn(logits: NDArray[np.float32], temperature: float, numbers: Sequence[float]) -> list[int]:
+    """A token from each row of logits (n, V), with nothing cut off."""
+    if temperature == 0:
         greedy: list[int] = logits.argmax(axis=1).tolist()
         return greedy
-    if 0 < params.top_k < logits.shape[1] or params.top_p < 1:
-        return [draw(row, params, number) for row, number in zip(logits, numbers, strict=True)]
-    tokens: list[int] = []
-    num_rows = max(1, BLOCK_VALUES // logits.shape[1])
-    for start in range(0, len(logits), num_rows):
-        cumulative = _all_weights(logits[start : start + num_rows], params.temperature)
-        np.cumsum(cumulative, axis=1, out=cumulative)
-        tokens += [_pick(row, number) for row, number in zip(cumulative, numbers[start:], strict=False)]
-    return tokens
+    cumulative = _all_weights(logits, temperature)
+    np.cumsum(cumulative, axis=1, out=cumulative)
+    return [_pick(row, number) for row, number in zip(cumulative, numbers, strict=True)]
 
 
 def likeliest(logprobs: NDArray[np.float32], k: int) -> NDArray[np.intp]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
@@ -62,10 +62,6 @@ from workers.threads import ThreadChoice, are_threads_alike
 
 logger = logging.getLogger(__name__)
 
-TWO_THREADS_PARAMS_MIN = 30_000_000
-"""A smaller base model decodes on one thread: a step is many tiny operations, and meeting at the end of each costs more
-than a second core gives, far more when the cores are busy. It depends on the model alone, and so do the bits."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -78,9 +74,9 @@ class EngineConfig:
     num_slots: int = 16
     """Adapters and sampler versions in the bank at once; others wait in host memory."""
     num_threads: int | None = None
-    """Most threads of the library's kernels; None leaves the process's setting. Part of the fingerprint. A pass takes
-    fewer while others use the cores, if its bits do not depend on that. `OMP_NUM_THREADS` and what bounds their
-    spinning (`GOMP_SPINCOUNT`) must be in the environment before torch is imported."""
+    """Most threads of the library's kernels; None leaves the process's setting. Part of the fingerprint. Passes and
+    decode steps take fewer while others use the cores, if their bits do not depend on that. `OMP_NUM_THREADS` and what
+    bounds their spinning (`GOMP_SPINCOUNT`) must be in the environment before torch is imported."""
     device: str = "cpu"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of the base model's weights and activations; adapters, moments and gradients are fp32. "auto": bfloat16 on cuda,
@@ -218,7 +214,7 @@ class TrainingEngine:
             for key in batch.removals:
                 self._remove(key)
             self.bank.prefetch(batch.expected, keep={item.adapter_id for item in batch.items})
-            with self._threads.running() if self._threads else nullcontext():
+            with self._running():
                 results = self._run_items(batch.items)
         return BatchResult(
             epoch=self._epoch,
@@ -244,18 +240,16 @@ class TrainingEngine:
         """Advance every running sequence by one token."""
         if self.sampler is None:
             return ()
-        if self._info.num_params >= TWO_THREADS_PARAMS_MIN:
+        with self._running():
             return self.sampler.decode_step()
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            return self.sampler.decode_step()
-        finally:
-            torch.set_num_threads(num_threads)
 
     def can_decode(self) -> bool:
         """Whether `decode_step` has anything to do."""
         return self.sampler is not None and self.sampler.can_decode()
+
+    def _running(self) -> AbstractContextManager[None]:
+        """Around whatever computes: on as many threads as there are free cores, if bits do not depend on it."""
+        return self._threads.running() if self._threads else nullcontext()
 
     def _room_bytes(self, free_bytes: int) -> int:
         """What a pass may take of the memory that is free: this engine's share, without what is the sampler's."""

@@ -39,18 +39,20 @@ class KVCache:
 
     def __init__(self, model: BaseModel, num_blocks: int) -> None:
         """Allocate; raises what the library raises when there is no memory."""
-        shape = (num_blocks, model.num_key_value_heads, BLOCK_TOKENS, model.head_dim)
-        self._data = torch.empty(model.num_layers, 2, *shape, dtype=model.dtype, device=model.device)
+        sizes = (BLOCK_TOKENS, model.head_dim)
+        shape = (model.num_layers, num_blocks, model.num_key_value_heads)
+        self._keys = torch.empty(*shape, *reversed(sizes), dtype=model.dtype, device=model.device)
+        self._values = torch.empty(*shape, *sizes, dtype=model.dtype, device=model.device)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (N, K, B, E) of a layer, to be read and written."""
-        keys, values = self._data[layer]
-        return keys, values
+        """Keys (N, K, E, B), which are read fastest so, and values (N, K, B, E) of a layer, to be read and written."""
+        return self._keys[layer], self._values[layer]
 
     def clear(self, blocks: Iterable[int]) -> None:
         """Make blocks zero in all layers."""
         for block in blocks:
-            self._data[:, :, block].zero_()
+            self._keys[:, block].zero_()
+            self._values[:, block].zero_()
 
 
 def block_bytes(model: BaseModel) -> int:

@@ -162,6 +162,14 @@ class ShortRun:
 
     def __init__(self, segments: Sequence[Segment], rows_min: int) -> None:
         self._run = Run(0, rows_min, [segment.adapter for segment in segments])
+        self._rows_min = rows_min
+        first, lengths = segments[0].start, {segment.stop - segment.start for segment in segments}
+        self._length = min(lengths)
+        self._beside: slice | None = None
+        """All rows, if segments of equal length stand one behind the other: no row needs to be looked up."""
+        if len(lengths) == 1 and segments[-1].stop == first + self._length * len(segments):
+            self._beside = slice(first, segments[-1].stop)
+            return
         index: list[int] = []
         places: list[int] = []
         rows: list[int] = []
@@ -175,13 +183,24 @@ class ShortRun:
 
     def add_to(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> None:
         """Add the adapters' part to ys (T, F), from x (T, D); nothing where the group is not adapted."""
-        run, views = self._run, self._run.views(group)
+        views = self._run.views(group)
         if views is None:
             return
-        parts = [y[self._index] for y in ys]
-        forward_segments(run.rows(x[self._index]), [run.rows(part) for part in parts], views, run.adapters[0].scaling)
+        scaling = self._run.adapters[0].scaling
+        parts = [self._filled_up(y) for y in ys]
+        forward_segments(self._filled_up(x), parts, views, scaling)
         for y, part in zip(ys, parts, strict=True):
-            y[self._rows] = part[self._places]
+            if self._beside is not None:
+                y[self._beside].view(len(part), self._length, -1).copy_(part[:, : self._length])
+            else:
+                y[self._rows] = part.flatten(0, 1)[self._places]
+
+    def _filled_up(self, tensor: Tensor) -> Tensor:
+        """The segments' rows of (T, F) and others, (S, rows_min, F)."""
+        if self._beside is None:
+            return self._run.rows(tensor[self._index])
+        rows = tensor[self._beside].view(-1, self._length, tensor.shape[1])
+        return F.pad(rows, (0, 0, 0, self._rows_min - self._length))
 
 
 class FusedRun(Protocol):

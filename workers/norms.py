@@ -20,14 +20,18 @@ LOW_PRECISION_TOLERANCE = 2.0**-7
 """Relative difference to a module's own result in bf16: it rounds to 8 bits twice, before and after the weight."""
 
 
+def _inverse(x: Tensor, eps: float) -> Tensor:
+    """1 / rms(x) (..., 1): sqrt(D) / |x|, with eps inside the root."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
 class _RmsNormFunction(torch.autograd.Function):
     """y = x / rms(x) * w for a frozen w; x (..., D), w (D,)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        # sqrt(D) / |x|, with eps inside the root
-        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # (..., 1)
-        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        inverse = _inverse(x, eps)
         ctx.save_for_backward(x, weight, inverse)
         return (x * inverse).mul_(weight)
 
@@ -50,6 +54,9 @@ class FusedRmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
+        if not torch.is_grad_enabled():
+            assert isinstance(self.weight, Tensor)
+            return (x * _inverse(x, self.eps)).mul_(self.weight)
         out: Tensor = _RmsNormFunction.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return out
 

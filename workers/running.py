@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.block_pool import Prefix
-from workers.drawing import Distribution, NonFiniteLogitsError, check_finite, draw_rows, likeliest, uniforms
+from workers.drawing import Distribution, NonFiniteLogitsError, check_finite, likeliest, uniforms
 from workers.kv_cache import BLOCK_TOKENS, PromptBlocks
 from workers.messages import (
     ItemError,
@@ -180,24 +180,38 @@ class Running:
         first = self.first
         if self.num_begun == self.request.num_samples:
             self.first = None
-        return self._draw(begun, first) if begun else ([], [])
-
-    def draw(self, rows: LogitsRows) -> tuple[list[SampleEvent], list[RunningSequence]]:
-        """Draw the next token of every sequence from its row: what to tell, and those that have ended.
-
-        Raises NonFiniteLogitsError.
-        """
-        return self._draw(self.sequences, rows)
-
-    def _draw(
-        self, sequences: Sequence[RunningSequence], rows: LogitsRows
-    ) -> tuple[list[SampleEvent], list[RunningSequence]]:
-        request, params = self.request, self.request.params
-        check_finite(rows.logits)
+        if not begun:
+            return [], []
+        check_finite(first.logits)
+        params = self.request.params
         if params.max_tokens == 0:
-            return [], [self._finish(sequence, StopReason.LENGTH) for sequence in list(sequences)]
-        tokens = self._tokens(sequences, rows.logits)
-        logprobs = rows.logprobs_of(tokens)
+            return [], [self._finish(sequence, StopReason.LENGTH) for sequence in begun]
+        distribution = Distribution(first.logits[0], params)
+        tokens = [distribution.pick(number) for number in self._numbers(begun)]
+        return self._take(begun, tokens, first.logprobs_of(tokens), first)
+
+    def numbers(self) -> list[float]:
+        """The random numbers of the next token of every running sequence."""
+        return self._numbers(self.sequences)
+
+    def take(
+        self, tokens: Sequence[int], logprobs: Sequence[float], rows: LogitsRows
+    ) -> tuple[list[SampleEvent], list[RunningSequence]]:
+        """Take in what was drawn for every running sequence from its row: what to tell, and those that have ended."""
+        return self._take(self.sequences, tokens, logprobs, rows)
+
+    def _numbers(self, sequences: Sequence[RunningSequence]) -> list[float]:
+        params = self.request.params
+        return [0.0 if params.temperature == 0 else sequence.number(params.seed) for sequence in sequences]
+
+    def _take(
+        self,
+        sequences: Sequence[RunningSequence],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        rows: LogitsRows,
+    ) -> tuple[list[SampleEvent], list[RunningSequence]]:
+        request = self.request
         events: list[SampleEvent] = []
         reasons: list[tuple[RunningSequence, StopReason]] = []
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
@@ -213,16 +227,6 @@ class Running:
         if request.topk_sample_logprobs:
             self._note_likeliest(sequences, rows)
         return events, [self._finish(*ended) for ended in reasons]
-
-    def _tokens(self, sequences: Sequence[RunningSequence], logits: NDArray[np.float32]) -> list[int]:
-        """The next token of every sequence, from its own row of (S, V), or all from the one."""
-        params = self.request.params
-        is_greedy = params.temperature == 0
-        numbers = [0.0 if is_greedy else sequence.number(params.seed) for sequence in sequences]
-        if len(logits) == len(sequences):
-            return draw_rows(logits, params, numbers)
-        distribution = Distribution(logits[0], params)
-        return [distribution.pick(number) for number in numbers]
 
     def _note_likeliest(self, sequences: Sequence[RunningSequence], rows: LogitsRows) -> None:
         logprobs = rows.logprobs.cpu().numpy()

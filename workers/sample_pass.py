@@ -10,6 +10,7 @@ Dimensions: T rows of the pass, D hidden size, N rows of logits, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,10 +22,13 @@ from torch import Tensor
 
 from workers.bank import Bank, Row
 from workers.base_model import BaseModel
+from workers.block_attention import ROWS_MULTIPLES, find_rows_multiple
 from workers.decode_attention import DecodeAttention, NextToken
-from workers.kv_cache import KVCache, PromptBlocks
+from workers.kv_cache import BLOCK_TOKENS, KVCache, PromptBlocks
 from workers.lora import Segment
 from workers.step_attention import PromptChunk, StepAttention
+
+logger = logging.getLogger(__name__)
 
 LOGIT_ROWS = 256
 """Rows of logits that are held at once for what is wanted of a prompt."""
@@ -95,9 +99,29 @@ class LogitsRows:
         picked = torch.tensor(tokens, device=self.logprobs.device).unsqueeze(1)  # (n, 1)
         return self.logprobs.expand(len(tokens), -1).gather(1, picked).squeeze(1).tolist()
 
+    def pick(self, places: Sequence[int]) -> LogitsRows:
+        """Rows in another order; without copying if they are all, in order."""
+        if list(places) == list(range(len(self.logits))):
+            return self
+        return LogitsRows(self.logits[places], self.logprobs[places])
+
+    def some(self, places: slice) -> LogitsRows:
+        """Some of the rows, without copying."""
+        return LogitsRows(self.logits[places], self.logprobs[places])
+
     def alone(self) -> LogitsRows:
         """A copy, which keeps no other rows in memory."""
         return LogitsRows(self.logits.copy(), self.logprobs.clone())
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a pass gives to draw from."""
+
+    rows: LogitsRows | None
+    """Of all parts that have any."""
+    places: list[slice | None]
+    """Per part, its rows among them: one per sequence, the last of a prompt; None where a prompt goes on."""
 
 
 class SamplePass:
@@ -108,15 +132,18 @@ class SamplePass:
         self._bank = bank
         self._cache = cache
         self._heads_per_key = base_model.num_heads // base_model.num_key_value_heads
+        self._rows_multiple = 1
+        if base_model.device.type == "cpu":
+            found = find_rows_multiple(base_model.head_dim, BLOCK_TOKENS, torch.get_num_threads())
+            if found is None:
+                logger.warning("on this processor the bits of a sample may depend on its neighbours")
+            self._rows_multiple = found or ROWS_MULTIPLES[-1]
         self._decoding: DecodeAttention | None = None
         """Of the last pass: mostly the same sequences go on."""
 
-    @torch.no_grad()
-    def run(self, parts: Sequence[Part]) -> list[LogitsRows | None]:
-        """One forward of parts of at most as many versions as the bank has slots.
-
-        Per part what is drawn from: a row per sequence, the last row of a prompt; None where a prompt goes on.
-        """
+    @torch.inference_mode()
+    def run(self, parts: Sequence[Part]) -> Outcome:
+        """One forward of parts of at most as many versions as the bank has slots."""
         rows_of = self._acquire(parts)
         order = sorted(range(len(parts)), key=lambda index: _place_in_bank(rows_of.get(parts[index].key)))
         ordered = [parts[index] for index in order]
@@ -133,8 +160,10 @@ class SamplePass:
             if isinstance(part, PromptPart):
                 self._note(part, rows, rows_of)
         drawn = [rows[_drawn(part)] for part, rows in zip(ordered, of_part, strict=True)]
-        outcomes = self._logits(drawn, [part.key for part in ordered], rows_of)
-        return [outcomes[place] for place in np.argsort(order)]
+        stops = np.cumsum([len(rows) for rows in drawn]).tolist()
+        places = [slice(stop - len(rows), stop) if len(rows) else None for rows, stop in zip(drawn, stops, strict=True)]
+        drawn_from = self._logits(drawn, [part.key for part in ordered], rows_of) if any(places) else None
+        return Outcome(drawn_from, [places[place] for place in np.argsort(order)])
 
     def _acquire(self, parts: Sequence[Part]) -> dict[str, Row]:
         keys = list(dict.fromkeys(part.key for part in parts if part.key))
@@ -153,25 +182,15 @@ class SamplePass:
         if not tokens:
             self._decoding = None
         elif self._decoding is None or not self._decoding.go_on(tokens):
-            self._decoding = DecodeAttention(tokens, self._heads_per_key)
+            self._decoding = DecodeAttention(tokens, self._heads_per_key, self._rows_multiple)
         return StepAttention(self._cache, chunks, self._decoding, heads_per_key=self._heads_per_key)
 
-    def _logits(
-        self, hidden: Sequence[Tensor], keys: Sequence[str], rows_of: dict[str, Row]
-    ) -> list[LogitsRows | None]:
+    def _logits(self, hidden: Sequence[Tensor], keys: Sequence[str], rows_of: dict[str, Row]) -> LogitsRows:
         """Rows for drawing, from the hidden states (n, D) of every part, which may be none."""
         counts = [len(rows) for rows in hidden]
-        if not any(counts):
-            return [None] * len(counts)
         segments = _segments([pair for pair in zip(keys, counts, strict=True) if pair[1]], rows_of)
         logits = self._base_model.unembed(torch.cat(list(hidden)), segments).float()  # (N, V)
-        values = logits.cpu().numpy()
-        logprobs = logits.log_softmax(-1)
-        stops = np.cumsum(counts).tolist()
-        return [
-            LogitsRows(values[stop - count : stop], logprobs[stop - count : stop]) if count else None
-            for count, stop in zip(counts, stops, strict=True)
-        ]
+        return LogitsRows(logits.cpu().numpy(), logits.log_softmax(-1))
 
     def _note(self, part: PromptPart, hidden: Tensor, rows_of: dict[str, Row]) -> None:
         """Tell what is wanted of the prompt's positions, from the hidden states (n, D) of its tokens."""

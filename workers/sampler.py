@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,12 +24,12 @@ from tokenizers import Tokenizer
 from workers.allocator import is_out_of_memory
 from workers.bank import Bank
 from workers.base_model import BaseModel
-from workers.drawing import NonFiniteLogitsError
+from workers.drawing import NonFiniteLogitsError, check_finite, draw_rows
 from workers.host_memory import free_bytes
 from workers.kv_cache import KVCache, block_bytes
 from workers.messages import ErrorCode, ItemError, SampleEvent, SampleRequest, SampleResult
 from workers.running import Running, RunningSequence
-from workers.sample_pass import LogitsRows, NextPart, Part, PromptPart, SamplePass
+from workers.sample_pass import LogitsRows, NextPart, Outcome, Part, PromptPart, SamplePass
 from workers.seats import Seats
 from workers.snapshot import DamagedStateError, OtherAdapterError, read_state
 from workers.stop_strings import StopStrings, load_tokenizer
@@ -228,7 +229,7 @@ class Sampler:
         begin_s = self._clock()
         parts = [self._part(unit) for unit in units]
         try:
-            outcomes = self._pass.run(parts)
+            outcome = self._pass.run(parts)
         except Exception as error:
             # An exception's traceback holds the pass's tensors; they must go before the halves are tried.
             failure = _item_error(error)
@@ -239,8 +240,7 @@ class Sampler:
             num_rows = sum(len(part.tokens) for part in parts)
             for unit, part in zip(units, parts, strict=True):
                 unit.owner.engine_s += engine_s * len(part.tokens) / num_rows
-            for unit, rows in zip(units, outcomes, strict=True):
-                self._take_in(unit, rows)
+            self._take_in(units, outcome)
             return
         if len(units) == 1:
             self._end(units[0].owner, failure)
@@ -269,17 +269,43 @@ class Sampler:
             places=[sequence.place for sequence in owner.sequences],
         )
 
-    def _take_in(self, unit: _Unit, rows: LogitsRows | None) -> None:
-        if unit.owner.is_over:
-            return
-        if isinstance(unit, _Prefill):
+    def _take_in(self, units: Sequence[_Unit], outcome: Outcome) -> None:
+        """Go on with what a pass gave: note prompts, and draw the next token of everybody else at once."""
+        drawing: list[tuple[Running, slice]] = []
+        for unit, place in zip(units, outcome.places, strict=True):
+            if isinstance(unit, _Decode):
+                assert place is not None
+                drawing.append((unit.owner, place))
+                continue
             self._seats.note_prefilled(unit.owner, unit.stop)
-            unit.owner.first = None if rows is None else rows.alone()
+            unit.owner.first = None if place is None or outcome.rows is None else outcome.rows.some(place).alone()
             if unit.owner.failure is not None:
                 self._end(unit.owner, _item_error(unit.owner.failure))
+        if drawing:
+            assert outcome.rows is not None
+            self._draw(drawing, outcome.rows)
+
+    def _draw(self, drawing: Sequence[tuple[Running, slice]], rows: LogitsRows) -> None:
+        """Draw the next token of every sequence of some requests, from its row; if that fails, each request alone."""
+        params = [owner.request.params for owner, _ in drawing for _ in owner.sequences]
+        mine = rows.pick([place for _, owned in drawing for place in range(owned.start, owned.stop)])
+        try:
+            check_finite(mine.logits)
+            tokens = draw_rows(mine.logits, params, [number for owner, _ in drawing for number in owner.numbers()])
+            logprobs = mine.logprobs_of(tokens)
+        except Exception as error:  # noqa: BLE001 (told as the request's result)
+            if len(drawing) == 1:
+                owner = drawing[0][0]
+                self._end(owner, _failure(owner.request.op_id, error))
+                return
+            for one in drawing:
+                self._draw([one], rows)
             return
-        assert rows is not None
-        self._guarded(unit.owner, lambda: unit.owner.draw(rows))
+        stop = 0
+        for owner, _ in drawing:
+            start, stop = stop, stop + len(owner.sequences)
+            own = slice(start, stop)
+            self._guarded(owner, partial(owner.take, tokens[own], logprobs[own], mine.some(own)))
 
     def _guarded(self, owner: Running, draw: Callable[[], tuple[list[SampleEvent], list[RunningSequence]]]) -> None:
         """Let a request draw tokens, and tell them; end what has ended, the request itself if the drawing fails."""

@@ -2,9 +2,10 @@
 
 Knows positions and blocks of keys; not requests, versions or tokens.
 
-Main invariant: every product has a shape that is the same whoever else is there, and what is added up for a row is
-added in the order of its own blocks. So a row's bits depend on its own tokens and place alone: not on who is beside it,
-nor on which blocks the keys lie in, whether a prompt came in one step or several, or was there already.
+Main invariant: every product has a shape that is the same whoever else is there, or one whose rows do not notice each
+other, and what is added up for a row is added in the order of its own blocks. So a row's bits depend on its own tokens
+and place alone: not on who is beside it, nor on which blocks the keys lie in, whether a prompt came in one step or
+several, or was there already.
 
 A prompt's queries are cut into blocks at absolute positions, the last filled up with zeros; each attends in one call to
 the keys up to its own end. For running sequences see `decode_attention`.
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.block_attention import attend, mask_of
+from workers.block_attention import attend_prompt, mask_of
 from workers.decode_attention import DecodeAttention
 from workers.kv_cache import BLOCK_TOKENS, KVCache, PromptBlocks
 
@@ -58,11 +59,11 @@ class StepAttention:
         queries, key_rows, value_rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (T, heads, E)
         out = torch.zeros(queries.shape, dtype=query.dtype, device=query.device)  # (T, H, E)
         for chunk in self._chunks:
-            chunk.write(keys, key_rows)
+            chunk.write(keys.transpose(2, 3), key_rows)
             chunk.write(values, value_rows)
             chunk.attend(queries, keys, values, out, scaling, sliding_window)
         if self._decoding is not None:
-            self._decoding.write(keys, key_rows)
+            self._decoding.write(keys.transpose(2, 3), key_rows)
             self._decoding.write(values, value_rows)
             self._decoding.attend(queries, keys, values, out, scaling, sliding_window)
         return out.unsqueeze(0)
@@ -96,7 +97,8 @@ class _Chunk:
     ) -> None:
         """Fill the chunk's rows of `out` (T, H, E)."""
         first = self._first_seen(self._first, window)
-        seen = [_joined(memory[self._blocks[first:]]) for memory in (keys, values)]  # (1, K, tokens, E) each
+        blocks = self._blocks[first:]
+        seen = [_joined(keys[blocks].transpose(2, 3)), _joined(values[blocks])]  # (1, K, tokens, E) each
         rows = self._in_blocks(queries).unflatten(2, (-1, self._heads_per_key))  # (blocks, B, K, G, E)
         rows = rows.permute(0, 2, 3, 1, 4).flatten(2, 3)  # (blocks, K, G * B, E)
         mask = self._mask(window, queries)
@@ -105,13 +107,13 @@ class _Chunk:
             begin, end = self._first_seen(block, window), block + 1
             tokens = slice((begin - first) * BLOCK_TOKENS, (end - first) * BLOCK_TOKENS)
             results.append(
-                attend(
+                attend_prompt(
                     rows[place : place + 1],
                     seen[0][:, :, tokens],
                     seen[1][:, :, tokens],
                     mask[:, :, :, mask.shape[-1] - (end - begin) * BLOCK_TOKENS :],
                     scaling,
-                )[0]
+                )
             )
         result = torch.cat(results).unflatten(2, (self._heads_per_key, BLOCK_TOKENS))  # (blocks, K, G, B, E)
         result = result.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)  # (tokens, H, E)
@@ -136,5 +138,5 @@ class _Chunk:
 
 
 def _joined(blocks: Tensor) -> Tensor:
-    """Blocks (n, K, B, E) one behind the other: (1, K, n * B, E)."""
-    return blocks.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+    """Blocks (n, K, B, E) one behind the other: (1, K, n * B, E), with the values of a token beside each other."""
+    return blocks.transpose(0, 1).flatten(1, 2).unsqueeze(0).contiguous()

@@ -1,11 +1,11 @@
-"""How many threads the next pass runs with: as many as there are cores that nobody else uses.
+"""How many threads the next pass or decode step runs with: as many as there are cores that nobody else uses.
 
 Threads that meet after every operation go at the pace of the last of them. Where another process holds one of two
 cores, a pass on two threads takes several times as long as on one. So passes give way, and take the cores back when
 they are free. Only where bits do not depend on the number of threads: `are_threads_alike` tries that when a model is
 loaded.
 
-Knows cores, times and, for that trial, one small pass; not batches or order.
+Knows cores, times and, for that trial, one small pass and some samples; not batches or order.
 """
 
 from __future__ import annotations
@@ -25,9 +25,19 @@ from torch import Tensor
 from workers.bank import Bank
 from workers.base_model import BaseModel
 from workers.host_memory import free_bytes
-from workers.messages import AdamParams, AdapterSpec, Datum, PassItem
+from workers.messages import (
+    AdamParams,
+    AdapterSpec,
+    Datum,
+    PassItem,
+    SampleRequest,
+    SampleResult,
+    SamplerVersion,
+    SamplingParams,
+)
 from workers.optim import Step, StepNorms, adamw_step, adamw_steps
 from workers.passes import PassRunner
+from workers.sampler import Sampler
 
 PROC_STAT = Path("/proc/stat")
 WINDOW_S = 0.25
@@ -49,6 +59,8 @@ TRIAL_LENGTHS = {
 whole chunk of the largest rank."""
 TRIAL_TARGETS = {"many": 200}
 """Of each token, where it is not one."""
+TRIAL_PROMPT_TOKENS, TRIAL_DRAWN_TOKENS, TRIAL_CACHE_BYTES = 70, 3, 64 << 20
+"""Of its samples: a prompt of a block of keys and a part of one."""
 TRIAL_SHORT_PARAMS_MIN, TRIAL_SHORT_LENGTH = 50_000_000, 128
 """From so many parameters on no sequence of the trial is longer than this, or it would take many seconds."""
 TRIAL_PARAMS_MAX = 1_000_000_000
@@ -127,7 +139,7 @@ class ThreadChoice:
 
 
 def are_threads_alike(base_model: BaseModel) -> bool:
-    """Whether a pass and a step have the same bits on one thread and on the number of threads in use.
+    """Whether passes, steps and samples have the same bits on one thread and on the number of threads in use.
 
     False without trying if that is one thread, if the device is no CPU, or if the model is very large.
     """
@@ -212,4 +224,33 @@ def _trial(base_model: BaseModel) -> list[Tensor]:
         if not isinstance(norms, StepNorms):
             return []
         results += [row.weights, torch.tensor([norms.gradient, norms.update, norms.adapter], dtype=torch.float64)]
-    return results
+    sampled = _sampled(base_model, bank, min(TRIAL_PROMPT_TOKENS, longest - TRIAL_DRAWN_TOKENS))
+    return results + sampled if sampled else []
+
+
+def _sampled(base_model: BaseModel, bank: Bank, prompt_tokens: int) -> list[Tensor]:
+    """Log-probabilities of samples of a trial's adapters: several of one prompt, and of different ones together.
+
+    Nothing if there was no memory for them.
+    """
+    sampler = Sampler(base_model, bank, cache_bytes_max=TRIAL_CACHE_BYTES)
+    rng = np.random.default_rng(1)
+    for number, key in enumerate(("few", "few", "odd", "")):
+        request = SampleRequest(
+            op_id=str(number),
+            version=SamplerVersion(key=key),
+            prompt=rng.integers(0, base_model.vocab_size, prompt_tokens - number).astype(np.int32),
+            num_samples=1 + 2 * number,
+            params=SamplingParams(max_tokens=TRIAL_DRAWN_TOKENS, seed=number),
+            prompt_logprobs=True,
+        )
+        sampler.start_sample(request)
+    results: dict[str, SampleResult] = {}
+    while sampler.can_decode():
+        results |= {event.op_id: event for event in sampler.decode_step() if isinstance(event, SampleResult)}
+    values = []
+    for _, result in sorted(results.items()):
+        if result.error is not None or result.prompt_logprobs is None:
+            return []
+        values += [result.prompt_logprobs[1:], *(sequence.logprobs for sequence in result.sequences)]
+    return [torch.from_numpy(logprobs) for logprobs in values]

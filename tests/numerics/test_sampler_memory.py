@@ -308,7 +308,9 @@ def test_memory_that_an_overflow_was_in_poisons_nobody(qwen3: Path) -> None:
     (sick,) = s.run(request("sick", "sick/v", length=150, max_tokens=60))
     assert sick.error is not None
     assert sick.error.code is ErrorCode.NON_FINITE
-    s.sampler._cache._data.fill_(float("nan"))
+    for layer in range(s.driver.engine.base_model.num_layers):
+        for memory in s.sampler._cache.layer(layer):
+            memory.fill_(float("nan"))
     s.sampler._seats.pool.drop_all()
     (after,) = s.sequences(request("after", length=70, max_tokens=70, num_samples=2))
     assert_same_bits(after, alone)

@@ -119,7 +119,16 @@ def test_rows_are_drawn_as_each_is_alone(changes: dict[str, Any], vocab_size: in
     logits = rng.standard_normal((7, vocab_size)).astype(np.float32)
     numbers = rng.random(7).tolist()
     alone = [draw(row, params(**changes), number) for row, number in zip(logits, numbers, strict=True)]
-    assert draw_rows(logits, params(**changes), numbers) == alone
+    assert draw_rows(logits, [params(**changes)] * 7, numbers) == alone
+
+
+def test_rows_of_requests_with_parameters_of_their_own_are_drawn_as_alone() -> None:
+    rng = np.random.default_rng(2)
+    own = [params(temperature=t, top_k=k, top_p=p) for t in (0.0, 0.7, 1.0) for k in (-1, 5) for p in (0.8, 1.0)] * 2
+    logits = rng.standard_normal((len(own), 300)).astype(np.float32)
+    numbers = rng.random(len(own)).tolist()
+    alone = [draw(*drawing) for drawing in zip(logits, own, numbers, strict=True)]
+    assert draw_rows(logits, own, numbers) == alone
 
 
 @pytest.mark.parametrize("vocab_size", [97, 2048])
