@@ -141,10 +141,14 @@ class SamplePass:
         self._decoding: DecodeAttention | None = None
         """Of the last pass: mostly the same sequences go on."""
 
-    @torch.inference_mode()
     def run(self, parts: Sequence[Part]) -> Outcome:
         """One forward of parts of at most as many versions as the bank has slots."""
+        # Before inference mode: what is made in it can never be written outside, and rows that move belong to the bank.
         rows_of = self._acquire(parts)
+        with torch.inference_mode():
+            return self._run(parts, rows_of)
+
+    def _run(self, parts: Sequence[Part], rows_of: dict[str, Row]) -> Outcome:
         order = sorted(range(len(parts)), key=lambda index: _place_in_bank(rows_of.get(parts[index].key)))
         ordered = [parts[index] for index in order]
         starts = np.cumsum([0, *(len(part.tokens) for part in ordered)]).tolist()

@@ -149,6 +149,17 @@ def test_more_versions_than_slots_are_sampled_together(qwen3: Path) -> None:
         assert_same_bits(bits, together)
 
 
+def test_slots_that_were_first_used_by_sampling_train_on(qwen3: Path) -> None:
+    """What the sampler's passes make can never be written to again; slots must not be of that kind."""
+    s = sampling(qwen3)
+    s.driver.install(make_spec("a"))
+    s.driver.train(s.driver.save("a", publish_as="a/0"))
+    for number in range(2):
+        s.run(request(f"with {number}", f"a/{number}"))
+        s.driver.train(s.driver.backward("a", make_data("cross_entropy", [9])), s.driver.step("a"))
+        s.driver.train(s.driver.save("a", publish_as=f"a/{number + 1}"))
+
+
 def test_version_stays_as_it_was_published_while_its_adapter_trains_on(qwen3: Path) -> None:
     s = sampling(qwen3)
     s.publish("a")
