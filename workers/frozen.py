@@ -1,7 +1,7 @@
 """Products of activations with frozen weights: the bulk of all work, forward and backward, of all tenants at once.
 
 On a CPU in fp32 oneDNN multiplies, with weights put beforehand into the order in which its kernels read them; that is
-1.1 to 2 times as fast as the general matmul (`docs/benchmarks.md`), and takes two more copies of the weights: one for
+faster than the general matmul except for the smallest (both in `docs/benchmarks.md`), and takes two more copies of the weights: one for
 the forward, one of the transposes for the backward. Elsewhere, and where that does not work, torch's matmul does it;
 exact mode has its own way in `blocks`.
 
