@@ -1,9 +1,9 @@
 """Products of activations with frozen weights: the bulk of all work, forward and backward, of all tenants at once.
 
 On a CPU in fp32 oneDNN multiplies, with weights put beforehand into the order in which its kernels read them; that is
-faster than the general matmul except for the smallest (both in `docs/benchmarks.md`), and takes two more copies of the weights: one for
-the forward, one of the transposes for the backward. Elsewhere, and where that does not work, torch's matmul does it;
-exact mode has its own way in `blocks`.
+faster than the general matmul except for the smallest products (both are in `docs/benchmarks.md`), and takes two more
+copies of the weights: one for the forward, one of the transposes for the backward. Elsewhere, and where that does not
+work, torch's matmul does it; exact mode has its own way in `blocks`.
 
 Knows matrices; not whose rows they are, nor what adapters add.
 
