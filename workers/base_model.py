@@ -270,7 +270,8 @@ class BaseModel:
         return layers
 
     def _test_numerics(self) -> None:
-        weights = [weight for group in self.groups for weight in group.weights]
+        groups = [group.weights for group in self.groups]
+        weights = [weight for group in groups for weight in group]
         self.rows_min: int | None = None
         """Rows from which bits are independent of other rows; None: never, and only exact mode makes a promise."""
         if self.block_rows is not None:
@@ -289,14 +290,14 @@ class BaseModel:
             if can_group(self.device, self.dtype, self.group_shapes):
                 self.current.fuse = group_segments
             return
-        if can_pack(weights):
-            self.rows_min = find_rows_min(weights, self._elementwise(), is_packed=True)
+        if can_pack(groups):
+            self.rows_min = find_rows_min(groups, self._elementwise(), is_packed=True)
             self.is_packed = self.rows_min is not None
         if self.is_packed:
             for group in self.groups:
                 group.products = PackedProducts(group.weights, group.biases)
         else:
-            self.rows_min = find_rows_min(weights, self._elementwise(), is_packed=False)
+            self.rows_min = find_rows_min(groups, self._elementwise(), is_packed=False)
         self.current.rows_min = self.rows_min or self.current.rows_min
         self.current.can_batch = can_batch_segments(weights, self.current.rows_min)
 

@@ -18,6 +18,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 ROWS_MULTIPLES = (4, 8, 16, 32)
 """What the query rows of a product are tried to be a multiple of. Libraries have kernels apart for 1, 2 and 3 rows."""
@@ -35,12 +36,14 @@ class Parts:
 
     looks: Tensor
     """(P * places,) rows of the pass, one for each place of a part."""
+    num_rows: int
+    """Query rows of a part's product: G for each place, and the rest is filled up with zeros."""
     blocks: Tensor
     """(P,)"""
     runs: list[tuple[int, int, int]]
     """First block, first part, and number of parts that are blocks beside each other in memory."""
     mask: Tensor
-    """(P, 1, 1 or rows, B)"""
+    """(P, 1, 1 or num_rows, B)"""
 
 
 def mask_of(is_hidden: Tensor, like: Tensor) -> Tensor:
@@ -59,6 +62,9 @@ def attend_to_blocks(
     )
     num_places, heads_per_key = rows.shape[1], rows.shape[3]
     rows = rows.transpose(1, 2).flatten(2, 3)  # (P, K, places * G, E)
+    num_filled = rows.shape[2]
+    if num_filled < parts.num_rows:
+        rows = F.pad(rows, (0, 0, 0, parts.num_rows - num_filled))
     if len(parts.runs) * PARTS_PER_CALL > num_parts:
         result, log_sum_exp = attend_rows(rows, keys[parts.blocks], values[parts.blocks], parts.mask, scaling)
     else:
@@ -68,7 +74,9 @@ def attend_to_blocks(
             results.append(attend_rows(rows[mine], keys[memory], values[memory], parts.mask[mine], scaling))
         result, log_sum_exp = (torch.cat(tensors) for tensors in zip(*results, strict=True))
     shape = (num_places, heads_per_key)
-    result, log_sum_exp = (tensor.unflatten(2, shape).transpose(1, 2) for tensor in (result, log_sum_exp))
+    result, log_sum_exp = (
+        tensor[:, :, :num_filled].unflatten(2, shape).transpose(1, 2) for tensor in (result, log_sum_exp)
+    )
     return result.flatten(0, 1), log_sum_exp.flatten(0, 1)
 
 
@@ -77,7 +85,9 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling
     the log-sum-exp of scores (P, K, rows), fp32. For few rows; a kernel for long sequences takes three times as long.
     """
     scores = (query @ key).float().mul_(scaling).add_(mask)
-    return scores.softmax(-1).to(value.dtype) @ value, scores.logsumexp(-1)
+    weights = scores.softmax(-1)
+    # The largest weight is 1 / sum(exp(score - largest score)): two cheap maxima in place of another exponential.
+    return weights.to(value.dtype) @ value, scores.amax(-1).sub_(weights.amax(-1).log_())
 
 
 def attend_prompt(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:

@@ -13,7 +13,6 @@ looks at it), K key-value heads, H query heads, G query heads per key-value head
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -55,8 +54,7 @@ class _View:
     """Of `of_own`: block, sequence, and which of its own blocks it is."""
     results: Tensor
     """What is put together, the first block of every sequence first, then the second, ...: each the place among the
-    results of `of_prompts` (part by part, in each the places of a tile) and of `of_own` behind them, whose places are
-    all of one sequence."""
+    results of `of_prompts` (part by part, in each the places of a tile) and of `of_own` behind them."""
     owners: Tensor
     """Whose each of `results` is, as a place in `order`."""
     levels: list[tuple[int, int]]
@@ -76,14 +74,11 @@ class DecodeAttention:
         self._rows = torch.tensor([token.row for token in tokens])
         self._block = torch.tensor([token.blocks[-1] for token in tokens])
         self._slot = torch.tensor([token.length % BLOCK_TOKENS for token in tokens])
-        self._num_places = rows_multiple // math.gcd(rows_multiple, heads_per_key)
-        """Of a sequence's own parts; of a tile a multiple of it."""
+        self._rows_multiple = rows_multiple
         of_prompt: dict[int, list[int]] = {}
         for number, token in enumerate(tokens):
             of_prompt.setdefault(id(token.prompt), []).append(number)
-        tile_max = max(1, TILE_ROWS // (self._num_places * heads_per_key)) * self._num_places
-        most = max(map(len, of_prompt.values()))
-        self._tile_size = min(tile_max, -(-most // self._num_places) * self._num_places)
+        self._tile_size = min(max(1, TILE_ROWS // heads_per_key), max(map(len, of_prompt.values())))
         self._place = [(0, 0)] * len(tokens)
         """Of each sequence: its tile, and its place there."""
         members: list[list[int]] = []
@@ -95,7 +90,7 @@ class DecodeAttention:
                 members.append(tile + tile[:1] * (self._tile_size - len(tile)))
         self._members = np.array(members)
         """(tiles, tile size) sequences; the first of a tile again where a place is empty."""
-        self._own_members = np.arange(len(tokens))[:, None].repeat(self._num_places, axis=1)
+        self._own_members = np.arange(len(tokens))[:, None]
         self._views: dict[int | None, _View] = {}
 
     def go_on(self, tokens: Sequence[NextToken]) -> bool:
@@ -136,7 +131,7 @@ class DecodeAttention:
         prompt_parts, own_parts, seen = self._parts(window)
         place_of = {part: place for place, part in enumerate(prompt_parts)}
         num_of_prompts = len(prompt_parts) * self._tile_size
-        own_place_of = {part: num_of_prompts + place * self._num_places for place, part in enumerate(own_parts)}
+        own_place_of = {part: num_of_prompts + place for place, part in enumerate(own_parts)}
         results_of = []
         for number, (token, (first, first_own)) in enumerate(zip(self._tokens, seen, strict=True)):
             tile, place = self._place[number]
@@ -205,8 +200,12 @@ class DecodeAttention:
                 runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
             else:
                 runs.append((block, place, 1))
+        num_rows = -(-members.shape[1] * self._heads_per_key // self._rows_multiple) * self._rows_multiple
+        if is_hidden.shape[1] > 1:
+            is_hidden = np.pad(is_hidden, ((0, 0), (0, num_rows - is_hidden.shape[1]), (0, 0)))
         return Parts(
             self._rows[torch.from_numpy(members[[who for _, who, _ in parts]].ravel())].to(like.device),
+            num_rows,
             torch.tensor([block for block, _, _ in parts], device=like.device),
             runs,
             _mask(is_hidden, like),

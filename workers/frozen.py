@@ -41,7 +41,7 @@ class FrozenProducts(Protocol):
         """x (N, D) -> x W^T + b (N, F) per linear, in `outs` where they are given, which may have gaps between rows."""
 
     def backward(self, dys: Sequence[Tensor]) -> Tensor:
-        """dys (N, F) per linear -> the sum of dy W (N, D), in the order of the linears."""
+        """dys (N, F) per linear -> the sum of dy W (N, D)."""
 
 
 class PlainProducts:
@@ -89,29 +89,33 @@ class BlockProducts:
 
 
 class PackedProducts:
-    """Implements `FrozenProducts` by oneDNN with packed weights: fp32 on a CPU. `can_pack` says whether that works."""
+    """Implements `FrozenProducts` by oneDNN with packed weights: fp32 on a CPU. `can_pack` says whether that works.
+
+    The weights of all linears are one product, for a call costs as much as a small product.
+    """
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
-        self._forward = [_packed(weight) for weight in weights]
-        self._backward = [_packed(weight.t()) for weight in weights]
-        self._biases = biases
+        weight = torch.cat(list(weights))  # (sum of F, D)
+        self._widths = [part.shape[0] for part in weights]
+        self._forward = _packed(weight)
+        self._backward = _packed(weight.t())
+        self._bias: Tensor | None = None
+        if any(bias is not None for bias in biases):
+            filled = [
+                part.new_zeros(len(part)) if bias is None else bias for part, bias in zip(weights, biases, strict=True)
+            ]
+            self._bias = torch.cat(filled)
 
     def forward(self, x: Tensor, outs: Sequence[Tensor | None]) -> list[Tensor]:
-        """See `FrozenProducts`."""
-        num_rows = x.shape[0]
-        x = _filled_up(x)
-        ys = [
-            _onednn_linear(x, weight, bias)[:num_rows] for weight, bias in zip(self._forward, self._biases, strict=True)
-        ]
-        return [y if out is None else out.copy_(y) for y, out in zip(ys, outs, strict=True)]
+        """See `FrozenProducts`. Outputs of several linears are columns of one tensor."""
+        y = _onednn_linear(_filled_up(x), self._forward, self._bias)[: x.shape[0]]
+        ys = [y] if len(outs) == 1 else y.split(self._widths, dim=1)
+        return [part if out is None else out.copy_(part) for part, out in zip(ys, outs, strict=True)]
 
     def backward(self, dys: Sequence[Tensor]) -> Tensor:
         """See `FrozenProducts`."""
-        num_rows = dys[0].shape[0]
-        dx = _onednn_linear(_filled_up(dys[0]), self._backward[0], None)
-        for dy, weight in zip(dys[1:], self._backward[1:], strict=True):
-            dx = torch.ops.mkldnn._linear_pointwise.binary(_filled_up(dy), dx, weight, None, "add")
-        return dx[:num_rows]
+        dy = dys[0] if len(dys) == 1 else torch.cat(list(dys), dim=1)
+        return _onednn_linear(_filled_up(dy), self._backward, None)[: dy.shape[0]]
 
 
 def kernel_rows(num_rows: int, rows_min: int) -> int:
@@ -122,29 +126,35 @@ def kernel_rows(num_rows: int, rows_min: int) -> int:
 
 
 @torch.no_grad()
-def can_pack(weights: Sequence[Tensor]) -> bool:
-    """Whether `PackedProducts` can be used for a model with these weights (F, D): asks oneDNN, and tries each shape."""
+def can_pack(groups: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether `PackedProducts` can be used for a model of linears with these weights (F, D), of which those in a group
+    read the same input: asks oneDNN, and tries each shape."""
+    weights = [weight for group in groups for weight in group]
     is_possible = all(weight.device.type == "cpu" and weight.dtype == torch.float32 for weight in weights)
     if not is_possible or not torch.backends.mkldnn.is_available():
         return False
     if sum(weight.numel() for weight in weights) > PACKED_PARAMS_MAX:
         return False
-    return all(_is_right(weight) for weight in {tuple(weight.shape): weight for weight in weights}.values())
+    return all(
+        _is_right(group) for group in {tuple(weight.shape for weight in group): group for group in groups}.values()
+    )
 
 
-def _is_right(weight: Tensor) -> bool:
-    """Whether oneDNN takes a weight (F, D) and gives what torch gives."""
-    generator = torch.Generator().manual_seed(weight.shape[0])
-    x, dy = (torch.randn(PACKED_ROWS_MIN, width, generator=generator) for width in reversed(weight.shape))
-    plain = PlainProducts([weight, weight], [None, None])
+def _is_right(weights: Sequence[Tensor]) -> bool:
+    """Whether oneDNN takes a group's weights (F, D) and gives what torch gives."""
+    generator = torch.Generator().manual_seed(weights[0].shape[0])
+    x, *dys = (
+        torch.randn(PACKED_ROWS_MIN, width, generator=generator)
+        for width in (weights[0].shape[1], *(weight.shape[0] for weight in weights))
+    )
+    nothing = [None] * len(weights)
+    plain = PlainProducts(weights, nothing)
     try:
-        packed = PackedProducts([weight, weight], [None, None])
-        pairs = [
-            (plain.forward(x, [None, None])[1], packed.forward(x, [None, None])[1]),
-            (plain.backward([dy, dy]), packed.backward([dy, dy])),
-        ]
+        packed = PackedProducts(weights, nothing)
+        results = [*packed.forward(x, nothing), packed.backward(dys)]
     except (RuntimeError, AttributeError):  # this build of torch has no such operation, or not for this processor
         return False
+    pairs = zip([*plain.forward(x, nothing), plain.backward(dys)], results, strict=True)
     return all(float((right - left).abs().max()) <= TOLERANCE * float(left.abs().max()) for left, right in pairs)
 
 

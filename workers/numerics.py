@@ -9,7 +9,7 @@ which a row's bits are independent of the others, the fingerprint says so and no
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -78,22 +78,23 @@ class Kind:
         return torch.randn(num_rows, num_columns, generator=generator).to(self.device, self.dtype)
 
 
-def _kinds(weights: Iterable[Tensor]) -> tuple[Kind, list[tuple[int, int]]]:
-    """The kind of a model's weights, and their different shapes (F, D)."""
-    weights = list(weights)
-    shapes = dict.fromkeys((weight.shape[0], weight.shape[1]) for weight in weights)
-    return Kind(weights[0].device, weights[0].dtype, torch.get_num_threads()), list(shapes)
+def _kind(weight: Tensor) -> Kind:
+    return Kind(weight.device, weight.dtype, torch.get_num_threads())
 
 
 @torch.no_grad()
-def find_rows_min(weights: Iterable[Tensor], elementwise: Iterable[Elementwise], *, is_packed: bool) -> int | None:
+def find_rows_min(
+    groups: Sequence[Sequence[Tensor]], elementwise: Iterable[Elementwise], *, is_packed: bool
+) -> int | None:
     """The smallest number of rows from which every row's bits are independent of the number and place of the others.
 
-    Tries products with each shape among the weights (F, D), forward and backward, packed or not, softmax over F, and
-    the elementwise functions (whose vector kernels end in scalar code that gives other bits), with the number of
-    threads in use. None if no candidate passes. Takes a fraction of a second for small models.
+    Tries products with each shape among the weights (F, D) of linears that read the same input, forward and backward,
+    packed or not, softmax over F, and the elementwise functions (whose vector kernels end in scalar code that gives
+    other bits), with the number of threads in use. None if no candidate passes. Takes a fraction of a second for small
+    models.
     """
-    kind, shapes = _kinds(weights)
+    kind = _kind(groups[0][0])
+    shapes = dict.fromkeys((tuple(weight.shape[0] for weight in group), group[0].shape[1]) for group in groups)
     elementwise = list(elementwise)
     for rows_min in ROWS_MIN_CANDIDATES:
         is_independent = all(_has_independent_products(kind, *shape, rows_min, is_packed=is_packed) for shape in shapes)
@@ -105,7 +106,9 @@ def find_rows_min(weights: Iterable[Tensor], elementwise: Iterable[Elementwise],
 @torch.no_grad()
 def can_batch_segments(weights: Iterable[Tensor], rows_min: int) -> bool:
     """Whether segments computed as one batch get the bits that each gets alone, at whatever row it begins."""
-    kind, shapes = _kinds(weights)
+    weights = list(weights)
+    kind = _kind(weights[0])
+    shapes = dict.fromkeys((weight.shape[0], weight.shape[1]) for weight in weights)
     return all(
         _batch_equals_singles(kind, *shape, rank, length)
         for shape in shapes
@@ -148,17 +151,21 @@ def _batch_equals_singles(kind: Kind, d_out: int, d_in: int, rank: int, length: 
 
 
 @cache
-def _has_independent_products(kind: Kind, d_out: int, d_in: int, rows_min: int, *, is_packed: bool) -> bool:
+def _has_independent_products(
+    kind: Kind, d_outs: tuple[int, ...], d_in: int, rows_min: int, *, is_packed: bool
+) -> bool:
     """Blocks of logits may have any number of rows from the minimum up."""
-    multiples = [multiple for multiple in MULTIPLES if multiple <= 4 or not _is_large(d_out, d_in)]
+    width = sum(d_outs)
+    multiples = [multiple for multiple in MULTIPLES if multiple <= 4 or not _is_large(width, d_in)]
     counts = [rows_min * multiple for multiple in multiples]
-    weight = kind.values(d_out, d_in)
-    x, dy = (kind.values(counts[-1], width) for width in (d_in, d_out))
+    weights = kind.values(width, d_in).split(d_outs)
+    x, dy = (kind.values(counts[-1], columns) for columns in (d_in, width))
     counts += [count + extra for count in counts[:2] for extra in EXTRA_ROWS]
-    products: FrozenProducts = (PackedProducts if is_packed else PlainProducts)([weight], [None])
+    nothing = [None] * len(d_outs)
+    products: FrozenProducts = (PackedProducts if is_packed else PlainProducts)(weights, nothing)
     return (
-        _keeps_rows(x, lambda rows: products.forward(rows, [None])[0], counts)
-        and _keeps_rows(dy, lambda rows: products.backward([rows]), counts)
+        _keeps_rows(x, lambda rows: torch.cat(products.forward(rows, nothing), dim=1), counts)
+        and _keeps_rows(dy, lambda rows: products.backward(rows.split(d_outs, dim=1)), counts)
         and _keeps_rows(dy, lambda rows: torch.softmax(rows, -1), counts)
     )
 

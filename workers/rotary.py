@@ -20,17 +20,22 @@ from torch import Tensor, nn
 NAME = "apply_rotary_pos_emb"
 
 
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x cos + (-x2, x1) sin, with x1 and x2 the halves of x (1, H, T, E); cos and sin (1, 1, T, E)."""
+    half = x.shape[-1] // 2
+    y = x * cos
+    y[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    y[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return y
+
+
 class _RotaryFunction(torch.autograd.Function):
-    """y = x cos + (-x2, x1) sin, with x1 and x2 the halves of x (1, H, T, E); cos and sin (1, 1, T, E)."""
+    """`_rotated`, and its derivative by x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        half = x.shape[-1] // 2
-        y = x * cos
-        y[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-        y[..., half:].addcmul_(x[..., :half], sin[..., half:])
-        return y
+        return _rotated(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
@@ -45,6 +50,8 @@ class _RotaryFunction(torch.autograd.Function):
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """Queries (1, H, T, E) and keys, rotated by cos and sin (1, T, E)."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    if not torch.is_grad_enabled():
+        return _rotated(q, cos, sin), _rotated(k, cos, sin)
     rotated = [_RotaryFunction.apply(x, cos, sin) for x in (q, k)]  # type: ignore[no-untyped-call]
     return rotated[0], rotated[1]
 

@@ -20,7 +20,7 @@ SHAPES = ((768, 256), (256, 768), (200, 97), (64, 64), (258, 48))
 """(F, D); some that no vector length divides."""
 
 pytestmark = pytest.mark.skipif(
-    not can_pack([torch.ones(32, 32)]), reason="this build of torch has no packed products for this processor"
+    not can_pack([[torch.ones(32, 32)]]), reason="this build of torch has no packed products for this processor"
 )
 
 
@@ -110,10 +110,10 @@ def test_engine_does_not_pack_what_depends_on_its_neighbours(qwen3: Path, monkey
 
 def test_wrong_products_large_models_and_other_types_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = values(64, 32)
-    assert can_pack([weight])
-    assert not can_pack([weight.bfloat16()])
+    assert can_pack([[weight]])
+    assert not can_pack([[weight.bfloat16()]])
     monkeypatch.setattr(frozen, "PACKED_PARAMS_MAX", weight.numel() - 1)
-    assert not can_pack([weight])
+    assert not can_pack([[weight]])
     monkeypatch.undo()
     monkeypatch.setattr(frozen, "_onednn_linear", lambda x, weight, bias: x.new_zeros(len(x), 64))
-    assert not can_pack([weight])
+    assert not can_pack([[weight]])
