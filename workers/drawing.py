@@ -23,6 +23,8 @@ ALTERNATIVES = 1 << 63
 """Streams from here on are of alternatives to a prompt's tokens; a sample's stream is its index."""
 BLOCK_VALUES = 1 << 18
 """Values that are computed at once when many rows are drawn from: two MiB, which stay near a core."""
+PIECE_VALUES = 64
+"""Sums over so many values are cumulated, and then those of one piece: cumulating all takes as long as all the rest."""
 RAW_WORDS = 4
 """A Philox-4x64 counter gives so many words; the first is used."""
 
@@ -57,14 +59,14 @@ class Distribution:
         if params.temperature == 0:
             self._greedy = int(logits.argmax())
             return
-        self._kept, weights = _weights(logits, params)
-        self._cumulative = weights.cumsum()
+        self._kept, self._weights = _weights(logits, params)
+        self._ends = _ends(self._weights)
 
     def pick(self, number: float) -> int:
         """The token that a number in [0, 1) picks."""
         if self._greedy is not None:
             return self._greedy
-        index = _pick(self._cumulative, number)
+        index = _pick(self._weights, self._ends, number)
         return index if self._kept is None else int(self._kept[index])
 
 
@@ -108,9 +110,8 @@ def _drawn(logits: NDArray[np.float32], temperature: float, numbers: Sequence[fl
     if temperature == 0:
         greedy: list[int] = logits.argmax(axis=1).tolist()
         return greedy
-    cumulative = _all_weights(logits, temperature)
-    np.cumsum(cumulative, axis=1, out=cumulative)
-    return [_pick(row, number) for row, number in zip(cumulative, numbers, strict=True)]
+    weights = _all_weights(logits, temperature)
+    return [_pick(*of_row) for of_row in zip(weights, _ends(weights), numbers, strict=True)]
 
 
 def likeliest(logprobs: NDArray[np.float32], k: int) -> NDArray[np.intp]:
@@ -119,10 +120,23 @@ def likeliest(logprobs: NDArray[np.float32], k: int) -> NDArray[np.intp]:
     return kept[np.argsort(-logprobs[kept], kind="stable")]
 
 
-def _pick(cumulative: NDArray[np.float64], number: float) -> int:
-    """Where a number in [0, 1) falls among sums (n,)."""
-    index = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
-    return min(index, len(cumulative) - 1)  # the product may round up to the last sum
+def _ends(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sums of weights (..., V) up to the end of each piece: (..., pieces)."""
+    starts = np.arange(0, weights.shape[-1], PIECE_VALUES)
+    return np.add.reduceat(weights, starts, axis=-1).cumsum(axis=-1)
+
+
+def _pick(weights: NDArray[np.float64], ends: NDArray[np.float64], number: float) -> int:
+    """Where a number in [0, 1) falls among weights (V,) with the sums `ends`; never at a weight of zero."""
+    target = number * ends[-1]
+    piece = _first_above(ends, target)
+    inside = weights[piece * PIECE_VALUES : (piece + 1) * PIECE_VALUES].cumsum()
+    return piece * PIECE_VALUES + _first_above(inside, target - ends[piece - 1] if piece else target)
+
+
+def _first_above(sums: NDArray[np.float64], target: float) -> int:
+    """The first of rising sums above a target; where rounding has left none, the first that reaches the last."""
+    return min(int(sums.searchsorted(target, side="right")), int(sums.searchsorted(sums[-1])))
 
 
 def _all_weights(logits: NDArray[np.float32], temperature: float) -> NDArray[np.float64]:

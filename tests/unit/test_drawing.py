@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,23 @@ def test_top_k_and_top_p_take_the_lowest_ids_among_equals() -> None:
 
 def test_number_just_below_one_picks_a_kept_token() -> None:
     assert draw(LOGITS, params(top_k=3), 1 - 2.0**-53) == 7
+
+
+@given(
+    seed=st.integers(0, 1000),
+    vocab_size=st.sampled_from([63, 65, 1000, 4096]),
+    number=st.one_of(st.floats(0, 1, exclude_max=True), st.just(1 - 2.0**-53)),
+)
+def test_draw_is_where_the_number_falls_and_no_token_without_weight(seed: int, vocab_size: int, number: float) -> None:
+    """Most tokens have none: e^-800 is zero in double precision."""
+    rng = np.random.default_rng(seed)
+    logits = np.where(rng.random(vocab_size) < 0.9, -800.0, rng.standard_normal(vocab_size)).astype(np.float32)
+    logits[rng.integers(vocab_size // 2)] = 1.0
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    token = draw(logits, params(), number)
+    assert weights[token] > 0
+    before, rounding = math.fsum(weights[:token]), 1e-12 * weights.sum()
+    assert before - rounding <= number * weights.sum() <= before + weights[token] + rounding
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1), stream=st.sampled_from([0, 3, 2**63 + 1]), start=st.integers(0, 200))
