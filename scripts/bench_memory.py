@@ -13,7 +13,6 @@ processes are forked, so whoever runs this as a part of something has run nothin
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import multiprocessing
 import tempfile
@@ -25,6 +24,7 @@ from typing import Literal
 
 from bench_common import Column, Results, Row, parser
 from bench_models import SHAPES, random_data, write_random_model
+from workers.allocator import without_holes
 from workers.engine import EngineConfig, TrainingEngine
 from workers.memory import Load, PassMemory
 from workers.messages import AdapterInstall, AdapterSpec, Batch, PassItem
@@ -75,8 +75,10 @@ def passes(num_tokens: int, vocab_size: int, prev_seq: int) -> list[PassItem]:
 def measure(case: Case) -> Row:
     """Load and run a case in this process; returns what the pass took and what the engine expected, in bytes."""
     with tempfile.TemporaryDirectory() as directory:
+        with without_holes():  # the heap shall be as a worker's is, which makes no model
+            model = write_random_model(case.shape, Path(directory), vocab_size=case.vocab_size)
         config = EngineConfig(
-            model=str(write_random_model(case.shape, Path(directory), vocab_size=case.vocab_size)),
+            model=str(model),
             num_threads=case.num_threads,
             pass_tokens_max=case.num_tokens,
             recompute=case.recompute,
@@ -87,11 +89,10 @@ def measure(case: Case) -> Row:
     installs = tuple(AdapterInstall(spec=spec, state=None) for spec in specs)
     _run(engine, passes(NUM_TENANTS * 16, case.vocab_size, 0), installs)
     items = passes(case.num_tokens, case.vocab_size, 1)
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed while loading is not the pass's to reuse
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     before = _status_bytes("VmRSS")
     _run(engine, items)
-    model = engine.base_model
+    base_model = engine.base_model
     load = Load(
         num_tokens=case.num_tokens,
         lengths=[len(datum.tokens) for datum in items[0].data],
@@ -99,7 +100,7 @@ def measure(case: Case) -> Row:
         num_adapters=NUM_TENANTS,
         pending_values=sum(engine.bank.entry(spec.adapter_id).layout.num_values for spec in specs),
     )
-    memory = PassMemory(model.model, model.config, model.group_shapes)
+    memory = PassMemory(base_model.model, base_model.config, base_model.group_shapes)
     estimated = memory.peak_bytes(load, backward=True, recompute=case.recompute == "on")
     return {"measured_bytes": _status_bytes("VmHWM") - before, "estimated_bytes": estimated}
 

@@ -22,7 +22,7 @@ from typing import Literal, Protocol, get_args
 
 import torch
 
-from workers.allocator import keep_freed_memory
+from workers.allocator import keep_freed_memory, without_holes
 from workers.bank import Bank, HostRow
 from workers.base_model import BaseModel
 from workers.host_memory import free_bytes
@@ -147,6 +147,7 @@ class _Group:
 class TrainingEngine:
     """Implements `workers.pool.Engine`. One thread only."""
 
+    @without_holes()  # what is tried while it loads takes more memory than the model
     def __init__(
         self,
         config: EngineConfig,
@@ -162,7 +163,6 @@ class TrainingEngine:
         """
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        keep_freed_memory()
         self.config = config
         self.base_model = BaseModel(
             config.model, name=config.model_name, device=config.device, dtype=config.torch_dtype, exact=config.exact
@@ -192,6 +192,7 @@ class TrainingEngine:
         self._progress: dict[str, Progress] = {}
         self._broken: dict[str, ItemError] = {}
         """Adapters whose install failed, and why; their items answer with it."""
+        keep_freed_memory()
 
     # ------------------------------------------------------------------ Engine
 

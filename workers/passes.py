@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from workers.allocator import is_out_of_memory
+from workers.allocator import is_out_of_memory, without_holes
 from workers.bank import Bank, Row
 from workers.base_model import BaseModel
 from workers.device_logits import DeviceLoss
@@ -27,9 +28,9 @@ from workers.packing import Packed, Request, pack
 
 logger = logging.getLogger(__name__)
 
-USED_FRACTION = 0.7
-"""Of the memory that is free, what the tensors of a pass may take: between them the heap has gaps (up to three tenths
-more were measured, see `scripts/bench_memory.py`), kernels have buffers of their own, and others go on working."""
+USED_FRACTION = 0.8
+"""Of the memory that is free, what the tensors of a pass may take: between them the heap has gaps (see
+`scripts/bench_memory.py`), kernels have buffers of their own, and others go on working."""
 
 
 @dataclass(slots=True)
@@ -210,9 +211,10 @@ class PassRunner:
                 self.bank.entry(key).has_grad = True
         # A pass in which only unembeddings are adapted ends at the last hidden states.
         is_deep = backward and any(views is not None for row in rows for views in row.groups.groups[:-1])
-        with torch.set_grad_enabled(is_deep):
+        recompute = is_deep and (must_recompute or self._must_recompute(packed, rows, num_pending))
+        is_tight = recompute and self.base_model.device.type == "cpu"
+        with torch.set_grad_enabled(is_deep), without_holes() if is_tight else nullcontext():
             attend = self.base_model.attend_packed(packed.lengths, packed.counts)
-            recompute = is_deep and (must_recompute or self._must_recompute(packed, rows, num_pending))
             hidden = self.base_model.forward(
                 packed.tokens, packed.positions, packed.segments, attend, recompute=recompute
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 
 from tests.numerics.harness import Driver, make_data, make_spec
 from tests.numerics.test_isolation import TENANTS, assert_same, train
+from workers import passes
 from workers.attention import PackedAttention
 from workers.base_model import BaseModel
 from workers.lora import MultiLoraLinear
@@ -40,6 +43,28 @@ def test_every_layer_runs_twice_in_a_pass_with_a_backward_through_it_and_only_th
         counts[mode] = [num_matmuls(driver, item) for item in items]
     extra = [on - off for on, off in zip(counts["on"], counts["off"], strict=True)]
     assert extra == [inner_linears(drivers["on"]), 0, 0]
+
+
+def test_memory_is_mapped_apart_in_a_pass_that_runs_layers_twice_and_only_there(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or holes in the heap would take the memory that was too little already."""
+    entered: list[bool] = []
+
+    @contextmanager
+    def noted() -> Iterator[None]:
+        entered.append(True)
+        yield
+
+    monkeypatch.setattr(passes, "without_holes", noted)
+    counts = []
+    for mode in ("on", "off"):
+        driver = Driver(qwen3, recompute=mode)
+        driver.install(make_spec("a"))
+        data = make_data("cross_entropy", [20])
+        driver.train(driver.backward("a", data), driver.forward("a", data))
+        counts.append(len(entered))
+    assert counts == [1, 1]
 
 
 def test_a_backward_after_another_forward_is_an_error_and_not_another_gradient(qwen3: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.allocator import kept_bytes
+from workers.allocator import keep_freed_memory, kept_bytes, without_holes
 from workers.host_memory import free_host_bytes
 
 GIB = 1 << 30
@@ -75,9 +75,30 @@ def test_a_group_beyond_its_limit_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_freed_memory_that_the_library_keeps_is_known() -> None:
+    keep_freed_memory()
     tensors = [torch.ones(1 << 18) for _ in range(16)]  # 1 MiB each: from the heap
     before = kept_bytes()
     last = tensors.pop()  # keeps the heap's end
     del tensors
     assert kept_bytes() - before > 8 << 20
+    assert float(last[0]) == 1
+
+
+def test_where_memory_is_short_the_heap_does_not_grow() -> None:
+    """As above, but each tensor is given back by itself, whatever is still in use behind it."""
+    keep_freed_memory()
+    with without_holes():
+        filling = [torch.ones(1 << 18) for _ in range(64)]  # takes what the heap has kept
+        before = kept_bytes()
+        tensors = [torch.ones(1 << 18) for _ in range(16)]
+        last = tensors.pop()
+        del tensors
+        assert kept_bytes() - before < 1 << 20
+        del filling
+    assert float(last[0]) == 1
+    tensors = [torch.ones(1 << 18) for _ in range(600)]
+    before = kept_bytes()
+    last = tensors.pop()
+    del tensors
+    assert kept_bytes() - before > 8 << 20, "and afterwards it does again"
     assert float(last[0]) == 1
