@@ -12,23 +12,17 @@ it, without a profiler and turn about: the engine, PEFT, and the base model's ow
 from __future__ import annotations
 
 import argparse
-import time
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from bench_common import Column, Effort, Results, Row, check_losses, parser, shown_ms, turn_about
 from bench_models import Case, Model, add_model_options, chosen_models, open_models
 from bench_sides import Fused, Limit, SequentialPeft
 
 # isort: split
-from torch.profiler import ProfilerActivity, profile  # after bench_models, which sets torch's threads up
+from bench_kinds import RANK, Kinds, profiled  # after bench_models, which sets torch's threads up
 
-RANK = 8
-ADAPTER_WIDTHS = (RANK, 2 * RANK, 3 * RANK)
-"""Of the A of one, two or three linears that read the same input."""
-MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
-PRODUCTS, ADAPTERS, REST = "matmuls of the base model", "matmuls of the adapters", "Python, dispatch, waiting"
-KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+KINDS: Kinds = (
     ("attention", ("attention",)),
     ("activation", ("silu", "gelu", "sigmoid")),
     ("norms", ("rms_norm", "native_layer_norm", "rsqrt", "pow", "mean")),
@@ -37,7 +31,6 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("products and sums of activations", ("aten::mul", "aten::add", "aten::sub", "aten::neg", "aten::sum")),
     ("copies", ("copy", "aten::cat", "clone", "fill", "zero", "index", "embedding", "pad")),
 )
-"""Kinds of work, in the order of the search, and what the names of their operators contain."""
 COLUMNS = (
     Column("step", lambda r: r["case"]),
     Column("kind of work", lambda r: r["kind"]),
@@ -55,31 +48,6 @@ SIDE_COLUMNS = (
     Column("matmuls alone, packed", lambda r: shown_ms(r["packed_s"])),
     Column("fraction of packed", lambda r: f"{r['packed_s'] / r['fused_s']:.2f}"),
 )
-
-
-def kind_of(name: str, shapes: Iterable[Sequence[int]]) -> str:
-    """The kind of work of an operator with inputs of these shapes."""
-    if name.startswith("mkldnn::"):
-        return PRODUCTS
-    if not name.startswith("aten::"):
-        return REST  # a function of autograd's that is written in Python
-    if name.removesuffix("_") in MATMULS:
-        return ADAPTERS if any(width in ADAPTER_WIDTHS for shape in shapes for width in shape) else PRODUCTS
-    return next((kind for kind, parts in KINDS if any(part in name for part in parts)), "views and allocation")
-
-
-def profiled(fused: Fused, num_steps: int) -> tuple[dict[str, float], float]:
-    """Seconds per step by kind of work, and of the whole step, under the profiler."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-        begin_s = time.perf_counter()
-        for _ in range(num_steps):
-            fused.step()
-        step_s = (time.perf_counter() - begin_s) / num_steps
-    seconds: dict[str, float] = defaultdict(float)
-    for event in profiler.key_averages(group_by_input_shape=True):
-        seconds[kind_of(event.key, event.input_shapes)] += event.self_cpu_time_total / 1e6 / num_steps
-    seconds[REST] += step_s - sum(seconds.values())
-    return seconds, step_s
 
 
 def measure(results: Results, model: Model, cases: Sequence[Case], args: argparse.Namespace) -> None:
@@ -102,13 +70,19 @@ def measure(results: Results, model: Model, cases: Sequence[Case], args: argpars
         timings = turn_about(sides_of_case, args.effort)
         row: Row = {"case": str(case)} | {f"{name}_s": timing.median_s for name, timing in timings.items()}
         sides.add(row)
-        seconds, step_s = profiled(fused, args.effort.rounds_min)
+        num_steps = args.effort.rounds_min
+        seconds, whole_s = profiled(partial(_steps, fused, num_steps), KINDS)
         rows += [
-            {"case": str(case), "kind": kind, "seconds": spent_s, "share": spent_s / step_s}
+            {"case": str(case), "kind": kind, "seconds": spent_s / num_steps, "share": spent_s / whole_s}
             for kind, spent_s in sorted(seconds.items(), key=lambda item: -item[1])
         ]
     for row in rows:
         kinds.add(row)
+
+
+def _steps(fused: Fused, num_steps: int) -> None:
+    for _ in range(num_steps):
+        fused.step()
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
     python scripts/bench_sampling.py --quick
     python scripts/bench_sampling.py                      # three models, some minutes
     python scripts/bench_sampling.py --models 4m --seconds 30
-    python scripts/bench_sampling.py --models 4m --profile
 
 together     8 tenants with an adapter each and 4 sequences each, in one decode batch, against one tenant after another
 batch        32 prompts of one adapter, against the same without an adapter, and against transformers with the same
@@ -14,16 +13,14 @@ prompt       64 samples of one prompt of 512 tokens as one request, against 64 r
 first token  a prompt of 480 tokens that is new, that came before, and one that goes on after the same 480 tokens
 
 Sides take turns, on new prompts each time, so that a cache helps where it is measured only. What engine and PEFT sample
-from is the same: the script stops if log-probabilities differ. --profile measures nothing, but shows where the time of
-a decode step of such a batch goes, by operation and by function of Python. Prints Markdown tables.
+from is the same: the script stops if log-probabilities differ. Prints Markdown tables. `bench_decoding.py` shows where
+the time goes.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import cProfile
-import pstats
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,10 +34,6 @@ from workers.messages import SampleResult
 
 SLOW_PARAMS_MIN = 10_000_000
 """A larger model draws half as many tokens in a round, and is not asked for 64 long prompts that share nothing."""
-PREPARING_STEPS = 16
-"""Before a profile: all prompts are computed by then."""
-PROFILED_STEPS = 20
-PROFILED_LINES = 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,27 +244,6 @@ class Bench:
             **{name: timing.summary() for name, timing in timings.items()},
         )
 
-    def profile(self) -> None:
-        """Print where decode steps of the batch of one adapter spend their time."""
-        from torch.profiler import ProfilerActivity, profile
-
-        sizes = self.sizes
-        num_tokens = PREPARING_STEPS + 2 * PROFILED_STEPS + 1
-        prompts = self.prompts.draw_many(sizes.num_prompts, sizes.prompt_tokens)
-        self.engine.start([Ask(prompt=prompt, num_tokens=num_tokens) for prompt in prompts])
-        engine = self.engine.fused.engine
-        for _ in range(PREPARING_STEPS):
-            engine.decode_step()
-        print(f"\n{self.model.name}: {PROFILED_STEPS} decode steps of {sizes.num_prompts} sequences, by operation")
-        with profile(activities=[ProfilerActivity.CPU]) as operations:
-            for _ in range(PROFILED_STEPS):
-                engine.decode_step()
-        print(operations.key_averages().table(sort_by="self_cpu_time_total", row_limit=PROFILED_LINES))
-        print(f"{self.model.name}: as many steps, by function of Python")
-        functions = cProfile.Profile()
-        functions.runcall(lambda: [engine.decode_step() for _ in range(PROFILED_STEPS)])
-        pstats.Stats(functions).sort_stats("tottime").print_stats(PROFILED_LINES)
-
 
 def num_decoded(results: Sequence[SampleResult]) -> int:
     """Rows that were no prompt's: a token that was drawn goes through the model to draw the next one."""
@@ -355,16 +327,11 @@ def main() -> None:
     command = parser(__doc__)
     add_model_options(command)
     command.add_argument("--seconds", type=float, default=12.0, help="for each row (at least 5 rounds in any case)")
-    command.add_argument("--profile", action="store_true", help="show where a decode step's time goes, and no tables")
     args = command.parse_args()
     args.effort = Effort(seconds=0, rounds_min=2, rounds_max=2) if args.quick else Effort(seconds=args.seconds)
     sizes = QUICK if args.quick else Sizes()
     with contextlib.ExitStack() as stack:
         models = stack.enter_context(open_models(chosen_models(args)))
-        if args.profile:
-            for model in models:
-                Bench(model, sizes, args).profile()
-            return
         results = stack.enter_context(Results("sampling", args))
         benches = [Bench(model, sizes, args) for model in models]
         together = results.table("sampling-together", TOGETHER_COLUMNS)

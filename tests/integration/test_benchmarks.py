@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 # Memory first, for it forks its processes and must do so before torch has threads.
 TRAINING_ITEMS = ("memory", "planner", "engine", "profile", "company", "lengths", "swap", "durability", "service")
-ITEMS = (*TRAINING_ITEMS, "publish", "sampling", "shares")
+ITEMS = (*TRAINING_ITEMS, "publish", "sampling", "decoding", "shares")
 OPTIONS = {"publish": "--pool local", "shares": "--pool local"}
 # One process for all, for importing torch takes longer than each of them.
 DRIVER = """
@@ -71,6 +71,7 @@ def test_every_script_measures_all_of_its_tables_in_as_many_rounds_for_each_side
         "service": {"service-latency", "service-throughput"},
         "publish": {"publish"},
         "sampling": {"sampling-together", "sampling-batch", "sampling-prompt", "sampling-first-token"},
+        "decoding": {"decoding-steps", "decoding-kinds"},
         "shares": {"shares"},
         "planner": {"planner", "planner-idle"},
         "memory": {"memory-tokens", "memory-vocabulary"},
@@ -134,6 +135,14 @@ def test_both_ways_to_sample_are_measured_on_the_same_tokens_of_the_same_weights
     assert batch["logprob_difference"] < 1e-5
     assert {"lora", "base", "generate", "continuous"} <= batch.keys()
     assert batch["threads"] == {"generate": 1, "continuous": 1}
+
+
+def test_a_decode_step_is_taken_apart_on_both_sides(reports: dict[str, Report]) -> None:
+    rows = reports["decoding"]["tables"]["decoding-kinds"]["rows"]
+    by_kind = {row["kind"]: row for row in rows}
+    for kind in ("matmuls of the base model", "matmuls of the adapters", "attention", "drawing"):
+        assert by_kind[kind]["engine_s"] > 0
+        assert by_kind[kind]["generate_s"] > 0
 
 
 def test_a_prompt_is_computed_once_for_all_samples_of_a_request(reports: dict[str, Report]) -> None:

@@ -1,0 +1,150 @@
+"""Show where the time of a decode step goes, in the engine and in `generate` of transformers.
+
+    python scripts/bench_decoding.py --quick
+    python scripts/bench_decoding.py
+    python scripts/bench_decoding.py --models 4m --prompts 8
+
+A batch of prompts of one adapter draws a token each per step. A step's time is the difference between drawing many
+tokens and drawing few, so prompts are not in it; the sides take turns. By kind of work it is the difference of two runs
+under torch's profiler, which counts the time of every operator without that of those it calls; what no operator
+accounts for is Python, dispatch and waiting. Prints Markdown tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from bench_common import Column, Effort, Results, Row, parser, shown_ms, turn_about
+from bench_models import Model, add_model_options, chosen_models, open_models
+from bench_samplers import Ask, EngineSampler, Generate, Prompts
+
+# isort: split
+import torch  # after bench_models, which sets torch's threads up
+
+from bench_kinds import Kinds, profiled
+from workers import drawing, sampler
+
+DRAWING = "drawing"
+"""The engine draws in NumPy, which torch's profiler does not see: it is marked by this name."""
+KINDS: Kinds = (
+    (DRAWING, ("multinomial", "log_softmax", "exponential", "argmax", "isin")),
+    ("attention", ("attention", "aten::bmm", "_softmax", "amax")),
+    ("activation", ("silu", "gelu", "sigmoid")),
+    ("norms", ("linalg_vector_norm", "rsqrt", "aten::pow", "aten::mean")),
+    ("products and sums of activations", ("aten::mul", "aten::add", "aten::sub", "aten::div", "aten::neg")),
+    ("copies", ("copy", "aten::cat", "clone", "fill", "zero", "index", "embedding", "pad", "gather", "where")),
+)
+FEW, MANY = 16, 48
+"""Tokens drawn in the two runs of a side."""
+PROMPT_TOKENS = 32
+COLUMNS = (
+    Column("model", lambda r: r["model"]),
+    Column("kind of work", lambda r: r["kind"]),
+    Column("engine", lambda r: shown_ms(r["engine_s"])),
+    Column("`generate`", lambda r: shown_ms(r["generate_s"])),
+)
+STEP_COLUMNS = (
+    Column("model", lambda r: r["model"]),
+    Column("sequences", lambda r: str(r["sequences"])),
+    Column("engine, a step", lambda r: shown_ms(r["engine_s"])),
+    Column("`generate`, a step", lambda r: shown_ms(r["generate_s"])),
+    Column("`generate` / engine", lambda r: f"{r['generate_s'] / r['engine_s']:.2f}"),
+)
+
+
+class Bench:
+    """One model's two sides, which sample from the same weights."""
+
+    def __init__(self, model: Model, args: argparse.Namespace) -> None:
+        self.model = model
+        self.num_prompts: int = args.prompts
+        self._prompts = Prompts(model.vocab_size)
+        self._engine = EngineSampler(model, 1, args.threads)
+        weights = self._engine.fused.weights()[0]
+        self._generates = {count: Generate(model, weights, count) for count in (FEW, MANY)}
+        for generate in self._generates.values():
+            generate.use_threads(args.threads)
+
+    def engine(self, count: int) -> Callable[[], object]:
+        """Draws so many tokens after each of new prompts."""
+        return lambda: self._engine.sample(
+            [
+                Ask(prompt=prompt, num_tokens=count)
+                for prompt in self._prompts.draw_many(self.num_prompts, PROMPT_TOKENS)
+            ]
+        )
+
+    def generate(self, count: int) -> Callable[[], object]:
+        """As `engine`."""
+        return lambda: self._generates[count].sample(self._prompts.draw_many(self.num_prompts, PROMPT_TOKENS))
+
+    def step(self, effort: Effort) -> Row:
+        """A step's time on both sides, without a profiler."""
+        sides = {
+            f"{name} {count}": side(count)
+            for name, side in (("engine", self.engine), ("generate", self.generate))
+            for count in (FEW, MANY)
+        }
+        timings = turn_about(sides, effort)
+        seconds = {
+            f"{name}_s": (timings[f"{name} {MANY}"].median_s - timings[f"{name} {FEW}"].median_s) / (MANY - FEW)
+            for name in ("engine", "generate")
+        }
+        return {"model": self.model.name, "sequences": self.num_prompts, **seconds}
+
+    def kinds(self) -> list[Row]:
+        """A step's time on both sides by kind of work, under the profiler; the engine's longest comes first."""
+        by_side = [self._by_kind(side) for side in (self.engine, self.generate)]
+        names = sorted(set().union(*by_side), key=lambda kind: -by_side[0].get(kind, 0.0))
+        return [
+            {
+                "model": self.model.name,
+                "kind": kind,
+                "engine_s": by_side[0].get(kind, 0.0),
+                "generate_s": by_side[1].get(kind, 0.0),
+            }
+            for kind in names
+        ]
+
+    def _by_kind(self, side: Callable[[int], Callable[[], object]]) -> dict[str, float]:
+        """Seconds of a step by kind of work."""
+        profiled(side(FEW), KINDS)  # the first time takes longer
+        few, _ = profiled(side(FEW), KINDS)
+        many, _ = profiled(side(MANY), KINDS)
+        return {kind: (spent_s - few.get(kind, 0.0)) / (MANY - FEW) for kind, spent_s in many.items()}
+
+
+def _mark_drawing() -> None:
+    """Let the profiler see what the engine draws in NumPy."""
+    draw_rows = drawing.draw_rows
+
+    def marked(*args: Any) -> list[int]:
+        with torch.profiler.record_function(DRAWING):
+            return draw_rows(*args)
+
+    vars(sampler)["draw_rows"] = marked
+
+
+def main() -> None:
+    """Read the command line, measure, print."""
+    command = parser(__doc__)
+    add_model_options(command)
+    command.add_argument("--prompts", type=int, default=32, help="sequences of the batch")
+    args = command.parse_args()
+    effort = Effort(seconds=0, rounds_min=2, rounds_max=2) if args.quick else Effort(seconds=15)
+    _mark_drawing()
+    with Results("decoding", args) as results, open_models(chosen_models(args)) as models:
+        steps = results.table("decoding-steps", STEP_COLUMNS)
+        benches = [Bench(model, args) for model in models]
+        for bench in benches:
+            steps.add(bench.step(effort))
+        kinds = results.table("decoding-kinds", COLUMNS)
+        for bench in benches:
+            for row in bench.kinds():
+                kinds.add(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What torch's profiler says of a step, by kinds of work that a reader knows.
+
+Knows names and shapes of operators; not what a step is. Import `bench_models` first: it sets threads up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from torch.profiler import ProfilerActivity, profile
+
+RANK = 8
+ADAPTER_WIDTHS = (RANK, 2 * RANK, 3 * RANK)
+"""Of the A of one, two or three linears that read the same input."""
+MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+PRODUCTS, ADAPTERS, REST = "matmuls of the base model", "matmuls of the adapters", "Python, dispatch, waiting"
+Kinds = Sequence[tuple[str, tuple[str, ...]]]
+"""Kinds of work, in the order of the search, and what the names of their operators contain; of matmuls, whole names."""
+
+
+def kind_of(name: str, shapes: Iterable[Sequence[int]], kinds: Kinds) -> str:
+    """The kind of work of an operator with inputs of these shapes."""
+    if name.startswith("mkldnn::"):
+        return PRODUCTS
+    if any(name == kind for kind, _ in kinds):
+        return name  # marked so by whoever profiles
+    if not name.startswith("aten::"):
+        return REST  # a function of autograd's that is written in Python
+    if name.removesuffix("_") in MATMULS:
+        if any(width in ADAPTER_WIDTHS for shape in shapes for width in shape):
+            return ADAPTERS
+        return next((kind for kind, parts in kinds if name in parts), PRODUCTS)
+    return next((kind for kind, parts in kinds if any(part in name for part in parts)), "views and allocation")
+
+
+def profiled(run: Callable[[], object], kinds: Kinds) -> tuple[dict[str, float], float]:
+    """Seconds by kind of work, and of all, under the profiler. What no operator accounts for is `REST`."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        begin_s = time.perf_counter()
+        run()
+        whole_s = time.perf_counter() - begin_s
+    seconds: dict[str, float] = defaultdict(float)
+    for event in profiler.key_averages(group_by_input_shape=True):
+        seconds[kind_of(event.key, event.input_shapes, kinds)] += event.self_cpu_time_total / 1e6
+    seconds[REST] += whole_s - sum(seconds.values())
+    return seconds, whole_s
