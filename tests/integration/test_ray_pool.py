@@ -140,7 +140,8 @@ async def test_mark_of_this_ray_is_not_left_to_what_this_process_starts_besides(
 
 async def test_thread_settings_are_in_the_environment_of_the_process(pool: RayPool) -> None:
     variables = environment(worker(pool, "w0").pid)
-    assert {"OMP_NUM_THREADS=3", "MKL_NUM_THREADS=3", "GOMP_SPINCOUNT=10000"} <= set(variables)
+    threads = {"OMP_NUM_THREADS=3", "MKL_NUM_THREADS=3", "GOMP_SPINCOUNT=10000"}
+    assert threads | {"ONEDNN_PRIMITIVE_CACHE_CAPACITY=512"} <= set(variables)
 
 
 async def test_batch_comes_back_from_the_life_that_ran_it(pool: RayPool) -> None:
