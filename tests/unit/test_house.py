@@ -1,6 +1,7 @@
 """The rules of the house that import-linter cannot express, and the generated code."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,6 +75,16 @@ def test_import_stays_light(modules: str, unwanted: str) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [], f"importing {modules} must not load these"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/sampling.md", "docs/reliability.md"])
+def test_every_test_that_a_promise_names_is_there(page: str) -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / page).read_text(encoding="utf-8")))
+    defined = {
+        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    assert named
+    assert not named - defined
 
 
 def test_generated_code_is_what_the_protos_give() -> None:
