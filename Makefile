@@ -84,7 +84,7 @@ logs: $(READY) ## show the running pool's log
 	@$(BIN)/tinkerpool logs
 
 # Each item is a script that leaves docs/results/ITEM.json; the report makes the page's tables and the pictures of them.
-bench: $(READY) ## measure everything into docs/benchmarks.md, 45 minutes (ITEMS="engine swap" picks, MODEL=DIR adds)
+bench: $(READY) ## measure everything into docs/benchmarks.md, 90 minutes (ITEMS="engine swap" picks, MODEL=DIR adds)
 	@$(foreach item,$(ITEMS),echo "== $(item)"; $(BIN)/python scripts/bench_$(item).py --results docs/results \
 	    $(if $(MODEL),$(if $(filter $(item),$(ITEMS_WITH_MODELS)),--also "$(MODEL)"));) \
 	$(BIN)/python scripts/bench_report.py
