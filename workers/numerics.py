@@ -54,7 +54,7 @@ def fingerprint(
         rows,
     ]
     if is_packed:
-        parts.append("packed weights")
+        parts.append("packed groups")
     if dtype != torch.float32:
         parts.append(str(dtype).removeprefix("torch."))
     return "; ".join(parts)

@@ -70,19 +70,23 @@ def test_log_sum_exp_is_that_of_the_scores_and_of_hidden_keys_alone_finite() -> 
     assert float(log_sum_exp[2].max()) < -1e29, "such a block has no weight beside one that is seen"
 
 
-def test_a_number_of_rows_is_looked_for_until_rows_do_not_notice_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here every row's bits change with the number of rows, but for multiples of 16; then for none."""
+@pytest.mark.parametrize(("good_multiple", "expected"), [(16, 16), (1000, None)])
+def test_a_number_of_rows_is_looked_for_until_rows_do_not_notice_each_other(
+    good_multiple: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here every row's bits change with the number of rows, but for multiples of 16; or always."""
     real = block_attention.attend_rows
 
     def uneven(query: Tensor, *args: Tensor | float) -> tuple[Tensor, Tensor]:
         result, log_sum_exp = real(query, *args)  # type: ignore[arg-type]
-        return result * (1 + 2.0**-20 * (query.shape[2] % bad_multiple)), log_sum_exp
+        return result * (1 + 2.0**-20 * (query.shape[2] % good_multiple)), log_sum_exp
 
     monkeypatch.setattr(block_attention, "attend_rows", uneven)
-    for bad_multiple, expected in ((16, 16), (1000, None)):  # noqa: B007
-        find_rows_multiple.cache_clear()
-        assert find_rows_multiple(HEAD_DIM, BLOCK_TOKENS, torch.get_num_threads()) == expected
     find_rows_multiple.cache_clear()
+    try:
+        assert find_rows_multiple(HEAD_DIM, BLOCK_TOKENS, torch.get_num_threads()) == expected
+    finally:
+        find_rows_multiple.cache_clear()
 
 
 def test_where_there_is_no_such_number_the_operator_is_told(

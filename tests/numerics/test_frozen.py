@@ -77,7 +77,7 @@ def test_engine_packs_and_its_fingerprint_says_so(qwen3: Path, monkeypatch: pyte
     """Without the operation, or if rows noticed each other, torch's matmul does it; the two differ by rounding."""
     packed = Driver(qwen3)
     assert all(isinstance(group.products, PackedProducts) for group in packed.engine.base_model.groups)
-    assert "packed weights" in packed.engine.info.fingerprint
+    assert "packed groups" in packed.engine.info.fingerprint
 
     def no_such_operation(*_: Any) -> Any:
         raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_reorder_linear_weight'")
@@ -85,7 +85,7 @@ def test_engine_packs_and_its_fingerprint_says_so(qwen3: Path, monkeypatch: pyte
     monkeypatch.setattr(frozen, "_packed", no_such_operation)
     plain = Driver(qwen3)
     assert all(isinstance(group.products, PlainProducts) for group in plain.engine.base_model.groups)
-    assert "packed weights" not in plain.engine.info.fingerprint
+    assert "packed groups" not in plain.engine.info.fingerprint
     for driver in (packed, plain):
         driver.install(make_spec("a"))
         driver.train(driver.backward("a", make_data("cross_entropy", [40, 3])))
