@@ -11,6 +11,8 @@ import torch
 from build_mini_model import build_mini_model
 from tests.numerics.allocations import Allocations
 from tests.numerics.harness import VOCAB_SIZE, Driver, make_data, make_spec
+from workers import engine
+from workers.allocator import kept_bytes
 from workers.base_model import BaseModel
 from workers.engine import EngineConfig, TrainingEngine
 from workers.host_memory import free_bytes
@@ -211,3 +213,21 @@ def test_settings_without_sense_are_refused(field: str, value: Any) -> None:
 
 def test_free_memory_is_a_number_that_one_could_allocate() -> None:
     assert 1 << 20 < free_bytes(torch.device("cpu")) < 1 << 50
+
+
+def test_what_an_engine_tries_while_it_loads_is_not_kept(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of threads takes more memory than the model, and leaves it in pieces."""
+    grown: list[int] = []
+
+    def trial(_: BaseModel) -> bool:
+        filling = [torch.ones(1 << 18) for _ in range(64)]  # takes what the heap has kept
+        before = kept_bytes()
+        tensors = [torch.ones(1 << 18) for _ in range(16)]
+        last = tensors.pop()  # keeps the heap's end
+        del tensors
+        grown.append(kept_bytes() - before)
+        return len(filling) == 64 and float(last[0]) == 1
+
+    monkeypatch.setattr(engine, "are_threads_alike", trial)
+    TrainingEngine(EngineConfig(model=str(qwen3)))
+    assert grown[0] < 1 << 20
