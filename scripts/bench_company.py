@@ -4,11 +4,13 @@
     python scripts/bench_company.py
     python scripts/bench_company.py --models 27m --seconds 20
 
-mixed      8 adapters of ranks 4, 8, 16 and 32 against one adapter (rank 16) that brings the same tokens
+mixed      8 adapters of ranks 4, 8, 16 and 32 against one adapter (rank 16) that brings the same tokens; then both by
+           kind of work, under torch's profiler
 crowd      32 tenants against 16, both 1 x 64 tokens each: tokens per second must not fall
 newcomers  8 tenants (rank 8, 1 x 64) step all the while; tenants of ranks and lengths that the engine has not seen yet
-           join one after another, for a few steps each. A newcomer's first step, its installation included, against
-           its later ones: nobody may have to wait for something to be prepared.
+           join one after another, for a few steps each. A newcomer's first step, its installation included (its
+           weights are drawn, and a row of the bank is filled), against its later ones: nobody may have to wait for
+           something to be prepared.
 
 Both sides of a ratio take turns. Prints Markdown tables.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 
 from bench_common import (
     Column,
@@ -33,28 +36,51 @@ from bench_common import (
 from bench_models import Case, Model, add_model_options, chosen_models, open_models, random_data
 from bench_sides import Fused
 
+# isort: split
+from bench_kinds import TRAINING_KINDS, profiled  # after bench_models, which sets torch's threads up
+from workers.layout import rank_class
+
 MIXED_RANKS = (4, 8, 16, 32) * 2
+ONE_RANK = 16
 NEWCOMERS = ((16, 100), (32, 257), (4, 33), (64, 411), (128, 190), (8, 77), (16, 300), (32, 48))
 """Rank (or the most that the model takes) and tokens of one sequence: a rank or length that nobody before had."""
 STALL_MAX = 1.5
 """A first step that takes longer than so many later ones is a stall."""
 
 
-def measure_mixed(model: Model, num_seqs: int, num_tokens: int, args: argparse.Namespace) -> Row:
-    """Mixed ranks against one adapter with all the sequences."""
+def measure_mixed(model: Model, num_seqs: int, num_tokens: int, args: argparse.Namespace) -> tuple[Row, list[Row]]:
+    """Mixed ranks against one adapter with all the sequences; and both by kind of work."""
     many = Case(num_tenants=len(MIXED_RANKS), num_seqs=num_seqs, num_tokens=num_tokens)
     alone = Case(num_tenants=1, num_seqs=many.num_tenants * num_seqs, num_tokens=num_tokens)
-    mixed, single = Fused(model, MIXED_RANKS, args.threads), Fused(model, [16], args.threads)
+    mixed, single = Fused(model, MIXED_RANKS, args.threads), Fused(model, [ONE_RANK], args.threads)
     mixed.give(many.data(model.vocab_size))
     single.give(alone.data(model.vocab_size))
     timings = turn_about({"mixed": mixed.step, "single": single.step}, args.effort)
-    return {
+    row = {
         "model": model.name,
         "case": str(many),
         "tokens": many.total_tokens,
         "ratio": timings["single"].ratio_to(timings["mixed"]),
         **{name: timing.summary() for name, timing in timings.items()},
     }
+    kinds_mixed, kinds_single = _kinds_of_step(mixed, args.effort), _kinds_of_step(single, args.effort)
+    kinds = sorted({*kinds_mixed, *kinds_single}, key=lambda kind: -kinds_mixed.get(kind, 0.0))
+    seconds = [(kind, kinds_mixed.get(kind, 0.0), kinds_single.get(kind, 0.0)) for kind in kinds]
+    head = {"model": model.name, "case": str(many)}
+    return row, [{**head, "kind": kind, "mixed_s": ours, "single_s": theirs} for kind, ours, theirs in seconds]
+
+
+def _kinds_of_step(fused: Fused, effort: Effort) -> dict[str, float]:
+    """Seconds of a step by kind of work, under the profiler."""
+    num_steps = effort.rounds_min
+    ranks = sorted({rank_class(rank) for rank in (*MIXED_RANKS, ONE_RANK)})
+    seconds, _ = profiled(partial(_steps, fused, num_steps), TRAINING_KINDS, ranks)
+    return {kind: spent_s / num_steps for kind, spent_s in seconds.items()}
+
+
+def _steps(fused: Fused, num_steps: int) -> None:
+    for _ in range(num_steps):
+        fused.step()
 
 
 def measure_crowd(model: Model, fewer: int, args: argparse.Namespace) -> Row:
@@ -85,11 +111,16 @@ def measure_newcomers(model: Model, num_later: int, args: argparse.Namespace) ->
     for rank, (_, num_tokens) in zip(ranks, NEWCOMERS, strict=True):
         fused.give(company)
         before = Timing(tuple(_timed_step(fused) for _ in range(-(-num_later // 3))))
-        begin_s = time.perf_counter()
+        began_s = time.perf_counter()
         tenant = fused.install(rank)
         fused.add_work(tenant, random_data(tenant, [num_tokens], model.vocab_size))
+        bank, key = fused.engine.bank, fused.keys[tenant]
+        bank.read(key)
+        drawn_s = time.perf_counter()
+        bank.acquire([key])
+        filled_s = time.perf_counter()
         fused.step()
-        first_s = time.perf_counter() - begin_s
+        ended_s = time.perf_counter()
         later = Timing(tuple(_timed_step(fused) for _ in range(num_later)))
         rows.append(
             {
@@ -97,9 +128,12 @@ def measure_newcomers(model: Model, num_later: int, args: argparse.Namespace) ->
                 "rank": rank,
                 "num_tokens": num_tokens,
                 "company_s": before.median_s,
-                "first_s": first_s,
+                "draw_s": drawn_s - began_s,
+                "fill_s": filled_s - drawn_s,
+                "step_s": ended_s - filled_s,
+                "first_s": ended_s - began_s,
                 "later": later.summary(),
-                "ratio": first_s / later.median_s,
+                "ratio": (ended_s - began_s) / later.median_s,
             }
         )
     return rows
@@ -123,12 +157,27 @@ def measure(results: Results, models: list[Model], args: argparse.Namespace) -> 
             Column("speed of mixed / one", lambda r: shown_ratio(r["ratio"])),
         ),
     )
+    kind_rows = []
     for model in models:
         for num_seqs in (1,) if args.quick else (1, 4):
-            row = measure_mixed(model, num_seqs, 64, args)
+            row, rows_by_kind = measure_mixed(model, num_seqs, 64, args)
             mixed.add(row)
+            kind_rows += rows_by_kind
             what = f"{model.name}: speed with 8 mixed adapters against one at equal tokens, {row['case']}"
             results.goal(what, row["ratio"]["median"], at_least=0.95, unit=" x")
+    kinds = results.table(
+        "company-kinds",
+        (
+            Column("model", lambda r: r["model"]),
+            Column("tenants x sequences x tokens", lambda r: r["case"]),
+            Column("kind of work", lambda r: r["kind"]),
+            Column("8 adapters, ranks 4 to 32", lambda r: shown_ms(r["mixed_s"])),
+            Column("one adapter, rank 16", lambda r: shown_ms(r["single_s"])),
+            Column("more by", lambda r: shown_ms(r["mixed_s"] - r["single_s"])),
+        ),
+    )
+    for row in kind_rows:
+        kinds.add(row)
     crowd = results.table(
         "company-crowd",
         (
@@ -153,6 +202,9 @@ def measure(results: Results, models: list[Model], args: argparse.Namespace) -> 
             Column("newcomer", lambda r: f"rank {r['rank']}, {r['num_tokens']} tokens"),
             Column("step without it", lambda r: shown_ms(r["company_s"])),
             Column("its first step", lambda r: shown_ms(r["first_s"])),
+            Column("of it: drawing its weights", lambda r: shown_ms(r["draw_s"])),
+            Column("its row of the bank", lambda r: shown_ms(r["fill_s"])),
+            Column("the step itself", lambda r: shown_ms(r["step_s"])),
             Column("its later steps", lambda r: shown_time(r["later"])),
             Column("first / later", lambda r: f"{r['ratio']:.2f}"),
         ),

@@ -1,19 +1,19 @@
-"""Show where the time of a decode step goes, in the engine and in `generate` of transformers.
+"""Show where a decode step's time goes: in the engine with an adapter and without, and in transformers' `generate`.
 
     python scripts/bench_decoding.py --quick
     python scripts/bench_decoding.py
     python scripts/bench_decoding.py --models 4m --prompts 8
 
-A batch of prompts of one adapter draws a token each per step. A step's time is the difference between drawing many
-tokens and drawing few, so prompts are not in it; the sides take turns. By kind of work it is the difference of two runs
-under torch's profiler, which counts the time of every operator without that of those it calls; what no operator
-accounts for is Python, dispatch and waiting. Prints Markdown tables.
+A batch of prompts of one adapter, or of the base model alone, draws a token each per step. A step's time is the
+difference between drawing many tokens and drawing few, so prompts are not in it; the sides take turns. By kind of work
+it is the difference of two runs under torch's profiler, which counts the time of every operator without that of those
+it calls; what no operator accounts for is Python, dispatch and waiting. Prints Markdown tables.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from bench_common import Column, Effort, Results, Row, parser, shown_ms, turn_about
@@ -36,6 +36,7 @@ KINDS: Kinds = (
     ("products and sums of activations", ("aten::mul", "aten::add", "aten::sub", "aten::div", "aten::neg")),
     ("copies", ("copy", "aten::cat", "clone", "fill", "zero", "index", "embedding", "pad", "gather", "where")),
 )
+SIDES = ("engine", "base", "generate")
 FEW, MANY = 16, 48
 """Tokens drawn in the two runs of a side."""
 PROMPT_TOKENS = 32
@@ -43,19 +44,22 @@ COLUMNS = (
     Column("model", lambda r: r["model"]),
     Column("kind of work", lambda r: r["kind"]),
     Column("engine", lambda r: shown_ms(r["engine_s"])),
+    Column("engine, base model", lambda r: shown_ms(r["base_s"])),
     Column("`generate`", lambda r: shown_ms(r["generate_s"])),
 )
 STEP_COLUMNS = (
     Column("model", lambda r: r["model"]),
     Column("sequences", lambda r: str(r["sequences"])),
     Column("engine, a step", lambda r: shown_ms(r["engine_s"])),
+    Column("engine, a step of the base model", lambda r: shown_ms(r["base_s"])),
     Column("`generate`, a step", lambda r: shown_ms(r["generate_s"])),
+    Column("base model / engine", lambda r: f"{r['base_s'] / r['engine_s']:.2f}"),
     Column("`generate` / engine", lambda r: f"{r['generate_s'] / r['engine_s']:.2f}"),
 )
 
 
 class Bench:
-    """One model's two sides, which sample from the same weights."""
+    """One model's sides; engine and `generate` sample from the same weights."""
 
     def __init__(self, model: Model, args: argparse.Namespace) -> None:
         self.model = model
@@ -67,52 +71,39 @@ class Bench:
         for generate in self._generates.values():
             generate.use_threads(args.threads)
 
-    def engine(self, count: int) -> Callable[[], object]:
-        """Draws so many tokens after each of new prompts."""
-        return lambda: self._engine.sample(
-            [
-                Ask(prompt=prompt, num_tokens=count)
-                for prompt in self._prompts.draw_many(self.num_prompts, PROMPT_TOKENS)
-            ]
-        )
-
-    def generate(self, count: int) -> Callable[[], object]:
-        """As `engine`."""
-        return lambda: self._generates[count].sample(self._prompts.draw_many(self.num_prompts, PROMPT_TOKENS))
-
     def step(self, effort: Effort) -> Row:
-        """A step's time on both sides, without a profiler."""
-        sides = {
-            f"{name} {count}": side(count)
-            for name, side in (("engine", self.engine), ("generate", self.generate))
-            for count in (FEW, MANY)
-        }
+        """A step's time on every side, without a profiler."""
+        sides = {f"{side} {count}": partial(self._draw, side, count) for side in SIDES for count in (FEW, MANY)}
         timings = turn_about(sides, effort)
         seconds = {
-            f"{name}_s": (timings[f"{name} {MANY}"].median_s - timings[f"{name} {FEW}"].median_s) / (MANY - FEW)
-            for name in ("engine", "generate")
+            f"{side}_s": (timings[f"{side} {MANY}"].median_s - timings[f"{side} {FEW}"].median_s) / (MANY - FEW)
+            for side in SIDES
         }
         return {"model": self.model.name, "sequences": self.num_prompts, **seconds}
 
     def kinds(self) -> list[Row]:
-        """A step's time on both sides by kind of work, under the profiler; the engine's longest comes first."""
-        by_side = [self._by_kind(side) for side in (self.engine, self.generate)]
-        names = sorted(set().union(*by_side), key=lambda kind: -by_side[0].get(kind, 0.0))
+        """A step's time on every side by kind of work, under the profiler; the engine's longest comes first."""
+        by_side = {side: self._by_kind(side) for side in SIDES}
+        names = sorted(set().union(*by_side.values()), key=lambda kind: -by_side["engine"].get(kind, 0.0))
         return [
-            {
-                "model": self.model.name,
-                "kind": kind,
-                "engine_s": by_side[0].get(kind, 0.0),
-                "generate_s": by_side[1].get(kind, 0.0),
-            }
+            {"model": self.model.name, "kind": kind}
+            | {f"{side}_s": seconds.get(kind, 0.0) for side, seconds in by_side.items()}
             for kind in names
         ]
 
-    def _by_kind(self, side: Callable[[int], Callable[[], object]]) -> dict[str, float]:
+    def _draw(self, side: str, count: int) -> None:
+        """Draw so many tokens after each of new prompts."""
+        prompts = self._prompts.draw_many(self.num_prompts, PROMPT_TOKENS)
+        if side == "generate":
+            self._generates[count].sample(prompts)
+            return
+        tenant = 0 if side == "engine" else None
+        self._engine.sample([Ask(prompt=prompt, num_tokens=count, tenant=tenant) for prompt in prompts])
+
+    def _by_kind(self, side: str) -> dict[str, float]:
         """Seconds of a step by kind of work."""
-        profiled(side(FEW), KINDS)  # the first time takes longer
-        few, _ = profiled(side(FEW), KINDS)
-        many, _ = profiled(side(MANY), KINDS)
+        few, _ = profiled(partial(self._draw, side, FEW), KINDS)
+        many, _ = profiled(partial(self._draw, side, MANY), KINDS)
         return {kind: (spent_s - few.get(kind, 0.0)) / (MANY - FEW) for kind, spent_s in many.items()}
 
 

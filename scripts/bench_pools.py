@@ -30,9 +30,10 @@ from coordinator.service import Service
 from tinkerpool import ServiceClient, TrainingClient, types
 from tinkerpool.client.methods import RequestT, ResponseT, ServerStream, Unary
 from workers import messages
-from workers.pool import PoolConfig, PoolModel, make_pool
+from workers.pool import Pool, PoolConfig, PoolModel, make_pool
 
 T = TypeVar("T")
+P = TypeVar("P", bound=Pool)
 CALL_TIMEOUT_S = 120.0
 ADAM = types.AdamParams(learning_rate=1e-4)
 USE_CASES = {method.name: use_case_name(method) for service in SERVICES for method in service.methods}
@@ -46,7 +47,9 @@ class LocalService:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         pool = make_pool(PoolConfig(models=(model,), kind="local", num_threads=num_threads, num_slots=num_slots))
-        self.coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir), pool, **seams)
+        self.engine_s = 0.0
+        """How long the engine has been running batches, by its own clock."""
+        self.coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir), self._timed(pool), **seams)
         self._door = GrpcDoor(GrpcConfig(port=0))
         self._call(self._start())
 
@@ -68,6 +71,17 @@ class LocalService:
         key, _ = self._call(self.coordinator.authenticator.create_key(tenant))
         principal = self.coordinator.authenticator.authenticate(key)
         return ServiceClient(transport=DirectTransport(self.coordinator.service, principal, self._loop))
+
+    def _timed(self, pool: P) -> P:
+        run = pool.run
+
+        async def timed(worker_id: str, batch: messages.Batch) -> messages.BatchResult:
+            result = await run(worker_id, batch)
+            self.engine_s += result.wall_s
+            return result
+
+        pool.run = timed  # type: ignore[method-assign]
+        return pool
 
     async def _start(self) -> None:
         self._door.bind()

@@ -20,17 +20,8 @@ from bench_models import Case, Model, add_model_options, chosen_models, open_mod
 from bench_sides import Fused, Limit, SequentialPeft
 
 # isort: split
-from bench_kinds import RANK, Kinds, profiled  # after bench_models, which sets torch's threads up
+from bench_kinds import RANK, TRAINING_KINDS, profiled  # after bench_models, which sets torch's threads up
 
-KINDS: Kinds = (
-    ("attention", ("attention",)),
-    ("activation", ("silu", "gelu", "sigmoid")),
-    ("norms", ("rms_norm", "native_layer_norm", "rsqrt", "pow", "mean")),
-    ("loss", ("softmax", "amax", "scatter", "gather", "log")),
-    ("optimizer", ("_foreach", "_fused", "lerp", "addcmul", "addcdiv", "sqrt", "linalg_vector_norm", "isfinite")),
-    ("products and sums of activations", ("aten::mul", "aten::add", "aten::sub", "aten::neg", "aten::sum")),
-    ("copies", ("copy", "aten::cat", "clone", "fill", "zero", "index", "embedding", "pad")),
-)
 COLUMNS = (
     Column("step", lambda r: r["case"]),
     Column("kind of work", lambda r: r["kind"]),
@@ -71,7 +62,7 @@ def measure(results: Results, model: Model, cases: Sequence[Case], args: argpars
         row: Row = {"case": str(case)} | {f"{name}_s": timing.median_s for name, timing in timings.items()}
         sides.add(row)
         num_steps = args.effort.rounds_min
-        seconds, whole_s = profiled(partial(_steps, fused, num_steps), KINDS)
+        seconds, whole_s = profiled(partial(_steps, fused, num_steps), TRAINING_KINDS)
         rows += [
             {"case": str(case), "kind": kind, "seconds": spent_s / num_steps, "share": spent_s / whole_s}
             for kind, spent_s in sorted(seconds.items(), key=lambda item: -item[1])

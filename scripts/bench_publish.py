@@ -6,13 +6,15 @@
 
 Each round trains a step and then calls `save_weights_and_get_sampling_client` through gRPC and Ray, and asks for one
 token with a prompt of 16: the time until the call has returned, and until the token is there. In the same rounds, on an
-engine in this process: the copy of the adapter's row that publishes it, and a memcpy of the same bytes.
+engine in this process: the copy of the adapter's row that publishes it, after which the version before is
+removed; and a memcpy of the same bytes.
 Prints a Markdown table.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 
 from bench_common import Column, Effort, Results, Row, Timing, parser, shown_ms, shown_ratio, shown_time, turn_about
@@ -37,6 +39,7 @@ def measure(model: Model, args: argparse.Namespace) -> Row:
     fused.step()
     bank, key = fused.engine.bank, fused.keys[0]
     memcpy = Memcpy(bank.entry(key).layout.num_values)
+    versions = itertools.count()
     call_s: list[float] = []
     with (
         embedded_pool(serve_arguments(model, args)) as pool,
@@ -45,6 +48,11 @@ def measure(model: Model, args: argparse.Namespace) -> Row:
         tenants = Tenants([client], model.name, RANK, data)
         [training] = tenants.trainings
         params = types.SamplingParams(max_tokens=1, temperature=0.0)
+
+        def publish_row() -> None:
+            number = next(versions)
+            bank.publish(key, f"version-{number}")
+            bank.remove(f"version-{number - 1}")
 
         def publish() -> None:
             begin_s = time.perf_counter()
@@ -55,7 +63,7 @@ def measure(model: Model, args: argparse.Namespace) -> Row:
         sides = {
             "train": tenants.step,
             "first_token": publish,
-            "row": lambda: bank.publish(key, "version"),
+            "row": publish_row,
             "copy": memcpy.step,
         }
         timings = turn_about(sides, args.effort, in_order=True)

@@ -13,6 +13,9 @@ in process  client library, coordinator with its log (two fsyncs a step) and eng
 gRPC        the same coordinator, through its gRPC door
 Ray         gRPC to a coordinator in a process of its own, whose engine is in another one, of Ray's: `make up`
 
+What a way adds is its step's time without that of the engine alone in the same round. The engine itself takes now
+longer, now shorter in a service than alone, so in process there is also what of a step is outside its engine.
+
 Throughput: pipelined loops of all tenants through gRPC and Ray, against sequential PEFT and against the engine alone,
 in blocks of some steps, turn about; client, coordinator, engine and PEFT have the same cores. Prints Markdown tables.
 """
@@ -22,6 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,11 +101,13 @@ def measure_latency(case: Case, ways: Ways, args: argparse.Namespace) -> Row:
     fused = Fused(model, [RANK] * case.num_tenants, args.threads)
     fused.give(data)
     latencies: dict[str, list[float]] = {way: [] for way in WAYS[1:]}
+    outside: list[float] = []
     sides: dict[str, Callable[[], object]] = {"engine": fused.step}
     effort = replace(args.latency_effort, warm_up=2)
     with contextlib.ExitStack() as stack:
         for way, seconds in latencies.items():
             sides[way] = _recorded(ways.tenants(stack, way, data), seconds)
+        sides["in process"] = _noting_outside(sides["in process"], ways.local, outside)
         timings = turn_about(sides, effort)
     row: Row = {"model": model.name, "case": str(case), "rounds": len(timings["engine"].seconds)}
     for way in WAYS:
@@ -114,7 +120,19 @@ def measure_latency(case: Case, ways: Ways, args: argparse.Namespace) -> Row:
             "p99_s": steps.quantile(0.99),
             "added_s": Timing(tuple(added)).median_s,
         }
+    row["outside_s"] = Timing(tuple(outside[effort.warm_up :])).median_s
     return row
+
+
+def _noting_outside(step: Callable[[], object], local: LocalService, outside: list[float]) -> Callable[[], None]:
+    """A step in process that notes for how long its engine was not running."""
+
+    def noting() -> None:
+        begin_s, before_s = time.perf_counter(), local.engine_s
+        step()
+        outside.append(time.perf_counter() - begin_s - (local.engine_s - before_s))
+
+    return noting
 
 
 def _recorded(tenants: Tenants, seconds: list[float]) -> Callable[[], None]:
@@ -177,6 +195,7 @@ LATENCY_COLUMNS = (
     Column("tenants x sequences x tokens", lambda r: r["case"]),
     *(Column(f"{way}, p50 / p99", _p50_p99(way)) for way in WAYS),
     *(Column(f"{way} adds", _added(way)) for way in WAYS[1:]),
+    Column("in process, outside the engine", lambda r: shown_ms(r["outside_s"])),
     Column("steps", lambda r: str(r["Ray"]["steps"])),
 )
 THROUGHPUT_COLUMNS = (

@@ -5,7 +5,8 @@
     python scripts/bench_swap.py --models 27m --ranks 8 64
 
 swap        one adapter that has trained (weights and both moments) leaves its slot of the bank and comes back, against
-            copies of the same number of bytes between two buffers that are there already
+            copies of the same number of bytes between two buffers that are there already; and what of its coming is
+            that the gradient of its slot is set to zero, whoever was there before
 registered  8 tenants (1 x 64 tokens) step on an engine that holds 1,000 adapters, all of which have trained, with slots
             for 16, and on one that holds these 8; turn about
 
@@ -34,11 +35,19 @@ def measure_swap(model: Model, rank: int, args: argparse.Namespace) -> Row:
     fused.step()  # moments that are not zero
     bank, key = fused.engine.bank, fused.keys[0]
     memcpy = Memcpy(VECTORS_SWAPPED * bank.entry(key).layout.num_values)
+
+    def zero() -> None:
+        row = bank.entry(key).row
+        assert row is not None
+        assert row.grad is not None
+        row.grad.zero_()
+
     sides = {
         "out": lambda: bank.evict(key),
         "copy_out": memcpy.step,
         "in": lambda: bank.acquire([key]),
         "copy_in": memcpy.step,
+        "zero": zero,
     }
     timings = turn_about(sides, args.effort, in_order=True)
     return {
@@ -93,6 +102,7 @@ def measure(results: Results, models: list[Model], args: argparse.Namespace) -> 
             Column("MB", lambda r: f"{r['bytes'] / 1e6:.1f}"),
             Column("out of the bank", lambda r: shown_time(r["out"])),
             Column("into the bank", lambda r: shown_time(r["in"])),
+            Column("of it: zeros", lambda r: shown_time(r["zero"])),
             Column("memcpy", lambda r: shown_time(r["copy_in"])),
             Column("out / memcpy", lambda r: shown_ratio(r["out_over_copy"])),
             Column("in / memcpy", lambda r: shown_ratio(r["in_over_copy"])),

@@ -64,7 +64,7 @@ def test_every_script_measures_all_of_its_tables_in_as_many_rounds_for_each_side
     assert {item: set(report["tables"]) for item, report in reports.items()} == {
         "engine": {"engine-tiny"},
         "profile": {"profile-tiny", "profile-tiny-sides"},
-        "company": {"company-mixed", "company-crowd", "company-newcomers"},
+        "company": {"company-mixed", "company-kinds", "company-crowd", "company-newcomers"},
         "lengths": {"lengths"},
         "swap": {"swap", "swap-registered"},
         "durability": {"durability"},
