@@ -2,7 +2,8 @@
 
 Knows positions and blocks; not requests, versions or tokens. A call's batch are blocks that lie beside each other in
 memory, of whichever sequences, read where they are. Samples of one prompt are rows of the same products (a *tile*), so
-a prompt's keys are read once for all in a tile.
+a prompt's keys are read once for all in a tile. Where nobody shares a prompt, its blocks are like a sequence's own, and
+all blocks are one call.
 
 Main invariant: a sequence's result depends on its own blocks and their number alone, as `block_attention` keeps rows
 apart. What a sliding window hides is not computed, or has the weight zero.
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from workers.block_attention import Parts, attend_to_blocks, mask_of, put_together
 from workers.kv_cache import BLOCK_TOKENS, PromptBlocks
@@ -43,18 +45,36 @@ class NextToken:
 
 
 @dataclass(frozen=True, slots=True)
+class _Sight:
+    """Where the queries of parts stand, each of a single sequence; (P,) each."""
+
+    numbers: NDArray[np.int64]
+    """Of the sequences."""
+    offsets: NDArray[np.int64]
+    """From the sequence's own tokens to the query's position, counted from the beginning of the block."""
+    num_keys: NDArray[np.int64]
+    """Keys in the block."""
+
+    def mask(self, tokens: Sequence[NextToken], window: int | None, like: Tensor) -> Tensor:
+        """(P, 1, 1, B)."""
+        lengths = np.array([token.length for token in tokens])
+        positions = lengths[self.numbers] + self.offsets
+        return _mask(_hidden(positions[:, None], self.num_keys[:, None], window), like)
+
+
+@dataclass(frozen=True, slots=True)
 class _View:
     """What the running sequences see through one kind of layer."""
 
-    of_prompts: Parts | None
-    """By tiles."""
-    of_own: Parts
-    """By sequences."""
-    own_parts: Sequence[tuple[int, int, int]]
-    """Of `of_own`: block, sequence, and which of its own blocks it is."""
+    of_tiles: Parts | None
+    """Prompts' blocks, by tiles; None where a tile is a single sequence."""
+    of_each: Parts
+    """By sequences: their own blocks, and their prompts' where these are not in `of_tiles`."""
+    sight: _Sight
+    """Of `of_each`."""
     results: Tensor
     """What is put together, the first block of every sequence first, then the second, ...: each the place among the
-    results of `of_prompts` (part by part, in each the places of a tile) and of `of_own` behind them."""
+    results of `of_tiles` (part by part, in each the places of a tile) and of `of_each` behind them."""
     owners: Tensor
     """Whose each of `results` is, as a place in `order`."""
     levels: list[tuple[int, int]]
@@ -72,6 +92,10 @@ class DecodeAttention:
         self._standing = _standing(tokens)
         self._heads_per_key = heads_per_key
         self._rows = torch.tensor([token.row for token in tokens])
+        first, last = tokens[0].row, tokens[-1].row
+        are_beside = [token.row for token in tokens] == list(range(first, last + 1))
+        self._places: slice | Tensor = slice(first, last + 1) if are_beside else self._rows
+        """The same; rows beside each other, as in a pass without prompts, need not be looked up."""
         self._block = torch.tensor([token.blocks[-1] for token in tokens])
         self._slot = torch.tensor([token.length % BLOCK_TOKENS for token in tokens])
         self._rows_multiple = rows_multiple
@@ -90,7 +114,7 @@ class DecodeAttention:
                 members.append(tile + tile[:1] * (self._tile_size - len(tile)))
         self._members = np.array(members)
         """(tiles, tile size) sequences; the first of a tile again where a place is empty."""
-        self._own_members = np.arange(len(tokens))[:, None]
+        self._each = np.arange(len(tokens))[:, None]
         self._views: dict[int | None, _View] = {}
 
     def go_on(self, tokens: Sequence[NextToken]) -> bool:
@@ -102,13 +126,13 @@ class DecodeAttention:
         view = self._views.get(None)
         self._views.clear()  # what a window shows moves with every token
         if view is not None:
-            mask = _mask(self._own_mask(view.own_parts, None), view.of_own.mask)
-            self._views[None] = replace(view, of_own=replace(view.of_own, mask=mask))
+            mask = view.sight.mask(tokens, None, view.of_each.mask)
+            self._views[None] = replace(view, of_each=replace(view.of_each, mask=mask))
         return True
 
     def write(self, memory: Tensor, rows: Tensor) -> None:
         """Put the tokens' keys or values among rows (T, K, E) where they belong in (N, K, B, E)."""
-        memory[self._block, :, self._slot] = rows[self._rows]
+        memory[self._block, :, self._slot] = rows[self._places]
 
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, scaling: float, window: int | None
@@ -117,30 +141,30 @@ class DecodeAttention:
         if window not in self._views:
             self._views[window] = self._view(window, queries)
         view = self._views[window]
-        all_parts = (view.of_own,) if view.of_prompts is None else (view.of_prompts, view.of_own)
-        parts = [attend_to_blocks(queries, keys, values, parts, scaling) for parts in all_parts]
-        result, weight = (
-            torch.cat(tensors).index_select(0, view.results).float() for tensors in zip(*parts, strict=True)
-        )
+        result, weight = attend_to_blocks(queries, keys, values, view.of_each, scaling)
+        if view.of_tiles is not None:
+            of_tiles = attend_to_blocks(queries, keys, values, view.of_tiles, scaling)
+            result, weight = (torch.cat(pair) for pair in zip(of_tiles, (result, weight), strict=True))
+        result, weight = (tensor.index_select(0, view.results).float() for tensor in (result, weight))
         joined = put_together(result, weight, view.owners, view.levels).index_select(0, view.order)
-        out[self._rows] = joined.flatten(1, 2).to(out.dtype)
+        out[self._places] = joined.flatten(1, 2).to(out.dtype)
 
     # ------------------------------------------------------------------ who sees what
 
     def _view(self, window: int | None, like: Tensor) -> _View:
-        prompt_parts, own_parts, seen = self._parts(window)
-        place_of = {part: place for place, part in enumerate(prompt_parts)}
-        num_of_prompts = len(prompt_parts) * self._tile_size
-        own_place_of = {part: num_of_prompts + place for place, part in enumerate(own_parts)}
+        tile_parts, each_parts, seen = self._parts(window)
+        place_of = {part: place * self._tile_size for place, part in enumerate(tile_parts)}
+        num_of_tiles = len(tile_parts) * self._tile_size
+        each_place_of = {part: num_of_tiles + place for place, part in enumerate(each_parts)}
         results_of = []
         for number, (token, (first, first_own)) in enumerate(zip(self._tokens, seen, strict=True)):
             tile, place = self._place[number]
-            of_prompt = enumerate(token.prompt.blocks[first:], first)
-            own = enumerate(token.blocks[first_own:], first_own)
-            results_of.append(
-                [place_of[block, tile, part] * self._tile_size + place for part, block in of_prompt]
-                + [own_place_of[block, number, part] for part, block in own]
-            )
+            if self._tile_size > 1:
+                of_prompt = [place_of[block, tile, which] + place for which, block in _prompt_blocks(token, first)]
+            else:
+                of_prompt = [each_place_of[block, number, which] for which, block in _prompt_blocks(token, first)]
+            own = [each_place_of[block, number, which] for which, block in _own_blocks(token, first_own)]
+            results_of.append(of_prompt + own)
         falling = sorted(range(len(results_of)), key=lambda number: -len(results_of[number]))
         results: list[int] = []
         owners: list[int] = []
@@ -153,12 +177,13 @@ class DecodeAttention:
         order = torch.empty(len(falling), dtype=torch.long)
         order[torch.tensor(falling)] = torch.arange(len(falling))
         device = like.device
+        sight = self._sight(each_parts)
         return _View(
-            self._parts_of(prompt_parts, self._members, self._prompt_mask(prompt_parts, window), like)
-            if prompt_parts
+            self._parts_of(tile_parts, self._members, _mask(self._tile_mask(tile_parts, window), like))
+            if tile_parts
             else None,
-            self._parts_of(own_parts, self._own_members, self._own_mask(own_parts, window), like),
-            own_parts,
+            self._parts_of(each_parts, self._each, sight.mask(self._tokens, window, like)),
+            sight,
             torch.tensor(results, device=device),
             torch.tensor(owners, device=device),
             levels,
@@ -168,12 +193,13 @@ class DecodeAttention:
     def _parts(
         self, window: int | None
     ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]], list[tuple[int, int]]]:
-        """Parts (block, who, which of its blocks) of prompts and of own tokens; per sequence the first it sees of both.
+        """Parts (block, who, which of their blocks) by tiles and by sequences; per sequence the first block it sees of
+        its prompt's and of its own.
 
         In the order of blocks in memory, so that many are beside each other.
         """
-        prompt_parts: dict[tuple[int, int, int], None] = {}
-        own_parts = []
+        tile_parts: dict[tuple[int, int, int], None] = {}
+        each_parts = []
         seen = []
         for number, token in enumerate(self._tokens):
             first = first_own = 0
@@ -181,19 +207,22 @@ class DecodeAttention:
                 begin = token.prompt.length + token.length - window + 1
                 first = max(0, begin) // BLOCK_TOKENS
                 first_own = max(0, begin - token.prompt.length) // BLOCK_TOKENS
-            blocks = enumerate(token.prompt.blocks[first:], first)
-            prompt_parts |= dict.fromkeys((block, self._place[number][0], part) for part, block in blocks)
-            own_parts += [(block, number, part) for part, block in enumerate(token.blocks[first_own:], first_own)]
+            if self._tile_size > 1:
+                tile = self._place[number][0]
+                tile_parts |= dict.fromkeys((block, tile, which) for which, block in _prompt_blocks(token, first))
+            else:
+                each_parts += [(block, number, which) for which, block in _prompt_blocks(token, first)]
+            each_parts += [(block, number, which) for which, block in _own_blocks(token, first_own)]
             seen.append((first, first_own))
-        return _in_runs(prompt_parts), _in_runs(own_parts), seen
+        return _in_runs(tile_parts), _in_runs(each_parts), seen
 
     def _parts_of(
         self,
         parts: Sequence[tuple[int, int, int]],
         members: NDArray[np.int64],
-        is_hidden: NDArray[np.bool_],
-        like: Tensor,
+        mask: Tensor,
     ) -> Parts:
+        """`members`: of each who, the sequences that look; `mask` (P, 1, 1 or rows, B)."""
         runs: list[tuple[int, int, int]] = []
         for place, (block, _, _) in enumerate(parts):
             if runs and runs[-1][0] + runs[-1][2] == block:
@@ -201,22 +230,28 @@ class DecodeAttention:
             else:
                 runs.append((block, place, 1))
         num_rows = -(-members.shape[1] * self._heads_per_key // self._rows_multiple) * self._rows_multiple
-        if is_hidden.shape[1] > 1:
-            is_hidden = np.pad(is_hidden, ((0, 0), (0, num_rows - is_hidden.shape[1]), (0, 0)))
+        if mask.shape[2] > 1:
+            mask = F.pad(mask, (0, 0, 0, num_rows - mask.shape[2]))
         return Parts(
-            self._rows[torch.from_numpy(members[[who for _, who, _ in parts]].ravel())].to(like.device),
+            self._rows[torch.from_numpy(members[[who for _, who, _ in parts]].ravel())].to(mask.device),
             num_rows,
-            torch.tensor([block for block, _, _ in parts], device=like.device),
+            torch.tensor([block for block, _, _ in parts], device=mask.device),
             runs,
-            _mask(is_hidden, like),
+            mask,
         )
 
-    def _own_mask(self, parts: Sequence[tuple[int, int, int]], window: int | None) -> NDArray[np.bool_]:
-        """Which keys are hidden, (P, 1, B)."""
-        lengths = np.array([self._tokens[number].length - part * BLOCK_TOKENS for _, number, part in parts])
-        return _hidden(lengths[:, None], np.full((len(parts), 1), BLOCK_TOKENS), window)
+    def _sight(self, parts: Sequence[tuple[int, int, int]]) -> _Sight:
+        """Of parts of single sequences."""
+        offsets, num_keys = [], []
+        for _, number, which in parts:
+            prompt = self._tokens[number].prompt
+            own = which - len(prompt.blocks)
+            rest = prompt.length - which * BLOCK_TOKENS
+            offsets.append(rest if own < 0 else -own * BLOCK_TOKENS)
+            num_keys.append(rest if own < 0 else BLOCK_TOKENS)
+        return _Sight(np.array([number for _, number, _ in parts]), np.array(offsets), np.array(num_keys))
 
-    def _prompt_mask(self, parts: Sequence[tuple[int, int, int]], window: int | None) -> NDArray[np.bool_]:
+    def _tile_mask(self, parts: Sequence[tuple[int, int, int]], window: int | None) -> NDArray[np.bool_]:
         """Which keys are hidden: (P, 1, B), or by row (P, R, B) where samples of one prompt see it differently."""
         lengths = np.array([self._tokens[self._members[tile, 0]].prompt.length for _, tile, _ in parts])
         begins = np.array([part * BLOCK_TOKENS for _, _, part in parts])
@@ -227,6 +262,16 @@ class DecodeAttention:
         own = own.repeat(self._heads_per_key, axis=1)  # (tiles, rows)
         positions = own[[tile for _, tile, _ in parts]] + num_keys  # (P, rows), counted from the block's beginning
         return _hidden(positions, np.broadcast_to(num_keys, positions.shape), window)
+
+
+def _prompt_blocks(token: NextToken, first: int) -> Iterable[tuple[int, int]]:
+    """Which of its blocks, and the block, from the prompt's `first` on."""
+    return enumerate(token.prompt.blocks[first:], first)
+
+
+def _own_blocks(token: NextToken, first: int) -> Iterable[tuple[int, int]]:
+    """The same of its own; its prompt's are counted before."""
+    return enumerate(token.blocks[first:], len(token.prompt.blocks) + first)
 
 
 def _standing(tokens: Sequence[NextToken]) -> list[tuple[int, int, int, int, int]]:

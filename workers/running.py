@@ -188,17 +188,18 @@ class Running:
             return [], [self._finish(sequence, StopReason.LENGTH) for sequence in begun]
         distribution = Distribution(first.logits[0], params)
         tokens = [distribution.pick(number) for number in self._numbers(begun)]
-        return self._take(begun, tokens, first.logprobs_of(tokens), first)
+        return self._take(begun, tokens, first.logprobs_of(tokens), first, [0] * len(begun))
 
     def numbers(self) -> list[float]:
         """The random numbers of the next token of every running sequence."""
         return self._numbers(self.sequences)
 
     def take(
-        self, tokens: Sequence[int], logprobs: Sequence[float], rows: LogitsRows
+        self, tokens: Sequence[int], logprobs: Sequence[float], rows: LogitsRows, first_row: int
     ) -> tuple[list[SampleEvent], list[RunningSequence]]:
-        """Take in what was drawn for every running sequence from its row: what to tell, and those that have ended."""
-        return self._take(self.sequences, tokens, logprobs, rows)
+        """Take in what was drawn for every running sequence from its row, the first from `first_row`: what to tell, and
+        those that have ended."""
+        return self._take(self.sequences, tokens, logprobs, rows, range(first_row, first_row + len(tokens)))
 
     def _numbers(self, sequences: Sequence[RunningSequence]) -> list[float]:
         params = self.request.params
@@ -210,6 +211,7 @@ class Running:
         tokens: Sequence[int],
         logprobs: Sequence[float],
         rows: LogitsRows,
+        places: Sequence[int],
     ) -> tuple[list[SampleEvent], list[RunningSequence]]:
         request = self.request
         events: list[SampleEvent] = []
@@ -225,13 +227,13 @@ class Running:
             if reason is not None:
                 reasons.append((sequence, reason))
         if request.topk_sample_logprobs:
-            self._note_likeliest(sequences, rows)
+            self._note_likeliest(sequences, rows, places)
         return events, [self._finish(*ended) for ended in reasons]
 
-    def _note_likeliest(self, sequences: Sequence[RunningSequence], rows: LogitsRows) -> None:
+    def _note_likeliest(self, sequences: Sequence[RunningSequence], rows: LogitsRows, places: Sequence[int]) -> None:
         logprobs = rows.logprobs.cpu().numpy()
-        for place, sequence in enumerate(sequences):
-            row = logprobs[place if len(logprobs) > 1 else 0]
+        for place, sequence in zip(places, sequences, strict=True):
+            row = logprobs[place]
             tokens = likeliest(row, self.request.topk_sample_logprobs)
             sequence.topk.append((tokens, row[tokens]))
 

@@ -110,6 +110,11 @@ class Sampler:
             return 0
         return self._seats.pool.num_never_taken * block_bytes(self._base_model)
 
+    @property
+    def are_samples_alike(self) -> bool:
+        """Whether a sample's bits do not depend on its company, as far as attention goes."""
+        return self._pass.are_samples_alike
+
     # ------------------------------------------------------------------ Engine
 
     def start_sample(self, request: SampleRequest) -> None:
@@ -305,7 +310,7 @@ class Sampler:
         for owner, _ in drawing:
             start, stop = stop, stop + len(owner.sequences)
             own = slice(start, stop)
-            self._guarded(owner, partial(owner.take, tokens[own], logprobs[own], mine.some(own)))
+            self._guarded(owner, partial(owner.take, tokens[own], logprobs[own], mine, start))
 
     def _guarded(self, owner: Running, draw: Callable[[], tuple[list[SampleEvent], list[RunningSequence]]]) -> None:
         """Let a request draw tokens, and tell them; end what has ended, the request itself if the drawing fails."""
