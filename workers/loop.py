@@ -137,6 +137,7 @@ class EngineLoop:
             self._run_batch(engine, *entry)
             share = entry[0].decode_share
             self._owed_s += (self._clock() - started) * share / (1.0 - share)
+            self._take_controls(engine)  # who came or was cancelled meanwhile does so before the first step after it
         self._decode(engine)
         if entry is None:
             self._owed_s = 0.0  # nobody waited for the time that this took

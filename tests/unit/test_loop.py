@@ -25,6 +25,7 @@ from workers.messages import (
     SampleResult,
     SamplerVersion,
     SamplingParams,
+    TokenEvent,
 )
 from workers.pool import WorkerLost
 
@@ -45,10 +46,13 @@ class RecordingEngine(ToyEngine):
         """Batches and decode steps, and how long each took."""
         self.thread = threading.get_ident()
         self.calls: list[str] = []
+        self.has_begun = threading.Event()
+        """Whether a batch has."""
         self.gate = threading.Event()
         self.gate.set()
 
     def run(self, batch: Batch) -> BatchResult:
+        self.has_begun.set()
         self.gate.wait(TIMEOUT_S)
         assert threading.get_ident() == self.thread
         self.calls.append(f"batch {batch.cycle_id}")
@@ -194,6 +198,26 @@ def test_time_that_nobody_waited_for_is_not_held_against_decoding() -> None:
     running.loop.stop()
     calls = running.engine.calls
     assert calls[calls.index("batch 0") + 1 : calls.index("batch 1")] == ["decode"] * 4
+
+
+def test_who_comes_or_is_cancelled_during_a_batch_is_so_at_the_first_step_after_it() -> None:
+    running = Running()
+    running.loop.start_sample(request("old", max_tokens=10**9))
+    running.engine.gate.clear()
+    futures = [running.loop.submit(batch(0))]
+    assert running.engine.has_begun.wait(TIMEOUT_S)
+    running.loop.start_sample(request("new", max_tokens=1))
+    running.loop.cancel_sample("old")
+    told = len(running.events)
+    futures.append(running.loop.submit(batch(1, decode_share=0.1)))
+    running.engine.gate.set()
+    for future in futures:
+        future.result(TIMEOUT_S)
+    running.loop.stop()
+    calls = running.engine.calls
+    assert calls[calls.index("batch 0") + 1 : calls.index("batch 1")] == ["decode"]
+    assert {event.op_id for event in running.events[told:] if isinstance(event, SampleResult)} == {"old", "new"}
+    assert not [event for event in running.events[told:] if isinstance(event, TokenEvent) and event.op_id == "old"]
 
 
 def test_cancelled_sample_ends_with_an_error_and_unknown_ids_are_ignored() -> None:
