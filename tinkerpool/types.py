@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 TensorDtype = Literal["int64", "float32"]
 StopReason = Literal["stop", "length"]
 LossFnType = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
+SamplerKind = Literal["snapshot", "inflight"]
 
 _INT32_MAX = 2**31 - 1
 

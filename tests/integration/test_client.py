@@ -256,6 +256,23 @@ def test_sampling_streams_and_repeats_by_seed(service: ServiceClient) -> None:
     assert len([base.sample(PROMPT, 1, params) for _ in range(200)][-1].result(20).sequences) == 1
 
 
+def test_an_inflight_sampler_follows_its_adapter_and_a_snapshot_does_not(service: ServiceClient) -> None:
+    client = service.create_lora_training_client(rank=8)
+    params = SamplingParams(max_tokens=6, seed=5, stop=[])
+
+    def tokens(sampler: SamplingClient) -> list[int]:
+        return sampler.sample(PROMPT, 1, params).result(10).sequences[0].tokens
+
+    client.train_step([datum(1)], "cross_entropy", ADAM)
+    snapshot = client.save_weights_and_get_sampling_client()
+    inflight = client.save_weights_and_get_sampling_client(kind="inflight")
+    before = tokens(snapshot), tokens(inflight)
+    client.train_step([datum(2)], "cross_entropy", ADAM)
+    newer = client.save_weights_and_get_sampling_client(kind="inflight")
+    assert tokens(snapshot) == before[0]
+    assert tokens(inflight) == tokens(newer) != before[1]
+
+
 def test_all_that_can_be_asked_of_a_sample_comes_through_grpc(service: ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model="toy")
     params = SamplingParams(max_tokens=3, seed=5, stop=[])

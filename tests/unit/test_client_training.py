@@ -289,6 +289,16 @@ def test_an_unnamed_save_gives_a_sampler_of_these_weights(pool: FakePool, client
     assert named.sampler_id == "5e55:sample:7"
 
 
+def test_an_inflight_sampler_is_asked_for_as_such_and_has_no_name(pool: FakePool, client: TrainingClient) -> None:
+    client.save_weights_and_get_sampling_client()
+    client.save_weights_and_get_sampling_client(kind="inflight")
+    assert [request.is_inflight for request in pool.requests("SaveWeightsForSampler")] == [False, True]
+    with pytest.raises(ValueError, match="has no name"):
+        client.save_weights_and_get_sampling_client("x", kind="inflight")
+    with pytest.raises(ValueError, match="one of snapshot, inflight"):
+        client.save_weights_and_get_sampling_client(kind="newest")  # type: ignore[arg-type]
+
+
 async def test_every_method_has_an_async_twin_of_the_older_idiom(pool: FakePool, client: TrainingClient) -> None:
     future = await client.forward_backward_async([datum(1)], "cross_entropy")
     step = await client.optim_step_async()

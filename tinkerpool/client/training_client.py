@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 from tinkerpool import types
 from tinkerpool.client import batches, custom_loss, encoding, methods, passes
@@ -154,13 +154,16 @@ class TrainingClient(Ready):
         request = training_pb2.LoadStateRequest(adapter_id=self.model_id, path=path, with_optimizer=True)
         return self._order.take(1, lambda seq: self._load_state(request, seq))
 
-    def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
+    def save_weights_and_get_sampling_client(
+        self, name: str | None = None, *, kind: types.SamplerKind = "snapshot"
+    ) -> SamplingClient:
         """A sampler of the weights as they are at this place in the order; waits until it is there.
 
         Without a name there is no checkpoint, no file is waited for, and the sampler lives as long as its session, over
-        restarts of the service too.
+        restarts of the service too. An "inflight" one, which has no name, takes for each new sample the newest weights
+        of this adapter that were saved as inflight, by this call or a later one; a sample that runs keeps its weights.
         """
-        return self._sampling_client(name).result()
+        return self._sampling_client(name, kind).result()
 
     def create_sampling_client(self, model_path: str) -> SamplingClient:
         """A sampler of a saved checkpoint. Raises NotFound, InvalidArgument."""
@@ -240,9 +243,11 @@ class TrainingClient(Ready):
         """`load_state_with_optimizer`."""
         return self.load_state_with_optimizer(path)
 
-    async def save_weights_and_get_sampling_client_async(self, name: str | None = None) -> SamplingClient:
+    async def save_weights_and_get_sampling_client_async(
+        self, name: str | None = None, *, kind: types.SamplerKind = "snapshot"
+    ) -> SamplingClient:
         """`save_weights_and_get_sampling_client`, awaited."""
-        return await self._sampling_client(name)
+        return await self._sampling_client(name, kind)
 
     async def create_sampling_client_async(self, model_path: str) -> SamplingClient:
         """`create_sampling_client`, awaited."""
@@ -275,8 +280,14 @@ class TrainingClient(Ready):
         operation = await self._order.run(methods.LOAD_STATE, request, seq)
         return types.LoadWeightsResponse(path=operation.load_state.path)
 
-    def _sampling_client(self, name: str | None) -> APIFuture[SamplingClient]:
-        request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=self.model_id, name=name or "")
+    def _sampling_client(self, name: str | None, kind: types.SamplerKind) -> APIFuture[SamplingClient]:
+        if kind not in get_args(types.SamplerKind):
+            raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(get_args(types.SamplerKind))}")
+        if name and kind == "inflight":
+            raise ValueError("an inflight sampler follows its adapter and has no name; leave out name, or kind")
+        request = checkpoints_pb2.SaveWeightsForSamplerRequest(
+            adapter_id=self.model_id, name=name or "", is_inflight=kind == "inflight"
+        )
 
         async def create(seq: int) -> SamplingClient:
             saved = await self._save_weights_for_sampler(request, seq)
