@@ -369,21 +369,27 @@ class Sampling:
         if not key:
             return SamplerVersion(key="")
         spec = self._spec_of(sampler["adapter_id"])
+        # First, so that it does not depend on the worker whether a sampler whose checkpoint was deleted goes on.
+        checkpoint = self._checkpoint(sampler) if sampler["model_path"] else None
         if key in worker.versions:
             self._remember(worker, key)
             return SamplerVersion(key=key, spec=spec)
-        if not sampler["model_path"]:
+        if checkpoint is None:
             state = await self._saver.publishing.state(sampler["sampler_id"])
         else:
-            found = self._store.read_one("SELECT * FROM checkpoints WHERE path = ?", (sampler["model_path"],))
-            # Another checkpoint may have taken the path since: a sampler's weights never change.
-            if found is None or operation_name(found["adapter_id"], found["seq"]) != key:
-                raise ServiceError(
-                    Code.NOT_FOUND, "NOT_FOUND", f"the sampler's checkpoint {sampler['model_path']} was deleted"
-                )
-            state = await asyncio.to_thread(self._saver.checkpoints.read, found["folder"], found["sha256"])
+            state = await asyncio.to_thread(self._saver.checkpoints.read, checkpoint["folder"], checkpoint["sha256"])
         self._remember(worker, key)
         return SamplerVersion(key=key, spec=spec, state=state)
+
+    def _checkpoint(self, sampler: Row) -> Row:
+        """The checkpoint that a sampler was made of. Raises ServiceError if it is gone."""
+        found = self._store.read_one("SELECT * FROM checkpoints WHERE path = ?", (sampler["model_path"],))
+        # Another checkpoint may have taken the path since: a sampler's weights never change.
+        if found is None or operation_name(found["adapter_id"], found["seq"]) != sampler["version"]:
+            raise ServiceError(
+                Code.NOT_FOUND, "NOT_FOUND", f"the sampler's checkpoint {sampler['model_path']} was deleted"
+            )
+        return found
 
     async def _cancel_on(self, worker_id: str, worker: _Worker, name: str) -> None:
         try:

@@ -248,12 +248,18 @@ async def test_a_fresh_publish_is_sampled_without_reading_its_file(tmp_path: Pat
     assert operation.state == SUCCEEDED
 
 
-async def test_a_sampler_of_a_deleted_checkpoint_says_so_and_holds_nobody_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_remembered", [False, True])
+async def test_a_sampler_of_a_deleted_checkpoint_says_so_and_holds_nobody_up(
+    tmp_path: Path, is_remembered: bool
+) -> None:
     async with running_pool(tmp_path, samples_per_worker_max=2) as pool:
         adapter = await pool.adapter()
         path = (await pool.save(adapter, 1, "first")).save_state.path
         session = adapter.partition(":")[0]
         sampler, base = await pool.sampler(session, model_path=path), await pool.sampler(session)
+        if is_remembered:
+            [before] = await pool.wait(await pool.sample(sampler, 9))
+            assert before.state == SUCCEEDED
         await pool.service.delete_checkpoint(await pool.principal(), checkpoints_pb2.DeleteCheckpointRequest(path=path))
         names = [await pool.sample(sampler, 1, num_samples=5), await pool.sample(base, 1, num_samples=2)]
         gone, fine = await asyncio.wait_for(pool.wait(*names), 5)
@@ -338,6 +344,19 @@ async def test_workers_are_asked_to_remember_a_bounded_number_of_versions(
         assert all(each.state == SUCCEEDED for each in await pool.wait(*names))
         await pool.wait(await pool.forward_backward(adapter, 12, 3))
         assert set(engine.versions) == set(worker.versions)
+
+
+async def test_the_versions_that_were_used_longest_ago_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.sampling.VERSIONS_MAX", 3)
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        saves = [await pool.publish(adapter, seq) for seq in (1, 2, 3)]
+        await pool.wait(await pool.sample(saves[0].save_weights_for_sampler.sampler_id, 1))
+        saves.append(await pool.publish(adapter, 4))
+        known = set(pool.coordinator.core.sampling._workers["w0"].versions)
+    assert known == {saves[number].name for number in (0, 2, 3)}
 
 
 async def test_a_worker_that_only_samples_forgets_versions_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
