@@ -218,8 +218,8 @@ class BaseModel:
         """The largest power of two that is allowed as a rank."""
         return min(MAX_RANK, 1 << (self.hidden_size.bit_length() - 1))
 
-    def info(self, *, are_threads_alike: bool) -> ModelInfo:
-        """The facts that the coordinator and clients need; `are_threads_alike`: passes may take fewer threads."""
+    def info(self, *, are_threads_alike: bool, are_samples_alike: bool) -> ModelInfo:
+        """The facts that the coordinator and clients need; see `fingerprint`."""
         files = [self.path / file_name for file_name in TOKENIZER_FILES]
         return ModelInfo(
             name=self.name,
@@ -240,6 +240,7 @@ class BaseModel:
                 self.block_rows,
                 is_packed=self.is_packed,
                 are_threads_alike=are_threads_alike,
+                are_samples_alike=are_samples_alike,
             ),
             is_exact=self.block_rows is not None or (self.rows_min is not None and not self.is_deferred),
         )

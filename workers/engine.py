@@ -134,6 +134,10 @@ class SamplerProtocol(Protocol):
     def untaken_bytes(self) -> int:
         """Memory that is the sampler's and that it has not taken yet."""
 
+    @property
+    def are_samples_alike(self) -> bool:
+        """Whether a sample's bits do not depend on its company, as far as attention goes."""
+
 
 @dataclass(slots=True)
 class _Group:
@@ -185,7 +189,10 @@ class TrainingEngine:
             logger.warning("%s: memory is short; longer sequences than %d tokens are refused", name, fitting_tokens)
         is_alike = fitting_tokens is None and are_threads_alike(self.base_model)
         self._threads = ThreadChoice(torch.get_num_threads(), num_cores()) if is_alike else None
-        self._info = replace(self.base_model.info(are_threads_alike=is_alike), fitting_tokens=fitting_tokens)
+        info = self.base_model.info(
+            are_threads_alike=is_alike, are_samples_alike=self.sampler is None or self.sampler.are_samples_alike
+        )
+        self._info = replace(info, fitting_tokens=fitting_tokens)
         self._incarnation = incarnation
         self._clock = clock
         self._epoch = 0

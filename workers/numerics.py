@@ -34,11 +34,12 @@ def fingerprint(
     *,
     is_packed: bool,
     are_threads_alike: bool,
+    are_samples_alike: bool,
 ) -> str:
     """The arithmetic of this process, as text: equal texts, equal bits.
 
     `dtype` is the base model's; `block_rows` that of exact mode; `is_packed`: products with its weights
-    are oneDNN's; threads are alike if fewer give the same bits.
+    are oneDNN's; threads are alike if fewer give the same bits, samples if they have the same in any company.
     """
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     if block_rows is not None:
@@ -55,6 +56,8 @@ def fingerprint(
     ]
     if is_packed:
         parts.append("packed groups")
+    if not are_samples_alike:
+        parts.append("samples depend on their neighbours")
     if dtype != torch.float32:
         parts.append(str(dtype).removeprefix("torch."))
     return "; ".join(parts)

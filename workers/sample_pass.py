@@ -133,10 +133,13 @@ class SamplePass:
         self._cache = cache
         self._heads_per_key = base_model.num_heads // base_model.num_key_value_heads
         self._rows_multiple = 1
+        self.are_samples_alike = True
+        """Whether a sample's bits do not depend on its company, as far as attention goes; a GPU promises nothing."""
         if base_model.device.type == "cpu":
             found = find_rows_multiple(base_model.head_dim, BLOCK_TOKENS, torch.get_num_threads())
             if found is None:
                 logger.warning("on this processor the bits of a sample may depend on its neighbours")
+                self.are_samples_alike = False
             self._rows_multiple = found or ROWS_MULTIPLES[-1]
         self._decoding: DecodeAttention | None = None
         """Of the last pass: mostly the same sequences go on."""

@@ -21,8 +21,10 @@ from workers.block_attention import (
     find_rows_multiple,
     put_together,
 )
+from workers.engine import EngineConfig, TrainingEngine
 from workers.kv_cache import BLOCK_TOKENS
 from workers.sample_pass import SamplePass
+from workers.sampler import Sampler
 
 HEAD_DIM = 32
 
@@ -97,3 +99,6 @@ def test_where_there_is_no_such_number_the_operator_is_told(
     made = SamplePass(engine.base_model, engine.bank, None)  # type: ignore[arg-type]
     assert made._rows_multiple == ROWS_MULTIPLES[-1]
     assert "may depend on its neighbours" in caplog.text
+    sampling = TrainingEngine(EngineConfig(model=str(qwen3)), make_sampler=Sampler)
+    assert "samples depend on their neighbours" in sampling.info.fingerprint
+    assert "samples depend on their neighbours" not in engine.info.fingerprint
