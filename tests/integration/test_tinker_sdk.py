@@ -259,7 +259,7 @@ def test_a_copied_sampling_client_gets_answers_of_its_own(service: tinker.Servic
     assert again.sequences[0].sequence_id != first.sequences[0].sequence_id
 
 
-def test_stop_none_stops_at_the_end_of_text_and_an_empty_list_does_not(service: tinker.ServiceClient) -> None:
+def test_token_ids_stop_a_sample_and_an_empty_list_does_not(service: tinker.ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
 
     def sampled(stop: Any) -> Any:

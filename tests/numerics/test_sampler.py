@@ -76,6 +76,23 @@ def test_sample_has_the_same_bits_alone_and_in_any_company(model_directory: Path
         assert_same_bits(bits, s.result(one.op_id).sequences)
 
 
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_sample_has_the_same_bits_alone_and_in_a_batch_of_64(model_directory: Path, num_samples: int) -> None:
+    """With prompts of their own, and with two samples of each."""
+    s = sampling(model_directory)
+    s.publish("a", "b")
+    wanted = [
+        request(
+            f"{number}", ("", "a/v", "b/v")[number % 3], 1 + 5 * number % 130, num_samples, seed=number, max_tokens=9
+        )
+        for number in range(64 // num_samples)
+    ]
+    together = s.sequences(*wanted)
+    s.events.clear()
+    for number in (0, 13, 14, 30):
+        assert_same_bits(s.sequences(wanted[number])[0], together[number])
+
+
 def test_logprobs_are_those_of_the_training_forward(model_directory: Path) -> None:
     s = sampling(model_directory)
     s.publish("a")

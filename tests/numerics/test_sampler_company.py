@@ -33,6 +33,7 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"prompt_logprobs": True},
     {"top_p": 0.8, "topk_sample_logprobs": 3, "prompt_logprobs": True, "prompt_logprobs_last_n": 4},
+    {"top_k": 40, "stop_tokens": tuple(range(0, 256, 16))},
 )
 LONG = 66
 """Tokens of the longest samples: more than a block of their own."""
