@@ -16,7 +16,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from bench_common import Column, Effort, Results, Row, parser, shown_ms, turn_about
+from bench_common import Column, Effort, Results, Row, Timing, parser, shown_ms, shown_ratio, shown_time, turn_about
 from bench_models import Model, add_model_options, chosen_models, open_models
 from bench_samplers import Ask, EngineSampler, Generate, Prompts
 
@@ -50,11 +50,11 @@ COLUMNS = (
 STEP_COLUMNS = (
     Column("model", lambda r: r["model"]),
     Column("sequences", lambda r: str(r["sequences"])),
-    Column("engine, a step", lambda r: shown_ms(r["engine_s"])),
-    Column("engine, a step of the base model", lambda r: shown_ms(r["base_s"])),
-    Column("`generate`, a step", lambda r: shown_ms(r["generate_s"])),
-    Column("base model / engine", lambda r: f"{r['base_s'] / r['engine_s']:.2f}"),
-    Column("`generate` / engine", lambda r: f"{r['generate_s'] / r['engine_s']:.2f}"),
+    Column("engine, a step", lambda r: shown_time(r["engine"])),
+    Column("engine, a step of the base model", lambda r: shown_time(r["base"])),
+    Column("`generate`, a step", lambda r: shown_time(r["generate"])),
+    Column("base model / engine", lambda r: shown_ratio(r["base_over_engine"])),
+    Column("`generate` / engine", lambda r: shown_ratio(r["generate_over_engine"])),
 )
 
 
@@ -75,11 +75,13 @@ class Bench:
         """A step's time on every side, without a profiler."""
         sides = {f"{side} {count}": partial(self._draw, side, count) for side in SIDES for count in (FEW, MANY)}
         timings = turn_about(sides, effort)
-        seconds = {
-            f"{side}_s": (timings[f"{side} {MANY}"].median_s - timings[f"{side} {FEW}"].median_s) / (MANY - FEW)
-            for side in SIDES
-        }
-        return {"model": self.model.name, "sequences": self.num_prompts, **seconds}
+        steps = {}
+        for side in SIDES:
+            pairs = zip(timings[f"{side} {FEW}"].seconds, timings[f"{side} {MANY}"].seconds, strict=True)
+            steps[side] = Timing(tuple((many_s - few_s) / (MANY - FEW) for few_s, many_s in pairs))
+        ratios = {f"{side}_over_engine": steps[side].ratio_to(steps["engine"]) for side in SIDES[1:]}
+        row: Row = {"model": self.model.name, "sequences": self.num_prompts, **ratios}
+        return row | {side: step.summary() for side, step in steps.items()}
 
     def kinds(self) -> list[Row]:
         """A step's time on every side by kind of work, under the profiler; the engine's longest comes first."""

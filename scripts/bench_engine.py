@@ -1,7 +1,7 @@
 """Measure the fused engine against sequential PEFT, one process per tenant, and the base model's own matmuls.
 
     python scripts/bench_engine.py --quick                        # does it work? some seconds
-    python scripts/bench_engine.py                                # three models, all cells: about a quarter of an hour
+    python scripts/bench_engine.py                                # three models, all cells: half an hour
     python scripts/bench_engine.py --models 4m --tenants 1 8 --tokens 64 256
     python scripts/bench_engine.py --models 4m path/to/SmolLM2-135M
 
@@ -32,7 +32,7 @@ from workers.messages import Datum
 
 RANK = 8
 CELL_COST_MAX = 1.4e11
-"""Parameters x tokens of the largest cell; larger ones would take minutes for one figure, unless a goal names them."""
+"""Parameters x tokens of the largest cell; larger ones take minutes each and are left out, unless a goal names them."""
 GOAL_CELLS = ((1, 64), (1, 256), (8, 256), (16, 64))
 """Tenants and tokens per tenant that the goals are about."""
 
@@ -182,8 +182,8 @@ def main() -> None:
     add_model_options(command)
     command.add_argument("--tenants", type=int, nargs="+", help="default: 1 2 4 8 16 32")
     command.add_argument("--tokens", type=int, nargs="+", help="tokens per tenant; default: 16 64 256 1024")
-    command.add_argument("--processes", type=int, default=32, help="tenants at most with a process each; 0: leave out")
-    command.add_argument("--seconds", type=float, default=4.0, help="for each cell (at least 5 rounds in any case)")
+    command.add_argument("--processes", type=int, default=8, help="tenants at most with a process each; 0: leave out")
+    command.add_argument("--seconds", type=float, default=0.5, help="for each cell (at least 5 rounds in any case)")
     args = command.parse_args()
     args.effort = Effort(seconds=0, rounds_min=2, rounds_max=2) if args.quick else Effort(seconds=args.seconds)
     if args.quick:

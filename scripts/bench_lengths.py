@@ -86,7 +86,7 @@ def main() -> None:
     command.add_argument("--tenants", type=int, help="default: 4")
     command.add_argument("--seqs", type=int, default=4, help="sequences of each tenant")
     command.add_argument("--longest", type=int, help="tokens of the longest sequence; default: 512")
-    command.add_argument("--seconds", type=float, default=15.0, help="for each row (at least 5 rounds in any case)")
+    command.add_argument("--seconds", type=float, default=8.0, help="for each row (at least 5 rounds in any case)")
     args = command.parse_args()
     args.effort = Effort(seconds=0, rounds_min=2, rounds_max=2) if args.quick else Effort(seconds=args.seconds)
     args.tenants = args.tenants or (2 if args.quick else 4)

@@ -15,7 +15,18 @@ import argparse
 from collections.abc import Sequence
 from functools import partial
 
-from bench_common import Column, Effort, Results, Row, check_losses, parser, shown_ms, turn_about
+from bench_common import (
+    Column,
+    Effort,
+    Results,
+    Row,
+    check_losses,
+    parser,
+    shown_ms,
+    shown_ratio,
+    shown_time,
+    turn_about,
+)
 from bench_models import Case, Model, add_model_options, chosen_models, open_models
 from bench_sides import Fused, Limit, SequentialPeft
 
@@ -30,14 +41,14 @@ COLUMNS = (
 )
 SIDE_COLUMNS = (
     Column("step", lambda r: r["case"]),
-    Column("engine", lambda r: shown_ms(r["fused_s"])),
-    Column("PEFT", lambda r: shown_ms(r["peft_s"])),
-    Column("matmuls alone (limit)", lambda r: shown_ms(r["limit_s"])),
-    Column("fused / PEFT", lambda r: f"{r['peft_s'] / r['fused_s']:.2f}"),
-    Column("... if the engine ran at the limit", lambda r: f"{r['peft_s'] / r['limit_s']:.2f}"),
-    Column("fraction of limit", lambda r: f"{r['limit_s'] / r['fused_s']:.2f}"),
-    Column("matmuls alone, packed", lambda r: shown_ms(r["packed_s"])),
-    Column("fraction of packed", lambda r: f"{r['packed_s'] / r['fused_s']:.2f}"),
+    Column("engine", lambda r: shown_time(r["fused"])),
+    Column("PEFT", lambda r: shown_time(r["peft"])),
+    Column("matmuls alone (limit)", lambda r: shown_time(r["limit"])),
+    Column("fused / PEFT", lambda r: shown_ratio(r["over_peft"])),
+    Column("... if the engine ran at the limit", lambda r: shown_ratio(r["limit_over_peft"])),
+    Column("fraction of limit", lambda r: shown_ratio(r["of_limit"])),
+    Column("matmuls alone, packed", lambda r: shown_time(r["packed"])),
+    Column("fraction of packed", lambda r: shown_ratio(r["of_packed"])),
 )
 
 
@@ -59,8 +70,14 @@ def measure(results: Results, model: Model, cases: Sequence[Case], args: argpars
         check_losses(fused.step(), peft.step())
         sides_of_case = {"fused": fused.step, "peft": peft.step, "limit": limit.step, "packed": packed.step}
         timings = turn_about(sides_of_case, args.effort)
-        row: Row = {"case": str(case)} | {f"{name}_s": timing.median_s for name, timing in timings.items()}
-        sides.add(row)
+        row: Row = {
+            "case": str(case),
+            "over_peft": timings["peft"].ratio_to(timings["fused"]),
+            "limit_over_peft": timings["peft"].ratio_to(timings["limit"]),
+            "of_limit": timings["limit"].ratio_to(timings["fused"]),
+            "of_packed": timings["packed"].ratio_to(timings["fused"]),
+        }
+        sides.add(row | {name: timing.summary() for name, timing in timings.items()})
         num_steps = args.effort.rounds_min
         seconds, whole_s = profiled(partial(_steps, fused, num_steps), TRAINING_KINDS)
         rows += [

@@ -1,7 +1,7 @@
 """Measure what the service adds to a step, and what tenants get through it, against sequential PEFT.
 
     python scripts/bench_service.py --quick
-    python scripts/bench_service.py                         # some minutes; throughput on 4m only
+    python scripts/bench_service.py                         # ten minutes; throughput on 4m only
     python scripts/bench_service.py --models 4m --skip-latency
     python scripts/bench_service.py --models 27m --skip-throughput --seconds 60
 
@@ -241,7 +241,7 @@ def main() -> None:
     command = parser(__doc__)
     add_model_options(command)
     command.add_argument("--steps", type=int, help=f"steps of a block; default: {STEPS_PER_BLOCK}")
-    command.add_argument("--seconds", type=float, default=25.0, help="for each row (at least 5 rounds in any case)")
+    command.add_argument("--seconds", type=float, default=8.0, help="for each row (at least 5 rounds in any case)")
     command.add_argument("--pool", choices=("ray", "local"), default="ray", help="local: threads stand in for Ray")
     command.add_argument("--skip-latency", action="store_true")
     command.add_argument("--skip-throughput", action="store_true")
