@@ -124,6 +124,7 @@ class Admission:
                 raise _dropped(existing.name, {})
             await self._until_durable([existing])
             return existing, False
+        draft.check()
         self._check_room(tenant_id, sampler_id, len(body))
         operation = _operation(tenant_id, sampler_id, seq, request_id, draft, body, chunks)
         self._table.add(operation)

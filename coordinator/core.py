@@ -427,11 +427,18 @@ class Core:
         self.sampling.worker_started(worker_id, worker.incarnation)
 
     def _note_memory(self) -> None:
-        """What fits of a base model is what fits into its worker with the least memory."""
+        """What a base model's workers have memory for: an adapter may come to live on the one with the least, a sample
+        can go to the one with the most.
+        """
         for name, model in self.models.items():
-            fitting = [worker.model.fitting_tokens for worker in self.pool.workers() if worker.model.name == name]
-            least = min((num_tokens for num_tokens in fitting if num_tokens is not None), default=None)
-            self.models[name] = replace(model, fitting_tokens=least)
+            found = [worker.model for worker in self.pool.workers() if worker.model.name == name]
+            fitting = [each.fitting_tokens for each in found if each.fitting_tokens is not None]
+            blocks = [each.num_cache_blocks for each in found if each.num_cache_blocks is not None]
+            self.models[name] = replace(
+                model,
+                fitting_tokens=min(fitting, default=None),
+                num_cache_blocks=max(blocks, default=None) if len(blocks) == len(found) else None,
+            )
 
     async def _ping(self, worker_id: str) -> None:
         while True:

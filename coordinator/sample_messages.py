@@ -19,6 +19,7 @@ from coordinator.operations import Operation
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2
+from workers.cache_room import num_blocks_for, num_own_blocks, what_is_too_large
 from workers.messages import (
     ModelInfo,
     SampleRequest,
@@ -56,6 +57,11 @@ class SampleBody:
     def num_tokens_max(self) -> int:
         """The most tokens that the engine computes for it."""
         return len(self.prompt) + self.num_samples * self.params.max_tokens
+
+    @property
+    def num_cache_blocks_min(self) -> int:
+        """What it takes of a worker's memory for keys and values: its prompt, and one sequence after another."""
+        return num_blocks_for(len(self.prompt)) + num_own_blocks(self.params.max_tokens)
 
     def request(
         self, op_id: str, version: SamplerVersion, *, scope: str, stream: bool, removals: tuple[str, ...] = ()
@@ -116,6 +122,16 @@ def canonical_sample(request: sampling_pb2.SampleRequest, model: ModelInfo, limi
         num_targets = targets.size
     _check_size(body, len(prompt), num_targets, limits)
     return serialize(body)
+
+
+def check_sample_fits(request: sampling_pb2.SampleRequest, model: ModelInfo) -> None:
+    """Refuse a request, checked otherwise, that no worker of its base model has the memory to sample."""
+    if model.num_cache_blocks is None:
+        return
+    num_prompt_tokens = request.prompt.shape[0]
+    max_tokens = request.params.max_tokens or model.max_seq_len - num_prompt_tokens
+    if too_large := what_is_too_large(num_prompt_tokens, max_tokens, model.num_cache_blocks):
+        raise invalid(too_large, "NO_MEMORY")
 
 
 def decode_sample(body: bytes) -> SampleBody:

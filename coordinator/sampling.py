@@ -64,6 +64,7 @@ class _Request:
     num_places: int
     """How many of a worker's places it takes: one per sequence, but never so many that others find none."""
     num_tokens_max: int
+    num_cache_blocks_min: int
     worker_id: str = ""
     is_cancelled: bool = False
     num_refused: int = 0
@@ -138,7 +139,9 @@ class Sampling:
         """Queue a durable sample operation."""
         asked = decode_sample(operation.body)
         num_places = min(asked.num_samples, max(1, self._config.samples_per_worker_max // PLACES_FRACTION))
-        request = _Request(operation, self._current(sampler), num_places, asked.num_tokens_max)
+        request = _Request(
+            operation, self._current(sampler), num_places, asked.num_tokens_max, asked.num_cache_blocks_min
+        )
         self._last_seq[operation.target_id] = max(operation.seq, self._last_seq.get(operation.target_id, 0))
         self._requests[operation.name] = request
         if self._saver.publishing.is_awaited(request.sampler["version"]):
@@ -316,15 +319,25 @@ class Sampling:
         )
 
     def _choose_worker(self, base_model: str, request: _Request) -> str | None:
-        """A worker with room: one that knows the version, then the least busy."""
+        """A worker with room: of those with the memory for it, one that knows the version, then the least busy."""
         version = request.sampler["version"]
+        live = self._live_workers(base_model)
         candidates = [
             (version not in worker.versions, worker.num_places_taken, worker_id)
-            for worker_id in self._live_workers(base_model)
+            for worker_id in self._with_memory(live, request) or live  # if none has it, any of them says so
             if (worker := self._workers.get(worker_id)) is not None
             and worker.num_places_taken + request.num_places <= self._config.samples_per_worker_max
         ]
         return min(candidates)[2] if candidates else None
+
+    def _with_memory(self, worker_ids: Collection[str], request: _Request) -> list[str]:
+        """Those into whose memory for keys and values a request can fit."""
+        blocks = {worker.worker_id: worker.model.num_cache_blocks for worker in self._pool.workers()}
+        return [
+            worker_id
+            for worker_id in worker_ids
+            if (num_blocks := blocks.get(worker_id)) is None or request.num_cache_blocks_min <= num_blocks
+        ]
 
     def _remember(self, worker: _Worker, version: str) -> None:
         worker.versions[version] = None

@@ -125,7 +125,8 @@ class _Sequence:
 
 
 class ToyEngine:
-    """Implements `workers.pool.Engine`. `seconds_per_batch` makes it slow; `fitting_tokens` is what it says fits."""
+    """Implements `workers.pool.Engine`. `seconds_per_batch` makes it slow; `fitting_tokens` and
+    `num_cache_blocks` are what it says fits; it refuses nothing itself."""
 
     def __init__(
         self,
@@ -134,13 +135,14 @@ class ToyEngine:
         name: str = "toy",
         seconds_per_batch: float = 0.0,
         fitting_tokens: int | None = None,
+        num_cache_blocks: int | None = None,
         tokenizer_files: Mapping[str, bytes] | None = None,
     ) -> None:
         self.incarnation = incarnation
         self.adapters: dict[str, ToyAdapter] = {}
         self.versions: dict[str, bytes] = {}
         self.batches: list[Batch] = []
-        self._info = replace(toy_model_info(name), fitting_tokens=fitting_tokens)
+        self._info = replace(toy_model_info(name), fitting_tokens=fitting_tokens, num_cache_blocks=num_cache_blocks)
         if tokenizer_files is not None:
             self._info = replace(self._info, tokenizer_files=tokenizer_files)
         self._epoch = 0

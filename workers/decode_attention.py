@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.block_attention import Parts, attend_to_blocks, mask_of, put_together
-from workers.kv_cache import BLOCK_TOKENS, PromptBlocks
+from workers.cache_room import BLOCK_TOKENS
+from workers.kv_cache import PromptBlocks
 
 TILE_ROWS = 16
 """Query rows that look at a prompt's block together, at most."""

@@ -131,6 +131,10 @@ class SamplerProtocol(Protocol):
         """Forget every request, without events: the coordinator that asked is gone, and the bank has been cleared."""
 
     @property
+    def num_cache_blocks(self) -> int:
+        """Blocks of its memory for keys and values."""
+
+    @property
     def untaken_bytes(self) -> int:
         """Memory that is the sampler's and that it has not taken yet."""
 
@@ -192,7 +196,8 @@ class TrainingEngine:
         info = self.base_model.info(
             are_threads_alike=is_alike, are_samples_alike=self.sampler is None or self.sampler.are_samples_alike
         )
-        self._info = replace(info, fitting_tokens=fitting_tokens)
+        num_cache_blocks = None if self.sampler is None else self.sampler.num_cache_blocks
+        self._info = replace(info, fitting_tokens=fitting_tokens, num_cache_blocks=num_cache_blocks)
         self._incarnation = incarnation
         self._clock = clock
         self._epoch = 0

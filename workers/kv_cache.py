@@ -18,10 +18,7 @@ import torch
 from torch import Tensor
 
 from workers.base_model import BaseModel
-
-BLOCK_TOKENS = 64
-"""Larger blocks share less of a prompt and waste more at its end; smaller ones make more and smaller products. 64
-queries of a block are two slices of the CPU's kernel, whose results then depend on no other length."""
+from workers.cache_room import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -384,6 +384,9 @@ class ModelInfo:
     fitting_tokens: int | None = None
     """The most tokens of a sequence, and of a canonical chunk, that the worker has memory to train, found when it
     started; None: any that the model takes."""
+    num_cache_blocks: int | None = None
+    """What the worker's sampler has for keys and values, in blocks as in `cache_room`, found when it started; None: not
+    known, or it does not sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

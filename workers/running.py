@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.block_pool import Prefix
+from workers.cache_room import BLOCK_TOKENS, num_blocks_for, num_own_blocks
 from workers.drawing import Distribution, NonFiniteLogitsError, check_finite, likeliest, uniforms
-from workers.kv_cache import BLOCK_TOKENS, PromptBlocks
+from workers.kv_cache import PromptBlocks
 from workers.messages import (
     ItemError,
     SampledSequence,
@@ -120,8 +121,8 @@ class Running:
 
     @property
     def num_own_blocks(self) -> int:
-        """Blocks that each sequence takes at most; the last token's keys are never needed."""
-        return num_blocks_for(max(0, self.request.params.max_tokens - 1))
+        """Blocks that each sequence takes at most."""
+        return num_own_blocks(self.request.params.max_tokens)
 
     @property
     def num_waiting(self) -> int:
@@ -284,8 +285,3 @@ class Running:
             num_sampled_tokens=self.num_sampled,
             engine_s=self.engine_s,
         )
-
-
-def num_blocks_for(num_tokens: int) -> int:
-    """Blocks that so many tokens take."""
-    return -(-num_tokens // BLOCK_TOKENS)

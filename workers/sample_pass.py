@@ -23,8 +23,9 @@ from torch import Tensor
 from workers.bank import Bank, Row
 from workers.base_model import BaseModel
 from workers.block_attention import ROWS_MULTIPLES, find_rows_multiple
+from workers.cache_room import BLOCK_TOKENS
 from workers.decode_attention import DecodeAttention, NextToken
-from workers.kv_cache import BLOCK_TOKENS, KVCache, PromptBlocks
+from workers.kv_cache import KVCache, PromptBlocks
 from workers.lora import Segment
 from workers.step_attention import PromptChunk, StepAttention
 

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from workers.allocator import is_out_of_memory
 from workers.bank import Bank
 from workers.base_model import BaseModel
+from workers.cache_room import what_is_too_large
 from workers.drawing import NonFiniteLogitsError, check_finite, draw_rows
 from workers.host_memory import free_bytes
 from workers.kv_cache import KVCache, block_bytes
@@ -104,6 +105,11 @@ class Sampler:
         self._tokenizer: Tokenizer | None = None
 
     @property
+    def num_cache_blocks(self) -> int:
+        """How much memory there is for keys and values."""
+        return self._seats.pool.num_blocks
+
+    @property
     def untaken_bytes(self) -> int:
         """Memory for keys and values that will be taken when it is first used; others must leave it free."""
         if self._base_model.device.type != "cpu":
@@ -169,7 +175,7 @@ class Sampler:
                 self._tokenizer = load_tokenizer(self._base_model.path)
             stop_strings = StopStrings(self._tokenizer, request.params.stop_strings)
         owner = Running(request, stop_strings, self._base_model.vocab_size)
-        too_large = self._seats.what_is_too_large(owner)
+        too_large = what_is_too_large(len(request.prompt), request.params.max_tokens, self.num_cache_blocks)
         if too_large:
             raise SampleError(ErrorCode.INVALID_ARGUMENT, too_large)
         return owner

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from workers.block_pool import BlockPool, Prefix
-from workers.kv_cache import BLOCK_TOKENS
+from workers.cache_room import BLOCK_TOKENS
 from workers.running import Running, RunningSequence
 from workers.turns import Turns
 
@@ -58,22 +58,8 @@ class Seats:
 
     # ------------------------------------------------------------------ coming
 
-    def what_is_too_large(self, request: Running) -> str:
-        """What is wrong with a request of which not even one sequence would ever fit; empty if one would."""
-        num_left = self.pool.num_blocks - request.num_prompt_blocks
-        if request.num_own_blocks <= num_left:
-            return ""
-        num_tokens, max_tokens = request.prompt.length, request.request.params.max_tokens
-        limit = f"this worker keeps keys and values of at most {self.pool.num_blocks * BLOCK_TOKENS} tokens"
-        if num_left < 0:
-            return f"the prompt has {num_tokens} tokens, and {limit}; send a shorter prompt"
-        return (
-            f"the prompt has {num_tokens} tokens and max_tokens is {max_tokens}, and {limit}; with this prompt "
-            f"max_tokens may be at most {num_left * BLOCK_TOKENS + 1}"
-        )
-
     def add(self, request: Running) -> None:
-        """Queue a request that is not too large."""
+        """Queue a request of which at least one sequence fits into the memory."""
         self._turns.add(request.line, request)
 
     def give(self) -> None:

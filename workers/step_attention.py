@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.block_attention import attend_prompt, mask_of
+from workers.cache_room import BLOCK_TOKENS
 from workers.decode_attention import DecodeAttention
-from workers.kv_cache import BLOCK_TOKENS, KVCache, PromptBlocks
+from workers.kv_cache import KVCache, PromptBlocks
 
 
 @dataclass(frozen=True, slots=True)

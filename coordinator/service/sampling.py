@@ -12,7 +12,7 @@ from coordinator.bodies import serialize
 from coordinator.database import ConflictError, Row
 from coordinator.errors import Code, ServiceError, invalid, not_found, sampler_exists
 from coordinator.operations import Chunk, Kind, Operation
-from coordinator.sample_messages import canonical_sample
+from coordinator.sample_messages import canonical_sample, check_sample_fits
 from coordinator.sampling import Event
 from coordinator.service.base import UseCases, check_index, request_id_taken, uninterrupted
 from coordinator.sessions import Session
@@ -133,13 +133,16 @@ class SamplingUseCases(UseCases):
         def build() -> tuple[bytes, tuple[Chunk, ...]]:
             return canonical_sample(request, model, self._core.config.limits, seed), ()
 
+        def check() -> None:
+            check_sample_fits(request, model)
+
         operation, is_new = await self._core.admission.to_sampler(
             principal.tenant_id,
             request.sampler_id,
             request.seq,
             request.request_id,
             self._core.sampling.next_seq(request.sampler_id),
-            Draft(Kind.SAMPLE, request, build),
+            Draft(Kind.SAMPLE, request, build, check=check),
         )
         return operation, sampler, is_new
 

@@ -11,9 +11,11 @@ import pytest
 from coordinator.config import CoordinatorConfig
 from coordinator.coordinator import Coordinator
 from coordinator.errors import Code, ServiceError
-from tests.support.toy_pool import ToyPool, pass_request
+from tests.support.toy_pool import ToyPool, pass_request, running_pool, sample_request
 from tests.toy_engine import ToyEngine
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import sampling_pb2
+from workers.cache_room import what_is_too_large
 from workers.local import LocalPool
 
 
@@ -90,3 +92,55 @@ async def test_more_fits_again_when_a_worker_with_more_memory_takes_the_place(tm
         )  # by the next one
         [operation] = await pool.wait(await pool.forward_backward(adapter, 4, 18))
     assert operation.state == ops_pb.OPERATION_STATE_SUCCEEDED
+
+
+async def sample_refusal(pool: ToyPool, request: sampling_pb2.SampleRequest) -> str:
+    with pytest.raises(ServiceError) as raised:
+        await pool.service.sample(await pool.principal(), request)
+    assert (raised.value.code, raised.value.reason) == (Code.INVALID_ARGUMENT, "NO_MEMORY")
+    return raised.value.message
+
+
+async def test_a_sample_that_can_never_fit_is_refused_before_it_is_logged_with_what_would_fit(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, num_cache_blocks=[1]) as pool:
+        sampler = await pool.sampler(await pool.session())
+        pool.hold()
+        message = await sample_refusal(pool, sample_request(sampler, 1, max_tokens=2))
+        assert message == what_is_too_large(3, 2, 1), "what the worker says"
+        assert "max_tokens may be at most 1" in message
+        assert await sample_refusal(pool, sample_request(sampler, 1, max_tokens=0)) == what_is_too_large(3, 61, 1)
+        request = sampling_pb2.StreamSampleRequest(request=sample_request(sampler, 1, max_tokens=2))
+        stream = pool.service.stream_sample(await pool.principal(), request)
+        with pytest.raises(ServiceError, match="max_tokens may be at most 1"):
+            await anext(stream)
+        core = pool.coordinator.core
+        assert (core.sampling.num_requests, len(core.table)) == (0, 0)
+        assert not core.store.read("SELECT * FROM operations")
+        await pool.release()
+        [operation] = await pool.wait(await pool.sample(sampler, 1, max_tokens=1))
+    assert operation.state == ops_pb.OPERATION_STATE_SUCCEEDED
+
+
+async def test_a_sample_runs_where_there_is_memory_for_it(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, num_workers=3, num_cache_blocks=[1, 2, 1]) as pool:
+        sampler = await pool.sampler(await pool.session())
+        pool.hold()
+        large = [await pool.sample(sampler, seq) for seq in range(1, 7)]
+        small = [await pool.sample(sampler, seq, max_tokens=1) for seq in range(7, 9)]
+        running = [pool.coordinator.core.sampling.running_on(worker_id) for worker_id in pool.engines]
+        await pool.release()
+        await pool.wait(*large, *small)
+    assert running == [small[:1], large, small[1:]]
+
+
+async def test_a_logged_sample_is_known_and_begins_again_although_it_would_be_refused_now(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, num_cache_blocks=[2]) as pool:
+        sampler = await pool.sampler(await pool.session())
+        pool.hold()
+        name = await pool.sample(sampler, 1, seed=5)
+    async with running_pool(tmp_path, num_cache_blocks=[1]) as pool:
+        await pool.take_over()
+        [operation] = await pool.wait(name)  # a toy refuses nothing; a real worker says what is too large
+        assert operation.state == ops_pb.OPERATION_STATE_SUCCEEDED
+        assert await pool.sample(sampler, 1, seed=5) == name
+        await sample_refusal(pool, sample_request(sampler, 2, seed=5))

@@ -282,6 +282,16 @@ def test_a_full_queue_is_told_with_when_to_try_again(tmp_path: Path) -> None:
                 assert waiting.result(WAIT_S).choices
 
 
+def test_what_can_never_fit_is_a_bad_request_at_once(tmp_path: Path) -> None:
+    with pool_of_words(tmp_path / "data", num_cache_blocks=[1]) as pool, client_of(pool) as client:
+        pool.pool.hold()
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="max_tokens may be at most 1") as refused:
+                list(client.completions.create(model="toy", prompt="w1", max_tokens=2, stream=stream))
+            assert refused.value.code == "no_memory"
+        assert not rows(pool, "SELECT * FROM operations")
+
+
 def test_a_batch_that_is_refused_in_part_leaves_nothing_running(tmp_path: Path) -> None:
     limits = Limits(pending_operations_max=2)
     with pool_of_words(tmp_path / "data", limits=limits) as pool, client_of(pool) as client:

@@ -343,6 +343,13 @@ def test_a_bad_prompt_is_a_bad_request(service: tinker.ServiceClient) -> None:
         sampler.sample(PROMPT, 1, params).result(WAIT_S)
 
 
+def test_a_sample_that_can_never_fit_is_a_bad_request(tmp_path: Path) -> None:
+    with restartable_pool(tmp_path / "data", num_cache_blocks=[1]) as pool, sdk(pool.http_url, pool.key()) as service:
+        sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
+        with pytest.raises(tinker.BadRequestError, match="max_tokens may be at most 1"):
+            sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=2)).result(WAIT_S)
+
+
 def test_images_and_sound_are_refused_with_a_reason(service: tinker.ServiceClient, client: Any) -> None:
     image = types.ModelInput(chunks=[types.ImageChunk(data=b"png", format="png", expected_tokens=1)])
     one = {"target_tokens": [1], "weights": [1.0]}

@@ -21,8 +21,8 @@ from workers.block_attention import (
     find_rows_multiple,
     put_together,
 )
+from workers.cache_room import BLOCK_TOKENS
 from workers.engine import EngineConfig, TrainingEngine
-from workers.kv_cache import BLOCK_TOKENS
 from workers.sample_pass import SamplePass
 from workers.sampler import Sampler
 

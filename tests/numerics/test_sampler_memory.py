@@ -14,8 +14,9 @@ from tests.numerics.harness import Driver, make_data
 from tests.numerics.sampling import Sampling, assert_same_bits, make_sampler, prompt_of, request, sampling
 from workers.bank import Bank
 from workers.base_model import BaseModel
+from workers.cache_room import BLOCK_TOKENS
 from workers.engine import EngineConfig, TrainingEngine
-from workers.kv_cache import BLOCK_TOKENS, block_bytes
+from workers.kv_cache import block_bytes
 from workers.messages import AdamParams, ErrorCode, SampleRequest, SampleResult
 from workers.sampler import Sampler
 
@@ -282,6 +283,16 @@ def test_training_leaves_free_what_samples_have_not_taken_yet(qwen3: Path) -> No
     assert alone is not None
     assert fitting_tokens(2 * free, None) != alone
     assert fitting_tokens(2 * free, make) == pytest.approx(alone, abs=2)  # the last block of memory is a part of one
+
+
+def test_coordinator_is_told_how_much_can_fit(qwen3: Path) -> None:
+    def num_cache_blocks(make: Callable[[BaseModel, Bank], Sampler] | None) -> int | None:
+        return TrainingEngine(EngineConfig(model=str(qwen3)), make_sampler=make).info.num_cache_blocks
+
+    def make(model: BaseModel, bank: Bank) -> Sampler:
+        return Sampler(model, bank, cache_bytes_max=3 * block_bytes(model))
+
+    assert (num_cache_blocks(None), num_cache_blocks(make)) == (None, 3)
 
 
 def test_memory_is_counted_as_taken_once_it_was_used(qwen3: Path) -> None:

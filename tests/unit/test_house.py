@@ -66,7 +66,7 @@ print(*sorted(set(unwanted) & sys.modules.keys()))
     [
         ("tinkerpool.v1", "torch,transformers,ray,typer,rich,coordinator,workers"),
         ("tinkerpool", "torch,transformers,ray,coordinator,workers"),
-        ("workers.messages,workers.pool", "torch,transformers,ray,grpc,sqlite3,coordinator"),
+        ("workers.cache_room,workers.messages,workers.pool", "torch,transformers,ray,grpc,sqlite3,coordinator"),
         ("coordinator", "torch,transformers,ray"),
     ],
 )
