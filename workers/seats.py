@@ -3,8 +3,8 @@
 Knows requests, blocks of key-value memory and turns; not passes, tokens drawn or events.
 
 Main invariants: a seat has memory reserved for a sequence's last token, so whoever has one comes to its end; a request
-that has begun keeps a seat until its last sequence has ended, so none stops half way. What a request held is free at
-once when it is removed.
+that has begun keeps a seat until its last sequence has ended, so none stops half way. No line has more than its share
+of seats and memory, unless by a single sequence. What a request held is free at once when it is removed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from workers.turns import Turns
 
 PATIENCE = 64
 """How many seats may be given past a request that does not fit; then nobody gets one before it does."""
+LINE_SHARE = 3 / 4
+"""The part of all seats, and of all memory, that one line has at most: who comes beside it need not wait for the end of
+one of its sequences."""
 DECODING_SHARE = 1 / 4
 """While sequences are decoding, the part of `prefill_tokens_max` that a step takes of prompts, so that their next token
 does not wait long."""
@@ -65,13 +68,29 @@ class Seats:
     def give(self) -> None:
         """Turn by turn a seat for one more sequence, as long as there are seats and memory."""
         while self._turns and self.num_taken < self._num_seats_max:
-            request = self._turns.serve(self._try_seat)
+            request = self._turns.serve(self._try_seat, self._has_line_its_share)
             if request is None:
                 return
             request.num_seats += 1
             self.num_taken += 1
             if not request.num_waiting:
                 self._turns.remove(request.line, request)
+
+    def _has_line_its_share(self, request: Running) -> bool:
+        """Whether one more sequence would take its line beyond `LINE_SHARE`. Its only one may have all there is."""
+        own = [other for other in self.running if other.line == request.line]
+        if not own:
+            return False
+        if sum(other.num_seats for other in own) >= int(self._num_seats_max * LINE_SHARE):
+            return True
+        shared = {prefix.block for other in own for prefix in other.chain}
+        num_blocks = len(shared) + request.num_own_blocks
+        for other in own:
+            num_blocks += other.num_prompt_blocks - len(other.chain) + other.num_seats * other.num_own_blocks
+        if not request.num_seats:
+            num_blocks += request.num_prompt_blocks
+            num_blocks -= sum(prefix.block in shared for prefix in self._find_remembered(request))
+        return num_blocks > int(self.pool.num_blocks * LINE_SHARE)
 
     def _try_seat(self, request: Running) -> bool:
         """Reserve the memory for one more sequence, and for the prompt if it is the first; whether there was enough."""
@@ -154,12 +173,18 @@ class Seats:
 
     def _hold_remembered(self, request: Running) -> list[Prefix]:
         """Blocks of a prompt that come next and are remembered, held from now on."""
+        found = self._find_remembered(request)
+        for prefix in found:
+            self.pool.hold(prefix)
+        return found
+
+    def _find_remembered(self, request: Running) -> list[Prefix]:
+        """Blocks of a prompt that come next and are remembered."""
         found: list[Prefix] = []
         while (shareable := self._next_shareable(request, found)) is not None:
             prefix = self.pool.find(*shareable)
             if prefix is None:
                 break
-            self.pool.hold(prefix)
             found.append(prefix)
         return found
 

@@ -3,7 +3,8 @@
 Knows nothing of what waits.
 
 Main invariants: within a line, first come first served. What does not fit is passed over at most `patience` times, and
-then nothing is served before it: so nothing waits for ever, if only whatever is served ends.
+then nothing is served before it: so nothing waits for ever, if only whatever is served ends, and nothing has enough
+for ever.
 """
 
 from __future__ import annotations
@@ -51,11 +52,16 @@ class Turns(Generic[T]):
         if not waiting:
             self._lines.pop(line, None)
 
-    def serve(self, try_: Callable[[T], bool]) -> T | None:
-        """Offer a turn to the heads of the lines until one takes it (`try_` returns True), and return that one."""
+    def serve(self, try_: Callable[[T], bool], has_enough: Callable[[T], bool] = lambda _: False) -> T | None:
+        """Offer a turn to the heads of the lines until one takes it (`try_` returns True), and return that one.
+
+        A head that `has_enough` is offered none: it is not passed over, and nobody waits for it.
+        """
         passed_over: list[_Waiting[T]] = []
         for name, line in self._lines.items():
             head = line[0]
+            if has_enough(head.item):
+                continue
             if try_(head.item):
                 for other in passed_over:
                     other.num_passed_over += 1

@@ -39,7 +39,7 @@ def test_prompt_of_many_samples_is_computed_once(qwen3: Path, monkeypatch: pytes
 
 
 def test_samples_share_their_prompts_memory(qwen3: Path) -> None:
-    s = sampling(qwen3, num_blocks=8 + 64)
+    s = sampling(qwen3, num_blocks=(8 + 64) * 4 // 3)  # one scope has three quarters
     s.sampler.start_sample(request("r", length=500, num_samples=64, max_tokens=4))
     s.step()
     s.step()
@@ -197,7 +197,8 @@ def test_large_request_is_not_passed_over_for_ever(qwen3: Path, monkeypatch: pyt
     s.publish("a", "b")
 
     def small(number: int) -> SampleRequest:
-        return request(f"small{number}", "a/v", prompt=prompt_of(5, seed=number), max_tokens=4)
+        scope = f"scope{number % 2}"  # one alone would have three quarters at most
+        return request(f"small{number}", "a/v", prompt=prompt_of(5, seed=number), max_tokens=4, scope=scope)
 
     s.sampler.start_sample(small(0))
     s.step()
@@ -209,6 +210,55 @@ def test_large_request_is_not_passed_over_for_ever(qwen3: Path, monkeypatch: pyt
     s.run()
     ended = [event.op_id for event in s.events if isinstance(event, SampleResult)]
     assert ended.index("large") < 8
+
+
+@pytest.mark.parametrize(("num_rows", "num_blocks", "most"), [(128, 400, 96), (128, 40, 14), (8, 400, 6)])
+def test_request_of_very_many_samples_leaves_room_for_newcomers_at_the_next_step(
+    qwen3: Path, num_rows: int, num_blocks: int, most: int
+) -> None:
+    s = sampling(qwen3, num_rows_max=num_rows, num_blocks=num_blocks)
+    s.sampler.start_sample(request("hog", num_samples=1024, max_tokens=100, scope="hog"))
+    s.sampler.start_sample(request("more", num_samples=1024, max_tokens=100, scope="hog"))
+    s.step()
+    (hog,) = s.sampler._seats.running
+    for number in range(70):  # who has its share is not passed over, or it would be in the way after 64 times
+        s.sampler.start_sample(request(f"newcomer{number}", max_tokens=1, scope="newcomer"))
+        s.step()
+        assert s.result(f"newcomer{number}").error is None
+        assert [len(sequence.tokens) for sequence in hog.sequences] == [number + 2] * most
+    s.sampler.cancel_sample("more")
+    s.sampler.cancel_sample("hog")
+    s.step()
+    assert_all_free(s)
+
+
+def test_many_requests_of_one_scope_have_its_share_together_and_their_common_prompt_once(qwen3: Path) -> None:
+    s = sampling(qwen3, num_blocks=40)
+    s.run(request("first", length=450, scope="hog"))
+    for number in range(30):
+        s.sampler.start_sample(request(str(number), length=450, max_tokens=60, scope="hog"))
+    s.step()
+    assert len(s.sampler._seats.running) == 11, "7 blocks of the prompt are common, and two are each one's own"
+    assert s.sampler._seats.pool.num_taken <= 30
+
+
+def test_lone_request_of_many_samples_runs_them_all_at_once(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.sampler.start_sample(request("lone", num_samples=64))
+    s.step()
+    (lone,) = s.sampler._seats.running
+    assert len(lone.sequences) == 64
+
+
+def test_single_sequence_may_have_all_memory_and_two_of_them_run_one_by_one(qwen3: Path) -> None:
+    s = sampling(qwen3, num_blocks=4)
+    s.sampler.start_sample(request("large", length=130, num_samples=2, max_tokens=60))
+    s.step()
+    (large,) = s.sampler._seats.running
+    assert len(large.sequences) == 1
+    s.run()
+    assert [len(sequence.tokens) for sequence in s.result("large").sequences] == [60, 60]
+    assert_all_free(s)
 
 
 @pytest.mark.parametrize("way", ["cancel", "fail", "reset"])

@@ -47,3 +47,15 @@ def test_item_that_gave_up_is_no_longer_in_the_way() -> None:
     turns.remove("large", "large")
     turns.remove("large", "large")
     assert turns.serve(always) == "small"
+
+
+def test_who_has_enough_is_neither_served_nor_passed_over_nor_waited_for() -> None:
+    turns: Turns[str] = Turns(patience=1)
+    turns.add("hog", "hog")
+    turns.add("small", "small")
+    assert turns.serve(lambda item: item == "small") == "small"
+    served = [turns.serve(always, has_enough=lambda item: item == "hog") for _ in range(5)]
+    assert served == ["small"] * 5
+    assert turns.serve(lambda item: item == "small") is None, "it was passed over once before, and may not be again"
+    assert turns.serve(always, has_enough=always) is None
+    assert turns.serve(always) == "hog"
