@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.test_bank import SHAPES, make_spec
+from tests.support.bank_rows import SHAPES, make_spec
 from workers.bank import Bank, HostRow
 
 pytestmark = pytest.mark.gpu

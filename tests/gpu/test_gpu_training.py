@@ -11,8 +11,8 @@ import torch
 
 from tests.numerics.agreement import distance, observe
 from tests.numerics.harness import Driver, Tenant, make_data, make_spec
+from tests.numerics.tenants import TENANTS, assert_same, train
 from tests.numerics.test_bf16 import GRADIENTS, LOGPROBS, SMOOTH
-from tests.numerics.test_isolation import TENANTS, assert_same, train
 from workers.grouped import can_group
 from workers.messages import AdamParams, ErrorCode
 

@@ -10,7 +10,7 @@ import torch
 import workers.base_model
 from tests.numerics.agreement import distance, observe
 from tests.numerics.harness import Driver, make_data, make_spec
-from tests.numerics.test_isolation import TENANTS
+from tests.numerics.tenants import TENANTS
 from workers.base_model import UnsupportedModelError
 from workers.messages import AdamParams
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.numerics.agreement import distance, observe
 from tests.numerics.harness import Driver, Tenant, make_data, make_spec
-from tests.numerics.test_isolation import TENANTS
+from tests.numerics.tenants import TENANTS
 from workers import device_logits, optim
 from workers.bank import Bank, Row
 from workers.device_logits import DeviceLoss

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.numerics.harness import Driver, Trace, make_spec
-from tests.numerics.test_isolation import TENANTS, assert_same, train
+from tests.numerics.tenants import TENANTS, assert_same, train
 from workers import blocks
 from workers.base_model import BaseModel, UnsupportedModelError
 from workers.lora import Segment

@@ -15,7 +15,7 @@ import torch
 from build_mini_model import build_mini_model
 from tests.numerics.agreement import distance, observe
 from tests.numerics.harness import Driver, Tenant, make_data, make_spec
-from tests.numerics.test_isolation import TENANTS
+from tests.numerics.tenants import TENANTS
 from workers.grouped import GroupedRun, can_group, group_segments
 from workers.lora import AdapterViews, GroupShape, Segment
 

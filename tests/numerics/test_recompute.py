@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.numerics.harness import Driver, make_data, make_spec
-from tests.numerics.test_isolation import TENANTS, assert_same, train
+from tests.numerics.tenants import TENANTS, assert_same, train
 from workers import passes
 from workers.attention import PackedAttention
 from workers.base_model import BaseModel

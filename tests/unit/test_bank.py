@@ -5,32 +5,17 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.bank_rows import SHAPES, make_spec
 from workers.bank import Bank, HostRow
 from workers.layout import ALIGNMENT, RANK_CLASSES, RowLayout, rank_class
-from workers.lora import GroupShape
-from workers.messages import AdapterSpec
-
-SHAPES = (
-    GroupShape(index=0, kind="attn", names=("l.q_proj", "l.k_proj"), d_in=48, d_outs=(48, 16)),
-    GroupShape(index=1, kind="attn", names=("l.o_proj",), d_in=48, d_outs=(48,)),
-    GroupShape(index=2, kind="mlp", names=("l.gate_proj", "l.up_proj"), d_in=48, d_outs=(96, 96)),
-    GroupShape(index=3, kind="unembed", names=("lm_head",), d_in=48, d_outs=(101,)),
-)
-
 
 FIRST_VALUES = [0.033296097069978714, -0.007186605129390955, 0.07977347075939178]
-
-
-def make_spec(adapter_id: str = "a", rank: int = 8, seed: int = 1, **flags: bool) -> AdapterSpec:
-    fields: dict[str, Any] = {"train_attn": True, "train_mlp": True, "train_unembed": True, **flags}
-    return AdapterSpec(adapter_id=adapter_id, rank=rank, alpha=32.0, seed=seed, **fields)
 
 
 def fill(bank: Bank, key: str, seed: int) -> HostRow:

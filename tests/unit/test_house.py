@@ -1,6 +1,7 @@
 """The rules of the house that import-linter cannot express, and the generated code."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -75,6 +76,35 @@ def test_import_stays_light(modules: str, unwanted: str) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [], f"importing {modules} must not load these"
+
+
+# Runs in a fresh interpreter that cannot find what is named first.
+WITHOUT = "import sys; sys.modules.update(dict.fromkeys(sys.argv.pop(1).split(',')))\n"
+COLLECT_GPU_TESTS = """
+import pytest
+sys.exit(pytest.main(["-q", "--collect-only", "-c", "tests/gpu/pytest.ini", "--rootdir", ".", "tests/gpu"]))
+"""
+
+
+def run_without(libraries: str, program: str, *args: str) -> str:
+    """What a program prints that must do without these libraries."""
+    path = os.pathsep.join((str(ROOT), str(ROOT / "scripts")))
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT + program, libraries, *args],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_gpu_tests_are_found_on_a_machine_with_little_else() -> None:
+    found = run_without("ray,grpc,hypothesis,peft", COLLECT_GPU_TESTS)
+    for path in (ROOT / "tests" / "gpu").glob("test_*.py"):
+        assert path.name in found
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/sampling.md", "docs/reliability.md"])

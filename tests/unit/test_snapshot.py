@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from tests.unit.test_bank import SHAPES, make_spec
+from tests.support.bank_rows import SHAPES, make_spec
 from workers.bank import HostRow
 from workers.layout import RowLayout, rank_class, trained_kinds
 from workers.messages import AdapterSpec

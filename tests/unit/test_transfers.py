@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.test_bank import SHAPES, assert_same, copy_of, fill, make_spec
+from tests.support.bank_rows import SHAPES, make_spec
+from tests.unit.test_bank import assert_same, copy_of, fill
 from workers.bank import Bank
 from workers.transfers import DirectTransfers, Transfer, write
 
