@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from build_mini_model import build_mini_model
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("tinkerpool", "workers", "coordinator")
 
@@ -80,6 +82,15 @@ def test_import_stays_light(modules: str, unwanted: str) -> None:
 
 # Runs in a fresh interpreter that cannot find what is named first.
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys(sys.argv.pop(1).split(',')))\n"
+TRAIN_A_STEP = """
+from pathlib import Path
+from tests.numerics.harness import Driver, make_data, make_spec
+import workers.sampler
+driver = Driver(Path(sys.argv[1]))
+driver.install(make_spec("a"))
+_, step = driver.train(driver.backward("a", make_data("cross_entropy", [5])), driver.step("a"))
+print(step.metrics["update_norm:last"])
+"""
 COLLECT_GPU_TESTS = """
 import pytest
 sys.exit(pytest.main(["-q", "--collect-only", "-c", "tests/gpu/pytest.ini", "--rootdir", ".", "tests/gpu"]))
@@ -99,6 +110,11 @@ def run_without(libraries: str, program: str, *args: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_engine_trains_without_ray_and_grpc(tmp_path: Path) -> None:
+    model = build_mini_model(tmp_path / "model", "qwen3")
+    assert float(run_without("ray,grpc,coordinator", TRAIN_A_STEP, str(model))) > 0
 
 
 def test_gpu_tests_are_found_on_a_machine_with_little_else() -> None:
