@@ -256,9 +256,12 @@ class Bank:
             self._forget(entry)
 
     def clear(self) -> None:
-        """Forget everything, held or not."""
+        """Forget everything, held or not, and give all memory up."""
         for entry in list(self._entries.values()):
             self._forget(entry)
+        for slab in self._slabs:
+            slab.close()
+        self._slabs.clear()
 
     def publish(self, key: str, version: str) -> None:
         """Hold a copy of an adapter's weights under a version key, for sampling. One row copied.

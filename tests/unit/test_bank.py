@@ -234,6 +234,22 @@ def test_memory_of_rows_that_nobody_uses_is_free_at_once() -> None:
         gc.enable()
 
 
+def test_cleared_bank_gives_all_memory_up_at_once() -> None:
+    bank = Bank(SHAPES, num_slots=100)  # more slots than rows
+    bank.add("a", make_spec("a", 8))
+    bank.add("b", make_spec("b", 16))
+    gc.collect()
+    gc.disable()
+    try:
+        slabs = [weakref.ref(row.slab) for row in bank.acquire(["a", "b"])]
+        bank.remove("a")
+        assert None not in [slab() for slab in slabs]
+        bank.clear()
+        assert [slab() for slab in slabs] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_removed_and_cleared_keys_are_gone() -> None:
     bank = Bank(SHAPES, 2)
     for key in "abc":
