@@ -190,21 +190,28 @@ class _VarlenFunction(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, calls: list[tuple[int, int, Sequences]]
     ) -> Tensor:
-        ctx.kernel, ctx.calls, ctx.saved = kernel, calls, []
-        outputs = []
+        ctx.kernel, ctx.calls, ctx.counts = kernel, calls, []
+        outputs: list[Tensor] = []
+        extras: list[Tensor] = []
         for start, stop, sequences in calls:
-            inputs = query[start:stop], key[start:stop], value[start:stop]
-            out, saved = kernel.forward(*inputs, sequences)
-            outputs.append(out)
-            ctx.saved.append((inputs, out, saved))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            part, saved = kernel.forward(query[start:stop], key[start:stop], value[start:stop], sequences)
+            outputs.append(part)
+            extras += saved
+            ctx.counts.append(len(saved))
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        # An output that `ctx` held itself would hold `ctx`, and everything would wait for the garbage collector.
+        ctx.save_for_backward(query, key, value, out, *extras)
+        return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        parts = [
-            ctx.kernel.backward(dout[start:stop].contiguous(), inputs, out, saved, sequences)
-            for (start, stop, sequences), (inputs, out, saved) in zip(ctx.calls, ctx.saved, strict=True)
-        ]
+        query, key, value, out, *extras = ctx.saved_tensors
+        parts, first = [], 0
+        for (start, stop, sequences), count in zip(ctx.calls, ctx.counts, strict=True):
+            inputs = query[start:stop], key[start:stop], value[start:stop]
+            saved = tuple(extras[first : first + count])
+            parts.append(ctx.kernel.backward(dout[start:stop].contiguous(), inputs, out[start:stop], saved, sequences))
+            first += count
         joined = parts[0] if len(parts) == 1 else [torch.cat(gradients) for gradients in zip(*parts, strict=True)]
         return *joined, None, None
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.numerics.agreement import distance, observe
+from tests.numerics.allocations import Allocations
+from tests.numerics.harness import Driver
+from tests.numerics.tenants import TENANTS
 from workers.attention import Attend, PackedAttention
 from workers.device_attention import (
     FlashKernel,
@@ -106,6 +112,42 @@ def test_a_call_covers_all_sequences_or_those_of_one_request() -> None:
     run(VarlenAttention(apart, LENGTHS, [2, 3]), None)
     assert together.ends == [[0, 5, 17, 29, 30, 63, 70]]
     assert apart.ends == [[0, 5, 17], [0, 12, 13, 46], [0, 7]]
+
+
+@pytest.mark.parametrize("counts", [None, [2, 3]])
+@pytest.mark.parametrize("has_backward", [False, True])
+def test_memory_of_a_pass_is_free_at_once(counts: Sequence[int] | None, has_backward: bool) -> None:
+    """Not when the garbage collector comes by: it does not see how much hangs on a few objects."""
+    gc.collect()
+    gc.disable()
+    try:
+        with Allocations() as allocations:
+            attend = VarlenAttention(SlowKernel(), LENGTHS, counts)
+            if has_backward:
+                run(attend, None)
+            else:
+                rows = torch.randn(1, 4, NUM_ROWS, 16, requires_grad=True)
+                assert attend(0, rows, rows, rows, scaling=0.3, sliding_window=None).requires_grad
+                del rows
+            assert allocations.num_bytes > 0, "ends of sequences"
+            del attend
+            assert allocations.num_bytes == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("recompute", ["off", "on"])
+@pytest.mark.parametrize("is_by_request", [False, True])
+def test_a_model_that_attends_so_gives_the_same_results_and_gradients(
+    qwen3: Path, recompute: str, is_by_request: bool
+) -> None:
+    driver = Driver(qwen3, recompute=recompute)
+    driver.engine.base_model.attend_packed = lambda lengths, counts: VarlenAttention(
+        SlowKernel(), lengths, counts if is_by_request else None
+    )
+    apart = distance(observe(driver, TENANTS), observe(Driver(qwen3), TENANTS))
+    assert 0 < apart.logprobs < 1e-4
+    assert apart.gradients < 1e-4
 
 
 @pytest.mark.parametrize("window", [None, 4])
