@@ -6,18 +6,20 @@ Knows batches and items; not tenants, durability, or how it is reached. The part
 Main invariant: an item's result and its adapter's bits depend on that item and adapter alone, not on what else is in
 the batch, how it is cut into passes, or which slots are free. A failing item changes nothing but its own adapter.
 
-How a batch runs: fence, installs, removals; what is expected next begins to load; then the items in order. Consecutive
-passes are gathered into groups of at most `num_slots` adapters and as many tokens as fit, `pass_tokens_max` at most; a
-group is one packed pass (forwards and backwards apart). On a GPU consecutive steps are taken together.
+How a batch runs: fence, installs, removals, then the items in order. Consecutive passes are gathered into groups of at
+most `num_slots` adapters and as many tokens as fit, `pass_tokens_max` at most; a group is one packed pass (forwards and
+backwards apart). On a GPU consecutive steps are taken together. What is expected next begins to load once the batch's
+own adapters are there, beside the backward of a pass, or else when the items are done.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -226,9 +228,11 @@ class TrainingEngine:
                 self._install(install)
             for key in batch.removals:
                 self._remove(key)
-            self.bank.prefetch(batch.expected, keep={item.adapter_id for item in batch.items})
+            own = frozenset(item.adapter_id for item in batch.items)
+            self._passes.beside = partial(self._prefetch, batch.expected, own)
             with self._running():
                 results = self._run_items(batch.items)
+            self._prefetch(batch.expected, own, is_over=True)
         return BatchResult(
             epoch=self._epoch,
             cycle_id=batch.cycle_id,
@@ -236,6 +240,14 @@ class TrainingEngine:
             results=tuple(results),
             wall_s=self._clock() - begin_s,
         )
+
+    def _prefetch(self, expected: Sequence[str], own: Collection[str], *, is_over: bool = False) -> None:
+        """Begin to load what is expected next, unless the batch may still need adapters of its own that are not here.
+
+        Copies follow each other: its own would wait behind those.
+        """
+        if is_over or all(self.bank.entry(key).row is not None for key in own if key in self.bank):
+            self.bank.prefetch(expected, keep=own)
 
     def start_sample(self, request: SampleRequest) -> None:
         """Forget what it says is to be forgotten, and queue it."""

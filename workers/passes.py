@@ -65,6 +65,8 @@ class PassRunner:
             base_model.model, base_model.config, base_model.group_shapes, is_deferred=base_model.is_deferred
         )
         self._room_bytes = 0
+        self.beside: Callable[[], None] = lambda: None
+        """Work for the host in every pass, while the device computes the forward that it has been handed."""
         self.measure()
 
     def measure(self) -> None:
@@ -218,6 +220,7 @@ class PassRunner:
             hidden = self.base_model.forward(
                 packed.tokens, packed.positions, packed.segments, attend, recompute=recompute
             )
+            self.beside()  # copies from here on follow the forward, and run beside the backward
             dhidden = self._loss.run(hidden.detach(), packed.parts, backward=backward)
             if is_deep:
                 torch.autograd.backward(hidden, dhidden)
