@@ -33,7 +33,14 @@ class Attend(Protocol):
         """
 
 
-AttendPacked = Callable[[Sequence[int], Sequence[int]], Attend]
+class AttendSequences(Attend, Protocol):
+    """An `Attend` of whole sequences that stand one behind the other from row 0."""
+
+    makes_masks: bool
+    """Whether it keeps a mask (L, L) for every length L above a sliding window."""
+
+
+AttendPacked = Callable[[Sequence[int], Sequence[int]], AttendSequences]
 """Makes the `Attend` of sequences that stand one behind the other from row 0. Takes their lengths and, in row order,
 how many of them each request has, for what is computed for a request may have to depend on that request alone."""
 
@@ -62,7 +69,9 @@ def runs_of(lengths: Sequence[int]) -> tuple[Run, ...]:
 
 
 class PackedAttention:
-    """Attend within each of the sequences that stand one behind the other from row 0. Differentiable."""
+    """Implements `AttendSequences` by the kernel of a CPU. Differentiable."""
+
+    makes_masks = True
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.runs = runs_of(lengths)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.attention import Attend, AttendPacked, PackedAttention, Run, runs_of
+from workers.attention import AttendPacked, AttendSequences, PackedAttention, Run, runs_of
 
 HEAD_DIM_MAX = 256
 HEAD_DIM_MULTIPLE = 8
@@ -141,7 +141,9 @@ def _window(window: int | None) -> dict[str, int]:
 
 
 class VarlenAttention:
-    """Implements `Attend`: one call of a kernel per layer, or one per request. Differentiable."""
+    """Implements `AttendSequences`: one call of a kernel per layer, or one per request. Differentiable."""
+
+    makes_masks = False
 
     def __init__(self, kernel: Kernel, lengths: Sequence[int], counts: Sequence[int] | None = None) -> None:
         """Sequences of these lengths from row 0 on; with `counts` (sequences of each request) one call per request."""
@@ -217,10 +219,12 @@ class _VarlenFunction(torch.autograd.Function):
 
 
 class SdpaAttention:
-    """Implements `Attend` with scaled dot product attention, consecutive sequences of one length at a time.
+    """Implements `AttendSequences` with scaled dot product attention, consecutive sequences of one length at a time.
 
     For dtypes and head dimensions that the variable-length kernel does not take. Differentiable.
     """
+
+    makes_masks = True
 
     def __init__(self, lengths: Sequence[int], counts: Sequence[int] | None = None) -> None:
         """Sequences of these lengths from row 0 on; with `counts` those of different requests in different calls."""
@@ -287,5 +291,5 @@ def attend_packed_for(device: torch.device, dtype: torch.dtype, head_dim: int, *
     return lambda lengths, counts: SdpaAttention(lengths, counts if exact else None)
 
 
-def _attend_on_cpu(lengths: Sequence[int], _counts: Sequence[int]) -> Attend:
+def _attend_on_cpu(lengths: Sequence[int], _counts: Sequence[int]) -> AttendSequences:
     return PackedAttention(lengths)

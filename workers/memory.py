@@ -52,10 +52,16 @@ class PassMemory:
     """The peak of a pass on one base model."""
 
     def __init__(
-        self, model: nn.Module, config: Any, shapes: Sequence[GroupShape], *, is_deferred: bool = False
+        self,
+        model: nn.Module,
+        config: Any,
+        shapes: Sequence[GroupShape],
+        *,
+        is_deferred: bool = False,
+        makes_masks: bool = True,
     ) -> None:
         """`shapes` are all linears in the order of the forward, the unembedding last; a deferred pass has blocks of
-        logits as `device_logits` makes them."""
+        logits as `device_logits` makes them; `makes_masks` is the attention's."""
         self._is_deferred = is_deferred
         inner, unembedding = shapes[:-1], shapes[-1]
         self._num_layers = int(config.num_hidden_layers)
@@ -68,7 +74,8 @@ class PassMemory:
         self._queries = self._head_dim * int(config.num_attention_heads)
         self._keys = self._head_dim * int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         window = getattr(config, "sliding_window", None)
-        self._window = None if window is None or not _has_window(config) else int(window)
+        self._window = int(window) if makes_masks and window is not None and _has_window(config) else None
+        """Above how many tokens a sequence has a mask; None: none has."""
         norms = [
             getattr(module, "weight", None) for module in model.modules() if type(module).__name__.endswith("Norm")
         ]

@@ -62,7 +62,11 @@ class PassRunner:
         self._free_bytes = free_bytes
         self._recompute = recompute
         self._memory = PassMemory(
-            base_model.model, base_model.config, base_model.group_shapes, is_deferred=base_model.is_deferred
+            base_model.model,
+            base_model.config,
+            base_model.group_shapes,
+            is_deferred=base_model.is_deferred,
+            makes_masks=base_model.attend_packed([1], [1]).makes_masks,
         )
         self._room_bytes = 0
         self.beside: Callable[[], None] = lambda: None

@@ -106,6 +106,13 @@ def test_varlen_attention_is_that_of_each_sequence(
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 4, 40])
+def test_attention_says_whether_it_makes_masks(window: int | None) -> None:
+    for attend in (VarlenAttention(SlowKernel(), LENGTHS), SdpaAttention(LENGTHS), PackedAttention(LENGTHS)):
+        run(attend, window)
+        assert bool(getattr(attend, "_masks", {})) == (attend.makes_masks and window == 4)
+
+
 def test_a_call_covers_all_sequences_or_those_of_one_request() -> None:
     together, apart = SlowKernel(), SlowKernel()
     run(VarlenAttention(together, LENGTHS), None)

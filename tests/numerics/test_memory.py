@@ -14,6 +14,7 @@ from tests.numerics.harness import VOCAB_SIZE, Driver, make_data, make_spec
 from workers import engine
 from workers.allocator import kept_bytes
 from workers.base_model import BaseModel
+from workers.device_attention import FlashKernel, VarlenAttention
 from workers.engine import EngineConfig, TrainingEngine
 from workers.host_memory import free_bytes
 from workers.logits import block_rows_of
@@ -71,6 +72,20 @@ def test_masks_of_a_window_are_counted_while_they_are_made(model_directories: di
     assert allocations.peak_bytes <= memory_of(driver).peak_bytes(load, backward=False)
     without = memory_of(driver).peak_bytes(Load(num_tokens=512, lengths=[8] * 64, rank=8), backward=False)
     assert allocations.peak_bytes > without
+
+
+def test_attention_that_makes_no_masks_is_charged_for_none(model_directories: dict[str, Path]) -> None:
+    driver = Driver(model_directories["mistral-window"])
+    base_model, bank = driver.engine.base_model, driver.engine.bank
+
+    def fitting() -> int | None:
+        return PassRunner(base_model, bank, lambda: 0.0, lambda: 4_000_000).fitting_tokens()
+
+    with_masks = fitting()
+    base_model.attend_packed = lambda lengths, _: VarlenAttention(FlashKernel(), lengths)
+    without = fitting()
+    assert with_masks is not None
+    assert without is None or with_masks < without
 
 
 @pytest.fixture
