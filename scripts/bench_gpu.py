@@ -7,9 +7,14 @@
 
 A case is tenants x sequences x tokens. One step is a forward_backward and an optimizer step of every tenant. Sequential
 PEFT is what a careful user would write: one bf16 base model, an fp32 adapter and a fused AdamW per tenant, autocast,
-`set_adapter`, forward, backward, step, one tenant after another, no compilation. The sides alternate, step by step;
-medians are compared. The peak is that of a large bf16 matmul in the same run. Needs torch, transformers and peft, not
-ray. Prints Markdown.
+`set_adapter`, forward, backward, step, one tenant after another, no compilation. The sides take turns: in each a step
+that does not count and some that do; medians are compared. They share a GPU's memory as little as they can: PEFT works
+with the very weights of the engine's base model, and its adapters and moments are in host memory while others have
+their turn. (Exact mode is another engine, with weights of its own.) A case that does not fit is said to, and left out.
+
+The peak is that of a large bf16 matmul in the same run. What a side holds are weights and adapters with their moments
+and gradients, the engine's bank included; PEFT's gradients come and go with a step. Needs torch, transformers and peft,
+not ray. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -21,10 +26,12 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import peft
@@ -33,8 +40,20 @@ import transformers
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from workers.allocator import is_out_of_memory
+from workers.bank import Slab
 from workers.engine import EngineConfig, TrainingEngine
-from workers.messages import AdamParams, AdapterInstall, AdapterSpec, Batch, Datum, Item, OptimStepItem, PassItem
+from workers.messages import (
+    AdamParams,
+    AdapterInstall,
+    AdapterSpec,
+    Batch,
+    Datum,
+    ErrorCode,
+    Item,
+    OptimStepItem,
+    PassItem,
+)
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -71,6 +90,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Of Qwen3; the weights are random."""
 CASES = ("8x4x64", "16x4x512", "4x1x8192")
 PARAMS = AdamParams(learning_rate=1e-4, beta2=0.95, eps=1e-8)
+STEPS_A_TURN = 2
+"""Steps that count, of a side's turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +146,10 @@ def matmul_peak(device: torch.device) -> float:
     is_gpu = device.type == "cuda"
     size, dtype = (8192, torch.bfloat16) if is_gpu else (512, torch.float32)
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    times = measure([lambda: left @ right], device, num_rounds=10, warm_up=5)[0]
-    return 2.0 * size**3 / statistics.median(times)
+    multiply = partial(torch.matmul, left, right)
+    for _ in range(5):
+        multiply()
+    return 2.0 * size**3 / statistics.median(seconds_of(multiply, device) for _ in range(10))
 
 
 def write_model(shape: str, directory: Path, device: torch.device) -> Path:
@@ -149,8 +172,24 @@ def make_data(case: Case, vocab_size: int, tenant: int) -> tuple[Datum, ...]:
     return tuple(data)
 
 
+class Side(Protocol):
+    """What is measured."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Around a turn."""
+
+    def step(self) -> None:
+        """Every tenant's forward_backward and optimizer step."""
+
+    def held_bytes(self) -> int:
+        """Memory of weights and adapters, with what belongs to them, between two steps."""
+
+
 class Fused:
-    """The engine, driven as the coordinator drives it: one batch of passes, in canonical chunks, and one of steps."""
+    """Implements `Side`: the engine, driven as the coordinator drives it.
+
+    One batch of passes, in canonical chunks, and one of steps.
+    """
 
     def __init__(self, config: EngineConfig, case: Case, rank: int) -> None:
         self.engine = TrainingEngine(config)
@@ -168,7 +207,26 @@ class Fused:
 
     def _run(self, **fields: Any) -> None:
         results = self.engine.run(Batch(epoch=1, cycle_id=0, **fields)).results
-        assert not any(result.error for result in results), results
+        errors = [result.error for result in results if result.error]
+        if any(error.code is ErrorCode.OUT_OF_MEMORY for error in errors):
+            raise MemoryError
+        assert not errors, errors
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Nothing to be done: others need little beside the bank."""
+        return nullcontext()
+
+    def held_bytes(self) -> int:
+        """See `Side`."""
+        bank, slabs = self.engine.bank, set[Slab]()
+        for key in self.keys:
+            row = bank.entry(key).row
+            if row is not None:
+                slabs.add(row.slab)
+        buffers = [
+            buffer for slab in slabs for buffer in (slab.weights, slab.grad, slab.compute, *(slab.moments or ()))
+        ]
+        return num_bytes([*self.engine.base_model.model.parameters(), *buffers])
 
     def step(self) -> None:
         """Every tenant's forward_backward, then every tenant's step."""
@@ -194,10 +252,16 @@ class Fused:
 
 
 class SequentialPeft:
-    """One adapter after another on one base model."""
+    """Implements `Side`: one adapter after another on one base model."""
 
-    def __init__(self, model: Path, case: Case, rank: int, device: torch.device) -> None:
-        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa").to(device)
+    def __init__(
+        self, model: Path, case: Case, rank: int, device: torch.device, weights: dict[str, torch.Tensor]
+    ) -> None:
+        """`weights` are the base model's by name, on the device; they are used as they are."""
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
+        left = base.load_state_dict(weights, strict=False, assign=True)  # without norms: the engine's are other modules
+        assert not left.unexpected_keys, left
+        base.to(device)
         linears = [name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)]
         leaves = sorted({name.rpartition(".")[2] for name in linears})
         self.device = device
@@ -221,6 +285,30 @@ class SequentialPeft:
             )
             for key in self.keys
         ]
+        self._move(torch.device("cpu"))
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Adapters and moments are on the device meanwhile, and in host memory otherwise."""
+        self._move(self.device)
+        try:
+            yield
+        finally:
+            self._move(torch.device("cpu"))
+
+    def _move(self, device: torch.device) -> None:
+        for optimizer in self.optimizers:
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.data = parameter.data.to(device)
+                state = optimizer.state[parameter]
+                state.update({name: value.to(device) for name, value in state.items()})
+
+    def held_bytes(self) -> int:
+        """See `Side`."""
+        moments = [
+            value for optimizer in self.optimizers for state in optimizer.state.values() for value in state.values()
+        ]
+        return num_bytes([*self.model.parameters(), *moments])
 
     def _stacked(self, rows: Sequence[NDArray[Any]]) -> torch.Tensor:
         return torch.from_numpy(np.stack(rows)).long().to(self.device)
@@ -237,32 +325,58 @@ class SequentialPeft:
             optimizer.zero_grad(set_to_none=True)
 
 
-def measure(
-    sides: Sequence[Callable[[], object]], device: torch.device, num_rounds: int, warm_up: int
-) -> list[list[float]]:
-    """Seconds of each side, round by round, turn about; each is waited for."""
-    times: list[list[float]] = [[] for _ in sides]
-    for round_number in range(-warm_up, num_rounds):
-        for side, seconds in zip(sides, times, strict=True):
-            _wait(device)
-            begin_s = time.perf_counter()
-            side()
-            _wait(device)
-            if round_number >= 0:
-                seconds.append(time.perf_counter() - begin_s)
-    return times
+def num_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Memory behind tensors; what several share counts once."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def peak_bytes(side: Callable[[], None], device: torch.device) -> tuple[int, int]:
-    """Device memory that was allocated before one more step (of all sides), and what the step added at its peak."""
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """How long work takes on a device that has nothing else to do."""
+    _wait(device)
+    begin_s = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - begin_s
+
+
+@dataclass(slots=True)
+class Measured:
+    """What a side took."""
+
+    seconds: list[float]
+    held_bytes: int = 0
+    added_bytes: int = 0
+    """What a step allocated on top at its peak; 0 on a CPU, which does not count."""
+
+
+def measure(sides: Sequence[Side], device: torch.device, num_rounds: int) -> list[Measured]:
+    """So many steps of each side, turn about; the first turn, which makes what later ones find made, does not count."""
+    measured = [Measured([]) for _ in sides]
+    for turn in range(1 + -(-num_rounds // STEPS_A_TURN)):
+        num_left = num_rounds - (turn - 1) * STEPS_A_TURN
+        for side, own in zip(sides, measured, strict=True):
+            with side.awake():
+                side.step()
+                if turn == 0:
+                    own.added_bytes = peak_bytes(side.step, device)
+                    own.held_bytes = side.held_bytes()
+                else:
+                    own.seconds += [seconds_of(side.step, device) for _ in range(min(STEPS_A_TURN, num_left))]
+    return measured
+
+
+def peak_bytes(work: Callable[[], None], device: torch.device) -> int:
+    """Device memory that work takes at its peak, on top of what was allocated before; 0 on a CPU."""
     if device.type != "cuda":
-        return 0, 0
+        work()
+        return 0
     _wait(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    side()
+    work()
     _wait(device)
-    return before, torch.cuda.max_memory_allocated(device) - before
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _wait(device: torch.device) -> None:
@@ -285,23 +399,34 @@ def bench(case: Case, model: Path, args: argparse.Namespace, peak: float) -> Non
         )
         for name in ("fused", *(["exact"] if args.exact else []))
     }
-    sides: dict[str, Fused | SequentialPeft] = {
-        name: Fused(config, case, args.rank) for name, config in configs.items()
-    }
+    fused = Fused(configs["fused"], case, args.rank)
+    sides: dict[str, Side] = {"fused": fused}
+    if args.exact:
+        sides["exact"] = Fused(configs["exact"], case, args.rank)
     if not args.no_peft:
-        sides["sequential PEFT"] = SequentialPeft(model, case, args.rank, device)
-    times = measure([side.step for side in sides.values()], device, args.rounds, warm_up=3)
+        weights = fused.engine.base_model.model.state_dict()
+        sides["sequential PEFT"] = SequentialPeft(model, case, args.rank, device, weights)
+    measured = measure(list(sides.values()), device, args.rounds)
     flops = train_flops_per_token(transformers.AutoConfig.from_pretrained(model), case.num_tokens, args.rank)
-    fused_s = statistics.median(times[0])
-    for (name, side), seconds in zip(sides.items(), times, strict=True):
-        median_s = statistics.median(seconds)
-        _, added_bytes = peak_bytes(side.step, device)
+    fused_s = statistics.median(measured[0].seconds)
+    for name, own in zip(sides, measured, strict=True):
+        median_s = statistics.median(own.seconds)
         print(
-            f"| {case} | {name} | {median_s * 1e3:.1f} ({min(seconds) * 1e3:.1f}-{max(seconds) * 1e3:.1f}) "
+            f"| {case} | {name} | {median_s * 1e3:.1f} ({min(own.seconds) * 1e3:.1f}-{max(own.seconds) * 1e3:.1f}) "
             f"| {case.total_tokens / median_s:,.0f} | {flops * case.total_tokens / median_s / peak:.2f} "
-            f"| {median_s / fused_s:.2f} | {added_bytes / 2**30:.2f} |",
+            f"| {median_s / fused_s:.2f} | {own.held_bytes / 2**30:.2f} | {own.added_bytes / 2**30:.2f} |",
             flush=True,
         )
+
+
+def bench_if_it_fits(case: Case, model: Path, args: argparse.Namespace, peak: float) -> None:
+    """The same, or a line that says that there was no memory for it."""
+    try:
+        bench(case, model, args, peak)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"| {case} | out of memory, left out | | | | | | |", flush=True)
 
 
 def main() -> None:
@@ -330,16 +455,17 @@ def main() -> None:
         f"{peak / 1e12:.1f} TFLOP/s, median (range) of {args.rounds}\n"
     )
     print(
-        "| tenants x sequences x tokens | side | ms a step | tokens/s | of the peak | time / fused | GiB a step adds |"
+        "| tenants x sequences x tokens | side | ms a step | tokens/s | of the peak | time / fused | GiB held "
+        "| GiB a step adds |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(dir=args.scratch) as directory:
         model = write_model(args.shape, Path(directory), device)
         for case in args.cases:
-            bench(case, model, args, peak)
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+            bench_if_it_fits(case, model, args, peak)
 
 
 if __name__ == "__main__":

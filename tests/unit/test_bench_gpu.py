@@ -2,10 +2,108 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from bench_gpu import SHAPES, Case, make_data, train_flops_per_token
+import bench_gpu
+from bench_gpu import SHAPES, Case, Fused, SequentialPeft, make_data, measure, train_flops_per_token, write_model
+from workers.engine import EngineConfig
+
+# PEFT warns of merging an adapter of a tied unembedding; nobody merges here.
+pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+CPU = torch.device("cpu")
+
+
+def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str) -> list[list[str]]:
+    """The cells of the rows that it prints on a CPU, without the table's head."""
+    argv = ["bench_gpu.py", "--device", "cpu", "--shape", "tiny", "--rank", "4", "--rounds", "1", *args]
+    monkeypatch.setattr(sys, "argv", argv)
+    bench_gpu.main()
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows][2:]
+
+
+def test_script_runs_on_a_cpu_and_prints_a_row_of_every_side(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = run_script(monkeypatch, capsys, "--cases", "2x1x16", "--exact")
+    assert [row[:2] for row in rows] == [["2 x 1 x 16", side] for side in ("fused", "exact", "sequential PEFT")]
+    assert all(len(row) == 8 and re.fullmatch(r"[\d.]+ \([\d.]+-[\d.]+\)", row[2]) for row in rows)
+
+
+def test_case_without_memory_is_left_out_and_the_next_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = SequentialPeft.step
+
+    def short_of_memory(side: SequentialPeft) -> None:
+        if len(side.keys) == 3:
+            raise torch.OutOfMemoryError
+        step(side)
+
+    monkeypatch.setattr(SequentialPeft, "step", short_of_memory)
+    rows = run_script(monkeypatch, capsys, "--cases", "3x1x16", "1x1x16")
+    assert [row[:2] for row in rows] == [
+        ["3 x 1 x 16", "out of memory, left out"],
+        ["1 x 1 x 16", "fused"],
+        ["1 x 1 x 16", "sequential PEFT"],
+    ]
+
+
+def test_engine_that_answers_out_of_memory_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = Fused(EngineConfig(model=str(write_model("tiny", tmp_path, CPU))), Case.read("1x1x16"), 4)
+    monkeypatch.setattr(fused.engine.bank, "acquire", lambda _: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MemoryError):
+        fused.step()
+
+
+def test_sides_share_the_base_weights_and_hold_what_they_add(tmp_path: Path) -> None:
+    model, case = write_model("tiny", tmp_path, CPU), Case.read("2x1x16")
+    fused = Fused(EngineConfig(model=str(model), dtype="bfloat16", num_slots=2), case, 8)
+    base = fused.engine.base_model.model
+    sequential = SequentialPeft(model, case, 8, CPU, base.state_dict())
+    held = [own.held_bytes for own in measure([fused, sequential], CPU, 3)]
+    weights = {parameter.data_ptr(): parameter.nbytes for parameter in base.parameters()}
+    linears = [m for m in sequential.model.modules() if type(m) is torch.nn.Linear and m.weight.dtype == torch.bfloat16]
+    assert len(linears) == 2 * 7 + 1
+    assert all(linear.weight.data_ptr() in weights for linear in linears)
+    values = 8 * sum(linear.in_features + linear.out_features for linear in linears)
+    for num_bytes, each in zip(held, (18, 12), strict=True):  # fp32 weights and two moments; the bank's gradient, bf16
+        assert num_bytes == pytest.approx(sum(weights.values()) + 2 * values * each, rel=0.05)
+
+
+class NotingSide:
+    """Implements `Side`: notes what it is told, under its name."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self._name, self._events = name, events
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        self._events.append(f"{self._name} wakes")
+        yield
+        self._events.append("rests")
+
+    def step(self) -> None:
+        self._events.append("step")
+
+    def held_bytes(self) -> int:
+        return 7
+
+
+def test_sides_take_turns_and_a_step_after_waking_does_not_count() -> None:
+    events: list[str] = []
+    measured = measure([NotingSide(name, events) for name in "ab"], CPU, 3)
+    assert [(len(own.seconds), own.held_bytes) for own in measured] == [(3, 7)] * 2
+    turns = [(name, num_steps) for num_steps in (2, 1 + 2, 1 + 1) for name in "ab"]
+    assert events == [event for name, num_steps in turns for event in (f"{name} wakes", *["step"] * num_steps, "rests")]
 
 
 def test_flops_are_four_for_each_weight_of_a_linear_six_for_the_adapter_and_attention() -> None:
