@@ -74,8 +74,8 @@ def _kinds_of_step(fused: Fused, effort: Effort) -> dict[str, float]:
     """Seconds of a step by kind of work, under the profiler."""
     num_steps = effort.rounds_min
     ranks = sorted({rank_class(rank) for rank in (*MIXED_RANKS, ONE_RANK)})
-    seconds, _ = profiled(partial(_steps, fused, num_steps), TRAINING_KINDS, ranks)
-    return {kind: spent_s / num_steps for kind, spent_s in seconds.items()}
+    profile = profiled(partial(_steps, fused, num_steps), TRAINING_KINDS, ranks)
+    return {kind: spent_s / num_steps for kind, spent_s in profile.seconds.items()}
 
 
 def _steps(fused: Fused, num_steps: int) -> None:

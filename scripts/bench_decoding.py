@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench_common import Column, Effort, Results, Row, Timing, parser, shown_ms, shown_ratio, shown_time, turn_about
 from bench_models import Model, add_model_options, chosen_models, open_models
@@ -58,6 +58,14 @@ STEP_COLUMNS = (
 )
 
 
+class Spent(NamedTuple):
+    """By a step, on a kind of work."""
+
+    seconds: float
+    calls: float
+    """Of operators."""
+
+
 class Bench:
     """One model's sides; engine and `generate` sample from the same weights."""
 
@@ -86,12 +94,15 @@ class Bench:
     def kinds(self) -> list[Row]:
         """A step's time on every side by kind of work, under the profiler; the engine's longest comes first."""
         by_side = {side: self._by_kind(side) for side in SIDES}
-        names = sorted(set().union(*by_side.values()), key=lambda kind: -by_side["engine"].get(kind, 0.0))
-        return [
-            {"model": self.model.name, "kind": kind}
-            | {f"{side}_s": seconds.get(kind, 0.0) for side, seconds in by_side.items()}
-            for kind in names
-        ]
+        nothing = Spent(0.0, 0.0)
+        names = sorted(set().union(*by_side.values()), key=lambda kind: -by_side["engine"].get(kind, nothing).seconds)
+        rows: list[Row] = []
+        for kind in names:
+            row: Row = {"model": self.model.name, "kind": kind}
+            for side, spent in by_side.items():
+                row[f"{side}_s"], row[f"{side}_calls"] = spent.get(kind, nothing)
+            rows.append(row)
+        return rows
 
     def _draw(self, side: str, count: int) -> None:
         """Draw so many tokens after each of new prompts."""
@@ -102,11 +113,16 @@ class Bench:
         tenant = 0 if side == "engine" else None
         self._engine.sample([Ask(prompt=prompt, num_tokens=count, tenant=tenant) for prompt in prompts])
 
-    def _by_kind(self, side: str) -> dict[str, float]:
-        """Seconds of a step by kind of work."""
-        few, _ = profiled(partial(self._draw, side, FEW), KINDS)
-        many, _ = profiled(partial(self._draw, side, MANY), KINDS)
-        return {kind: (spent_s - few.get(kind, 0.0)) / (MANY - FEW) for kind, spent_s in many.items()}
+    def _by_kind(self, side: str) -> dict[str, Spent]:
+        """What a step takes by kind of work: the more of many tokens."""
+        few, many = (profiled(partial(self._draw, side, count), KINDS) for count in (FEW, MANY))
+        return {
+            kind: Spent(
+                (spent_s - few.seconds.get(kind, 0.0)) / (MANY - FEW),
+                (many.calls.get(kind, 0) - few.calls.get(kind, 0)) / (MANY - FEW),
+            )
+            for kind, spent_s in many.seconds.items()
+        }
 
 
 def _mark_drawing() -> None:

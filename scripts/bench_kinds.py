@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -46,8 +47,18 @@ def kind_of(name: str, shapes: Iterable[Sequence[int]], kinds: Kinds, ranks: Ite
     return next((kind for kind, parts in kinds if any(part in name for part in parts)), "views and allocation")
 
 
-def profiled(run: Callable[[], object], kinds: Kinds, ranks: Sequence[int] = (RANK,)) -> tuple[dict[str, float], float]:
-    """Seconds by kind of work, and of all, under the profiler. What no operator accounts for is `REST`."""
+class Profile(NamedTuple):
+    """What the profiler has seen of a run."""
+
+    seconds: dict[str, float]
+    """By kind of work. What no operator accounts for is `REST`."""
+    calls: dict[str, int]
+    """Of operators, by kind of work."""
+    whole_s: float
+
+
+def profiled(run: Callable[[], object], kinds: Kinds, ranks: Sequence[int] = (RANK,)) -> Profile:
+    """Run it twice, the second time under the profiler."""
     with profile(activities=[ProfilerActivity.CPU]):
         run()  # the profiler's own memory comes between the engine's, and the first run takes longer
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
@@ -55,7 +66,10 @@ def profiled(run: Callable[[], object], kinds: Kinds, ranks: Sequence[int] = (RA
         run()
         whole_s = time.perf_counter() - begin_s
     seconds: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
     for event in profiler.key_averages(group_by_input_shape=True):
-        seconds[kind_of(event.key, event.input_shapes, kinds, ranks)] += event.self_cpu_time_total / 1e6
+        kind = kind_of(event.key, event.input_shapes, kinds, ranks)
+        seconds[kind] += event.self_cpu_time_total / 1e6
+        calls[kind] += event.count
     seconds[REST] += whole_s - sum(seconds.values())
-    return seconds, whole_s
+    return Profile(seconds, calls, whole_s)

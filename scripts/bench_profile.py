@@ -79,7 +79,7 @@ def measure(results: Results, model: Model, cases: Sequence[Case], args: argpars
         }
         sides.add(row | {name: timing.summary() for name, timing in timings.items()})
         num_steps = args.effort.rounds_min
-        seconds, whole_s = profiled(partial(_steps, fused, num_steps), TRAINING_KINDS)
+        seconds, _, whole_s = profiled(partial(_steps, fused, num_steps), TRAINING_KINDS)
         rows += [
             {"case": str(case), "kind": kind, "seconds": spent_s / num_steps, "share": spent_s / whole_s}
             for kind, spent_s in sorted(seconds.items(), key=lambda item: -item[1])
