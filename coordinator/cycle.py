@@ -384,8 +384,12 @@ class CycleLoop:
     # ---- between cycles
 
     async def _snapshot(self, lost: frozenset[str]) -> None:
-        """Have states handed out that are due for a snapshot; they are written beside the next cycles."""
-        due = self._snapshots.due(self._roster.ahead(), lost)
+        """Have states handed out that are due for a snapshot; they are written beside the next cycles.
+
+        Not beside a suspect: a worker that dies of a snapshot would look as if that had killed it.
+        """
+        ahead = [adapter for adapter in self._roster.ahead() if self.suspects.may_run(adapter.adapter_id)]
+        due = self._snapshots.due(ahead, lost)
         if due:
             await self._take_snapshots(due)
 

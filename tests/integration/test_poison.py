@@ -13,7 +13,7 @@ from tests.support.toy_pool import ToyPool, pass_request, running_pool
 from tests.toy_engine import KILL_TOKEN
 from tinkerpool.v1 import adapters_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.messages import Batch, BatchResult, PassItem
+from workers.messages import Batch, BatchResult, PassItem, SaveItem
 from workers.pool import WorkerLost
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
@@ -80,6 +80,28 @@ def _die_of_samples_with(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         return decode_step(self)
 
     monkeypatch.setattr(ToyEngine, "decode_step", decode_or_die)
+
+
+async def test_nobodys_state_is_handed_out_beside_a_suspect(tmp_path: Path) -> None:
+    """The worker could die of it, and a suspect that is alone with it would be convicted."""
+    async with running_pool(tmp_path, replay_s_max=0.0) as pool:
+        adapter, suspect = await pool.adapter(), "a:sample:0:1"
+        [loop] = pool.coordinator.core.loops.values()
+        pool.hold()
+        name = await pool.forward_backward(adapter, 1, 5)
+        async with asyncio.timeout(10):
+            while not loop.running_on("w0"):  # noqa: ASYNC110 (nothing tells)
+                await asyncio.sleep(0.002)
+        loop.suspects.died([suspect], [suspect])
+        await pool.release()
+        await asyncio.wait_for(pool.wait(name), 10)
+        await pool.written()
+        saves = [item for batch in pool.engines["w0"][-1].batches for item in batch.items if isinstance(item, SaveItem)]
+        assert saves == []
+        loop.suspects.clear(suspect)
+        await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 2, 5)), 10)
+        await pool.written()
+        assert any(isinstance(item, SaveItem) for batch in pool.engines["w0"][-1].batches for item in batch.items)
 
 
 async def test_random_deaths_never_fail_an_innocent_operation(tmp_path: Path) -> None:
