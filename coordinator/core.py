@@ -26,6 +26,7 @@ from coordinator.cycle import CycleLoop
 from coordinator.database import Connection, StorageError
 from coordinator.disk import Disk, RealDisk
 from coordinator.following import Followers
+from coordinator.publishing import named, unnamed
 from coordinator.queue import AdapterQueue
 from coordinator.running import finished_row
 from coordinator.sampling import Sampling
@@ -330,17 +331,19 @@ class Core:
     def _recover(self) -> None:
         for cycle_id, adapter_ids in self.store.plans().items():
             logger.warning("the last life ended in cycle %d, which ran %s", cycle_id, ", ".join(adapter_ids))
-        unwritten = {row["version"]: row for row in self.store.unwritten_samplers()}
+        rows = [(unnamed, row) for row in self.store.unwritten_samplers()]
+        rows += [(named, row) for row in self.store.unwritten_checkpoints()]
+        versions = [version(row, self.spec_of(row["adapter_id"])) for version, row in rows]
         underived: set[str] = set()
-        for adapter in recovery.load_adapters(self.store, unwritten):
+        for adapter in recovery.load_adapters(self.store, {version.name for version in versions}):
             self.add_adapter(adapter)
             underived.update(operation.name for operation in adapter.operations.values() if operation.is_underived)
             for operation in adapter.operations.values():
                 if not operation.is_final:
                     self.table.add(operation)
             self.touch(adapter)
-        for version, row in unwritten.items():
-            self.saver.publishing.expect(row, self.spec_of(row["adapter_id"]), is_in_log=version in underived)
+        for version in versions:
+            self.saver.publishing.expect(version, is_in_log=version.name in underived)
         for operation in recovery.load_samples(self.store):
             self.table.add(operation)
             sampler = self.store.read_one("SELECT * FROM samplers WHERE sampler_id = ?", (operation.target_id,))

@@ -1,13 +1,13 @@
 """Versions of weights that may be sampled from before their file is there.
 
-A version is committed with its cycle, without a folder. Its weights are held here, handed to any worker that lacks
-them, and written beside the cycles; then its row gets the folder. A crash before that loses the memory, not the
-version: the next life runs the log again up to the save, and saves there (`Operation.is_underived`). So the log is not
-cut at or behind a save whose version has no file: whoever cuts it waits for `until_written`, and a trigger of the
-schema refuses whoever does not.
+A version is committed with its cycle, without a folder: the row of an unnamed sampler, or of a checkpoint for sampling.
+Its weights are held here, handed to any worker that lacks them, and written beside the cycles; then its row gets the
+folder. A crash before that loses the memory, not the version: the next life runs the log again up to the save, and
+saves there (`Operation.is_underived`). So the log is not cut at or behind a save whose version has no file: whoever
+cuts it waits for `until_written`, and a trigger of the schema refuses whoever does not.
 
-Knows files and rows; neither queues nor workers. Main invariant: a version whose row is committed and whose session
-lives is in a file, or here.
+Knows files and rows; neither queues nor workers. Main invariant: a version whose row is committed, and which its
+session's end or its deletion has not ended, is in a file, or here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import Any
 
 from coordinator.database import Row, StorageError, StoreBrokenError
 from coordinator.errors import Code, ServiceError
-from coordinator.files import StateFiles
+from coordinator.files import Saved, StateFiles
 from coordinator.store import Store
+from tinkerpool import names
 from workers.messages import AdapterSpec, AdapterState, ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -38,9 +39,17 @@ RETRY_S, RETRY_S_MAX = 1.0, 30.0
 
 
 @dataclass(slots=True, eq=False)
-class _Version:
-    row: Mapping[str, Any] | Row
-    """Of its sampler, as it was committed."""
+class Version:
+    """Weights that were saved, and the row that stands for them; made by `unnamed` and `named`."""
+
+    name: str
+    """Of the operation that saved it."""
+    label: str
+    """What its users call it: the id of a sampler, or the path of a checkpoint."""
+    session_id: str
+    """With whose end it ends; empty: with none."""
+    base_model: str
+    """Whose adapter it is of."""
     spec: AdapterSpec
     state: AdapterState | None
     """None: the log has not been run again so far."""
@@ -51,14 +60,9 @@ class _Version:
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     @property
-    def name(self) -> str:
-        """Of the operation that saved it."""
-        return str(self.row["version"])
-
-    @property
-    def base_model(self) -> str:
-        """Whose adapter it is of."""
-        return str(self.row["base_model"])
+    def is_named(self) -> bool:
+        """Whether it is a checkpoint, and not an unnamed sampler."""
+        return not self.session_id
 
     @property
     def seq(self) -> int:
@@ -82,12 +86,28 @@ class _Version:
                 waiter.set_exception(error)
 
 
+def unnamed(row: Mapping[str, Any] | Row, spec: AdapterSpec, state: AdapterState | None = None) -> Version:
+    """The version of an unnamed sampler's row."""
+    return Version(row["version"], row["sampler_id"], row["session_id"], row["base_model"], spec, state)
+
+
+def named(row: Mapping[str, Any] | Row, spec: AdapterSpec, state: AdapterState | None = None) -> Version:
+    """The version of a checkpoint's row."""
+    return Version(version_of(row), row["path"], "", row["base_model"], spec, state)
+
+
+def version_of(checkpoint: Mapping[str, Any] | Row) -> str:
+    """What the weights of a checkpoint are called: as the operation that saved them."""
+    return names.operation_name(checkpoint["adapter_id"], checkpoint["seq"])
+
+
 class Publishing:
     """The versions that have no file yet."""
 
     def __init__(
         self,
-        files: StateFiles,
+        samplers: StateFiles,
+        checkpoints: StateFiles,
         store: Store,
         models: Callable[[str], ModelInfo],
         *,
@@ -98,13 +118,14 @@ class Publishing:
         """`on_settled` gets the base model of a version that needs the log no more, `on_derived` the name of one that
         the log has been run again for, or never will be; `fatal` what nobody expected.
         """
-        self._files = files
+        self._samplers = samplers
+        self._checkpoints = checkpoints
         self._store = store
         self._models = models
         self._on_settled = on_settled
         self._on_derived = on_derived
         self._fatal = fatal
-        self._versions: dict[str, _Version] = {}
+        self._versions: dict[str, Version] = {}
         self._writing: set[asyncio.Task[None]] = set()
         self._writers = asyncio.Semaphore(WRITERS)
         self._gives_up = asyncio.Event()
@@ -117,10 +138,10 @@ class Publishing:
         num_bytes = sum(version.num_bytes for version in self._versions.values())
         return self._models(base_model).is_exact and num_bytes + len(state.weights) <= HELD_BYTES_MAX
 
-    def hold(self, row: Mapping[str, Any], spec: AdapterSpec, state: AdapterState) -> None:
+    def hold(self, version: Version) -> None:
         """A version whose row is about to be committed."""
-        assert row["version"] not in self._versions
-        self._versions[row["version"]] = _Version(row, spec, state)
+        assert version.name not in self._versions
+        self._versions[version.name] = version
 
     def drop(self, name: str) -> None:
         """Its row was not committed."""
@@ -131,10 +152,10 @@ class Publishing:
         if (version := self._versions.get(name)) is not None:
             self._begin_writing(version)
 
-    def expect(self, row: Row, spec: AdapterSpec, *, is_in_log: bool) -> None:
-        """After a crash: a sampler's row without a file. Replay brings its version again, if its save is in the log."""
-        error = None if is_in_log else _lost(row["sampler_id"])
-        self._versions[row["version"]] = _Version(row, spec, None, error)
+    def expect(self, version: Version, *, is_in_log: bool) -> None:
+        """After a crash: a row without a file. Replay brings its version again, if its save is in the log."""
+        version.error = None if is_in_log else _lost(version.label)
+        self._versions[version.name] = version
 
     def derived(self, name: str, state: AdapterState) -> None:
         """The log has been run again up to its save. (Its session may have ended meanwhile.)"""
@@ -151,11 +172,14 @@ class Publishing:
                 self._on_derived(version.name)
 
     def end_session(self, session_id: str) -> None:
-        """The session's end is durable: nobody samples from its versions any more."""
-        for version in [each for each in self._versions.values() if each.row["session_id"] == session_id]:
-            self._settle(version)
-            if version.state is None:
-                self._on_derived(version.name)
+        """The session's end is durable: nobody samples from its unnamed versions any more."""
+        for version in [each for each in self._versions.values() if each.session_id == session_id]:
+            self._end(version)
+
+    def deleted(self, name: str) -> None:
+        """The deletion of this version's checkpoint is durable."""
+        if (version := self._versions.get(name)) is not None:
+            self._end(version)
 
     def give_up(self) -> None:
         """The coordinator stops: what could not be written is tried once more, and then left to the log."""
@@ -195,11 +219,30 @@ class Publishing:
         for version in self._of(adapter_id):
             if version.state is None or version.seq > seq or self._versions.get(version.name) is not version:
                 continue
-            if version.writing is None or version.writing.done():
-                raise StorageError(f"the weights that {version.name} has saved were not written")
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            version.waiters.append(waiter)
-            await waiter
+            await self._written_once(version)
+
+    def held(self, name: str) -> AdapterState | None:
+        """The weights of this version, as long as no file has them.
+
+        Raises ServiceError if the log has to be run again for them first, or they could not be made again.
+        """
+        version = self._versions.get(name)
+        if version is None:
+            return None
+        if version.error is not None:
+            raise version.error
+        if version.state is None:
+            raise _not_made_again(version.label)
+        return version.state
+
+    async def until_file(self, name: str) -> None:
+        """Return when no file of this version is awaited.
+
+        Raises StorageError if it could not be written, and ServiceError as `held`.
+        """
+        while (version := self._versions.get(name)) is not None:
+            self.held(name)
+            await self._written_once(version)
 
     async def state(self, sampler_id: str) -> AdapterState:
         """The weights of an unnamed sampler that nobody waits for (`is_awaited`).
@@ -208,44 +251,54 @@ class Publishing:
         """
         row = self._store.read_one("SELECT version, folder, sha256 FROM samplers WHERE sampler_id = ?", (sampler_id,))
         assert row is not None
-        version = self._versions.get(row["version"])
-        if version is not None and version.error is not None:
-            raise version.error
-        if version is not None:
-            assert version.state is not None, f"{version.name} is sampled from before it was made again"
-            return version.state
+        if (state := self.held(row["version"])) is not None:
+            return state
         if not row["folder"]:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
                 "SESSION_ENDED",
                 f"the session of {sampler_id} has ended, and its weights with it: save them under a name to keep them",
             )
-        return await asyncio.to_thread(self._files.read, row["folder"], row["sha256"])
+        return await asyncio.to_thread(self._samplers.read, row["folder"], row["sha256"])
 
     # ---- writing
 
-    def _of(self, adapter_id: str) -> list[_Version]:
+    def _of(self, adapter_id: str) -> list[Version]:
         return [version for version in self._versions.values() if version.spec.adapter_id == adapter_id]
 
-    def _settle(self, version: _Version) -> None:
+    async def _written_once(self, version: Version) -> None:
+        """Return when its file is there, or nobody needs it. Raises StorageError if it could not be written."""
+        if version.writing is None or version.writing.done():
+            raise StorageError(f"the weights that {version.name} has saved were not written")
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        version.waiters.append(waiter)
+        await waiter
+
+    def _end(self, version: Version) -> None:
+        """Nobody may have it any more."""
+        self._settle(version)
+        if version.state is None:
+            self._on_derived(version.name)
+
+    def _settle(self, version: Version) -> None:
         """It needs the log no more."""
         if self._versions.pop(version.name, None) is not None:
             version.tell(None)
             self._on_settled(version.base_model)
 
-    def _begin_writing(self, version: _Version) -> None:
+    def _begin_writing(self, version: Version) -> None:
         assert version.writing is None
         version.writing = asyncio.get_running_loop().create_task(self._write(version))
         self._writing.add(version.writing)
         version.writing.add_done_callback(functools.partial(self._written, version))
 
-    def _written(self, version: _Version, writing: asyncio.Task[None]) -> None:
+    def _written(self, version: Version, writing: asyncio.Task[None]) -> None:
         self._writing.discard(writing)
         if not writing.cancelled() and (error := writing.exception()) is not None:
             version.tell(StorageError(f"the weights that {version.name} has saved were not written: {error!r}"))
             self._fatal(error)
 
-    async def _write(self, version: _Version) -> None:
+    async def _write(self, version: Version) -> None:
         pause_s = RETRY_S
         while version.name in self._versions:
             try:
@@ -263,27 +316,46 @@ class Publishing:
             else:
                 self._settle(version)
 
-    async def _write_once(self, version: _Version) -> None:
+    async def _write_once(self, version: Version) -> None:
         """Raises OSError and StorageError; nothing is durable then, or the log is not known to be needed no more."""
         if version.name not in self._versions:
             return
         assert version.state is not None
+        files = self._checkpoints if version.is_named else self._samplers
         model = self._models(version.base_model)
-        saved = await asyncio.to_thread(self._files.write, version.spec, model, version.state)
+        saved = await asyncio.to_thread(files.write, version.spec, model, version.state)
         try:
-            await self._store.commit_file(version.row["sampler_id"], saved.folder, saved.sha256)
+            num_rows = await self._commit(version, saved)
         except StoreBrokenError:
             raise  # the row may be durable: the next start sees what is an orphan
         except StorageError:
-            self._files.remove(saved.folder)
+            files.remove(saved.folder)
             raise
-        if version.name not in self._versions:  # its session has ended meanwhile
-            self._files.remove(saved.folder)
+        if not num_rows or version.name not in self._versions:  # its session has ended meanwhile, or it was deleted
+            files.remove(saved.folder)
+
+    def _commit(self, version: Version, saved: Saved) -> asyncio.Future[int]:
+        """Give its row the folder; the future has how many rows that were."""
+        if version.is_named:
+            assert version.state is not None
+            return self._store.commit_checkpoint_file(
+                version.label, version.seq, saved.folder, saved.sha256, saved.size_bytes, version.state.fingerprint
+            )
+        return self._store.commit_sampler_file(version.label, saved.folder, saved.sha256)
 
 
-def _lost(sampler_id: str) -> ServiceError:
+def _not_made_again(label: str) -> ServiceError:
+    return ServiceError(
+        Code.UNAVAILABLE,
+        "ADAPTER_CHANGING",
+        f"the weights of {label} are being made again after a crash: try again later",
+        retry_delay_s=1.0,
+    )
+
+
+def _lost(label: str) -> ServiceError:
     return ServiceError(
         Code.DATA_LOSS,
         "VERSION_LOST",
-        f"the weights of {sampler_id} were not on disk when the service died, and their adapter is gone: train again",
+        f"the weights of {label} were not on disk when the service died, and their adapter is gone: train again",
     )

@@ -22,6 +22,7 @@ from coordinator.database import Row
 from coordinator.errors import Code, ServiceError
 from coordinator.operations import Operation, item_error
 from coordinator.planner import Share
+from coordinator.publishing import version_of
 from coordinator.running import finished_row
 from coordinator.sample_messages import decode_sample, fill_sample
 from coordinator.sample_turns import SampleTurns
@@ -29,7 +30,6 @@ from coordinator.saving import Saver
 from coordinator.store import CycleCommit, Store
 from coordinator.suspects import Suspects
 from coordinator.waiting import OperationTable
-from tinkerpool.names import operation_name
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2
 from workers.messages import (
@@ -390,7 +390,7 @@ class Sampling:
         if checkpoint is None:
             state = await self._saver.publishing.state(sampler["sampler_id"])
         else:
-            state = await asyncio.to_thread(self._saver.checkpoints.read, checkpoint["folder"], checkpoint["sha256"])
+            state = await self._saver.read_checkpoint(checkpoint)
         self._remember(worker, key)
         return SamplerVersion(key=key, spec=spec, state=state)
 
@@ -398,7 +398,7 @@ class Sampling:
         """The checkpoint that a sampler was made of. Raises ServiceError if it is gone."""
         found = self._store.read_one("SELECT * FROM checkpoints WHERE path = ?", (sampler["model_path"],))
         # Another checkpoint may have taken the path since: a sampler's weights never change.
-        if found is None or operation_name(found["adapter_id"], found["seq"]) != sampler["version"]:
+        if found is None or version_of(found) != sampler["version"]:
             raise ServiceError(
                 Code.NOT_FOUND, "NOT_FOUND", f"the sampler's checkpoint {sampler['model_path']} was deleted"
             )

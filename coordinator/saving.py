@@ -1,9 +1,8 @@
 """Makes states that workers hand out durable, and the rows that point at them: checkpoints, samplers, snapshots.
 
 The order is file first (synced and renamed), then row, for a user's state in the transaction of the cycle's commit; a
-folder that is replaced is removed only after that. Only an unnamed sampler is committed first: until its file is there,
-the log stands for it (`publishing`). A named save is not, for others read what has a path, list it, overwrite it and
-load it, and all of them can rely on a file. Knows nothing of workers or order.
+folder that is replaced is removed only after that. Only weights for sampling are committed first: until their file is
+there, the log stands for them (`publishing`), and who needs the file waits for it. Knows nothing of workers or order.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.batches import save_path, save_request, service_error
-from coordinator.database import ConflictError, StorageError, StoreBrokenError
+from coordinator.database import ConflictError, Row, StorageError, StoreBrokenError
 from coordinator.disk import Disk
-from coordinator.errors import Code, ServiceError, sampler_exists
+from coordinator.errors import Code, ServiceError, not_found, sampler_exists
 from coordinator.files import Saved, StateFiles
 from coordinator.operations import Operation
-from coordinator.publishing import Publishing
+from coordinator.publishing import Publishing, named, unnamed, version_of
 from coordinator.queue import AdapterQueue
 from coordinator.running import finished_row
 from coordinator.store import CycleCommit, SnapshotRow, Store
@@ -54,7 +53,7 @@ class Saver:
         self.snapshots = StateFiles(data_dir / "snapshots", "snapshot", disk)
         self.samplers = StateFiles(data_dir / "samplers", "sampler", disk)
         self.publishing = Publishing(
-            self.samplers, store, models, on_settled=on_settled, on_derived=on_derived, fatal=fatal
+            self.samplers, self.checkpoints, store, models, on_settled=on_settled, on_derived=on_derived, fatal=fatal
         )
         self._store = store
         self._models = models
@@ -64,7 +63,7 @@ class Saver:
     async def save(
         self, commit: CycleCommit, cycle_id: int, adapter: AdapterQueue, operation: Operation, result: ItemResult
     ) -> None:
-        """Write a user's checkpoint, or note an unnamed sampler, and decide its operation.
+        """Write a user's checkpoint, or publish weights, and decide its operation.
 
         Raises ServiceError if it cannot be.
         """
@@ -75,29 +74,33 @@ class Saver:
             await self._publish(commit, cycle_id, adapter, operation, request, result.state)
             return
         path = save_path(operation, request.name)
+        state = result.state
         if not (isinstance(request, checkpoints_pb2.SaveStateRequest) and request.overwrite):
             self._check_free(commit, str(path))
-        saved = await self._write(self.checkpoints, adapter, result.state)
+        row: dict[str, Any] = {
+            "path": str(path),
+            "tenant_id": adapter.tenant_id,
+            "adapter_id": adapter.adapter_id,
+            "kind": path.kind,
+            "folder": "",
+            "size_bytes": len(state.weights),
+            "sha256": "",
+            "seq": operation.seq,
+            "base_model": adapter.base_model,
+            "rank": adapter.spec.rank,
+            "fingerprint": state.fingerprint,
+            "user_metadata": json.dumps(dict(request.user_metadata)),
+            "created_at": self._wall(),
+            "expires_at": self._wall() + request.ttl_seconds if request.ttl_seconds else None,
+            "expires_service_s": self._store.service_time() + request.ttl_seconds if request.ttl_seconds else None,
+        }
+        if path.kind == names.SAMPLER and self.publishing.can_hold(adapter.base_model, state):
+            self.publishing.hold(named(row, adapter.spec, state))
+        else:
+            saved = await self._write(self.checkpoints, adapter, state)
+            row |= {"folder": saved.folder, "sha256": saved.sha256, "size_bytes": saved.size_bytes}
         self._make_free(commit, adapter.adapter_id, str(path))  # not before there is something in its place
-        commit.checkpoints.append(
-            {
-                "path": str(path),
-                "tenant_id": adapter.tenant_id,
-                "adapter_id": adapter.adapter_id,
-                "kind": path.kind,
-                "folder": saved.folder,
-                "size_bytes": saved.size_bytes,
-                "sha256": saved.sha256,
-                "seq": operation.seq,
-                "base_model": adapter.base_model,
-                "rank": adapter.spec.rank,
-                "fingerprint": result.state.fingerprint,
-                "user_metadata": json.dumps(dict(request.user_metadata)),
-                "created_at": self._wall(),
-                "expires_at": self._wall() + request.ttl_seconds if request.ttl_seconds else None,
-                "expires_service_s": self._store.service_time() + request.ttl_seconds if request.ttl_seconds else None,
-            }
-        )
+        commit.checkpoints.append(row)
         outcome = operation.succeed(cycle_id)
         if isinstance(request, checkpoints_pb2.SaveStateRequest):
             outcome.save_state.path = str(path)
@@ -131,7 +134,7 @@ class Saver:
             "is_inflight": request.is_inflight,
         }
         if self.publishing.can_hold(adapter.base_model, state):
-            self.publishing.hold(row, adapter.spec, state)
+            self.publishing.hold(unnamed(row, adapter.spec, state))
         else:
             saved = await self._write(self.samplers, adapter, state)
             row |= {"folder": saved.folder, "sha256": saved.sha256}
@@ -199,6 +202,13 @@ class Saver:
                 self._discard(row)
             else:
                 self.publishing.committed(row["version"])
+        for row in commit.checkpoints:
+            if row["adapter_id"] not in lost:
+                self.publishing.committed(version_of(row))
+            elif row["folder"]:
+                self.checkpoints.remove(row["folder"])
+            else:
+                self.publishing.drop(version_of(row))
         for adapter_id, overwritten in commit.replaced_checkpoints:
             if adapter_id not in lost:
                 self.checkpoints.remove(overwritten)
@@ -206,14 +216,40 @@ class Saver:
             if adapter_id not in lost:
                 self.snapshots.remove(covered)
 
+    async def read_checkpoint(self, row: Row) -> AdapterState:
+        """What a checkpoint holds, from its file or before that is there.
+
+        Raises ServiceError if it cannot be had, or not now, or was deleted since its row was read.
+        """
+        if not row["folder"]:
+            if (state := self.publishing.held(version_of(row))) is not None:
+                return state
+            row = self._again(row)
+        return await asyncio.to_thread(self.checkpoints.read, row["folder"], row["sha256"])
+
+    async def with_file(self, row: Row) -> Row:
+        """A checkpoint's row as it is when its file is there. Raises ServiceError as `read_checkpoint`, StorageError if
+        its file cannot be written."""
+        if row["folder"]:
+            return row
+        await self.publishing.until_file(version_of(row))
+        return self._again(row)
+
+    async def delete_checkpoint(self, row: Row) -> None:
+        """Delete a checkpoint: the row first, so that a crash leaves an orphaned folder and not a broken checkpoint.
+
+        Raises StorageError.
+        """
+        folder = await self._store.delete_checkpoint(row["path"], row["seq"])
+        self.publishing.deleted(version_of(row))
+        if folder:
+            await asyncio.to_thread(self.checkpoints.remove, folder)
+
     async def remove_expired(self) -> None:
-        """Delete checkpoints past their time to live."""
-        sql = "SELECT path, folder FROM checkpoints WHERE expires_service_s <= ?"
+        """Delete checkpoints past their time to live. Raises StorageError."""
+        sql = "SELECT * FROM checkpoints WHERE expires_service_s <= ?"
         for row in self._store.read(sql, (self._store.service_time(),)):
-            await self._store.execute(
-                "DELETE FROM checkpoints WHERE path = ? AND folder = ?", (row["path"], row["folder"])
-            )
-            self.checkpoints.remove(row["folder"])
+            await self.delete_checkpoint(row)
 
     def remove_orphans(self) -> None:
         """Delete folders that a crash left without a row."""
@@ -255,6 +291,14 @@ class Saver:
         self.publishing.drop(row["version"])
         if row["folder"]:
             self.samplers.remove(row["folder"])
+
+    def _again(self, row: Row) -> Row:
+        """A checkpoint's row as it is now, with its folder. Raises ServiceError if it was deleted."""
+        sql = "SELECT * FROM checkpoints WHERE path = ? AND seq = ?"
+        if (found := self._store.read_one(sql, (row["path"], row["seq"]))) is None:
+            raise not_found("checkpoint", row["path"])
+        assert found["folder"], f"{row['path']} is neither in a file nor in memory"
+        return found
 
     def _check_free(self, commit: CycleCommit, path: str) -> None:
         """Raises ServiceError if something has this path."""

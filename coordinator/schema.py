@@ -4,19 +4,24 @@ Times named `_at` are of the wall clock, for people to read; what is decided by 
 seconds that the service has run, in all its lives.
 """
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 UNWRITTEN = "folder = '' AND samplers.body = x''"
-"""Of an unnamed sampler whose weights are in no file so far."""
+"""Of an unnamed sampler whose weights are in no file so far. A checkpoint's folder says it alone."""
 
+_INDEX_OF_SAMPLERS = """
+CREATE INDEX samplers_unwritten ON samplers (adapter_id) WHERE folder = '' AND body = x'';"""
+_INDEX_OF_CHECKPOINTS = """
+CREATE INDEX checkpoints_unwritten ON checkpoints (adapter_id) WHERE folder = '';"""
 _SNAPSHOTS_KEEP_THE_LOG = f"""
-CREATE INDEX samplers_unwritten ON samplers (adapter_id) WHERE folder = '' AND body = x'';
 CREATE TRIGGER snapshots_keep_the_log     -- a snapshot cuts the log, and only the log can make such weights again
 BEFORE INSERT ON snapshots
 WHEN EXISTS (
     SELECT 1 FROM samplers JOIN sessions USING (session_id)
     WHERE samplers.adapter_id = NEW.adapter_id AND {UNWRITTEN} AND ended_at IS NULL
     AND CAST(substr(version, length(samplers.adapter_id) + 2) AS INTEGER) <= NEW.seq
+) OR EXISTS (
+    SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
 )
 BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
 """  # noqa: S608 (our names)
@@ -125,7 +130,7 @@ CREATE TABLE checkpoints (
     tenant_id TEXT NOT NULL REFERENCES tenants,
     adapter_id TEXT NOT NULL,
     kind TEXT NOT NULL,
-    folder TEXT NOT NULL,
+    folder TEXT NOT NULL,                 -- below the data directory; empty: weights whose file is still to come
     size_bytes INTEGER NOT NULL,
     sha256 TEXT NOT NULL,
     seq INTEGER NOT NULL,
@@ -149,6 +154,8 @@ CREATE TABLE usage (
     PRIMARY KEY (tenant_id, kind)
 ) WITHOUT ROWID;
 """
+    + _INDEX_OF_SAMPLERS
+    + _INDEX_OF_CHECKPOINTS
     + _SNAPSHOTS_KEEP_THE_LOG
 )
 
@@ -171,6 +178,7 @@ ALTER TABLE samplers ADD COLUMN is_inflight INTEGER NOT NULL DEFAULT 0;
 CREATE INDEX samplers_inflight ON samplers (adapter_id) WHERE is_inflight;
 CREATE INDEX checkpoints_by_adapter ON checkpoints (adapter_id, kind, created_at);
 """,
-    3: _SNAPSHOTS_KEEP_THE_LOG,
+    3: _INDEX_OF_SAMPLERS,
+    4: f"DROP TRIGGER IF EXISTS snapshots_keep_the_log;{_INDEX_OF_CHECKPOINTS}{_SNAPSHOTS_KEEP_THE_LOG}",
 }
 """From each version to the next."""

@@ -170,15 +170,45 @@ class Store(Database):
 
         return self.write(write, "snapshot")
 
-    def commit_file(self, sampler_id: str, folder: str, sha256: str) -> asyncio.Future[int]:
-        """Give an unnamed sampler that was committed without a file its durable folder."""
+    def commit_sampler_file(self, sampler_id: str, folder: str, sha256: str) -> asyncio.Future[int]:
+        """Give an unnamed sampler that was committed without a file its durable folder. The future has how many rows
+        have changed: none if there is no such sampler any more."""
         sql = f"UPDATE samplers SET folder = ?, sha256 = ? WHERE sampler_id = ? AND {UNWRITTEN}"  # noqa: S608
         return self.write(lambda db: db.execute(sql, (folder, sha256, sampler_id)).rowcount, "publish")
+
+    def commit_checkpoint_file(
+        self, path: str, seq: int, folder: str, sha256: str, size_bytes: int, fingerprint: str
+    ) -> asyncio.Future[int]:
+        """The same for the checkpoint that the save `seq` has made; its path may be another one's by now.
+
+        `fingerprint`: of the numerics that made these weights, perhaps again.
+        """
+        sql = (
+            "UPDATE checkpoints SET folder = ?, sha256 = ?, size_bytes = ?, fingerprint = ?"
+            " WHERE path = ? AND seq = ? AND folder = ''"
+        )
+        values = (folder, sha256, size_bytes, fingerprint, path, seq)
+        return self.write(lambda db: db.execute(sql, values).rowcount, "publish")
+
+    def delete_checkpoint(self, path: str, seq: int) -> asyncio.Future[str]:
+        """Delete the checkpoint that the save `seq` has made; the future has its folder, empty if there is none."""
+
+        def write(db: Connection) -> str:
+            place = (path, seq)
+            row = db.execute("SELECT folder FROM checkpoints WHERE path = ? AND seq = ?", place).fetchone()
+            db.execute("DELETE FROM checkpoints WHERE path = ? AND seq = ?", place)
+            return str(row["folder"]) if row is not None else ""
+
+        return self.write(write)
 
     def unwritten_samplers(self) -> list[Row]:
         """The unnamed samplers of live sessions whose weights are in no file: the log can make them again."""
         sql = f"SELECT samplers.* FROM samplers JOIN sessions USING (session_id) WHERE {UNWRITTEN} AND ended_at IS NULL"  # noqa: S608
         return self.read(sql)
+
+    def unwritten_checkpoints(self) -> list[Row]:
+        """The checkpoints whose weights are in no file."""
+        return self.read("SELECT * FROM checkpoints WHERE folder = ''")
 
     def note_plan(self, cycle_id: int, placements: dict[str, str]) -> None:
         """Note which adapters a cycle runs where.

@@ -173,6 +173,20 @@ GUARDS = (
         tests=("tests/integration/test_publishing.py", "-k", "load"),
     ),
     Guard(
+        name="a file that goes to the checkpoint it was written for, though another has its path",
+        file="coordinator/store.py",
+        before="WHERE path = ? AND seq = ? AND folder = ''",
+        after="WHERE path = ? AND ? AND folder = ''",
+        tests=("tests/unit/test_store.py", "-k", "without_a_file"),
+    ),
+    Guard(
+        name="weights that are let go when their checkpoint is deleted",
+        file="coordinator/saving.py",
+        before="        self.publishing.deleted(version_of(row))\n",
+        after="",
+        tests=("tests/integration/test_publishing_named.py", "-k", "deleted_before"),
+    ),
+    Guard(
         name="weights without a file that are made again after a crash",
         file="coordinator/queue.py",
         before="(operation.kind.changes_state or operation.is_underived)",

@@ -488,13 +488,13 @@ class Checkpoint:
     tinker_path: str
     """`tinker://<adapter id>/<checkpoint id>`."""
     size_bytes: int
-    """On disk."""
+    """On disk; of the weights alone while the file of a checkpoint for sampling is being written."""
     base_model: str
     """Its base model's name."""
     lora_rank: int
     """LoRA rank."""
     sha256: str
-    """Over its contents, in hex."""
+    """Over its contents, in hex; empty while its file is being written."""
     expires_at: datetime | None = None
     """When the pool will delete it, UTC; None: never."""
     public: bool = False

@@ -194,7 +194,7 @@ class AdapterUseCases(UseCases):
 
     async def _write_start(self, adapter: AdapterQueue, source: Row, with_optimizer: bool) -> SnapshotRow:
         """Copy a checkpoint as the new adapter's first snapshot, so that it does not depend on it any more."""
-        state = await asyncio.to_thread(self._core.saver.checkpoints.read, source["folder"], source["sha256"])
+        state = await self._core.saver.read_checkpoint(source)
         if not with_optimizer:
             state = replace(state, optimizer=None, num_steps=0)
         return await self._core.saver.write_start(adapter, state)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
+from coordinator.admission import storage_error
 from coordinator.auth import Principal
-from coordinator.database import Row
+from coordinator.database import Row, StorageError
 from coordinator.errors import Code, ServiceError, not_found
 from coordinator.files import CONFIG, WEIGHTS
 from coordinator.service.base import UseCases, check_ttl, metadata_of, timestamp, uninterrupted
@@ -69,10 +70,8 @@ class CheckpointUseCases(UseCases):
     async def delete_checkpoint(
         self, principal: Principal, request: pb.DeleteCheckpointRequest
     ) -> pb.DeleteCheckpointResponse:
-        """Delete a checkpoint: the row first, so that a crash leaves an orphaned folder and not a broken checkpoint."""
-        row = self._checkpoint(principal, request.path)
-        await self._core.store.execute("DELETE FROM checkpoints WHERE path = ?", (request.path,))
-        await asyncio.to_thread(self._core.saver.checkpoints.remove, row["folder"])
+        """Delete a checkpoint."""
+        await self._core.saver.delete_checkpoint(self._checkpoint(principal, request.path))
         return pb.DeleteCheckpointResponse()
 
     @uninterrupted
@@ -106,7 +105,7 @@ class CheckpointUseCases(UseCases):
         self, principal: Principal, request: pb.ExportCheckpointRequest
     ) -> AsyncIterator[pb.ExportCheckpointResponse]:
         """A checkpoint as a tar archive of a PEFT directory."""
-        row = self._readable_checkpoint(principal, request.path)
+        row = await self._with_file(self._readable_checkpoint(principal, request.path))
         async for piece in _read(self._core.saver.checkpoints.tar(row["folder"], row["sha256"]), request.path):
             yield pb.ExportCheckpointResponse(data=piece)
 
@@ -115,8 +114,15 @@ class CheckpointUseCases(UseCases):
         row = self._readable_checkpoint(principal, path)
         if file not in (CONFIG, WEIGHTS):
             raise not_found("file", file)
+        row = await self._with_file(row)
         async for piece in _read(self._core.saver.checkpoints.piecewise(row["folder"], row["sha256"], file), path):
             yield piece
+
+    async def _with_file(self, row: Row) -> Row:
+        try:
+            return await self._core.saver.with_file(row)
+        except StorageError as error:
+            raise storage_error(error) from None
 
 
 async def _read(pieces: Iterator[bytes], path: str) -> AsyncIterator[bytes]:

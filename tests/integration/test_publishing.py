@@ -1,11 +1,13 @@
-"""Weights are sampled before their file is there, and no crash, deletion or full disk takes them away again."""
+"""Weights are sampled before their file is there, and no crash, deletion or full disk takes them away again.
+
+`is_named`: they are a checkpoint for sampling, and not those of an unnamed sampler.
+"""
 
 import asyncio
-import errno
 import itertools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,129 +16,41 @@ import pytest
 
 from coordinator.database import StorageError
 from coordinator.errors import Code, ServiceError
-from coordinator.publishing import Publishing
 from coordinator.queue import AdapterQueue
 from coordinator.sampling import VERSIONS_MAX
-from tests.support.toy_pool import (
-    LENGTHS,
-    ToyPool,
-    expected_chain,
-    expected_tokens,
-    fail_appends,
-    running_pool,
-    sample_request,
-    tokens_of,
+from tests.support.publishing import (
+    ROUND,
+    begin_to_publish,
+    chain_after,
+    expected,
+    folder_of,
+    held_batches,
+    held_files,
+    publish,
+    publishing_of,
+    refuse_files,
+    sampled,
+    sampler_of,
+    snapshot_seq,
+    train,
+    until,
 )
-from tests.toy_engine import ToyEngine
-from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sessions_pb2, training_pb2
+from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, fail_appends, running_pool, tokens_of
+from tinkerpool.v1 import adapters_pb2, sessions_pb2, training_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.messages import (
-    AdapterInstall,
-    AdapterSpec,
-    Batch,
-    BatchResult,
-    ErrorCode,
-    ItemError,
-    SaveItem,
-)
+from workers.messages import AdapterInstall, Batch, BatchResult, ErrorCode, ItemError, SaveItem
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
-ROUND = 4
-"""Operations of a round: two passes, a step, an unnamed save."""
+named_or_not = pytest.mark.parametrize("is_named", [False, True], ids=["unnamed", "named"])
 
 
-def publishing_of(pool: ToyPool) -> Publishing:
-    return pool.coordinator.core.saver.publishing
-
-
-@contextmanager
-def held_files(pool: ToyPool) -> Iterator[threading.Event]:
-    """No file of an unnamed sampler gets further than its beginning before the event is set, at the end at last."""
-    files, may_write = pool.coordinator.core.saver.samplers, threading.Event()
-    write = files.write
-
-    def held(*arguments: Any) -> Any:
-        may_write.wait(20)
-        return write(*arguments)
-
-    files.write = held  # type: ignore[method-assign,assignment]
-    try:
-        yield may_write
-    finally:
-        may_write.set()
-
-
-def refuse_files(pool: ToyPool) -> Callable[[], None]:
-    """No file of an unnamed sampler is written: the disk is full. Returns what makes room."""
-    files = pool.coordinator.core.saver.samplers
-    write = files.write
-
-    def full(*_: Any) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def make_room() -> None:
-        files.write = write  # type: ignore[method-assign]
-
-    files.write = full  # type: ignore[method-assign,assignment]
-    return make_room
-
-
-async def publish(pool: ToyPool, adapter: str, seq: int, **values: Any) -> str:
-    """An unnamed sampler of the adapter."""
-    request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=seq, **values)
-    name = (await pool.service.save_weights_for_sampler(await pool.principal(), request)).operation.name
-    [saved] = await asyncio.wait_for(pool.wait(name), 10)
-    assert saved.state == SUCCEEDED, saved
-    return saved.save_weights_for_sampler.sampler_id
-
-
-async def train(pool: ToyPool, adapter: str, index: int, **values: Any) -> str:
-    """A round; the sampler of its end."""
-    first = ROUND * index + 1
-    for seq in (first, first + 1):
-        await pool.forward_backward(adapter, seq, *LENGTHS)
-    await pool.optim_step(adapter, first + 2)
-    return await publish(pool, adapter, first + 3, **values)
-
-
-def chain_after(spec: AdapterSpec, num_rounds: int) -> bytes:
-    windows = [((ROUND * r + 1, ROUND * r + 2), ROUND * r + 3) for r in range(num_rounds)]
-    return expected_chain(spec, windows)
-
-
-def expected(chain: bytes, sampler: str) -> list[list[int]]:
-    """What `sampled` must return for weights that this chain stands for."""
-    return expected_tokens(chain, sample_request(sampler, seed=7))
-
-
-async def sampled(pool: ToyPool, sampler: str, seq: int) -> list[list[int]]:
-    [operation] = await asyncio.wait_for(pool.wait(await pool.sample(sampler, seq, seed=7)), 10)
-    return tokens_of(operation)
-
-
-def folder_of(pool: ToyPool, sampler: str) -> str:
-    row = pool.coordinator.core.store.read_one("SELECT folder FROM samplers WHERE sampler_id = ?", (sampler,))
-    assert row is not None
-    return str(row["folder"])
-
-
-def snapshot_seq(pool: ToyPool, adapter: str) -> int:
-    row = pool.coordinator.core.store.read_one("SELECT seq FROM snapshots WHERE adapter_id = ?", (adapter,))
-    return 0 if row is None else int(row["seq"])
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not is_so():  # noqa: ASYNC110 (nothing tells)
-            await asyncio.sleep(0.002)
-
-
-async def test_weights_are_sampled_and_trained_on_before_their_file_is_there(tmp_path: Path) -> None:
+@named_or_not
+async def test_weights_are_sampled_and_trained_on_before_their_file_is_there(tmp_path: Path, is_named: bool) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
         with held_files(pool):
-            samplers = [await train(pool, adapter, index) for index in range(3)]
+            samplers = [await train(pool, adapter, index, is_named=is_named) for index in range(3)]
             found = [await sampled(pool, sampler, 1) for sampler in samplers]
             assert [folder_of(pool, sampler) for sampler in samplers] == [""] * 3
         await pool.written()
@@ -145,13 +59,16 @@ async def test_weights_are_sampled_and_trained_on_before_their_file_is_there(tmp
     assert found == [expected(chain_after(spec, n), s) for n, s in enumerate(samplers, 1)]
 
 
-async def test_after_a_crash_weights_without_a_file_are_made_again_with_the_same_bits(tmp_path: Path) -> None:
+@named_or_not
+async def test_after_a_crash_weights_without_a_file_are_made_again_with_the_same_bits(
+    tmp_path: Path, is_named: bool
+) -> None:
     """Also those that were trained on since, and for samples that nobody has answered."""
     async with running_pool(tmp_path, num_workers=2, is_crash=True) as pool:
         refuse_files(pool)
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
-        samplers = [await train(pool, adapter, index) for index in range(3)]
+        samplers = [await train(pool, adapter, index, is_named=is_named) for index in range(3)]
         before = [await sampled(pool, sampler, 1) for sampler in samplers]
         await pool.forward_backward(adapter, 13, *LENGTHS)
         pool.hold()
@@ -170,12 +87,13 @@ async def test_after_a_crash_weights_without_a_file_are_made_again_with_the_same
     assert before == answered == after == from_files
 
 
-async def test_a_second_crash_while_weights_are_made_again_changes_nothing(tmp_path: Path) -> None:
+@named_or_not
+async def test_a_second_crash_while_weights_are_made_again_changes_nothing(tmp_path: Path, is_named: bool) -> None:
     async with running_pool(tmp_path, is_crash=True) as pool:
         refuse_files(pool)
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
-        sampler = await train(pool, adapter, 0)
+        sampler = await train(pool, adapter, 0, is_named=is_named)
     for _ in range(2):
         async with running_pool(tmp_path, is_crash=True) as pool:
             refuse_files(pool)
@@ -186,11 +104,14 @@ async def test_a_second_crash_while_weights_are_made_again_changes_nothing(tmp_p
         assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
 
 
-async def test_no_snapshot_cuts_the_log_before_the_file_is_there_and_then_one_does(tmp_path: Path) -> None:
+@named_or_not
+async def test_no_snapshot_cuts_the_log_before_the_file_is_there_and_then_one_does(
+    tmp_path: Path, is_named: bool
+) -> None:
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
         adapter = await pool.adapter()
         with held_files(pool) as may_write:
-            await train(pool, adapter, 0)
+            await train(pool, adapter, 0, is_named=is_named)
             await pool.wait(*[await pool.submit(adapter, seq) for seq in (5, 6)])
             [loop] = pool.coordinator.core.loops.values()
             await until(lambda: bool(loop._snapshots._writing))
@@ -203,14 +124,15 @@ async def test_no_snapshot_cuts_the_log_before_the_file_is_there_and_then_one_do
         assert snapshot_seq(pool, adapter) >= ROUND
 
 
-async def test_weights_survive_a_crash_though_everything_is_snapshotted_at_once(tmp_path: Path) -> None:
+@named_or_not
+async def test_weights_survive_a_crash_though_everything_is_snapshotted_at_once(tmp_path: Path, is_named: bool) -> None:
     async with running_pool(tmp_path, is_crash=True, replay_s_max=0.0) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
-        await train(pool, adapter, 0)
+        await train(pool, adapter, 0, is_named=is_named)
         await pool.written()
         refuse_files(pool)
-        samplers = [await train(pool, adapter, index) for index in (1, 2)]
+        samplers = [await train(pool, adapter, index, is_named=is_named) for index in (1, 2)]
         for seq in range(13, 19):
             await pool.wait(await pool.submit(adapter, seq))
     async with running_pool(tmp_path) as pool:
@@ -219,7 +141,10 @@ async def test_weights_survive_a_crash_though_everything_is_snapshotted_at_once(
     assert found == [expected(chain_after(spec, n), s) for n, s in zip((2, 3), samplers, strict=True)]
 
 
-async def test_a_load_waits_for_the_file_of_what_was_published_before_it_and_nobody_else_does(tmp_path: Path) -> None:
+@named_or_not
+async def test_a_load_waits_for_the_file_of_what_was_published_before_it_and_nobody_else_does(
+    tmp_path: Path, is_named: bool
+) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, other, principal = await pool.adapter(), await pool.adapter(), await pool.principal()
         spec = pool.spec_of(adapter)
@@ -227,8 +152,7 @@ async def test_a_load_waits_for_the_file_of_what_was_published_before_it_and_nob
         with held_files(pool) as may_write:
             pool.hold()  # so that all of it is due in one step phase
             names = [await pool.forward_backward(adapter, 1, *LENGTHS), await pool.optim_step(adapter, 2)]
-            request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=3)
-            names.append((await pool.service.save_weights_for_sampler(principal, request)).operation.name)
+            names.append(await begin_to_publish(pool, adapter, 3, is_named=is_named))
             load = training_pb2.LoadStateRequest(adapter_id=adapter, seq=4, path=saved.save_state.path)
             loading = (await pool.service.load_state(principal, load)).operation.name
             await pool.release()
@@ -240,16 +164,19 @@ async def test_a_load_waits_for_the_file_of_what_was_published_before_it_and_nob
             [loaded] = await asyncio.wait_for(pool.wait(loading), 10)
         assert loaded.state == SUCCEEDED
         assert snapshot_seq(pool, adapter) == 4
-        sampler = published.save_weights_for_sampler.sampler_id
+        sampler = await sampler_of(pool, published)
         assert await sampled(pool, sampler, 1) == expected(expected_chain(spec, [((1,), 2)]), sampler)
 
 
-async def test_a_full_disk_is_waited_for_beside_the_cycles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@named_or_not
+async def test_a_full_disk_is_waited_for_beside_the_cycles(
+    tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("coordinator.publishing.RETRY_S", 0.001)
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         make_room = refuse_files(pool)
-        sampler = await train(pool, adapter, 0)
+        sampler = await train(pool, adapter, 0, is_named=is_named)
         first = await sampled(pool, sampler, 1)
         await asyncio.sleep(0.02)
         assert folder_of(pool, sampler) == ""
@@ -260,15 +187,18 @@ async def test_a_full_disk_is_waited_for_beside_the_cycles(tmp_path: Path, monke
         assert await sampled(pool, sampler, 2) == first
 
 
+@named_or_not
 async def test_a_row_that_the_database_does_not_take_is_tried_again_and_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.publishing.RETRY_S", 0.001)
     async with running_pool(tmp_path) as pool:
         adapter, store = await pool.adapter(), pool.coordinator.core.store
-        commit_file, refused = store.commit_file, []
+        method = "commit_checkpoint_file" if is_named else "commit_sampler_file"
+        commit_file: Callable[..., asyncio.Future[int]] = getattr(store, method)
+        refused = []
 
-        def refuse(*arguments: str) -> asyncio.Future[int]:
+        def refuse(*arguments: Any) -> asyncio.Future[int]:
             refused.append(arguments)
             if len(refused) > 3:
                 return commit_file(*arguments)
@@ -276,30 +206,33 @@ async def test_a_row_that_the_database_does_not_take_is_tried_again_and_leaves_n
             future.set_exception(StorageError("database or disk is full"))
             return future
 
-        monkeypatch.setattr(store, "commit_file", refuse)
-        sampler = await train(pool, adapter, 0)
+        monkeypatch.setattr(store, method, refuse)
+        sampler = await train(pool, adapter, 0, is_named=is_named)
         await pool.written()
-        assert [path.name for path in (tmp_path / "samplers").iterdir()] == [folder_of(pool, sampler)]
+        root = tmp_path / ("checkpoints" if is_named else "samplers")
+        assert [path.name for path in root.iterdir()] == [folder_of(pool, sampler)]
         assert len(refused) == 4
 
 
-async def test_a_lost_worker_takes_no_weights_with_it(tmp_path: Path) -> None:
+@named_or_not
+async def test_a_lost_worker_takes_no_weights_with_it(tmp_path: Path, is_named: bool) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
         with held_files(pool):
-            sampler = await train(pool, adapter, 0)
+            sampler = await train(pool, adapter, 0, is_named=is_named)
             await pool.kill_worker()
             assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
         assert len(pool.engines["w0"]) == 2
 
 
-async def test_a_stop_writes_what_has_no_file_and_leaves_nothing_to_run_again(tmp_path: Path) -> None:
+@named_or_not
+async def test_a_stop_writes_what_has_no_file_and_leaves_nothing_to_run_again(tmp_path: Path, is_named: bool) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
         with held_files(pool) as may_write:
-            sampler = await train(pool, adapter, 0)
+            sampler = await train(pool, adapter, 0, is_named=is_named)
             threading.Timer(0.1, may_write.set).start()
             await pool.coordinator.stop()
     async with running_pool(tmp_path) as pool:
@@ -324,24 +257,26 @@ async def test_a_stop_waits_for_a_file_that_nobody_needs_any_more_and_leaves_non
         assert list((tmp_path / "samplers").iterdir()) == []
 
 
-async def test_a_stop_on_a_full_disk_leaves_it_to_the_log(tmp_path: Path) -> None:
+@named_or_not
+async def test_a_stop_on_a_full_disk_leaves_it_to_the_log(tmp_path: Path, is_named: bool) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
         refuse_files(pool)
-        sampler = await train(pool, adapter, 0)
+        sampler = await train(pool, adapter, 0, is_named=is_named)
         await asyncio.wait_for(pool.coordinator.stop(), 10)
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
         assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
 
 
-async def test_an_adapter_deleted_before_the_file_is_there_leaves_its_samplers(tmp_path: Path) -> None:
+@named_or_not
+async def test_an_adapter_deleted_before_the_file_is_there_leaves_its_samplers(tmp_path: Path, is_named: bool) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, principal = await pool.adapter(), await pool.principal()
         spec = pool.spec_of(adapter)
         with held_files(pool) as may_write:
-            sampler = await train(pool, adapter, 0)
+            sampler = await train(pool, adapter, 0, is_named=is_named)
             request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
             deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))
             await until(lambda: adapter not in pool.coordinator.core.adapters)
@@ -354,11 +289,12 @@ async def test_an_adapter_deleted_before_the_file_is_there_leaves_its_samplers(t
         assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
 
 
-async def test_an_adapter_is_not_deleted_while_the_disk_takes_no_file(tmp_path: Path) -> None:
+@named_or_not
+async def test_an_adapter_is_not_deleted_while_the_disk_takes_no_file(tmp_path: Path, is_named: bool) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, principal = await pool.adapter(), await pool.principal()
         refuse_files(pool)
-        await train(pool, adapter, 0)
+        await train(pool, adapter, 0, is_named=is_named)
         with pytest.raises(ServiceError) as raised:
             await asyncio.wait_for(
                 pool.service.delete_adapter(principal, adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)), 10
@@ -368,29 +304,13 @@ async def test_an_adapter_is_not_deleted_while_the_disk_takes_no_file(tmp_path: 
     assert after.state == SUCCEEDED
 
 
-@contextmanager
-def held_batches() -> Iterator[threading.Event]:
-    """No engine runs a batch before the event is set."""
-    may_run, run = threading.Event(), ToyEngine.run
-
-    def held(engine: ToyEngine, batch: Batch) -> BatchResult:
-        may_run.wait(20)
-        return run(engine, batch)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ToyEngine, "run", held)
-        try:
-            yield may_run
-        finally:
-            may_run.set()
-
-
-async def test_an_adapter_is_not_deleted_before_its_weights_are_made_again(tmp_path: Path) -> None:
+@named_or_not
+async def test_an_adapter_is_not_deleted_before_its_weights_are_made_again(tmp_path: Path, is_named: bool) -> None:
     async with running_pool(tmp_path, is_crash=True) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
         refuse_files(pool)
-        sampler = await train(pool, adapter, 0)
+        sampler = await train(pool, adapter, 0, is_named=is_named)
     request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
     with held_batches() as may_run:
         async with running_pool(tmp_path) as pool:
@@ -461,11 +381,12 @@ async def test_the_newest_weights_are_followed_over_a_crash(tmp_path: Path) -> N
     assert newest == expected(chain_after(spec, 3), first)
 
 
-async def test_weights_that_cannot_be_made_again_are_said_to_be_lost(tmp_path: Path) -> None:
+@named_or_not
+async def test_weights_that_cannot_be_made_again_are_said_to_be_lost(tmp_path: Path, is_named: bool) -> None:
     async with running_pool(tmp_path, is_crash=True) as pool:
         refuse_files(pool)
         adapter = await pool.adapter()
-        sampler = await train(pool, adapter, 0)
+        sampler = await train(pool, adapter, 0, is_named=is_named)
     with held_batches() as may_run:
         async with running_pool(tmp_path) as pool:
             await pool.take_over()
@@ -490,16 +411,17 @@ async def test_weights_that_cannot_be_made_again_are_said_to_be_lost(tmp_path: P
     assert [each.error.reason for each in (lost, again)] == ["STATE_LOST", "STATE_LOST"]
 
 
+@named_or_not
 async def test_what_is_too_much_to_hold_is_written_before_it_is_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, other = await pool.adapter(), await pool.adapter()
         with held_files(pool):
-            held = await train(pool, adapter, 0)
+            held = await train(pool, adapter, 0, is_named=is_named)
             [version] = publishing_of(pool)._versions.values()
             monkeypatch.setattr("coordinator.publishing.HELD_BYTES_MAX", version.num_bytes + 1)
-            saving = asyncio.create_task(publish(pool, other, 1))
+            saving = asyncio.create_task(publish(pool, other, 1, is_named=is_named))
             await asyncio.sleep(0.05)
             assert not saving.done()
         second = await saving
@@ -508,16 +430,21 @@ async def test_what_is_too_much_to_hold_is_written_before_it_is_committed(
         assert folder_of(pool, held)
 
 
-async def test_weights_that_a_log_does_not_bring_again_bit_for_bit_have_their_file_first(tmp_path: Path) -> None:
+@named_or_not
+async def test_weights_that_a_log_does_not_bring_again_bit_for_bit_have_their_file_first(
+    tmp_path: Path, is_named: bool
+) -> None:
     async with running_pool(tmp_path) as pool:
         models = pool.coordinator.core.models
         models["toy"] = replace(models["toy"], is_exact=False)
-        sampler = await train(pool, await pool.adapter(), 0)
+        sampler = await train(pool, await pool.adapter(), 0, is_named=is_named)
         assert folder_of(pool, sampler)
         assert not publishing_of(pool)._versions
 
 
-async def save_behind_a_failed_append(pool: ToyPool, adapter: str, monkeypatch: pytest.MonkeyPatch) -> str:
+async def save_behind_a_failed_append(
+    pool: ToyPool, adapter: str, monkeypatch: pytest.MonkeyPatch, *, is_named: bool = False
+) -> str:
     """The name of a save at 4, accepted, that ran behind a step at 3 whose append failed meanwhile."""
     store = pool.coordinator.core.store
     await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2)])
@@ -526,40 +453,42 @@ async def save_behind_a_failed_append(pool: ToyPool, adapter: str, monkeypatch: 
         fail_appends(patch, store, 3)
         is_busy = store.write(lambda db: may_commit.wait(10))
         step = asyncio.create_task(pool.optim_step(adapter, 3, learning_rate=0.5))
-        request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=4)
-        save = asyncio.create_task(pool.service.save_weights_for_sampler(await pool.principal(), request))
+        save = asyncio.create_task(begin_to_publish(pool, adapter, 4, is_named=is_named))
         await until(lambda: bool(publishing_of(pool)._versions))
         may_commit.set()
         await is_busy
         with suppress(ServiceError):
             await step
-        return str((await save).operation.name)
+        return await save
 
 
+@named_or_not
 async def test_a_save_behind_an_append_that_failed_publishes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ran, with the effect of what nobody accepted, and its weights must be nowhere."""
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
-        spec, name = pool.spec_of(adapter), await save_behind_a_failed_append(pool, adapter, monkeypatch)
+        spec = pool.spec_of(adapter)
+        name = await save_behind_a_failed_append(pool, adapter, monkeypatch, is_named=is_named)
         await pool.optim_step(adapter, 3)
         [saved] = await asyncio.wait_for(pool.wait(name), 10)
-        sampler = saved.save_weights_for_sampler.sampler_id
+        sampler = await sampler_of(pool, saved)
         await pool.written()
         assert await sampled(pool, sampler, 1) == expected(expected_chain(spec, [((1, 2), 3)]), sampler)
         pool.engines["w0"][-1].versions.clear()
         assert await sampled(pool, sampler, 2) == expected(expected_chain(spec, [((1, 2), 3)]), sampler)
 
 
+@named_or_not
 async def test_hundreds_of_samplers_cost_a_worker_no_more_than_the_last_ones_also_after_a_restart(
-    tmp_path: Path,
+    tmp_path: Path, is_named: bool
 ) -> None:
     num_samplers = 4 * VERSIONS_MAX
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
-        samplers = [await train(pool, adapter, index) for index in range(num_samplers)]
+        samplers = [await train(pool, adapter, index, is_named=is_named) for index in range(num_samplers)]
         await pool.written()
         assert not publishing_of(pool)._versions
         right = [expected(chain_after(spec, n), s) for n, s in enumerate(samplers[:70], 1)]
@@ -593,15 +522,18 @@ def hold_installs(pool: ToyPool) -> tuple[threading.Event, threading.Event]:
     return has_begun, may_go
 
 
+@named_or_not
 @pytest.mark.parametrize("whose_copy", ["its own", "another's"])
-async def test_a_load_that_comes_while_a_copy_is_read_waits_for_the_file_too(tmp_path: Path, whose_copy: str) -> None:
+async def test_a_load_that_comes_while_a_copy_is_read_waits_for_the_file_too(
+    tmp_path: Path, is_named: bool, whose_copy: str
+) -> None:
     async with running_pool(tmp_path) as pool:
         core, principal = pool.coordinator.core, await pool.principal()
         adapter, other, third = [await pool.adapter() for _ in range(3)]
         start = (await pool.save(other, 1, "start")).save_state.path
         await pool.wait(await pool.forward_backward(third, 1, 3))
         with held_files(pool) as may_write:
-            sampler = await publish(pool, adapter, 1)
+            sampler = await publish(pool, adapter, 1, is_named=is_named)
             has_begun, may_go = hold_installs(pool)
             core.adapters[adapter if whose_copy == "its own" else other].lose_copy()
             pool.hold()

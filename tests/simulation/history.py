@@ -35,6 +35,7 @@ from tests.simulation.script import draw_script
 from tests.simulation.world import SimTime, World
 from tests.support.apsw_connection import ApswConnection, Cursor
 from tests.support.lossy_vfs import LossyVfs, close_quietly, sync_error
+from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2
 from workers import failpoints
 from workers.messages import AdapterState
@@ -182,7 +183,8 @@ class History:
             self.world.work["coordinator did not start"] += 1
             self.world.trace(f"the coordinator does not start: {type(error).__name__}")
             return
-        self.world.work["weights to make again"] += len(coordinator.core.store.unwritten_samplers())
+        store = coordinator.core.store
+        self.world.work["weights to make again"] += len(store.unwritten_samplers()) + len(store.unwritten_checkpoints())
         loop = asyncio.get_running_loop()
         failed = loop.create_task(coordinator.failed())
         work = loop.create_task(self._work(coordinator))
@@ -330,9 +332,11 @@ class History:
                 assert row is not None
                 stored[each.path] = each.seq, core.saver.checkpoints.read(row["folder"], row["sha256"])
             check_checkpoints(expected, stored)
-            while core.store.unwritten_samplers():  # noqa: ASYNC110 (nothing tells)
+            while core.store.unwritten_samplers() or core.store.unwritten_checkpoints():  # noqa: ASYNC110 (nothing tells)
                 await asyncio.sleep(0.01)
-            check_published(expected, _published(core, client.session_id))
+            unnamed, named = _unnamed(core, client.session_id), _named(core, client.adapter_id)
+            check_published(expected.unnamed, unnamed, expected)
+            check_published(set(expected.published) - expected.unnamed, named, expected)
             for kind in {step.kind for step in client.script}:
                 self.world.work[kind] += sum(1 for step in client.script if step.kind == kind)
             self.world.work["sample"] += len(client.samples)
@@ -342,12 +346,18 @@ class History:
         self.world.trace("all is well")
 
 
-def _published(core: Core, session_id: str) -> dict[int, AdapterState]:
+def _unnamed(core: Core, session_id: str) -> dict[int, AdapterState]:
     """What the files of a session's unnamed samplers have, by the seq of the save."""
     rows = core.store.read("SELECT * FROM samplers WHERE session_id = ? AND model_path = ''", (session_id,))
     return {
         int(row["version"].rpartition(":")[2]): core.saver.samplers.read(row["folder"], row["sha256"]) for row in rows
     }
+
+
+def _named(core: Core, adapter_id: str) -> dict[int, AdapterState]:
+    """What the files of an adapter's checkpoints for sampling have, by the seq of the save."""
+    rows = core.store.read("SELECT * FROM checkpoints WHERE adapter_id = ? AND kind = ?", (adapter_id, names.SAMPLER))
+    return {row["seq"]: core.saver.checkpoints.read(row["folder"], row["sha256"]) for row in rows}
 
 
 def _draw_worker_faults(random: Random) -> WorkerFaults:

@@ -8,7 +8,7 @@ failure has closed its gradient window, or if the disk was full or failed when a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from coordinator.bodies import decode_adam, decode_pass
@@ -198,13 +198,13 @@ def check_checkpoints(expected: Expected, stored: Mapping[str, tuple[int, Adapte
             raise Wrong(f"{path} is not what was saved by operation {seq}")
 
 
-def check_published(expected: Expected, stored: Mapping[int, AdapterState]) -> None:
-    """Each unnamed sampler must have its file in the end, with the weights that were saved there. Raises Wrong."""
-    if set(stored) != expected.unnamed:
-        raise Wrong(f"there are samplers of the saves {sorted(stored)}, published were {sorted(expected.unnamed)}")
+def check_published(saves: Collection[int], stored: Mapping[int, AdapterState], expected: Expected) -> None:
+    """Each of these saves must have its file in the end, with the weights that were saved there. Raises Wrong."""
+    if set(stored) != set(saves):
+        raise Wrong(f"there are weights of the saves {sorted(stored)}, published were {sorted(saves)}")
     for seq, state in stored.items():
         if _chain(state.weights) != expected.published[seq]:
-            raise Wrong(f"the file of the sampler saved by operation {seq} has other weights")
+            raise Wrong(f"the file of what operation {seq} has published has other weights")
 
 
 def _chain(data: bytes | None) -> bytes:

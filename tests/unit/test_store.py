@@ -152,9 +152,10 @@ async def test_a_database_of_the_second_version_is_brought_up_to_date_and_publis
     await fresh.close()
 
 
-async def test_a_database_of_the_third_version_is_brought_up_to_date(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [3, 4])
+async def test_a_database_of_a_later_version_is_brought_up_to_date(tmp_path: Path, version: int) -> None:
     with sqlite3.connect(tmp_path / "log.db") as db:
-        db.executescript((Path(__file__).parents[1] / "data" / "schema_v3.sql").read_text())
+        db.executescript((Path(__file__).parents[1] / "data" / f"schema_v{version}.sql").read_text())
         db.execute("INSERT INTO snapshots VALUES ('a', 7, 'folder', 'sha', x'')")
     db.close()
     store = Store(tmp_path / "log.db", monotonic=lambda: 1.0)
@@ -291,9 +292,55 @@ async def test_no_snapshot_cuts_the_log_at_weights_without_a_file_until_they_hav
     assert await store.commit_snapshot(at(11)) == "f8"
     with pytest.raises(ConflictError, match="no file"):
         await store.commit_cycle(CycleCommit(snapshots=[at(13)]))
-    assert await store.commit_file("s:sample:0", "weights", "y") == 1
-    assert await store.commit_file("s:sample:0", "others", "z") == 0
+    assert await store.commit_sampler_file("s:sample:0", "weights", "y") == 1
+    assert await store.commit_sampler_file("s:sample:0", "others", "z") == 0
     assert await store.commit_snapshot(at(13)) == "f11"
+
+
+async def test_no_snapshot_cuts_the_log_at_a_checkpoint_without_a_file_until_it_has_one_or_is_deleted(
+    store: Store,
+) -> None:
+    def at(seq: int) -> SnapshotRow:
+        return SnapshotRow(adapter_id="s:train:0", seq=seq, folder=f"f{seq}", sha256="x")
+
+    await store.insert("sessions", session_id="s", tenant_id="t", user_metadata="{}", created_at=0.0)
+    await store.insert_adapter(adapter_row("s:train:0"), at(0))
+    await store.commit_cycle(CycleCommit(checkpoints=[checkpoint_row("p", 5), checkpoint_row("q", 9)]))
+    assert [row["path"] for row in store.unwritten_checkpoints()] == ["p", "q"]
+    assert await store.commit_snapshot(at(4)) == "f0"
+    for seq in (5, 9, 100):
+        with pytest.raises(ConflictError, match="no file"):
+            await store.commit_snapshot(at(seq))
+    assert await store.commit_checkpoint_file("p", 4, "others", "z", 1, "toy") == 0, "its path is another save's"
+    assert await store.commit_checkpoint_file("p", 5, "weights", "y", 77, "another") == 1
+    assert await store.commit_snapshot(at(8)) == "f4"
+    assert await store.delete_checkpoint("q", 8) == "", "that one is gone"
+    with pytest.raises(ConflictError, match="no file"):
+        await store.commit_snapshot(at(9))
+    assert await store.delete_checkpoint("q", 9) == ""
+    assert await store.commit_snapshot(at(9)) == "f8"
+    [row] = store.read("SELECT path, folder, sha256, size_bytes, fingerprint FROM checkpoints")
+    assert tuple(row) == ("p", "weights", "y", 77, "another")
+    assert await store.delete_checkpoint("p", 5) == "weights"
+
+
+def checkpoint_row(path: str, seq: int) -> dict[str, Any]:
+    """What a save of weights for sampling commits before its file is there."""
+    return {
+        "path": path,
+        "tenant_id": "t",
+        "adapter_id": "s:train:0",
+        "kind": "sampler_weights",
+        "folder": "",
+        "size_bytes": 7,
+        "sha256": "",
+        "seq": seq,
+        "base_model": "toy",
+        "rank": 8,
+        "fingerprint": "toy",
+        "user_metadata": "{}",
+        "created_at": 0.0,
+    }
 
 
 def sampler_row(sampler_id: str, session_id: str, seq: int) -> dict[str, Any]:

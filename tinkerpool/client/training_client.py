@@ -130,7 +130,8 @@ class TrainingClient(Ready):
     ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
         """Save the weights as checkpoint `sampler_weights/<name>`, for `create_sampling_client`.
 
-        The pool deletes it after `ttl_seconds`; None keeps it.
+        They can be sampled from when the future has its result; their file follows. The pool deletes the checkpoint
+        after `ttl_seconds`; None keeps it.
         """
         if not name:
             raise ValueError(

@@ -95,9 +95,9 @@ class Checkpoint(_message.Message):
     kind: Global___CheckpointKind.ValueType
     """What it holds."""
     size_bytes: _builtins.int
-    """Bytes on disk."""
+    """Bytes on disk; of the weights alone while the file of a checkpoint for sampling is being written."""
     sha256: _builtins.str
-    """SHA-256 over its contents, in hex."""
+    """SHA-256 over its contents, in hex; empty while its file is being written. Who exports it waits for that."""
     seq: _builtins.int
     """The seq of the save: what it contains."""
     base_model: _builtins.str

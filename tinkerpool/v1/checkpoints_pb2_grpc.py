@@ -104,9 +104,9 @@ class CheckpointServiceServicer(object):
 
     def SaveWeightsForSampler(self, request, context):
         """Saves the weights for sampling, as they are at this place in the adapter's order: with a name as a checkpoint,
-        without one as a sampler that lives as long as its session. An operation with a seq, like SaveState. Without a name
-        it does not wait for a file: when it has succeeded, the weights can be sampled from and no crash takes them away;
-        until their file is there, they are made again from what is logged, with the same bits.
+        without one as a sampler that lives as long as its session. An operation with a seq, like SaveState. It does
+        not wait for a file, unless for_export is set: when it has succeeded, the weights can be sampled from and no crash
+        takes them away; until their file is there, they are made again from what is logged, with the same bits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,9 +45,9 @@ class CheckpointServiceStub:
     """
     SaveWeightsForSampler: _grpc.UnaryUnaryMultiCallable[_checkpoints_pb2.SaveWeightsForSamplerRequest, _checkpoints_pb2.SaveWeightsForSamplerResponse]
     """Saves the weights for sampling, as they are at this place in the adapter's order: with a name as a checkpoint,
-    without one as a sampler that lives as long as its session. An operation with a seq, like SaveState. Without a name
-    it does not wait for a file: when it has succeeded, the weights can be sampled from and no crash takes them away;
-    until their file is there, they are made again from what is logged, with the same bits.
+    without one as a sampler that lives as long as its session. An operation with a seq, like SaveState. It does
+    not wait for a file, unless for_export is set: when it has succeeded, the weights can be sampled from and no crash
+    takes them away; until their file is there, they are made again from what is logged, with the same bits.
     """
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_checkpoints_pb2.ListCheckpointsRequest, _checkpoints_pb2.ListCheckpointsResponse]
     """Lists checkpoints, newest first, of one adapter or of all the tenant's. Reads only.
@@ -107,9 +107,9 @@ class CheckpointServiceAsyncStub(CheckpointServiceStub):
     """
     SaveWeightsForSampler: _aio.UnaryUnaryMultiCallable[_checkpoints_pb2.SaveWeightsForSamplerRequest, _checkpoints_pb2.SaveWeightsForSamplerResponse]  # type: ignore[assignment]
     """Saves the weights for sampling, as they are at this place in the adapter's order: with a name as a checkpoint,
-    without one as a sampler that lives as long as its session. An operation with a seq, like SaveState. Without a name
-    it does not wait for a file: when it has succeeded, the weights can be sampled from and no crash takes them away;
-    until their file is there, they are made again from what is logged, with the same bits.
+    without one as a sampler that lives as long as its session. An operation with a seq, like SaveState. It does
+    not wait for a file, unless for_export is set: when it has succeeded, the weights can be sampled from and no crash
+    takes them away; until their file is there, they are made again from what is logged, with the same bits.
     """
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_checkpoints_pb2.ListCheckpointsRequest, _checkpoints_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
     """Lists checkpoints, newest first, of one adapter or of all the tenant's. Reads only.
@@ -178,9 +178,9 @@ class CheckpointServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_checkpoints_pb2.SaveWeightsForSamplerResponse, _abc.Awaitable[_checkpoints_pb2.SaveWeightsForSamplerResponse]]:
         """Saves the weights for sampling, as they are at this place in the adapter's order: with a name as a checkpoint,
-        without one as a sampler that lives as long as its session. An operation with a seq, like SaveState. Without a name
-        it does not wait for a file: when it has succeeded, the weights can be sampled from and no crash takes them away;
-        until their file is there, they are made again from what is logged, with the same bits.
+        without one as a sampler that lives as long as its session. An operation with a seq, like SaveState. It does
+        not wait for a file, unless for_export is set: when it has succeeded, the weights can be sampled from and no crash
+        takes them away; until their file is there, they are made again from what is logged, with the same bits.
         """
 
     @_abc_1.abstractmethod

@@ -1,0 +1,144 @@
+"""Training rounds whose weights are published, on a toy pool whose files can be held up or refused."""
+
+import asyncio
+import errno
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from coordinator.publishing import Publishing
+from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, expected_tokens, sample_request, tokens_of
+from tests.toy_engine import ToyEngine
+from tinkerpool.v1 import checkpoints_pb2
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.messages import AdapterSpec, Batch, BatchResult
+
+ROUND = 4
+"""Operations of a round: two passes, a step, a save."""
+
+
+def publishing_of(pool: ToyPool) -> Publishing:
+    return pool.coordinator.core.saver.publishing
+
+
+@contextmanager
+def held_files(pool: ToyPool) -> Iterator[threading.Event]:
+    """No file of saved weights gets further than its beginning before the event is set, at the end at last."""
+    may_write, saver = threading.Event(), pool.coordinator.core.saver
+
+    def hold(write: Callable[..., Any]) -> Callable[..., Any]:
+        def held(*arguments: Any) -> Any:
+            may_write.wait(20)
+            return write(*arguments)
+
+        return held
+
+    for files in (saver.samplers, saver.checkpoints):
+        files.write = hold(files.write)  # type: ignore[method-assign]
+    try:
+        yield may_write
+    finally:
+        may_write.set()
+
+
+def refuse_files(pool: ToyPool) -> Callable[[], None]:
+    """No file of saved weights is written: the disk is full. Returns what makes room."""
+    saver = pool.coordinator.core.saver
+    writes = {files: files.write for files in (saver.samplers, saver.checkpoints)}
+
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def make_room() -> None:
+        for files, write in writes.items():
+            files.write = write  # type: ignore[method-assign]
+
+    for files in writes:
+        files.write = full  # type: ignore[method-assign,assignment]
+    return make_room
+
+
+async def begin_to_publish(pool: ToyPool, adapter: str, seq: int, *, is_named: bool = False, **values: Any) -> str:
+    """Submit a save of the adapter's weights; its operation."""
+    name = f"w{seq}" if is_named else ""
+    request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=seq, name=name, **values)
+    return str((await pool.service.save_weights_for_sampler(await pool.principal(), request)).operation.name)
+
+
+async def sampler_of(pool: ToyPool, saved: ops_pb.Operation) -> str:
+    """The unnamed sampler that a save has made, or one of the path."""
+    assert saved.state == ops_pb.OPERATION_STATE_SUCCEEDED, saved
+    outcome = saved.save_weights_for_sampler
+    session_id = saved.name.partition(":")[0]
+    return outcome.sampler_id or await pool.sampler(session_id, model_path=outcome.path)
+
+
+async def publish(pool: ToyPool, adapter: str, seq: int, **values: Any) -> str:
+    """A sampler of the adapter's weights."""
+    [saved] = await asyncio.wait_for(pool.wait(await begin_to_publish(pool, adapter, seq, **values)), 10)
+    return await sampler_of(pool, saved)
+
+
+async def train(pool: ToyPool, adapter: str, index: int, **values: Any) -> str:
+    """A round; the sampler of its end."""
+    first = ROUND * index + 1
+    for seq in (first, first + 1):
+        await pool.forward_backward(adapter, seq, *LENGTHS)
+    await pool.optim_step(adapter, first + 2)
+    return await publish(pool, adapter, first + 3, **values)
+
+
+def chain_after(spec: AdapterSpec, num_rounds: int) -> bytes:
+    windows = [((ROUND * r + 1, ROUND * r + 2), ROUND * r + 3) for r in range(num_rounds)]
+    return expected_chain(spec, windows)
+
+
+def expected(chain: bytes, sampler: str) -> list[list[int]]:
+    """What `sampled` must return for weights that this chain stands for."""
+    return expected_tokens(chain, sample_request(sampler, seed=7))
+
+
+async def sampled(pool: ToyPool, sampler: str, seq: int) -> list[list[int]]:
+    [operation] = await asyncio.wait_for(pool.wait(await pool.sample(sampler, seq, seed=7)), 10)
+    return tokens_of(operation)
+
+
+def folder_of(pool: ToyPool, sampler: str) -> str:
+    """Where a sampler's weights are on disk, empty if nowhere."""
+    sql = """
+        SELECT COALESCE(checkpoints.folder, samplers.folder) AS folder
+        FROM samplers LEFT JOIN checkpoints ON path = model_path WHERE sampler_id = ?"""
+    row = pool.coordinator.core.store.read_one(sql, (sampler,))
+    assert row is not None
+    return str(row["folder"])
+
+
+def snapshot_seq(pool: ToyPool, adapter: str) -> int:
+    row = pool.coordinator.core.store.read_one("SELECT seq FROM snapshots WHERE adapter_id = ?", (adapter,))
+    return 0 if row is None else int(row["seq"])
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not is_so():  # noqa: ASYNC110 (nothing tells)
+            await asyncio.sleep(0.002)
+
+
+@contextmanager
+def held_batches() -> Iterator[threading.Event]:
+    """No engine runs a batch before the event is set."""
+    may_run, run = threading.Event(), ToyEngine.run
+
+    def held(engine: ToyEngine, batch: Batch) -> BatchResult:
+        may_run.wait(20)
+        return run(engine, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ToyEngine, "run", held)
+        try:
+            yield may_run
+        finally:
+            may_run.set()
