@@ -18,6 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+# The overloads themselves: a call looks up nothing.
+_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
 
 class Attend(Protocol):
     """How a pass attends: the seam between the base model and what runs it (packed training, or a key-value cache)."""
@@ -117,9 +121,7 @@ class _PackedAttentionFunction(torch.autograd.Function):
         outputs, saved = [], []
         for run, mask in zip(runs, masks, strict=True):
             q, k, v = (_sequences(tensor, run) for tensor in (query, key, value))  # (S, H, L, E)
-            out, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, mask is None, attn_mask=mask, scale=scaling
-            )
+            out, log_sum_exp = _attend(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scaling)
             outputs.append(out)
             saved.append((q, k, v, out, log_sum_exp))
         ctx.saved = saved
@@ -132,7 +134,7 @@ class _PackedAttentionFunction(torch.autograd.Function):
         dout = dout.transpose(1, 2)  # (1, H, T, E)
         dqs, dks, dvs = [], [], []
         for run, mask, (q, k, v, out, log_sum_exp) in zip(ctx.runs, ctx.masks, ctx.saved, strict=True):
-            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dq, dk, dv = _attend_backward(
                 _sequences(dout, run),
                 q,
                 k,

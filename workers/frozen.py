@@ -99,6 +99,7 @@ class PackedProducts:
         self._widths = [part.shape[0] for part in weights]
         self._forward = _packed(weight)
         self._backward = _packed(weight.t())
+        self._linear = torch.ops.mkldnn._linear_pointwise.default  # the overload itself: a call looks up nothing
         self._bias: Tensor | None = None
         if any(bias is not None for bias in biases):
             filled = [
@@ -108,14 +109,21 @@ class PackedProducts:
 
     def forward(self, x: Tensor, outs: Sequence[Tensor | None]) -> list[Tensor]:
         """See `FrozenProducts`. Outputs of several linears are columns of one tensor."""
-        y = _onednn_linear(_filled_up(x), self._forward, self._bias)[: x.shape[0]]
+        y = self._multiply(x, self._forward, self._bias)
         ys = [y] if len(outs) == 1 else y.split(self._widths, dim=1)
         return [part if out is None else out.copy_(part) for part, out in zip(ys, outs, strict=True)]
 
     def backward(self, dys: Sequence[Tensor]) -> Tensor:
         """See `FrozenProducts`."""
         dy = dys[0] if len(dys) == 1 else torch.cat(list(dys), dim=1)
-        return _onednn_linear(_filled_up(dy), self._backward, None)[: dy.shape[0]]
+        return self._multiply(dy, self._backward, None)
+
+    def _multiply(self, x: Tensor, packed_weight: Any, bias: Tensor | None) -> Tensor:
+        num_rows = x.shape[0]
+        missing = kernel_rows(num_rows, PACKED_ROWS_MIN) - num_rows
+        filled = F.pad(x, (0, 0, 0, missing)) if missing else x
+        y: Tensor = self._linear(filled, packed_weight, bias, "none", [], "")
+        return y[:num_rows] if missing else y
 
 
 def kernel_rows(num_rows: int, rows_min: int) -> int:
@@ -161,13 +169,3 @@ def _is_right(weights: Sequence[Tensor]) -> bool:
 def _packed(weight: Tensor) -> Any:
     """A weight (F, D) as oneDNN reads it; the order does not depend on the number of rows it is told."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-
-
-def _onednn_linear(x: Tensor, packed_weight: Any, bias: Tensor | None) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed_weight, bias, "none", [], "")
-    return y
-
-
-def _filled_up(rows: Tensor) -> Tensor:
-    missing = kernel_rows(rows.shape[0], PACKED_ROWS_MIN) - rows.shape[0]
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows

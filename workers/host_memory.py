@@ -15,7 +15,10 @@ from pathlib import Path
 import torch
 
 from workers.allocator import kept_bytes
+from workers.kernel_files import read_kernel_file
 
+PLENTY_BYTES = 1 << 33
+"""Where so much is free, nobody asks what the library keeps besides: it takes as long as a small pass's products."""
 UNLIMITED_BYTES = 1 << 60
 """Version 1 of control groups says a number above this where there is no limit."""
 
@@ -40,7 +43,10 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    return free_host_bytes() + kept_bytes()
+    free = free_host_bytes()
+    if free >= PLENTY_BYTES:
+        return free
+    return min(free + kept_bytes(), PLENTY_BYTES)
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
@@ -51,8 +57,11 @@ def free_host_bytes(root: Path = Path("/")) -> int:
 
 def _available_bytes(root: Path) -> int:
     """What could be taken without swapping; all of the machine's memory where it does not say (not Linux)."""
-    meminfo = root / "proc/meminfo"
-    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
+    try:
+        lines = read_kernel_file(root / "proc/meminfo").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) << 10
@@ -84,10 +93,10 @@ def _limited_groups(root: Path) -> tuple[tuple[Path, _Files], ...]:
 def _left_in(folder: Path, files: _Files) -> int | None:
     """Bytes left in one group; None without a limit."""
     try:
-        limit = (folder / files.limit).read_text().strip()
+        limit = read_kernel_file(folder / files.limit).strip()
         if limit == "max" or int(limit) > UNLIMITED_BYTES:
             return None
-        usage, stat = int((folder / files.usage).read_text()), (folder / "memory.stat").read_text().split()
+        usage, stat = int(read_kernel_file(folder / files.usage)), read_kernel_file(folder / "memory.stat").split()
     except OSError:
         return None
     statistics = dict(zip(stat[::2], stat[1::2], strict=True))

@@ -20,12 +20,14 @@ from torch import Tensor, nn
 NAME = "apply_rotary_pos_emb"
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x cos + (-x2, x1) sin, with x1 and x2 the halves of x (1, H, T, E); cos and sin (1, 1, T, E)."""
-    half = x.shape[-1] // 2
+def _rotated(x: Tensor, cos: Tensor, sin_first: Tensor, sin_second: Tensor) -> Tensor:
+    """x cos + (-x2 sin1, x1 sin2), with x1 and x2 the halves of x (1, H, T, E), cos (1, 1, T, E), sin1 and sin2 the
+    halves of the sines (1, 1, T, E / 2)."""
     y = x * cos
-    y[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-    y[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    first, second = x.chunk(2, -1)
+    y_first, y_second = y.chunk(2, -1)  # one call for two views: with few rows the calls are what takes time
+    y_first.addcmul_(second, sin_first, value=-1)
+    y_second.addcmul_(first, sin_second)
     return y
 
 
@@ -33,26 +35,27 @@ class _RotaryFunction(torch.autograd.Function):
     """`_rotated`, and its derivative by x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin_first: Tensor, sin_second: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin_first, sin_second)
+        return _rotated(x, cos, sin_first, sin_second)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        half = dy.shape[-1] // 2
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin_first, sin_second = ctx.saved_tensors
         dx = dy * cos
-        dx[..., half:].addcmul_(dy[..., :half], sin[..., :half], value=-1)
-        dx[..., :half].addcmul_(dy[..., half:], sin[..., half:])
-        return dx, None, None
+        first, second = dy.chunk(2, -1)
+        dx_first, dx_second = dx.chunk(2, -1)
+        dx_second.addcmul_(first, sin_first, value=-1)
+        dx_first.addcmul_(second, sin_second)
+        return dx, None, None, None
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """Queries (1, H, T, E) and keys, rotated by cos and sin (1, T, E)."""
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    angles = (cos.unsqueeze(unsqueeze_dim), *sin.unsqueeze(unsqueeze_dim).chunk(2, -1))
     if not torch.is_grad_enabled():
-        return _rotated(q, cos, sin), _rotated(k, cos, sin)
-    rotated = [_RotaryFunction.apply(x, cos, sin) for x in (q, k)]  # type: ignore[no-untyped-call]
+        return _rotated(q, *angles), _rotated(k, *angles)
+    rotated = [_RotaryFunction.apply(x, *angles) for x in (q, k)]  # type: ignore[no-untyped-call]
     return rotated[0], rotated[1]
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from workers.bank import Bank
 from workers.base_model import BaseModel
 from workers.host_memory import free_bytes
+from workers.kernel_files import read_kernel_file
 from workers.messages import (
     AdamParams,
     AdapterSpec,
@@ -40,6 +41,8 @@ from workers.passes import PassRunner
 from workers.sampler import Sampler
 
 PROC_STAT = Path("/proc/stat")
+NUM_CORES, CORE_BYTES = os.cpu_count() or 1, 256
+"""Of the machine, and how long a core's line in that file may be: ten numbers of 64 bits."""
 WINDOW_S = 0.25
 """Length of passes over which the cores are watched before deciding. The kernel counts in hundredths of a second."""
 MARGIN_DOWN, MARGIN_UP = 0.4, 0.2
@@ -83,13 +86,15 @@ class CoreTimes:
 def read_core_times() -> CoreTimes | None:
     """The present state; None where the system does not tell."""
     try:
-        lines = PROC_STAT.read_text().splitlines()
+        lines = read_kernel_file(PROC_STAT, (NUM_CORES + 1) * CORE_BYTES).split("\n")
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     except (OSError, AttributeError):
         return None
     ticks = 0
-    for line in lines:
-        name, *fields = line.split()
+    for line in lines[1:]:  # the first is of all cores
+        name, *fields = line.split(" ")
+        if not name.startswith("cpu"):
+            break
         if name in cores:
             user, nice, system, _idle, _iowait, irq, softirq, steal = (int(field) for field in fields[:8])
             ticks += user + nice + system + irq + softirq + steal

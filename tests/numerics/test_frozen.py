@@ -93,12 +93,12 @@ def test_engine_packs_and_its_fingerprint_says_so(qwen3: Path, monkeypatch: pyte
 
 
 def test_engine_does_not_pack_what_depends_on_its_neighbours(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = frozen._onednn_linear
+    real = PackedProducts._multiply
 
-    def uneven(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        return real(x, weight, bias) * (1 + 2.0**-20 * len(x))
+    def uneven(self: PackedProducts, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        return real(self, x, weight, bias) * (1 + 2.0**-20 * len(x))
 
-    monkeypatch.setattr(frozen, "_onednn_linear", uneven)
+    monkeypatch.setattr(PackedProducts, "_multiply", uneven)
     numerics._has_independent_products.cache_clear()  # what was tried in this process is not tried again
     try:
         model = BaseModel(qwen3)
@@ -115,5 +115,5 @@ def test_wrong_products_large_models_and_other_types_are_not_packed(monkeypatch:
     monkeypatch.setattr(frozen, "PACKED_PARAMS_MAX", weight.numel() - 1)
     assert not can_pack([[weight]])
     monkeypatch.undo()
-    monkeypatch.setattr(frozen, "_onednn_linear", lambda x, weight, bias: x.new_zeros(len(x), 64))
+    monkeypatch.setattr(PackedProducts, "_multiply", lambda self, x, weight, bias: x.new_zeros(len(x), 64))
     assert not can_pack([[weight]])

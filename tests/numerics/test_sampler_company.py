@@ -150,7 +150,7 @@ def run_visits(s: Sampling, visits: Sequence[Visit]) -> list[SampleResult]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [1, 2])
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(visits=visits, num_rows=st.sampled_from([2, 9, 64]), prefill_tokens=st.sampled_from([1, 64, 512]))
 def test_random_company_changes_no_bit_and_no_token_is_other_than_the_naive_samplers(
     model_directory: Path, num_threads: int, visits: list[Visit], num_rows: int, prefill_tokens: int

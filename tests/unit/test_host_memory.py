@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from workers import host_memory
 from workers.allocator import keep_freed_memory, kept_bytes, without_holes
-from workers.host_memory import free_host_bytes
+from workers.host_memory import PLENTY_BYTES, free_bytes, free_host_bytes
 
 GIB = 1 << 30
 
@@ -72,6 +73,33 @@ def test_what_version_1_calls_unlimited_is_no_limit(tmp_path: Path) -> None:
 def test_a_group_beyond_its_limit_leaves_nothing(tmp_path: Path) -> None:
     write(machine(tmp_path, "0::/box"), group("box", GIB, 2 * GIB))
     assert free_host_bytes(tmp_path) == 0
+
+
+def test_files_are_read_as_they_are_now(tmp_path: Path) -> None:
+    write(machine(tmp_path, "0::/box"), group("box", 4 * GIB, GIB))
+    assert free_host_bytes(tmp_path) == 3 * GIB
+    write(tmp_path, group("box", 4 * GIB, 2 * GIB))
+    assert free_host_bytes(tmp_path) == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("free", "kept", "counted"), [(5, 1, 6), (7, 3, PLENTY_BYTES // GIB), (8, 3, 8), (100, 3, 100)]
+)
+def test_what_the_library_keeps_is_asked_only_where_memory_may_be_short(
+    monkeypatch: pytest.MonkeyPatch, free: int, kept: int, counted: int
+) -> None:
+    """It takes a while, in every pass."""
+    num_asked = 0
+
+    def ask() -> int:
+        nonlocal num_asked
+        num_asked += 1
+        return kept * GIB
+
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: free * GIB)
+    monkeypatch.setattr(host_memory, "kept_bytes", ask)
+    assert free_bytes(torch.device("cpu")) == counted * GIB
+    assert num_asked == (free * GIB < PLENTY_BYTES)
 
 
 def test_freed_memory_that_the_library_keeps_is_known() -> None:
