@@ -135,7 +135,7 @@ def measure_cell(
     if processes is not None:
         sides["processes"] = processes.step
         row["process_threads"] = better_threads(processes, data, args.threads)
-    timings = turn_about(sides, args.effort)
+    timings = turn_about(sides, args.effort if case.num_tenants > 1 else args.lone_effort)
     row |= {name: timing.summary() for name, timing in timings.items()}
     row["over_peft"] = timings["peft"].ratio_to(timings["fused"])
     row["of_limit"] = timings["limit"].ratio_to(timings["fused"])
@@ -184,9 +184,13 @@ def main() -> None:
     command.add_argument("--tokens", type=int, nargs="+", help="tokens per tenant; default: 16 64 256 1024")
     command.add_argument("--processes", type=int, default=8, help="tenants at most with a process each; 0: leave out")
     command.add_argument("--seconds", type=float, default=0.5, help="for each cell (at least 5 rounds in any case)")
+    command.add_argument(
+        "--lone-seconds", type=float, default=8.0, help="the same of one tenant: little separates them"
+    )
     args = command.parse_args()
-    args.effort = Effort(seconds=0, rounds_min=2, rounds_max=2) if args.quick else Effort(seconds=args.seconds)
+    args.effort, args.lone_effort = Effort(seconds=args.seconds), Effort(seconds=args.lone_seconds)
     if args.quick:
+        args.effort = args.lone_effort = Effort(seconds=0, rounds_min=2, rounds_max=2)
         args.processes = min(args.processes, 2)
     tenants = args.tenants or ([1, 2] if args.quick else [1, 2, 4, 8, 16, 32])
     tokens = args.tokens or ([16, 128] if args.quick else [16, 64, 256, 1024])
