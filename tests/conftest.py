@@ -1,5 +1,6 @@
 """What every test runs with: no network, no Ray of somebody else's, reproducible examples."""
 
+import logging
 import os
 import secrets
 
@@ -18,6 +19,10 @@ os.environ |= {
 }
 # A Ray address in the environment would make tests join that cluster.
 os.environ.pop("RAY_ADDRESS", None)
+
+# A session of the SDK whose pool a test has killed goes on beating in its thread and says so until the process ends,
+# behind pytest's last line too: without a handler Python would write that to stderr.
+logging.getLogger("tinker").addHandler(logging.NullHandler())
 
 # Deadlines fail on a busy machine without a bug in sight. The examples are the same in every run;
 # look for new ones with `make test ARGS="--hypothesis-profile=search"`.
