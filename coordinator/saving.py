@@ -316,6 +316,7 @@ class Saver:
         commit.checkpoints = [row for row in commit.checkpoints if row["path"] != path]
         stored = self._store.read("SELECT folder FROM checkpoints WHERE path = ?", (path,))
         for folder in [row["folder"] for row in earlier] + [row["folder"] for row in stored]:
+            assert folder, "only states are overwritten, and they have their file first"
             commit.replaced_checkpoints.append((adapter_id, folder))
 
     async def _write(self, files: StateFiles, adapter: AdapterQueue, state: AdapterState) -> Saved:

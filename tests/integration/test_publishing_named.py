@@ -192,6 +192,17 @@ async def test_deleted_while_its_row_gets_the_file_it_leaves_none(tmp_path: Path
     assert len(deletions) == 5
 
 
+async def test_a_file_that_no_row_takes_is_removed(tmp_path: Path) -> None:
+    """Whatever has deleted the row meanwhile."""
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        with held_files(pool):
+            await train(pool, adapter, 0, is_named=True)
+            await pool.coordinator.core.store.delete_checkpoint(path_of(adapter), ROUND)
+        await pool.written()
+        assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
 async def test_its_path_can_be_another_ones_before_its_file_is_there(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
