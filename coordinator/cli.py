@@ -25,7 +25,7 @@ from tinkerpool.credentials import credentials_file, home, kept_credentials
 
 if TYPE_CHECKING:
     from coordinator.server import ServerConfig
-    from workers.pool import PoolConfig
+    from workers.contract.settings import PoolConfig
 
 _log = logging.getLogger(__name__)
 _LIBRARIES = (
@@ -176,12 +176,12 @@ def _serve_or_up(
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="What to log.")] = "info",
 ) -> None:
     _check_libraries()
-    from coordinator.config import CoordinatorConfig
-    from coordinator.grpc_server import GrpcConfig, is_loopback
-    from coordinator.http_gateway import HttpConfig
-    from coordinator.models import DEFAULT_MODEL, resolve_model
+    from coordinator.base.config import CoordinatorConfig
+    from coordinator.base_models import DEFAULT_MODEL, resolve_model
+    from coordinator.doors.grpc.server import GrpcConfig, is_loopback
+    from coordinator.doors.http_server import HttpConfig
     from coordinator.server import ServerConfig
-    from workers.pool import ENGINE, PoolConfig
+    from workers.contract.settings import ENGINE, PoolConfig
 
     data_dir = _data_dir(data_dir)
     try:
@@ -245,7 +245,7 @@ def _http_port(grpc_port: int) -> int:
 
 def _serve(config: ServerConfig, pool_config: PoolConfig, log_level: str) -> None:
     from coordinator.server import Server, StartError
-    from workers.pool import make_pool
+    from workers.pool.factory import make_pool
 
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     names = ", ".join(model.name for model in pool_config.models)

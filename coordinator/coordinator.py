@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from coordinator.auth import Authenticator
-from coordinator.clock import Time
-from coordinator.config import CoordinatorConfig
-from coordinator.core import Core
+from coordinator.base.config import CoordinatorConfig
+from coordinator.base.time import Time
+from coordinator.runtime.core import Core
 from coordinator.service import Service
-from workers.pool import Pool
+from coordinator.service.auth import Authenticator
+from workers.contract.protocols import Pool
 
 DEFAULT_TENANT = "default"
 

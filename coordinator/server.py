@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.background import READY_FILE, Serving
-from coordinator.config import CoordinatorConfig
+from coordinator.base.config import CoordinatorConfig
+from coordinator.base.errors import ServiceError
 from coordinator.coordinator import DEFAULT_TENANT, Coordinator
-from coordinator.core import DataDirInUse
-from coordinator.errors import ServiceError
-from coordinator.grpc_server import DoorError, GrpcConfig, GrpcDoor
-from coordinator.http_gateway import HttpConfig, HttpDoor, HttpDoorError
+from coordinator.doors.grpc.server import DoorError, GrpcConfig, GrpcDoor
+from coordinator.doors.http_server import HttpConfig, HttpDoor, HttpDoorError
+from coordinator.runtime.core import DataDirInUse
 from tinkerpool.credentials import Credentials, credentials_file, kept_credentials, write_credentials
-from workers.pool import Pool, PoolStartError
+from workers.contract.protocols import Pool, PoolStartError
 
 _log = logging.getLogger(__name__)
 DOOR_GRACE_S = 5.0

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from workers.pool import num_cores
+from workers.contract.settings import num_cores
 
 Row = dict[str, Any]
 """One measurement: raw numbers by name, as they stand in the JSON."""

@@ -38,7 +38,7 @@ from bench_sides import Fused
 
 # isort: split
 from bench_kinds import TRAINING_KINDS, profiled  # after bench_models, which sets torch's threads up
-from workers.layout import rank_class
+from workers.rows import rank_class
 
 MIXED_RANKS = (4, 8, 16, 32) * 2
 ONE_RANK = 16

@@ -24,7 +24,7 @@ from bench_samplers import Ask, EngineSampler, Generate, Prompts
 import torch  # after bench_models, which sets torch's threads up
 
 from bench_kinds import Kinds, profiled
-from workers import drawing, sampler
+from workers.sampling import drawing, sampler
 
 DRAWING = "drawing"
 """The engine draws in NumPy, which torch's profiler does not see: it is marked by this name."""

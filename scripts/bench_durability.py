@@ -19,9 +19,9 @@ from typing import Any
 from bench_common import Column, Effort, Results, Timing, parser, shown_ms, shown_time, turn_about
 from bench_models import Case
 from bench_pools import LocalService, Tenants
-from coordinator.database import Connection, open_connection
-from coordinator.disk import RealDisk
-from coordinator.models import DEFAULT_MODEL, resolve_model
+from coordinator.base_models import DEFAULT_MODEL, resolve_model
+from coordinator.storage.database import Connection, open_connection
+from coordinator.storage.disk import RealDisk
 
 RANK = 8
 WARM_UP = 10

@@ -28,7 +28,7 @@ from bench_common import Column, Effort, Results, Row, Table, check_losses, pars
 from bench_models import Case, Model, add_model_options, chosen_models, open_models
 from bench_processes import ProcessPerTenant, num_processes_that_fit
 from bench_sides import Fused, Limit, SequentialPeft
-from workers.messages import Datum
+from workers.contract.messages import Datum
 
 RANK = 8
 CELL_COST_MAX = 1.4e11

@@ -40,10 +40,8 @@ import transformers
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from workers.allocator import is_out_of_memory
-from workers.bank import Slab
-from workers.engine import EngineConfig, TrainingEngine
-from workers.messages import (
+from workers.bank.bank import Slab
+from workers.contract.messages import (
     AdamParams,
     AdapterInstall,
     AdapterSpec,
@@ -54,6 +52,8 @@ from workers.messages import (
     OptimStepItem,
     PassItem,
 )
+from workers.engine import EngineConfig, TrainingEngine
+from workers.host.allocator import is_out_of_memory
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {

@@ -25,7 +25,7 @@ import numpy as np
 from bench_common import Column, Effort, Results, Row, check_losses, parser, shown_ratio, shown_time, turn_about
 from bench_models import Model, add_model_options, chosen_models, open_models, random_data
 from bench_sides import Fused, SequentialPeft
-from workers.messages import Datum
+from workers.contract.messages import Datum
 
 RANK = 8
 SHORTEST, LONGEST = 16, 512

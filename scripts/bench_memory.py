@@ -24,11 +24,11 @@ from typing import Literal
 
 from bench_common import Column, Results, Row, parser
 from bench_models import SHAPES, random_data, write_random_model
-from workers.allocator import without_holes
+from workers.contract.messages import AdapterInstall, AdapterSpec, Batch, PassItem
 from workers.engine import EngineConfig, TrainingEngine
-from workers.memory import Load, PassMemory
-from workers.messages import AdapterInstall, AdapterSpec, Batch, PassItem
-from workers.passes import USED_FRACTION
+from workers.host.allocator import without_holes
+from workers.training.memory import Load, PassMemory
+from workers.training.passes import USED_FRACTION
 
 NUM_TENANTS = 4
 SEQUENCE_TOKENS_MAX = 256

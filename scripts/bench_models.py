@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 
-from workers.pool import num_cores, thread_environment
+from workers.contract.settings import num_cores
+from workers.pool.environment import thread_environment
 
 # A bound on spinning is kind to all sides alike where several processes share the cores.
 os.environ.update(thread_environment(num_cores()) | os.environ)
@@ -27,8 +28,9 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from coordinator.models import SHIPPED_DIR, shipped_models
-from workers.messages import Datum
+from coordinator.base_models import shipped_models
+from workers.contract.messages import Datum
+from workers.contract.settings import SHIPPED_MODELS_DIR
 
 SHAPES = {"4m": (256, 4, 4, 2, 768, 4096), "27m": (512, 8, 8, 4, 1536, 4096), "tiny": (64, 2, 2, 1, 128, 256)}
 """Hidden size, layers, heads, key-value heads, MLP size, vocabulary; head size 64, tied. Tiny is for --quick."""
@@ -90,7 +92,7 @@ def _known(text: str) -> str:
 
 def _path(name: str, folder: Path) -> Path:
     if name in shipped_models():
-        return SHIPPED_DIR / name
+        return SHIPPED_MODELS_DIR / name
     return write_random_model(name, folder / name) if name in SHAPES else Path(name)
 
 

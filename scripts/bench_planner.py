@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from bench_common import Column, Effort, Results, Row, Timing, parser, shown_ms, shown_ratio, shown_time, turn_about
-from coordinator.operations import Kind, Operation, cut_chunks
-from coordinator.planner import FairState, plan_pass
-from coordinator.queue import AdapterQueue
-from coordinator.roster import Roster
-from coordinator.suspects import Suspects
-from workers.messages import AdapterSpec
+from coordinator.operations.adapter_log import AdapterQueue
+from coordinator.operations.chunks import cut_chunks
+from coordinator.operations.operation import Kind, Operation
+from coordinator.scheduling.planner import FairState, plan_pass
+from coordinator.scheduling.quarantine import Suspects
+from coordinator.scheduling.ready_set import Roster
+from workers.contract.messages import AdapterSpec
 
 WORKERS = ("w0", "w1")
 CHUNK_TOKENS = 256

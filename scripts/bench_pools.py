@@ -21,16 +21,18 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from bench_models import Model
-from coordinator.auth import Principal
-from coordinator.config import CoordinatorConfig
+from coordinator.base.config import CoordinatorConfig
 from coordinator.coordinator import Coordinator
-from coordinator.grpc_calls import SERVICES, use_case_name
-from coordinator.grpc_server import GrpcConfig, GrpcDoor
+from coordinator.doors.grpc.calls import SERVICES, use_case_name
+from coordinator.doors.grpc.server import GrpcConfig, GrpcDoor
 from coordinator.service import Service
+from coordinator.service.auth import Principal
 from tinkerpool import ServiceClient, TrainingClient, types
 from tinkerpool.client.methods import RequestT, ResponseT, ServerStream, Unary
-from workers import messages
-from workers.pool import Pool, PoolConfig, PoolModel, make_pool
+from workers.contract import messages
+from workers.contract.protocols import Pool
+from workers.contract.settings import PoolConfig, PoolModel
+from workers.pool.factory import make_pool
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Pool)

@@ -18,7 +18,7 @@ import torch
 
 from bench_models import Model
 from bench_sides import SequentialPeft
-from workers.messages import Datum
+from workers.contract.messages import Datum
 
 BYTES_PER_PROCESS = 400 << 20
 """What one takes beside its base model, roughly: for the decision how many fit."""

@@ -21,7 +21,7 @@ from bench_common import Column, Effort, Results, Row, Timing, parser, shown_ms,
 from bench_models import Case, Model, add_model_options, chosen_models, open_models
 from bench_pools import Tenants, serve_arguments
 from bench_sides import Fused, Memcpy
-from coordinator.models import DEFAULT_MODEL
+from coordinator.base_models import DEFAULT_MODEL
 from demo import embedded_pool
 from terminal import interrupt_at_sigterm
 from tinkerpool import ServiceClient, types

@@ -23,8 +23,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from bench_models import Case, Model
 from bench_sides import Fused, SequentialPeft
-from workers.messages import SampleRequest, SampleResult, SamplerVersion, SamplingParams
-from workers.sampler import Sampler
+from workers.contract.messages import SampleRequest, SampleResult, SamplerVersion, SamplingParams
+from workers.sampling.sampler import Sampler
 
 RANK = 8
 LOGPROB_TOLERANCE = 1e-3

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from bench_common import Column, Effort, Results, Row, Table, parser, shown_ratio, shown_time, turn_about
 from bench_models import Model, add_model_options, chosen_models, open_models
 from bench_samplers import Ask, ContinuousBatching, EngineSampler, Generate, Prompts, check_logprobs
-from workers.messages import SampleResult
+from workers.contract.messages import SampleResult
 
 SLOW_PARAMS_MIN = 10_000_000
 """A larger model draws half as many tokens in a round, and is not asked for 64 long prompts that share nothing."""

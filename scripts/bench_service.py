@@ -48,8 +48,8 @@ from bench_sides import Fused, SequentialPeft
 from demo import EmbeddedPool, create_key, embedded_pool
 from terminal import interrupt_at_sigterm
 from tinkerpool import ServiceClient
-from workers.messages import Datum
-from workers.pool import PoolModel
+from workers.contract.messages import Datum
+from workers.contract.settings import PoolModel
 
 RANK = 8
 WAYS = ("engine", "in process", "gRPC", "Ray")

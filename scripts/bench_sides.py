@@ -21,11 +21,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from bench_models import Model
-from coordinator.operations import cut_chunks
-from workers.bank import Bank
-from workers.base_model import BaseModel
-from workers.engine import EngineConfig, SamplerProtocol, TrainingEngine
-from workers.messages import (
+from coordinator.operations.chunks import cut_chunks
+from workers.bank.bank import Bank
+from workers.contract.messages import (
     AdamParams,
     AdapterInstall,
     AdapterSpec,
@@ -37,6 +35,8 @@ from workers.messages import (
     PassItem,
     SaveItem,
 )
+from workers.engine import EngineConfig, SamplerProtocol, TrainingEngine
+from workers.model.base_model import BaseModel
 
 ADAM = AdamParams(learning_rate=1e-4, beta2=0.95, eps=1e-8)
 ALPHA = 32.0
@@ -215,7 +215,7 @@ def _padded(data: Sequence[Datum]) -> tuple[dict[str, Tensor], Tensor]:
 class Limit:
     """The base model's own matmuls of a training step and nothing else: x W^T forward and dy W backward.
 
-    By torch's matmul, as the model itself and PEFT have them, or as the engine has them (`workers.frozen`). One call
+    By torch's matmul, as the model itself and PEFT have them, or as the engine has them (`frozen`). One call
     per weight, as large as the engine's largest pass allows.
     """
 

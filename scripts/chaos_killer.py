@@ -16,7 +16,7 @@ from enum import Enum
 
 from chaos_pool import ProcessHandle, ServedPool, Violation, Worker, wait_until
 from chaos_tenants import Progress
-from workers.failpoints import POINTS
+from workers.contract.failpoints import POINTS
 
 PATIENCE_S = 8.0
 """How long a failpoint stays armed if nobody comes by; then the kill comes at that moment, wherever everybody is."""

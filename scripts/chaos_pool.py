@@ -28,7 +28,7 @@ import grpc
 from coordinator import background
 from coordinator.background import READY_FILE, Serving
 from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
-from workers.failpoints import ENVIRONMENT, POINTS
+from workers.contract.failpoints import ENVIRONMENT, POINTS
 
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 180.0

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.background import Serving
-from coordinator.models import DEFAULT_MODEL, SHIPPED_DIR
+from coordinator.base_models import DEFAULT_MODEL
+from workers.contract.settings import SHIPPED_MODELS_DIR
 
-MODEL = str(SHIPPED_DIR / DEFAULT_MODEL)
+MODEL = str(SHIPPED_MODELS_DIR / DEFAULT_MODEL)
 COMMON = ("renderer_name=role_colon", "eval_every=0", "behavior_if_log_dir_exists=delete")
 START_S = 180
 RECIPE_S = 900

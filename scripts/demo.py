@@ -32,7 +32,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator import background
-from coordinator.models import DEFAULT_MODEL, resolve_model
+from coordinator.base_models import DEFAULT_MODEL, resolve_model
 from demo_clock import NUM_COMPANIONS, AddedLatency, LoopCost, measure_latency, measure_loops
 from demo_plots import Curve, draw
 from demo_tenants import TENANTS, Judge, Poet, Scribe, Settings, Tenant
@@ -40,7 +40,8 @@ from terminal import interrupt_at_sigterm, shown_path, uninterrupted
 from tinkerpool import ServiceClient, types
 from tinkerpool.credentials import read_credentials
 from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
-from workers.pool import num_cores, thread_environment
+from workers.contract.settings import num_cores
+from workers.pool.environment import thread_environment
 
 OUTPUT = Path(__file__).resolve().parents[1] / "demo-output"
 START_TIMEOUT_S = 300.0

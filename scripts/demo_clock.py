@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkerpool import ServiceClient, TrainingClient, types
-from workers import messages
-from workers.pool import ENGINE, EngineSettings, PoolModel, engine_factory
+from workers.contract import messages
+from workers.contract.settings import ENGINE, EngineSettings, PoolModel
+from workers.pool.factory import engine_factory
 
 ADAM = types.AdamParams(learning_rate=1e-4)
 PIPELINE_DEPTH = 2

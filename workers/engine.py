@@ -24,12 +24,17 @@ from typing import Literal, Protocol, get_args
 
 import torch
 
-from workers.allocator import keep_freed_memory, without_holes
-from workers.bank import Bank, HostRow
-from workers.base_model import BaseModel
-from workers.host_memory import free_bytes
-from workers.memory import Recompute
-from workers.messages import (
+from workers.bank.bank import Bank, HostRow
+from workers.bank.snapshot import (
+    DamagedStateError,
+    NonFiniteGradientError,
+    OtherAdapterError,
+    gradient_file,
+    optimizer_file,
+    read_state,
+    weights_file,
+)
+from workers.contract.messages import (
     AdapterInstall,
     AdapterState,
     Batch,
@@ -46,21 +51,16 @@ from workers.messages import (
     SampleRequest,
     SaveItem,
 )
-from workers.optim import NonFiniteStepError, Step, StepNorms, adamw_step, adamw_steps, check_params
-from workers.packing import Request
-from workers.passes import Outcome, PassRunner, failure_of
-from workers.pool import num_cores
-from workers.progress import Progress
-from workers.snapshot import (
-    DamagedStateError,
-    NonFiniteGradientError,
-    OtherAdapterError,
-    gradient_file,
-    optimizer_file,
-    read_state,
-    weights_file,
-)
-from workers.threads import ThreadChoice, are_threads_alike
+from workers.contract.settings import num_cores
+from workers.host.allocator import keep_freed_memory, without_holes
+from workers.host.host_memory import free_bytes
+from workers.model.base_model import BaseModel
+from workers.selftest.threads import ThreadChoice, are_threads_alike
+from workers.training.memory import Recompute
+from workers.training.optim import NonFiniteStepError, Step, StepNorms, adamw_step, adamw_steps, check_params
+from workers.training.packing import Request
+from workers.training.passes import Outcome, PassRunner, failure_of
+from workers.training.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class EngineConfig:
 
 
 class SamplerProtocol(Protocol):
-    """What the engine asks of `workers.sampler.Sampler(base_model, bank)`; the first four are the engine's own."""
+    """What the engine asks of its sampler; the first four methods are those of `Engine`."""
 
     def start_sample(self, request: SampleRequest) -> None:
         """See `Engine`."""
@@ -155,7 +155,7 @@ class _Group:
 
 
 class TrainingEngine:
-    """Implements `workers.pool.Engine`. One thread only."""
+    """Implements `workers.contract.protocols.Engine`. One thread only."""
 
     @without_holes()  # what is tried while it loads takes more memory than the model
     def __init__(

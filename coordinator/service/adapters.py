@@ -7,12 +7,13 @@ import json
 import math
 from dataclasses import replace
 
-from coordinator.auth import Authenticator, Principal
-from coordinator.bodies import check_metadata, serialize
-from coordinator.core import Core
-from coordinator.database import ConflictError, Row, StorageError
-from coordinator.errors import Code, ServiceError, invalid
-from coordinator.queue import AdapterQueue
+from coordinator.base.errors import Code, ServiceError, invalid
+from coordinator.operations.adapter_log import AdapterQueue
+from coordinator.operations.canonical import serialize
+from coordinator.operations.payloads import check_metadata
+from coordinator.operations.sessions import Session
+from coordinator.runtime.core import Core
+from coordinator.service.auth import Authenticator, Principal
 from coordinator.service.base import (
     UseCases,
     check_index,
@@ -21,12 +22,12 @@ from coordinator.service.base import (
     timestamp,
     uninterrupted,
 )
-from coordinator.sessions import Session
-from coordinator.store import SnapshotRow
+from coordinator.storage.database import ConflictError, Row, StorageError
+from coordinator.storage.store import SnapshotRow
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2 as pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.messages import AdapterSpec, ModelInfo
+from workers.contract.messages import AdapterSpec, ModelInfo
 
 DEFAULT_RANK = 32
 DEFAULT_ALPHA = 32.0

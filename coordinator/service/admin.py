@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from coordinator.auth import Principal
-from coordinator.database import Row
-from coordinator.errors import Code, ServiceError
+from coordinator.base.errors import Code, ServiceError
+from coordinator.service.auth import Principal
 from coordinator.service.base import UseCases, timestamp, uninterrupted
+from coordinator.storage.database import Row
 from tinkerpool.v1 import pool_pb2 as pb
 
 

@@ -9,17 +9,17 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from coordinator.auth import Authenticator, Principal
-from coordinator.core import Core
-from coordinator.database import Row
-from coordinator.errors import Code, ServiceError, invalid, not_found
-from coordinator.queue import AdapterQueue
-from coordinator.sessions import Session
+from coordinator.base.errors import Code, ServiceError, invalid, not_found
+from coordinator.operations.adapter_log import AdapterQueue
+from coordinator.operations.sessions import Session
+from coordinator.runtime.core import Core
+from coordinator.service.auth import Authenticator, Principal
+from coordinator.storage.database import Row
 from tinkerpool.v1.adapters_pb2 import CreateAdapterRequest, ListAdaptersRequest
 from tinkerpool.v1.checkpoints_pb2 import ListCheckpointsRequest
 from tinkerpool.v1.sampling_pb2 import CreateSamplerRequest
 from tinkerpool.v1.sessions_pb2 import ListSessionsRequest
-from workers.messages import ModelInfo
+from workers.contract.messages import ModelInfo
 
 P = ParamSpec("P")
 T = TypeVar("T")

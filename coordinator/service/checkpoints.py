@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
-from coordinator.admission import storage_error
-from coordinator.auth import Principal
-from coordinator.database import Row, StorageError
-from coordinator.errors import Code, ServiceError, not_found
-from coordinator.files import CONFIG, WEIGHTS
+from coordinator.base.errors import Code, ServiceError, not_found
+from coordinator.operations.admission import storage_error
+from coordinator.service.auth import Principal
 from coordinator.service.base import UseCases, check_ttl, metadata_of, timestamp, uninterrupted
+from coordinator.storage.database import Row, StorageError
+from coordinator.storage.folders import CONFIG, WEIGHTS
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as pb
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.auth import Principal
-from coordinator.following import CLIENT_SEQS, Finished
+from coordinator.operations.finished_samples import CLIENT_SEQS, Finished
+from coordinator.service.auth import Principal
 from coordinator.service.sampling import SamplingUseCases
 from tinkerpool import names
 

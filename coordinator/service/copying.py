@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from coordinator.auth import Principal
-from coordinator.database import Row
-from coordinator.errors import Code, ServiceError, invalid
+from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.service.adapters import AdapterUseCases
+from coordinator.service.auth import Principal
 from coordinator.service.base import check_ttl, metadata_of
 from coordinator.service.checkpoints import CheckpointUseCases
 from coordinator.service.operations import OperationUseCases
 from coordinator.service.sessions import SessionUseCases
 from coordinator.service.training import TrainingUseCases
+from coordinator.storage.database import Row
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from coordinator.auth import Principal
-from coordinator.errors import Code, ServiceError, invalid, not_found
-from coordinator.operations import Kind, Operation
+from coordinator.base.errors import Code, ServiceError, invalid, not_found
+from coordinator.operations.operation import Kind, Operation
+from coordinator.service.auth import Principal
 from coordinator.service.base import UseCases
 from tinkerpool.v1 import operations_pb2 as pb
 

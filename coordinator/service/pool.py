@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from coordinator.auth import Principal
-from coordinator.errors import Code, ServiceError
+from coordinator.base.errors import Code, ServiceError
+from coordinator.base.version import VERSION
+from coordinator.service.auth import Principal
 from coordinator.service.base import UseCases
-from coordinator.version import VERSION
 from tinkerpool.v1 import pool_pb2 as pb
 
 

@@ -6,16 +6,17 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 
-from coordinator.admission import Draft
-from coordinator.auth import Principal
-from coordinator.bodies import serialize
-from coordinator.database import ConflictError, Row
-from coordinator.errors import Code, ServiceError, invalid, not_found, sampler_exists
-from coordinator.operations import Chunk, Kind, Operation
-from coordinator.sample_messages import canonical_sample, check_sample_fits
-from coordinator.sampling import Event
+from coordinator.base.errors import Code, ServiceError, invalid, not_found, sampler_exists
+from coordinator.operations.admission import Draft
+from coordinator.operations.canonical import serialize
+from coordinator.operations.chunks import Chunk
+from coordinator.operations.operation import Kind, Operation
+from coordinator.operations.sample_payloads import canonical_sample, check_sample_fits
+from coordinator.operations.sessions import Session
+from coordinator.sampling.scheduler import Event
+from coordinator.service.auth import Principal
 from coordinator.service.base import UseCases, check_index, request_id_taken, uninterrupted
-from coordinator.sessions import Session
+from coordinator.storage.database import ConflictError, Row
 from tinkerpool import names
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2 as pb

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import uuid
 
-from coordinator.auth import Principal
-from coordinator.bodies import LOSS_RULES, check_metadata
-from coordinator.database import ConflictError, Row
+from coordinator.base.version import VERSION
+from coordinator.operations.payloads import LOSS_RULES, check_metadata
+from coordinator.service.auth import Principal
 from coordinator.service.base import UseCases, metadata_of, timestamp, uninterrupted
-from coordinator.version import VERSION
+from coordinator.storage.database import ConflictError, Row
 from tinkerpool.v1 import sessions_pb2 as pb
 
 

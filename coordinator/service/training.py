@@ -6,18 +6,20 @@ from typing import NoReturn
 
 from google.protobuf.message import Message
 
-from coordinator.admission import Draft
-from coordinator.auth import Principal
-from coordinator.bodies import PassRequest, canonical_adam, canonical_pass, check_fits, check_metadata, serialize
-from coordinator.errors import Code, ServiceError, invalid
-from coordinator.operations import Chunk, Kind, Operation, cut_chunks
-from coordinator.queue import AdapterQueue
+from coordinator.base.errors import Code, ServiceError, invalid
+from coordinator.operations.adapter_log import AdapterQueue
+from coordinator.operations.admission import Draft
+from coordinator.operations.canonical import serialize
+from coordinator.operations.chunks import Chunk, cut_chunks
+from coordinator.operations.operation import Kind, Operation
+from coordinator.operations.payloads import PassRequest, canonical_adam, canonical_pass, check_fits, check_metadata
+from coordinator.service.auth import Principal
 from coordinator.service.base import UseCases, check_number, check_ttl
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints_pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import training_pb2 as pb
-from workers.messages import ModelInfo
+from workers.contract.messages import ModelInfo
 
 Built = tuple[bytes, tuple[Chunk, ...]]
 SaveRequest = checkpoints_pb.SaveStateRequest | checkpoints_pb.SaveWeightsForSamplerRequest

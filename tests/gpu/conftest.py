@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from build_mini_model import build_mini_model
-from tests.numerics.harness import ARCHITECTURES
+from tests.support.numerics.harness import ARCHITECTURES
 
 
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.bank_rows import SHAPES, make_spec
-from workers.bank import Bank, HostRow
+from tests.support.numerics.bank_rows import SHAPES, make_spec
+from workers.bank.bank import Bank, HostRow
 
 pytestmark = pytest.mark.gpu
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.attention import Attend
-from workers.blocks import BLOCK_ROWS, are_rows_alike
-from workers.device_attention import FlashKernel, SdpaAttention, VarlenAttention
-from workers.grouped import MAJOR_CAPABILITIES, GroupedRun, group_segments
-from workers.lora import AdapterViews, GroupViews, Segment
+from workers.model.attention import Attend
+from workers.model.blocks import BLOCK_ROWS, are_rows_alike
+from workers.model.device_attention import FlashKernel, SdpaAttention, VarlenAttention
+from workers.model.grouped import MAJOR_CAPABILITIES, GroupedRun, group_segments
+from workers.model.lora import AdapterViews, GroupViews, Segment
 
 pytestmark = pytest.mark.gpu
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.numerics.harness import make_spec
+from tests.support.numerics.harness import make_spec
+from workers.contract.messages import SampleRequest, SampleResult, SamplerVersion, SamplingParams
 from workers.engine import EngineConfig, TrainingEngine
-from workers.messages import SampleRequest, SampleResult, SamplerVersion, SamplingParams
-from workers.sampler import Sampler
+from workers.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.gpu
 

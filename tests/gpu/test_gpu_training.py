@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.numerics.agreement import distance, observe
-from tests.numerics.harness import Driver, Tenant, make_data, make_spec
-from tests.numerics.tenants import TENANTS, assert_same, train
-from tests.numerics.test_bf16 import GRADIENTS, LOGPROBS, SMOOTH
-from workers.grouped import can_group
-from workers.messages import AdamParams, ErrorCode
+from tests.numerics.training.test_bf16 import GRADIENTS, LOGPROBS, SMOOTH
+from tests.support.numerics.agreement import distance, observe
+from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
+from tests.support.numerics.tenants import TENANTS, assert_same, train
+from workers.contract.messages import AdamParams, ErrorCode
+from workers.model.grouped import can_group
 
 pytestmark = pytest.mark.gpu
 

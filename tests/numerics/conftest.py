@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from build_mini_model import build_mini_model
-from tests.numerics.harness import ALL_ARCHITECTURES, ARCHITECTURES
+from tests.support.numerics.harness import ALL_ARCHITECTURES, ARCHITECTURES
 
 
 @pytest.fixture(scope="session")

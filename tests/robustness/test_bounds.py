@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.toy_pool import LENGTHS, ToyPool, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.messages import PassItem
+from workers.contract.messages import PassItem
 
 NUM_STEPS = 10_000
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.database import StoreBrokenError, set_pragmas
-from coordinator.errors import Code, ServiceError
+from coordinator.base.errors import Code, ServiceError
+from coordinator.storage.database import StoreBrokenError, set_pragmas
 from tests.support.apsw_connection import ApswConnection
 from tests.support.lossy_vfs import LossyVfs, sync_error
 from tests.support.toy_pool import LENGTHS, expected_chain, running_pool

@@ -20,8 +20,8 @@ from tests.support.toy_pool import (
 )
 from tinkerpool.v1 import checkpoints_pb2, training_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers import failpoints
-from workers.messages import AdapterSpec
+from workers.contract import failpoints
+from workers.contract.messages import AdapterSpec
 
 T = TypeVar("T")
 SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED

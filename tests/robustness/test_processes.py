@@ -19,7 +19,7 @@ from coordinator.background import Serving
 from tests.support.serving import TOY, Terminal
 from tinkerpool import TrainingClient, types
 
-RAY_TOY = ("--pool", "ray", "--engine", "tests.toy_engine:toy_factory", "--port", "0", "--cpus", "0.5")
+RAY_TOY = ("--pool", "ray", "--engine", "tests.support.toy_engine:toy_factory", "--port", "0", "--cpus", "0.5")
 NUM_FILLS = 20
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.toy_engine import POISON_TOKEN
 from tests.support.toy_pool import ToyPool, pass_request, running_pool
-from tests.toy_engine import POISON_TOKEN
 
 NUM_OPERATIONS = 10_000
 NUM_RESTARTS = 5

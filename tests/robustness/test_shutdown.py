@@ -6,11 +6,11 @@ import random
 from collections import Counter
 from pathlib import Path
 
-from coordinator.errors import ServiceError
+from coordinator.base.errors import ServiceError
+from tests.support.toy_engine import POISON_TOKEN
 from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, pass_request, running_pool
-from tests.toy_engine import POISON_TOKEN
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.messages import Batch, BatchResult, OptimStepItem, PassItem
+from workers.contract.messages import Batch, BatchResult, OptimStepItem, PassItem
 
 NUM_STOPS = 50
 

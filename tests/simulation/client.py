@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, TypeVar, cast
 
-from coordinator.admission import storage_error
-from coordinator.auth import Principal
+from coordinator.base.errors import Code, ServiceError
 from coordinator.coordinator import Coordinator
-from coordinator.database import StorageError
-from coordinator.errors import Code, ServiceError
+from coordinator.operations.admission import storage_error
+from coordinator.service.auth import Principal
+from coordinator.storage.database import StorageError
 from tests.simulation.script import Step, request_of, sample_request_of
 from tests.simulation.world import World
 from tinkerpool.v1 import adapters_pb2, sampling_pb2, sessions_pb2

@@ -28,7 +28,7 @@ class _Folder:
 
 
 class SimDisk:
-    """Implements `coordinator.disk.Disk` below one folder, which is there and durable."""
+    """Implements `coordinator.storage.disk.Disk` below one folder, which is there and durable."""
 
     def __init__(self, root: Path, random: Random, on_operation: Callable[[str, str], None]) -> None:
         """`on_operation` is called before each change and sync; it may raise what a disk would, or `Crash`."""

@@ -20,12 +20,12 @@ from unittest import mock
 
 import apsw
 
-from coordinator import database as coordinator_database
-from coordinator import publishing
-from coordinator.config import CoordinatorConfig
+from coordinator.base.config import CoordinatorConfig
+from coordinator.checkpoints import publishing
 from coordinator.coordinator import Coordinator
-from coordinator.core import Core
-from coordinator.database import Connection, StorageError, set_pragmas
+from coordinator.runtime.core import Core
+from coordinator.storage import database as coordinator_database
+from coordinator.storage.database import Connection, StorageError, set_pragmas
 from tests.simulation.client import Broken, Client, Manners
 from tests.simulation.disk import SimDisk
 from tests.simulation.loop import Crash, Deadlock, SimLoop, TooLong
@@ -37,8 +37,8 @@ from tests.support.apsw_connection import ApswConnection, Cursor
 from tests.support.lossy_vfs import LossyVfs, close_quietly, sync_error
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2
-from workers import failpoints
-from workers.messages import AdapterState
+from workers.contract import failpoints
+from workers.contract.messages import AdapterState
 
 LIFE_S_MAX = 3000.0
 """Virtual seconds that a life may take."""

@@ -11,15 +11,15 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from coordinator.bodies import decode_adam, decode_pass
-from coordinator.operations import cut_chunks
+from coordinator.operations.chunks import cut_chunks
+from coordinator.operations.payloads import decode_adam, decode_pass
 from tests.simulation.client import Client, Sent
 from tests.simulation.script import Step
-from tests.toy_engine import digest, fresh_chain, item_digest, toy_model_info, toy_token
+from tests.support.toy_engine import digest, fresh_chain, item_digest, toy_model_info, toy_token
 from tinkerpool.convert import from_tensor
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import training_pb2
-from workers.messages import (
+from workers.contract.messages import (
     AdapterSpec,
     AdapterState,
     OptimStepItem,
@@ -162,7 +162,7 @@ def _step(adapter: Expected, sent: Sent, seq: int) -> None:
 
 
 def _filled(adam: object) -> bytes:
-    from coordinator.bodies import canonical_adam
+    from coordinator.operations.payloads import canonical_adam
 
     return canonical_adam("", adam)  # type: ignore[arg-type]
 

@@ -1,8 +1,8 @@
 """A pool of toy engines without threads or processes, whose workers die, hang, answer late and answer twice.
 
 `SimPool` holds the workers of a history; they may outlive a coordinator. `SimPoolFront` is one coordinator's view and
-implements `workers.pool.Pool`; it dies with its coordinator. What a dead coordinator had sent and no worker had taken
-yet, or had taken last, may still arrive there, in the next one's life.
+implements the `Pool` protocol; it dies with its coordinator. Batches that a dead coordinator sent may still arrive at
+a worker in the next coordinator's life.
 
 A worker that outlives its coordinator is told the next one's epoch when that starts: `start_sample` carries no epoch,
 so a sample that came before the first batch of a new epoch would be dropped by that batch.
@@ -18,11 +18,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from coordinator.batches import SNAPSHOT
+from coordinator.cycle.items import SNAPSHOT
 from tests.simulation.world import World
-from tests.toy_engine import ToyEngine
-from workers.messages import Batch, BatchResult, ErrorCode, SampleEvent, SampleRequest, WorkerInfo
-from workers.pool import WorkerLost
+from tests.support.toy_engine import ToyEngine
+from workers.contract.messages import Batch, BatchResult, ErrorCode, SampleEvent, SampleRequest, WorkerInfo
+from workers.contract.protocols import WorkerLost
 
 TRAVEL_S = 0.0005
 WORK_S = 0.004
@@ -132,7 +132,7 @@ class SimPool:
 
 
 class SimPoolFront:
-    """Implements `workers.pool.Pool` for one coordinator."""
+    """Implements `workers.contract.protocols.Pool` for one coordinator."""
 
     def __init__(self, pool: SimPool, epoch: Callable[[], int]) -> None:
         self._pool = pool

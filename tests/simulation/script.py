@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.toy_engine import POISON_TOKEN
+from tests.support.toy_engine import POISON_TOKEN
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import checkpoints_pb2, sampling_pb2, training_pb2, types_pb2
 

@@ -76,7 +76,7 @@ def test_weights_are_sampled_before_their_file_is_there_and_made_again_after_cra
 
 
 def test_crashes_occur_at_most_failpoints(figures: Any) -> None:
-    from workers.failpoints import POINTS
+    from workers.contract.failpoints import POINTS
 
     points = {point for point in POINTS if not point.startswith("worker.")}
     passed = {point for point in points if figures["work"].get(f"passed {point}")}

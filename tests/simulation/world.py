@@ -79,7 +79,7 @@ class World:
 
 
 class SimTime:
-    """Implements `coordinator.clock.Time` for one life."""
+    """Implements `coordinator.scheduling.clock.Time` for one life."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from coordinator.publishing import Publishing
+from coordinator.checkpoints.publishing import Publishing
+from tests.support.toy_engine import ToyEngine
 from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, expected_tokens, sample_request, tokens_of
-from tests.toy_engine import ToyEngine
 from tinkerpool.v1 import checkpoints_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.messages import AdapterSpec, Batch, BatchResult
+from workers.contract.messages import AdapterSpec, Batch, BatchResult
 
 ROUND = 4
 """Operations of a round: two passes, a step, a save."""

@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coordinator.grpc_server import GrpcConfig, GrpcDoor
-from coordinator.http_gateway import HttpConfig, HttpDoor
+from coordinator.doors.grpc.server import GrpcConfig, GrpcDoor
+from coordinator.doors.http_server import HttpConfig, HttpDoor
 from tests.support.toy_pool import ToyPool, running_pool
 
 T = TypeVar("T")

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import tinkerpool
-from coordinator.config import CoordinatorConfig
+from coordinator.base.config import CoordinatorConfig
 from coordinator.coordinator import Coordinator
-from coordinator.grpc_server import GrpcConfig, GrpcDoor
-from coordinator.http_gateway import HttpConfig, HttpDoor
-from workers.pool import Pool
+from coordinator.doors.grpc.server import GrpcConfig, GrpcDoor
+from coordinator.doors.http_server import HttpConfig, HttpDoor
+from workers.contract.protocols import Pool
 
 SHIPPED_MODEL = Path(__file__).parents[2] / "workers" / "models" / "kjv-2m"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from coordinator.background import Serving
 
 ROOT = Path(__file__).resolve().parents[2]
-TOY = ("--pool", "local", "--engine", "tests.toy_engine:toy_factory", "--port", "0")
+TOY = ("--pool", "local", "--engine", "tests.support.toy_engine:toy_factory", "--port", "0")
 """Options of a pool without torch."""
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from coordinator.config import CoordinatorConfig
+from coordinator.base.config import CoordinatorConfig
 from coordinator.coordinator import Coordinator
 from tests.simulation.loop import SimLoop
 from tests.simulation.world import SimTime, World
+from tests.support.toy_engine import ToyEngine
 from tests.support.toy_pool import ToyPool
-from tests.toy_engine import ToyEngine
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.messages import Batch, BatchResult, PassItem, SampleEvent, SampleRequest, WorkerInfo
+from workers.contract.messages import Batch, BatchResult, PassItem, SampleEvent, SampleRequest, WorkerInfo
 
 T = TypeVar("T")
 STEP_S = 0.001
@@ -28,7 +28,7 @@ STEP_S = 0.001
 
 @dataclass(slots=True)
 class TimedPool:
-    """Implements `workers.pool.Pool`: one worker, which never fails. Samples never end."""
+    """Implements `workers.contract.protocols.Pool`: one worker, which never fails. Samples never end."""
 
     fixed_s: float
     token_s: float

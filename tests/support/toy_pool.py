@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.auth import Principal
-from coordinator.bodies import decode_pass
-from coordinator.clock import Time
-from coordinator.config import CoordinatorConfig
+from coordinator.base.config import CoordinatorConfig
+from coordinator.base.time import Time
 from coordinator.coordinator import Coordinator
-from coordinator.operations import cut_chunks
-from coordinator.store import OperationRow, Store
-from tests.toy_engine import ToyEngine, digest, fresh_chain, item_digest, toy_token
+from coordinator.operations.chunks import cut_chunks
+from coordinator.operations.payloads import decode_pass
+from coordinator.service.auth import Principal
+from coordinator.storage.store import OperationRow, Store
+from tests.support.toy_engine import ToyEngine, digest, fresh_chain, item_digest, toy_token
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import (
     adapters_pb2,
@@ -33,8 +33,7 @@ from tinkerpool.v1 import (
     types_pb2,
 )
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.local import LocalPool
-from workers.messages import (
+from workers.contract.messages import (
     AdamParams,
     AdapterSpec,
     OptimStepItem,
@@ -43,7 +42,8 @@ from workers.messages import (
     SamplerVersion,
     SamplingParams,
 )
-from workers.pool import WorkerLost
+from workers.contract.protocols import WorkerLost
+from workers.pool.local import LocalPool
 
 
 @dataclass(slots=True)
@@ -234,7 +234,7 @@ async def running_pool(
 
 @dataclass(slots=True)
 class FakeTime:
-    """Implements `coordinator.clock.Time`; a test moves it on."""
+    """Implements `coordinator.scheduling.clock.Time`; a test moves it on."""
 
     now: float = 1000.0
     wall_offset: float = 1.7e9

@@ -18,16 +18,16 @@ PACKAGES = ("tinkerpool", "workers", "coordinator")
 
 # library -> the only files that may import it
 CONFINED = {
-    "sqlite3": ["coordinator/database.py"],
-    "ray": ["workers/ray_*.py", "workers/actor.py"],
-    "grpc": ["coordinator/grpc_*.py", "tinkerpool/client/transport.py", "tinkerpool/*_pb2_grpc.py"],
-    "grpc_health": ["coordinator/grpc_*.py"],
-    "grpc_reflection": ["coordinator/grpc_*.py"],
-    "starlette": ["coordinator/http_gateway/*.py"],
-    "uvicorn": ["coordinator/http_gateway/door.py", "coordinator/http_gateway/connections.py"],
-    "jinja2": ["coordinator/http_gateway/openai/templates.py"],
-    "tokenizers": ["coordinator/http_gateway/openai/*.py", "workers/*.py"],
-    "grpc_status": ["coordinator/grpc_*.py", "tinkerpool/client/transport.py"],
+    "sqlite3": ["coordinator/storage/database.py"],
+    "ray": ["workers/pool/*.py"],
+    "grpc": ["coordinator/doors/grpc/*.py", "tinkerpool/client/transport.py", "tinkerpool/*_pb2_grpc.py"],
+    "grpc_health": ["coordinator/doors/grpc/*.py"],
+    "grpc_reflection": ["coordinator/doors/grpc/*.py"],
+    "starlette": ["coordinator/doors/*.py"],
+    "uvicorn": ["coordinator/doors/http_server.py", "coordinator/doors/http/connections.py"],
+    "jinja2": ["coordinator/doors/openai/templates.py"],
+    "tokenizers": ["coordinator/doors/openai/*.py", "workers/*.py"],
+    "grpc_status": ["coordinator/doors/grpc/*.py", "tinkerpool/client/transport.py"],
 }
 
 
@@ -69,7 +69,10 @@ print(*sorted(set(unwanted) & sys.modules.keys()))
     [
         ("tinkerpool.v1", "torch,transformers,ray,typer,rich,coordinator,workers"),
         ("tinkerpool", "torch,transformers,ray,coordinator,workers"),
-        ("workers.cache_room,workers.messages,workers.pool", "torch,transformers,ray,grpc,sqlite3,coordinator"),
+        (
+            "workers.contract.capacity,workers.contract.messages,workers.pool.factory",
+            "torch,transformers,ray,grpc,sqlite3,coordinator",
+        ),
         ("coordinator", "torch,transformers,ray"),
     ],
 )
@@ -84,8 +87,8 @@ def test_import_stays_light(modules: str, unwanted: str) -> None:
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys(sys.argv.pop(1).split(',')))\n"
 TRAIN_A_STEP = """
 from pathlib import Path
-from tests.numerics.harness import Driver, make_data, make_spec
-import workers.sampler
+from tests.support.numerics.harness import Driver, make_data, make_spec
+import workers.sampling.sampler
 driver = Driver(Path(sys.argv[1]))
 driver.install(make_spec("a"))
 _, step = driver.train(driver.backward("a", make_data("cross_entropy", [5])), driver.step("a"))

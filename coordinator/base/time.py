@@ -1,0 +1,62 @@
+"""Time as the coordinator sees it: the core reads time only through `Time`, so that a simulation can own it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+SLICE_S = 1.0
+"""A wait is cut into slices of this length, so that a pause of the whole process counts as one of them."""
+
+
+class Time(Protocol):
+    """The only source of time."""
+
+    def monotonic(self) -> float:
+        """Seconds of service time; steps of the wall clock do not touch it."""
+
+    def wall(self) -> float:
+        """Seconds since 1970, for people to read; nothing is decided by it."""
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait."""
+
+
+async def within(seconds: float, work: Awaitable[T]) -> T:
+    """What the work gives, if it is done in time. Raises TimeoutError.
+
+    Time in which this process itself did not run (it was stopped, or the machine slept) does not count.
+    """
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            if seconds <= 0:
+                raise TimeoutError
+            slice_s, began = min(SLICE_S, seconds), loop.time()
+            await asyncio.wait((task,), timeout=slice_s)
+            seconds -= min(slice_s, loop.time() - began)
+        return task.result()
+    finally:
+        task.cancel()
+
+
+class SystemTime:
+    """The machine's clocks."""
+
+    def monotonic(self) -> float:
+        """See `Time`."""
+        return time.monotonic()
+
+    def wall(self) -> float:
+        """See `Time`."""
+        return time.time()
+
+    async def sleep(self, seconds: float) -> None:
+        """See `Time`."""
+        await asyncio.sleep(seconds)

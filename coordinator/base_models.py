@@ -1,0 +1,40 @@
+"""From what an operator types for a base model to a name and a place. Looks at directories; loads nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from workers.contract.settings import SHIPPED_MODELS_DIR, PoolModel
+
+DEFAULT_MODEL = "kjv-2m"
+"""The base model that comes with tinkerpool."""
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def shipped_models() -> list[str]:
+    """Names of the base models that come with tinkerpool."""
+    return sorted(path.parent.name for path in SHIPPED_MODELS_DIR.glob("*/config.json"))
+
+
+def resolve_model(text: str, num_workers: int) -> PoolModel:
+    """The base model meant by `[NAME=]PATH_OR_NAME`. Raises ValueError, saying what it may be.
+
+    PATH_OR_NAME is a Hugging Face directory, the name of a shipped model, or `organisation/model` in the local hub
+    cache. Without NAME, users ask for it by the directory's name or by the name itself.
+    """
+    name, _, place = text.rpartition("=")
+    path = Path(place).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{path} is no model directory: there is no config.json in it")
+        return PoolModel(name=name or path.resolve().name, path=str(path.resolve()), num_workers=num_workers)
+    if place in shipped_models():
+        return PoolModel(name=name or place, path=str(SHIPPED_MODELS_DIR / place), num_workers=num_workers)
+    if _HUB_NAME.fullmatch(place):
+        return PoolModel(name=name or place, path=place, num_workers=num_workers)
+    raise ValueError(
+        f"no model {place!r}: give a Hugging Face directory that exists, organisation/model from the local hub cache, "
+        f"or a model that comes with tinkerpool ({', '.join(shipped_models())})"
+    )

@@ -1,0 +1,1 @@
+"""Makes adapter states durable: checkpoints, published weights, snapshots."""

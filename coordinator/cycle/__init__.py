@@ -1,0 +1,1 @@
+"""The hot loop of a base model: plan, log, run, commit."""

@@ -1,0 +1,1 @@
+"""The protocols that clients speak, thin over the use cases."""

@@ -1,0 +1,204 @@
+"""The gRPC server: binds, serves the calls, tells health, stops. Knows no RPC and no tenant.
+
+The port is bound before anything slow starts, so that a port in use is known at once; calls are served after `start`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from coordinator.doors.grpc.calls import SERVICES, Authenticate, Calls
+
+HEALTH_INTERVAL_S = 1.0
+"""How often the health service asks."""
+_FOR_EVER_S = 86400.0
+"""Grace of calls while the coordinator stops; it tells them to end."""
+
+
+class DoorError(Exception):
+    """The door cannot open; the text says why and what to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpcConfig:
+    """Settings of the gRPC door."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. Anything but loopback needs TLS or `allow_plaintext`."""
+    port: int = 7600
+    """0: any free port."""
+    tls_cert: Path | None = None
+    """Certificate chain in PEM; None: no TLS."""
+    tls_key: Path | None = None
+    """Private key of `tls_cert`, in PEM."""
+    tls_client_ca: Path | None = None
+    """Authorities in PEM that must have signed every client's certificate (mutual TLS); None: clients need none."""
+    allow_plaintext: bool = False
+    """Bind a public address without TLS: keys and data can be read on the way."""
+    message_bytes_max: int = 64 << 20
+    """Largest request and largest response."""
+    streams_max: int = 1000
+    """Calls at a time on one connection; more wait at the client."""
+    keepalive_s: float = 60.0
+    """After this long without a sign of life, a client is asked for one; it is gone if none comes in 20 s."""
+    idle_s_max: float = 600.0
+    """A connection without calls is closed after this; clients open another by themselves."""
+    connection_age_s_max: float = 3600.0
+    """A connection takes no new calls after this, and the calls on it end after `connection_grace_s`."""
+    connection_grace_s: float = 600.0
+    """See `connection_age_s_max`."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"the port must be 0 (any free one) to 65535, got {self.port}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("TLS needs both a certificate and its key")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("client certificates are checked over TLS only: give a certificate and its key, too")
+        for name in (
+            "message_bytes_max",
+            "streams_max",
+            "keepalive_s",
+            "idle_s_max",
+            "connection_age_s_max",
+            "connection_grace_s",
+        ):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if not (self.is_tls or self.allow_plaintext or is_loopback(self.host)):
+            raise ValueError(
+                f"{self.host} can be reached from other machines, and without TLS everybody on the way could read the "
+                "API keys: give a certificate and its key, bind 127.0.0.1, or allow plaintext explicitly"
+            )
+
+    @property
+    def is_tls(self) -> bool:
+        """Whether clients connect over TLS."""
+        return self.tls_cert is not None
+
+
+class GrpcDoor:
+    """One gRPC server: `bind`, `start`, then `refuse` if something is to be done before `stop`; each once."""
+
+    def __init__(self, config: GrpcConfig) -> None:
+        self._config = config
+        self._server: grpc.aio.Server
+        self._health = health.aio.HealthServicer()
+        self._health_task: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._port = 0
+
+    @property
+    def port(self) -> int:
+        """The bound port."""
+        return self._port
+
+    def bind(self) -> None:
+        """Take the port, on the running loop. Raises DoorError if it is in use or not to be had."""
+        config = self._config
+        self._server = grpc.aio.server(options=_options(config))
+        _check_free(config.host, config.port)
+        address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
+        try:
+            if config.is_tls:
+                self._port = self._server.add_secure_port(address, _credentials(config))
+            else:
+                self._port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            hint = f"; are {config.tls_cert} and {config.tls_key} a certificate and its key, in PEM?"
+            raise DoorError(f"cannot listen on {address}{hint if config.is_tls else f': {error}'}") from error
+
+    async def start(self, service: object, authenticate: Authenticate, is_healthy: Callable[[], bool]) -> None:
+        """Serve. `service` has a method for every RPC, see `grpc_calls`; `is_healthy` is asked every second."""
+        self._server.add_generic_rpc_handlers((Calls(service, authenticate),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = [service.full_name for service in SERVICES]
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        await self._tell_health(["", *names], is_healthy())
+        await self._server.start()
+        self._health_task = asyncio.create_task(self._watch_health(["", *names], is_healthy), name="grpc health")
+
+    async def refuse(self) -> None:
+        """Say NOT_SERVING and take no new calls; those that run go on."""
+        if self._health_task is None or self._closing is not None:
+            return
+        self._health_task.cancel()
+        await self._health.enter_graceful_shutdown()
+        self._closing = asyncio.create_task(self._server.stop(_FOR_EVER_S), name="grpc closing")
+        await asyncio.sleep(0)
+
+    async def stop(self, grace_s: float) -> None:
+        """End the calls that run when they are done, at the latest after `grace_s`. Idempotent."""
+        await self.refuse()
+        if self._closing is not None:
+            await self._server.stop(grace_s)
+            await self._closing
+
+    async def _watch_health(self, names: list[str], is_healthy: Callable[[], bool]) -> None:
+        while True:
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+            await self._tell_health(names, is_healthy())
+
+    async def _tell_health(self, names: list[str], is_healthy: bool) -> None:
+        serving = health_pb2.HealthCheckResponse
+        for name in names:
+            await self._health.set(name, serving.SERVING if is_healthy else serving.NOT_SERVING)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address. A name is not looked up: of names, only `localhost` is."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_free(host: str, port: int) -> None:
+    """Find out why a port cannot be had; grpc itself only says that it cannot. Raises DoorError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise DoorError(
+            f"cannot listen on port {port} of {host}: {(error.strerror or str(error)).lower()}; stop what uses it, or "
+            "choose another port with --port (0 takes any free one)"
+        ) from error
+
+
+def _credentials(config: GrpcConfig) -> grpc.ServerCredentials:
+    assert config.tls_cert is not None
+    assert config.tls_key is not None
+    try:
+        pair = (config.tls_key.read_bytes(), config.tls_cert.read_bytes())
+        authorities = config.tls_client_ca.read_bytes() if config.tls_client_ca is not None else None
+    except OSError as error:
+        raise DoorError(f"cannot read {error.filename}: {(error.strerror or str(error)).lower()}") from error
+    return grpc.ssl_server_credentials([pair], authorities, require_client_auth=authorities is not None)
+
+
+def _options(config: GrpcConfig) -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", 0),  # on by default: two servers would share one port silently
+        ("grpc.max_receive_message_length", config.message_bytes_max),
+        ("grpc.max_send_message_length", config.message_bytes_max),
+        ("grpc.max_concurrent_streams", config.streams_max),
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        ("grpc.keepalive_time_ms", round(config.keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients may ask this often, too
+        ("grpc.max_connection_idle_ms", round(config.idle_s_max * 1000)),
+        ("grpc.max_connection_age_ms", round(config.connection_age_s_max * 1000)),
+        ("grpc.max_connection_age_grace_ms", round(config.connection_grace_s * 1000)),
+    ]

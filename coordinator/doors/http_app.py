@@ -1,0 +1,152 @@
+"""Which path is answered by whom, and what holds for every call: first a good key, and an answer in JSON always.
+
+The paths are the Tinker protocol's, and OpenAI's. Ids in them have colons, and a checkpoint's has a slash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+
+from coordinator.base.errors import Code, ServiceError
+from coordinator.doors.http.calls import Call, Surroundings, api_key
+from coordinator.doors.openai import endpoints as openai
+from coordinator.doors.openai.errors import error_response as openai_error_response
+from coordinator.doors.tinker import checkpoints, clients, futures, models, runs, sampling, sessions, training
+from coordinator.doors.tinker.errors import error_response
+
+PREFIX = "/api/v1"
+Handler = Callable[[Call], Awaitable[Response]]
+Tell = Callable[[Exception, str], Response]
+METHODS = ["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"]
+
+_CHECKPOINTS = "/training_runs/{run}/checkpoints"
+_CHECKPOINT = f"{_CHECKPOINTS}/{{kind}}/{{name}}"
+"""Two parts, so that what stands behind is no name: a checkpoint may be called `publish`."""
+
+HANDLERS: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/client/config", sessions.client_config),
+    ("POST", "/client/dynamic_config", sessions.dynamic_config),
+    ("POST", "/telemetry", sessions.telemetry),
+    ("GET", "/get_server_capabilities", sessions.server_capabilities),
+    ("POST", "/create_session", sessions.create_session),
+    ("POST", "/session_heartbeat", sessions.heartbeat),
+    ("POST", "/sessions/{session}/finish", sessions.finish_session),
+    ("POST", "/create_model", models.create_model),
+    ("POST", "/get_info", models.get_info),
+    ("POST", "/unload_model", models.unload_model),
+    ("POST", "/load_weights", models.load_weights),
+    ("POST", "/forward_backward", training.forward_backward),
+    ("POST", "/forward", training.forward_backward),
+    ("POST", "/optim_step", training.optim_step),
+    ("POST", "/save_weights", training.save_weights),
+    ("POST", "/save_weights_for_sampler", training.save_weights_for_sampler),
+    ("POST", "/save_weights_external", training.save_weights_external),
+    ("POST", "/create_sampling_session", sampling.create_sampling_session),
+    ("GET", "/samplers/{sampler}", sampling.get_sampler),
+    ("POST", "/asample", sampling.asample),
+    ("POST", "/join_sampling_session", clients.join_sampling_session),
+    ("POST", "/retrieve_future", futures.retrieve_future),
+    ("POST", "/retrieve_futures", clients.retrieve_futures),
+    ("POST", "/cancel_future", futures.cancel_future),
+    ("GET", "/sessions", runs.list_sessions),
+    ("GET", "/sessions/{session}", runs.get_session),
+    ("GET", "/training_runs", runs.list_runs),
+    ("GET", "/training_runs/{run}", runs.get_run),
+    ("GET", _CHECKPOINTS, checkpoints.list_of_run),
+    ("GET", "/checkpoints", checkpoints.list_all),
+    ("POST", "/copy_weights", checkpoints.copy_weights),
+    ("POST", "/weights_info", checkpoints.weights_info),
+    ("GET", f"{_CHECKPOINT}/external_weights_urls", checkpoints.download_urls),
+    ("GET", f"{_CHECKPOINT}/archive", checkpoints.download_archive),
+    ("POST", f"{_CHECKPOINT}/publish", checkpoints.publish),
+    ("DELETE", f"{_CHECKPOINT}/publish", checkpoints.unpublish),
+    ("PUT", f"{_CHECKPOINT}/ttl", checkpoints.set_ttl),
+    ("DELETE", f"{_CHECKPOINTS}/{{checkpoint:path}}", checkpoints.delete),  # also what is no checkpoint's id
+)
+
+
+def make_app(door: Surroundings) -> Starlette:
+    """The ASGI application."""
+    routes: list[BaseRoute] = [Route("/healthz", _healthz), Route("/download/{file}", _download(door), name="download")]
+    routes += [Route(path, _guarded(handler, door), methods=[method]) for method, path, handler in HANDLERS]
+    routes.append(Route("/{path:path}", _guarded(_unknown, door), methods=METHODS))
+    for_openai = _openai_routes(door)
+    mounts = [Mount(PREFIX, routes=routes), *(Mount(prefix, routes=for_openai) for prefix in openai.PREFIXES)]
+    return Starlette(
+        routes=[Route("/healthz", _healthz), *mounts, *routes[-1:]],
+        exception_handlers={Exception: _fault},
+    )
+
+
+def _openai_routes(door: Surroundings) -> list[BaseRoute]:
+    own = openai.OpenAi()
+    handlers: tuple[tuple[list[str], str, Handler], ...] = (
+        (["POST"], "/completions", own.completions),
+        (["POST"], "/chat/completions", own.chat),
+        (["GET"], "/models", own.list_models),
+        (["GET"], "/models/{model:path}", own.get_model),
+        (METHODS, "/{path:path}", openai.unknown),
+    )
+    return [
+        Route(path, _guarded(handler, door, openai_error_response), methods=methods)
+        for methods, path, handler in handlers
+    ]
+
+
+def _guarded(
+    handler: Handler, door: Surroundings, tell: Tell = error_response
+) -> Callable[[Request], Awaitable[Response]]:
+    """Run a handler for a caller whose key is good. The body is not read before that."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            door.check_open()
+            key = api_key(request)
+            if not key:
+                raise ServiceError(
+                    Code.UNAUTHENTICATED,
+                    "API_KEY_MISSING",
+                    "no API key: set TINKER_API_KEY (with OpenAI's clients OPENAI_API_KEY), or send it as X-API-Key "
+                    "or as a bearer token",
+                )
+            return await handler(Call(request, door.authenticate(key), door))
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        except Exception as error:  # noqa: BLE001  # from here its text would reach the client
+            return tell(error, f"{request.method} {request.url.path}")
+
+    return answer
+
+
+async def _unknown(call: Call) -> Response:
+    raise ServiceError(
+        Code.NOT_FOUND,
+        "NO_SUCH_ENDPOINT",
+        f"{call.request.method} {call.request.url.path[:200]} is not part of the Tinker protocol as it is spoken here",
+    )
+
+
+async def _healthz(_request: Request) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+def _download(door: Surroundings) -> Callable[[Request], Awaitable[Response]]:
+    """Hand out a file to whoever has its address, which was signed for who has the key."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            door.check_open()
+            return await checkpoints.download(request, door)
+        except Exception as error:  # noqa: BLE001  # from here its text would reach the client
+            return error_response(error, "a download")
+
+    return answer
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    return error_response(error, f"{request.method} {request.url.path}")

@@ -1,0 +1,226 @@
+"""The JSON bodies of OpenAI's protocol, and which of their parameters mean anything here.
+
+Fields that are absent and fields that are null mean the same. What would change the answer and cannot be done is
+refused by name; nothing is dropped in silence but what says nothing about the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from coordinator.base.errors import ServiceError
+from coordinator.doors.http.calls import INLINE_BYTES_MAX, JSON_BYTES_MAX, Call
+from coordinator.doors.openai.errors import refused, unsupported
+from coordinator.doors.tinker.shapes import Items
+
+STOPS_MAX = 4
+STOP_CHARACTERS_MAX = 1000
+"""Of one stop string: at every token it is looked for."""
+TOP_LOGPROBS_MAX = 20
+PROMPTS_MAX = 1024
+
+_IGNORED = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier"})
+"""Says who asks, or how the answer is to be billed."""
+_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "suffix": ("",),
+    "store": (False,),
+}
+"""Parameters of OpenAI's that cannot be done, each with the values that ask for nothing."""
+
+Integer = Annotated[int, Field(ge=0, lt=1 << 31)]
+Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
+Body = TypeVar("Body", bound="Common")
+
+
+class StreamOptions(BaseModel):
+    """What a stream has beside the text."""
+
+    model_config = ConfigDict(extra="ignore")  # include_obfuscation pads chunks against listeners; TLS is not here
+
+    include_usage: bool = False
+
+
+class Common(BaseModel):
+    """What both endpoints take."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    n: Positive = 1
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = -1
+    """Not OpenAI's own: the likeliest tokens to draw from; -1: all."""
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: str | Items[str] = []
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+class Completion(Common):
+    """POST /completions."""
+
+    prompt: Any
+    """A text, token ids, or a list of either; see `prompts_of`."""
+    max_tokens: Integer = 16
+    logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
+    echo: bool = False
+    best_of: Positive | None = None
+
+
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class Chat(Common):
+    """POST /chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)] = 0
+    chat_template_kwargs: dict[str, Any] = {}
+    """Not OpenAI's own: more variables for the chat template."""
+
+
+async def read(call: Call, shape: type[Body]) -> Body:
+    """The body of a call. Raises ServiceError, naming the parameter that is wrong."""
+    body = await call.body(bytes_max=JSON_BYTES_MAX)
+    if len(body) > INLINE_BYTES_MAX:
+        return await asyncio.to_thread(parse, shape, body)
+    return parse(shape, body)
+
+
+def parse(shape: type[Body], body: bytes) -> Body:
+    """A body of that shape in which everything means something here. Raises ServiceError INVALID_ARGUMENT."""
+    try:
+        asked = shape.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        raise _wrong(error) from None
+    for name, value in (asked.model_extra or {}).items():
+        if name not in _IGNORED:
+            _check_without_effect(name, value)
+    if len(asked.stops) > STOPS_MAX:
+        raise refused("stop", f"stop has {len(asked.stops)} strings, at most {STOPS_MAX} are looked for")
+    if any(not 1 <= len(stop) <= STOP_CHARACTERS_MAX for stop in asked.stops):
+        raise refused("stop", f"a stop string has 1 to {STOP_CHARACTERS_MAX} characters")
+    if asked.stream_options is not None and not asked.stream:
+        raise refused("stream_options", "stream_options goes only with stream=true")
+    if isinstance(asked, Completion) and asked.best_of not in (None, asked.n):
+        raise unsupported("best_of", "ask for n choices and choose among them by their log-probabilities")
+    if isinstance(asked, Chat) and asked.top_logprobs and not asked.logprobs:
+        raise refused("top_logprobs", "top_logprobs goes only with logprobs=true")
+    return asked
+
+
+def prompts_of(value: Any, vocab_size: int) -> list[str | list[int]]:
+    """The prompts of a completion: texts, and token ids below `vocab_size`. Raises ServiceError INVALID_ARGUMENT."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise refused("prompt", "prompt must be a text, a list of token ids, or a list of either that is not empty")
+    prompts = [value] if _are_integers(value) else value
+    if len(prompts) > PROMPTS_MAX:
+        raise refused("prompt", f"prompt has {len(prompts)} entries, at most {PROMPTS_MAX}: send several requests")
+    for place, entry in enumerate(prompts):
+        if isinstance(entry, str):
+            continue
+        if not (isinstance(entry, list) and entry and _are_integers(entry)):
+            raise refused("prompt", f"prompt[{place}] is neither a text nor a list of token ids that is not empty")
+        if not 0 <= min(entry) <= max(entry) < vocab_size:
+            raise refused("prompt", f"prompt has a number that is no token id: these are 0 to {vocab_size - 1}")
+    return prompts
+
+
+def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: contents are texts. Raises ServiceError INVALID_ARGUMENT."""
+    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+
+
+def _message(message: Message, where: str) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    if role in ("tool", "function"):
+        raise refused(where, f"{where} has the role {role!r}: tools are not supported by this pool")
+    if role not in ("system", "user", "assistant"):
+        raise refused(where, f"{where} has the role {role[:40]!r}: use system, developer, user or assistant")
+    more = message.model_extra or {}
+    for name in more:
+        if name != "name" and more[name] not in ([], ""):
+            raise refused(where, f"{where} has {name[:40]!r}, which this pool does not support: send role and content")
+    named = {"name": str(more["name"])} if "name" in more else {}
+    return {"role": role, "content": _content(message.content, where), **named}
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise refused(where, f"{where} has no content: a text, or a list of parts of type text")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise refused(where, f"{where} has a part of type {str(kind)[:40]!r}: the base models take text alone")
+        if not isinstance(part.get("text"), str):
+            raise refused(where, f"{where} has a part of type text without a text")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _are_integers(value: list[Any]) -> bool:
+    return all(type(entry) is int for entry in value)
+
+
+def _check_without_effect(name: str, value: Any) -> None:
+    if name not in _WITHOUT_EFFECT:
+        raise refused(name[:80], f"{name[:80]!r} is not known here: leave it out", "UNKNOWN_PARAMETER")
+    if value not in _WITHOUT_EFFECT[name]:
+        allowed = " or ".join(repr(allowed) for allowed in _WITHOUT_EFFECT[name])
+        raise unsupported(name, f"leave it out{f', or send {allowed}' if allowed else ''}")
+
+
+def _wrong(error: ValidationError) -> ServiceError:
+    fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = str(fault["loc"][0])[:80] if fault["loc"] else "body"
+    where = ".".join(str(part)[:80] for part in fault["loc"]) or "the body"
+    return refused(param, f"{where}: {fault['msg'][:200]}")

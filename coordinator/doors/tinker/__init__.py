@@ -1,0 +1,1 @@
+"""The HTTP protocol of the Tinker SDK."""

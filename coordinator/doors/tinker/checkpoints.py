@@ -1,0 +1,213 @@
+"""Checkpoints that exist: listed, published, kept or let go, deleted, downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import ExitStack, aclosing
+from datetime import UTC, datetime
+from http import HTTPStatus
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from coordinator.doors.http.calls import Call, Surroundings
+from coordinator.doors.http.rendering import PiecewiseJson, rendered
+from coordinator.doors.tinker import shapes
+from coordinator.doors.tinker.models import ADAMW, adapter_of
+from coordinator.doors.tinker.training import no_access_tokens
+from coordinator.service.auth import Principal
+from coordinator.storage.folders import CONFIG, WEIGHTS
+from tinkerpool import names
+from tinkerpool.v1 import checkpoints_pb2 as pb
+
+CHECKPOINTS_MAX = 1000
+"""Most checkpoints on a page; `limit` in its cursor says so."""
+ARCHIVE = "checkpoint.tar"
+"""The name under which a checkpoint is downloaded whole."""
+_KINDS = {
+    pb.CHECKPOINT_KIND_TRAINING: "training",
+    pb.CHECKPOINT_KIND_SAMPLER: "sampler",
+    pb.CHECKPOINT_KIND_EXTERNAL: "external",
+}
+
+
+async def list_all(call: Call) -> Response:
+    """GET /checkpoints: all the tenant's."""
+    response, _ = await _list(call, "", call.number("limit", 100), call.number("offset", 0))
+    return response
+
+
+async def list_of_run(call: Call) -> Response:
+    """GET /training_runs/{run}/checkpoints: the newest thousand, which the SDK takes for all. A run that is deleted may
+    still have some.
+    """
+    run, limit, offset = call.path("run"), call.number("limit", CHECKPOINTS_MAX), call.number("offset", 0)
+    response, total = await _list(call, run, limit, offset)
+    if not total:
+        await adapter_of(call, run)
+    return response
+
+
+async def weights_info(call: Call) -> Response:
+    """POST /weights_info: what a model made from a checkpoint will be."""
+    asked = await call.json(shapes.OfPath)
+    found = await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=asked.tinker_path))
+    checkpoint = found.checkpoint
+    body = {
+        "base_model": checkpoint.base_model,
+        "is_lora": True,
+        "lora_rank": checkpoint.rank,
+        "optimizer_config": ADAMW,
+    }
+    return JSONResponse(body | await call.service.trained_modules(call.principal, checkpoint.path))
+
+
+async def copy_weights(call: Call) -> Response:
+    """POST /copy_weights: to a run of the caller's own. The SDK's idempotency key makes it safe to repeat."""
+    asked = await call.json(shapes.CopyWeights)
+    if asked.weights_access_token or call.request.headers.get("x-tinker-weights-access-token"):
+        raise no_access_tokens()
+    request = pb.CopyCheckpointRequest(
+        path=asked.source_path,
+        session_id=asked.session_id or "",
+        index=asked.model_seq_id,
+        request_id=call.request.headers.get("x-idempotency-key", ""),
+        ttl_seconds=asked.ttl_seconds or 0,
+    )
+    copied = await call.service.copy_checkpoint(call.principal, request)
+    return JSONResponse({"tinker_path": copied.checkpoint.path})
+
+
+async def publish(call: Call) -> Response:
+    """POST on a checkpoint's /publish. It may be public already."""
+    return await _set_access(call, is_public=True)
+
+
+async def unpublish(call: Call) -> Response:
+    """DELETE on a checkpoint's /publish. It may be private already."""
+    return await _set_access(call, is_public=False)
+
+
+async def set_ttl(call: Call) -> Response:
+    """PUT on a checkpoint's /ttl: delete it so many seconds from now; null keeps it."""
+    ttl_seconds = (await call.json(shapes.SetTtl)).ttl_seconds
+    request = pb.SetCheckpointTtlRequest(path=_path(call), ttl_seconds=ttl_seconds or 0)
+    await call.service.set_checkpoint_ttl(call.principal, request)
+    return JSONResponse({})
+
+
+async def delete(call: Call) -> Response:
+    """DELETE on a checkpoint."""
+    path = f"{names.SCHEME}{call.path('run')}/{call.path('checkpoint')}"
+    await call.service.delete_checkpoint(call.principal, pb.DeleteCheckpointRequest(path=path))
+    return Response(status_code=HTTPStatus.NO_CONTENT)
+
+
+async def download_urls(call: Call) -> Response:
+    """GET on a checkpoint's /external_weights_urls: an address for each file of its PEFT directory."""
+    path = _path(call)
+    await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=path))
+    expires = call.door.downloads.expiry()
+    urls = {file: _url(call, path, file, expires) for file in (CONFIG, WEIGHTS)}
+    return JSONResponse({"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
+
+
+async def download_archive(call: Call) -> Response:
+    """GET on a checkpoint's /archive, as clients up to 0.35 ask for it."""
+    path = _path(call)
+    await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=path))
+    expires = call.door.downloads.expiry()
+    headers = {
+        "location": _url(call, path, ARCHIVE, expires),
+        "expires": datetime.fromtimestamp(expires, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT"),
+    }
+    return Response(status_code=HTTPStatus.FOUND, headers=headers)
+
+
+async def download(request: Request, door: Surroundings) -> Response:
+    """GET /download/{file}: a file of a checkpoint, for who has its address while the key that asked for it is good."""
+    file = request.path_params["file"]
+    key_id, path = door.downloads.check(request.query_params, file)
+    reader = await door.service.holder_of_key(key_id)
+    with ExitStack() as place:
+        place.enter_context(door.downloads.running(reader.tenant_id))
+        pieces = _archive(door, reader, path) if file == ARCHIVE else door.service.export_file(reader, path, file)
+        first = await anext(pieces)  # a refusal is told as one; later the connection can only be cut
+        return _Download(first, pieces, place.pop_all())
+
+
+class _Download(StreamingResponse):
+    """A file on its way; it holds its place among the tenant's downloads until it has ended, however it ends."""
+
+    def __init__(self, first: bytes, pieces: AsyncGenerator[bytes], place: ExitStack) -> None:
+        self._pieces = pieces
+        self._place = place
+
+        async def content() -> AsyncIterator[bytes]:
+            yield first
+            async for piece in pieces:
+                yield piece
+
+        super().__init__(content(), media_type="application/octet-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._place:
+            async with aclosing(self._pieces):
+                await super().__call__(scope, receive, send)
+
+
+async def _archive(door: Surroundings, reader: Principal, path: str) -> AsyncGenerator[bytes]:
+    async for response in door.service.export_checkpoint(reader, pb.ExportCheckpointRequest(path=path)):
+        yield response.data
+
+
+def checkpoint_json(checkpoint: pb.Checkpoint) -> dict[str, Any]:
+    """A checkpoint as the protocol has it."""
+    parsed = names.CheckpointPath.parse(checkpoint.path)
+    body: dict[str, Any] = {
+        "checkpoint_id": f"{parsed.kind}/{parsed.name}",
+        "checkpoint_type": _KINDS[checkpoint.kind],
+        "time": checkpoint.create_time.ToJsonString(),
+        "tinker_path": checkpoint.path,
+        "size_bytes": checkpoint.size_bytes,
+        "public": checkpoint.is_public,
+        "user_metadata": dict(checkpoint.user_metadata),
+    }
+    if checkpoint.HasField("expire_time"):
+        body["expires_at"] = checkpoint.expire_time.ToJsonString()
+    return body
+
+
+def cursor(limit: int, offset: int, total: int) -> dict[str, int]:
+    """Where a page stands."""
+    return {"offset": offset, "limit": limit, "total_count": total}
+
+
+async def _list(call: Call, run: str, limit: int, offset: int) -> tuple[Response, int]:
+    """A page of a run's checkpoints, or of all, and how many there are."""
+    limit = min(limit, CHECKPOINTS_MAX)
+    request = pb.ListCheckpointsRequest(adapter_id=run, page_size=limit, skip=offset)
+    found = await call.service.list_checkpoints(call.principal, request)
+
+    def make() -> Response:
+        checkpoints = [checkpoint_json(checkpoint) for checkpoint in found.checkpoints]
+        return PiecewiseJson({"checkpoints": checkpoints, "cursor": cursor(limit, offset, found.total_size)})
+
+    return await rendered(found.ByteSize(), make), found.total_size
+
+
+async def _set_access(call: Call, *, is_public: bool) -> Response:
+    request = pb.SetCheckpointAccessRequest(path=_path(call), is_public=is_public)
+    await call.service.set_checkpoint_access(call.principal, request)
+    return JSONResponse({})
+
+
+def _path(call: Call) -> str:
+    return f"{names.SCHEME}{call.path('run')}/{call.path('kind')}/{call.path('name')}"
+
+
+def _url(call: Call, path: str, file: str, expires: int) -> str:
+    base = call.request.url_for("download", file=file)
+    return f"{base}?{call.door.downloads.query(call.principal.key_id, path, file, expires)}"

@@ -1,0 +1,123 @@
+"""Sampling sessions and samples."""
+
+from __future__ import annotations
+
+import numpy as np
+from starlette.responses import JSONResponse, Response
+
+from coordinator.base.errors import ServiceError, invalid
+from coordinator.doors.http.calls import JSON_BYTES_MAX, Call
+from coordinator.doors.tinker import shapes
+from coordinator.doors.tinker.errors import unsupported
+from coordinator.doors.tinker.futures import promise
+from coordinator.doors.tinker.results import SPARSE
+from coordinator.doors.tinker.tensors import binary_tensor, dense, not_text, shape_of
+from tinkerpool.convert import to_tensor
+from tinkerpool.v1 import sampling_pb2 as pb
+from tinkerpool.v1 import types_pb2
+
+
+async def create_sampling_session(call: Call) -> Response:
+    """POST /create_sampling_session."""
+    asked = await call.json(shapes.CreateSamplingSession)
+    request = pb.CreateSamplerRequest(
+        session_id=asked.session_id,
+        index=asked.sampling_session_seq_id,
+        base_model="" if asked.model_path else asked.base_model or "",  # a path says which by itself
+        model_path=asked.model_path or "",
+    )
+    created = await call.service.create_sampler(call.principal, request)
+    return JSONResponse({"type": "create_sampling_session", "sampling_session_id": created.sampler.sampler_id})
+
+
+async def get_sampler(call: Call) -> Response:
+    """GET /samplers/{sampler}."""
+    request = pb.GetSamplerRequest(sampler_id=call.path("sampler"))
+    sampler = (await call.service.get_sampler(call.principal, request)).sampler
+    body = {"sampler_id": sampler.sampler_id, "base_model": sampler.base_model}
+    if sampler.model_path:
+        body["model_path"] = sampler.model_path
+    return JSONResponse(body)
+
+
+async def asample(call: Call) -> Response:
+    """POST /asample. The ids of the sequences are the promise's, each with its number."""
+    asked = await call.json(shapes.Sample, bytes_max=JSON_BYTES_MAX)
+    request = _request(asked)
+    operation = (await call.service.sample(call.principal, request)).operation
+    sequences = [f"{operation.name}:{index}" for index in range(request.num_samples)]
+    return promise(operation.name, sample_sequence_ids=sequences)
+
+
+def _request(asked: shapes.Sample) -> pb.SampleRequest:
+    if asked.sampling_session_id is None or asked.seq_id is None:
+        raise unsupported("sampling without a session", "send sampling_session_id and seq_id")
+    if asked.record_stability_info:
+        instead = "it is for the loss stable_reinforce, which is not public; use importance_sampling"
+        raise unsupported("record_stability_info", instead)
+    prompt = _prompt(asked.prompt)
+    targets = asked.target_prompt_logprobs
+    return pb.SampleRequest(
+        sampler_id=asked.sampling_session_id,
+        seq=asked.seq_id + 1,  # the protocol counts from 0, the contract from 1
+        prompt=to_tensor(prompt),
+        num_samples=asked.num_samples,
+        params=_params(asked.sampling_params),
+        include_prompt_logprobs=bool(asked.prompt_logprobs),
+        prompt_logprobs_last_n=asked.prompt_logprobs_last_n or 0,
+        topk_prompt_logprobs=asked.topk_prompt_logprobs or 0,
+        topk_sample_logprobs=asked.topk_sample_logprobs or 0,
+        prompt_targets=_targets(targets, len(prompt)) if targets is not None else None,
+        prompt_alt_tokens_k=asked.prompt_alt_tokens_k or 0,
+        note=SPARSE if targets is not None and targets.sparse_crow_indices is not None else "",
+    )
+
+
+def _prompt(prompt: shapes.ModelInput) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Token ids, int64 (p,)."""
+    pieces: list[int] = []
+    for chunk in prompt.chunks:
+        if chunk.type != "encoded_text" or chunk.tokens is None:
+            raise not_text("prompt", f"a chunk of type {chunk.type[:40]!r}")
+        pieces += chunk.tokens
+    try:
+        return np.array(pieces, np.int64)
+    except OverflowError:
+        raise invalid("prompt has a number that is no token id") from None
+
+
+def _targets(asked: shapes.JsonTensor, num_prompt_tokens: int) -> types_pb2.Tensor:
+    """Token ids, int64 (p - 1, k); -1 where a sparse tensor has no entry. A few bytes of it may claim any shape."""
+    name = "target_prompt_logprobs"
+    tensor = binary_tensor(name, asked)
+    shape, num_rows = shape_of(name, tensor), num_prompt_tokens - 1
+    if asked.dtype != "int64" or len(shape) != 2 or shape[0] != num_rows:
+        raise invalid(
+            f"{name} is {asked.dtype} of shape {shape}: give int64 token ids of shape ({num_rows}, k), a row for each "
+            "token of the prompt but the first"
+        )
+    return dense(name, tensor, missing=-1)
+
+
+def _params(asked: shapes.SamplingParams) -> pb.SamplingParams:
+    params = pb.SamplingParams(
+        max_tokens=asked.max_tokens or 0,
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        seed=asked.seed,
+    )
+    if asked.stop is None:
+        return params
+    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
+    try:
+        params.stop.SetInParent()
+        for item in stop:
+            params.stop.strings.append(item) if isinstance(item, str) else params.stop.tokens.append(item)
+    except ValueError:
+        raise _no_token() from None
+    return params
+
+
+def _no_token() -> ServiceError:
+    return invalid("sampling_params.stop has a number that is no token id")

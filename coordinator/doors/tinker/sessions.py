@@ -1,0 +1,97 @@
+"""How a client begins, goes on and ends: its settings, its session, what the pool serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.responses import JSONResponse, Response
+
+from coordinator.base.errors import ServiceError
+from coordinator.doors.http.calls import Call
+from coordinator.doors.tinker import shapes
+from tinkerpool.v1 import sessions_pb2 as pb
+
+_PREFIX = "tinker:"
+"""Of the keys under which a session's metadata holds what the protocol has beside them: tags, display name, project."""
+
+
+async def client_config(call: Call) -> Response:
+    """POST /client/config: how the client shall send."""
+    await call.json(shapes.Nothing)
+    capabilities = await call.service.get_capabilities(call.principal, pb.GetCapabilitiesRequest())
+    return JSONResponse(
+        {
+            "pjwt_auth_enabled": False,
+            "parallel_fwdbwd_chunks": True,
+            "proto_compress_fwdbwd": call.door.is_remote,  # costs more time than it saves where nothing is far
+            "fwdbwd_max_chunk_len": capabilities.max_datums,
+            "sample_use_retrieve_futures": True,  # one call is held for each sampling client, not for each sample
+            "sample_join_sampling_session": True,
+            "custom_loss_server_side": False,
+        }
+    )
+
+
+async def dynamic_config(call: Call) -> Response:
+    """POST /client/dynamic_config."""
+    await call.json(shapes.Nothing)
+    return JSONResponse(
+        {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
+    )
+
+
+async def telemetry(call: Call) -> Response:
+    """POST /telemetry: taken, and dropped."""
+    await call.body()
+    return JSONResponse({"status": "accepted"})
+
+
+async def create_session(call: Call) -> Response:
+    """POST /create_session. The SDK's idempotency key makes it safe to repeat."""
+    asked = await call.json(shapes.CreateSession)
+    own = {"tags": ",".join(asked.tags), "display_name": asked.display_name, "project_id": asked.project_id}
+    metadata = {**(asked.user_metadata or {}), **{_PREFIX + key: text for key, text in own.items() if text}}
+    request_id = call.request.headers.get("x-idempotency-key", "")
+    request = pb.CreateSessionRequest(user_metadata=metadata, request_id=request_id)
+    created = await call.service.create_session(call.principal, request)
+    return JSONResponse({"type": "create_session", "session_id": created.session.session_id})
+
+
+def own_and_users(metadata: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """A session's metadata as the protocol has it: what is its own, and the user's."""
+    own = {key.removeprefix(_PREFIX): text for key, text in metadata.items() if key.startswith(_PREFIX)}
+    return own, {key: text for key, text in metadata.items() if not key.startswith(_PREFIX)}
+
+
+async def heartbeat(call: Call) -> Response:
+    """POST /session_heartbeat. A session that has ended is gone: the SDK stops its heart then."""
+    asked = await call.json(shapes.OfSession)
+    try:
+        await call.service.heartbeat(call.principal, pb.HeartbeatRequest(session_id=asked.session_id))
+    except ServiceError as error:
+        if error.reason != "SESSION_ENDED":
+            raise
+        raise ServiceError(error.code, "SESSION_GONE", error.message) from None
+    return JSONResponse({"type": "session_heartbeat"})
+
+
+async def finish_session(call: Call) -> Response:
+    """POST /sessions/{session}/finish."""
+    await call.json(shapes.Nothing)
+    await call.service.finish_session(call.principal, pb.FinishSessionRequest(session_id=call.path("session")))
+    return JSONResponse({})
+
+
+async def server_capabilities(call: Call) -> Response:
+    """GET /get_server_capabilities."""
+    capabilities = await call.service.get_capabilities(call.principal, pb.GetCapabilitiesRequest())
+    models = [
+        {
+            "model_name": model.name,
+            "max_context_length": model.max_sequence_tokens,
+            "trainable": True,
+            "sampleable": True,
+        }
+        for model in capabilities.base_models
+    ]
+    return JSONResponse({"supported_models": models})

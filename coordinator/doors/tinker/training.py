@@ -1,0 +1,199 @@
+"""Operations on a model: passes, steps, saves, loads. From the SDK's bodies to the contract's.
+
+A body that names its place but cannot be made a request of the contract is refused at that place, so that what comes
+after it need not wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from google.protobuf.message import DecodeError
+from starlette.responses import Response
+
+from coordinator.base.errors import ServiceError, invalid
+from coordinator.doors.http.calls import JSON_BYTES_MAX, Call, unreadable
+from coordinator.doors.tinker import older, shapes
+from coordinator.doors.tinker.errors import unsupported
+from coordinator.doors.tinker.futures import submit
+from coordinator.doors.tinker.places import takes_place
+from coordinator.doors.tinker.results import PROTOBUF
+from coordinator.doors.tinker.tensors import ELEMENTS_MAX, dense, shape_of, tokens
+from coordinator.operations.operation import Kind
+from coordinator.operations.payloads import LOSS_RULES
+from tinkerpool.compat import tinker_pb2 as wire
+from tinkerpool.v1 import checkpoints_pb2, training_pb2, types_pb2
+
+PassRequest = training_pb2.ForwardRequest | training_pb2.ForwardBackwardRequest
+_ELSEWHERE = {
+    "stable_reinforce": "its formula is not public; use importance_sampling, ppo or cispo",
+    "custom": "use forward_backward_custom, which computes the loss where you are",
+}
+"""Losses that the SDK names and no pool but Tinker's has."""
+
+
+@takes_place(Kind.FORWARD_BACKWARD, training_pb2.ForwardBackwardRequest)
+async def forward_backward(call: Call) -> Response:
+    """POST /forward_backward, also without gradient; POST /forward of clients before 0.25."""
+    if call.content_type == PROTOBUF:
+        asked = _parsed(await call.body(bytes_max=call.door.message_bytes_max))
+    elif call.content_type == "application/json":
+        return await _json_pass(call, await call.json(shapes.JsonPass, bytes_max=JSON_BYTES_MAX))
+    else:
+        raise invalid(
+            f"content-type {call.content_type[:80]!r}: forward_backward takes {PROTOBUF}, or JSON of clients < 0.25"
+        )
+    return await _pass(call, asked)
+
+
+def _parsed(body: bytes) -> wire.ForwardBackwardRequest:
+    try:
+        return wire.ForwardBackwardRequest.FromString(body)
+    except DecodeError:
+        raise unreadable("the body is not a forward_backward request of the Tinker protocol", body) from None
+
+
+async def _json_pass(call: Call, given: shapes.JsonPass) -> Response:
+    try:
+        asked = older.binary_pass(given)
+    except ServiceError as error:
+        kind, make = _kind(is_forward=older.is_forward(given))
+        return await submit(call, call.service.refuse, kind, make(adapter_id=given.model_id, seq=given.seq_id), error)
+    return await _pass(call, asked)
+
+
+async def _pass(call: Call, asked: wire.ForwardBackwardRequest) -> Response:
+    kind, make = _kind(is_forward=asked.forward_only)
+    request = make(adapter_id=asked.model_id, seq=asked.seq_id)
+    try:
+        _fill(request, asked)
+    except ServiceError as error:
+        return await submit(call, call.service.refuse, kind, request, error)
+    use_case = call.service.forward if asked.forward_only else call.service.forward_backward
+    return await submit(call, use_case, request)
+
+
+def _kind(*, is_forward: bool) -> tuple[Kind, type[PassRequest]]:
+    if is_forward:
+        return Kind.FORWARD, training_pb2.ForwardRequest
+    return Kind.FORWARD_BACKWARD, training_pb2.ForwardBackwardRequest
+
+
+@takes_place(Kind.OPTIM_STEP, training_pb2.OptimStepRequest)
+async def optim_step(call: Call) -> Response:
+    """POST /optim_step."""
+    asked = await call.json(shapes.OptimStep)
+    request = training_pb2.OptimStepRequest(adapter_id=asked.model_id, seq=asked.seq_id)
+    if asked.optimizer_params is not None:
+        name = str(asked.optimizer_params.get("type", ""))[:40]
+        error = unsupported(f"optimizer {name!r}", "send adam_params")
+        return await submit(call, call.service.refuse, Kind.OPTIM_STEP, request, error)
+    given = asked.adam_params.model_dump(exclude_none=True) if asked.adam_params else {}
+    request.adam.CopyFrom(types_pb2.AdamParams(**given))
+    return await submit(call, call.service.optim_step, request)
+
+
+@takes_place(Kind.SAVE_STATE, checkpoints_pb2.SaveStateRequest)
+async def save_weights(call: Call) -> Response:
+    """POST /save_weights."""
+    asked = await call.json(shapes.SaveWeights)
+    request = checkpoints_pb2.SaveStateRequest(
+        adapter_id=asked.model_id,
+        seq=asked.seq_id,
+        name=asked.path,
+        user_metadata=asked.user_metadata or {},
+        overwrite=asked.overwrite,
+        ttl_seconds=asked.ttl_seconds or 0,
+    )
+    return await submit(call, call.service.save_state, request)
+
+
+@takes_place(Kind.SAVE_WEIGHTS_FOR_SAMPLER, checkpoints_pb2.SaveWeightsForSamplerRequest)
+async def save_weights_for_sampler(call: Call) -> Response:
+    """POST /save_weights_for_sampler."""
+    asked = await call.json(shapes.SaveWeightsForSampler)
+    request = checkpoints_pb2.SaveWeightsForSamplerRequest(
+        adapter_id=asked.model_id,
+        seq=asked.seq_id,
+        name=asked.path or "",
+        user_metadata=asked.user_metadata or {},
+        ttl_seconds=asked.ttl_seconds or 0,
+        sampler_index=None if asked.path else asked.sampling_session_seq_id,
+        is_inflight=asked.kind == "inflight",
+    )
+    return await submit(call, call.service.save_weights_for_sampler, request)
+
+
+@takes_place(Kind.SAVE_WEIGHTS_FOR_SAMPLER, checkpoints_pb2.SaveWeightsForSamplerRequest)
+async def save_weights_external(call: Call) -> Response:
+    """POST /save_weights_external."""
+    asked = await call.json(shapes.SaveWeightsExternal)
+    request = checkpoints_pb2.SaveWeightsForSamplerRequest(
+        adapter_id=asked.model_id,
+        seq=asked.seq_id,
+        name=asked.path,
+        ttl_seconds=asked.ttl_seconds or 0,
+        for_export=True,
+    )
+    if asked.age_encryption_recipients:
+        error = unsupported(
+            "encryption of an export", "leave age_encryption_recipients out and encrypt what you download"
+        )
+        return await submit(call, call.service.refuse, Kind.SAVE_WEIGHTS_FOR_SAMPLER, request, error)
+    return await submit(call, call.service.save_weights_for_sampler, request)
+
+
+async def load_into(call: Call, model_id: str, asked: shapes.LoadWeights) -> Response:
+    """POST /load_weights into a model that is there."""
+    if asked.seq_id is None:
+        raise invalid("seq_id is missing: say at which place in the model's order to load")
+    request = training_pb2.LoadStateRequest(
+        adapter_id=model_id, seq=asked.seq_id, path=asked.path, with_optimizer=asked.optimizer
+    )
+    if asked.weights_access_token:
+        return await submit(call, call.service.refuse, Kind.LOAD_STATE, request, no_access_tokens())
+    return await submit(call, call.service.load_state, request)
+
+
+def no_access_tokens() -> ServiceError:
+    """The refusal of a token for another's checkpoint."""
+    return unsupported("weights_access_token", "let its owner publish the checkpoint, or use a key of the same tenant")
+
+
+def _fill(request: PassRequest, asked: wire.ForwardBackwardRequest) -> None:
+    """Fill in loss and data. Raises ServiceError INVALID_ARGUMENT."""
+    request.loss_function = loss_function(asked.loss_fn)
+    for key, value in _options(asked).items():
+        request.loss_config[key] = value
+    claimed = 0
+    for index, datum in enumerate(asked.data):
+        inputs = {}
+        for key, tensor in datum.loss_fn_inputs.items():
+            label = f"data[{index}].loss_fn_inputs[{key[:80]!r}]"
+            if tensor.HasField("sparse_csr"):
+                claimed += math.prod(shape_of(label, tensor))
+                if claimed > ELEMENTS_MAX:
+                    raise invalid(
+                        f"{label}: the sparse inputs of a request have at most {ELEMENTS_MAX} elements in all"
+                    )
+            inputs[key] = dense(label, tensor)
+        request.data.add(tokens=tokens(datum.model_input, f"data[{index}].model_input"), loss_inputs=inputs)
+
+
+def loss_function(name: str) -> types_pb2.LossFunction.ValueType:
+    """The contract's loss of that name. Raises ServiceError INVALID_ARGUMENT."""
+    if name in _ELSEWHERE:
+        raise unsupported(f"loss {name!r}", _ELSEWHERE[name])
+    if name not in LOSS_RULES:
+        raise invalid(f"loss_fn {name[:80]!r} is not known: use one of {', '.join(LOSS_RULES)}", "UNKNOWN_LOSS")
+    return types_pb2.LossFunction.Value(f"LOSS_FUNCTION_{name.upper()}")
+
+
+def _options(asked: wire.ForwardBackwardRequest) -> Mapping[str, float]:
+    if not asked.loss_fn_config_v2:
+        return asked.loss_fn_config
+    for key, option in asked.loss_fn_config_v2.items():
+        if option.WhichOneof("value") != "number":
+            raise invalid(f"loss_fn_config {key[:80]!r} must be a number: no loss of this pool takes a text")
+    return {key: option.number for key, option in asked.loss_fn_config_v2.items()}

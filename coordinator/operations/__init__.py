@@ -1,0 +1,1 @@
+"""Operations and their states, adapter logs, sessions, payloads, admission and the in-flight table."""

@@ -1,0 +1,133 @@
+"""From workers' results and errors to the outcomes of operations. Does not depend on order, time or storage access."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from coordinator.base.errors import Code, ServiceError
+from coordinator.operations.canonical import serialize
+from coordinator.operations.operation import Kind, Operation
+from coordinator.storage.store import OperationRow
+from tinkerpool import names
+from tinkerpool.convert import to_tensor
+from tinkerpool.v1 import checkpoints_pb2, training_pb2
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.contract.messages import ItemError, ItemResult
+
+
+def fill_pass(operation: Operation, cycle_id: int) -> None:
+    """Decide a forward or forward_backward whose chunks have all succeeded."""
+    result = operation.succeed(cycle_id).forward_backward
+    for part in operation.parts:
+        result.logprobs.extend(to_tensor(logprobs) for logprobs in part.logprobs)
+    for key, value in merged_metrics(operation.parts).items():
+        result.metrics[key] = value
+    result.metrics["tokens:sum"] = float(operation.num_tokens)
+    result.metrics["clock_cycle:unique"] = float(cycle_id)
+
+
+def fill_step(operation: Operation, result: ItemResult, cycle_id: int) -> None:
+    """Decide an optim_step that has succeeded."""
+    metrics = operation.succeed(cycle_id).optim_step.metrics
+    for key, value in result.metrics.items():
+        metrics[key] = value
+    metrics["clock_cycle:unique"] = float(cycle_id)
+
+
+def fill_load(operation: Operation, cycle_id: int) -> None:
+    """Decide a load_state that has succeeded."""
+    path = training_pb2.LoadStateRequest.FromString(operation.body).path
+    operation.succeed(cycle_id).load_state.path = path
+
+
+def save_request(
+    operation: Operation,
+) -> checkpoints_pb2.SaveStateRequest | checkpoints_pb2.SaveWeightsForSamplerRequest:
+    """The request of a save."""
+    if operation.kind is Kind.SAVE_STATE:
+        return checkpoints_pb2.SaveStateRequest.FromString(operation.body)
+    return checkpoints_pb2.SaveWeightsForSamplerRequest.FromString(operation.body)
+
+
+def save_path(operation: Operation, name: str) -> names.CheckpointPath:
+    """Where a named save goes."""
+    request = save_request(operation)
+    if isinstance(request, checkpoints_pb2.SaveStateRequest):
+        kind = names.TRAINING
+    else:
+        kind = names.EXTERNAL if request.for_export else names.SAMPLER
+    return names.CheckpointPath(operation.target_id, kind, name)
+
+
+def merged_metrics(parts: Iterable[ItemResult]) -> Mapping[str, float]:
+    """Metrics of a request's chunks as one, each by the reduction that its key names (means by tokens)."""
+    merged: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    for part in parts:
+        for key, value in part.metrics.items():
+            reduction = key.rpartition(":")[2]
+            if key not in merged:
+                merged[key], weights[key] = value, float(part.num_tokens)
+            elif reduction == "sum":
+                merged[key] += value
+            elif reduction == "max":
+                merged[key] = max(merged[key], value)
+            elif reduction == "min":
+                merged[key] = min(merged[key], value)
+            elif reduction == "mean":
+                weight = weights[key] + part.num_tokens
+                merged[key] += (value - merged[key]) * part.num_tokens / weight if weight else 0.0
+                weights[key] = weight
+    return merged
+
+
+def service_error(error: ServiceError) -> ops_pb.OperationError:
+    """A refusal as the outcome of an operation."""
+    return ops_pb.OperationError(code=int(error.code), reason=error.reason, message=error.message)
+
+
+def worker_died(operation: Operation) -> ops_pb.OperationError:
+    """Why an operation that ends its worker whenever it runs is run no more."""
+    return ops_pb.OperationError(
+        code=int(Code.INTERNAL),
+        reason="WORKER_DIED",
+        message=f"{operation.name} ended its worker each time that it ran, alone the last times: it does not fit into "
+        "memory, takes far too long, or has found a fault of the engine; send less at once",
+    )
+
+
+def finished_row(operation: Operation) -> OperationRow:
+    """A decided operation as the store wants it."""
+    outcome = operation.outcome
+    assert outcome is not None
+    return OperationRow(
+        target_id=operation.target_id,
+        seq=operation.seq,
+        tenant_id=operation.tenant_id,
+        kind=operation.kind.value,
+        request_id=operation.request_id,
+        body=operation.body,
+        body_hash=operation.body_hash,
+        chunk_tokens=operation.chunk_tokens,
+        outcome=serialize(outcome),
+        is_failed=operation.is_failed,
+        num_tokens=outcome.num_tokens,
+        engine_s=outcome.engine_seconds,
+        is_withdrawn=lambda: operation.is_withdrawn,
+    )
+
+
+_CODES = {
+    "invalid_argument": 3,
+    "non_finite": 9,
+    "out_of_memory": 8,
+    "data_loss": 15,
+    "out_of_order": 10,
+    "cancelled": 1,
+    "internal": 13,
+}
+
+
+def item_error(error: ItemError) -> ops_pb.OperationError:
+    """A worker's error as users see it."""
+    return ops_pb.OperationError(code=_CODES[error.code.value], reason=error.code.name, message=error.message)

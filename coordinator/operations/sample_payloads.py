@@ -1,0 +1,269 @@
+"""What a sample asks and what it answers: between the contract's messages, the log's canonical body and the workers'
+messages. Pure; knows neither turns nor workers.
+
+Legend: p tokens of the prompt, n of a continuation, k tokens wanted at a position.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.base.config import Limits
+from coordinator.base.errors import invalid
+from coordinator.operations.canonical import serialize
+from coordinator.operations.operation import Operation
+from coordinator.operations.payloads import checked_array, checked_tokens
+from tinkerpool.convert import from_tensor, to_tensor
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import sampling_pb2
+from workers.contract.capacity import num_blocks_for, num_own_blocks, what_is_too_large
+from workers.contract.messages import (
+    ModelInfo,
+    SampleRequest,
+    SampleResult,
+    SamplerVersion,
+    SamplingParams,
+    StopReason,
+    TokenLogprobs,
+)
+
+NOTE_BYTES_MAX = 256
+"""Largest note on a request, in UTF-8."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleBody:
+    """A canonical body, decoded."""
+
+    prompt: NDArray[np.int32]
+    """Token ids, (p,)."""
+    num_samples: int
+    params: SamplingParams
+    prompt_logprobs: bool
+    prompt_logprobs_last_n: int
+    """0: of all."""
+    topk_prompt_logprobs: int
+    topk_sample_logprobs: int
+    prompt_targets: NDArray[np.int32] | None
+    """Token ids or -1, (p - 1, k)."""
+    prompt_alt_tokens_k: int
+    note: str
+    """Comes back with the result."""
+
+    @property
+    def num_tokens_max(self) -> int:
+        """The most tokens that the engine computes for it."""
+        return len(self.prompt) + self.num_samples * self.params.max_tokens
+
+    @property
+    def num_cache_blocks_min(self) -> int:
+        """What it takes of a worker's memory for keys and values: its prompt, and one sequence after another."""
+        return num_blocks_for(len(self.prompt)) + num_own_blocks(self.params.max_tokens)
+
+    def request(
+        self, op_id: str, version: SamplerVersion, *, scope: str, stream: bool, removals: tuple[str, ...] = ()
+    ) -> SampleRequest:
+        """What a worker is asked."""
+        return SampleRequest(
+            op_id=op_id,
+            scope=scope,
+            version=version,
+            prompt=self.prompt,
+            num_samples=self.num_samples,
+            params=self.params,
+            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs_last_n=self.prompt_logprobs_last_n,
+            topk_prompt_logprobs=self.topk_prompt_logprobs,
+            topk_sample_logprobs=self.topk_sample_logprobs,
+            prompt_targets=self.prompt_targets,
+            prompt_alt_tokens_k=self.prompt_alt_tokens_k,
+            stream=stream,
+            removals=removals,
+        )
+
+
+def canonical_sample(request: sampling_pb2.SampleRequest, model: ModelInfo, limits: Limits, drawn_seed: int) -> bytes:
+    """Check a sample request; returns its body, with every default and the seed filled in."""
+    prompt = checked_tokens("prompt", checked_array("prompt", request.prompt), model)
+    num_samples = request.num_samples or 1
+    if not 1 <= num_samples <= limits.num_samples_max:
+        raise invalid(f"num_samples must be 1 to {limits.num_samples_max}, not {num_samples}")
+    params = _canonical_params(request.params, len(prompt), model, drawn_seed)
+    last_n = request.prompt_logprobs_last_n
+    if last_n < 0 or (last_n and not (request.include_prompt_logprobs or request.topk_prompt_logprobs)):
+        raise invalid(
+            f"prompt_logprobs_last_n is {last_n}: it is 0 (all) or more, and goes only with include_prompt_logprobs "
+            "or topk_prompt_logprobs"
+        )
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+        if not 0 <= (value := getattr(request, name)) <= limits.topk_max:
+            raise invalid(f"{name} must be 0 (none) to {limits.topk_max}, not {value}")
+    if len(request.note.encode()) > NOTE_BYTES_MAX:
+        raise invalid(f"note has {len(request.note.encode())} bytes, at most {NOTE_BYTES_MAX}: keep the rest yourself")
+    body = sampling_pb2.SampleRequest(
+        sampler_id=request.sampler_id,
+        prompt=to_tensor(prompt),
+        num_samples=num_samples,
+        include_prompt_logprobs=request.include_prompt_logprobs,
+        prompt_logprobs_last_n=last_n,
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+        topk_sample_logprobs=request.topk_sample_logprobs,
+        prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+        params=params,
+        note=request.note,
+    )
+    num_targets = 0
+    if request.HasField("prompt_targets"):
+        targets = _targets(request, len(prompt), model, limits)
+        body.prompt_targets.CopyFrom(to_tensor(targets))
+        num_targets = targets.size
+    _check_size(body, len(prompt), num_targets, limits)
+    return serialize(body)
+
+
+def check_sample_fits(request: sampling_pb2.SampleRequest, model: ModelInfo) -> None:
+    """Refuse a request, checked otherwise, that no worker of its base model has the memory to sample."""
+    if model.num_cache_blocks is None:
+        return
+    num_prompt_tokens = request.prompt.shape[0]
+    max_tokens = request.params.max_tokens or model.max_seq_len - num_prompt_tokens
+    if too_large := what_is_too_large(num_prompt_tokens, max_tokens, model.num_cache_blocks):
+        raise invalid(too_large, "NO_MEMORY")
+
+
+def decode_sample(body: bytes) -> SampleBody:
+    """What a canonical body asks for."""
+    request = sampling_pb2.SampleRequest.FromString(body)
+    params = request.params
+    return SampleBody(
+        prompt=from_tensor(request.prompt),
+        num_samples=request.num_samples,
+        params=SamplingParams(
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            seed=params.seed,
+            stop_tokens=tuple(params.stop.tokens),
+            stop_strings=tuple(params.stop.strings),
+        ),
+        prompt_logprobs=request.include_prompt_logprobs,
+        prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+        topk_sample_logprobs=request.topk_sample_logprobs,
+        prompt_targets=from_tensor(request.prompt_targets) if request.HasField("prompt_targets") else None,
+        prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+        note=request.note,
+    )
+
+
+def fill_sample(operation: Operation, result: SampleResult) -> None:
+    """Decide a sample that has succeeded."""
+    asked, sample = decode_sample(operation.body), operation.succeed(0).sample
+    sample.note = asked.note
+    for sequence in result.sequences:
+        added = sample.sequences.add(
+            tokens=to_tensor(sequence.tokens),
+            logprobs=to_tensor(sequence.logprobs),
+            stop_reason=_STOP_REASONS[sequence.stop_reason],
+        )
+        if sequence.topk is not None:
+            added.topk.CopyFrom(_token_logprobs(sequence.topk))
+    if result.prompt_logprobs is not None:
+        sample.prompt_logprobs.CopyFrom(to_tensor(result.prompt_logprobs))
+    if result.topk_prompt is not None:
+        sample.topk_prompt.CopyFrom(_token_logprobs(result.topk_prompt))
+    if result.prompt_target_logprobs is not None:
+        assert asked.prompt_targets is not None
+        # A log-probability may be 0 as well: what was not asked for must look like nothing else.
+        logprobs = np.where(asked.prompt_targets < 0, np.float32(np.nan), result.prompt_target_logprobs)
+        sample.prompt_target_logprobs.CopyFrom(to_tensor(logprobs))
+    if result.prompt_alt_tokens is not None:
+        sample.prompt_alt_tokens.CopyFrom(_token_logprobs(result.prompt_alt_tokens))
+    sample.num_cached_prompt_tokens = result.num_cached_tokens
+
+
+_STOP_REASONS = {
+    StopReason.STOP: ops_pb.STOP_REASON_STOP,
+    StopReason.LENGTH: ops_pb.STOP_REASON_LENGTH,
+}
+
+
+def _token_logprobs(found: TokenLogprobs) -> ops_pb.TokenLogprobs:
+    return ops_pb.TokenLogprobs(token_ids=to_tensor(found.token_ids), logprobs=to_tensor(found.logprobs))
+
+
+def _canonical_params(
+    params: sampling_pb2.SamplingParams, num_prompt_tokens: int, model: ModelInfo, drawn_seed: int
+) -> sampling_pb2.SamplingParams:
+    room = model.max_seq_len - num_prompt_tokens
+    if room < 1:
+        raise invalid(
+            f"the prompt has {num_prompt_tokens} tokens; with at least one sampled token it must fit in "
+            f"{model.max_seq_len}"
+        )
+    max_tokens = params.max_tokens or room
+    if not 1 <= max_tokens <= room:
+        raise invalid(
+            f"params.max_tokens is {max_tokens}; after a prompt of {num_prompt_tokens} tokens it can be 1 to {room}, "
+            f"since {model.name} takes {model.max_seq_len} tokens in all"
+        )
+    temperature = params.temperature if params.HasField("temperature") else 1.0
+    top_k = params.top_k if params.HasField("top_k") else -1
+    top_p = params.top_p if params.HasField("top_p") else 1.0
+    if not 0 <= temperature < math.inf:
+        raise invalid(f"params.temperature must be 0 (greedy) or more, not {temperature}")
+    if top_k != -1 and top_k < 1:
+        raise invalid(f"params.top_k must be -1 (all tokens) or at least 1, not {top_k}")
+    if not 0 < top_p <= 1:
+        raise invalid(f"params.top_p must be above 0 and at most 1, not {top_p}")
+    if params.HasField("stop"):
+        stop = params.stop
+        if any(not text for text in stop.strings):
+            raise invalid("params.stop.strings has an empty string: it would stop before the first token")
+        if any(not 0 <= token < model.vocab_size for token in stop.tokens):
+            raise invalid(f"params.stop.tokens must be token ids from 0 to {model.vocab_size - 1}")
+    else:
+        stop = sampling_pb2.StopCondition(tokens=model.eos_token_ids)
+    seed = params.seed if params.HasField("seed") else drawn_seed
+    return sampling_pb2.SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop
+    )
+
+
+def _targets(
+    request: sampling_pb2.SampleRequest, num_prompt_tokens: int, model: ModelInfo, limits: Limits
+) -> NDArray[np.int32]:
+    """The token ids whose log-probabilities are wanted, (p - 1, k)."""
+    targets = checked_array("prompt_targets", request.prompt_targets)
+    num_rows = num_prompt_tokens - 1
+    if targets.ndim != 2 or len(targets) != num_rows or not 1 <= targets.shape[1] <= limits.topk_max:
+        raise invalid(
+            f"prompt_targets has shape {targets.shape}, but after the first token of the prompt there are {num_rows}: "
+            f"give ({num_rows}, k) token ids, k at most {limits.topk_max}; row i is for prompt position i + 1"
+        )
+    if not (targets >= 0).any():
+        raise invalid("prompt_targets names no token: -1 asks for nothing, leave it out if nothing is wanted")
+    return checked_tokens("prompt_targets", targets, model, num_dims=(2,), lowest=-1)
+
+
+def _check_size(body: sampling_pb2.SampleRequest, num_prompt_tokens: int, num_targets: int, limits: Limits) -> None:
+    """Refuse what would answer with more than a message holds."""
+    sizes = {
+        "topk_prompt_logprobs": body.topk_prompt_logprobs * num_prompt_tokens,
+        "topk_sample_logprobs": body.topk_sample_logprobs * body.num_samples * body.params.max_tokens,
+        "prompt_targets": num_targets,
+        "prompt_alt_tokens_k": body.prompt_alt_tokens_k * (num_prompt_tokens - 1),
+    }
+    total = sum(sizes.values())
+    if total > limits.sample_logprobs_max:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise invalid(
+            f"the request asks for up to {total} log-probabilities beside those of its tokens, at most "
+            f"{limits.sample_logprobs_max}: most of them by {largest}; ask for fewer at each position, fewer samples, "
+            "or a smaller max_tokens"
+        )

@@ -1,0 +1,1 @@
+"""Decides which worker samples what, and streams tokens back."""

@@ -1,0 +1,1 @@
+"""Decides what runs next: virtual counters, planner, ready set, quarantine, clock, cost model."""

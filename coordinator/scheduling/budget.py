@@ -1,0 +1,65 @@
+"""How many tokens one cycle carries on one worker: the operator's number, or the knee of what was measured.
+
+A cycle costs a fixed time and a time per token. Where the tokens take `KNEE` times as long as what is fixed, a larger
+cycle is hardly faster, and everybody waits longer for the next one. Knows costs; neither who waits nor what is queued.
+The numbers of a result never depend on it: chunks are canonical.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from coordinator.scheduling.cost_model import CycleCosts
+
+logger = logging.getLogger(__name__)
+
+KNEE = 20.0
+"""Tokens at the knee take this many times the fixed cost: less than 5 % of such a cycle is fixed."""
+START_TOKENS = 2048
+"""The budget until the knee is known."""
+TRUST = 2.0
+"""A budget is at most this many times what has been measured (or the start): beyond that the line is only a guess."""
+TOKENS_MAX = 65_536
+"""The most tokens: where a measured token costs nothing, something else must end."""
+NOTABLE = 0.1
+"""Changes by a smaller part are not logged."""
+
+
+class TokenBudget:
+    """The budget of one base model's cycles."""
+
+    def __init__(
+        self, costs: CycleCosts, *, base_model: str, chunk_tokens: int, tokens: int | None, cycle_s_max: float
+    ) -> None:
+        """`tokens`: as the operator wants it; None: measured, between one chunk and what takes `cycle_s_max`."""
+        self._costs = costs
+        self._base_model = base_model
+        self._chunk_tokens = chunk_tokens
+        self._cycle_s_max = cycle_s_max
+        self._is_measured = tokens is None
+        self._tokens = self._logged = tokens or max(START_TOKENS, chunk_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one cycle on one worker; whole chunks are counted, and a cycle takes at least one."""
+        return self._tokens
+
+    def update(self) -> None:
+        """Take in what has been measured. Call between cycles."""
+        if not self._is_measured:
+            return
+        self._tokens = self._measured()
+        if abs(self._tokens - self._logged) > NOTABLE * self._logged:
+            line = self._costs.line
+            shown = "costs unknown" if line is None else f"{line.fixed_s:.4f} s + {line.token_s:.3g} s per token"
+            logger.debug("cycles of %s carry %d tokens (%s)", self._base_model, self._tokens, shown)
+            self._logged = self._tokens
+
+    def _measured(self) -> int:
+        knee, line = float(START_TOKENS), self._costs.line
+        if line is not None and line.is_wide:
+            fixed_s = line.fixed_s + self._costs.commit_s
+            knee = KNEE * fixed_s / line.token_s if line.token_s else float("inf")
+        trusted = max(START_TOKENS, TRUST * self._costs.num_tokens_seen)
+        most = min(trusted, TOKENS_MAX, self._costs.tokens_within(self._cycle_s_max))
+        return max(self._chunk_tokens, int(min(knee, most)))

@@ -1,0 +1,1 @@
+"""The database and its group commit, the schema, and the state folders on disk."""

@@ -1,0 +1,237 @@
+"""State folders on disk: written atomically, read only if they match their checksum. Knows no database and no names of
+users, and reaches the disk only through `disk`.
+
+A folder holds `adapter_model.safetensors` and `adapter_config.json` (together a PEFT directory),
+`optimizer.safetensors` if moments were saved, `gradient.safetensors` in a snapshot that was taken while a gradient was
+pending, and `state.json`. It is written under a temporary name, every file and
+the folder are synced, then it is renamed and the parent synced; only after that may a database row point at it. A
+folder without a row is an orphan of a crash and is removed at the next start.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import tarfile
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.base.errors import Code, ServiceError
+from coordinator.storage.disk import Disk
+from workers.contract.failpoints import failpoint
+from workers.contract.messages import AdapterSpec, AdapterState, ModelInfo
+
+WEIGHTS, CONFIG, OPTIMIZER, GRADIENT, STATE = (
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "optimizer.safetensors",
+    "gradient.safetensors",
+    "state.json",
+)
+PIECE_BYTES = 256 << 10
+"""What is in memory at a time of a file that is handed out."""
+_TEMPORARY = ".writing-"
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Failures to read that say nothing about what is on the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A durable folder."""
+
+    folder: str
+    """Its name below the root."""
+    sha256: str
+    size_bytes: int
+
+
+class StateFiles:
+    """The folders below one root."""
+
+    def __init__(self, root: Path, kind: str, disk: Disk) -> None:
+        """`kind` is what failpoints call them. Raises OSError."""
+        self._root = root
+        self._kind = kind
+        self._disk = disk
+        disk.make_folder(root)
+        disk.sync(root.parent)  # or the root and all in it could be gone with the power
+
+    def write(self, spec: AdapterSpec, model: ModelInfo, state: AdapterState) -> Saved:
+        """Make a state durable. Raises OSError if the disk does not take it; nothing is left behind then."""
+        files = {
+            WEIGHTS: state.weights,
+            CONFIG: _to_json(peft_config(spec, model)),
+            STATE: _to_json(
+                {
+                    "num_steps": state.num_steps,
+                    "applied_seq": state.applied_seq,
+                    "fingerprint": state.fingerprint,
+                    "num_datums": state.num_datums,
+                    "rank": spec.rank,
+                    "alpha": spec.alpha,
+                    "seed": spec.seed,
+                    "base_model": model.name,
+                }
+            ),
+        }
+        if state.optimizer is not None:
+            files[OPTIMIZER] = state.optimizer
+        if state.gradient is not None:
+            files[GRADIENT] = state.gradient
+        name = uuid.uuid4().hex
+        kind, disk = self._kind, self._disk
+        temporary, final = self._root / (_TEMPORARY + name), self._root / name
+        try:
+            disk.make_folder(temporary)
+            for file_name, content in files.items():
+                disk.write(temporary / file_name, content)
+                disk.sync(temporary / file_name)
+            disk.sync(temporary)
+            failpoint(f"{kind}.written")
+            disk.rename(temporary, final)
+            disk.sync(self._root)
+            failpoint(f"{kind}.renamed")
+        except OSError:
+            for path in (temporary, final):
+                disk.remove(path)
+            raise
+        return Saved(name, _digest(files), sum(map(len, files.values())))
+
+    def read(self, folder: str, sha256: str) -> AdapterState:
+        """The state in a folder.
+
+        Raises ServiceError DATA_LOSS if it is not what was written, UNAVAILABLE if it cannot be read now.
+        """
+        files = self._verified(folder, sha256)
+        state = json.loads(files[STATE])
+        return AdapterState(
+            weights=files[WEIGHTS],
+            optimizer=files.get(OPTIMIZER),
+            num_steps=state["num_steps"],
+            applied_seq=state["applied_seq"],
+            fingerprint=state["fingerprint"],
+            gradient=files.get(GRADIENT),
+            num_datums=state.get("num_datums", 0),  # folders from before gradients were kept do not say
+        )
+
+    def tar(self, folder: str, sha256: str, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
+        """The folder's PEFT files as a tar archive, in pieces of at most `piece_bytes`. Raises as `piecewise`."""
+        self._verify(folder, sha256, piece_bytes)
+        for name in (CONFIG, WEIGHTS):
+            member = tarfile.TarInfo(name)
+            member.size = self._disk.size(self._root / folder / name)
+            yield member.tobuf()
+            yield from self._pieces(folder, name, piece_bytes)
+            if padding := bytes(-member.size % tarfile.BLOCKSIZE):
+                yield padding
+        yield from [bytes(tarfile.BLOCKSIZE)] * 2  # what an archive ends with
+
+    def piecewise(self, folder: str, sha256: str, name: str, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
+        """A file of a folder whose files are what was written, one piece in memory at a time.
+
+        Raises ServiceError as `read`, before the first piece, and OSError if the folder is removed meanwhile.
+        """
+        self._verify(folder, sha256, piece_bytes)
+        yield from self._pieces(folder, name, piece_bytes)
+
+    def remove(self, folder: str) -> None:
+        """Delete a folder that no row points at any more."""
+        assert folder, "an empty name would be the root"
+        self._disk.remove(self._root / folder)
+
+    def remove_orphans(self, known: set[str]) -> None:
+        """Delete what a crash left between writing and the row."""
+        for name in self._disk.names(self._root):
+            if name not in known:
+                self._disk.remove(self._root / name)
+
+    def _verified(self, folder: str, sha256: str) -> dict[str, bytes]:
+        files: dict[str, bytes] = {}
+        try:
+            for name in self._disk.names(self._root / folder):
+                files[name] = self._disk.read(self._root / folder / name)
+        except OSError as error:
+            if error.errno in _PASSING:
+                raise _cannot_read_now(error) from None
+            raise _damaged() from None
+        if _digest(files) != sha256:
+            raise _damaged()
+        return files
+
+    def _verify(self, folder: str, sha256: str, piece_bytes: int) -> None:
+        digest = hashlib.sha256()
+        try:
+            for name in sorted(self._disk.names(self._root / folder)):
+                digest.update(f"{name}\0{self._disk.size(self._root / folder / name)}\0".encode())
+                for piece in self._pieces(folder, name, piece_bytes):
+                    digest.update(piece)
+        except OSError as error:
+            if error.errno in _PASSING:
+                raise _cannot_read_now(error) from None
+            raise _damaged() from None
+        if digest.hexdigest() != sha256:
+            raise _damaged()
+
+    def _pieces(self, folder: str, name: str, piece_bytes: int) -> Iterator[bytes]:
+        start = 0
+        while piece := self._disk.read_piece(self._root / folder / name, start, piece_bytes):
+            yield piece
+            start += len(piece)
+
+
+def peft_config(spec: AdapterSpec, model: ModelInfo) -> dict[str, Any]:
+    """`adapter_config.json` for PEFT's `LoraConfig`: the modules by leaf name, scaling alpha / rank."""
+    modules = (
+        (model.attn_modules if spec.train_attn else ())
+        + (model.mlp_modules if spec.train_mlp else ())
+        + (model.unembed_modules if spec.train_unembed else ())
+    )
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.name,
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "target_modules": sorted(modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "use_rslora": False,
+        "use_dora": False,
+    }
+
+
+def _damaged() -> ServiceError:
+    return ServiceError(
+        Code.DATA_LOSS,
+        "CHECKSUM_MISMATCH",
+        "the stored state does not match its checksum and was not loaded: its files were damaged on disk; "
+        "use another checkpoint",
+    )
+
+
+def _cannot_read_now(error: OSError) -> ServiceError:
+    return ServiceError(
+        Code.UNAVAILABLE,
+        "STORAGE_BUSY",
+        f"the server cannot read the stored state at the moment ({error.strerror}): try again later",
+        retry_delay_s=1.0,
+    )
+
+
+def _to_json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _digest(files: dict[str, bytes]) -> str:
+    """SHA-256 over names, sizes and contents, in order of names."""
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{name}\0{len(files[name])}\0".encode())
+        digest.update(files[name])
+    return digest.hexdigest()

@@ -1,0 +1,593 @@
+"""Weights are sampled before their file is there, and no crash, deletion or full disk takes them away again.
+
+`is_named`: they are a checkpoint for sampling, and not those of an unnamed sampler.
+"""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.base.errors import Code, ServiceError
+from coordinator.operations.adapter_log import AdapterQueue
+from coordinator.sampling.scheduler import VERSIONS_MAX
+from coordinator.storage.database import StorageError
+from tests.support.publishing import (
+    ROUND,
+    begin_to_publish,
+    chain_after,
+    expected,
+    folder_of,
+    held_batches,
+    held_files,
+    publish,
+    publishing_of,
+    refuse_files,
+    sampled,
+    sampler_of,
+    snapshot_seq,
+    train,
+    until,
+)
+from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, fail_appends, running_pool, tokens_of
+from tinkerpool.v1 import adapters_pb2, sessions_pb2, training_pb2
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.contract.messages import AdapterInstall, Batch, BatchResult, ErrorCode, ItemError, SaveItem
+
+SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
+named_or_not = pytest.mark.parametrize("is_named", [False, True], ids=["unnamed", "named"])
+
+
+@named_or_not
+async def test_weights_are_sampled_and_trained_on_before_their_file_is_there(tmp_path: Path, is_named: bool) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        spec = pool.spec_of(adapter)
+        with held_files(pool):
+            samplers = [await train(pool, adapter, index, is_named=is_named) for index in range(3)]
+            found = [await sampled(pool, sampler, 1) for sampler in samplers]
+            assert [folder_of(pool, sampler) for sampler in samplers] == [""] * 3
+        await pool.written()
+        assert all(folder_of(pool, sampler) for sampler in samplers)
+        assert not publishing_of(pool).is_unwritten(adapter), "what has a file is not held in memory"
+    assert found == [expected(chain_after(spec, n), s) for n, s in enumerate(samplers, 1)]
+
+
+@named_or_not
+async def test_after_a_crash_weights_without_a_file_are_made_again_with_the_same_bits(
+    tmp_path: Path, is_named: bool
+) -> None:
+    """Also those that were trained on since, and for samples that nobody has answered."""
+    async with running_pool(tmp_path, num_workers=2, is_crash=True) as pool:
+        refuse_files(pool)
+        adapter = await pool.adapter()
+        spec = pool.spec_of(adapter)
+        samplers = [await train(pool, adapter, index, is_named=is_named) for index in range(3)]
+        before = [await sampled(pool, sampler, 1) for sampler in samplers]
+        await pool.forward_backward(adapter, 13, *LENGTHS)
+        pool.hold()
+        waiting = [await pool.sample(sampler, 2, seed=7) for sampler in samplers]
+    async with running_pool(tmp_path, num_workers=2) as pool:
+        await pool.take_over()
+        answered = [tokens_of(each) for each in await asyncio.wait_for(pool.wait(*waiting), 10)]
+        after = [await sampled(pool, sampler, 3) for sampler in samplers]
+        await pool.written()
+        assert all(folder_of(pool, sampler) for sampler in samplers)
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        assert pool.engines["w0"][-1].batches == [], "the stop before has left nothing to run again"
+        from_files = [await sampled(pool, sampler, 4) for sampler in samplers]
+    assert before == [expected(chain_after(spec, n), s) for n, s in enumerate(samplers, 1)]
+    assert before == answered == after == from_files
+
+
+@named_or_not
+async def test_a_second_crash_while_weights_are_made_again_changes_nothing(tmp_path: Path, is_named: bool) -> None:
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        refuse_files(pool)
+        adapter = await pool.adapter()
+        spec = pool.spec_of(adapter)
+        sampler = await train(pool, adapter, 0, is_named=is_named)
+    for _ in range(2):
+        async with running_pool(tmp_path, is_crash=True) as pool:
+            refuse_files(pool)
+            await pool.take_over()
+            await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 5, *LENGTHS)), 10)
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
+
+
+@named_or_not
+async def test_no_snapshot_cuts_the_log_before_the_file_is_there_and_then_one_does(
+    tmp_path: Path, is_named: bool
+) -> None:
+    async with running_pool(tmp_path, replay_s_max=0.0) as pool:
+        adapter = await pool.adapter()
+        with held_files(pool) as may_write:
+            await train(pool, adapter, 0, is_named=is_named)
+            await pool.wait(*[await pool.submit(adapter, seq) for seq in (5, 6)])
+            [loop] = pool.coordinator.core.loops.values()
+            await until(lambda: bool(loop._snapshots._writing))
+            assert snapshot_seq(pool, adapter) < ROUND
+            bodies = pool.coordinator.core.store.read("SELECT body FROM operations WHERE seq = ?", (ROUND,))
+            assert [row["body"] for row in bodies] != [None]
+            may_write.set()
+            await pool.written()
+        assert not loop._snapshots._num_failures, "a snapshot waits, and is not refused"
+        assert snapshot_seq(pool, adapter) >= ROUND
+
+
+@named_or_not
+async def test_weights_survive_a_crash_though_everything_is_snapshotted_at_once(tmp_path: Path, is_named: bool) -> None:
+    async with running_pool(tmp_path, is_crash=True, replay_s_max=0.0) as pool:
+        adapter = await pool.adapter()
+        spec = pool.spec_of(adapter)
+        await train(pool, adapter, 0, is_named=is_named)
+        await pool.written()
+        refuse_files(pool)
+        samplers = [await train(pool, adapter, index, is_named=is_named) for index in (1, 2)]
+        for seq in range(13, 19):
+            await pool.wait(await pool.submit(adapter, seq))
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        found = [await sampled(pool, sampler, 1) for sampler in samplers]
+    assert found == [expected(chain_after(spec, n), s) for n, s in zip((2, 3), samplers, strict=True)]
+
+
+@named_or_not
+async def test_a_load_waits_for_the_file_of_what_was_published_before_it_and_nobody_else_does(
+    tmp_path: Path, is_named: bool
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, other, principal = await pool.adapter(), await pool.adapter(), await pool.principal()
+        spec = pool.spec_of(adapter)
+        saved = await pool.save(other, 1, "start")
+        with held_files(pool) as may_write:
+            pool.hold()  # so that all of it is due in one step phase
+            names = [await pool.forward_backward(adapter, 1, *LENGTHS), await pool.optim_step(adapter, 2)]
+            names.append(await begin_to_publish(pool, adapter, 3, is_named=is_named))
+            load = training_pb2.LoadStateRequest(adapter_id=adapter, seq=4, path=saved.save_state.path)
+            loading = (await pool.service.load_state(principal, load)).operation.name
+            await pool.release()
+            *_, published = await asyncio.wait_for(pool.wait(*names), 10)
+            await asyncio.wait_for(pool.wait(*[await pool.submit(other, seq) for seq in (2, 3)]), 10)
+            assert snapshot_seq(pool, adapter) == 0
+            assert pool.coordinator.core.table.get(loading) is not None
+            may_write.set()
+            [loaded] = await asyncio.wait_for(pool.wait(loading), 10)
+        assert loaded.state == SUCCEEDED
+        assert snapshot_seq(pool, adapter) == 4
+        sampler = await sampler_of(pool, published)
+        assert await sampled(pool, sampler, 1) == expected(expected_chain(spec, [((1,), 2)]), sampler)
+
+
+@named_or_not
+async def test_a_full_disk_is_waited_for_beside_the_cycles(
+    tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.checkpoints.publishing.RETRY_S", 0.001)
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        make_room = refuse_files(pool)
+        sampler = await train(pool, adapter, 0, is_named=is_named)
+        first = await sampled(pool, sampler, 1)
+        await asyncio.sleep(0.02)
+        assert folder_of(pool, sampler) == ""
+        make_room()
+        await pool.written()
+        assert folder_of(pool, sampler)
+        pool.engines["w0"][-1].versions.clear()
+        assert await sampled(pool, sampler, 2) == first
+
+
+@named_or_not
+async def test_a_row_that_the_database_does_not_take_is_tried_again_and_leaves_no_folder(
+    tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.checkpoints.publishing.RETRY_S", 0.001)
+    async with running_pool(tmp_path) as pool:
+        adapter, store = await pool.adapter(), pool.coordinator.core.store
+        method = "commit_checkpoint_file" if is_named else "commit_sampler_file"
+        commit_file: Callable[..., asyncio.Future[int]] = getattr(store, method)
+        refused = []
+
+        def refuse(*arguments: Any) -> asyncio.Future[int]:
+            refused.append(arguments)
+            if len(refused) > 3:
+                return commit_file(*arguments)
+            future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            future.set_exception(StorageError("database or disk is full"))
+            return future
+
+        monkeypatch.setattr(store, method, refuse)
+        sampler = await train(pool, adapter, 0, is_named=is_named)
+        await pool.written()
+        root = tmp_path / ("checkpoints" if is_named else "samplers")
+        assert [path.name for path in root.iterdir()] == [folder_of(pool, sampler)]
+        assert len(refused) == 4
+
+
+@named_or_not
+async def test_a_lost_worker_takes_no_weights_with_it(tmp_path: Path, is_named: bool) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        spec = pool.spec_of(adapter)
+        with held_files(pool):
+            sampler = await train(pool, adapter, 0, is_named=is_named)
+            await pool.kill_worker()
+            assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
+        assert len(pool.engines["w0"]) == 2
+
+
+@named_or_not
+async def test_a_stop_writes_what_has_no_file_and_leaves_nothing_to_run_again(tmp_path: Path, is_named: bool) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        spec = pool.spec_of(adapter)
+        with held_files(pool) as may_write:
+            sampler = await train(pool, adapter, 0, is_named=is_named)
+            threading.Timer(0.1, may_write.set).start()
+            await pool.coordinator.stop()
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        assert folder_of(pool, sampler)
+        assert pool.engines["w0"][-1].batches == []
+        assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
+
+
+async def test_a_stop_waits_for_a_file_that_nobody_needs_any_more_and_leaves_none(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        with held_files(pool) as may_write:
+            await train(pool, adapter, 0)
+            session_id = adapter.partition(":")[0]
+            await pool.service.finish_session(principal, sessions_pb2.FinishSessionRequest(session_id=session_id))
+            stopping = asyncio.create_task(pool.coordinator.stop())
+            await asyncio.sleep(0.5)
+            assert not stopping.done()
+            may_write.set()
+            await stopping
+        assert list((tmp_path / "samplers").iterdir()) == []
+
+
+@named_or_not
+async def test_a_stop_on_a_full_disk_leaves_it_to_the_log(tmp_path: Path, is_named: bool) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        spec = pool.spec_of(adapter)
+        refuse_files(pool)
+        sampler = await train(pool, adapter, 0, is_named=is_named)
+        await asyncio.wait_for(pool.coordinator.stop(), 10)
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
+
+
+@named_or_not
+async def test_an_adapter_deleted_before_the_file_is_there_leaves_its_samplers(tmp_path: Path, is_named: bool) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        spec = pool.spec_of(adapter)
+        with held_files(pool) as may_write:
+            sampler = await train(pool, adapter, 0, is_named=is_named)
+            request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
+            deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))
+            await until(lambda: adapter not in pool.coordinator.core.adapters)
+            await asyncio.sleep(0.02)
+            assert not deletion.done()
+            may_write.set()
+            await asyncio.wait_for(deletion, 10)
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
+
+
+@named_or_not
+async def test_an_adapter_is_not_deleted_while_the_disk_takes_no_file(tmp_path: Path, is_named: bool) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        refuse_files(pool)
+        await train(pool, adapter, 0, is_named=is_named)
+        with pytest.raises(ServiceError) as raised:
+            await asyncio.wait_for(
+                pool.service.delete_adapter(principal, adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)), 10
+            )
+        [after] = await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 5, 3)), 10)
+    assert raised.value.retry_delay_s is not None
+    assert after.state == SUCCEEDED
+
+
+@named_or_not
+async def test_an_adapter_is_not_deleted_before_its_weights_are_made_again(tmp_path: Path, is_named: bool) -> None:
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        adapter = await pool.adapter()
+        spec = pool.spec_of(adapter)
+        refuse_files(pool)
+        sampler = await train(pool, adapter, 0, is_named=is_named)
+    request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
+    with held_batches() as may_run:
+        async with running_pool(tmp_path) as pool:
+            await pool.take_over()
+            principal = await pool.principal()
+            with pytest.raises(ServiceError) as raised:
+                await pool.service.delete_adapter(principal, request)
+            may_run.set()
+            assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
+            await asyncio.wait_for(pool.service.delete_adapter(principal, request), 10)
+            assert folder_of(pool, sampler)
+    assert raised.value.retry_delay_s is not None
+
+
+async def test_a_sample_that_waits_for_weights_can_be_cancelled_and_ends_with_its_session(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        adapter = await pool.adapter()
+        refuse_files(pool)
+        sampler = await train(pool, adapter, 0)
+    with held_batches() as may_run:
+        async with running_pool(tmp_path) as pool:
+            await pool.take_over()
+            principal = await pool.principal()
+            names = [await pool.sample(sampler, seq, seed=7) for seq in (1, 2)]
+            await pool.service.cancel_operation(principal, ops_pb.CancelOperationRequest(name=names[0]))
+            [first] = await asyncio.wait_for(pool.wait(names[0]), 10)
+            session_id = adapter.partition(":")[0]
+            await pool.service.finish_session(principal, sessions_pb2.FinishSessionRequest(session_id=session_id))
+            [second] = await asyncio.wait_for(pool.wait(names[1]), 10)
+            may_run.set()
+            [after] = await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 5, 3)), 10)
+            assert list((tmp_path / "samplers").iterdir()) == []
+    assert [first.error.code, second.error.code] == [1, 1]
+    assert after.state == SUCCEEDED
+
+
+async def test_a_session_that_ends_before_the_file_is_there_leaves_none_and_frees_the_log(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, replay_s_max=0.0) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        with held_files(pool) as may_write:
+            await train(pool, adapter, 0)
+            session_id = adapter.partition(":")[0]
+            await pool.service.finish_session(principal, sessions_pb2.FinishSessionRequest(session_id=session_id))
+            for seq in itertools.count(5):  # a snapshot is begun behind a cycle, if none is being written then
+                await pool.wait(await pool.forward_backward(adapter, seq, 3))
+                if snapshot_seq(pool, adapter) >= ROUND:
+                    break
+                assert seq < 1000
+            may_write.set()
+        await pool.written()
+        assert list((tmp_path / "samplers").iterdir()) == []
+
+
+async def test_the_newest_weights_are_followed_over_a_crash(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        refuse_files(pool)
+        adapter = await pool.adapter()
+        spec = pool.spec_of(adapter)
+        first = await train(pool, adapter, 0, is_inflight=True)
+        await train(pool, adapter, 1, is_inflight=True)
+        before = await sampled(pool, first, 1)
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        after = await sampled(pool, first, 2)
+        await train(pool, adapter, 2, is_inflight=True)
+        newest = await sampled(pool, first, 3)
+    assert before == after == expected(chain_after(spec, 2), first)
+    assert newest == expected(chain_after(spec, 3), first)
+
+
+@named_or_not
+async def test_weights_that_cannot_be_made_again_are_said_to_be_lost(tmp_path: Path, is_named: bool) -> None:
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        refuse_files(pool)
+        adapter = await pool.adapter()
+        sampler = await train(pool, adapter, 0, is_named=is_named)
+    with held_batches() as may_run:
+        async with running_pool(tmp_path) as pool:
+            await pool.take_over()
+            waiting = await pool.sample(sampler, 1, seed=7)
+            engine = pool.engines["w0"][-1]
+            run = engine.run
+
+            def failing(batch: Batch) -> BatchResult:
+                ran = run(batch)
+                error = ItemError(code=ErrorCode.OUT_OF_ORDER, message="it is elsewhere")
+                results = tuple(
+                    replace(result, state=None, error=error) if isinstance(item, SaveItem) else result
+                    for item, result in zip(batch.items, ran.results, strict=True)
+                )
+                return replace(ran, results=results)
+
+            engine.run = failing  # type: ignore[method-assign]
+            may_run.set()
+            [lost] = await asyncio.wait_for(pool.wait(waiting), 10)
+            [again] = await asyncio.wait_for(pool.wait(await pool.sample(sampler, 2, seed=7)), 10)
+            del engine.run
+    assert [each.error.reason for each in (lost, again)] == ["STATE_LOST", "STATE_LOST"]
+
+
+@named_or_not
+async def test_what_is_too_much_to_hold_is_written_before_it_is_committed(
+    tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, other = await pool.adapter(), await pool.adapter()
+        with held_files(pool):
+            held = await train(pool, adapter, 0, is_named=is_named)
+            [version] = publishing_of(pool)._versions.values()
+            monkeypatch.setattr("coordinator.checkpoints.publishing.HELD_BYTES_MAX", version.num_bytes + 1)
+            saving = asyncio.create_task(publish(pool, other, 1, is_named=is_named))
+            await asyncio.sleep(0.05)
+            assert not saving.done()
+        second = await saving
+        assert folder_of(pool, second)
+        await pool.written()
+        assert folder_of(pool, held)
+
+
+@named_or_not
+async def test_weights_that_a_log_does_not_bring_again_bit_for_bit_have_their_file_first(
+    tmp_path: Path, is_named: bool
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        models = pool.coordinator.core.models
+        models["toy"] = replace(models["toy"], is_exact=False)
+        sampler = await train(pool, await pool.adapter(), 0, is_named=is_named)
+        assert folder_of(pool, sampler)
+        assert not publishing_of(pool)._versions
+
+
+async def save_behind_a_failed_append(
+    pool: ToyPool, adapter: str, monkeypatch: pytest.MonkeyPatch, *, is_named: bool = False
+) -> str:
+    """The name of a save at 4, accepted, that ran behind a step at 3 whose append failed meanwhile."""
+    store = pool.coordinator.core.store
+    await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2)])
+    may_commit = threading.Event()
+    with monkeypatch.context() as patch:
+        fail_appends(patch, store, 3)
+        is_busy = store.write(lambda db: may_commit.wait(10))
+        step = asyncio.create_task(pool.optim_step(adapter, 3, learning_rate=0.5))
+        save = asyncio.create_task(begin_to_publish(pool, adapter, 4, is_named=is_named))
+        await until(lambda: bool(publishing_of(pool)._versions))
+        may_commit.set()
+        await is_busy
+        with suppress(ServiceError):
+            await step
+        return await save
+
+
+@named_or_not
+async def test_a_save_behind_an_append_that_failed_publishes_nothing(
+    tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ran, with the effect of what nobody accepted, and its weights must be nowhere."""
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        spec = pool.spec_of(adapter)
+        name = await save_behind_a_failed_append(pool, adapter, monkeypatch, is_named=is_named)
+        await pool.optim_step(adapter, 3)
+        [saved] = await asyncio.wait_for(pool.wait(name), 10)
+        sampler = await sampler_of(pool, saved)
+        await pool.written()
+        assert await sampled(pool, sampler, 1) == expected(expected_chain(spec, [((1, 2), 3)]), sampler)
+        pool.engines["w0"][-1].versions.clear()
+        assert await sampled(pool, sampler, 2) == expected(expected_chain(spec, [((1, 2), 3)]), sampler)
+
+
+@named_or_not
+async def test_hundreds_of_samplers_cost_a_worker_no_more_than_the_last_ones_also_after_a_restart(
+    tmp_path: Path, is_named: bool
+) -> None:
+    num_samplers = 4 * VERSIONS_MAX
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        spec = pool.spec_of(adapter)
+        samplers = [await train(pool, adapter, index, is_named=is_named) for index in range(num_samplers)]
+        await pool.written()
+        assert not publishing_of(pool)._versions
+        right = [expected(chain_after(spec, n), s) for n, s in enumerate(samplers[:70], 1)]
+        assert [await sampled(pool, sampler, 1) for sampler in samplers[:70]] == right
+        await pool.wait(await pool.forward_backward(adapter, ROUND * num_samplers + 1, 3))
+        assert len(pool.engines["w0"][-1].versions) <= VERSIONS_MAX
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        assert pool.engines["w0"][-1].versions == {}, "what nobody asks for is not read"
+        assert [await sampled(pool, sampler, 2) for sampler in samplers[:70]] == right
+        await pool.wait(await pool.forward_backward(adapter, ROUND * num_samplers + 2, 3))
+        assert len(pool.engines["w0"][-1].versions) <= VERSIONS_MAX
+
+
+def hold_installs(pool: ToyPool) -> tuple[threading.Event, threading.Event]:
+    """No adapter's state gets to a worker before the second event is set; the first tells that one is to."""
+    [loop] = pool.coordinator.core.loops.values()
+    installer, has_begun, may_go = loop._builder.installer, threading.Event(), threading.Event()
+
+    def held(adapter: AdapterQueue) -> Callable[[], AdapterInstall]:
+        install = installer(adapter)
+
+        def slow() -> AdapterInstall:
+            has_begun.set()
+            may_go.wait(20)
+            return install()
+
+        return slow
+
+    loop._builder.installer = held  # type: ignore[method-assign]
+    return has_begun, may_go
+
+
+@named_or_not
+@pytest.mark.parametrize("whose_copy", ["its own", "another's"])
+async def test_a_load_that_comes_while_a_copy_is_read_waits_for_the_file_too(
+    tmp_path: Path, is_named: bool, whose_copy: str
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        core, principal = pool.coordinator.core, await pool.principal()
+        adapter, other, third = [await pool.adapter() for _ in range(3)]
+        start = (await pool.save(other, 1, "start")).save_state.path
+        await pool.wait(await pool.forward_backward(third, 1, 3))
+        with held_files(pool) as may_write:
+            sampler = await publish(pool, adapter, 1, is_named=is_named)
+            has_begun, may_go = hold_installs(pool)
+            core.adapters[adapter if whose_copy == "its own" else other].lose_copy()
+            pool.hold()
+            await pool.forward_backward(third, 2, 3)
+            await asyncio.sleep(0.05)  # its pass has begun, so what comes now is of the same cycle's step phase
+            names = [await pool.optim_step(other, 2), await pool.optim_step(adapter, 2)]
+            await pool.release()
+            await until(has_begun.is_set)
+            load = training_pb2.LoadStateRequest(adapter_id=adapter, seq=3, path=start)
+            names.append((await pool.service.load_state(principal, load)).operation.name)
+            may_go.set()
+            await asyncio.wait_for(pool.wait(await pool.forward_backward(third, 3, 3)), 10)  # a cycle later
+            assert not folder_of(pool, sampler)
+            assert core.failure is not None
+            assert not core.failure.done()
+            may_write.set()
+            [*_, loaded] = await asyncio.wait_for(pool.wait(*names), 10)
+        assert loaded.state == SUCCEEDED
+
+
+async def test_a_writer_that_fails_as_nobody_expected_lets_a_deletion_and_the_stop_end(tmp_path: Path) -> None:
+    async def delete_while_it_fails() -> None:
+        async with running_pool(tmp_path) as pool:
+            core, adapter, principal = pool.coordinator.core, await pool.adapter(), await pool.principal()
+            may_fail = threading.Event()
+
+            def fail(*_: Any) -> Any:
+                may_fail.wait(10)
+                raise MemoryError
+
+            core.saver.samplers.write = fail  # type: ignore[method-assign,assignment]
+            await train(pool, adapter, 0)
+            request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
+            deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))
+            await until(lambda: any(version.waiters for version in publishing_of(pool)._versions.values()))
+            may_fail.set()
+            with pytest.raises((StorageError, ServiceError)):
+                await asyncio.wait_for(deletion, 5)
+            assert core.failure is not None
+            await asyncio.wait_for(core.failure, 5)
+
+    with pytest.raises(MemoryError):
+        await asyncio.wait_for(delete_while_it_fails(), 20)
+
+
+async def test_a_save_that_was_undone_and_can_run_no_more_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, core = await pool.adapter(), pool.coordinator.core
+        name = await save_behind_a_failed_append(pool, adapter, monkeypatch)
+        await until(lambda: not publishing_of(pool)._versions)
+        [loop] = core.loops.values()
+        loop._answers.give_up(core.adapters[adapter], ServiceError(Code.DATA_LOSS, "CHECKSUM_MISMATCH", "damaged"))
+        loop.touch(core.adapters[adapter])
+        [saved] = await asyncio.wait_for(pool.wait(name), 5)
+    assert (saved.state, saved.error.reason) == (FAILED, "CHECKSUM_MISMATCH")

@@ -1,0 +1,253 @@
+"""A checkpoint for sampling is there before its file: it is read, deleted, kept and replaced as any other."""
+
+import asyncio
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.base.errors import Code, ServiceError
+from tests.support.publishing import (
+    ROUND,
+    begin_to_publish,
+    chain_after,
+    expected,
+    folder_of,
+    held_batches,
+    held_files,
+    publish,
+    publishing_of,
+    refuse_files,
+    sampled,
+    sampler_of,
+    snapshot_seq,
+    train,
+    until,
+)
+from tests.support.toy_pool import ToyPool, running_pool
+from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sessions_pb2
+from tinkerpool.v1 import operations_pb2 as ops_pb
+
+
+def path_of(adapter: str, seq: int = ROUND) -> str:
+    return f"tinker://{adapter}/sampler_weights/w{seq}"
+
+
+async def checkpoint(pool: ToyPool, path: str) -> checkpoints_pb2.Checkpoint:
+    request = checkpoints_pb2.GetCheckpointRequest(path=path)
+    response: checkpoints_pb2.GetCheckpointResponse = await pool.service.get_checkpoint(await pool.principal(), request)
+    return response.checkpoint
+
+
+async def export(pool: ToyPool, path: str) -> dict[str, bytes]:
+    request = checkpoints_pb2.ExportCheckpointRequest(path=path)
+    pieces = [piece.data async for piece in pool.service.export_checkpoint(await pool.principal(), request)]
+    with tarfile.open(fileobj=io.BytesIO(b"".join(pieces))) as archive:
+        return {name: archive.extractfile(name).read() for name in archive.getnames()}  # type: ignore[union-attr]
+
+
+async def delete(pool: ToyPool, path: str) -> None:
+    request = checkpoints_pb2.DeleteCheckpointRequest(path=path)
+    await asyncio.wait_for(pool.service.delete_checkpoint(await pool.principal(), request), 10)
+
+
+async def adapter_from(pool: ToyPool, path: str) -> str:
+    request = adapters_pb2.CreateAdapterRequest(session_id=await pool.session(), from_path=path, request_id=path)
+    return str((await pool.service.create_adapter(await pool.principal(), request)).adapter.adapter_id)
+
+
+def chain_in(weights: bytes) -> bytes:
+    return bytes.fromhex(json.loads(weights)["chain"])
+
+
+async def test_it_is_listed_read_and_trained_from_before_its_file_is_there_and_handed_out_after(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        spec = pool.spec_of(adapter)
+        with held_files(pool) as may_write:
+            await train(pool, adapter, 0, is_named=True)
+            before = await checkpoint(pool, path_of(adapter))
+            exporting = asyncio.create_task(export(pool, path_of(adapter)))
+            await asyncio.sleep(0.05)
+            assert not exporting.done()
+            may_write.set()
+            archive = await asyncio.wait_for(exporting, 10)
+        after = await checkpoint(pool, path_of(adapter))
+    assert (before.sha256, before.size_bytes > 0) == ("", True)
+    assert len(after.sha256) == 64
+    assert after.size_bytes > before.size_bytes
+    assert chain_in(archive["adapter_model.safetensors"]) == chain_after(spec, 1)
+
+
+async def test_an_adapter_is_made_of_it_before_its_file_is_there(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        spec = pool.spec_of(adapter)
+        with held_files(pool):
+            await train(pool, adapter, 0, is_named=True)
+            copy = await adapter_from(pool, path_of(adapter))
+            sampler = await publish(pool, copy, 1)
+            assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
+            assert (await checkpoint(pool, path_of(adapter))).sha256 == ""
+
+
+async def test_it_outlives_its_session_and_a_crash_without_a_file(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        refuse_files(pool)
+        adapter = await pool.adapter()
+        spec = pool.spec_of(adapter)
+        await train(pool, adapter, 0, is_named=True)
+        request = sessions_pb2.FinishSessionRequest(session_id=adapter.partition(":")[0])
+        await pool.service.finish_session(await pool.principal(), request)
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        sampler = await pool.sampler(await pool.session(), model_path=path_of(adapter))
+        assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
+        archive = await asyncio.wait_for(export(pool, path_of(adapter)), 10)
+    assert chain_in(archive["adapter_model.safetensors"]) == chain_after(spec, 1)
+
+
+async def test_until_it_is_made_again_after_a_crash_whoever_reads_it_is_told_to_come_again(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        refuse_files(pool)
+        adapter = await pool.adapter()
+        await train(pool, adapter, 0, is_named=True)
+    with held_batches() as may_run:
+        async with running_pool(tmp_path) as pool:
+            await pool.take_over()
+            refusals = []
+            for reader in (export(pool, path_of(adapter)), adapter_from(pool, path_of(adapter))):
+                with pytest.raises(ServiceError) as raised:
+                    await asyncio.wait_for(reader, 10)
+                refusals.append((raised.value.code, raised.value.retry_delay_s is not None))
+            listed = await checkpoint(pool, path_of(adapter))
+            may_run.set()
+            await until(lambda: not publishing_of(pool)._versions)
+            await adapter_from(pool, path_of(adapter))
+    assert refusals == [(Code.UNAVAILABLE, True)] * 2
+    assert listed.sha256 == ""
+
+
+async def test_a_full_disk_refuses_who_needs_the_file_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.checkpoints.publishing.RETRY_S", 0.01)
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        make_room = refuse_files(pool)
+        sampler = await train(pool, adapter, 0, is_named=True)
+        with pytest.raises(ServiceError) as raised:
+            await asyncio.wait_for(export(pool, path_of(adapter)), 10)
+        assert await sampled(pool, sampler, 1)
+        make_room()
+        await pool.written()
+        assert await export(pool, path_of(adapter))
+    assert raised.value.retry_delay_s is not None
+
+
+async def test_deleted_before_its_file_is_there_it_leaves_none_and_frees_the_log(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, replay_s_max=0.0) as pool:
+        adapter = await pool.adapter()
+        with held_files(pool) as may_write:
+            sampler = await train(pool, adapter, 0, is_named=True)
+            await delete(pool, path_of(adapter))
+            [gone] = await asyncio.wait_for(pool.wait(await pool.sample(sampler, 1)), 10)
+            for seq in range(ROUND + 1, 1000):  # a snapshot is begun behind a cycle, if none is being written then
+                await pool.wait(await pool.forward_backward(adapter, seq, 3))
+                if snapshot_seq(pool, adapter) >= ROUND:
+                    break
+            assert snapshot_seq(pool, adapter) >= ROUND
+            may_write.set()
+        await pool.written()
+        assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert gone.error.reason == "NOT_FOUND"
+
+
+async def test_deleted_while_its_row_gets_the_file_it_leaves_none(tmp_path: Path) -> None:
+    """Whichever of the two transactions is first."""
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        store = pool.coordinator.core.store
+        commit, delays = store.commit_checkpoint_file, iter((0.0, 0.002, 0.004, 0.0, 0.001))
+        deletions: list[asyncio.Task[None]] = []
+
+        def commit_while_deleting(path: str, *values: Any) -> asyncio.Future[int]:
+            async def delete_soon(delay_s: float) -> None:
+                await asyncio.sleep(delay_s)
+                await delete(pool, path)
+
+            deletions.append(asyncio.create_task(delete_soon(next(delays))))
+            return commit(path, *values)
+
+        store.commit_checkpoint_file = commit_while_deleting  # type: ignore[method-assign,assignment]
+        for index in range(5):
+            await train(pool, adapter, index, is_named=True)
+            await pool.written()
+            await asyncio.gather(*deletions)
+        assert list((tmp_path / "checkpoints").iterdir()) == []
+        assert not publishing_of(pool)._versions
+    assert len(deletions) == 5
+
+
+async def test_a_file_that_no_row_takes_is_removed(tmp_path: Path) -> None:
+    """Whatever has deleted the row meanwhile."""
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        with held_files(pool):
+            await train(pool, adapter, 0, is_named=True)
+            await pool.coordinator.core.store.delete_checkpoint(path_of(adapter), ROUND)
+        await pool.written()
+        assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+async def test_its_path_can_be_another_ones_before_its_file_is_there(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        spec, path = pool.spec_of(adapter), path_of(adapter)
+        with held_files(pool):
+            old = await train(pool, adapter, 0, is_named=True)
+            await delete(pool, path)
+            principal = await pool.principal()
+            await pool.forward_backward(adapter, 5, 3)
+            await pool.optim_step(adapter, 6)
+            request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=7, name=f"w{ROUND}")
+            saving = (await pool.service.save_weights_for_sampler(principal, request)).operation.name
+            [saved] = await asyncio.wait_for(pool.wait(saving), 10)
+            new = await sampler_of(pool, saved)
+            newest = await sampled(pool, new, 1)
+        await pool.written()
+        [folder] = [each.name for each in (tmp_path / "checkpoints").iterdir()]
+        assert folder == folder_of(pool, new)
+        archive = await export(pool, path)
+        [gone] = await asyncio.wait_for(pool.wait(await pool.sample(old, 1)), 10)
+    chain = chain_in(archive["adapter_model.safetensors"])
+    assert chain != chain_after(spec, 1)
+    assert newest == expected(chain, new)
+    assert gone.error.reason == "NOT_FOUND"
+
+
+async def test_its_time_to_live_may_end_before_its_file_is_there(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, sweep_interval_s=0.01) as pool:
+        adapter = await pool.adapter()
+        with held_files(pool):
+            saving = await begin_to_publish(pool, adapter, 1, is_named=True, ttl_seconds=1)
+            [saved] = await asyncio.wait_for(pool.wait(saving), 10)
+            await until(lambda: not publishing_of(pool)._versions)
+        await pool.written()
+        assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert saved.state == ops_pb.OPERATION_STATE_SUCCEEDED
+
+
+async def test_an_export_has_its_file_first(tmp_path: Path) -> None:
+    """It is there to be taken away."""
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        with held_files(pool):
+            saving = await begin_to_publish(pool, adapter, 1, is_named=True, for_export=True)
+            await asyncio.sleep(0.05)
+            assert not publishing_of(pool)._versions
+        [saved] = await asyncio.wait_for(pool.wait(saving), 10)
+        assert (await checkpoint(pool, saved.save_weights_for_sampler.path)).sha256

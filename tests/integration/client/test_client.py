@@ -1,0 +1,409 @@
+"""The client against a real coordinator over real gRPC, with toy engines."""
+
+import asyncio
+import base64
+import multiprocessing
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.restartable_pool import RestartablePool, restartable_pool
+from tests.support.toy_engine import POISON_TOKEN, ToyEngine, fresh_chain
+from tinkerpool import (
+    AdamParams,
+    Datum,
+    ModelInput,
+    OperationFailed,
+    SamplingClient,
+    SamplingParams,
+    ServiceClient,
+    errors,
+)
+from tinkerpool.client import batches
+
+ADAM = AdamParams(learning_rate=1e-3)
+PROMPT = ModelInput.from_ints([1, 2, 3])
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[RestartablePool]:
+    with restartable_pool(tmp_path / "data") as pool:
+        yield pool
+
+
+@pytest.fixture
+def service(pool: RestartablePool) -> Iterator[ServiceClient]:
+    with ServiceClient(pool.url, pool.key()) as service:
+        yield service
+
+
+def datum(*tokens: int) -> Datum:
+    return Datum(list(tokens), {"target_tokens": list(tokens), "weights": [1.0] * len(tokens)})
+
+
+def test_a_training_loop_runs_from_end_to_end(service: ServiceClient) -> None:
+    client = service.create_lora_training_client(rank=8, seed=3)
+    info = client.get_info()
+    assert (info.model_name, info.lora_rank, info.model_id) == ("toy", 8, client.model_id)
+    output = client.forward_backward([datum(1, 2, 3), datum(4)], "cross_entropy")
+    step = client.optim_step(ADAM)
+    assert [d["logprobs"].shape for d in output.result(10).loss_fn_outputs] == [(3,), (1,)]
+    assert output.result().metrics["clock_cycle:unique"] == step.result(10).metrics["clock_cycle:unique"]
+    both = client.train_step([datum(1)], "cross_entropy", ADAM).result(10)
+    assert both.optim_step.metrics["num_datums:sum"] == 1
+    assert client.forward([datum(5)], "cross_entropy").result(10).metrics["tokens:sum"] == 1
+
+
+def test_threads_and_pipelining_lose_and_double_nothing(pool: RestartablePool, service: ServiceClient) -> None:
+    client = service.create_lora_training_client(rank=8)
+
+    def work(thread: int) -> None:
+        for step in range(20):
+            client.forward_backward([datum(thread, step)], "cross_entropy")
+            client.optim_step(ADAM)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    client.forward([datum(1)], "cross_entropy").result(60)
+    assert engine_of(pool).adapters[client.model_id].progress.applied_seq == 161
+
+
+def engine_of(pool: RestartablePool) -> ToyEngine:
+    return pool.pool.engines["w0"][-1]
+
+
+def test_chunks_of_one_batch_give_one_result(service: ServiceClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "CHUNK_DATUMS_MAX", 2)
+    client = service.create_lora_training_client(rank=8)
+    output = client.forward_backward([datum(*range(1, i + 2)) for i in range(5)], "cross_entropy").result(10)
+    assert [len(d["logprobs"]) for d in output.loss_fn_outputs] == [1, 2, 3, 4, 5]
+    assert output.metrics["tokens:sum"] == 15
+    assert "clock_cycle:unique_2" in output.metrics
+
+
+def numpy_loss(data: list[Datum], logprobs: list[Any]) -> tuple[float, list[Any], dict[str, float]]:
+    return float(sum(x.sum() for x in logprobs)), [np.ones_like(x) for x in logprobs], {"mine:sum": 1.0}
+
+
+def test_a_custom_loss_is_the_cross_entropy_with_its_weights(service: ServiceClient, pool: RestartablePool) -> None:
+    first, second = (service.create_lora_training_client(rank=8, seed=1) for _ in range(2))
+    tokens = [3, 4, 5]
+    first.forward_backward_custom([Datum(tokens, {"target_tokens": tokens})], numpy_loss, with_gradients=True)
+    first.optim_step(ADAM).result(10)
+    weighted = Datum(tokens, {"target_tokens": tokens, "weights": [-1.0] * 3})
+    second.forward([weighted], "cross_entropy")
+    second.forward_backward([weighted], "cross_entropy")
+    second.optim_step(ADAM).result(10)
+    adapters = engine_of(pool).adapters
+    # The toy's weights are a hash of what was applied; take away what differs anyway, the adapter's own name.
+    assert [adapters[c.model_id].progress.applied_seq for c in (first, second)] == [3, 3]
+    bodies = [
+        [item for batch in engine_of(pool).batches for item in batch.items if item.adapter_id == c.model_id]
+        for c in (first, second)
+    ]
+    weights = [items[1].data[0].loss_inputs["weights"].tolist() for items in bodies]  # type: ignore[attr-defined]
+    assert weights[0] == weights[1] == [-1.0] * 3
+
+
+def test_a_failing_custom_loss_closes_the_window_and_training_goes_on(service: ServiceClient) -> None:
+    client = service.create_lora_training_client(rank=8)
+
+    def broken(data: list[Datum], logprobs: list[Any]) -> Any:
+        raise ZeroDivisionError
+
+    custom = client.forward_backward_custom([datum(1)], broken, with_gradients=True)
+    step = client.optim_step(ADAM)
+    with pytest.raises(ZeroDivisionError):
+        custom.result(10)
+    with pytest.raises(OperationFailed) as closed:
+        step.result(10)
+    assert closed.value.code is errors.Code.FAILED_PRECONDITION
+    assert client.train_step([datum(1)], "cross_entropy", ADAM).result(10).optim_step.metrics["num_datums:sum"] == 1
+
+
+def test_a_failed_operation_fails_alone_and_says_why(service: ServiceClient) -> None:
+    client = service.create_lora_training_client(rank=8)
+    failed = client.forward_backward([datum(POISON_TOKEN)], "cross_entropy")
+    step = client.optim_step(ADAM)
+    with pytest.raises(OperationFailed, match="not finite") as raised:
+        failed.result(10)
+    assert raised.value.operation == f"{client.model_id}:1"
+    with pytest.raises(OperationFailed, match=f"{client.model_id}:1"):
+        step.result(10)
+    client.train_step([datum(1)], "cross_entropy", ADAM).result(10)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "error", "message"),
+    [
+        (lambda c: c.forward_backward([Datum([1], {"target_tokens": [1]})], "cross_entropy"), ValueError, "weights"),
+        (lambda c: c.forward_backward([Datum([1], {"target_tokens": [1, 2], "weights": [1, 1]})], "cross_entropy"),
+         ValueError, "data"),
+        (lambda c: c.forward_backward([datum(99999)], "cross_entropy"), ValueError, "99999"),
+        (lambda c: c.forward_backward([datum(*[1] * 65)], "cross_entropy"), ValueError, "64"),
+        (lambda c: c.forward_backward([datum(1)], "cross_entropy", {"beta": 1.0}), ValueError, "beta"),
+        (lambda c: c.optim_step(AdamParams(beta1=2.0)), ValueError, "beta1"),
+        (lambda c: c.load_state(f"tinker://{c.model_id}/weights/none"), LookupError, "none"),
+        (lambda c: c.save_state("no/slash"), ValueError, "slash"),
+    ],
+)  # fmt: skip
+def test_bad_input_has_a_clear_error_and_consumes_its_place(
+    service: ServiceClient, attempt: Any, error: type[Exception], message: str
+) -> None:
+    client = service.create_lora_training_client(rank=8)
+    with pytest.raises(error, match=message):
+        attempt(client).result(10)
+    client.forward([datum(1)], "cross_entropy").result(10)
+
+
+def test_another_tenant_finds_nothing(service: ServiceClient, pool: RestartablePool) -> None:
+    client = service.create_lora_training_client(rank=8)
+    with ServiceClient(pool.url, pool.key("mallory")) as stranger:
+        with pytest.raises(errors.NotFound):
+            stranger.get_training_client(client.model_id)
+        with pytest.raises(errors.NotFound):
+            stranger.create_rest_client().get_training_run(client.model_id).result(10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"rank": 7}, errors.InvalidArgument),
+        ({"base_model": "unheard-of"}, errors.NotFound),
+        ({"rank": 8, "train_mlp": False, "train_attn": False, "train_unembed": False}, errors.InvalidArgument),
+        ({"alpha": -1.0}, errors.InvalidArgument),
+    ],
+)
+def test_an_adapter_that_cannot_be_is_refused(service: ServiceClient, settings: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        service.create_lora_training_client(**settings)
+
+
+def test_a_second_writer_is_told_the_place_that_is_next(service: ServiceClient) -> None:
+    first = service.create_lora_training_client(rank=8)
+    second = service.get_training_client(first.model_id)
+    first.optim_step(AdamParams(learning_rate=1)).result(10)
+    with pytest.raises(errors.AlreadyExists) as raised:
+        second.optim_step(AdamParams(learning_rate=2)).result(10)
+    assert raised.value.metadata["expected_seq"] == "2"
+    with pytest.raises(errors.OrderBroken):
+        second.optim_step(AdamParams(learning_rate=2)).result(10)
+    service.get_training_client(first.model_id).optim_step(AdamParams(learning_rate=2)).result(10)
+
+
+def test_checkpoints_are_saved_loaded_listed_exported_and_deleted(service: ServiceClient, tmp_path: Path) -> None:
+    client = service.create_lora_training_client(rank=8)
+    client.train_step([datum(1)], "cross_entropy", ADAM)
+    path = client.save_state("one", user_metadata={"why": "test"}).result(10).path
+    assert path == f"tinker://{client.model_id}/weights/one"
+    client.load_state(path)
+    assert client.load_state_with_optimizer(path).result(10).path == path
+    with pytest.raises(OperationFailed) as taken:
+        client.save_state("one").result(10)
+    assert taken.value.code is errors.Code.ALREADY_EXISTS
+    resumed = service.create_training_client_from_state_with_optimizer(path)
+    resumed.train_step([datum(1)], "cross_entropy", ADAM).result(10)
+    rest = service.create_rest_client()
+    [found] = rest.list_checkpoints(client.model_id).result(10).checkpoints
+    assert (found.tinker_path, found.user_metadata) == (path, {"why": "test"})
+    exported = rest.export_checkpoint(path, tmp_path / "peft").result(10)
+    assert {file.name for file in exported.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    rest.delete_checkpoint_from_tinker_path(path).result(10)
+    assert rest.list_user_checkpoints().result(10).checkpoints == []
+
+
+def test_checkpoints_are_shown_to_others_kept_for_a_time_and_copied(service: ServiceClient) -> None:
+    client = service.create_lora_training_client(rank=8)
+    client.train_step([datum(1)], "cross_entropy", ADAM)
+    path, rest = client.save_state("one").result(10).path, service.create_rest_client()
+    assert rest.publish_checkpoint_from_tinker_path(path).result(10).public
+    assert not rest.unpublish_checkpoint_from_tinker_path(path).result(10).public
+    assert rest.set_checkpoint_ttl_from_tinker_path(path, 3600).result(10).expires_at is not None
+    assert rest.set_checkpoint_ttl_from_tinker_path(path, None).result(10).expires_at is None
+    copy = rest.copy_weights(path, ttl_seconds=60).result(10)
+    assert copy.expires_at is not None
+    assert copy.tinker_path != path
+    resumed = service.create_training_client_from_state_with_optimizer(copy.tinker_path)
+    resumed.train_step([datum(1)], "cross_entropy", ADAM).result(10)
+
+
+def test_sampling_streams_and_repeats_by_seed(service: ServiceClient) -> None:
+    client = service.create_lora_training_client(rank=8)
+    client.train_step([datum(1)], "cross_entropy", ADAM)
+    sampler = client.save_weights_and_get_sampling_client()
+    params = SamplingParams(max_tokens=6, seed=5, stop=[])
+    response = sampler.sample(PROMPT, 2, params, include_prompt_logprobs=True).result(10)
+    assert [len(sequence.tokens) for sequence in response.sequences] == [6, 6]
+    assert response.prompt_logprobs == [None, -2.0, -2.0]
+    assert sampler.sample(PROMPT, 2, params).result(10).sequences == response.sequences
+    tokens = [t.token for t in sampler.sample_stream(PROMPT, 1, params)]
+    assert tokens == response.sequences[0].tokens
+    saved = client.save_weights_for_sampler("named").result(10).path
+    named = service.create_sampling_client(saved)
+    assert named.sample(PROMPT, 2, params).result(10).sequences == response.sequences
+    base = service.create_sampling_client(base_model="toy")
+    assert base.compute_logprobs(PROMPT).result(10) == [None, -2.0, -2.0]
+    assert base.get_base_model() == "toy"
+    assert len([base.sample(PROMPT, 1, params) for _ in range(200)][-1].result(20).sequences) == 1
+
+
+def test_an_inflight_sampler_follows_its_adapter_and_a_snapshot_does_not(service: ServiceClient) -> None:
+    client = service.create_lora_training_client(rank=8)
+    params = SamplingParams(max_tokens=6, seed=5, stop=[])
+
+    def tokens(sampler: SamplingClient) -> list[int]:
+        return sampler.sample(PROMPT, 1, params).result(10).sequences[0].tokens
+
+    client.train_step([datum(1)], "cross_entropy", ADAM)
+    snapshot = client.save_weights_and_get_sampling_client()
+    inflight = client.save_weights_and_get_sampling_client(kind="inflight")
+    before = tokens(snapshot), tokens(inflight)
+    client.train_step([datum(2)], "cross_entropy", ADAM)
+    newer = client.save_weights_and_get_sampling_client(kind="inflight")
+    assert tokens(snapshot) == before[0]
+    assert tokens(inflight) == tokens(newer) != before[1]
+
+
+def test_all_that_can_be_asked_of_a_sample_comes_through_grpc(service: ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model="toy")
+    params = SamplingParams(max_tokens=3, seed=5, stop=[])
+    answer = sampler.sample(
+        PROMPT,
+        1,
+        params,
+        topk_prompt_logprobs=2,
+        topk_sample_logprobs=1,
+        target_prompt_logprobs=[[10, -1], [-1, 0]],
+        prompt_alt_tokens_k=1,
+        prompt_logprobs_last_n=1,
+    ).result(10)
+    assert answer.topk_prompt_logprobs == [None, None, [(3, -2.0), (4, -3.0)]]
+    assert answer.sequences[0].topk_logprobs == [[(token, -1.0)] for token in answer.sequences[0].tokens]
+    assert answer.target_prompt_logprobs is not None
+    assert answer.target_prompt_logprobs.tolist() == [[-1.0, 0.0], [0.0, 0.0]]
+    assert answer.prompt_alt_tokens is not None
+    assert answer.prompt_alt_tokens.tokens.tolist() == [[2], [3]]
+    assert answer.prompt_logprobs is None
+    assert sampler.sample(PROMPT, 1, params).result(10).prompt_cache_hit_tokens == 2
+    with pytest.raises(errors.InvalidArgument, match=r"give \(2, k\) token ids"):
+        sampler.sample(PROMPT, 1, params, target_prompt_logprobs=[[1]]).result(10)
+
+
+def test_two_thousand_samples_are_asked_for_at_once_without_a_thread_each(
+    pool: RestartablePool, service: ServiceClient
+) -> None:
+    sampler = service.create_sampling_client(base_model="toy")
+    params = SamplingParams(max_tokens=2, seed=3)
+    expected = sampler.sample(PROMPT, 1, params).result(10).sequences
+    engine, sampling = pool.pool.engines["w0"][-1], pool.pool.coordinator.core.sampling
+    engine.may_decode = False
+    before = threading.active_count()
+    futures = [sampler.sample(PROMPT, 1, params) for _ in range(2000)]
+    deadline = time.monotonic() + 60
+    while sampling.num_requests < 2000:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert threading.active_count() <= before + 2
+    pool._run(pool.pool.release())
+    assert all(future.result(60).sequences == expected for future in futures)
+
+
+def test_a_sampling_client_travels_to_other_processes_and_its_copies_get_answers_of_their_own(
+    pool: RestartablePool, service: ServiceClient
+) -> None:
+    sampler = service.create_sampling_client(base_model="toy")
+    params = SamplingParams(max_tokens=4)  # without a seed every request draws other tokens
+    first = sampler.sample(PROMPT, 1, params).result(10)
+    handle = sampler.get_sampler_handle()
+    assert pool.key() not in base64.b64decode(handle).decode()
+    copies = [SamplingClient.from_sampler_handle(handle, api_key=pool.key()), pickle.loads(pickle.dumps(sampler))]
+    with multiprocessing.get_context("spawn").Pool(1) as processes:
+        elsewhere = processes.apply(sample_tokens, (sampler, params))
+    answers = [copy.sample(PROMPT, 1, params).result(10) for copy in copies]
+    tokens = [answer.sequences[0].tokens for answer in (first, *answers)] + [elsewhere]
+    assert len({tuple(row) for row in tokens}) == 4
+    assert [copy.get_base_model() for copy in copies] == ["toy", "toy"]
+    with pytest.raises(errors.Unauthenticated):
+        SamplingClient.from_sampler_handle(handle, api_key="wrong").sample(PROMPT, 1, params).result(10)
+
+
+def sample_tokens(sampler: SamplingClient, params: SamplingParams) -> list[int]:
+    return sampler.sample(PROMPT, 1, params).result(30).sequences[0].tokens
+
+
+def test_a_stream_that_is_closed_frees_the_engine(pool: RestartablePool, service: ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model="toy")
+    engine, sampling = pool.pool.engines["w0"][-1], pool.pool.coordinator.core.sampling
+    step = engine.decode_step
+
+    def only_step() -> Any:
+        drawn = step()
+        engine.may_decode = False
+        return drawn
+
+    engine.decode_step = only_step  # type: ignore[method-assign]
+    with sampler.sample_stream(PROMPT, 1, SamplingParams(max_tokens=60, stop=[])) as stream:
+        assert next(stream).token > 0
+        assert len(engine._running) == 1
+    deadline = time.monotonic() + 10
+    while sampling.num_requests or engine._running:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_restart_of_the_coordinator_is_noticed_only_as_time(tmp_path: Path) -> None:
+    with restartable_pool(tmp_path / "data", seconds_per_batch=0.01) as pool:
+        with ServiceClient(pool.url, pool.key()) as service:
+            client = service.create_lora_training_client(rank=8)
+            futures = [client.train_step([datum(i)], "cross_entropy", ADAM) for i in range(20)]
+            futures[3].result(10)
+            pool.stop()
+            futures += [client.train_step([datum(i)], "cross_entropy", ADAM) for i in range(20, 25)]
+            time.sleep(0.3)
+            assert not futures[-1].done()
+            pool.start()
+            assert all(future.result(30).optim_step.metrics["num_datums:sum"] == 1 for future in futures)
+            chain = pool.pool.chain(client.model_id)
+        assert chain != fresh_chain(pool.pool.engines["w0"][-1].adapters[client.model_id].spec)
+        assert pool.pool.engines["w0"][-1].adapters[client.model_id].progress.applied_seq == 50
+
+
+async def test_tenants_train_at_once_from_one_asyncio_loop(pool: RestartablePool) -> None:
+    keys = [pool.key(f"tenant-{i}") for i in range(4)]
+
+    async def train(key: str) -> float:
+        async with ServiceClient(pool.url, key) as service:
+            client = await service.create_lora_training_client_async(rank=8)
+            step: Any = None
+            for i in range(5):
+                await client.forward_backward_async([datum(i + 1)], "cross_entropy")
+                step = await client.optim_step_async(ADAM)
+            return float((await step).metrics["num_datums:sum"])
+
+    assert await asyncio.gather(*(train(key) for key in keys)) == [1.0] * 4
+
+
+def test_the_state_of_the_pool_can_be_watched(service: ServiceClient) -> None:
+    rest = service.create_rest_client()
+    client = service.create_lora_training_client(rank=8)
+    cycles = rest.watch_cycles()
+    seen: list[Any] = []
+    watcher = threading.Thread(target=lambda: seen.append(next(iter(cycles))), daemon=True)
+    watcher.start()
+    while watcher.is_alive():
+        client.train_step([datum(1)], "cross_entropy", ADAM).result(10)
+    assert seen[0].entries[0].adapter_id == client.model_id
+    status = rest.get_pool_status().result(10)
+    assert [worker.base_model for worker in status.workers] == ["toy"]
+    usage = {row.kind: row.num_operations for row in rest.get_usage().result(10).rows}
+    assert usage["optim_step"] == usage["forward_backward"] >= 1
+    assert rest.get_operation(f"{client.model_id}:1").result(10).cycle_id >= 1

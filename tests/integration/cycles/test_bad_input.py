@@ -1,0 +1,329 @@
+"""Every mistake a caller can make: a clear refusal, nothing lost, and the adapter goes on."""
+
+import asyncio
+import errno
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.base.config import Limits
+from coordinator.base.errors import Code, ServiceError
+from coordinator.storage.disk import RealDisk
+from tests.support.toy_pool import ToyPool, datum, pass_request, running_pool, sample_request
+from tinkerpool.convert import to_tensor
+from tinkerpool.v1 import (
+    adapters_pb2,
+    checkpoints_pb2,
+    sampling_pb2,
+    sessions_pb2,
+    training_pb2,
+    types_pb2,
+)
+from tinkerpool.v1 import operations_pb2 as ops_pb
+
+SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
+Change = Callable[[training_pb2.ForwardBackwardRequest], Any]
+
+
+async def refusal(call: Any) -> ServiceError:
+    with pytest.raises(ServiceError) as raised:
+        await call
+    return raised.value
+
+
+def tensor(*values: float) -> types_pb2.Tensor:
+    return to_tensor(np.array(values, np.float32))
+
+
+BAD_PASSES: dict[str, tuple[Change, str]] = {
+    "empty batch": (lambda r: r.ClearField("data"), "data is empty"),
+    "unknown loss": (lambda r: setattr(r, "loss_function", 99), "'99' is not known"),
+    "unknown option": (lambda r: r.loss_config.update({"beta": 1.0}), "'beta' is not an option"),
+    "unknown input": (lambda r: r.data[0].loss_inputs["rewards"].CopyFrom(tensor(1, 1, 1)), "rewards"),
+    "mismatched lengths": (lambda r: r.data[0].loss_inputs["weights"].CopyFrom(tensor(1, 1)), "has length 2"),
+    "token out of range": (lambda r: setattr(r.data[0].tokens, "data", bytes([200, 0, 0, 0]) * 3), "token id 200"),
+    "NaN": (lambda r: r.data[0].loss_inputs["weights"].CopyFrom(tensor(1, math.nan, 1)), "not finite"),
+    "sequence too long": (lambda r: r.data[0].CopyFrom(datum(65)), "at most 64"),
+    "too many sequences": (lambda r: r.data.extend([datum(1)] * 8), "at most 8"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PASSES)
+async def test_a_bad_pass_is_refused_clearly_and_the_adapter_goes_on(tmp_path: Path, case: str) -> None:
+    change, expected = BAD_PASSES[case]
+    async with running_pool(tmp_path, limits=Limits(datums_max=8)) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        before = await pool.wait(await pool.forward_backward(adapter, 1, 3), await pool.optim_step(adapter, 2))
+        chain = pool.chain(adapter)
+        bad = pass_request(adapter, 3, [3])
+        change(bad)
+        for _ in range(2):
+            error = await refusal(pool.service.forward_backward(principal, bad))
+            assert error.code is Code.INVALID_ARGUMENT
+            assert expected in error.message
+            assert error.retry_delay_s is None
+        closed, *after = await pool.wait(
+            await pool.optim_step(adapter, 4),
+            await pool.forward_backward(adapter, 5, 3),
+            await pool.optim_step(adapter, 6),
+        )
+        recorded = (
+            await pool.service.get_operation(principal, ops_pb.GetOperationRequest(name=f"{adapter}:3"))
+        ).operation
+        assert pool.chain(adapter) != chain
+    assert expected in recorded.error.message
+    assert closed.error.reason == "GRADIENT_WINDOW_CLOSED"
+    assert [each.state for each in (*before, *after)] == [SUCCEEDED] * 4
+
+
+async def test_a_bad_pass_without_a_seq_leaves_the_window_open(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        await pool.forward_backward(adapter, 1, 3)
+        bad = pass_request(adapter, 0, [3])
+        bad.request_id = "r"
+        bad.ClearField("data")
+        await refusal(pool.service.forward_backward(principal, bad))
+        good = pass_request(adapter, 0, [3])
+        good.request_id = "r"
+        name = (await pool.service.forward_backward(principal, good)).operation.name
+        operations = await pool.wait(name, await pool.optim_step(adapter, 3))
+    assert [(each.seq, each.state) for each in operations] == [(2, SUCCEEDED), (3, SUCCEEDED)]
+
+
+async def test_a_refusal_is_remembered_across_a_restart(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        adapter = await pool.adapter()
+        bad = pass_request(adapter, 1, [3])
+        bad.ClearField("data")
+        first = await refusal(pool.service.forward_backward(await pool.principal(), bad))
+        other = await pool.optim_step(adapter, 2)
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        again = await refusal(pool.service.forward_backward(await pool.principal(), bad))
+        closed, fine = await pool.wait(other, await pool.optim_step(adapter, 3))
+        changed = await refusal(pool.forward_backward(adapter, 1, 3))
+    assert (first.code, first.message) == (again.code, again.message)
+    assert changed.code is Code.ALREADY_EXISTS
+    assert closed.error.reason == "GRADIENT_WINDOW_CLOSED"
+    assert fine.state == SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("values", "code", "expected"),
+    [
+        ({"base_model": "gpt"}, Code.NOT_FOUND, "it serves: toy"),
+        ({"base_model": ""}, Code.INVALID_ARGUMENT, "name one of toy"),
+        ({"rank": 3}, Code.INVALID_ARGUMENT, "use one of 1, 2, 4, 8, 16, 32"),
+        ({"rank": 64}, Code.INVALID_ARGUMENT, "use one of 1, 2, 4, 8, 16, 32"),
+        ({"rank": -8}, Code.INVALID_ARGUMENT, "rank -8 is not allowed"),
+        ({"alpha": 0.0}, Code.INVALID_ARGUMENT, "alpha"),
+        ({"alpha": math.nan}, Code.INVALID_ARGUMENT, "alpha"),
+        ({"train_attn": False, "train_mlp": False, "train_unembed": False}, Code.INVALID_ARGUMENT, "nothing to train"),
+        ({"index": -1}, Code.INVALID_ARGUMENT, "index"),
+        ({"index": 2**31 - 1}, Code.INVALID_ARGUMENT, "index"),
+        ({"from_path": "tinker://x/weights/y"}, Code.NOT_FOUND, "no checkpoint"),
+        ({"user_metadata": {"k": "v" * 20_000}}, Code.INVALID_ARGUMENT, "at most 16384"),
+    ],
+)
+async def test_an_adapter_that_cannot_be_is_refused(
+    tmp_path: Path, values: dict[str, Any], code: Code, expected: str
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        error = await refusal(pool.adapter(**values))
+        assert (error.code, expected in error.message) == (code, True), error.message
+        assert (await pool.adapter()).endswith(":train:0")
+
+
+async def test_an_adapter_is_created_once_per_index_and_request_id(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        principal, session = await pool.principal(), await pool.session()
+
+        async def create(**values: Any) -> str:
+            request = adapters_pb2.CreateAdapterRequest(session_id=session, base_model="toy", **values)
+            return str((await pool.service.create_adapter(principal, request)).adapter.adapter_id)
+
+        same = await asyncio.gather(*(create(index=3, rank=8) for _ in range(3)))
+        by_id = await asyncio.gather(*(create(request_id="r", rank=8) for _ in range(3)))
+        assert len(set(same)) == len(set(by_id)) == 1
+        assert (await refusal(create(index=3, rank=16))).reason == "ADAPTER_EXISTS"
+        assert (await refusal(create(request_id="r", rank=16))).reason == "ADAPTER_EXISTS"
+        assert (await refusal(create(index=9, request_id="r", rank=8))).reason == "REQUEST_ID_TAKEN"
+        await pool.service.delete_adapter(principal, adapters_pb2.DeleteAdapterRequest(adapter_id=same[0]))
+        assert (await refusal(create(index=3, rank=8))).reason == "ADAPTER_DELETED"
+
+
+async def test_the_quota_of_adapters_is_per_tenant_and_deleting_makes_room(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, limits=Limits(adapters_max=2)) as pool:
+        adapters = [await pool.adapter() for _ in range(2)]
+        error = await refusal(pool.adapter())
+        assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "ADAPTER_QUOTA")
+        await pool.adapter("bob")
+        request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapters[0])
+        await pool.service.delete_adapter(await pool.principal(), request)
+        await pool.adapter()
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [({}, "exactly one"), ({"base_model": "toy", "model_path": "tinker://x"}, "exactly one"), ({"index": -1}, "index")],
+)
+async def test_a_sampler_of_nothing_or_of_two_things_is_refused(
+    tmp_path: Path, values: dict[str, Any], expected: str
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        values = ({"base_model": "toy"} if "index" in values else {}) | values
+        request = sampling_pb2.CreateSamplerRequest(session_id=await pool.session(), **values)
+        error = await refusal(pool.service.create_sampler(await pool.principal(), request))
+    assert error.code is Code.INVALID_ARGUMENT
+    assert expected in error.message
+
+
+async def test_a_sampler_is_created_once_per_index_and_request_id(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        session = await pool.session()
+        by_index = await asyncio.gather(*(pool.sampler(session, index=0) for _ in range(3)))
+        by_id = await asyncio.gather(*(pool.sampler(session, request_id="r") for _ in range(3)))
+        assert len(set(by_index)) == len(set(by_id)) == 1
+        assert (await refusal(pool.sampler(session, index=7, request_id="r"))).reason == "REQUEST_ID_TAKEN"
+
+
+async def test_a_bad_sample_is_refused_and_consumes_nothing(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        sampler = await pool.sampler(await pool.session())
+        for values in ({"prompt": (1000,)}, {"max_tokens": 1000}, {"temperature": -1.0}, {"num_samples": 10_000}):
+            error = await refusal(pool.sample(sampler, 1, **values))
+            assert error.code is Code.INVALID_ARGUMENT
+        assert "seq is 0" in (await refusal(pool.sample(sampler, 0))).message
+        assert (await pool.wait(await pool.sample(sampler, 1)))[0].state == SUCCEEDED
+        stream = pool.service.stream_sample(
+            await pool.principal(), sampling_pb2.StreamSampleRequest(request=sample_request(sampler, 2, max_tokens=-1))
+        )
+        assert (await refusal(anext(stream))).code is Code.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("token", ["x", "-1", "9" * 30, "１０", "1e3"])
+async def test_a_page_token_of_ones_own_making_is_refused(tmp_path: Path, token: str) -> None:
+    async with running_pool(tmp_path) as pool:
+        principal = await pool.principal()
+        for method, request in (
+            ("list_sessions", sessions_pb2.ListSessionsRequest(page_token=token)),
+            ("list_adapters", adapters_pb2.ListAdaptersRequest(page_token=token)),
+            ("list_checkpoints", checkpoints_pb2.ListCheckpointsRequest(page_token=token)),
+        ):
+            assert (await refusal(getattr(pool.service, method)(principal, request))).code is Code.INVALID_ARGUMENT
+
+
+async def test_waiting_for_nothing_too_much_or_the_unknown_is_refused(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, limits=Limits(wait_names_max=3)) as pool:
+        principal, adapter = await pool.principal(), await pool.adapter()
+        for names, code in (([], Code.INVALID_ARGUMENT), (["x"] * 4, Code.INVALID_ARGUMENT), (["x"], Code.NOT_FOUND)):
+            wait = pool.service.wait_operations(principal, ops_pb.WaitOperationsRequest(names=names))
+            assert (await refusal(anext(wait))).code is code
+        name = await pool.optim_step(adapter, 1)
+        assert len(await pool.wait(name)) == 1
+
+
+async def test_a_deleted_adapters_queue_fails_and_its_results_stay(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        [done] = await pool.wait(await pool.forward_backward(adapter, 1, 3))
+        pool.hold()
+        running = await pool.forward_backward(adapter, 2, 3)
+        queued, behind_gap = await pool.optim_step(adapter, 3), await pool.optim_step(adapter, 9)
+        request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
+        deletions = [asyncio.create_task(pool.service.delete_adapter(principal, request)) for _ in range(2)]
+        await asyncio.sleep(0)
+        deletions[0].cancel()  # a client that goes away changes nothing
+        await pool.release()
+        operations = await asyncio.wait_for(pool.wait(running, queued, behind_gap), 5)
+        await deletions[1]
+        await pool.service.delete_adapter(principal, request)
+        [still] = await pool.wait(done.name)
+        assert (await refusal(pool.optim_step(adapter, 4))).code is Code.NOT_FOUND
+        assert pool.coordinator.health()
+        assert len(pool.coordinator.core.table) == 0
+    assert still == done
+    assert [each.error.reason for each in operations[1:]] == ["ADAPTER_DELETED"] * 2
+
+
+async def test_cancelling_a_queued_pass_closes_its_window_and_a_running_one_is_left(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        pool.hold()
+        first = await pool.forward_backward(adapter, 1, 3)
+        await asyncio.sleep(0)
+        assert pool.coordinator.core.table.get(first).is_running  # type: ignore[union-attr]
+        names = [first, await pool.forward_backward(adapter, 2, 3), await pool.optim_step(adapter, 3)]
+        for name in (names[0], names[1], names[1]):
+            await pool.service.cancel_operation(principal, ops_pb.CancelOperationRequest(name=name))
+        await pool.release()
+        operations = await pool.wait(*names, await pool.optim_step(adapter, 4))
+    assert [each.error.reason for each in operations] == ["", "CANCELLED", "GRADIENT_WINDOW_CLOSED", ""]
+
+
+async def test_no_refusal_names_a_path_of_the_server(tmp_path: Path) -> None:
+    async def all_refusals(pool: ToyPool) -> list[ServiceError]:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        missing = training_pb2.LoadStateRequest(adapter_id=adapter, seq=1, path=str(tmp_path))
+        return [
+            await refusal(pool.service.load_state(principal, missing)),
+            await refusal(pool.save(adapter, 2, str(tmp_path))),
+            await refusal(pool.adapter(from_path="/etc/passwd")),
+        ]
+
+    async with running_pool(tmp_path) as pool:
+        for error in await all_refusals(pool):
+            assert "tinkerpool.db" not in error.message
+            assert "Traceback" not in error.message
+            assert len(error.message) < 500
+
+
+async def test_what_is_acknowledged_while_its_adapter_is_deleted_is_finished_too(tmp_path: Path) -> None:
+    """Whichever of the two calls comes first, and by however little."""
+    async with running_pool(tmp_path) as pool:
+        principal = await pool.principal()
+        acknowledged: list[str] = []
+
+        async def submit(adapter: str, num_turns: int) -> None:
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            acknowledged.append(await pool.optim_step(adapter, 1))
+
+        for num_turns in range(6):
+            adapter = await pool.adapter()
+            request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
+            deletion = pool.service.delete_adapter(principal, request)
+            answers: Any = await asyncio.gather(deletion, submit(adapter, num_turns), return_exceptions=True)
+            deleted, refused = answers
+            assert deleted == adapters_pb2.DeleteAdapterResponse()
+            assert refused is None or (isinstance(refused, ServiceError) and refused.code is Code.NOT_FOUND)
+        assert 0 < len(acknowledged) < 6
+        assert len(await asyncio.wait_for(pool.wait(*acknowledged), 5)) == len(acknowledged)
+        assert len(pool.coordinator.core.table) == 0
+
+
+async def test_a_snapshot_that_cannot_be_read_for_a_while_costs_time_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        await pool.wait(await pool.forward_backward(adapter, 1, 3), await pool.optim_step(adapter, 2))
+    failures = [OSError(errno.EMFILE, "Too many open files")] * 2
+    read = RealDisk.read
+
+    def failing(disk: RealDisk, path: Path) -> bytes:
+        if failures:
+            raise failures.pop()
+        return read(disk, path)
+
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        monkeypatch.setattr(RealDisk, "read", failing)
+        after = await pool.wait(await pool.forward_backward(adapter, 3, 3), await pool.optim_step(adapter, 4))
+        assert [each.state for each in after] == [SUCCEEDED] * 2
+    assert failures == []

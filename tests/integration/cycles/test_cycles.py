@@ -1,0 +1,345 @@
+"""A real coordinator over toy engines: cycles, order, idempotency, failures, recovery. No transport, no model."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from coordinator.base.errors import Code, ServiceError
+from coordinator.operations.payloads import decode_pass
+from coordinator.service.auth import Principal
+from tests.support.toy_engine import KILL_TOKEN, POISON_TOKEN, digest, fresh_chain, item_digest
+from tests.support.toy_pool import ToyPool, datum, pass_request, running_pool
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import training_pb2, types_pb2
+from workers.contract.messages import AdamParams, OptimStepItem, PassItem
+
+SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
+
+
+async def test_a_pair_submitted_together_takes_one_cycle(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        names = await asyncio.gather(pool.forward_backward(adapter, 1, 5), pool.optim_step(adapter, 2))
+        first, second = await pool.wait(*names)
+    assert first.state == second.state == SUCCEEDED
+    assert first.cycle_id == second.cycle_id
+
+
+async def test_a_step_that_arrives_while_its_pass_runs_lands_in_the_same_cycle(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, seconds_per_batch=0.05) as pool:
+        adapter = await pool.adapter()
+        first = await pool.forward_backward(adapter, 1, 5)
+        second = await pool.optim_step(adapter, 2)
+        operations = await pool.wait(first, second)
+    assert operations[0].cycle_id == operations[1].cycle_id
+
+
+async def test_a_train_step_is_two_operations_in_one_cycle(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        request = training_pb2.TrainStepRequest(
+            adapter_id=adapter, seq=1, data=[datum(5)], loss_function=types_pb2.LOSS_FUNCTION_CROSS_ENTROPY
+        )
+        response = await pool.service.train_step(await pool.principal(), request)
+        operations = await pool.wait(response.forward_backward.name, response.optim_step.name)
+    assert [o.seq for o in operations] == [1, 2]
+    assert operations[0].cycle_id == operations[1].cycle_id
+
+
+async def test_at_most_one_optimizer_step_per_adapter_and_cycle(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, seconds_per_batch=0.02) as pool:
+        adapter = await pool.adapter()
+        names = await asyncio.gather(*(pool.optim_step(adapter, seq) for seq in (1, 2, 3)))
+        operations = await pool.wait(*names)
+    assert len({o.cycle_id for o in operations}) == 3
+
+
+async def test_a_worker_is_told_whose_passes_wait_for_the_next_cycle(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, cycle_tokens_max=8) as pool:
+        tenants = [f"t{number}" for number in range(3)]
+        adapters = {tenant: await pool.adapter(tenant) for tenant in tenants}
+        for tenant in tenants:  # so that each has a copy
+            await pool.wait(await pool.forward_backward(adapters[tenant], 1, 6, tenant=tenant), tenant=tenant)
+        pool.hold()
+        names = {tenant: await pool.forward_backward(adapters[tenant], 2, 6, tenant=tenant) for tenant in tenants}
+        await pool.release()
+        for tenant in tenants:
+            await pool.wait(names[tenant], tenant=tenant)
+        batches = pool.engines["w0"][0].batches[-3:]
+    first, second, third = (tuple(item.adapter_id for item in batch.items) for batch in batches)
+    assert {*first, *second, *third} == set(adapters.values())
+    assert [batch.expected for batch in batches] == [(), third, ()]
+
+
+async def test_many_tenants_share_one_pass(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, seconds_per_batch=0.03) as pool:
+        tenants = [f"t{i}" for i in range(6)]
+        adapters = [await pool.adapter(tenant) for tenant in tenants]
+        names = await asyncio.gather(
+            *(pool.forward_backward(a, 1, 4, tenant=t) for a, t in zip(adapters, tenants, strict=True))
+        )
+        for name, tenant in zip(names, tenants, strict=True):
+            await pool.wait(name, tenant=tenant)
+        engine = pool.engines["w0"][-1]
+        passes = [b for b in engine.batches if b.items and isinstance(b.items[0], PassItem)]
+    assert max(len({item.adapter_id for item in b.items}) for b in passes) >= 5
+
+
+async def test_operations_run_in_seq_order_whatever_order_they_arrive_in(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        late = [await pool.optim_step(adapter, 4), await pool.forward_backward(adapter, 3, 5, 6)]
+        late.append(await pool.optim_step(adapter, 2))
+        await asyncio.sleep(0.02)
+        assert not pool.engines["w0"][-1].batches
+        first = await pool.forward_backward(adapter, 1, 5)
+        operations = await pool.wait(first, *late)
+        assert all(o.state == SUCCEEDED for o in operations)
+        items = [item for batch in pool.engines["w0"][-1].batches for item in batch.items]
+    assert [item.seq for item in items] == [1, 2, 3, 4]
+
+
+async def test_a_repeated_operation_is_the_same_operation_and_applied_once(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        names = await asyncio.gather(*(pool.forward_backward(adapter, 1, 5) for _ in range(5)))
+        [first] = await pool.wait(names[0])
+        await pool.wait(await pool.optim_step(adapter, 2))
+        assert set(names) == {first.name}
+        assert await pool.forward_backward(adapter, 1, 5) == first.name
+        [again] = await pool.wait(first.name)
+        items = [item for batch in pool.engines["w0"][-1].batches for item in batch.items]
+    assert again == first
+    assert [item.seq for item in items] == [1, 2]
+
+
+async def test_another_body_under_the_same_seq_is_refused_with_the_expected_seq(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        await pool.forward_backward(adapter, 1, 5)
+        with pytest.raises(ServiceError) as raised:
+            await pool.forward_backward(adapter, 1, 6)
+        with pytest.raises(ServiceError) as other_kind:
+            await pool.optim_step(adapter, 1)
+    assert raised.value.code is other_kind.value.code is Code.ALREADY_EXISTS
+    assert raised.value.metadata == {"expected_seq": "2"}
+
+
+async def test_the_server_assigns_a_seq_once_per_request_id(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        request = training_pb2.OptimStepRequest(adapter_id=adapter, request_id="r1")
+        first = await pool.service.optim_step(principal, request)
+        again = await pool.service.optim_step(principal, request)
+        await pool.wait(first.operation.name)
+        later = await pool.service.optim_step(principal, request)
+        request.request_id = "r2"
+        second = await pool.service.optim_step(principal, request)
+    assert first.operation.name == again.operation.name == later.operation.name
+    assert second.operation.seq == 2
+
+
+async def test_a_refused_seq_counts_as_done_and_closes_its_window(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        request = pass_request(adapter, 1, [5])
+        request.data[0].ClearField("tokens")
+        for _ in range(2):
+            with pytest.raises(ServiceError) as raised:
+                await pool.service.forward_backward(await pool.principal(), request)
+            assert raised.value.code is Code.INVALID_ARGUMENT
+        names = [await pool.optim_step(adapter, 2), await pool.optim_step(adapter, 3)]
+        closed, fine = await pool.wait(*names)
+    assert closed.error.reason == "GRADIENT_WINDOW_CLOSED"
+    assert f"{adapter}:1" in closed.error.message
+    assert fine.state == SUCCEEDED
+
+
+async def test_a_failed_pass_fails_its_window_and_only_that(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, neighbour = await pool.adapter(), await pool.adapter("bob")
+        poison = pass_request(adapter, 2, [5])
+        poison.data[0].tokens.data = bytes([POISON_TOKEN, 0, 0, 0]) * 5
+        names = [await pool.forward_backward(adapter, 1, 5)]
+        names.append((await pool.service.forward_backward(await pool.principal(), poison)).operation.name)
+        names += [await pool.forward_backward(adapter, 3, 5), await pool.optim_step(adapter, 4)]
+        names += [await pool.forward_backward(adapter, 5, 5), await pool.optim_step(adapter, 6)]
+        other = await pool.forward_backward(neighbour, 1, 5, tenant="bob")
+        operations = await pool.wait(*names)
+        assert (await pool.wait(other, tenant="bob"))[0].state == SUCCEEDED
+        spec = pool.coordinator.core.adapters[adapter].spec
+        items = [item for b in pool.engines["w0"][-1].batches for item in b.items if item.adapter_id == adapter]
+        chain = pool.chain(adapter)
+    reasons = [o.error.reason for o in operations]
+    assert reasons == ["", "NON_FINITE", "GRADIENT_WINDOW_CLOSED", "GRADIENT_WINDOW_CLOSED", "", ""]
+    [good_pass] = [item for item in items if item.seq == 5]
+    [step] = [item for item in items if isinstance(item, OptimStepItem)]
+    assert chain == digest(fresh_chain(spec), digest(b"", item_digest(good_pass)), item_digest(step))
+
+
+async def test_a_large_request_streams_over_cycles_and_its_step_goes_with_the_last_chunk(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, cycle_tokens_max=16) as pool:
+        adapter, small = await pool.adapter(), await pool.adapter("bob")
+        large = await asyncio.gather(pool.forward_backward(adapter, 1, *[8] * 10), pool.optim_step(adapter, 2))
+        little = await pool.forward_backward(small, 1, 4, tenant="bob")
+        [small_one] = await pool.wait(little, tenant="bob")
+        forward_backward, step = await pool.wait(*large)
+        chunks = [
+            i for b in pool.engines["w0"][-1].batches for i in b.items if isinstance(i, PassItem) and i.num_chunks > 1
+        ]
+    assert [c.chunk_index for c in chunks] == [0, 1, 2, 3, 4]
+    assert len(forward_backward.forward_backward.logprobs) == 10
+    assert small_one.cycle_id < forward_backward.cycle_id == step.cycle_id
+
+
+async def test_two_workers_are_in_one_cycle(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, num_workers=2, seconds_per_batch=0.02) as pool:
+        adapters = [await pool.adapter(t) for t in ("alice", "bob", "carol")]
+        names = await asyncio.gather(
+            *(
+                pool.forward_backward(a, s, 5, tenant=t)
+                for a, t in zip(adapters, ("alice", "bob", "carol"), strict=True)
+                for s in (1, 2)
+            )
+        )
+        for name, tenant in zip(names, ("alice", "alice", "bob", "bob", "carol", "carol"), strict=True):
+            await pool.wait(name, tenant=tenant)
+        cycles = list(pool.coordinator.core.cycles)
+    assert any(len({entry.worker_id for entry in cycle.entries}) == 2 for cycle in cycles)
+
+
+async def test_a_restart_completes_what_was_acknowledged_and_rebuilds_the_same_state(tmp_path: Path) -> None:
+    """Stopped in the middle of gradient windows: the final chain is that of an undisturbed engine."""
+    names: list[str] = []
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        spec = pool.coordinator.core.adapters[adapter].spec
+    for seqs in (range(1, 3), range(3, 5), range(5, 6), range(6, 10), range(10, 12)):
+        async with running_pool(tmp_path) as pool:
+            await _take_over(pool)
+            names += [await _submit(pool, adapter, seq) for seq in seqs]
+    async with running_pool(tmp_path) as pool:
+        await _take_over(pool)
+        operations = await pool.wait(*names, await _submit(pool, adapter, 12))
+        chain = pool.chain(adapter)
+    assert [o.state for o in operations] == [SUCCEEDED] * 12
+    expected = fresh_chain(spec)
+    for step in (3, 6, 9, 12):
+        gradient = b""
+        for seq in (step - 2, step - 1):
+            gradient = digest(gradient, item_digest(_pass_item(adapter, seq)))
+        expected = digest(expected, gradient, item_digest(_step_item(adapter, step)))
+    assert chain == expected
+
+
+async def _submit(pool: ToyPool, adapter: str, seq: int) -> str:
+    """Two passes, then a step, and so on."""
+    if seq % 3 == 0:
+        return await pool.optim_step(adapter, seq)
+    return await pool.forward_backward(adapter, seq, 5, 6)
+
+
+def _pass_item(adapter: str, seq: int) -> PassItem:
+    loss_fn, loss_config, data = decode_pass(pass_request(adapter, seq, [5, 6]).SerializeToString())
+    return PassItem(
+        op_id="",
+        adapter_id=adapter,
+        prev_seq=0,
+        seq=seq,
+        chunk_index=0,
+        num_chunks=1,
+        data=data,
+        loss_fn=loss_fn,
+        loss_config=loss_config,
+        backward=True,
+    )
+
+
+def _step_item(adapter: str, seq: int) -> OptimStepItem:
+    params = AdamParams(learning_rate=1e-3)
+    return OptimStepItem(op_id="", adapter_id=adapter, prev_seq=0, seq=seq, params=params)
+
+
+async def _take_over(pool: ToyPool) -> None:
+    """Act as the tenant of the life before."""
+    row = pool.coordinator.core.store.read_one("SELECT tenant_id, name FROM tenants WHERE name = 'alice'")
+    assert row is not None
+    pool.principals["alice"] = Principal(row["tenant_id"], row["name"], "key", is_admin=False)
+
+
+async def test_a_lost_worker_is_replaced_and_its_adapters_end_in_the_same_state(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        names = [await pool.forward_backward(adapter, 1, 5), await pool.optim_step(adapter, 2)]
+        names.append(await pool.forward_backward(adapter, 3, 5))
+        await pool.wait(*names)
+        engine = pool.engines["w0"][-1]
+        before = (engine.adapters[adapter].chain, engine.adapters[adapter].gradient)
+        life = pool.coordinator.core.pool._lives["w0"]  # type: ignore[attr-defined]  # the test is the murderer
+        await asyncio.to_thread(life.loop.stop)
+        [step] = await pool.wait(await pool.optim_step(adapter, 4))
+        replaced = pool.engines["w0"][-1]
+        replayed = [item.seq for b in replaced.batches for item in b.items]
+    assert step.state == SUCCEEDED
+    assert replaced is not engine
+    assert replayed == [1, 2, 3, 4]
+    [*_, step_item] = [i for b in replaced.batches for i in b.items if isinstance(i, OptimStepItem)]
+    assert replaced.adapters[adapter].chain == digest(before[0], before[1], item_digest(step_item))
+
+
+async def test_a_crash_of_the_engine_loses_nothing_of_the_neighbours(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, num_workers=2) as pool:
+        victim, neighbour = await pool.adapter(), await pool.adapter("bob")
+        names = await asyncio.gather(
+            pool.forward_backward(victim, 1, 5), pool.forward_backward(neighbour, 1, 5, tenant="bob")
+        )
+        await pool.wait(names[0])
+        await pool.wait(names[1], tenant="bob")
+        homes = {a: pool.coordinator.core.adapters[a].worker_id for a in (victim, neighbour)}
+        assert homes[victim] != homes[neighbour]
+        kill = pass_request(victim, 2, [5])
+        kill.data[0].tokens.data = bytes([KILL_TOKEN, 0, 0, 0]) * 5
+        await pool.service.forward_backward(await pool.principal(), kill)
+        done = await pool.wait(await pool.optim_step(neighbour, 2, tenant="bob"), tenant="bob")
+    assert done[0].state == SUCCEEDED
+    assert len(pool.engines[homes[neighbour]]) == 1
+
+
+async def test_snapshots_bound_the_log_and_the_state_survives_a_restart(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, replay_s_max=0.0) as pool:
+        adapter = await pool.adapter()
+        for seq in range(1, 11, 2):
+            await pool.wait(await pool.forward_backward(adapter, seq, 5), await pool.optim_step(adapter, seq + 1))
+            await pool.written()
+        store = pool.coordinator.core.store
+        kept = store.read("SELECT seq FROM operations WHERE target_id = ? AND body IS NOT NULL", (adapter,))
+        assert [row["seq"] for row in kept] in ([], [10]), "the last step may have come while a snapshot was written"
+        chain = pool.chain(adapter)
+        assert len(list((tmp_path / "snapshots").iterdir())) == 1
+    async with running_pool(tmp_path) as pool:
+        await _take_over(pool)
+        [forward] = await pool.wait(await pool.forward_backward(adapter, 11, 5))
+        assert forward.state == SUCCEEDED
+        assert pool.chain(adapter) == chain
+        assert [item.seq for b in pool.engines["w0"][-1].batches for item in b.items] == [11]
+
+
+async def test_a_clean_stop_leaves_nothing_to_replay(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        await pool.wait(await pool.forward_backward(adapter, 1, 5), await pool.optim_step(adapter, 2))
+    async with running_pool(tmp_path) as pool:
+        await _take_over(pool)
+        await pool.wait(await pool.forward_backward(adapter, 3, 5))
+        assert [item.seq for b in pool.engines["w0"][-1].batches for item in b.items] == [3]
+
+
+async def test_operations_behind_a_lost_seq_fail_after_a_while(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, gap_timeout_s=0.05, sweep_interval_s=0.02) as pool:
+        adapter = await pool.adapter()
+        name = await pool.optim_step(adapter, 2)
+        [operation] = await asyncio.wait_for(pool.wait(name), 5)
+        assert (operation.state, operation.error.reason) == (FAILED, "SEQ_LOST")
+        [first] = await pool.wait(await pool.forward_backward(adapter, 1, 5))
+    assert first.state == SUCCEEDED

@@ -1,0 +1,112 @@
+"""Adapters that are deleted at bad moments: neither they nor their neighbours wait for something that never comes."""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.base.errors import ServiceError
+from coordinator.storage.database import DiskFullError
+from tests.support.toy_pool import (
+    expected_chain,
+    pass_request,
+    running_pool,
+)
+from tinkerpool.v1 import adapters_pb2
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.contract.messages import (
+    AdapterState,
+)
+
+SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
+
+
+async def test_a_refused_operation_whose_adapter_is_deleted_meanwhile_hurts_nobody(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        bad = pass_request(adapter, 1, [3])
+        bad.ClearField("data")
+        waiting = await pool.optim_step(adapter, 2)
+        refused = asyncio.create_task(pool.service.forward_backward(principal, bad))
+        deletion = pool.service.delete_adapter(principal, adapters_pb2.DeleteAdapterRequest(adapter_id=adapter))
+        answers = await asyncio.gather(refused, deletion, return_exceptions=True)
+        [failed] = await asyncio.wait_for(pool.wait(waiting), 5)
+        other = await pool.adapter()
+        await pool.wait(await pool.submit(other, 1))
+        assert pool.coordinator.health()
+    assert isinstance(answers[0], ServiceError)
+    assert not isinstance(answers[1], BaseException)
+    assert failed.state == FAILED
+
+
+async def test_an_adapter_deleted_while_another_one_is_read_from_disk_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States are read beside the event loop, and everything may happen meanwhile."""
+    async with running_pool(tmp_path) as pool:
+        adapters = [await pool.adapter() for _ in range(3)]
+        await pool.wait(*[await pool.submit(adapter, 1) for adapter in adapters])
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        principal, snapshots = await pool.principal(), pool.coordinator.core.saver.snapshots
+        read, is_reading, may_read = snapshots.read, threading.Event(), threading.Event()
+
+        def slow(folder: str, sha256: str) -> AdapterState:
+            is_reading.set()
+            may_read.wait(10)
+            return read(folder, sha256)
+
+        monkeypatch.setattr(snapshots, "read", slow)
+        adapters.sort()  # as they are planned
+        names = await asyncio.gather(*(pool.submit(adapter, 2) for adapter in adapters))
+        await asyncio.to_thread(is_reading.wait, 10)
+        request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapters[2])
+        deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))
+        await asyncio.sleep(0.01)
+        may_read.set()
+        await asyncio.wait_for(deletion, 10)
+        done = await asyncio.wait_for(pool.wait(*names[:2]), 10)
+        assert [each.state for each in done] == [SUCCEEDED] * 2
+        assert pool.coordinator.health()
+
+
+async def test_an_adapter_whose_deletion_fails_goes_on_from_the_snapshot_that_became_durable_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it would run again from the snapshot before has left the log."""
+    async with running_pool(tmp_path, replay_s_max=0.0) as pool:
+        adapter, principal, core = await pool.adapter(), await pool.principal(), pool.coordinator.core
+        spec, snapshots, write = pool.spec_of(adapter), core.saver.snapshots, core.saver.snapshots.write
+        is_writing, may_write, is_deleting, may_fail = (threading.Event() for _ in range(4))
+
+        def slow(*args: Any) -> Any:
+            is_writing.set()
+            may_write.wait(10)
+            return write(*args)
+
+        async def full(*_: object) -> str:
+            is_deleting.set()
+            await asyncio.to_thread(may_fail.wait, 10)
+            raise DiskFullError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(snapshots, "write", slow)
+            patch.setattr(core.store, "delete_adapter", full)
+            await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
+            await asyncio.to_thread(is_writing.wait, 10)
+            request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
+            deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))
+            await asyncio.to_thread(is_deleting.wait, 10)
+            may_write.set()
+            await pool.written()
+            core.loops["toy"]._snapshots.settle(core.loops["toy"].adapters)
+            may_fail.set()
+            with pytest.raises(ServiceError, match="nothing was accepted"):
+                await deletion
+        operations = await asyncio.wait_for(pool.wait(*[await pool.submit(adapter, seq) for seq in (4, 5, 6)]), 10)
+        assert [each.state for each in operations] == [SUCCEEDED] * 3
+        assert pool.chain(adapter) == expected_chain(spec, [((1, 2), 3), ((4, 5), 6)])
+        await pool.service.delete_adapter(principal, request)
+        assert pool.coordinator.health()

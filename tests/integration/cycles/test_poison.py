@@ -1,0 +1,196 @@
+"""Requests that kill or hang their worker: who is failed for it, and who does not notice."""
+
+import asyncio
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.scheduling import deadlines
+from tests.support.toy_engine import KILL_TOKEN
+from tests.support.toy_pool import ToyPool, pass_request, running_pool
+from tinkerpool.v1 import adapters_pb2
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.contract.messages import Batch, BatchResult, PassItem, SaveItem
+from workers.contract.protocols import WorkerLost
+
+SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
+
+
+async def submit_poison(pool: ToyPool, adapter: str, seq: int, tenant: str = "alice") -> str:
+    request = pass_request(adapter, seq, [5])
+    request.data[0].tokens.data = bytes([KILL_TOKEN, 0, 0, 0]) * 5
+    return str((await pool.service.forward_backward(await pool.principal(tenant), request)).operation.name)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+async def test_a_request_that_kills_its_worker_is_failed_alone_and_the_others_do_not_notice(
+    tmp_path: Path, num_workers: int
+) -> None:
+    """Twenty times: found by halving, failed after it died alone twice; every neighbour's operation succeeds."""
+    async with running_pool(tmp_path, num_workers=num_workers) as pool:
+        tenants = [f"tenant{i}" for i in range(6)]
+        adapters = [await pool.adapter(tenant) for tenant in tenants]
+        seqs = [1] * len(adapters)
+        for round_index in range(20):
+            culprit = round_index % len(adapters)
+            pool.hold()
+            names: list[str] = []
+            for i, (adapter, tenant) in enumerate(zip(adapters, tenants, strict=True)):
+                if i == culprit:
+                    names.append(await submit_poison(pool, adapter, seqs[i], tenant))
+                else:
+                    names.append(await pool.forward_backward(adapter, seqs[i], 5, tenant=tenant))
+                await pool.optim_step(adapter, seqs[i] + 1, tenant=tenant)
+                seqs[i] += 2
+            await pool.release()
+            for i, (name, tenant) in enumerate(zip(names, tenants, strict=True)):
+                target, _, seq = name.rpartition(":")
+                done = await asyncio.wait_for(pool.wait(name, f"{target}:{int(seq) + 1}", tenant=tenant), 30)
+                if i == culprit:
+                    assert [each.error.reason for each in done] == ["WORKER_DIED", "GRADIENT_WINDOW_CLOSED"]
+                else:
+                    assert [each.state for each in done] == [SUCCEEDED] * 2
+        num_lives = sum(len(lives) for lives in pool.engines.values())
+    assert num_lives <= num_workers + 20 * 7, "one death together, three of halves, two alone, and one of a late half"
+
+
+async def test_a_sample_that_kills_its_worker_is_failed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, base = await pool.adapter(), await pool.sampler(await pool.session())
+        await pool.wait(await pool.forward_backward(adapter, 1, 5))
+        _die_of_samples_with(monkeypatch, seed=13)
+        names = [await pool.sample(base, seq, seed=seed) for seq, seed in ((1, 1), (2, 13), (3, 3))]
+        step = await pool.optim_step(adapter, 2)
+        done = await asyncio.wait_for(pool.wait(*names, step), 30)
+    assert [each.state for each in done] == [SUCCEEDED, FAILED, SUCCEEDED, SUCCEEDED]
+    assert done[1].error.reason == "WORKER_DIED"
+
+
+def _die_of_samples_with(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    from tests.support.toy_engine import ToyEngine
+
+    decode_step = ToyEngine.decode_step
+
+    def decode_or_die(self: ToyEngine) -> Any:
+        if any(sequence.request.params.seed == seed for sequence in self._running):
+            raise RuntimeError("this sample kills")
+        return decode_step(self)
+
+    monkeypatch.setattr(ToyEngine, "decode_step", decode_or_die)
+
+
+async def test_nobodys_state_is_handed_out_beside_a_suspect(tmp_path: Path) -> None:
+    """The worker could die of it, and a suspect that is alone with it would be convicted."""
+    async with running_pool(tmp_path, replay_s_max=0.0) as pool:
+        adapter, suspect = await pool.adapter(), "a:sample:0:1"
+        [loop] = pool.coordinator.core.loops.values()
+        pool.hold()
+        name = await pool.forward_backward(adapter, 1, 5)
+        async with asyncio.timeout(10):
+            while not loop.running_on("w0"):  # noqa: ASYNC110 (nothing tells)
+                await asyncio.sleep(0.002)
+        loop.suspects.died([suspect], [suspect])
+        await pool.release()
+        await asyncio.wait_for(pool.wait(name), 10)
+        await pool.written()
+        saves = [item for batch in pool.engines["w0"][-1].batches for item in batch.items if isinstance(item, SaveItem)]
+        assert saves == []
+        loop.suspects.clear(suspect)
+        await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 2, 5)), 10)
+        await pool.written()
+        assert any(isinstance(item, SaveItem) for batch in pool.engines["w0"][-1].batches for item in batch.items)
+
+
+async def test_random_deaths_never_fail_an_innocent_operation(tmp_path: Path) -> None:
+    """Among them deaths of workers while something runs alone: it takes two in a row of the same operation.
+
+    So while an operation has died alone once, nothing is killed: the second time it would be convicted, rightly.
+    """
+    chance = random.Random(7)
+    async with running_pool(tmp_path, num_workers=2, replay_s_max=0.0) as pool:
+        suspects = pool.coordinator.core.loops["toy"].suspects
+        tenants = [f"tenant{i}" for i in range(3)]
+        adapters = [await pool.adapter(tenant) for tenant in tenants]
+        names: dict[str, list[str]] = {tenant: [] for tenant in tenants}
+        for seq in range(1, 61):
+            for adapter, tenant in zip(adapters, tenants, strict=True):
+                if seq % 2:
+                    names[tenant].append(await pool.forward_backward(adapter, seq, 5, tenant=tenant))
+                else:
+                    names[tenant].append(await pool.optim_step(adapter, seq, tenant=tenant))
+            if seq % 3 == 0 and not any(suspects.deaths(name) for own in names.values() for name in own):
+                await pool.kill_worker(chance.choice(["w0", "w1"]))
+        for tenant in tenants:
+            done = await asyncio.wait_for(pool.wait(*names[tenant], tenant=tenant), 60)
+            assert {each.state for each in done} == {SUCCEEDED}
+        assert sum(len(lives) for lives in pool.engines.values()) > 10
+
+
+async def test_a_worker_that_hangs_in_a_batch_is_replaced_at_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pings are answered all the while."""
+    monkeypatch.setattr(deadlines, "FLOOR_S", 0.3)
+    monkeypatch.setattr(deadlines, "STEP_TOKENS", 5)
+    monkeypatch.setattr("workers.pool.local.STOP_TIMEOUT_S", 0.1)
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        await pool.wait(await pool.forward_backward(adapter, 1, 5))
+        engine, is_over = pool.engines["w0"][-1], threading.Event()
+        run = engine.run
+
+        def hang(batch: Batch) -> BatchResult:
+            if any(isinstance(item, PassItem) for item in batch.items):
+                is_over.wait(30)
+            return run(batch)
+
+        engine.run = hang  # type: ignore[method-assign]
+        done = await asyncio.wait_for(
+            pool.wait(await pool.forward_backward(adapter, 2, 5), await pool.optim_step(adapter, 3)), 20
+        )
+        is_over.set()
+        assert [each.state for each in done] == [SUCCEEDED] * 2
+        assert len(pool.engines["w0"]) == 2
+
+
+async def test_an_adapter_deleted_while_its_worker_dies_keeps_nobody_waiting(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        doomed, other = await pool.adapter(), await pool.adapter("bob")
+        await pool.wait(await pool.forward_backward(other, 1, 5, tenant="bob"), tenant="bob")
+        pool.hold()
+        await submit_poison(pool, doomed, 1)
+        request = adapters_pb2.DeleteAdapterRequest(adapter_id=doomed)
+        deletion = asyncio.create_task(pool.service.delete_adapter(await pool.principal(), request))
+        await asyncio.sleep(0.02)
+        await pool.release()
+        await asyncio.wait_for(deletion, 10)
+        name = await pool.optim_step(other, 2, tenant="bob")
+        [step] = await asyncio.wait_for(pool.wait(name, tenant="bob"), 10)
+        assert step.state == SUCCEEDED
+
+
+async def test_suspects_of_a_worker_that_never_comes_back_run_on_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path, num_workers=2) as pool:
+        adapters = [await pool.adapter() for _ in range(2)]
+        for adapter in adapters:
+            await pool.wait(await pool.forward_backward(adapter, 1, 5))
+        victim = next(a for a in adapters if pool.coordinator.core.adapters[a].worker_id == "w0")
+
+        async def never(worker_id: str) -> Any:
+            raise WorkerLost(f"{worker_id} has no node any more")
+
+        monkeypatch.setattr(pool.coordinator.core.pool, "replace", never)
+        pool.hold()
+        name = await pool.forward_backward(victim, 2, 5)
+        await asyncio.sleep(0.02)
+        dying = asyncio.create_task(pool.kill_worker("w0"))
+        await asyncio.sleep(0.02)
+        await pool.release()
+        await dying
+        [done] = await asyncio.wait_for(pool.wait(name), 20)
+        assert done.state == SUCCEEDED

@@ -1,0 +1,256 @@
+"""Sessions over the service: idempotent creation, heartbeats, and expiry in service time alone."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.base.errors import Code, ServiceError
+from coordinator.storage.database import DiskFullError
+from tests.support.toy_pool import FakeTime, ToyPool, running_pool
+from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sessions_pb2
+from tinkerpool.v1 import operations_pb2 as ops_pb
+
+SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
+
+
+async def heartbeat(pool: ToyPool, session_id: str) -> None:
+    await pool.service.heartbeat(await pool.principal(), sessions_pb2.HeartbeatRequest(session_id=session_id))
+
+
+async def is_live(pool: ToyPool, session_id: str) -> bool:
+    request = sessions_pb2.GetSessionRequest(session_id=session_id)
+    return bool((await pool.service.get_session(await pool.principal(), request)).session.is_live)
+
+
+async def create(pool: ToyPool, request_id: str, tenant: str = "alice") -> str:
+    request = sessions_pb2.CreateSessionRequest(request_id=request_id, user_metadata={"host": "laptop"})
+    response = await pool.service.create_session(await pool.principal(tenant), request)
+    assert response.session.is_live
+    assert dict(response.session.user_metadata) == {"host": "laptop"}
+    return str(response.session.session_id)
+
+
+async def test_one_request_id_makes_one_session_per_tenant(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        await pool.principal()
+        ids = await asyncio.gather(*(create(pool, "r") for _ in range(4)))
+        assert len(set(ids)) == 1
+        assert len({ids[0], await create(pool, "q"), await create(pool, "r", "bob")}) == 3
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        assert await create(pool, "r") == ids[0]
+
+
+async def test_a_call_that_goes_away_leaves_a_session_that_works(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        await pool.principal()
+        call = asyncio.create_task(create(pool, "r"))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        assert call.cancelled()
+        await heartbeat(pool, await create(pool, "r"))
+
+
+async def test_a_session_lists_what_was_made_in_it(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        session = adapter.partition(":")[0]
+        sampler = await pool.sampler(session)
+        request = sessions_pb2.GetSessionRequest(session_id=session)
+        got = (await pool.service.get_session(await pool.principal(), request)).session
+    assert (list(got.adapter_ids), list(got.sampler_ids)) == ([adapter], [sampler])
+
+
+async def test_a_silent_session_expires_after_its_time_and_a_heard_one_does_not(tmp_path: Path) -> None:
+    time = FakeTime()
+    async with running_pool(tmp_path, time=time, session_timeout_s=60.0) as pool:
+        silent, heard = await create(pool, "a"), await create(pool, "b")
+        num_asleep, took = len(time.sleepers), 0.0
+        while await is_live(pool, silent):
+            took += 5
+            assert took < 100
+            await time.advance(5)
+            await heartbeat(pool, heard)
+            async with asyncio.timeout(10):
+                while len(time.sleepers) < num_asleep:  # noqa: ASYNC110 (the sweep, with its commit, tells nobody)
+                    await asyncio.sleep(0.002)
+        assert 60 < took <= 80
+        assert await is_live(pool, heard)
+        listed = await pool.service.list_sessions(await pool.principal(), sessions_pb2.ListSessionsRequest())
+        assert [each.session_id for each in listed.sessions] == [heard]
+        with pytest.raises(ServiceError) as raised:
+            await heartbeat(pool, silent)
+        assert (raised.value.code, raised.value.reason) == (Code.FAILED_PRECONDITION, "SESSION_ENDED")
+
+
+async def test_neither_downtime_nor_a_jump_of_the_wall_clock_ages_a_session(tmp_path: Path) -> None:
+    time = FakeTime()
+    async with running_pool(tmp_path, time=time, session_timeout_s=60.0) as pool:
+        session = await create(pool, "a")
+        time.wall_offset += 86_400
+        await time.advance(30)
+        assert await is_live(pool, session)
+    later = FakeTime(now=5e6)
+    async with running_pool(tmp_path, time=later, session_timeout_s=60.0) as pool:
+        await pool.take_over()
+        await later.advance(30)
+        await heartbeat(pool, session)
+
+
+async def test_a_finished_session_is_over_and_its_training_state_stays(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        session = adapter.partition(":")[0]
+        for _ in range(2):
+            await pool.service.finish_session(principal, sessions_pb2.FinishSessionRequest(session_id=session))
+        assert not await is_live(pool, session)
+        for call in (heartbeat(pool, session), pool.sampler(session)):
+            with pytest.raises(ServiceError) as raised:
+                await call
+            assert raised.value.reason == "SESSION_ENDED"
+        [trained] = await pool.wait(await pool.forward_backward(adapter, 1, 4))
+    assert trained.state == SUCCEEDED
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        assert not await is_live(pool, session)
+        assert (await pool.wait(await pool.optim_step(adapter, 2)))[0].state == SUCCEEDED
+
+
+async def test_training_keeps_a_session_alive_without_heartbeats(tmp_path: Path) -> None:
+    time = FakeTime()
+    async with running_pool(tmp_path, time=time, session_timeout_s=60.0, linger_s=0.0) as pool:
+        adapter = await pool.adapter()
+        for seq in range(1, 5):
+            await time.advance(40)
+            await asyncio.sleep(0.002)
+            await pool.wait(await pool.optim_step(adapter, seq))
+        await heartbeat(pool, adapter.partition(":")[0])
+
+
+async def test_a_session_created_again_while_it_ends_is_not_revived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its numbers would begin anew, and a save that gets one twice could not be committed."""
+    is_ending, may_end = asyncio.Event(), asyncio.Event()
+    async with running_pool(tmp_path) as pool:
+        principal, session, store = await pool.principal(), await create(pool, "r"), pool.coordinator.core.store
+        request = adapters_pb2.CreateAdapterRequest(session_id=session, base_model="toy", rank=8, index=0)
+        adapter = (await pool.service.create_adapter(principal, request)).adapter.adapter_id
+        assert (await pool.publish(adapter, 1)).state == SUCCEEDED
+        execute = store.execute
+
+        async def slow(sql: str, parameters: Sequence[Any] = ()) -> int:
+            if sql.startswith("UPDATE sessions"):
+                is_ending.set()
+                await may_end.wait()
+            return await execute(sql, parameters)
+
+        monkeypatch.setattr(store, "execute", slow)
+        finish = sessions_pb2.FinishSessionRequest(session_id=session)
+        finishing = asyncio.create_task(pool.service.finish_session(principal, finish))
+        await is_ending.wait()
+        assert await create(pool, "r") == session
+        [refused] = await asyncio.gather(heartbeat(pool, session), return_exceptions=True)
+        may_end.set()
+        await finishing
+        again = sessions_pb2.CreateSessionRequest(request_id="r", user_metadata={"host": "laptop"})
+        ended = (await pool.service.create_session(principal, again)).session
+        assert (ended.session_id, ended.is_live) == (session, False)
+        unnamed = await asyncio.wait_for(pool.publish(adapter, 2), 10)
+        assert pool.coordinator.health()
+    assert isinstance(refused, ServiceError)
+    assert refused.reason == "SESSION_ENDED"
+    assert unnamed.error.reason == "SESSION_ENDED"
+
+
+async def test_a_session_whose_end_finds_the_disk_full_goes_on_and_can_be_ended_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, principal, store = await pool.adapter(), await pool.principal(), pool.coordinator.core.store
+        session = adapter.partition(":")[0]
+        finish = sessions_pb2.FinishSessionRequest(session_id=session)
+
+        async def full(*_: object) -> int:
+            raise DiskFullError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "execute", full)
+            with pytest.raises(ServiceError, match="nothing was accepted"):
+                await pool.service.finish_session(principal, finish)
+        await heartbeat(pool, session)
+        samplers = [(await pool.publish(adapter, seq)).save_weights_for_sampler.sampler_id for seq in (1, 2)]
+        await pool.service.finish_session(principal, finish)
+        assert not await is_live(pool, session)
+        with pytest.raises(ServiceError, match="has ended"):
+            await heartbeat(pool, session)
+    assert samplers == [f"{session}:sample:{index}" for index in range(2)]
+
+
+async def unnamed(pool: ToyPool, adapter_id: str, seq: int, index: int) -> str:
+    request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter_id, seq=seq, sampler_index=index)
+    response = await pool.service.save_weights_for_sampler(await pool.principal(), request)
+    return str(response.operation.name)
+
+
+async def test_a_sampler_being_made_and_a_save_under_way_never_get_the_same_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        core = pool.coordinator.core
+        adapter = await pool.adapter()
+        begun, may_go = asyncio.Event(), asyncio.Event()
+        insert, write = core.store.insert, core.saver._write
+
+        async def slow_insert(table: str, **values: Any) -> None:
+            begun.set()
+            await may_go.wait()
+            await insert(table, **values)
+
+        async def late_write(*args: Any) -> Any:
+            may_go.set()
+            await creating
+            return await write(*args)
+
+        monkeypatch.setattr(core.store, "insert", slow_insert)
+        monkeypatch.setattr(core.saver, "_write", late_write)
+        creating = asyncio.create_task(pool.sampler(adapter.partition(":")[0], index=5))
+        await begun.wait()
+        [refused, kept] = await pool.wait(await unnamed(pool, adapter, 1, 5), await pool.optim_step(adapter, 2))
+        assert refused.error.reason == "SAMPLER_EXISTS"
+        assert kept.state == SUCCEEDED
+        assert not may_go.is_set()  # it was refused before anything was written
+        may_go.set()
+        assert await creating == f"{adapter.partition(':')[0]}:sample:5"
+        monkeypatch.undo()
+        [saved] = await pool.wait(await unnamed(pool, adapter, 3, 6))
+        assert saved.save_weights_for_sampler.sampler_id.endswith(":sample:6")
+        with pytest.raises(ServiceError, match="created before"):
+            await pool.sampler(adapter.partition(":")[0], index=6)
+
+
+async def test_a_sampler_that_cannot_be_stored_fails_its_save_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        core = pool.coordinator.core
+        adapter, other = await pool.adapter(), await pool.adapter()
+        await pool.sampler(adapter.partition(":")[0], index=5)
+        monkeypatch.setattr(core.saver, "_new_sampler_index", lambda *_: 5)
+        pool.hold()
+        held = await pool.forward_backward(other, 1, 3)
+        names = [await unnamed(pool, adapter, 1, 5), await pool.optim_step(other, 2), await pool.optim_step(adapter, 2)]
+        await pool.release()
+        refused, *kept = await pool.wait(*names, held)
+        assert refused.error.reason == "SAMPLER_EXISTS"
+        assert [each.state for each in kept] == [SUCCEEDED] * 3
+        assert core.is_healthy()
+        assert list((tmp_path / "samplers").iterdir()) == []
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        assert (await pool.wait(names[0]))[0].error.reason == "SAMPLER_EXISTS"

@@ -1,0 +1,298 @@
+"""What is another tenant's is not there: the same answer as for what never was, from every method."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.base.errors import Code, ServiceError, invalid
+from coordinator.operations.operation import Kind
+from coordinator.service.auth import Principal
+from tests.support.toy_pool import ToyPool, datum, pass_request, running_pool, sample_request
+from tinkerpool.names import CheckpointPath
+from tinkerpool.v1 import (
+    adapters_pb2,
+    checkpoints_pb2,
+    pool_pb2,
+    sampling_pb2,
+    sessions_pb2,
+    training_pb2,
+    types_pb2,
+)
+from tinkerpool.v1 import operations_pb2 as ops_pb
+
+CROSS_ENTROPY = types_pb2.LOSS_FUNCTION_CROSS_ENTROPY
+
+
+@dataclasses.dataclass
+class Things:
+    """One of each kind, by name."""
+
+    session: str
+    adapter: str
+    checkpoint: str
+    sampler: str
+    operation: str
+    sample: str
+
+
+CALLS: dict[str, Callable[[Things], Any]] = {
+    "heartbeat": lambda t: sessions_pb2.HeartbeatRequest(session_id=t.session),
+    "finish_session": lambda t: sessions_pb2.FinishSessionRequest(session_id=t.session),
+    "get_session": lambda t: sessions_pb2.GetSessionRequest(session_id=t.session),
+    "create_adapter": lambda t: adapters_pb2.CreateAdapterRequest(session_id=t.session, base_model="toy", index=0),
+    "create_sampler": lambda t: sampling_pb2.CreateSamplerRequest(session_id=t.session, base_model="toy", index=0),
+    "get_adapter": lambda t: adapters_pb2.GetAdapterRequest(adapter_id=t.adapter),
+    "delete_adapter": lambda t: adapters_pb2.DeleteAdapterRequest(adapter_id=t.adapter),
+    "forward": lambda t: training_pb2.ForwardRequest(
+        adapter_id=t.adapter, seq=1, data=[datum(3)], loss_function=CROSS_ENTROPY
+    ),
+    "forward_backward": lambda t: pass_request(t.adapter, 1, [3]),
+    "optim_step": lambda t: training_pb2.OptimStepRequest(adapter_id=t.adapter, seq=2),
+    "train_step": lambda t: training_pb2.TrainStepRequest(
+        adapter_id=t.adapter, seq=1, data=[datum(3)], loss_function=CROSS_ENTROPY
+    ),
+    "load_state": lambda t: training_pb2.LoadStateRequest(adapter_id=t.adapter, seq=9, path=t.checkpoint),
+    "save_state": lambda t: checkpoints_pb2.SaveStateRequest(adapter_id=t.adapter, seq=9, name="mine"),
+    "save_weights_for_sampler": lambda t: checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=t.adapter, seq=9),
+    "get_sampler": lambda t: sampling_pb2.GetSamplerRequest(sampler_id=t.sampler),
+    "sample": lambda t: sample_request(t.sampler, 1),
+    "stream_sample": lambda t: sampling_pb2.StreamSampleRequest(request=sample_request(t.sampler, 1)),
+    "get_checkpoint": lambda t: checkpoints_pb2.GetCheckpointRequest(path=t.checkpoint),
+    "delete_checkpoint": lambda t: checkpoints_pb2.DeleteCheckpointRequest(path=t.checkpoint),
+    "set_checkpoint_ttl": lambda t: checkpoints_pb2.SetCheckpointTtlRequest(path=t.checkpoint, ttl_seconds=1),
+    "set_checkpoint_access": lambda t: checkpoints_pb2.SetCheckpointAccessRequest(path=t.checkpoint, is_public=True),
+    "copy_checkpoint": lambda t: checkpoints_pb2.CopyCheckpointRequest(path=t.checkpoint, request_id="copy"),
+    "export_checkpoint": lambda t: checkpoints_pb2.ExportCheckpointRequest(path=t.checkpoint),
+    "get_operation": lambda t: ops_pb.GetOperationRequest(name=t.operation),
+    "wait_operations": lambda t: ops_pb.WaitOperationsRequest(names=[t.operation]),
+    "cancel_operation": lambda t: ops_pb.CancelOperationRequest(name=t.sample),
+}
+STREAMS = {"stream_sample", "export_checkpoint", "wait_operations"}
+NAMELESS = {
+    "get_capabilities",
+    "get_tokenizer",
+    "create_session",
+    "list_sessions",
+    "list_adapters",
+    "list_checkpoints",
+    "get_pool_status",
+    "watch_cycles",
+    "get_usage",
+    "create_api_key",
+    "list_api_keys",
+    "revoke_api_key",
+}
+
+
+async def things_of(pool: ToyPool, tenant: str) -> Things:
+    adapter = await pool.adapter(tenant)
+    names = [await pool.forward_backward(adapter, 1, 4, tenant=tenant), await pool.optim_step(adapter, 2, tenant)]
+    await pool.wait(*names, tenant=tenant)
+    saved = await pool.save(adapter, 3, "secret", tenant)
+    session = adapter.partition(":")[0]
+    sampler = await pool.sampler(session, tenant, model_path=saved.save_state.path)
+    sample = await pool.sample(sampler, 1, tenant)
+    await pool.wait(sample, tenant=tenant)
+    return Things(session, adapter, saved.save_state.path, sampler, names[0], sample)
+
+
+def absent(things: Things) -> Things:
+    """Names of the same form that nothing has."""
+    values = dataclasses.asdict(things)
+    nobody = things.session[:-4] + ("0000" if things.session[-4:] != "0000" else "1111")
+    return Things(**{key: value.replace(things.session, nobody) for key, value in values.items()})
+
+
+async def answer(pool: ToyPool, principal: Principal, method: str, things: Things) -> ServiceError:
+    call = getattr(pool.service, method)(principal, CALLS[method](things))
+    with pytest.raises(ServiceError) as raised:
+        await (anext(call) if method in STREAMS else call)
+    return raised.value
+
+
+async def test_every_method_answers_for_anothers_thing_as_for_none(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        alices, eve = await things_of(pool, "alice"), await pool.principal("eve")
+        nobodys = absent(alices)
+        before = pool.coordinator.core.store.read("SELECT COUNT(*) FROM operations")[0][0]
+        for method in CALLS:
+            foreign, missing = [await answer(pool, eve, method, things) for things in (alices, nobodys)]
+            assert foreign.code is missing.code is Code.NOT_FOUND, method
+            assert (foreign.reason, foreign.metadata, foreign.retry_delay_s) == (
+                missing.reason,
+                missing.metadata,
+                missing.retry_delay_s,
+            )
+            hidden = [value for value in dataclasses.asdict(nobodys).values() if value in missing.message]
+            shown = [value for value in dataclasses.asdict(alices).values() if value in foreign.message]
+            assert len(hidden) == len(shown)
+            assert foreign.message.replace(alices.session, "X") == missing.message.replace(nobodys.session, "X")
+        after = pool.coordinator.core.store.read("SELECT COUNT(*) FROM operations")[0][0]
+        assert before == after
+        assert (await pool.wait(alices.operation, alices.sample))[0].state == ops_pb.OPERATION_STATE_SUCCEEDED
+        await pool.service.heartbeat(await pool.principal(), CALLS["heartbeat"](alices))
+        path = checkpoints_pb2.GetCheckpointRequest(path=alices.checkpoint)
+        assert (await pool.service.get_checkpoint(await pool.principal(), path)).checkpoint.seq == 3
+
+
+async def test_this_file_knows_every_method_of_the_service(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        methods = {name for name in dir(pool.service) if not name.startswith("_")}
+    beyond = {  # no methods of the contract; see below
+        "refuse",
+        "export_file",
+        "newest_checkpoints",
+        "trained_modules",
+        "join_sampler",
+        "finished_samples",
+        "holder_of_key",  # asked by a door that has signed the key's id
+    }
+    assert methods == set(CALLS) | NAMELESS | beyond
+
+
+async def test_no_place_in_anothers_order_is_refused(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter("alice")
+        request = training_pb2.OptimStepRequest(adapter_id=adapter, seq=1)
+        with pytest.raises(ServiceError) as raised:
+            await pool.service.refuse(await pool.principal("eve"), Kind.OPTIM_STEP, request, invalid("no"))
+        assert (raised.value.code, raised.value.operation) == (Code.NOT_FOUND, "")
+        with pytest.raises(ServiceError, match="no") as raised:
+            await pool.service.refuse(await pool.principal("alice"), Kind.OPTIM_STEP, request, invalid("no"))
+        assert raised.value.operation == f"{adapter}:1"
+
+
+async def test_anothers_checkpoint_is_neither_told_of_nor_read(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        path = (await things_of(pool, "alice")).checkpoint
+        adapter, eve, alice = CheckpointPath.parse(path).adapter_id, await pool.principal("eve"), await pool.principal()
+        assert await pool.service.newest_checkpoints(eve, [adapter]) == {}
+        assert await pool.service.newest_checkpoints(alice, [adapter]) != {}
+        for reading in (
+            anext(pool.service.export_file(eve, path, "adapter_config.json")),
+            pool.service.trained_modules(eve, path),
+        ):
+            with pytest.raises(ServiceError) as raised:
+                await reading
+            assert raised.value.code is Code.NOT_FOUND
+        assert await anext(pool.service.export_file(alice, path, "adapter_config.json"))
+
+
+async def test_anothers_sampler_is_neither_joined_nor_followed(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        sampler = (await things_of(pool, "alice")).sampler
+        eve, alice = await pool.principal("eve"), await pool.principal()
+        for asking in (
+            pool.service.join_sampler(eve, sampler),
+            pool.service.finished_samples(eve, sampler, 0, 0, 0.0),
+        ):
+            with pytest.raises(ServiceError) as raised:
+                await asking
+            assert raised.value.code is Code.NOT_FOUND
+        assert await pool.service.join_sampler(alice, sampler)
+        assert await pool.service.finished_samples(alice, sampler, 0, 0, 0.0)
+
+
+async def test_anothers_checkpoint_cannot_be_a_source(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        path = (await things_of(pool, "alice")).checkpoint
+        mine = await pool.adapter("eve")
+        session = mine.partition(":")[0]
+        eve = await pool.principal("eve")
+        codes = []
+        for call in (
+            pool.adapter("eve", from_path=path),
+            pool.sampler(session, "eve", model_path=path),
+            pool.service.load_state(eve, training_pb2.LoadStateRequest(adapter_id=mine, seq=1, path=path)),
+        ):
+            with pytest.raises(ServiceError) as raised:
+                await call
+            codes.append(raised.value.code)
+    assert codes == [Code.NOT_FOUND] * 3
+
+
+async def test_one_foreign_name_among_own_ones_streams_nothing(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        alices, eves = await things_of(pool, "alice"), await things_of(pool, "eve")
+        request = ops_pb.WaitOperationsRequest(names=[eves.operation, alices.operation])
+        with pytest.raises(ServiceError) as raised:
+            await anext(pool.service.wait_operations(await pool.principal("eve"), request))
+    assert raised.value.code is Code.NOT_FOUND
+
+
+async def test_lists_have_only_ones_own(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        alices, eves = await things_of(pool, "alice"), await things_of(pool, "eve")
+        eve = await pool.principal("eve")
+        sessions = (await pool.service.list_sessions(eve, sessions_pb2.ListSessionsRequest())).sessions
+        adapters = (await pool.service.list_adapters(eve, adapters_pb2.ListAdaptersRequest())).adapters
+        everything = checkpoints_pb2.ListCheckpointsRequest()
+        of_alice = checkpoints_pb2.ListCheckpointsRequest(adapter_id=alices.adapter)
+        checkpoints = (await pool.service.list_checkpoints(eve, everything)).checkpoints
+        foreign = (await pool.service.list_checkpoints(eve, of_alice)).checkpoints
+    assert [each.session_id for each in sessions] == [eves.session]
+    assert [each.adapter_id for each in adapters] == [eves.adapter]
+    assert [each.path for each in checkpoints] == [eves.checkpoint]
+    assert list(foreign) == []
+
+
+async def test_pool_status_and_cycles_show_others_only_as_counts(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        key, _ = await pool.coordinator.authenticator.create_key("boss", is_admin=True)
+        boss = pool.coordinator.authenticator.authenticate(key)
+        eve = await pool.principal("eve")
+        watches = {who: pool.service.watch_cycles(who, pool_pb2.WatchCyclesRequest()) for who in (eve, boss)}
+        firsts = {who: asyncio.create_task(anext(watch)) for who, watch in watches.items()}
+        await asyncio.sleep(0)
+        alices = await things_of(pool, "alice")
+        mine = await pool.adapter("eve")
+        await pool.wait(await pool.forward_backward(mine, 1, 4, tenant="eve"), tenant="eve")
+        seen = {who: (await first).cycle for who, first in firsts.items()}
+        for watch in watches.values():
+            await watch.aclose()
+        status = {
+            who: await pool.service.get_pool_status(who, pool_pb2.GetPoolStatusRequest(num_cycles=100))
+            for who in (eve, boss)
+        }
+        usage = (await pool.service.get_usage(eve, pool_pb2.GetUsageRequest())).rows
+    entries = [entry for cycle in [seen[eve], *status[eve].cycles] for entry in cycle.entries]
+    assert {(entry.tenant, entry.adapter_id) for entry in entries} == {("", ""), ("eve", mine)}
+    assert all(entry.worker_id for entry in entries)
+    for secret in (alices.session, "alice"):
+        assert secret not in str(status[eve])
+        assert secret not in str(seen[eve])
+    assert {entry.tenant for entry in seen[boss].entries} == {"alice"}
+    assert {entry.tenant for cycle in status[boss].cycles for entry in cycle.entries} == {"alice", "eve"}
+    assert {row.tenant for row in usage} == {"eve"}
+
+
+async def test_administration_needs_an_administrators_key(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        eve = await pool.principal("eve")
+        requests = {
+            "create_api_key": pool_pb2.CreateApiKeyRequest(tenant="eve", is_admin=True),
+            "list_api_keys": pool_pb2.ListApiKeysRequest(),
+            "revoke_api_key": pool_pb2.RevokeApiKeyRequest(key_id="x"),
+        }
+        for method, request in requests.items():
+            with pytest.raises(ServiceError) as raised:
+                await getattr(pool.service, method)(eve, request)
+            assert raised.value.code is Code.PERMISSION_DENIED
+
+
+async def test_a_name_that_is_almost_an_operations_is_none(tmp_path: Path) -> None:
+    """Else a wait would end for something that has not finished."""
+    async with running_pool(tmp_path) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        pool.hold()
+        name = await pool.optim_step(adapter, 1)
+        for other in (f"{adapter}:01", f"{adapter}:+1", f"{adapter}:１", f"{adapter}: 1", f"{adapter}:", ":1", "", "1"):
+            with pytest.raises(ServiceError) as raised:
+                await anext(pool.service.wait_operations(principal, ops_pb.WaitOperationsRequest(names=[other])))
+            assert raised.value.code is Code.NOT_FOUND
+        await pool.release()
+        await pool.wait(name)

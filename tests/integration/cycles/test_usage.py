@@ -1,0 +1,102 @@
+"""Metering: what the operations say they cost is what their tenants are charged, once."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.toy_engine import POISON_TOKEN
+from tests.support.toy_pool import ToyPool, pass_request, running_pool
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import pool_pb2
+
+Row = tuple[int, int, float]
+
+
+def approx(value: float) -> Any:
+    return pytest.approx(value)
+
+
+async def usage(pool: ToyPool, tenant: str) -> dict[str, Row]:
+    rows = (await pool.service.get_usage(await pool.principal(tenant), pool_pb2.GetUsageRequest())).rows
+    assert {row.tenant for row in rows} <= {tenant}
+    return {row.kind: (row.num_operations, row.num_tokens, row.engine_seconds) for row in rows}
+
+
+def sums(operations: list[ops_pb.Operation]) -> dict[str, Row]:
+    kinds: dict[str, list[ops_pb.Operation]] = defaultdict(list)
+    for each in operations:
+        kinds[ops_pb.OperationKind.Name(each.kind).removeprefix("OPERATION_KIND_").lower()].append(each)
+    return {
+        kind: (len(all_), sum(o.num_tokens for o in all_), approx(sum(o.engine_seconds for o in all_)))
+        for kind, all_ in kinds.items()
+    }
+
+
+async def test_usage_is_the_sum_of_the_operations_by_tenant_and_kind(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, cycle_tokens_max=16) as pool:
+        for tenant, lengths in (("alice", [8] * 6), ("bob", [3])):
+            adapter = await pool.adapter(tenant)
+            names = [await pool.forward_backward(adapter, 1, *lengths, tenant=tenant)]
+            names.append(await pool.optim_step(adapter, 2, tenant))
+            operations = await pool.wait(*names, tenant=tenant)
+            operations.append(await pool.save(adapter, 3, "a", tenant))
+            sampler = await pool.sampler(adapter.partition(":")[0], tenant)
+            operations += await pool.wait(
+                await pool.sample(sampler, 1, tenant, num_samples=2, max_tokens=5), tenant=tenant
+            )
+            assert operations[0].num_tokens == sum(lengths)
+            assert operations[-1].num_tokens == 3 + 2 * 5
+            assert await usage(pool, tenant) == sums(operations)
+
+
+async def test_what_failed_is_counted_and_what_was_repeated_is_not(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        poison = pass_request(adapter, 1, [4])
+        poison.data[0].tokens.data = bytes([POISON_TOKEN, 0, 0, 0]) * 4
+        names = {(await pool.service.forward_backward(await pool.principal(), poison)).operation.name for _ in range(3)}
+        names |= {await pool.optim_step(adapter, 2) for _ in range(3)}
+        operations = await pool.wait(*names)
+        counted = await usage(pool, "alice")
+    assert len(operations) == 2
+    assert {kind: row[0] for kind, row in counted.items()} == {"forward_backward": 1, "optim_step": 1}
+
+
+async def test_a_replay_after_a_lost_worker_or_a_restart_is_not_charged_again(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        adapter = await pool.adapter()
+        await pool.wait(*[await pool.forward_backward(adapter, seq, 5) for seq in (1, 2, 3)])
+        before = await usage(pool, "alice")
+        await pool.kill_worker()
+        [step] = await pool.wait(await pool.optim_step(adapter, 4))
+        assert (
+            (await usage(pool, "alice"))["forward_backward"]
+            == before["forward_backward"]
+            == (
+                3,
+                15,
+                approx(15e-6),
+            )
+        )
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        await pool.wait(await pool.optim_step(adapter, 5))
+        assert (await usage(pool, "alice"))["forward_backward"] == before["forward_backward"]
+        assert pool.engines["w0"][-1].batches[0].items[0].seq == 1, "it was replayed"
+    assert step.state == ops_pb.OPERATION_STATE_SUCCEEDED
+
+
+async def test_an_administrator_sees_every_tenant(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapters = {tenant: await pool.adapter(tenant) for tenant in ("alice", "bob")}
+        for tenant, adapter in adapters.items():
+            await pool.wait(await pool.forward_backward(adapter, 1, 4, tenant=tenant), tenant=tenant)
+        key, _ = await pool.coordinator.authenticator.create_key("boss", is_admin=True)
+        boss = pool.coordinator.authenticator.authenticate(key)
+        rows = (await pool.service.get_usage(boss, pool_pb2.GetUsageRequest())).rows
+    assert [(row.tenant, row.kind, row.num_tokens) for row in rows] == [
+        ("alice", "forward_backward", 4),
+        ("bob", "forward_backward", 4),
+    ]

@@ -1,0 +1,321 @@
+"""OpenAI's door before a real coordinator with toy engines: what becomes of samples, samplers and sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from coordinator.base.config import Limits
+from coordinator.doors.openai import samplers
+from tests.support.restartable_pool import RestartablePool, restartable_pool
+from tinkerpool.convert import from_tensor
+from tinkerpool.v1 import checkpoints_pb2
+from tinkerpool.v1 import operations_pb2 as ops_pb
+
+WAIT_S = 30
+
+
+def toy_tokenizer() -> bytes:
+    """A hundred words, w0 to w99; the first one ends a text."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(100)}, unk_token="w99"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    text: str = tokenizer.to_str()
+    return text.encode()
+
+
+FILES = {
+    "tokenizer.json": toy_tokenizer(),
+    "chat_template.jinja": b"{% for m in messages %}{{ m.content }} {% endfor %}",
+}
+
+
+@contextmanager
+def pool_of_words(data_dir: Path, **options: Any) -> Iterator[RestartablePool]:
+    with restartable_pool(data_dir, tokenizer_files=FILES, **options) as pool:
+        yield pool
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[RestartablePool]:
+    with pool_of_words(tmp_path / "data") as pool:
+        yield pool
+
+
+@contextmanager
+def client_of(pool: RestartablePool, tenant: str = "alice", **options: Any) -> Iterator[openai.OpenAI]:
+    settings: dict[str, Any] = {"max_retries": 0, "timeout": WAIT_S} | options
+    with openai.OpenAI(base_url=f"{pool.http_url}/v1", api_key=pool.key(tenant), **settings) as client:
+        yield client
+
+
+def call(pool: RestartablePool, work: Any) -> Any:
+    return pool._run(work)
+
+
+def rows(pool: RestartablePool, sql: str) -> list[Any]:
+    return list(pool.pool.coordinator.core.store.read(sql))
+
+
+def until(holds: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def outcome_of(pool: RestartablePool) -> ops_pb.Operation:
+    """The only sample's."""
+    [row] = rows(pool, "SELECT outcome FROM operations WHERE kind = 'sample'")
+    return ops_pb.Operation.FromString(row["outcome"] or b"")
+
+
+def save(pool: RestartablePool, name: str, adapter: str, seq: int, *, is_state: bool = False) -> str:
+    """Save an adapter under a name, its weights for sampling or its whole state; the path."""
+
+    async def saved() -> str:
+        await pool.pool.take_over("alice")
+        if is_state:
+            return (await pool.pool.save(adapter, seq, name)).save_state.path
+        return (await pool.pool.publish(adapter, seq, name)).save_weights_for_sampler.path
+
+    path: str = call(pool, saved())
+    return path
+
+
+async def new_adapter(pool: RestartablePool) -> str:
+    await pool.pool.take_over("alice")
+    return await pool.pool.adapter()
+
+
+def test_many_requests_share_one_session_and_a_sampler_for_each_model(pool: RestartablePool) -> None:
+    pool.key()
+    adapter = call(pool, new_adapter(pool))
+    paths = [save(pool, name, adapter, seq) for seq, name in enumerate(("a", "b"), start=1)]
+    with client_of(pool) as client, ThreadPoolExecutor(16) as threads:
+        answers = list(
+            threads.map(
+                lambda place: client.completions.create(model=(["toy", *paths])[place % 3], prompt="w1", max_tokens=2),
+                range(60),
+            )
+        )
+    assert all(len(answer.choices[0].text.split()) == 2 for answer in answers)
+    assert len(rows(pool, "SELECT * FROM samplers")) == 3
+    sessions = rows(pool, "SELECT * FROM sessions WHERE user_metadata LIKE '%openai%'")
+    assert len(sessions) == 1
+
+
+def test_an_adapter_means_its_newest_saved_weights_and_the_answer_says_which(pool: RestartablePool) -> None:
+    pool.key()
+    adapter = call(pool, new_adapter(pool))
+    with client_of(pool) as client:
+        with pytest.raises(openai.BadRequestError, match="save_weights_for_sampler") as refused:
+            client.completions.create(model=adapter, prompt="w1", max_tokens=1)
+        assert refused.value.code == "no_saved_weights"
+        path = ""
+        for seq, name in enumerate(("a", "b", "c", "d"), start=1):
+            path = save(pool, name, adapter, seq, is_state=name in "bc")
+            assert client.completions.create(model=adapter, prompt="w1", max_tokens=1).model == path
+        assert [model.id for model in client.models.list()][:2] == ["toy", adapter]
+        assert client.models.retrieve(path).id == path
+
+
+def test_what_is_deleted_saved_over_or_anothers_is_not_sampled_from(pool: RestartablePool) -> None:
+    pool.key()
+    adapter = call(pool, new_adapter(pool))
+    path = save(pool, "a", adapter, 1)
+
+    def sampled(client: openai.OpenAI) -> str:
+        return client.completions.create(model=path, prompt="w1", max_tokens=8, seed=1).choices[0].text
+
+    async def delete() -> None:
+        request = checkpoints_pb2.DeleteCheckpointRequest(path=path)
+        await pool.pool.service.delete_checkpoint(await pool.pool.principal(), request)
+
+    async def train() -> None:
+        await pool.pool.forward_backward(adapter, 2, 4)
+        await pool.pool.optim_step(adapter, 3)
+
+    with client_of(pool) as client, client_of(pool, "bob") as bob:
+        before = sampled(client)
+        with pytest.raises(openai.NotFoundError):
+            sampled(bob)
+        call(pool, delete())
+        with pytest.raises(openai.NotFoundError, match="no such checkpoint"):
+            sampled(client)
+        call(pool, train())
+        assert save(pool, "a", adapter, 4) == path
+        assert sampled(client) != before
+
+
+def ask_and_leave(pool: RestartablePool, headers: dict[str, str] | None = None, **values: Any) -> None:
+    """Ask for a completion, and go away once it is a sample."""
+    own = {"authorization": f"Bearer {pool.key()}"} | (headers or {})
+    body = {"model": "toy", "prompt": "w1", "max_tokens": 60} | values
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(base_url=pool.http_url, headers=own) as client:
+            asking = asyncio.create_task(client.post("/v1/completions", json=body))
+            while not pool.pool.coordinator.core.sampling.num_requests:  # noqa: ASYNC110  # nobody tells
+                await asyncio.sleep(0.02)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_takes_its_samples_with_it(pool: RestartablePool, stream: bool) -> None:
+    pool.pool.hold()
+    ask_and_leave(pool, stream=stream)
+    until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_FAILED)
+    assert outcome_of(pool).error.reason == "CANCELLED"
+    call(pool, pool.pool.release())
+
+
+def test_with_a_key_of_its_own_a_request_goes_on_although_its_client_has_left(pool: RestartablePool) -> None:
+    pool.pool.hold()
+    ask_and_leave(pool, {"idempotency-key": "mine"})
+    time.sleep(0.3)
+    call(pool, pool.pool.release())
+    until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_SUCCEEDED)
+    with client_of(pool) as client:
+        answer = client.completions.create(
+            model="toy", prompt="w1", max_tokens=60, extra_headers={"Idempotency-Key": "mine"}
+        )
+    sampled = outcome_of(pool).sample.sequences[0]
+    assert answer.choices[0].text.split() == [f"w{token}" for token in from_tensor(sampled.tokens).tolist()]
+
+
+def test_a_client_that_leaves_a_stream_takes_its_samples_with_it(pool: RestartablePool) -> None:
+    engine = pool.pool.engines["w0"][-1]
+    with client_of(pool) as client:
+        decode, num_steps = engine.decode_step, 0
+
+        def slowly() -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            time.sleep(0.05)
+            return decode()
+
+        engine.decode_step = slowly  # type: ignore[method-assign]
+        with client.completions.create(model="toy", prompt="w1", max_tokens=60, stream=True) as chunks:
+            assert next(iter(chunks)).choices[0].text
+    until(lambda: outcome_of(pool).error.reason == "CANCELLED")
+    assert num_steps < 50
+
+
+def test_with_a_key_of_its_own_a_request_is_run_once_through_a_restart(tmp_path: Path) -> None:
+    with pool_of_words(tmp_path / "data") as pool, client_of(pool) as client:
+        pool.pool.hold()
+        ask: Any = lambda: client.completions.create(  # noqa: E731
+            model="toy", prompt=["w1", "w2"], max_tokens=8, extra_headers={"Idempotency-Key": "mine"}
+        )
+        with ThreadPoolExecutor(1) as threads:
+            lost = threads.submit(ask)
+            until(lambda: pool.pool.coordinator.core.sampling.num_requests == 2)
+            pool.stop()
+            with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
+                lost.result(WAIT_S)
+        pool.start()
+        first, again = ask(), ask()
+        assert [c.text for c in first.choices] == [c.text for c in again.choices]
+        assert len(rows(pool, "SELECT * FROM operations WHERE kind = 'sample'")) == 2
+        assert len(rows(pool, "SELECT * FROM samplers")) == 1
+        with pytest.raises(openai.BadRequestError, match="Idempotency-Key"):
+            client.completions.create(
+                model="toy", prompt=["w1", "w3"], max_tokens=8, extra_headers={"Idempotency-Key": "mine"}
+            )
+
+
+def test_what_a_stop_of_the_pool_cuts_off_is_not_cancelled(tmp_path: Path) -> None:
+    with pool_of_words(tmp_path / "data") as pool, client_of(pool) as client:
+        pool.pool.hold()
+        with ThreadPoolExecutor(1) as threads:
+            lost = threads.submit(client.completions.create, model="toy", prompt="w1", max_tokens=8)
+            until(lambda: pool.pool.coordinator.core.sampling.num_requests)
+            pool.stop()
+            with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
+                lost.result(WAIT_S)
+        pool.start()
+        until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_SUCCEEDED)
+
+
+def test_a_session_lives_as_long_as_it_is_used_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samplers, "HEARTBEAT_S", 0.1)
+    settings: dict[str, Any] = {"session_timeout_s": 0.6, "sweep_interval_s": 0.1}
+    with pool_of_words(tmp_path / "data", **settings) as pool, client_of(pool) as client:
+        pool.pool.hold()
+        threading.Timer(2.0, lambda: call(pool, pool.pool.release())).start()
+        assert client.completions.create(model="toy", prompt="w1", max_tokens=2).choices[0].text
+        live = "SELECT * FROM sessions WHERE ended_at IS NULL"
+        assert len(rows(pool, live)) == 1
+        until(lambda: not rows(pool, live))
+        assert client.completions.create(model="toy", prompt="w1", max_tokens=2).choices[0].text
+
+
+def test_a_full_queue_is_told_with_when_to_try_again(tmp_path: Path) -> None:
+    limits = Limits(pending_operations_max=1)
+    with pool_of_words(tmp_path / "data", limits=limits) as pool, client_of(pool) as client:
+        pool.pool.hold()
+        with ThreadPoolExecutor(1) as threads:
+            running = threads.submit(client.completions.create, model="toy", prompt="w1", max_tokens=2)
+            until(lambda: pool.pool.coordinator.core.sampling.num_requests)
+            with pytest.raises(openai.RateLimitError) as refused:
+                client.completions.create(model="toy", prompt="w1", max_tokens=2)
+            assert refused.value.response.headers["retry-after"] == "1"
+            with client_of(pool, max_retries=10) as patient:
+                waiting = threads.submit(patient.completions.create, model="toy", prompt="w2", max_tokens=2)
+                call(pool, pool.pool.release())
+                assert running.result(WAIT_S).choices
+                assert waiting.result(WAIT_S).choices
+
+
+def test_what_can_never_fit_is_a_bad_request_at_once(tmp_path: Path) -> None:
+    with pool_of_words(tmp_path / "data", num_cache_blocks=[1]) as pool, client_of(pool) as client:
+        pool.pool.hold()
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="max_tokens may be at most 1") as refused:
+                list(client.completions.create(model="toy", prompt="w1", max_tokens=2, stream=stream))
+            assert refused.value.code == "no_memory"
+        assert not rows(pool, "SELECT * FROM operations")
+
+
+def test_a_batch_that_is_refused_in_part_leaves_nothing_running(tmp_path: Path) -> None:
+    limits = Limits(pending_operations_max=2)
+    with pool_of_words(tmp_path / "data", limits=limits) as pool, client_of(pool) as client:
+        pool.pool.hold()
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(model="toy", prompt=["w1", "w2", "w3"], max_tokens=60)
+        until(lambda: not pool.pool.coordinator.core.sampling.num_requests)
+
+
+def test_a_stream_that_a_stop_cuts_off_says_so(tmp_path: Path) -> None:
+    with pool_of_words(tmp_path / "data") as pool:
+        engine = pool.pool.engines["w0"][-1]
+        headers = {"authorization": f"Bearer {pool.key()}"}
+        body = {"model": "toy", "prompt": "w1", "max_tokens": 60, "n": 2, "stream": True}
+        decode = engine.decode_step
+
+        def one_step() -> Any:
+            engine.may_decode, events = False, decode()
+            return events
+
+        engine.decode_step = one_step  # type: ignore[method-assign]
+        with httpx.stream("POST", f"{pool.http_url}/v1/completions", json=body, headers=headers, timeout=WAIT_S) as got:
+            lines = got.iter_lines()
+            assert json.loads(next(lines).removeprefix("data: "))["choices"][0]["text"]
+            threading.Thread(target=lambda: call(pool, pool.pool.coordinator.core.sampling.stop())).start()
+            last = [line for line in lines if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"

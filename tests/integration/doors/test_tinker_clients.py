@@ -1,0 +1,176 @@
+"""Sampling clients of the official SDK: one call for all their samples, numbers of their own where they are copies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from tinker import types
+
+from coordinator.operations.finished_samples import CLIENT_SEQS
+from tests.support.doors.sdk import LEAKS, Wire, sdk
+from tests.support.restartable_pool import RestartablePool, restartable_pool
+
+pytestmark = LEAKS
+WAIT_S = 30
+POLL_S = 0.3
+PROMPT = types.ModelInput.from_ints([1, 2, 3])
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartablePool]:
+    with restartable_pool(tmp_path_factory.mktemp("pool") / "data", poll_s=POLL_S) as pool:
+        yield pool
+
+
+@pytest.fixture
+def wired(pool: RestartablePool) -> Iterator[Wire]:
+    wired = Wire(pool.http_url, pool.key())
+    yield wired
+    wired.close()
+
+
+@pytest.fixture
+def sampler_id(wired: Wire) -> str:
+    asked = {"session_id": wired.session(), "sampling_session_seq_id": 0, "base_model": "toy"}
+    return str(wired.ok("/create_sampling_session", asked)["sampling_session_id"])
+
+
+def sample(wired: Wire, sampler_id: str, seq: int, **params: Any) -> str:
+    body = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 3, "seed": 1, **params}}
+    return str(wired.ok("/asample", {**body, "sampling_session_id": sampler_id, "seq_id": seq})["request_id"])
+
+
+def finished(wired: Wire, sampler_id: str, cursor: int = 0, client: int = 0, timeout: float | None = None) -> Any:
+    target = {"type": "sampling_session", "sampling_session_id": sampler_id, "cloned_sampler_id": client}
+    body = {"target": target, "prev_cursor": cursor, "timeout": timeout, "retrieved_request_ids": ["any"]}
+    answer = wired.ok("/retrieve_futures", body)
+    return [(c["state"], c["request_id"]) for c in answer["completions"]], answer["cursor"]
+
+
+def test_what_has_finished_is_told_with_a_cursor_and_fetched_one_by_one(wired: Wire, sampler_id: str) -> None:
+    assert finished(wired, sampler_id, timeout=0)[0] == []
+    name = sample(wired, sampler_id, 0)
+    completions, cursor = finished(wired, sampler_id)
+    assert completions == [("finished", name)]
+    begin = time.monotonic()
+    assert finished(wired, sampler_id, cursor) == ([], cursor)
+    assert time.monotonic() - begin > POLL_S * 0.9
+    assert len(wired.result(name)["sequences"][0]["tokens"]) == 3
+    second = sample(wired, sampler_id, 1)
+    assert finished(wired, sampler_id, cursor)[0] == [("finished", second)]
+
+
+def test_what_was_fetched_is_not_told_again_when_a_list_was_lost(
+    pool: RestartablePool, wired: Wire, sampler_id: str
+) -> None:
+    names = [sample(wired, sampler_id, seq) for seq in range(2)]
+    for name in names:
+        wired.result(name)
+    sample(wired, sampler_id, 2)  # its append makes the fetch of the others durable
+    _, cursor = finished(wired, sampler_id)
+    pool.pool.coordinator.core.followers._lists.clear()
+    assert not {name for _, name in finished(wired, sampler_id, cursor, timeout=0)[0]} & set(names)
+
+
+def test_a_sample_that_is_cancelled_is_told_as_failed(pool: RestartablePool, wired: Wire, sampler_id: str) -> None:
+    pool.pool.hold()
+    name = sample(wired, sampler_id, 0)
+    wired.ok("/cancel_future", {"request_id": name})
+    pool.release()
+    completions: list[Any] = []
+    while not completions:
+        completions, _ = finished(wired, sampler_id)
+    assert completions == [("failed", name)]
+    assert "CANCELLED" in wired.result(name)["error"]
+
+
+def test_each_client_has_numbers_and_promises_of_its_own(wired: Wire, sampler_id: str) -> None:
+    numbers = [wired.ok("/join_sampling_session", {"sampling_session_id": sampler_id})["client_counter"] for _ in "ab"]
+    assert len({0, *numbers}) == 3
+    names = {client: sample(wired, sampler_id, client * CLIENT_SEQS) for client in (0, *numbers)}
+    for client, name in names.items():
+        assert finished(wired, sampler_id, client=client)[0] == [("finished", name)]
+
+
+def test_only_its_owner_may_join_and_ask(pool: RestartablePool, sampler_id: str) -> None:
+    stranger = Wire(pool.http_url, pool.key("mallory"))
+    assert stranger.post("/join_sampling_session", {"sampling_session_id": sampler_id}).status_code == 404
+    target = {"sampling_session_id": sampler_id}
+    assert stranger.post("/retrieve_futures", {"target": target}).status_code == 404
+    stranger.close()
+
+
+def test_a_session_that_has_ended_is_not_joined(wired: Wire, sampler_id: str) -> None:
+    wired.ok(f"/sessions/{sampler_id.rsplit(':', 2)[0]}/finish", {})
+    assert wired.post("/join_sampling_session", {"sampling_session_id": sampler_id}).status_code == 403
+
+
+def calls_of(pool: RestartablePool, monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
+    """What a use case is asked from now on."""
+    service, calls = pool.pool.coordinator.service, []
+    use_case: Callable[..., Any] = getattr(service, name)
+
+    def noted(*args: Any) -> Any:
+        calls.append(args)
+        return use_case(*args)
+
+    monkeypatch.setattr(service, name, noted)
+    return calls
+
+
+def test_the_sdk_holds_one_call_for_all_its_samples(pool: RestartablePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = calls_of(pool, monkeypatch, "wait_operations")
+    params = types.SamplingParams(max_tokens=3, seed=1)
+    with sdk(pool.http_url, pool.key()) as service:
+        sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
+        pool.pool.hold()
+        futures = [sampler.sample(PROMPT, 1, params) for _ in range(60)]
+        live = pool.pool.coordinator.core.table
+        wait_until(lambda: len(live) == 60)
+        time.sleep(2 * POLL_S)
+        waits_meanwhile = len(waits)
+        pool.release()
+        assert waits_meanwhile == 0  # no result is asked for before it is known to be there
+        answers = [future.result(WAIT_S) for future in futures]
+        assert {tuple(answer.sequences[0].tokens) for answer in answers} == {tuple(answers[0].sequences[0].tokens)}
+        assert len(waits) == 60
+
+
+def test_copies_of_a_client_are_numbered_by_the_pool(pool: RestartablePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    joins = calls_of(pool, monkeypatch, "join_sampler")
+    params = types.SamplingParams(max_tokens=3, seed=1)
+    with sdk(pool.http_url, pool.key()) as service:
+        sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
+        handle = sampler.get_sampler_handle()
+        copies = [tinker.SamplingClient.from_sampler_handle(handle, api_key=f"tml-{pool.key()}") for _ in range(2)]
+        clients = [sampler, *(copy.result(WAIT_S) if hasattr(copy, "result") else copy for copy in copies)]
+        answers = [client.sample(PROMPT, 1, params) for client in clients for _ in range(3)]
+        ids = {answer.result(WAIT_S).sequences[0].sequence_id for answer in answers}
+        assert len(ids) == 9
+        assert len(joins) == 2
+
+
+def test_samples_under_way_survive_a_restart_of_the_pool(tmp_path: Path) -> None:
+    params = types.SamplingParams(max_tokens=3, seed=1)
+    with restartable_pool(tmp_path / "data", poll_s=POLL_S) as pool, sdk(pool.http_url, pool.key()) as service:
+        sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
+        before = sampler.sample(PROMPT, 1, params).result(WAIT_S)
+        pool.pool.hold()
+        futures = [sampler.sample(PROMPT, 1, params) for _ in range(5)]
+        wait_until(lambda: len(pool.pool.coordinator.core.table) == 5)
+        pool.stop()
+        pool.start()
+        for future in futures:
+            assert future.result(WAIT_S).sequences[0].tokens == before.sequences[0].tokens
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

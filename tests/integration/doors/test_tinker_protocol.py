@@ -1,0 +1,516 @@
+"""The Tinker HTTP protocol by hand: order, repetition, refusals, and errors that say what was wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import hypothesis
+import pytest
+import zstandard
+from hypothesis import strategies as st
+
+from coordinator.base.config import Limits
+from coordinator.base.errors import MESSAGE_LENGTH_MAX
+from coordinator.doors.http.calls import SMALL_BYTES_MAX
+from coordinator.doors.http_app import HANDLERS
+from tests.support.doors.sdk import API, Wire, pass_of
+from tests.support.restartable_pool import RestartablePool, restartable_pool
+from tinkerpool.compat import tinker_pb2 as wire
+
+POLL_S = 0.2
+LIMITS = Limits(pending_operations_max=6, message_bytes_max=2 << 20)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartablePool]:
+    data_dir = tmp_path_factory.mktemp("pool") / "data"
+    with restartable_pool(data_dir, poll_s=POLL_S, message_bytes_max=LIMITS.message_bytes_max, limits=LIMITS) as pool:
+        yield pool
+
+
+@pytest.fixture
+def wired(pool: RestartablePool) -> Iterator[Wire]:
+    wired = Wire(pool.http_url, pool.key())
+    yield wired
+    wired.close()
+
+
+@pytest.fixture
+def model(wired: Wire) -> str:
+    return wired.model(wired.session())
+
+
+def step(model: str, seq: int, **values: Any) -> dict[str, Any]:
+    return {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 1e-3}, "type": "optim_step", **values}
+
+
+def test_operations_run_by_their_number_though_the_lowest_comes_last(wired: Wire, model: str) -> None:
+    promises = {3: wired.ok("/optim_step", step(model, 3))["request_id"]}
+    promises[2] = wired.binary(pass_of(model, 2, [1], [2])).json()["request_id"]
+    assert wired.post("/retrieve_future", {"request_id": promises[3]}).status_code == 408
+    promises[1] = wired.binary(pass_of(model, 1, [3])).json()["request_id"]
+    assert wired.result(promises[3])["metrics"]["num_datums:sum"] == 3
+
+
+def test_the_same_request_again_is_the_same_promise_and_runs_once(wired: Wire, model: str) -> None:
+    first = [wired.binary(pass_of(model, 1, [1])).json() for _ in range(3)]
+    second = [wired.ok("/optim_step", step(model, 2)) for _ in range(3)]
+    assert len({answer["request_id"] for answer in first}) == len({answer["request_id"] for answer in second}) == 1
+    assert wired.result(second[0]["request_id"]) == wired.result(second[0]["request_id"])
+    assert wired.result(second[0]["request_id"])["metrics"]["num_datums:sum"] == 1
+
+
+def test_another_request_at_a_taken_place_is_refused_for_good(wired: Wire, model: str) -> None:
+    wired.ok("/optim_step", step(model, 1))
+    response = wired.post("/optim_step", step(model, 1, adam_params={"learning_rate": 1.0}))
+    assert response.status_code == 400  # a 409 would be tried again for minutes
+    assert response.json()["reason"] == "SEQ_TAKEN"
+
+
+def test_models_and_sessions_are_made_once_however_often_they_are_asked_for(wired: Wire) -> None:
+    body = {"tags": [], "sdk_version": "0.38.0"}
+    keys = {"x-idempotency-key": "stainless-python-retry-1"}
+    sessions = {wired.post("/create_session", body, **keys).json()["session_id"] for _ in range(2)}
+    assert len(sessions) == 1
+    session = sessions.pop()
+    assert wired.model(session, 4) == wired.model(session, 4) == f"{session}:train:4"
+    other = {"session_id": session, "model_seq_id": 4, "base_model": "toy", "lora_config": {"rank": 16}}
+    assert wired.post("/create_model", other).status_code == 400
+    asked = {"session_id": session, "sampling_session_seq_id": 2, "base_model": "toy"}
+    samplers = {wired.ok("/create_sampling_session", asked)["sampling_session_id"] for _ in range(2)}
+    assert samplers == {f"{session}:sample:2"}
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_refused_request_takes_its_place_and_the_next_one_runs(wired: Wire, model: str, compressed: bool) -> None:
+    bad = pass_of(model, 1, [1])
+    bad.loss_fn = "stable_reinforce"
+    body = zstandard.compress(bad.SerializeToString()) if compressed else None
+    headers = {"content-encoding": "zstd"} if compressed else {}
+    promises = {wired.binary(bad, body, **headers).json()["request_id"] for _ in range(2)}
+    assert promises == {f"{model}:1"}
+    failure = wired.result(promises.pop())
+    assert failure["category"] == "user"
+    assert "use importance_sampling" in failure["error"]
+    dimuon = step(model, 2, adam_params=None, optimizer_params={"type": "dimuon", "learning_rate": 1.0})
+    assert "adam_params" in wired.result(wired.ok("/optim_step", dimuon)["request_id"])["error"]
+    wired.binary(pass_of(model, 3, [1]))
+    assert wired.result(wired.ok("/optim_step", step(model, 4))["request_id"])["metrics"]["num_datums:sum"] == 1
+
+
+UNREADABLE = [
+    ("/optim_step", {"adam_params": {"learning_rate": "steep"}}, "learning_rate"),
+    ("/save_weights", {"overwrite": False}, "path: Field required"),
+    ("/save_weights", {"path": "a", "ttl_seconds": 0}, "ttl_seconds"),
+    ("/save_weights_for_sampler", {"path": "a", "kind": "moving"}, "kind"),
+    ("/save_weights_external", {"age_encryption_recipients": 1}, "path: Field required"),
+    ("/load_weights", {"optimizer": True}, "path: Field required"),
+    ("/forward_backward", {"forward_backward_input": {"data": 1, "loss_fn": "ppo"}}, "data"),
+    ("/forward_backward", {"loss": "ppo"}, "forward_backward_input"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "told"), UNREADABLE)
+def test_a_body_of_the_wrong_shape_takes_its_place(
+    wired: Wire, model: str, path: str, body: dict[str, Any], told: str
+) -> None:
+    promises = {wired.ok(path, {**body, "model_id": model, "seq_id": 1})["request_id"] for _ in range(2)}
+    assert promises == {f"{model}:1"}
+    failure = wired.result(promises.pop())
+    assert told in failure["error"]
+    assert failure["category"] == "user"
+    wired.ok("/optim_step", step(model, 2))  # where a pass has failed, this ends its window
+    wired.binary(pass_of(model, 3, [1]))
+    assert wired.result(wired.ok("/optim_step", step(model, 4))["request_id"])["metrics"]["num_datums:sum"] == 1
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_pass_that_is_too_large_takes_its_place(wired: Wire, model: str, compressed: bool) -> None:
+    large = pass_of(model, 1, [1])
+    large.data[0].loss_fn_inputs["padding"].dense = bytes(LIMITS.message_bytes_max)
+    body = zstandard.compress(large.SerializeToString()) if compressed else None
+    response = wired.binary(large, body, **({"content-encoding": "zstd"} if compressed else {}))
+    assert response.json() == {"request_id": f"{model}:1"}
+    failure = wired.result(f"{model}:1")
+    assert "REQUEST_TOO_LARGE" in failure["error"]
+    assert failure["category"] == "user"
+    assert "WINDOW_CLOSED" in wired.result(wired.ok("/optim_step", step(model, 2))["request_id"])["error"]
+
+
+def test_bodies_that_are_broken_off_or_too_large_take_their_place_if_they_name_it(wired: Wire, model: str) -> None:
+    begun = step(model, 1, adam_params={"learning_rate": "x" * SMALL_BYTES_MAX})
+    assert wired.post("/optim_step", begun).json() == {"request_id": f"{model}:1"}
+    cut = b'{"model_id": "%s", "seq_id": 2, "adam_params": {"learn' % model.encode()
+    assert wired.request("POST", "/optim_step", content=cut).json() == {"request_id": f"{model}:2"}
+    unsure = b'{"model_id": "%s", "seq_id": 3' % model.encode()  # it may have been 31
+    assert wired.request("POST", "/optim_step", content=unsure).status_code == 400
+    damaged = pass_of(model, 3, [1]).SerializeToString() + b"\xff"
+    assert wired.binary(pass_of(model, 3), damaged).json() == {"request_id": f"{model}:3"}
+    packed = zstandard.compress(pass_of(model, 4, [1]).SerializeToString()) + b"more"
+    answer = wired.binary(pass_of(model, 4), packed, **{"content-encoding": "zstd"})
+    assert answer.json() == {"request_id": f"{model}:4"}
+    assert [wired.result(f"{model}:{seq}")["category"] for seq in range(1, 5)] == ["user"] * 4
+
+
+def test_a_json_forward_that_is_refused_closes_no_gradient_window(wired: Wire, model: str) -> None:
+    wired.binary(pass_of(model, 1, [1]))
+    image = {"model_input": {"chunks": [{"type": "image"}]}, "loss_fn_inputs": {}}
+    given = {"forward_input": {"data": [image], "loss_fn": "cross_entropy"}}
+    wired.ok("/forward", {**given, "model_id": model, "seq_id": 2})
+    too_many = {"forward_input": {"data": 7, "loss_fn": "cross_entropy"}}
+    wired.ok("/forward", {**too_many, "model_id": model, "seq_id": 3})
+    token = {"dtype": "int64", "data": [1 << 70]}
+    overflow = {"model_input": {"chunks": []}, "loss_fn_inputs": {"target_tokens": token}}
+    given = {"forward_input": {"data": [overflow], "loss_fn": "cross_entropy"}}
+    wired.ok("/forward", {**given, "model_id": model, "seq_id": 4})
+    assert all(wired.result(f"{model}:{seq}")["category"] == "user" for seq in (2, 3, 4))
+    assert wired.result(wired.ok("/optim_step", step(model, 5))["request_id"])["metrics"]["num_datums:sum"] == 1
+
+
+@hypothesis.settings(max_examples=40, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.example(shape=[1] * 100, is_sparse=False)
+@hypothesis.example(shape=[0, 1 << 62], is_sparse=False)
+@hypothesis.example(shape=[0, 1 << 62], is_sparse=True)
+@hypothesis.given(
+    shape=st.lists(st.one_of(st.integers(0, 2), st.integers(-(1 << 63), (1 << 63) - 1)), max_size=12),
+    is_sparse=st.booleans(),
+)
+def test_a_pass_of_any_shape_takes_its_place(wired: Wire, shape: list[int], is_sparse: bool) -> None:
+    model = wired.model(wired.session())
+    request = pass_of(model, 1, [1])
+    weights = request.data[0].loss_fn_inputs["weights"]
+    weights.shape[:] = shape
+    if is_sparse:
+        weights.sparse_csr.crow_indices = bytes(8)
+    promise = wired.binary(request).json()["request_id"]
+    assert promise == f"{model}:1"
+    assert wired.result(promise)
+    assert wired.result(wired.ok("/optim_step", step(model, 2))["request_id"])
+
+
+def test_what_a_refusal_repeats_of_the_request_is_cut_before_it_is_kept(
+    pool: RestartablePool, wired: Wire, model: str
+) -> None:
+    requests = [pass_of(model, seq, [1]) for seq in (1, 2)]
+    requests[0].data[0].loss_fn_inputs["weights"].shape[:] = [7]
+    for name in ("x" * 100_000, "y" * 100_000):
+        for request in requests:
+            request.data[0].loss_fn_inputs[name].CopyFrom(request.data[0].loss_fn_inputs["weights"])
+    for request in requests:
+        failure = wired.result(wired.binary(request).json()["request_id"])
+        assert 20 < len(failure["error"]) < 2 * MESSAGE_LENGTH_MAX
+    kept = [pool.pool.coordinator.core.adapters[model].operations[seq] for seq in (1, 2)]
+    assert max(len(operation.outcome.error.message) for operation in kept if operation.outcome) <= MESSAGE_LENGTH_MAX
+
+
+def test_a_refusal_that_may_be_tried_again_takes_no_place(pool: RestartablePool, wired: Wire, model: str) -> None:
+    for seq in range(2, 2 + LIMITS.pending_operations_max):
+        wired.ok("/optim_step", step(model, seq))
+    refused = wired.binary(pass_of(model, 1, [1]))
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after-ms"]) > 0
+    assert refused.json()["reason"] == "QUEUE_FULL"
+    unreadable = wired.post("/save_weights", {"model_id": model, "seq_id": 1})
+    assert (unreadable.status_code, unreadable.json()["reason"]) == (429, "QUEUE_FULL")
+    assert 1 not in pool.pool.coordinator.core.adapters[model].operations
+
+
+def test_a_poll_is_held_then_answered_with_try_again(wired: Wire, model: str) -> None:
+    promise = wired.ok("/optim_step", step(model, 2))["request_id"]
+    begin = time.monotonic()
+    response = wired.post("/retrieve_future", {"request_id": promise, "allow_metadata_only": True})
+    assert time.monotonic() - begin >= POLL_S * 0.9
+    assert response.status_code == 408
+    assert response.json() == {"type": "try_again", "request_id": promise, "queue_state": "active"}
+
+
+def test_a_queued_operation_is_cancelled_and_an_unknown_one_is_let_be(wired: Wire, model: str) -> None:
+    promise = wired.ok("/optim_step", step(model, 2))["request_id"]
+    wired.ok("/cancel_future", {"request_id": promise})
+    wired.ok("/cancel_future", {"request_id": "nobody:7"})
+    wired.binary(pass_of(model, 1, [1]))
+    assert "CANCELLED" in wired.result(promise)["error"]
+
+
+@pytest.mark.parametrize("request_id", ["nobody:1", "", "x", "a:b:0", "create_modelx"])
+def test_a_promise_that_nobody_made_is_gone(wired: Wire, request_id: str) -> None:
+    response = wired.post("/retrieve_future", {"request_id": request_id})
+    assert response.status_code == 410
+    assert "promised" in response.json()["detail"]
+
+
+def test_a_promise_is_kept_to_its_owner_only(pool: RestartablePool, wired: Wire, model: str) -> None:
+    promise = wired.ok("/optim_step", step(model, 1))["request_id"]
+    wired.result(promise)
+    stranger = Wire(pool.http_url, pool.key("mallory"))
+    assert stranger.post("/retrieve_future", {"request_id": promise}).status_code == 410
+    assert stranger.post("/get_info", {"model_id": model}).status_code == 404
+    assert stranger.post("/retrieve_future", {"request_id": f"create_model={model}"}).status_code == 404
+    assert stranger.post("/optim_step", step(model, 2)).status_code == 404
+    stranger.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/audit", 404),
+        ("GET", "/nonsense", 404),
+        ("DELETE", "/create_session", 404),
+        ("OPTIONS", "/create_session", 404),
+        ("GET", "/samplers/a:sample:0", 404),
+    ],
+)
+def test_what_is_not_there_is_said_in_json(wired: Wire, method: str, path: str, status: int) -> None:
+    response = wired.request(method, path)
+    assert response.status_code == status
+    assert response.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("/create_model", {"session_id": "s"}, "model_seq_id: Field required"),
+        ("/optim_step", {"model_id": "m", "seq_id": 0}, "seq_id: Input should be greater"),
+        ("/asample", {"prompt": {"chunks": []}, "sampling_params": {}}, "sampling_session_id"),
+        ("/load_weights", {"path": "tinker://x"}, "model_id to load into"),
+        ("/save_weights", {"model_id": "m", "seq_id": 1, "path": "a", "ttl_seconds": 1 << 70}, "ttl_seconds"),
+    ],
+)
+def test_a_body_of_the_wrong_shape_is_named(wired: Wire, path: str, body: dict[str, Any], told: str) -> None:
+    response = wired.post(path, body)
+    assert response.status_code == 400
+    assert told in response.json()["detail"]
+
+
+def test_bodies_that_are_not_what_they_say_and_name_no_place_are_refused(wired: Wire) -> None:
+    request = pass_of("nobody:train:0", 1, [1])
+    for body, headers, told in (
+        (b"\xff\xff\xff", {}, "not a forward_backward request"),
+        (b"not packed", {"content-encoding": "zstd"}, "not zstd"),
+        (zstandard.compress(request.SerializeToString())[:-1], {"content-encoding": "zstd"}, "no whole frame"),
+        (zstandard.compress(request.SerializeToString()) + b"more", {"content-encoding": "zstd"}, "behind it"),
+        (None, {"content-encoding": "br"}, "send zstd"),
+        (b"{}", {"content-type": "text/plain"}, "content-type"),
+    ):
+        response = wired.binary(request, body, **headers)
+        assert response.status_code == 400
+        assert told in response.json()["detail"]
+    assert wired.request("POST", "/create_session", content=b"[1").json()["detail"]
+
+
+@pytest.mark.parametrize(("num_bytes", "is_packed"), [(1, False), (1, True), (20 << 20, True)])
+def test_a_body_above_the_limit_is_refused_also_if_it_was_packed_small(
+    wired: Wire, num_bytes: int, is_packed: bool
+) -> None:
+    large = bytes(LIMITS.message_bytes_max + num_bytes)
+    headers = {"content-encoding": "zstd"} if is_packed else {}
+    body = zstandard.compress(large) if is_packed else large
+    response = wired.binary(wire.ForwardBackwardRequest(), body, **headers)
+    assert response.status_code == 413
+    assert "bytes" in response.json()["detail"]
+
+
+@pytest.mark.parametrize("path", ["/optim_step", "/create_session", "/telemetry", "/retrieve_future"])
+def test_a_call_that_carries_no_data_may_be_small_only(wired: Wire, path: str) -> None:
+    assert wired.post(path, {"user_metadata": {"a": "b" * SMALL_BYTES_MAX}}).status_code == 413
+
+
+def test_a_call_without_a_key_is_refused_before_its_body_is_read(pool: RestartablePool) -> None:
+    for key in ("", "tml-nonsense"):
+        wired = Wire(pool.http_url, "")
+        response = wired.request("POST", "/create_session", headers={"x-api-key": key}, json={})
+        assert response.status_code == 401
+        assert response.json()["detail"]
+        wired.close()
+
+
+def test_health_and_settings_are_told(wired: Wire) -> None:
+    assert wired.get("/healthz").json() == {"status": "ok"}
+    config = wired.ok("/client/config", {"sdk_version": "0.38.0"})
+    assert config["fwdbwd_max_chunk_len"] == LIMITS.datums_max
+    assert wired.ok("/client/dynamic_config", {"sdk_version": "0.38.0"})["sample_cancel_enabled"] is True
+    assert wired.ok("/telemetry", {"events": []}) == {"status": "accepted"}
+    [model] = wired.get("/get_server_capabilities").json()["supported_models"]
+    assert model == {"model_name": "toy", "max_context_length": 64, "trainable": True, "sampleable": True}
+
+
+def test_a_finished_session_stops_the_heart(wired: Wire) -> None:
+    session = wired.session()
+    wired.ok("/session_heartbeat", {"session_id": session})
+    wired.ok(f"/sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
+    assert wired.post("/session_heartbeat", {"session_id": session}).status_code == 410
+    assert wired.post("/session_heartbeat", {"session_id": "nobody"}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/create_model", {"model_seq_id": 0, "base_model": "toy"}),
+        ("/create_sampling_session", {"sampling_session_seq_id": 0, "base_model": "toy"}),
+        ("/load_weights", {"model_seq_id": 0, "path": "tinker://a:train:0/weights/b"}),
+    ],
+)
+def test_a_session_that_is_not_ones_own_is_forbidden(
+    pool: RestartablePool, wired: Wire, path: str, body: dict[str, Any]
+) -> None:
+    stranger = Wire(pool.http_url, pool.key("mallory"))
+    for session in (stranger.session(), "nobody"):
+        response = wired.post(path, {**body, "session_id": session})
+        assert response.status_code == 403
+        assert f"no session {session!r}" in response.json()["detail"]
+    stranger.close()
+
+
+def test_two_hundred_futures_are_held_without_a_thread_each(tmp_path: Path) -> None:
+    with restartable_pool(tmp_path / "data") as pool:
+        wired = Wire(pool.http_url, pool.key())
+        session = wired.session()
+        models = [wired.model(session, index) for index in range(2)]
+        seqs = range(2, 7)
+        promises = [wired.ok("/optim_step", step(model, seq))["request_id"] for model in models for seq in seqs]
+        before = threading.active_count()
+        num_held, num_threads = 0, 0
+
+        async def poll_all() -> list[int]:
+            nonlocal num_held, num_threads
+            limits = httpx.Limits(max_connections=None)
+            headers = {"x-api-key": f"tml-{pool.key()}"}
+            async with httpx.AsyncClient(verify=False, timeout=60, limits=limits, headers=headers) as http:
+                url = f"{pool.http_url}{API}/retrieve_future"
+                polls = [asyncio.create_task(http.post(url, json={"request_id": name})) for name in promises * 20]
+                async with asyncio.timeout(20):
+                    while num_held < len(polls):  # the pool tells nobody
+                        await asyncio.sleep(0.01)
+                        num_held = len(pool.pool.coordinator.core.table._open_queues)
+                num_threads = threading.active_count()
+                for model in models:
+                    await asyncio.to_thread(wired.binary, pass_of(model, 1, [1]))
+                return [response.status_code for response in await asyncio.gather(*polls)]
+
+        assert asyncio.run(poll_all()) == [200] * 200
+        assert num_held == 200
+        assert num_threads <= before + 2
+        wired.close()
+
+
+def test_the_polls_leave_nothing_behind(pool: RestartablePool, wired: Wire, model: str) -> None:
+    promise = wired.ok("/optim_step", step(model, 2))["request_id"]
+    for _ in range(3):
+        wired.post("/retrieve_future", {"request_id": promise})
+    assert promise not in pool.pool.coordinator.core.table._waiters
+
+
+def targets_of(shape: list[int], **values: Any) -> dict[str, Any]:
+    """Targets of a sample, sparse ones without an entry if nothing else is said."""
+    rows = {"data": [], "sparse_crow_indices": [0] * (shape[0] + 1 if 0 <= shape[0] < 9 else 1)}
+    return {"dtype": "int64", "shape": shape, "sparse_col_indices": [], **rows, **values}
+
+
+@pytest.mark.parametrize(
+    ("targets", "told"),
+    [
+        (targets_of([2, 1 << 30]), "has more than"),
+        (targets_of([1 << 30, 1]), "has more than"),
+        (targets_of([3, 1]), "of shape (3, 1): give int64 token ids of shape (2, k)"),
+        (targets_of([2]), "of shape (2,)"),
+        (targets_of([2, 1], dtype="float32"), "is float32 of shape (2, 1): give int64"),
+        (targets_of([2, 1]), "names no token"),
+        (targets_of([2, 101]), "k at most 100"),
+        (targets_of([2, 1], data=[1 << 64], sparse_crow_indices=[0, 0, 1], sparse_col_indices=[0]), "no int64"),
+        (targets_of([2, 1], data=[5], sparse_crow_indices=[0, 0, 1], sparse_col_indices=[1]), "is sparse"),
+        (targets_of([2, 1], sparse_crow_indices=None), "has 0 elements but shape (2, 1)"),
+        ({"data": [[1]], "dtype": "int64"}, "target_prompt_logprobs.data"),
+        ({"data": [1], "dtype": "int8"}, "target_prompt_logprobs.dtype"),
+    ],
+)
+def test_targets_that_do_not_fit_the_prompt_are_refused_whatever_shape_they_claim(
+    wired: Wire, targets: dict[str, Any], told: str
+) -> None:
+    session = wired.session()
+    wired.ok("/create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"})
+    response = wired.post("/asample", sample_body(session, target_prompt_logprobs=targets))
+    assert response.status_code == 400
+    assert told in response.json()["detail"]
+
+
+def sample_body(session: str, **values: Any) -> dict[str, Any]:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+    body = {"sampling_session_id": f"{session}:sample:0", "seq_id": 0, "prompt": prompt}
+    return body | {"sampling_params": {"max_tokens": 1}} | values
+
+
+def test_clients_that_read_json_get_the_likeliest_tokens_of_a_prompt(wired: Wire) -> None:
+    session = wired.session()
+    wired.ok("/create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"})
+    promise = wired.ok("/asample", sample_body(session, topk_prompt_logprobs=2))
+    answered = wired.result(promise["request_id"])
+    assert answered["topk_prompt_logprobs"] == [None, [[2, -2.0], [3, -3.0]], [[3, -2.0], [4, -3.0]]]
+
+
+def test_a_tokenizer_lies_where_it_is_said_to_be(wired: Wire, model: str) -> None:
+    directory = wired.ok("/get_info", {"model_id": model})["model_data"]["tokenizer_id"]
+    assert [path.name for path in Path(directory).iterdir()] == ["tokenizer.json"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+POSTS = sorted(path for method, path, _ in HANDLERS if method == "POST" and "{" not in path)
+
+
+def bodies(session: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Bodies whose fields have the right names, and now and then the right contents, of things that are there."""
+    right = {
+        "session_id": session,
+        "model_id": f"{session}:train:0",
+        "seq_id": 1,
+        "model_seq_id": 0,
+        "path": f"tinker://{session}:train:0/weights/a",
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+        "sampling_params": {"max_tokens": 1},
+        "sampling_session_id": f"{session}:sample:0",
+        "target": {"sampling_session_id": f"{session}:sample:0"},
+        "prev_cursor": 1 << 32,
+        "timeout": 0.0,
+        "lora_config": {"rank": 8},
+        "base_model": "toy",
+        "request_id": f"{session}:train:0:1",
+        "forward_backward_input": {"data": [], "loss_fn": "cross_entropy"},
+        "ttl_seconds": 3600,
+        "user_metadata": {"a": "b"},
+    }
+    return st.fixed_dictionaries({}, optional={name: st.just(value) | JSON for name, value in right.items()})
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_no_body_whatever_is_a_fault_of_ours_or_answered_without_a_reason(wired: Wire, path: str) -> None:
+    session = wired.session()
+    wired.model(session)
+    wired.ok("/create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"})
+
+    @hypothesis.settings(max_examples=25, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.given(bodies(session) | JSON)
+    def post(body: Any) -> None:
+        response = wired.post(path, body)
+        assert response.status_code < 500, response.text
+        assert response.status_code < 400 or response.status_code == 408 or response.json()["detail"]
+
+    post()
+
+
+@hypothesis.settings(max_examples=60, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(content=st.binary(max_size=200), is_cut=st.booleans())
+def test_no_bytes_whatever_are_a_fault_of_ours(wired: Wire, content: bytes, is_cut: bool) -> None:
+    valid = pass_of("nobody:train:0", 1, [1, 2]).SerializeToString()
+    body = valid[: len(content)] + content if is_cut else content
+    response = wired.binary(wire.ForwardBackwardRequest(), body)
+    assert response.status_code in (400, 404)
+    assert response.json()["detail"]

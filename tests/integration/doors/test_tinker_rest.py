@@ -1,0 +1,368 @@
+"""Listings, checkpoints and downloads through the official SDK and its command line, with toy engines."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from click.testing import CliRunner
+from tinker import types
+from tinker.cli.__main__ import main_cli
+
+from coordinator.doors.tinker import runs
+from coordinator.doors.tinker.runs import RUNS_MAX
+from coordinator.service import checkpoints
+from tests.support.doors.sdk import LEAKS, Wire, datum, sdk
+from tests.support.restartable_pool import RestartablePool, restartable_pool
+
+pytestmark = LEAKS
+WAIT_S = 30
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartablePool]:
+    with restartable_pool(tmp_path_factory.mktemp("pool") / "data", poll_s=0.5) as pool:
+        yield pool
+
+
+@pytest.fixture
+def service(pool: RestartablePool) -> Iterator[tinker.ServiceClient]:
+    with sdk(pool.http_url, pool.key(), user_metadata={"who": "test"}, display_name="shown") as service:
+        yield service
+
+
+@pytest.fixture
+def rest(pool: RestartablePool) -> tinker.RestClient:
+    return tinker.RestClient(base_url=pool.http_url, api_key=f"tml-{pool.key()}")
+
+
+@pytest.fixture
+def client(service: tinker.ServiceClient) -> Any:
+    client: Any = service.create_lora_training_client("toy", rank=8, user_metadata={"run": "1"}).result(WAIT_S)
+    client.forward_backward([datum(1, 2)], "cross_entropy")
+    client.optim_step(types.AdamParams(learning_rate=1e-3))
+    return client
+
+
+def test_runs_and_sessions_are_listed_with_what_they_have(rest: tinker.RestClient, client: Any) -> None:
+    client.save_state("earlier").result(WAIT_S)
+    state = client.save_state("first", user_metadata={"step": "1"}).result(WAIT_S).path
+    sampler = client.save_weights_for_sampler("second").result(WAIT_S).path
+    listed = rest.list_training_runs(limit=2).result(WAIT_S)
+    run = listed.training_runs[0]
+    assert (run.training_run_id, run.base_model, run.lora_rank) == (client.model_id, "toy", 8)
+    assert (run.is_lora, run.model_owner, run.user_metadata) == (True, "alice", {"run": "1"})
+    assert run.last_checkpoint is not None
+    assert run.last_sampler_checkpoint is not None
+    assert (run.last_checkpoint.tinker_path, run.last_sampler_checkpoint.tinker_path) == (state, sampler)
+    assert run.last_checkpoint.user_metadata == {"step": "1"}
+    assert rest.get_training_run_by_tinker_path(state).result(WAIT_S).training_run_id == client.model_id
+    session_id = client.model_id.rsplit(":", 2)[0]
+    assert session_id in rest.list_sessions().result(WAIT_S).sessions
+    session = rest.get_session(session_id).result(WAIT_S)
+    assert session.training_run_ids == [client.model_id]
+    assert (session.user_metadata, session.display_name) == ({"who": "test"}, "shown")
+
+
+def test_a_page_of_runs_takes_as_many_queries_as_one_run(
+    pool: RestartablePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wired = Wire(pool.http_url, pool.key("carol"))
+    session = wired.session()
+    store = pool.pool.coordinator.core.store
+    queries: list[str] = []
+    read = store.read
+
+    def counted(sql: str, *values: Any) -> Any:
+        queries.append(sql)
+        return read(sql, *values)
+
+    monkeypatch.setattr(store, "read", counted)
+    counts = []
+    for index in range(3):
+        wired.model(session, index)
+        queries.clear()
+        page = wired.get("/training_runs?limit=100000").json()
+        assert (len(page["training_runs"]), page["cursor"]["limit"]) == (index + 1, RUNS_MAX)
+        counts.append(len(queries))
+    assert counts[0] == counts[-1]
+    wired.close()
+
+
+def test_a_page_of_much_metadata_is_read_beside_the_loop(
+    pool: RestartablePool, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    message = checkpoints._message
+
+    def recorded(row: Any) -> Any:
+        threads.append(threading.current_thread())
+        return message(row)
+
+    client.save_state("noted", user_metadata={"note": "x" * 100}).result(WAIT_S)
+    monkeypatch.setattr(checkpoints, "_message", recorded)
+    monkeypatch.setattr(checkpoints, "_INLINE_BYTES_MAX", 100)
+    wired = Wire(pool.http_url, pool.key())
+    [listed] = wired.get(f"/training_runs/{client.model_id}/checkpoints").json()["checkpoints"]
+    assert listed["user_metadata"] == {"note": "x" * 100}
+    assert threads
+    assert pool.thread not in threads
+    wired.close()
+
+
+def test_all_live_sessions_are_listed_a_few_at_a_time(pool: RestartablePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "_SESSIONS_AT_ONCE", 2)
+    wired = Wire(pool.http_url, pool.key("erin"))
+    sessions = [wired.session() for _ in range(5)][::-1]
+    listed = {limit: wired.get(f"/sessions?limit={limit}").json()["sessions"] for limit in (0, 3, 4, 100)}
+    assert listed == {0: [], 3: sessions[:3], 4: sessions[:4], 100: sessions}
+    assert wired.get("/sessions?limit=2&offset=3").json()["sessions"] == sessions[3:]
+    wired.close()
+
+
+def test_pages_have_what_was_asked_for_and_the_number_of_all(rest: tinker.RestClient, client: Any) -> None:
+    paths = [client.save_state(f"page{i}").result(WAIT_S).path for i in range(3)]
+    of_run = rest.list_checkpoints(client.model_id).result(WAIT_S).checkpoints
+    assert [checkpoint.tinker_path for checkpoint in of_run] == paths[::-1]
+    everything = rest.list_user_checkpoints(limit=1000).result(WAIT_S)
+    page = rest.list_user_checkpoints(limit=2, offset=1).result(WAIT_S)
+    assert [c.tinker_path for c in page.checkpoints] == [c.tinker_path for c in everything.checkpoints[1:3]]
+    assert page.cursor is not None
+    assert (page.cursor.offset, page.cursor.limit) == (1, 2)
+    assert page.cursor.total_count == len(everything.checkpoints) >= 3
+
+
+def test_a_checkpoint_is_kept_for_a_time_or_for_good_and_deleted(rest: tinker.RestClient, client: Any) -> None:
+    path = client.save_state("kept", ttl_seconds=3600).result(WAIT_S).path
+
+    def expiry() -> Any:
+        return rest.list_checkpoints(client.model_id).result(WAIT_S).checkpoints[0].expires_at
+
+    first = expiry()
+    rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result(WAIT_S)
+    assert 3500 < (expiry() - first).total_seconds() < 3700
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result(WAIT_S)
+    assert expiry() is None
+    rest.delete_checkpoint_from_tinker_path(path).result(WAIT_S)
+    assert rest.list_checkpoints(client.model_id).result(WAIT_S).checkpoints == []
+    with pytest.raises(tinker.NotFoundError):
+        rest.delete_checkpoint_from_tinker_path(path).result(WAIT_S)
+
+
+def test_a_published_checkpoint_is_everybodys_to_read_and_its_owners_to_change(
+    pool: RestartablePool, rest: tinker.RestClient, client: Any
+) -> None:
+    path = client.save_state("open").result(WAIT_S).path
+    with sdk(pool.http_url, pool.key("bob")) as other:
+        with pytest.raises(tinker.NotFoundError):
+            other.create_training_client_from_state(path).result(WAIT_S)
+        for _ in range(2):
+            rest.publish_checkpoint_from_tinker_path(path).result(WAIT_S)
+        assert rest.list_checkpoints(client.model_id).result(WAIT_S).checkpoints[0].public is True
+        theirs = other.create_training_client_from_state_with_optimizer(path).result(WAIT_S)
+        assert theirs.forward([datum(1)], "cross_entropy").result(WAIT_S).metrics["tokens:sum"] == 1
+        with pytest.warns(FutureWarning):
+            assert theirs.load_state(path).result(WAIT_S).path == path
+        their_rest = tinker.RestClient(base_url=pool.http_url, api_key=f"tml-{pool.key('bob')}")
+        assert their_rest.get_weights_info_by_tinker_path(path).result(WAIT_S).lora_rank == 8
+        for change in (
+            their_rest.delete_checkpoint_from_tinker_path,
+            their_rest.unpublish_checkpoint_from_tinker_path,
+        ):
+            with pytest.raises(tinker.NotFoundError):
+                change(path).result(WAIT_S)
+        rest.unpublish_checkpoint_from_tinker_path(path).result(WAIT_S)
+        with pytest.raises(tinker.NotFoundError):
+            other.create_training_client_from_state(path).result(WAIT_S)
+
+
+def test_a_checkpoint_is_copied_to_a_run_of_its_own_once(
+    pool: RestartablePool, rest: tinker.RestClient, service: tinker.ServiceClient, client: Any
+) -> None:
+    project = "the SDK wants one, and this pool has none"
+    path = client.save_state("origin", user_metadata={"a": "b"}).result(WAIT_S).path
+    copies = [
+        rest.copy_weights(path, project, ttl_seconds=3600).result(WAIT_S),
+        rest.copy_weights(path, project).result(WAIT_S),
+    ]
+    assert len({path, *copies}) == 3
+    session = client.model_id.rsplit(":", 2)[0]
+    into_session = {"source_path": path, "session_id": session, "model_seq_id": 7}
+    wired = Wire(pool.http_url, pool.key())
+    again = {wired.ok("/copy_weights", into_session)["tinker_path"] for _ in range(2)}
+    assert again == {f"tinker://{session}:train:7/weights/origin"}
+    rest.delete_checkpoint_from_tinker_path(path).result(WAIT_S)
+    for copy in copies:
+        copied = service.create_training_client_from_state_with_optimizer(copy).result(WAIT_S)
+        assert copied.optim_step(types.AdamParams()).result(WAIT_S).metrics
+    listed = {c.tinker_path: c for c in rest.list_user_checkpoints(limit=1000).result(WAIT_S).checkpoints}
+    assert [listed[copy].user_metadata for copy in copies] == [{"a": "b"}] * 2
+    assert [listed[copy].expires_at is None for copy in copies] == [False, True]
+    keys = {"x-idempotency-key": "one"}
+    again = {wired.post("/copy_weights", {"source_path": copies[0]}, **keys).json()["tinker_path"] for _ in range(2)}
+    assert len(again) == 1
+    wired.close()
+
+
+def test_a_copy_is_of_the_kind_of_its_source(
+    rest: tinker.RestClient, service: tinker.ServiceClient, client: Any
+) -> None:
+    project = "the SDK wants one, and this pool has none"
+    sampler = rest.copy_weights(client.save_weights_for_sampler("s").result(WAIT_S).path, project).result(WAIT_S)
+    external = rest.copy_weights(client.save_weights_external("e").result(WAIT_S).path, project).result(WAIT_S)
+    assert [path.split("/")[3:] for path in (sampler, external)] == [
+        ["sampler_weights", "s"],
+        ["external_weights", "e"],
+    ]
+    assert service.create_sampling_client(model_path=sampler).result(WAIT_S).get_base_model() == "toy"
+    signed = rest.get_external_weights_urls(external).result(WAIT_S)
+    assert json.loads(read(signed.urls["adapter_config.json"]))["r"] == 8
+
+
+def test_what_would_copy_twice_or_cannot_be_copied_leaves_nothing(pool: RestartablePool, client: Any) -> None:
+    path = client.save_state("once").result(WAIT_S).path
+    wired = Wire(pool.http_url, pool.key())
+    session = wired.session()
+    num_runs = wired.get("/training_runs").json()["cursor"]["total_count"]
+    keys = {"x-idempotency-key": "copy"}
+    for body, headers, told in (
+        ({}, {}, "X-Idempotency-Key"),
+        ({"session_id": session}, {}, "X-Idempotency-Key"),
+        ({"model_seq_id": 3}, {}, "X-Idempotency-Key"),
+        ({"ttl_seconds": 10**12}, keys, "100 years"),
+        ({"ttl_seconds": 0}, keys, "ttl_seconds"),
+    ):
+        response = wired.post("/copy_weights", {"source_path": path, **body}, **headers)
+        assert response.status_code == 400
+        assert told in response.json()["detail"]
+    assert wired.get("/training_runs").json()["cursor"]["total_count"] == num_runs
+    within = {"source_path": path, "session_id": session}
+    again = {wired.post("/copy_weights", within, **keys).json()["tinker_path"] for _ in range(2)}
+    assert again == {f"tinker://{session}:train:0/weights/once"}
+    wired.close()
+
+
+def test_weights_info_says_what_a_new_model_needs(rest: tinker.RestClient, client: Any) -> None:
+    path = client.save_state("info").result(WAIT_S).path
+    info = rest.get_weights_info_by_tinker_path(path).result(WAIT_S)
+    assert (info.base_model, info.is_lora, info.lora_rank) == ("toy", True, 8)
+    assert (info.train_attn, info.train_mlp, info.train_unembed) == (True, True, True)
+
+
+def test_weights_info_of_anothers_checkpoint_names_the_modules_that_were_trained(
+    pool: RestartablePool, rest: tinker.RestClient, service: tinker.ServiceClient
+) -> None:
+    client = service.create_lora_training_client("toy", rank=8, train_unembed=False).result(WAIT_S)
+    path = client.save_state("shared").result(WAIT_S).path
+    rest.publish_checkpoint_from_tinker_path(path).result(WAIT_S)
+    theirs = tinker.RestClient(base_url=pool.http_url, api_key=f"tml-{pool.key('bob')}")
+    info = theirs.get_weights_info_by_tinker_path(path).result(WAIT_S)
+    assert (info.train_attn, info.train_mlp, info.train_unembed) == (True, True, False)
+
+
+def test_an_export_is_downloaded_file_by_file_and_an_address_is_good_for_its_file_only(
+    pool: RestartablePool, rest: tinker.RestClient, client: Any
+) -> None:
+    path = client.save_weights_external("out", ttl_seconds=3600).result(WAIT_S).path
+    assert path == f"tinker://{client.model_id}/external_weights/out"
+    signed = rest.get_external_weights_urls(path).result(WAIT_S)
+    files = {name: read(url) for name, url in signed.urls.items()}
+    assert json.loads(files["adapter_config.json"])["r"] == 8
+    assert len(files["adapter_model.safetensors"]) > 0
+    url = signed.urls["adapter_config.json"]
+    for wrong in (
+        url.replace("adapter_config.json?", "adapter_model.safetensors?"),
+        url.replace("expires=", "expires=9"),
+        url.replace("out", "other"),
+        url.partition("?")[0],
+    ):
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            read(wrong)
+        assert raised.value.code == 403
+        assert "ask for" in raised.value.read().decode()
+    stranger = Wire(pool.http_url, pool.key("mallory"))
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    response = stranger.get(f"/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
+    assert response.status_code == 404
+    stranger.close()
+
+
+@pytest.mark.parametrize("name", ["publish", "ttl", "archive", "external_weights_urls"])
+def test_a_checkpoint_may_be_called_what_an_endpoint_is(rest: tinker.RestClient, client: Any, name: str) -> None:
+    path = client.save_weights_external(name).result(WAIT_S).path
+
+    def found() -> list[tuple[str, bool, bool]]:
+        listed = rest.list_checkpoints(client.model_id).result(WAIT_S).checkpoints
+        return [(c.checkpoint_id, c.public, c.expires_at is not None) for c in listed]
+
+    rest.publish_checkpoint_from_tinker_path(path).result(WAIT_S)
+    rest.set_checkpoint_ttl_from_tinker_path(path, 3600).result(WAIT_S)
+    assert found() == [(f"external_weights/{name}", True, True)]
+    rest.unpublish_checkpoint_from_tinker_path(path).result(WAIT_S)
+    assert found() == [(f"external_weights/{name}", False, True)]
+    assert rest.get_external_weights_urls(path).result(WAIT_S).urls
+    rest.delete_checkpoint_from_tinker_path(path).result(WAIT_S)
+    assert found() == []
+
+
+def test_what_is_no_checkpoints_id_is_not_found(rest: tinker.RestClient, client: Any) -> None:
+    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+        rest.delete_checkpoint(client.model_id, "without-its-kind").result(WAIT_S)
+
+
+def test_an_address_ends_with_the_key_that_asked_for_it(pool: RestartablePool) -> None:
+    with sdk(pool.http_url, pool.key("dora")) as theirs:
+        client: Any = theirs.create_lora_training_client("toy", rank=8).result(WAIT_S)
+        path = client.save_weights_external("signed").result(WAIT_S).path
+    rest = tinker.RestClient(base_url=pool.http_url, api_key=f"tml-{pool.key('dora')}")
+    url = rest.get_external_weights_urls(path).result(WAIT_S).urls["adapter_config.json"]
+    assert json.loads(read(url))["r"] == 8
+    pool.revoke("dora")
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        read(url)
+    assert raised.value.code == 401
+    assert "revoked" in raised.value.read().decode()
+
+
+def test_runs_are_not_listed_by_project(rest: tinker.RestClient) -> None:
+    with pytest.raises(tinker.BadRequestError, match="leave project_id out"):
+        rest.list_training_runs(project_id="p").result(WAIT_S)
+
+
+def test_an_encrypted_export_is_refused_with_what_to_do(client: Any) -> None:
+    with pytest.raises(tinker.RequestFailedError, match="encrypt what you download"):
+        client.save_weights_external("secret", age_encryption_recipients=["age1x"]).result(WAIT_S)
+    assert client.optim_step(types.AdamParams()).result(WAIT_S).metrics
+
+
+def read(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        content: bytes = response.read()
+        return content
+
+
+def command(pool: RestartablePool, *arguments: str) -> Any:
+    """What `tinker -f json <arguments>` says. In this process: the program's imports take seconds."""
+    environment = {"TINKER_BASE_URL": pool.http_url, "TINKER_API_KEY": f"tml-{pool.key()}", "TINKER_TELEMETRY": "0"}
+    done = CliRunner().invoke(main_cli, ["-f", "json", *arguments], env=environment)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_the_command_line_lists_and_downloads(pool: RestartablePool, client: Any, tmp_path: Path) -> None:
+    path = client.save_state("shell").result(WAIT_S).path
+    [run] = [r for r in command(pool, "run", "list")["runs"] if r["training_run_id"] == client.model_id]
+    assert run["lora_rank"] == 8
+    checkpoints = command(pool, "checkpoint", "list", "--run-id", client.model_id)["checkpoints"]
+    assert [checkpoint["tinker_path"] for checkpoint in checkpoints] == [path]
+    command(pool, "checkpoint", "download", path, "--output", str(tmp_path / "out"))
+    [config] = (tmp_path / "out").rglob("adapter_config.json")
+    assert json.loads(config.read_text())["r"] == 8
+    assert config.with_name("adapter_model.safetensors").stat().st_size > 0

@@ -1,0 +1,146 @@
+"""What no worker has the memory for is refused before it is queued, with the number that would fit."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from coordinator.base.config import CoordinatorConfig
+from coordinator.base.errors import Code, ServiceError
+from coordinator.coordinator import Coordinator
+from tests.support.toy_engine import ToyEngine
+from tests.support.toy_pool import ToyPool, pass_request, running_pool, sample_request
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import sampling_pb2
+from workers.contract.capacity import what_is_too_large
+from workers.pool.local import LocalPool
+
+
+@asynccontextmanager
+async def limited_pool(data_dir: Path, *fitting: list[int | None]) -> AsyncIterator[ToyPool]:
+    """A worker per list, which says what fits in it, life by life; the last number stays."""
+
+    def factory(lives: list[int | None]) -> Callable[[str], ToyEngine]:
+        def make(incarnation: str) -> ToyEngine:
+            return ToyEngine(incarnation, fitting_tokens=lives.pop(0) if len(lives) > 1 else lives[0])
+
+        return make
+
+    pool = LocalPool({f"w{number}": factory(list(lives)) for number, lives in enumerate(fitting)})
+    coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir), pool)
+    await coordinator.start()
+    try:
+        yield ToyPool(coordinator, {})
+    finally:
+        await coordinator.stop()
+
+
+async def refusal(pool: ToyPool, adapter: str, seq: int, *lengths: int) -> ServiceError:
+    with pytest.raises(ServiceError) as raised:
+        await pool.forward_backward(adapter, seq, *lengths)
+    assert (raised.value.code, raised.value.reason) == (Code.INVALID_ARGUMENT, "NO_MEMORY")
+    assert raised.value.retry_delay_s is None
+    return raised.value
+
+
+async def test_a_sequence_that_does_not_fit_is_refused_with_the_number_that_does(tmp_path: Path) -> None:
+    async with limited_pool(tmp_path, [None], [20]) as pool:
+        adapter = await pool.adapter()
+        error = await refusal(pool, adapter, 1, 3, 21)
+        assert "data[1] has 21 tokens" in error.message
+        assert "at most 20" in error.message
+        again = await pool.forward_backward(adapter, 1, 3, 21)
+        [recorded, *after] = await pool.wait(
+            again, await pool.optim_step(adapter, 2), await pool.forward_backward(adapter, 3, 20)
+        )
+    assert recorded.error.message == error.message
+    assert after[0].error.reason == "GRADIENT_WINDOW_CLOSED"
+    assert after[1].state == ops_pb.OPERATION_STATE_SUCCEEDED
+
+
+async def test_short_sequences_that_are_one_chunk_are_refused_if_the_chunk_does_not_fit(tmp_path: Path) -> None:
+    async with limited_pool(tmp_path, [10]) as pool:
+        adapter = await pool.adapter()
+        error = await refusal(pool, adapter, 1, 5, 5, 5)  # 16 tokens are a chunk
+        assert "data[0] to data[2] run together and have 15 tokens" in error.message
+        assert "requests of at most 10 tokens" in error.message
+        _, fits = await pool.wait(await pool.optim_step(adapter, 2), await pool.forward_backward(adapter, 3, 5, 5))
+    assert fits.state == ops_pb.OPERATION_STATE_SUCCEEDED
+
+
+async def test_a_repeated_request_is_known_although_less_fits_now(tmp_path: Path) -> None:
+    async with limited_pool(tmp_path, [20, 10]) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        [operation] = await pool.wait(await pool.forward_backward(adapter, 1, 18))
+        await pool.kill_worker()
+        await pool.wait(await pool.optim_step(adapter, 2))  # by the next one, which replays the pass
+        response = await pool.service.forward_backward(principal, pass_request(adapter, 1, [18]))
+        assert response.operation == operation
+        assert "at most 10" in (await refusal(pool, adapter, 3, 18)).message
+
+
+async def test_more_fits_again_when_a_worker_with_more_memory_takes_the_place(tmp_path: Path) -> None:
+    async with limited_pool(tmp_path, [10, 20]) as pool:
+        adapter = await pool.adapter()
+        await refusal(pool, adapter, 1, 18)
+        await pool.kill_worker()
+        await pool.wait(
+            await pool.optim_step(adapter, 2), await pool.forward_backward(adapter, 3, 5)
+        )  # by the next one
+        [operation] = await pool.wait(await pool.forward_backward(adapter, 4, 18))
+    assert operation.state == ops_pb.OPERATION_STATE_SUCCEEDED
+
+
+async def sample_refusal(pool: ToyPool, request: sampling_pb2.SampleRequest) -> str:
+    with pytest.raises(ServiceError) as raised:
+        await pool.service.sample(await pool.principal(), request)
+    assert (raised.value.code, raised.value.reason) == (Code.INVALID_ARGUMENT, "NO_MEMORY")
+    return raised.value.message
+
+
+async def test_a_sample_that_can_never_fit_is_refused_before_it_is_logged_with_what_would_fit(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, num_cache_blocks=[1]) as pool:
+        sampler = await pool.sampler(await pool.session())
+        pool.hold()
+        message = await sample_refusal(pool, sample_request(sampler, 1, max_tokens=2))
+        assert message == what_is_too_large(3, 2, 1), "what the worker says"
+        assert "max_tokens may be at most 1" in message
+        assert await sample_refusal(pool, sample_request(sampler, 1, max_tokens=0)) == what_is_too_large(3, 61, 1)
+        request = sampling_pb2.StreamSampleRequest(request=sample_request(sampler, 1, max_tokens=2))
+        stream = pool.service.stream_sample(await pool.principal(), request)
+        with pytest.raises(ServiceError, match="max_tokens may be at most 1"):
+            await anext(stream)
+        core = pool.coordinator.core
+        assert (core.sampling.num_requests, len(core.table)) == (0, 0)
+        assert not core.store.read("SELECT * FROM operations")
+        await pool.release()
+        [operation] = await pool.wait(await pool.sample(sampler, 1, max_tokens=1))
+    assert operation.state == ops_pb.OPERATION_STATE_SUCCEEDED
+
+
+async def test_a_sample_runs_where_there_is_memory_for_it(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, num_workers=3, num_cache_blocks=[1, 2, 1]) as pool:
+        sampler = await pool.sampler(await pool.session())
+        pool.hold()
+        large = [await pool.sample(sampler, seq) for seq in range(1, 7)]
+        small = [await pool.sample(sampler, seq, max_tokens=1) for seq in range(7, 9)]
+        running = [pool.coordinator.core.sampling.running_on(worker_id) for worker_id in pool.engines]
+        await pool.release()
+        await pool.wait(*large, *small)
+    assert running == [small[:1], large, small[1:]]
+
+
+async def test_a_logged_sample_is_known_and_begins_again_although_it_would_be_refused_now(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, num_cache_blocks=[2]) as pool:
+        sampler = await pool.sampler(await pool.session())
+        pool.hold()
+        name = await pool.sample(sampler, 1, seed=5)
+    async with running_pool(tmp_path, num_cache_blocks=[1]) as pool:
+        await pool.take_over()
+        [operation] = await pool.wait(name)  # a toy refuses nothing; a real worker says what is too large
+        assert operation.state == ops_pb.OPERATION_STATE_SUCCEEDED
+        assert await pool.sample(sampler, 1, seed=5) == name
+        await sample_refusal(pool, sample_request(sampler, 2, seed=5))

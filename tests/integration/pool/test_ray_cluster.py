@@ -1,0 +1,127 @@
+"""A pool that joins a Ray cluster of two nodes, both on this machine, one of which dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import ray
+
+import tinkerpool
+from coordinator.cli import RAY_FILE
+from tests.support.serving import Terminal
+from tests.unit.pool.test_loop import batch
+from workers.contract.protocols import WorkerLost
+from workers.contract.settings import PoolConfig, PoolModel
+from workers.pool.processes import MARK_VARIABLE, kill_marked
+from workers.pool.ray_pool import RayPool
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
+
+NOTICED_S = 10.0
+"""How soon a lost worker must be noticed: about 1 s, without its node's Ray 3 s."""
+REPLACED_S = 10.0
+"""How soon it must run elsewhere: 1.5 s on quiet cores. Ray itself gives a node up after 12 s and more."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    address: str
+    head: str
+    """The mark of the first node's processes."""
+    second: str
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster(f"127.0.0.1:{free_port()}", head=secrets.token_hex(8), second=secrets.token_hex(8))
+    folder = tempfile.mkdtemp(prefix="tp-", dir="/tmp")  # short: Ray's sockets are in it
+    try:
+        port, client_port = cluster.address.rpartition(":")[2], str(free_port())
+        start_node(
+            cluster.head, "--head", "--port", port, "--ray-client-server-port", client_port, "--temp-dir", folder
+        )
+        start_node(cluster.second, "--address", cluster.address)
+        yield cluster
+    finally:
+        for mark in (cluster.second, cluster.head):
+            kill_marked(mark, 10.0)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_node(mark: str, *options: str) -> None:
+    """A node with one CPU, by the command that operators use. Its processes outlive the command and have the mark."""
+    size = ["--num-cpus", "1", "--object-store-memory", "80000000", "--dashboard-agent-listen-port", "0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *size],
+        env={**os.environ, MARK_VARIABLE: mark, "SPT_NOENV": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_serve_joins_a_cluster_with_nothing_but_its_token(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    terminal = Terminal(tmp_path / "home")
+    options = ("--engine", "tests.support.toy_engine:toy_factory", "--port", "0", "--cpus", "0.5")
+    with terminal.serve(*options, "--ray-address", cluster.address):
+        assert not (terminal.data_dir / RAY_FILE).exists(), "the cluster is not ours to end"
+        found = json.loads((terminal.home / "credentials.json").read_text())
+        datum = tinkerpool.Datum(tinkerpool.ModelInput.from_ints([1]), {"target_tokens": [2], "weights": [1.0]})
+        with tinkerpool.ServiceClient(base_url=found["url"], api_key=found["api_key"]) as service:
+            service.create_lora_training_client(rank=4).train_step([datum], "cross_entropy").result(60)
+
+
+async def test_worker_on_a_node_that_died_is_replaced_on_another_before_ray_gives_the_node_up(cluster: Cluster) -> None:
+    pool = RayPool(
+        PoolConfig(
+            models=(PoolModel(name="toy", path="toy", num_workers=2),),
+            engine="tests.support.toy_engine:toy_factory",
+            num_cpus=0.5,
+            start_timeout_s=60.0,
+            ray_address=cluster.address,
+        )
+    )
+    try:
+        await pool.start()
+        here = ray.get_runtime_context().get_node_id()
+        [old] = [info for info in pool.workers() if info.node != here]
+        [other] = [info for info in pool.workers() if info.node == here]
+        assert (await pool.run(old.worker_id, batch(1))).incarnation == old.incarnation
+        kill_marked(cluster.second, 10.0)
+        async with asyncio.timeout(NOTICED_S):
+            with pytest.raises(WorkerLost):
+                await pool.ping(old.worker_id)
+        assert all(node["Alive"] for node in ray.nodes()), "Ray knows already, so this test tests nothing"
+        for info in (old, other):  # Ray takes nodes in turn, so one of them would be put on the dead one
+            async with asyncio.timeout(REPLACED_S):
+                new = await pool.replace(info.worker_id)
+            assert new.node == here
+            assert (await pool.run(info.worker_id, batch(2))).incarnation == new.incarnation
+    finally:
+        await pool.stop()
+    num_left, _ = kill_marked(cluster.head, 10.0)
+    assert num_left > 0, "a pool that leaves a cluster does not end it"

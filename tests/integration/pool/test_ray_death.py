@@ -1,0 +1,161 @@
+"""A private Ray that dies under a pool: noticed at once, started again by whoever is replaced first, nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import ray
+
+import tinkerpool
+from coordinator.cli import RAY_FILE
+from tests.support.serving import Terminal
+from tests.unit.pool.test_loop import batch
+from workers.contract.protocols import WorkerLost
+from workers.contract.settings import PoolConfig, PoolModel
+from workers.pool.processes import find_marked
+from workers.pool.ray_host import Belongings
+from workers.pool.ray_pool import RayPool
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+
+NOTICED_S = 2.0
+"""How soon Ray's death must be noticed; it takes a tenth of a second."""
+RECOVERED_S = 60.0
+"""How soon every worker must run again: 6 s on quiet cores, 12 s if the server died, whose clients wait for it."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RayPool]:
+    config = PoolConfig(
+        models=(
+            PoolModel(name="toy", path="toy", num_workers=2),
+            PoolModel(name="slow", path='{"seconds_per_batch": 60.0}'),
+        ),
+        engine="tests.support.toy_engine:toy_factory",
+        num_cpus=0.5,
+        start_timeout_s=60.0,
+        owner_file=tmp_path_factory.mktemp("owner") / "ray.json",
+    )
+    pool = RayPool(config)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.stop()
+
+
+def belongings(owner_file: Path | None) -> Belongings:
+    assert owner_file is not None
+    found = Belongings.read(owner_file)
+    assert found is not None
+    return found
+
+
+def kill(of: Belongings, name: str) -> None:
+    """Kill the one process of that name."""
+    found = find_marked(of.mark)
+    [victim] = [process for process in found if process.name == name]
+    victim.kill()
+    for process in found:
+        process.close()
+
+
+def is_gone(of: Belongings) -> bool:
+    found = find_marked(of.mark)
+    for process in found:
+        process.close()
+    return not found and not Path(str(of.folder)).exists()
+
+
+def successor(of: Belongings, owner_file: Path) -> Belongings:
+    """What the next Ray has, once there is one."""
+    deadline = time.monotonic() + RECOVERED_S
+    while (found := Belongings.read(owner_file)) is None or found.mark == of.mark:
+        assert time.monotonic() < deadline, "Ray was not started again"
+        time.sleep(0.1)
+    return found
+
+
+async def lost(call: Any) -> str:
+    with pytest.raises(WorkerLost) as caught:
+        await call
+    return str(caught.value)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+async def test_dead_ray_loses_every_worker_at_once_and_is_started_again_once(
+    pool: RayPool, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    old, old_infos = belongings(pool._config.owner_file), pool.workers()
+    running = asyncio.create_task(pool.run("w2", batch(1)))
+    stream = asyncio.ensure_future(anext(aiter(pool.sample_events("w0"))))
+    await asyncio.sleep(0.5)
+    kill(old, name)
+    async with asyncio.timeout(NOTICED_S):
+        for call in (running, stream):
+            assert f"its {name} ended" in await lost(call)
+    assert f"its {name} ended" in await lost(pool.ping("w1"))
+    assert pool.workers() == old_infos
+    async with asyncio.timeout(RECOVERED_S):
+        infos = await asyncio.gather(*(pool.replace(info.worker_id) for info in old_infos))
+    assert pool.workers() == tuple(infos)
+    assert not {info.incarnation for info in infos} & {info.incarnation for info in old_infos}
+    assert (await pool.run("w0", batch(2))).incarnation == infos[0].incarnation
+    assert sum(record.message == "Ray was started again" for record in caplog.records) == 1
+    assert is_gone(old)
+    assert belongings(pool._config.owner_file).mark != old.mark
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_ray_that_does_not_start_again_fails_the_replacement_and_the_next_one_tries_anew(
+    pool: RayPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**_: object) -> None:
+        raise ConnectionError("no room for Ray")
+
+    kill(belongings(pool._config.owner_file), "raylet")
+    await lost(anext(aiter(pool.sample_events("w0"))))
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "init", init)
+        assert "Ray does not start: no room for Ray" in await lost(pool.replace("w0"))
+        assert "Ray does not start: no room for Ray" in await lost(pool.replace("w1"))
+    await pool.replace("w0")
+    await pool.ping("w0")
+    await lost(pool.ping("w1"))
+    await pool.replace("w1")
+    await pool.ping("w1")
+
+
+def train(terminal: Terminal) -> None:
+    """One step, on a worker."""
+    datum = tinkerpool.Datum(tinkerpool.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [1.0, 1.0]})
+    found = json.loads((terminal.home / "credentials.json").read_text())
+    with tinkerpool.ServiceClient(base_url=found["url"], api_key=found["api_key"]) as service:
+        service.create_lora_training_client(rank=4).train_step([datum], "cross_entropy").result(RECOVERED_S)
+
+
+def test_served_pool_outlives_its_ray_and_still_ends_at_a_signal(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path / "home")
+    with terminal.serve(
+        "--engine", "tests.support.toy_engine:toy_factory", "--port", "0", "--cpus", "0.5", "--workers", "2"
+    ) as (process, _):
+        train(terminal)
+        old = belongings(terminal.data_dir / RAY_FILE)
+        kill(old, "gcs_server")
+        new = successor(old, terminal.data_dir / RAY_FILE)
+        train(terminal)
+        process.terminate()
+        assert process.wait(30) == 0
+    assert (terminal.home / "serve.out").read_text().endswith("Stopped.\n")
+    assert is_gone(old)
+    assert is_gone(new)

@@ -1,0 +1,82 @@
+"""What Ray leaves behind when a pool's process is killed, and that the next start on the same data removes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tinkerpool
+from coordinator.cli import RAY_FILE
+from tests.support.serving import Terminal
+from workers.pool.processes import find_marked
+from workers.pool.ray_host import Belongings
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
+
+TOY_ON_RAY = ("--engine", "tests.support.toy_engine:toy_factory", "--port", "0", "--cpus", "0.5")
+
+
+def belongings(terminal: Terminal) -> Belongings:
+    found = Belongings.read(terminal.data_dir / RAY_FILE)
+    assert found is not None
+    return found
+
+
+def processes(of: Belongings) -> dict[int, str]:
+    """Names by process id."""
+    found = find_marked(of.mark)
+    for process in found:
+        process.close()
+    return {process.pid: process.name for process in found}
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes that it has started, and what these have started."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def train(terminal: Terminal) -> None:
+    """One step, on a worker."""
+    datum = tinkerpool.Datum(tinkerpool.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [1.0, 1.0]})
+    found = json.loads((terminal.home / "credentials.json").read_text())
+    with tinkerpool.ServiceClient(base_url=found["url"], api_key=found["api_key"]) as service:
+        service.create_lora_training_client(rank=4).train_step([datum], "cross_entropy").result(60)
+
+
+def test_killed_pools_ray_is_removed_by_its_next_start_and_another_pools_ray_is_not(tmp_path: Path) -> None:
+    first, other = Terminal(tmp_path / "first"), Terminal(tmp_path / "other")
+    with first.serve(*TOY_ON_RAY) as (killed, _), other.serve(*TOY_ON_RAY) as _:
+        old, bystander = belongings(first), belongings(other)
+        unmarked = descendants(killed.pid) - processes(old).keys()
+        assert not unmarked & descendants(killed.pid)
+        assert {"gcs_server", "raylet", "ray::EngineActo", "ray::DashboardA"} <= set(processes(old).values())
+        # Ray ends idle workers when it likes.
+        needed = {pid for pid, name in processes(bystander).items() if name != "ray::IDLE"}
+        killed.kill()
+        killed.wait(20)
+        (first.home / "ready.json").unlink()
+        assert processes(old), "nothing was left behind, so this test tests nothing"
+
+        with first.serve(*TOY_ON_RAY):
+            assert not processes(old)
+            assert old.folder is not None
+            assert not Path(old.folder).exists()
+            assert belongings(first).mark != old.mark
+            train(first)
+        assert "removed what Ray left behind" in (first.home / "serve.out").read_text()
+        assert needed <= processes(bystander).keys()
+        train(other)
+    assert not (first.data_dir / RAY_FILE).exists()
+    assert not processes(bystander)
+    assert not Path(str(bystander.folder)).exists()

@@ -1,0 +1,292 @@
+"""The pool on a real Ray, with toy engines in real processes: rounds of messages, deaths, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import pytest_asyncio
+
+from tests.support.toy_engine import KILL_TOKEN
+from tests.unit.pool.test_loop import batch, request
+from workers.contract.messages import SampleEvent, SampleRequest, SampleResult, TokenEvent, WorkerInfo
+from workers.contract.protocols import PoolStartError, WorkerLost
+from workers.contract.settings import PoolConfig, PoolModel
+from workers.pool.factory import make_pool
+from workers.pool.processes import MARK_VARIABLE
+from workers.pool.ray_pool import RayPool
+
+pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+
+OTHERS: set[int] = set()
+NOTICED_S = 5.0
+"""How soon a death must be noticed; Ray takes milliseconds on a quiet machine."""
+
+
+def pool_config(*models: PoolModel, **values: Any) -> PoolConfig:
+    settings: dict[str, Any] = {
+        "engine": "tests.support.toy_engine:toy_factory",
+        "num_slots": 5,
+        "start_timeout_s": 60.0,
+    }
+    return PoolConfig(models=models or (PoolModel(name="toy", path="toy"),), **(settings | values))
+
+
+def environment(pid: int) -> list[str]:
+    """The variables of a process; none of one that has ended or is somebody else's."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(encoding="utf-8", errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def children_with_the_secret() -> set[int]:
+    """Every process that has the environment of this test run, whoever is its parent now."""
+    token = os.environ.get("RAY_AUTH_TOKEN")
+    pids = {int(entry.name) for entry in Path("/proc").glob("[0-9]*")} - {os.getpid()}
+    return {pid for pid in pids if token and f"RAY_AUTH_TOKEN={token}" in environment(pid)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def others() -> None:
+    """Note what earlier tests have left running, which is not Ray: Python's own tracker of shared memory."""
+    OTHERS.update(children_with_the_secret())
+
+
+def ray_processes() -> set[int]:
+    """Every process of this test run's Ray: all inherit the run's secret."""
+    return children_with_the_secret() - OTHERS
+
+
+async def all_ended(timeout_s: float = 30.0) -> bool:
+    for _ in range(int(timeout_s / 0.1)):
+        if not ray_processes():
+            return True
+        await asyncio.sleep(0.1)
+    return False
+
+
+# The tests that start a Ray of their own come first: there is one at a time in a process.
+
+
+async def test_model_that_cannot_be_loaded_ends_the_start_with_the_cause_and_leaves_nothing() -> None:
+    pool = RayPool(pool_config(PoolModel(name="toy", path="toy"), PoolModel(name="gone", path="missing")))
+    with pytest.raises(PoolStartError, match=r"worker w1 \(gone\) cannot start: there is no model in missing"):
+        await pool.start()
+    assert pool.workers() == ()
+    await pool.stop()
+    assert await all_ended()
+
+
+async def test_machine_too_small_for_the_workers_is_told_at_once() -> None:
+    pool = RayPool(pool_config(num_gpus=1000.0, device="cuda"))
+    with pytest.raises(PoolStartError, match="with 1 CPUs and 1000 GPUs claimed for each"):
+        await pool.start()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool() -> AsyncIterator[RayPool]:
+    models = (
+        PoolModel(name="toy", path="toy", num_workers=2),
+        PoolModel(name="slow", path='{"seconds_per_batch": 1.0}', num_workers=2),
+    )
+    pool = make_pool(pool_config(*models, num_threads=3))
+    assert isinstance(pool, RayPool)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.stop()
+
+
+def worker(pool: RayPool, worker_id: str) -> WorkerInfo:
+    return next(info for info in pool.workers() if info.worker_id == worker_id)
+
+
+async def lost_within(seconds: float, call: Awaitable[object]) -> str:
+    with pytest.raises(WorkerLost) as caught:
+        await asyncio.wait_for(call, seconds)
+    return str(caught.value)
+
+
+async def events_until_result(pool: RayPool, worker_id: str) -> list[SampleEvent]:
+    events: list[SampleEvent] = []
+    async for event in pool.sample_events(worker_id):
+        events.append(event)
+        if isinstance(event, SampleResult):
+            break
+    return events
+
+
+async def test_every_worker_is_a_process_of_its_own_with_its_own_model(pool: RayPool) -> None:
+    infos = pool.workers()
+    assert [(info.worker_id, info.model.name) for info in infos] == [
+        ("w0", "toy"),
+        ("w1", "toy"),
+        ("w2", "slow"),
+        ("w3", "slow"),
+    ]
+    assert len({info.pid for info in infos} | {os.getpid()}) == 5
+    assert len({info.incarnation for info in infos}) == 4
+    assert {info.num_slots for info in infos} == {5}
+    assert {info.node for info in infos} == {infos[0].node}
+
+
+async def test_mark_of_this_ray_is_not_left_to_what_this_process_starts_besides(pool: RayPool) -> None:
+    assert f"{MARK_VARIABLE}=" in "\n".join(environment(worker(pool, "w0").pid))
+    assert MARK_VARIABLE not in os.environ
+
+
+async def test_thread_settings_are_in_the_environment_of_the_process(pool: RayPool) -> None:
+    variables = environment(worker(pool, "w0").pid)
+    threads = {"OMP_NUM_THREADS=3", "MKL_NUM_THREADS=3", "GOMP_SPINCOUNT=10000"}
+    assert threads | {"ONEDNN_PRIMITIVE_CACHE_CAPACITY=512"} <= set(variables)
+
+
+async def test_batch_comes_back_from_the_life_that_ran_it(pool: RayPool) -> None:
+    result = await pool.run("w0", batch(7))
+    assert (result.cycle_id, result.incarnation) == (7, worker(pool, "w0").incarnation)
+    assert result.results[0].error is None
+    assert result.results[0].logprobs[0].dtype == "float32"
+
+
+async def test_workers_run_at_the_same_time(pool: RayPool) -> None:
+    await asyncio.gather(pool.ping("w2"), pool.ping("w3"))
+    started = time.perf_counter()
+    await asyncio.gather(pool.run("w2", batch(1)), pool.run("w3", batch(1)))
+    assert time.perf_counter() - started < 1.9  # 1 s each
+
+
+async def test_ping_is_answered_beside_a_running_batch(pool: RayPool) -> None:
+    running = asyncio.create_task(pool.run("w2", batch(2)))
+    await asyncio.sleep(0.05)
+    await asyncio.wait_for(pool.ping("w2"), 0.8)
+    assert not running.done()
+    await running
+
+
+class SlowToUnpack:
+    """A sample request that takes its time to arrive, as a large one does."""
+
+    def __init__(self, op_id: str, seconds: float) -> None:
+        self._parts = (op_id, seconds)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpack_slowly, self._parts
+
+
+def unpack_slowly(op_id: str, seconds: float) -> SampleRequest:
+    time.sleep(seconds)
+    return request(op_id, max_tokens=1)
+
+
+async def test_ping_is_answered_while_a_sample_request_is_unpacked(pool: RayPool) -> None:
+    handing_over = asyncio.create_task(pool.start_sample("w0", cast("SampleRequest", SlowToUnpack("large", 2.0))))
+    await asyncio.sleep(0.1)
+    await asyncio.wait_for(pool.ping("w0"), 1.0)
+    assert not handing_over.done()
+    await handing_over
+
+
+async def test_sampled_tokens_stream_and_the_result_repeats_them(pool: RayPool) -> None:
+    await pool.start_sample("w1", request("s", max_tokens=5))
+    *tokens, result = await asyncio.wait_for(events_until_result(pool, "w1"), 20)
+    assert isinstance(result, SampleResult)
+    assert [event.token for event in tokens if isinstance(event, TokenEvent)] == result.sequences[0].tokens.tolist()
+    assert len(tokens) == 5
+
+
+async def test_cancelled_sample_says_so(pool: RayPool) -> None:
+    await pool.start_sample("w1", request("long", max_tokens=10_000_000))
+    await pool.cancel_sample("w1", "long")
+    result = (await asyncio.wait_for(events_until_result(pool, "w1"), 20))[-1]
+    assert isinstance(result, SampleResult)
+    assert result.error is not None
+
+
+async def test_killed_process_is_lost_to_everybody_who_waits_until_it_is_replaced(pool: RayPool) -> None:
+    old = worker(pool, "w2")
+    running = asyncio.create_task(pool.run("w2", batch(3)))
+    stream = asyncio.ensure_future(anext(aiter(pool.sample_events("w2"))))
+    await asyncio.sleep(0.1)
+    os.kill(old.pid, signal.SIGKILL)
+    for waiting in (running, stream, pool.ping("w2"), pool.start_sample("w2", request("s", 1))):
+        assert old.incarnation in await lost_within(NOTICED_S, waiting)
+    assert worker(pool, "w2") == old
+    await pool.ping("w3")
+    new = await pool.replace("w2")
+    assert worker(pool, "w2") == new
+    assert new.incarnation != old.incarnation
+    assert new.pid != old.pid
+    assert (await pool.run("w2", batch(4))).incarnation == new.incarnation
+
+
+async def test_stopped_process_is_killed_and_replaced_and_its_late_answer_dropped(pool: RayPool) -> None:
+    old = worker(pool, "w3")
+    running = asyncio.create_task(pool.run("w3", batch(5)))
+    await asyncio.sleep(0.1)
+    os.kill(old.pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(pool.ping("w3"), 0.5)
+    replacing = asyncio.create_task(pool.replace("w3"))
+    assert "replaced" in await lost_within(NOTICED_S, running)
+    new = await replacing
+    assert old.pid not in ray_processes()
+    assert (await pool.run("w3", batch(6))).incarnation == new.incarnation
+
+
+async def test_engine_that_raises_loses_its_worker(pool: RayPool) -> None:
+    old = worker(pool, "w1")
+    assert "toy token" in await lost_within(NOTICED_S, pool.run("w1", batch(0, token=KILL_TOKEN)))
+    await lost_within(NOTICED_S, pool.ping("w1"))
+    await lost_within(NOTICED_S, anext(aiter(pool.sample_events("w1"))))
+    assert (await pool.replace("w1")).incarnation != old.incarnation
+
+
+async def test_caller_who_gives_up_disturbs_nobody(pool: RayPool) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(pool.run("w3", batch(8)), 0.05)
+    assert (await pool.run("w3", batch(9))).cycle_id == 9
+
+
+async def test_unknown_worker_is_lost(pool: RayPool) -> None:
+    await lost_within(NOTICED_S, pool.run("w9", batch(0)))
+
+
+async def test_second_pool_in_a_process_is_refused_and_leaves_the_first_alone(pool: RayPool) -> None:
+    second = RayPool(pool_config())
+    with pytest.raises(PoolStartError, match="one pool at a time"):
+        await second.start()
+    await pool.ping("w0")
+
+
+async def test_worker_without_room_says_what_it_claims_and_what_is_free(
+    pool: RayPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        config = dataclasses.replace(pool._config, num_cpus=1000.0, start_timeout_s=1.0)
+        patch.setattr(pool, "_config", config)
+        with pytest.raises(
+            WorkerLost, match=r"1000 CPUs and 0 GPUs claimed for each worker, .* CPUs free, .* GPUs free"
+        ):
+            await pool.replace("w0")
+    await lost_within(NOTICED_S, pool.ping("w0"))
+    await pool.replace("w0")
+    await pool.ping("w0")
+
+
+async def test_stopped_pool_leaves_no_process_not_even_a_stopped_one(pool: RayPool) -> None:
+    assert {info.pid for info in pool.workers()} < ray_processes()
+    os.kill(worker(pool, "w1").pid, signal.SIGSTOP)
+    await pool.stop()
+    await pool.stop()
+    assert pool.workers() == ()
+    await lost_within(NOTICED_S, pool.run("w0", batch(0)))
+    assert await all_ended()

@@ -1,0 +1,625 @@
+"""Sampling over the service: tokens depend on the logged request alone, whatever happens around it."""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.base.errors import Code, ServiceError
+from coordinator.sampling.scheduler import VERSIONS_MAX
+from coordinator.storage.database import DiskFullError
+from coordinator.storage.store import CycleCommit
+from tests.support.toy_pool import FakeTime, ToyPool, fail_appends, running_pool, sample_request
+from tinkerpool.convert import from_tensor, to_tensor
+from tinkerpool.v1 import checkpoints_pb2, sampling_pb2, sessions_pb2
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.contract.messages import AdapterState, SampleRequest
+
+SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
+QUEUED, RUNNING = ops_pb.OPERATION_STATE_QUEUED, ops_pb.OPERATION_STATE_RUNNING
+
+
+def tokens_of(operation: ops_pb.Operation) -> list[list[int]]:
+    assert operation.state == SUCCEEDED, operation
+    return [from_tensor(sequence.tokens).tolist() for sequence in operation.sample.sequences]
+
+
+async def trained(pool: ToyPool, tenant: str = "alice") -> tuple[str, str]:
+    """An adapter after one step, and an unnamed sampler of it."""
+    adapter = await pool.adapter(tenant)
+    await pool.forward_backward(adapter, 1, 5, tenant=tenant)
+    await pool.optim_step(adapter, 2, tenant=tenant)
+    published = await pool.publish(adapter, 3, tenant=tenant)
+    return adapter, published.save_weights_for_sampler.sampler_id
+
+
+async def stream(pool: ToyPool, request: sampling_pb2.SampleRequest) -> tuple[dict[int, list[int]], ops_pb.Operation]:
+    tokens: dict[int, list[int]] = {}
+    async for event in pool.service.stream_sample(
+        await pool.principal(), sampling_pb2.StreamSampleRequest(request=request)
+    ):
+        if event.HasField("operation"):
+            return tokens, event.operation
+        tokens.setdefault(event.token.sequence_index, []).append(event.token.token)
+    raise AssertionError("the stream has no end")
+
+
+async def test_the_same_seed_gives_the_same_tokens_alone_among_others_and_after_a_restart(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, num_workers=2) as pool:
+        _, sampler = await trained(pool)
+        [alone] = await pool.wait(await pool.sample(sampler, 1, seed=7, num_samples=3))
+        names = await asyncio.gather(*(pool.sample(sampler, seq, seed=seq % 3 + 7) for seq in range(2, 30)))
+        same = await pool.sample(sampler, 100, seed=7, num_samples=3)
+        [among, *_] = await pool.wait(same, *names)
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        [after, other] = await pool.wait(
+            await pool.sample(sampler, 200, seed=7, num_samples=3), await pool.sample(sampler, 201, seed=8)
+        )
+    assert tokens_of(alone) == tokens_of(among) == tokens_of(after)
+    assert len({tuple(sequence) for sequence in tokens_of(alone)}) == 3
+    assert tokens_of(other)[0] != tokens_of(alone)[0]
+
+
+async def test_a_missing_seed_is_drawn_logged_and_used_again_after_a_crash(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        sampler = await pool.sampler(await pool.session())
+        pool.hold()
+        name = await pool.sample(sampler, 1)
+        row = pool.coordinator.core.store.read_one("SELECT body FROM operations")
+        assert row is not None
+        logged = sampling_pb2.SampleRequest.FromString(row["body"])
+        other = await pool.sample(sampler, 2)
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        first, second = await pool.wait(name, other)
+        [again] = await pool.wait(await pool.sample(sampler, 3, seed=logged.params.seed))
+    assert logged.params.HasField("seed")
+    assert tokens_of(first) == tokens_of(again) != tokens_of(second)
+
+
+async def test_a_repeated_request_without_a_seed_is_the_same_request(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        sampler, principal = await pool.sampler(await pool.session()), await pool.principal()
+        request = sample_request(sampler, 0)
+        request.request_id = "r"
+        first, again = [(await pool.service.sample(principal, request)).operation.name for _ in range(2)]
+        await pool.wait(first)
+        later = (await pool.service.sample(principal, request)).operation
+        request.params.max_tokens = 3
+        with pytest.raises(ServiceError) as raised:
+            await pool.service.sample(principal, request)
+    assert first == again == later.name
+    assert later.state == SUCCEEDED
+    assert raised.value.code is Code.ALREADY_EXISTS
+
+
+async def test_a_sequence_ends_with_its_stop_token(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        sampler = await pool.sampler(await pool.session())
+        [free] = await pool.wait(await pool.sample(sampler, 1, seed=1, max_tokens=20))
+        third = tokens_of(free)[0][2]
+        stop = sampling_pb2.StopCondition(tokens=[third])
+        [stopped] = await pool.wait(await pool.sample(sampler, 2, seed=1, max_tokens=20, stop=stop))
+    assert tokens_of(stopped)[0] == tokens_of(free)[0][: tokens_of(free)[0].index(third) + 1]
+    reasons = [each.sample.sequences[0].stop_reason for each in (free, stopped)]
+    assert reasons == [ops_pb.STOP_REASON_LENGTH, ops_pb.STOP_REASON_STOP]
+
+
+async def test_prompt_logprobs_come_when_asked_for(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        sampler, principal = await pool.sampler(await pool.session()), await pool.principal()
+        request = sample_request(sampler, 1)
+        request.include_prompt_logprobs = True
+        asked = (await pool.service.sample(principal, request)).operation.name
+        with_them, without = await pool.wait(asked, await pool.sample(sampler, 2))
+    logprobs = from_tensor(with_them.sample.prompt_logprobs)
+    assert logprobs.shape == (3,)
+    assert np.isnan(logprobs[0])
+    assert not without.sample.HasField("prompt_logprobs")
+
+
+async def test_all_that_can_be_asked_of_a_prompt_and_of_samples_comes_back_in_its_shape(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        sampler, principal = await pool.sampler(await pool.session()), await pool.principal()
+        request = sample_request(sampler, 1, prompt=(1, 2, 3, 4), num_samples=2, max_tokens=5)
+        request.topk_prompt_logprobs, request.topk_sample_logprobs, request.prompt_alt_tokens_k = 3, 2, 4
+        request.prompt_logprobs_last_n = 2
+        request.prompt_targets.CopyFrom(to_tensor(np.array([[0, -1], [-1, -1], [20, 30]], np.int32)))
+        name = (await pool.service.sample(principal, request)).operation.name
+        first, again = await pool.wait(name, await pool.sample(sampler, 2, prompt=(1, 2, 3, 4)))
+    result = first.sample
+    assert [from_tensor(sequence.topk.token_ids).shape for sequence in result.sequences] == [(5, 2)] * 2
+    assert from_tensor(result.topk_prompt.token_ids).tolist() == [[0] * 3, [0] * 3, [3, 4, 5], [4, 5, 6]]
+    likeliest = np.array([[np.nan] * 3, [np.nan] * 3, [-2, -3, -4], [-2, -3, -4]], np.float32)
+    assert np.array_equal(from_tensor(result.topk_prompt.logprobs), likeliest, equal_nan=True)
+    targets = np.array([[0, np.nan], [np.nan, np.nan], [-2, -3]], np.float32)
+    assert np.array_equal(from_tensor(result.prompt_target_logprobs), targets, equal_nan=True)
+    assert from_tensor(result.prompt_alt_tokens.token_ids).shape == (3, 4)
+    assert not result.HasField("prompt_logprobs")
+    assert (result.num_cached_prompt_tokens, again.sample.num_cached_prompt_tokens) == (0, 3)
+    assert first.num_tokens == 4 + 2 * 5
+
+
+async def test_a_stream_has_every_token_once_and_ends_with_the_operation(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        sampler = await pool.sampler(await pool.session())
+        streamed, operation = await stream(pool, sample_request(sampler, 1, num_samples=3, max_tokens=20))
+        nothing, again = await stream(pool, sample_request(sampler, 1, num_samples=3, max_tokens=20))
+        assert pool.coordinator.core.sampling._listeners == {}
+    assert [streamed[index] for index in range(3)] == tokens_of(operation)
+    assert (nothing, again) == ({}, operation)
+
+
+async def test_what_a_lost_worker_had_streamed_is_not_streamed_again(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        sampler, principal = await pool.sampler(await pool.session()), await pool.principal()
+        engine = pool.engines["w0"][-1]
+        step, num_steps = engine.decode_step, 0
+
+        def three_steps() -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            drawn = step()
+            engine.may_decode = num_steps < 3
+            return drawn
+
+        engine.decode_step = three_steps  # type: ignore[method-assign]
+        request = sampling_pb2.StreamSampleRequest(request=sample_request(sampler, 1, seed=3, max_tokens=10))
+        events = pool.service.stream_sample(principal, request)
+        tokens = [(await anext(events)).token.token for _ in range(3)]
+        await pool.kill_worker()
+        *rest, last = [event async for event in events]
+        tokens += [event.token.token for event in rest]
+        assert len(pool.engines["w0"]) == 2
+    assert [tokens] == tokens_of(last.operation)
+
+
+async def test_a_lost_workers_samples_run_again_elsewhere_and_give_the_same_tokens(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        _, sampler = await trained(pool)
+        expected = await pool.wait(*[await pool.sample(sampler, seq, seed=seq) for seq in range(1, 5)])
+        pool.hold()
+        names = [await pool.sample(sampler, 10 + seq, seed=seq) for seq in range(1, 5)]
+        pool.engines["w0"][-1].may_run.set()
+        await pool.kill_worker()
+        again = await pool.wait(*names)
+    assert [tokens_of(each) for each in again] == [tokens_of(each) for each in expected]
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+async def test_a_cancelled_sample_ends_whether_it_waits_or_decodes(tmp_path: Path, is_running: bool) -> None:
+    async with running_pool(tmp_path, samples_per_worker_max=1) as pool:
+        sampler, principal = await pool.sampler(await pool.session()), await pool.principal()
+        pool.hold()
+        names = [await pool.sample(sampler, 1), await pool.sample(sampler, 2)]
+        victim, other = names if is_running else reversed(names)
+        states = [(await pool.service.get_operation(principal, get(name))).operation.state for name in names]
+        assert states == [RUNNING, QUEUED]
+        for _ in range(2):
+            await pool.service.cancel_operation(principal, ops_pb.CancelOperationRequest(name=victim))
+        [cancelled] = await asyncio.wait_for(pool.wait(victim), 5)
+        await pool.release()
+        [finished] = await pool.wait(other)
+        unchanged = await pool.service.cancel_operation(principal, ops_pb.CancelOperationRequest(name=other))
+    assert (cancelled.state, cancelled.error.code) == (FAILED, 1)
+    assert finished == unchanged.operation
+    assert finished.state == SUCCEEDED
+
+
+def get(name: str) -> ops_pb.GetOperationRequest:
+    return ops_pb.GetOperationRequest(name=name)
+
+
+async def test_named_and_unnamed_samplers_of_one_moment_sample_alike_and_later_training_changes_neither(
+    tmp_path: Path,
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, unnamed = await trained(pool)
+        named = await pool.publish(adapter, 4, "best")
+        path = named.save_weights_for_sampler.path
+        assert path == f"tinker://{adapter}/sampler_weights/best"
+        session = unnamed.partition(":")[0]
+        by_path = await pool.sampler(session, model_path=path)
+        await pool.forward_backward(adapter, 5, 6)
+        await pool.optim_step(adapter, 6)
+        later = (await pool.publish(adapter, 7)).save_weights_for_sampler.sampler_id
+        base = await pool.sampler(session)
+        names = [await pool.sample(sampler, 1, seed=5) for sampler in (unnamed, by_path, later, base)]
+        first, second, third, bare = [tokens_of(each) for each in await pool.wait(*names)]
+        sampler = (await pool.service.get_sampler(await pool.principal(), get_sampler(by_path))).sampler
+    assert first == second
+    assert len({str(each) for each in (first, third, bare)}) == 3
+    assert sampler.model_path == path
+
+
+def get_sampler(sampler_id: str) -> sampling_pb2.GetSamplerRequest:
+    return sampling_pb2.GetSamplerRequest(sampler_id=sampler_id)
+
+
+async def test_a_fresh_publish_is_sampled_without_reading_its_file(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        _, sampler = await trained(pool)
+        pool.coordinator.core.saver.samplers.read = None  # type: ignore[method-assign,assignment]  # or it would fail
+        [operation] = await pool.wait(await pool.sample(sampler, 1))
+    assert operation.state == SUCCEEDED
+
+
+@pytest.mark.parametrize("is_remembered", [False, True])
+async def test_a_sampler_of_a_deleted_checkpoint_says_so_and_holds_nobody_up(
+    tmp_path: Path, is_remembered: bool
+) -> None:
+    async with running_pool(tmp_path, samples_per_worker_max=2) as pool:
+        adapter = await pool.adapter()
+        path = (await pool.save(adapter, 1, "first")).save_state.path
+        session = adapter.partition(":")[0]
+        sampler, base = await pool.sampler(session, model_path=path), await pool.sampler(session)
+        if is_remembered:
+            [before] = await pool.wait(await pool.sample(sampler, 9))
+            assert before.state == SUCCEEDED
+        await pool.service.delete_checkpoint(await pool.principal(), checkpoints_pb2.DeleteCheckpointRequest(path=path))
+        names = [await pool.sample(sampler, 1, num_samples=5), await pool.sample(base, 1, num_samples=2)]
+        gone, fine = await asyncio.wait_for(pool.wait(*names), 5)
+    assert (gone.state, gone.error.code) == (FAILED, 5)
+    assert "was deleted" in gone.error.message
+    assert fine.state == SUCCEEDED
+
+
+async def test_a_sampler_that_cannot_be_read_makes_room_for_who_waits_behind_it(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, samples_per_worker_max=2) as pool:
+        adapter = await pool.adapter()
+        path = (await pool.save(adapter, 1, "first")).save_state.path
+        session = adapter.partition(":")[0]
+        sampler, base = await pool.sampler(session, model_path=path), await pool.sampler(session)
+        may_read = threading.Event()
+
+        def read(*_: object) -> None:
+            may_read.wait(10)
+            raise ServiceError(Code.DATA_LOSS, "CHECKSUM_MISMATCH", "damaged")
+
+        pool.coordinator.core.saver.checkpoints.read = read  # type: ignore[method-assign,assignment]
+        names = [await pool.sample(sampler, 1, num_samples=5), await pool.sample(base, 1, num_samples=2)]
+        may_read.set()
+        damaged, fine = await asyncio.wait_for(pool.wait(*names), 5)
+    assert damaged.error.code == 15
+    assert fine.state == SUCCEEDED
+
+
+async def test_a_sample_whose_worker_is_lost_before_it_got_it_is_started_once_on_the_next(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        path = (await pool.save(adapter, 1, "first")).save_state.path
+        sampler = await pool.sampler(adapter.partition(":")[0], model_path=path)
+        checkpoints, core = pool.coordinator.core.saver.checkpoints, pool.coordinator.core
+        read, may_read, started = checkpoints.read, threading.Event(), []
+        start_sample = core.pool.start_sample
+
+        def slow_read(*args: str) -> AdapterState:
+            may_read.wait(10)
+            return read(*args)
+
+        async def start(worker_id: str, request: SampleRequest) -> None:
+            started.append(request.op_id)
+            await start_sample(worker_id, request)
+
+        checkpoints.read = slow_read  # type: ignore[method-assign,assignment]
+        core.pool.start_sample = start  # type: ignore[method-assign]
+        name = await pool.sample(sampler, 1)
+        await pool.kill_worker()
+        await pool.wait(await pool.forward_backward(adapter, 2, 3))  # on the next life
+        may_read.set()
+        [operation] = await asyncio.wait_for(pool.wait(name), 5)
+    assert operation.state == SUCCEEDED
+    assert started == [name]
+
+
+async def test_weights_that_a_worker_has_dropped_are_sent_again(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        _, sampler = await trained(pool)
+        [first] = await pool.wait(await pool.sample(sampler, 1, seed=2))
+        pool.engines["w0"][-1].versions.clear()
+        [again] = await pool.wait(await pool.sample(sampler, 2, seed=2))
+    assert tokens_of(first) == tokens_of(again)
+
+
+async def test_workers_are_asked_to_remember_a_bounded_number_of_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert VERSIONS_MAX > 3
+    monkeypatch.setattr("coordinator.sampling.scheduler.VERSIONS_MAX", 3)
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        samplers = [(await pool.publish(adapter, seq)).save_weights_for_sampler.sampler_id for seq in range(1, 9)]
+        await pool.publish(adapter, 9, "taken")
+        clash = await pool.publish(adapter, 10, "taken")
+        await pool.wait(await pool.forward_backward(adapter, 11, 3))
+        engine, worker = pool.engines["w0"][-1], pool.coordinator.core.sampling._workers["w0"]
+        assert clash.error.reason == "CHECKPOINT_EXISTS"
+        assert set(engine.versions) == set(worker.versions)
+        assert len(engine.versions) == 3
+        names = [await pool.sample(sampler, 1, seed=1) for sampler in samplers]
+        assert all(each.state == SUCCEEDED for each in await pool.wait(*names))
+        await pool.wait(await pool.forward_backward(adapter, 12, 3))
+        assert set(engine.versions) == set(worker.versions)
+
+
+async def test_the_versions_that_were_used_longest_ago_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.sampling.scheduler.VERSIONS_MAX", 3)
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        saves = [await pool.publish(adapter, seq) for seq in (1, 2, 3)]
+        await pool.wait(await pool.sample(saves[0].save_weights_for_sampler.sampler_id, 1))
+        saves.append(await pool.publish(adapter, 4))
+        known = set(pool.coordinator.core.sampling._workers["w0"].versions)
+    assert known == {saves[number].name for number in (0, 2, 3)}
+
+
+async def test_a_worker_that_only_samples_forgets_versions_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.sampling.scheduler.VERSIONS_MAX", 3)
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        samplers = [(await pool.publish(adapter, seq)).save_weights_for_sampler.sampler_id for seq in range(1, 9)]
+        await pool.written()
+        engine = pool.engines["w0"][-1]
+        num_batches = len(engine.batches)
+        for sampler in samplers * 2:
+            [operation] = await pool.wait(await pool.sample(sampler, pool.coordinator.core.sampling.next_seq(sampler)))
+            assert operation.state == SUCCEEDED
+            assert len(engine.versions) <= 3
+        assert len(engine.batches) == num_batches
+
+
+async def test_a_call_that_goes_away_while_its_sample_is_logged_does_not_strand_it(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        sampler = await pool.sampler(await pool.session())
+        call = asyncio.create_task(pool.sample(sampler, 1, seed=1))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        assert call.cancelled()
+        [operation] = await asyncio.wait_for(pool.wait(await pool.sample(sampler, 1, seed=1)), 5)
+    assert operation.state == SUCCEEDED
+
+
+async def test_a_sample_that_could_not_be_logged_is_not_run_and_can_be_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path) as pool:
+        sampler = await pool.sampler(await pool.session())
+        with monkeypatch.context() as patch:
+            fail_appends(patch, pool.coordinator.core.store, 1)
+            with pytest.raises(ServiceError, match="nothing was accepted"):
+                await pool.sample(sampler, 1)
+        assert pool.coordinator.core.sampling.num_requests == 0
+        [operation] = await pool.wait(await pool.sample(sampler, 1))
+    assert operation.state == SUCCEEDED
+
+
+def note_starts(pool: ToyPool) -> list[SampleRequest]:
+    """Requests, as the worker gets them from now on."""
+    engine, started = pool.engines["w0"][-1], list[SampleRequest]()
+    start_sample = engine.start_sample
+
+    def start(request: SampleRequest) -> None:
+        started.append(request)
+        start_sample(request)
+
+    engine.start_sample = start  # type: ignore[method-assign]
+    return started
+
+
+async def test_prompts_of_different_tenants_are_of_different_scopes(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        started = note_starts(pool)
+        for tenant in ("alice", "alice", "bob"):
+            sampler = await pool.sampler(await pool.session(tenant), tenant=tenant)
+            await pool.wait(await pool.sample(sampler, 1, tenant=tenant), tenant=tenant)
+    first, second, other = (request.scope for request in started)
+    assert first == second != other
+
+
+async def test_a_hog_with_a_hundred_long_requests_lets_a_newcomer_wait_for_one_of_them(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, samples_per_worker_max=4) as pool:
+        hogs = await pool.sampler(await pool.session("hog"), tenant="hog")
+        small = await pool.sampler(await pool.session("small"), tenant="small")
+        started = note_starts(pool)
+        pool.hold()
+        names = [await pool.sample(hogs, seq, tenant="hog", max_tokens=60) for seq in range(1, 101)]
+        name = await pool.sample(small, 1, tenant="small")
+        await pool.release()
+        await pool.wait(*names, tenant="hog")
+        await pool.wait(name, tenant="small")
+    assert [request.op_id for request in started].index(
+        name
+    ) == 4  # the four that ran already came before it, and no other
+
+
+async def test_a_request_of_very_many_samples_leaves_others_room_on_its_worker(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, samples_per_worker_max=8) as pool:
+        hogs = await pool.sampler(await pool.session("hog"), tenant="hog")
+        small = await pool.sampler(await pool.session("small"), tenant="small")
+        pool.hold()
+        many = await pool.sample(hogs, 1, tenant="hog", num_samples=1024, max_tokens=2)
+        few = [await pool.sample(small, seq, tenant="small", num_samples=2) for seq in range(1, 5)]
+        assert pool.coordinator.core.sampling.running_on("w0") == [many, *few[:3]], "four of two places each"
+        await pool.release()
+        [large] = await pool.wait(many, tenant="hog")
+        others = await pool.wait(*few, tenant="small")
+    assert len(large.sample.sequences) == 1024
+    assert {each.state for each in (large, *others)} == {SUCCEEDED}
+
+
+async def test_many_small_requests_have_as_many_tokens_as_few_large_ones(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, samples_per_worker_max=1) as pool:
+        hogs = await pool.sampler(await pool.session("hog"), tenant="hog")
+        small = await pool.sampler(await pool.session("small"), tenant="small")
+        started = note_starts(pool)
+        pool.hold()
+        large = [await pool.sample(hogs, seq, tenant="hog", max_tokens=57) for seq in range(1, 6)]
+        names = [await pool.sample(small, seq, tenant="small", max_tokens=3) for seq in range(1, 41)]
+        await pool.release()
+        await pool.wait(*large, tenant="hog")
+        await pool.wait(*names, tenant="small")
+    first, *runs = "".join("L" if request.op_id in large else "s" for request in started).split("L")
+    assert first == ""  # who came first
+    assert [len(run) for run in runs[:2]] == [15, 15]  # of 4 tokens each, since 2 of their prompt's 3 are cached
+
+
+async def test_batches_say_how_much_of_the_time_sampling_gets_beside_them(tmp_path: Path) -> None:
+    tenants = ("alice", "bob", "carol")
+    async with running_pool(tmp_path) as pool:
+        for tenant in tenants:
+            await pool.principal(tenant)
+        await pool.coordinator.core.store.execute("UPDATE tenants SET weight = 3 WHERE name = 'bob'")
+        await pool.coordinator.core.store.execute("UPDATE tenants SET weight = 40 WHERE name = 'carol'")
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over(*tenants)
+        adapter, engine = await pool.adapter(), pool.engines["w0"][-1]
+        engine.may_decode = False
+
+        async def share(seq: int, *sampling: str) -> float:
+            """Of a batch in which alice trains, once these begin to sample."""
+            for tenant in sampling:
+                sampler = await pool.sampler(await pool.session(tenant), tenant=tenant)
+                await pool.sample(sampler, 1, tenant=tenant)
+            name = await pool.forward_backward(adapter, seq, 3)
+            await pool.wait(name)
+            [batch] = [batch for batch in engine.batches if any(item.op_id == name for item in batch.items)]
+            return batch.decode_share
+
+        assert await share(1) == 0.5  # nobody samples yet
+        assert await share(2, "alice") == 0.5  # she counts on both sides
+        assert await share(3, "bob") == pytest.approx(4 / 5)
+        assert await share(4, "bob") == pytest.approx(4 / 5)  # a tenant, not a request
+        assert await share(5, "carol") == 0.9  # training is left a tenth
+        await pool.release()
+
+
+async def test_tenants_take_turns_at_a_full_worker(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, samples_per_worker_max=1) as pool:
+        mine = await pool.sampler(await pool.session())
+        theirs = await pool.sampler(await pool.session("bob"), tenant="bob")
+        started = note_starts(pool)
+        pool.hold()
+        names = [await pool.sample(mine, seq) for seq in range(1, 20)]
+        other = await pool.sample(theirs, 1, tenant="bob")
+        await pool.release()
+        await pool.wait(*names)
+        await pool.wait(other, tenant="bob")
+    assert [request.op_id for request in started].index(other) <= 2
+
+
+async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save's row comes with the cycle's commit, which must not find another sampler of that name."""
+    monkeypatch.setattr("coordinator.checkpoints.publishing.HELD_BYTES_MAX", 0)  # so that the commit waits for the file
+    async with running_pool(tmp_path) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        session = adapter.partition(":")[0]
+        write = pool.coordinator.core.saver.samplers.write
+        is_writing, may_write = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def slow_write(*args: Any) -> Any:
+            loop.call_soon_threadsafe(is_writing.set)
+            asyncio.run_coroutine_threadsafe(may_write.wait(), loop).result(10)
+            return write(*args)
+
+        pool.coordinator.core.saver.samplers.write = slow_write  # type: ignore[method-assign,assignment]
+        request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=1)
+        name = (await pool.service.save_weights_for_sampler(principal, request)).operation.name
+        await is_writing.wait()
+        with pytest.raises(ServiceError) as raised:
+            await pool.sampler(session, index=0)
+        may_write.set()
+        [saved] = await pool.wait(name)
+        assert pool.coordinator.health()
+    assert raised.value.code is Code.ALREADY_EXISTS
+    assert saved.save_weights_for_sampler.sampler_id == f"{session}:sample:0"
+
+
+async def test_unnamed_saves_of_an_ended_session_fail_and_stop_nothing(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, principal = await pool.adapter(), await pool.principal()
+        finish = sessions_pb2.FinishSessionRequest(session_id=adapter.partition(":")[0])
+        await pool.service.finish_session(principal, finish)
+        pool.hold()
+        names = []
+        for seq in (1, 2):
+            request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=seq)
+            names.append((await pool.service.save_weights_for_sampler(principal, request)).operation.name)
+        await pool.release()
+        operations = await pool.wait(*names)
+        named = await pool.publish(adapter, 3, "kept")
+        assert pool.coordinator.health()
+    assert [each.error.reason for each in operations] == ["SESSION_ENDED"] * 2
+    assert named.state == SUCCEEDED
+
+
+async def test_a_session_that_ends_takes_its_samplers_and_their_files_with_it(tmp_path: Path) -> None:
+    time = FakeTime()
+    async with running_pool(tmp_path, time=time, session_timeout_s=60.0) as pool:
+        _, sampler = await trained(pool)
+        await pool.written()
+        pool.hold()
+        name = await pool.sample(sampler, 1)
+        assert len(list((tmp_path / "samplers").iterdir())) == 1
+        waiting = asyncio.create_task(pool.wait(name))
+        await time.until(waiting.done)
+        [cancelled] = await waiting
+        assert cancelled.error.code == 1
+        with pytest.raises(ServiceError) as raised:
+            await pool.sample(sampler, 2)
+        assert raised.value.reason == "SESSION_ENDED"
+        await time.until(lambda: not list((tmp_path / "samplers").iterdir()))
+        assert not pool.coordinator.core.sampling._last_seq
+        await pool.release()
+
+
+async def test_a_sample_that_waits_for_its_commit_can_be_cancelled_when_its_worker_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by the end of its session, which nobody may have asked for."""
+    monkeypatch.setattr("coordinator.storage.store.FULL_RETRY_S", 0.001)
+    async with running_pool(tmp_path, time=FakeTime()) as pool:  # whose worker starts anew when the time is moved on
+        session, principal, core = await pool.session(), await pool.principal(), pool.coordinator.core
+        sampler, is_decided = await pool.sampler(session), asyncio.Event()
+
+        async def full(_: CycleCommit) -> frozenset[str]:
+            is_decided.set()
+            raise DiskFullError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(core.store, "commit_cycle", full)
+            name = await pool.sample(sampler, 1)
+            await asyncio.wait_for(is_decided.wait(), 5)
+            core._worker_lost("w0", core._incarnation("w0"))
+            await pool.service.cancel_operation(principal, ops_pb.CancelOperationRequest(name=name))
+            await pool.service.finish_session(principal, sessions_pb2.FinishSessionRequest(session_id=session))
+        [operation] = await asyncio.wait_for(pool.wait(name), 5)
+    assert operation.state == SUCCEEDED
+
+
+async def test_stopping_ends_streams_and_the_sample_goes_on_after_the_next_start(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        sampler = await pool.sampler(await pool.session())
+        pool.hold()
+        request = sample_request(sampler, 1, seed=4)
+        streaming = asyncio.create_task(stream(pool, request))
+        name = await pool.sample(sampler, 1, seed=4)
+        pool.engines["w0"][-1].may_run.set()
+        await pool.coordinator.stop()
+        with pytest.raises(ServiceError) as raised:
+            await asyncio.wait_for(streaming, 5)
+        assert raised.value.code is Code.UNAVAILABLE
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        [operation] = await pool.wait(name)
+    assert operation.state == SUCCEEDED

@@ -1,0 +1,115 @@
+"""What a batch says is expected next is loaded while it runs, and changes no result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.support.numerics.harness import Driver, make_data, make_spec
+from tests.unit.bank.test_transfers import LateTransfers
+from workers.bank.bank import Bank
+from workers.bank.transfers import DirectTransfers, Transfer, Transfers
+from workers.contract.messages import Batch, Item
+from workers.model.base_model import BaseModel
+from workers.training.logits import ChunkedLoss
+from workers.training.passes import PassRunner
+
+
+def with_transfers(driver: Driver, transfers: Transfers) -> None:
+    """Give an engine a bank that copies in another way."""
+    engine = driver.engine
+    base_model = engine.base_model
+    engine.bank = Bank(base_model.group_shapes, engine.config.num_slots, transfers=transfers)
+    engine._passes = PassRunner(base_model, engine.bank, lambda: 0.0, lambda: 1 << 40)
+
+
+class RecordingTransfers(DirectTransfers):
+    """Notes where each load goes."""
+
+    is_concurrent = True
+
+    def __init__(self, events: list[str | int]) -> None:
+        self._events = events
+
+    def to_device(self, copies: Sequence[tuple[Tensor, Tensor | None]]) -> Transfer:
+        self._events.append(copies[0][0].data_ptr())
+        return super().to_device(copies)
+
+
+def order_of(driver: Driver, monkeypatch: pytest.MonkeyPatch, items: Sequence[Item], *expected: str) -> list[str | int]:
+    """What happens in a batch, in order: keys that are loaded, "forward" and "loss" of passes."""
+    events: list[str | int] = []
+    with_transfers(driver, RecordingTransfers(events))
+    driver.install(*(make_spec(key) for key in driver.seqs))
+    for owner, name, event in ((BaseModel, "forward", "forward"), (ChunkedLoss, "run", "loss")):
+        original = getattr(owner, name)
+
+        def noting(*args: object, _original: Any = original, _event: str = event, **kwargs: object) -> Any:
+            result = _original(*args, **kwargs)
+            events.append(_event)
+            return result
+
+        monkeypatch.setattr(owner, name, noting)
+    engine = driver.engine
+    results = engine.run(Batch(epoch=1, cycle_id=1, items=tuple(items), expected=expected)).results
+    assert not any(result.error for result in results)
+    rows = {key: engine.bank.entry(key).row for key in driver.seqs}
+    names = {row.weights.data_ptr(): key for key, row in rows.items() if row is not None}
+    return [event if isinstance(event, str) else names[event] for event in events]
+
+
+def passes(driver: Driver, keys: str) -> list[Item]:
+    driver.seqs = dict.fromkeys("abcd", 0)
+    return [driver.backward(key, make_data("cross_entropy", [20])) for key in keys]
+
+
+def test_what_a_batch_needs_is_loaded_first_and_computed_beside_what_is_expected(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(qwen3, num_slots=4)
+    order = order_of(driver, monkeypatch, passes(driver, "ab"), "c", "d")
+    assert order == ["a", "b", "forward", "c", "d", "loss"]
+
+
+def test_what_a_later_pass_of_the_batch_needs_is_loaded_before_what_is_expected(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(qwen3, num_slots=4, pass_tokens_max=30)
+    order = order_of(driver, monkeypatch, passes(driver, "ab"), "c", "d")
+    assert order == ["a", "forward", "loss", "b", "forward", "c", "d", "loss"]
+
+
+def test_what_is_expected_is_loaded_after_a_batch_without_a_pass(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(qwen3, num_slots=4)
+    driver.seqs = dict.fromkeys("abcd", 0)
+    assert order_of(driver, monkeypatch, [driver.step("a")], "c", "d") == ["a", "c", "d"]
+
+
+def test_adapters_expected_next_are_loaded_while_a_batch_runs(qwen3: Path) -> None:
+    driver, plain = Driver(qwen3, num_slots=2), Driver(qwen3, num_slots=2)
+    engine = driver.engine
+    with_transfers(driver, LateTransfers())
+    for each in (driver, plain):
+        each.install(*(make_spec(key) for key in "abc"))
+    data = make_data("cross_entropy", [20])
+
+    def run(key: str, *expected: str) -> None:
+        batch = Batch(epoch=1, cycle_id=1, items=(driver.backward(key, data),), expected=expected)
+        (result,) = engine.run(batch).results
+        (other,) = plain.train(plain.backward(key, data))
+        assert result.error is None
+        assert [part.tobytes() for part in result.logprobs] == [part.tobytes() for part in other.logprobs]
+
+    run("a", "b", "c", "removed meanwhile")
+    assert [engine.bank.entry(key).row is not None for key in "abc"] == [True, True, False]
+    num_loads = engine.bank.stats.num_loads
+    run("b")
+    assert engine.bank.stats.num_loads == num_loads
+    run("c", "a")
+    run("a")
+    for key in "abc":
+        assert (driver.gradient(key) == plain.gradient(key)).all()

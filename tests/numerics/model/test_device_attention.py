@@ -1,0 +1,190 @@
+"""Variable-length attention, with a slow kernel in place of the GPU's, is the attention of each sequence alone."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.numerics.agreement import distance, observe
+from tests.support.numerics.allocations import Allocations
+from tests.support.numerics.harness import Driver
+from tests.support.numerics.tenants import TENANTS
+from workers.model.attention import Attend, PackedAttention
+from workers.model.device_attention import (
+    FlashKernel,
+    SdpaAttention,
+    Sequences,
+    VarlenAttention,
+    attend_packed_for,
+)
+
+LENGTHS = [5, 12, 12, 1, 33]
+NUM_ROWS = 70
+"""With seven rows of padding."""
+
+
+class SlowKernel:
+    """Implements `device_attention.Kernel`: softmax of all scores, one sequence and one query head at a time."""
+
+    def __init__(self) -> None:
+        self.ends: list[list[int]] = []
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self.ends.append(sequences.ends.tolist())
+        return _slow_attention(query, key, value, sequences), (sequences.ends,)
+
+    def backward(
+        self,
+        dout: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        saved: tuple[Tensor, ...],
+        sequences: Sequences,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert saved[0] is sequences.ends
+        assert dout.is_contiguous()
+        with torch.enable_grad():
+            own = [tensor.detach().requires_grad_() for tensor in inputs]
+            again = _slow_attention(own[0], own[1], own[2], sequences)
+            assert torch.equal(again, out)
+            query, key, value = torch.autograd.grad(again, own, dout)
+        return query, key, value
+
+
+def _slow_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
+    ends = sequences.ends.tolist()
+    assert sequences.longest == max(stop - start for start, stop in itertools.pairwise(ends))
+    outputs = []
+    for start, stop in itertools.pairwise(ends):
+        heads = []
+        places = torch.arange(stop - start)
+        distance = places.unsqueeze(1) - places
+        is_seen = (distance >= 0) & (distance < (sequences.window or len(places)))
+        for head in range(query.shape[1]):
+            shared = head // (query.shape[1] // key.shape[1])
+            scores = query[start:stop, head] @ key[start:stop, shared].t() * sequences.scaling
+            heads.append(scores.masked_fill(~is_seen, float("-inf")).softmax(-1) @ value[start:stop, shared])
+        outputs.append(torch.stack(heads, 1))
+    return torch.cat(outputs)
+
+
+def run(attend: Attend, window: int | None, num_heads: tuple[int, int] = (4, 2)) -> list[Tensor]:
+    """Output of the rows of sequences (57, H, E), finite also in the padding, and gradients (heads, 57, E)."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(1, heads, NUM_ROWS, 16, generator=generator).requires_grad_()
+        for heads in (num_heads[0], num_heads[1], num_heads[1])
+    )
+    out = attend(0, query, key, value, scaling=0.3, sliding_window=window)
+    assert out.shape == (1, NUM_ROWS, num_heads[0], 16)
+    assert out.isfinite().all()
+    total = sum(LENGTHS)
+    weights = torch.randn(out.shape, generator=generator)
+    weights[:, total:] = 0
+    gradients = torch.autograd.grad((out * weights).sum(), (query, key, value))
+    return [out[0, :total], *(gradient[0, :, :total] for gradient in gradients)]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("num_heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("counts", [None, [2, 3], [1] * 5])
+def test_varlen_attention_is_that_of_each_sequence(
+    window: int | None, num_heads: tuple[int, int], counts: Sequence[int] | None
+) -> None:
+    expected = run(PackedAttention(LENGTHS), window, num_heads)
+    for attend in (VarlenAttention(SlowKernel(), LENGTHS, counts), SdpaAttention(LENGTHS, counts)):
+        for mine, theirs in zip(run(attend, window, num_heads), expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4, 40])
+def test_attention_says_whether_it_makes_masks(window: int | None) -> None:
+    for attend in (VarlenAttention(SlowKernel(), LENGTHS), SdpaAttention(LENGTHS), PackedAttention(LENGTHS)):
+        run(attend, window)
+        assert bool(getattr(attend, "_masks", {})) == (attend.makes_masks and window == 4)
+
+
+def test_a_call_covers_all_sequences_or_those_of_one_request() -> None:
+    together, apart = SlowKernel(), SlowKernel()
+    run(VarlenAttention(together, LENGTHS), None)
+    run(VarlenAttention(apart, LENGTHS, [2, 3]), None)
+    assert together.ends == [[0, 5, 17, 29, 30, 63, 70]]
+    assert apart.ends == [[0, 5, 17], [0, 12, 13, 46], [0, 7]]
+
+
+@pytest.mark.parametrize("counts", [None, [2, 3]])
+@pytest.mark.parametrize("has_backward", [False, True])
+def test_memory_of_a_pass_is_free_at_once(counts: Sequence[int] | None, has_backward: bool) -> None:
+    """Not when the garbage collector comes by: it does not see how much hangs on a few objects."""
+    gc.collect()
+    gc.disable()
+    try:
+        with Allocations() as allocations:
+            attend = VarlenAttention(SlowKernel(), LENGTHS, counts)
+            if has_backward:
+                run(attend, None)
+            else:
+                rows = torch.randn(1, 4, NUM_ROWS, 16, requires_grad=True)
+                assert attend(0, rows, rows, rows, scaling=0.3, sliding_window=None).requires_grad
+                del rows
+            assert allocations.num_bytes > 0, "ends of sequences"
+            del attend
+            assert allocations.num_bytes == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("recompute", ["off", "on"])
+@pytest.mark.parametrize("is_by_request", [False, True])
+def test_a_model_that_attends_so_gives_the_same_results_and_gradients(
+    qwen3: Path, recompute: str, is_by_request: bool
+) -> None:
+    driver = Driver(qwen3, recompute=recompute)
+    driver.engine.base_model.attend_packed = lambda lengths, counts: VarlenAttention(
+        SlowKernel(), lengths, counts if is_by_request else None
+    )
+    apart = distance(observe(driver, TENANTS), observe(Driver(qwen3), TENANTS))
+    assert 0 < apart.logprobs < 1e-4
+    assert apart.gradients < 1e-4
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_flash_kernel_is_called_as_this_torch_declares_it(window: int | None) -> None:
+    """Shapes alone, for the kernel itself needs a GPU (tests/gpu)."""
+    query = torch.empty(20, 4, 16, dtype=torch.bfloat16, device="meta")
+    key, value = (torch.empty(20, 2, 16, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    ends = torch.empty(4, dtype=torch.int32, device="meta")
+    sequences = Sequences(ends=ends, longest=9, scaling=0.3, window=window)
+    kernel = FlashKernel(is_deterministic=True)
+    out, saved = kernel.forward(query, key, value, sequences)
+    gradients = kernel.backward(torch.empty_like(out), (query, key, value), out, saved, sequences)
+    assert out.shape == query.shape
+    assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, value.shape]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "kind"),
+    [
+        ("cuda", torch.bfloat16, 128, VarlenAttention),
+        ("cuda", torch.bfloat16, 20, SdpaAttention),
+        ("cuda", torch.bfloat16, 512, SdpaAttention),
+        ("cuda", torch.float32, 128, SdpaAttention),
+        ("cpu", torch.float32, 128, PackedAttention),
+        ("cpu", torch.bfloat16, 128, PackedAttention),
+    ],
+)
+def test_attention_suits_device_dtype_and_head_dimension(
+    device: str, dtype: torch.dtype, head_dim: int, kind: type[Any]
+) -> None:
+    attend_packed = attend_packed_for(torch.device(device), dtype, head_dim, exact=False)
+    assert isinstance(attend_packed([3, 4], [1, 1]), kind)

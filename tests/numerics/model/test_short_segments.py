@@ -1,0 +1,63 @@
+"""Segments of few rows, which a step of sampling mostly has, are computed together and have the bits of each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.numerics.samplers import Sampling, sampling
+from workers.model.lora import Segment
+
+KEYS = ("a", "b", "c", "d", "e")
+RANKS = (8, 8, 8, 4, 16)
+"""Three that can be one batch; one of another scaling, one that lies in another slab."""
+
+
+def hidden_of(s: Sampling, runs: Sequence[tuple[str, int, int]]) -> tuple[Tensor, Tensor]:
+    """Hidden states and logits of rows (key, first token, count), each row a sequence of its own."""
+    model = s.driver.engine.base_model
+    rows = dict(zip(KEYS, s.driver.engine.bank.acquire([f"{key}/v" for key in KEYS]), strict=True))
+    tokens = torch.cat([torch.arange(first, first + count) for _, first, count in runs])
+    segments, stop = [], 0
+    for key, _, count in runs:
+        start, stop = stop, stop + count
+        segments.append(Segment(start, stop, rows[key].groups))
+
+    def attend(
+        layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
+
+    with torch.no_grad():
+        hidden = model.forward(tokens, torch.zeros_like(tokens), segments, attend)
+        return hidden, model.unembed(hidden, segments)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_short_segments_have_the_same_bits_together_and_alone(model_directory: Path, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    s = sampling(model_directory)
+    s.publish(*KEYS, ranks=RANKS)
+    runs = [("a", 0, 3), ("b", 10, 1), ("d", 15, 2), ("c", 20, 15), ("e", 40, 5)]
+    for chosen in (runs, [runs[0], runs[3]], [*runs[:2], ("c", 100, 20)]):  # the second with a gap between its slots
+        together = hidden_of(s, chosen)
+        stop = 0
+        for run in chosen:
+            start, stop = stop, stop + run[2]
+            for whole, alone in zip(together, hidden_of(s, [run]), strict=True):
+                assert torch.equal(whole[start:stop], alone)
+
+
+def test_those_that_can_be_one_batch_are(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.publish(*KEYS, ranks=RANKS)
+    rows = [row.groups for row in s.driver.engine.bank.acquire([f"{key}/v" for key in KEYS])]
+    segments = [Segment(3 * number, 3 * number + 3, adapter) for number, adapter in enumerate(rows)]
+    current = s.driver.engine.base_model.current
+    routing = current.route(segments, needs_grad=False)
+    assert (len(routing.short_runs), len(routing.runs)) == (1, 2)
+    assert not current.route(segments).short_runs, "the backward knows runs alone"

@@ -1,0 +1,175 @@
+"""Samples in random company, joining, leaving, sharing prompts and running out of memory, against samples alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.numerics.harness import make_spec
+from tests.support.numerics.naive import NaiveModel
+from tests.support.numerics.samplers import (
+    Sampling,
+    assert_same_bits,
+    make_sampler,
+    naive_sample,
+    prompt_of,
+    request,
+    sampling,
+)
+from workers.contract.messages import ErrorCode, SampleRequest, SampleResult
+
+KEYS = ("", "a", "b", "c")
+LENGTHS = (1, 5, 63, 64, 65, 128, 150)
+"""Of prompts: around one, two and three blocks of 64 tokens."""
+WAYS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"prompt_logprobs": True},
+    {"top_p": 0.8, "topk_sample_logprobs": 3, "prompt_logprobs": True, "prompt_logprobs_last_n": 4},
+    {"top_k": 40, "stop_tokens": tuple(range(0, 256, 16))},
+)
+LONG = 66
+"""Tokens of the longest samples: more than a block of their own."""
+POOL_BLOCKS = 11
+"""The largest request that is drawn, one sequence of it, takes five."""
+
+
+@dataclass(slots=True)
+class World:
+    """A model with trained adapters, two of one rank, and what each request gives alone; found once."""
+
+    sampling: Sampling
+    directory: Path
+    alone: dict[str, SampleResult] = field(default_factory=dict)
+    naive: dict[str, list[tuple[list[int], list[float]]]] = field(default_factory=dict)
+    models: dict[str, NaiveModel] = field(default_factory=dict)
+
+    def result_alone(self, wanted: SampleRequest) -> SampleResult:
+        """On a sampler that has seen nothing else."""
+        if wanted.op_id not in self.alone:
+            fresh = Sampling(self.sampling.driver, make_sampler(self.sampling.driver))
+            (self.alone[wanted.op_id],) = fresh.run(wanted)
+        return self.alone[wanted.op_id]
+
+    def naively(self, wanted: SampleRequest) -> list[tuple[list[int], list[float]]]:
+        """By transformers' own code, token by token; of long samples the first alone, for it takes long."""
+        key = wanted.version.key.removesuffix("/v")
+        if key not in self.models:
+            spec = self.sampling.specs.get(key, make_spec("none"))
+            weights = self.sampling.driver.weights(key) if key else {}
+            self.models[key] = NaiveModel(self.directory, spec, weights)
+        if wanted.op_id not in self.naive:
+            self.naive[wanted.op_id] = [
+                naive_sample(self.models[key], wanted, index)
+                for index in range(wanted.num_samples if wanted.params.max_tokens < LONG else 1)
+            ]
+        return self.naive[wanted.op_id]
+
+
+_WORLDS: dict[tuple[Path, int], World] = {}
+
+
+def world_of(directory: Path, num_threads: int) -> World:
+    """Bits are promised for one number of threads."""
+    if (directory, num_threads) not in _WORLDS:
+        world = World(sampling(directory), directory)
+        world.sampling.publish("a", "b", "c", ranks=(8, 8, 4))
+        _WORLDS[directory, num_threads] = world
+    return _WORLDS[directory, num_threads]
+
+
+def make_request(key: str, length: int, variant: int, way: int, num_samples: int, max_tokens: int) -> SampleRequest:
+    """All prompts begin alike; those of one variant go on alike after the first block."""
+    prompt = np.concatenate([prompt_of(64), prompt_of(200, seed=variant)])[:length]
+    return request(
+        f"{key}-{length}-{variant}-{way}-{num_samples}-{max_tokens}",
+        key and f"{key}/v",
+        prompt=prompt,
+        num_samples=num_samples,
+        max_tokens=max_tokens,
+        seed=length + way,
+        **WAYS[way],
+    )
+
+
+requests = st.builds(
+    make_request,
+    key=st.sampled_from(KEYS),
+    length=st.sampled_from(LENGTHS),
+    variant=st.integers(0, 1),
+    way=st.integers(0, len(WAYS) - 1),
+    num_samples=st.sampled_from([1, 2, 7]),
+    max_tokens=st.sampled_from([1, 4, LONG]),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A request that comes some steps after the one before, and may be cancelled some steps later."""
+
+    request: SampleRequest
+    after_steps: int
+    cancel_after_steps: int | None
+
+
+visits = st.lists(
+    st.builds(Visit, requests, st.integers(0, 3), st.none() | st.none() | st.integers(0, 6)), min_size=1, max_size=6
+)
+
+
+def run_visits(s: Sampling, visits: Sequence[Visit]) -> list[SampleResult]:
+    """Decode until all is done, looking after the memory at every step."""
+    pool = s.sampler._seats.pool
+    cancels: dict[int, list[str]] = {}
+    step = 0
+    waiting = [(number, visit) for number, visit in enumerate(visits)]
+    next_step = waiting[0][1].after_steps
+    while waiting or s.sampler.can_decode():
+        while waiting and step >= next_step:
+            number, visit = waiting.pop(0)
+            s.sampler.start_sample(replace(visit.request, op_id=str(number)))
+            if visit.cancel_after_steps is not None:
+                cancels.setdefault(step + visit.cancel_after_steps, []).append(str(number))
+            next_step = step + (waiting[0][1].after_steps if waiting else 0)
+        for op_id in cancels.pop(step, []):
+            s.sampler.cancel_sample(op_id)
+        s.step()
+        assert 0 <= pool.num_available <= pool.num_blocks
+        step += 1
+        assert step < 3000, "somebody waits for ever"
+    assert (pool.num_taken, pool.num_reserved) == (0, 0), "all that is left is remembered prompts"
+    return [s.result(str(number)) for number in range(len(visits))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_threads", [1, 2])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(visits=visits, num_rows=st.sampled_from([2, 9, 64]), prefill_tokens=st.sampled_from([1, 64, 512]))
+def test_random_company_changes_no_bit_and_no_token_is_other_than_the_naive_samplers(
+    model_directory: Path, num_threads: int, visits: list[Visit], num_rows: int, prefill_tokens: int
+) -> None:
+    torch.set_num_threads(num_threads)
+    world = world_of(model_directory, num_threads)
+    sampler = make_sampler(world.sampling.driver, POOL_BLOCKS, num_rows_max=num_rows, prefill_tokens_max=prefill_tokens)
+    s = Sampling(world.sampling.driver, sampler)
+    for visit, result in zip(visits, run_visits(s, visits), strict=True):
+        if result.error is not None:
+            assert result.error.code is ErrorCode.CANCELLED
+            assert visit.cancel_after_steps is not None
+            continue
+        alone = world.result_alone(visit.request)
+        assert_same_bits(result.sequences, alone.sequences)
+        if alone.prompt_logprobs is not None:
+            assert result.prompt_logprobs is not None
+            assert result.prompt_logprobs.tobytes() == alone.prompt_logprobs.tobytes()
+        naive = world.naively(visit.request)
+        for sequence, (tokens, logprobs) in zip(result.sequences[: len(naive)], naive, strict=True):
+            assert sequence.tokens.tolist() == tokens
+            np.testing.assert_allclose(sequence.logprobs, logprobs, atol=1e-5)

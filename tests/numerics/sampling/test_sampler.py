@@ -1,0 +1,393 @@
+"""The sampler against a naive one without cache, batch or sharing; its bits; its limits; what it reports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from build_mini_model import END_OF_TEXT_ID
+from tests.support.numerics.harness import make_data, make_spec
+from tests.support.numerics.naive import NaiveModel
+from tests.support.numerics.samplers import (
+    assert_same_bits,
+    naive_sample,
+    next_tokens,
+    prompt_of,
+    request,
+    sampling,
+)
+from workers.contract.messages import AdamParams, ErrorCode, SamplerVersion, StopReason, TokenEvent
+
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.5, "top_p": 0.8},
+    {"top_k": 50, "top_p": 0.9, "stop_tokens": tuple(range(0, 256, 5))},
+]
+
+
+def test_samples_are_those_of_a_naive_sampler_without_cache_or_batch(model_directory: Path) -> None:
+    s = sampling(model_directory)
+    s.publish("a", "b")
+    requests = [
+        request(f"{key}{number}", key and f"{key}/v", length=5 + 7 * number, num_samples=2, max_tokens=12, **way)
+        for number, way in enumerate(WAYS)
+        for key in ("", "a", "b")
+    ]
+    for wanted, result in zip(requests, s.run(*requests), strict=True):
+        key = wanted.version.key.removesuffix("/v")
+        spec = s.specs.get(key, make_spec("none"))
+        naive = NaiveModel(model_directory, spec, s.driver.weights(key) if key else {})
+        for index, sequence in enumerate(result.sequences):
+            tokens, logprobs = naive_sample(naive, wanted, index)
+            assert sequence.tokens.tolist() == tokens
+            np.testing.assert_allclose(sequence.logprobs, logprobs, atol=1e-5)
+    assert all(len(result.sequences) == 2 for result in s.run(request("again", num_samples=2)))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_sample_has_the_same_bits_alone_and_in_any_company(model_directory: Path, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    s = sampling(model_directory)
+    keys = ["a", "b", "c"]
+    s.publish(*keys)
+    wanted = [
+        request(f"{key}{length}", f"{key}/v" if key else "", length, num_samples, seed=length, max_tokens=15, **way)
+        for key in ("", *keys)
+        for length, num_samples, way in ((1, 3, {}), (9, 1, {"temperature": 0.0}), (33, 7, {"top_p": 0.9}))
+    ]
+    alone = [s.sequences(one)[0] for one in wanted]
+    s.events.clear()
+    together = s.sequences(*wanted)
+    s.events.clear()
+    for one in reversed(wanted):  # each joins while the others are somewhere in the middle
+        s.sampler.start_sample(one)
+        s.step()
+        s.step()
+    s.run()
+    for one, bits, crowd in zip(wanted, alone, together, strict=True):
+        assert_same_bits(bits, crowd)
+        assert_same_bits(bits, s.result(one.op_id).sequences)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_sample_has_the_same_bits_alone_and_in_a_batch_of_64(model_directory: Path, num_samples: int) -> None:
+    """With prompts of their own, and with two samples of each."""
+    s = sampling(model_directory)
+    s.publish("a", "b")
+    wanted = [
+        request(
+            f"{number}", ("", "a/v", "b/v")[number % 3], 1 + 5 * number % 130, num_samples, seed=number, max_tokens=9
+        )
+        for number in range(64 // num_samples)
+    ]
+    together = s.sequences(*wanted)
+    s.events.clear()
+    for number in (0, 13, 14, 30):
+        assert_same_bits(s.sequences(wanted[number])[0], together[number])
+
+
+def test_logprobs_are_those_of_the_training_forward(model_directory: Path) -> None:
+    s = sampling(model_directory)
+    s.publish("a")
+    wanted = request(
+        "r", "a/v", length=20, num_samples=3, max_tokens=25, temperature=1.3, top_k=40, prompt_logprobs=True
+    )
+    (result,) = s.run(wanted)
+    assert result.prompt_logprobs is not None
+    assert np.isnan(result.prompt_logprobs[0])
+    for sequence in result.sequences:
+        whole = np.concatenate([wanted.prompt, sequence.tokens])
+        (forward,) = s.driver.train(s.driver.forward("a", [next_tokens(whole)]))
+        reported = np.concatenate([result.prompt_logprobs[1:], sequence.logprobs])
+        np.testing.assert_allclose(reported, forward.logprobs[0], atol=1e-5)
+
+
+def test_prompt_longer_than_a_block_of_logits_has_all_its_logprobs(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    (result,) = s.run(request("r", length=400, max_tokens=1, prompt_logprobs=True))
+    prompt = prompt_of(400)
+    s.driver.install(make_spec("fresh"))
+    (forward,) = s.driver.train(s.driver.forward("fresh", [next_tokens(prompt)]))
+    assert result.prompt_logprobs is not None
+    np.testing.assert_allclose(result.prompt_logprobs[1:], forward.logprobs[0], atol=1e-5)
+
+
+def test_one_forward_a_step_serves_all_tenants_and_a_prompt_is_computed_once(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.publish("a", "b", "c")
+    base_model = s.driver.engine.base_model
+
+    def matmuls_of_a_step() -> int:
+        before = base_model.num_base_matmuls
+        s.step()
+        return base_model.num_base_matmuls - before
+
+    s.sampler.start_sample(request("r", max_tokens=20))
+    one = matmuls_of_a_step()
+    assert matmuls_of_a_step() == one
+    for key in ("a", "b", "c"):
+        s.sampler.start_sample(request(key, f"{key}/v", num_samples=5, max_tokens=20))
+    assert matmuls_of_a_step() == one, "four prompts of four tenants in one forward"
+    assert matmuls_of_a_step() == one
+    s.run()
+    assert s.result("a").num_prompt_tokens == 12
+    assert s.result("a").num_sampled_tokens == 100
+
+
+def test_more_samples_than_rows_wait_and_get_the_same_tokens(qwen3: Path) -> None:
+    many = request("many", num_samples=11, stop_tokens=tuple(range(0, 256, 3)))
+    (wide,) = sampling(qwen3).sequences(many)
+    s = sampling(qwen3, num_rows_max=3)
+    s.sampler.start_sample(many)
+    s.sampler.start_sample(request("behind"))
+    while s.sampler.can_decode():
+        s.step()
+        assert s.sampler._seats.num_taken <= 3
+    assert_same_bits(s.result("many").sequences, wide)
+    assert s.result("behind").error is None
+
+
+def test_more_versions_than_slots_are_sampled_together(qwen3: Path) -> None:
+    keys = ["a", "b", "c", "d", "e"]
+    s = sampling(qwen3, num_slots=2)
+    s.publish(*keys)
+    wanted = [request(key, f"{key}/v", num_samples=2) for key in keys] + [request("base")]
+    alone = [s.sequences(one)[0] for one in wanted]
+    assert len({sequences[0].tokens.tobytes() for sequences in alone}) == 6
+    s.events.clear()
+    for bits, together in zip(alone, s.sequences(*wanted), strict=True):
+        assert_same_bits(bits, together)
+
+
+def test_slots_that_were_first_used_by_sampling_train_on(qwen3: Path) -> None:
+    """What the sampler's passes make can never be written to again; slots must not be of that kind."""
+    s = sampling(qwen3)
+    s.driver.install(make_spec("a"))
+    s.driver.train(s.driver.save("a", publish_as="a/0"))
+    for number in range(2):
+        s.run(request(f"with {number}", f"a/{number}"))
+        s.driver.train(s.driver.backward("a", make_data("cross_entropy", [9])), s.driver.step("a"))
+        s.driver.train(s.driver.save("a", publish_as=f"a/{number + 1}"))
+
+
+def test_version_stays_as_it_was_published_while_its_adapter_trains_on(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.publish("a")
+    (before,) = s.sequences(request("before", "a/v", max_tokens=20))
+    s.events.clear()
+    s.sampler.start_sample(request("meanwhile", "a/v", max_tokens=20))
+    for _ in range(5):
+        s.step()
+        s.driver.train(s.driver.backward("a", make_data("cross_entropy", [9])), s.driver.step("a"))
+    s.driver.engine.bank.remove("a/v")
+    s.run()
+    assert_same_bits(s.result("meanwhile").sequences, before)
+    assert "a/v" not in s.driver.engine.bank, "removed when its last sample had ended"
+
+
+def test_version_travels_as_a_state(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.publish("a")
+    (here,) = s.sequences(request("here", "a/v"))
+    there = sampling(qwen3)
+    version = SamplerVersion(key="elsewhere", spec=s.specs["a"], state=s.driver.state("a"))
+    moved = replace(request("there"), version=version)
+    assert_same_bits(there.sequences(moved)[0], here)
+
+
+def test_state_that_is_sent_counts_more_than_a_row_that_nobody_knows_of(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.publish("a")
+    s.driver.train(s.driver.backward("a", make_data("cross_entropy", [9, 14], seed=5)))
+    s.driver.train(s.driver.step("a", AdamParams(learning_rate=0.3)))
+    (saved,) = s.driver.train(s.driver.save("a", publish_as="a/newer"))
+    old, new = s.sequences(request("old", "a/v"), request("new", "a/newer"))
+    sent = replace(request("sent"), version=SamplerVersion(key="a/v", spec=s.specs["a"], state=saved.state))
+    (given,) = s.sequences(sent)
+    assert_same_bits(given, new)
+    assert given[0].tokens.tolist() != old[0].tokens.tolist()
+
+
+def test_tokens_are_told_one_by_one_if_wanted(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    loud, quiet = s.run(request("loud", num_samples=3, stream=True), request("quiet"))
+    for index, sequence in enumerate(loud.sequences):
+        told = [e for e in s.events if isinstance(e, TokenEvent) and e.sequence_index == index]
+        assert [event.op_id for event in told] == ["loud"] * 10
+        assert [event.token for event in told] == sequence.tokens.tolist()
+        assert [np.float32(event.logprob) for event in told] == sequence.logprobs.tolist()
+    assert s.events.index(loud) > max(i for i, e in enumerate(s.events) if isinstance(e, TokenEvent))
+    assert quiet.engine_s > 0
+
+
+def test_stop_token_is_the_last_token_and_says_so(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    (free,) = s.sequences(request("free", max_tokens=30))
+    stop = int(free[0].tokens[6])
+    first = free[0].tokens.tolist().index(stop)
+    s.events.clear()
+    (stopped,) = s.sequences(request("stopped", max_tokens=30, stop_tokens=(stop, END_OF_TEXT_ID)))
+    assert stopped[0].tokens.tolist() == free[0].tokens[: first + 1].tolist()
+    assert (free[0].stop_reason, stopped[0].stop_reason) == (StopReason.LENGTH, StopReason.STOP)
+
+
+def test_stop_string_ends_with_the_token_that_completes_it(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    letters: dict[str, Any] = {"top_k": 258, "temperature": 5.0, "max_tokens": 200}
+    (free,) = s.sequences(request("free", **letters))
+    tokens = free[0].tokens.tolist()
+    printable = [all(32 < token < 127 for token in tokens[i : i + 2]) for i in range(len(tokens) - 1)]
+    place = printable.index(True)  # the miniature's tokens are bytes, so this string is cut into two of them
+    string = bytes(tokens[place : place + 2]).decode()
+    s.events.clear()
+    (stopped,) = s.sequences(request("stopped", **letters, stop_strings=("never to be seen", string)))
+    assert stopped[0].tokens.tolist() == tokens[: place + 2]
+    assert stopped[0].stop_reason is StopReason.STOP
+
+
+def test_zero_tokens_give_the_prompt_logprobs_alone(qwen3: Path) -> None:
+    (result,) = sampling(qwen3).run(request("r", max_tokens=0, num_samples=2, prompt_logprobs=True))
+    assert [len(sequence.tokens) for sequence in result.sequences] == [0, 0]
+    assert result.prompt_logprobs is not None
+    assert np.isfinite(result.prompt_logprobs[1:]).all()
+
+
+def test_cancelled_request_ends_and_the_others_do_not_notice(qwen3: Path) -> None:
+    s = sampling(qwen3, num_rows_max=4)
+    s.publish("a")
+    (alone,) = s.sequences(request("alone", "a/v", num_samples=2))
+    s.events.clear()
+    s.sampler.start_sample(request("running", "a/v", num_samples=2, max_tokens=100))
+    s.sampler.start_sample(request("kept", "a/v", num_samples=2))
+    s.sampler.start_sample(request("waiting", "a/v", num_samples=4))
+    s.step()
+    s.step()
+    for op_id in ("running", "waiting", "unknown"):
+        s.sampler.cancel_sample(op_id)
+    s.run()
+    for op_id in ("running", "waiting"):
+        error = s.result(op_id).error
+        assert error is not None
+        assert error.code is ErrorCode.CANCELLED
+    assert (s.result("running").num_sampled_tokens, s.result("waiting").num_prompt_tokens) == (4, 0)
+    assert_same_bits(s.result("kept").sequences, alone)
+    assert s.driver.engine.bank.entry("a/v").num_holders == 0
+
+
+def test_request_that_cannot_run_fails_alone_with_a_reason(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.publish("a", "sick")
+    (alone,) = s.sequences(request("alone", "a/v"))
+    s.events.clear()
+    s.driver.engine.bank.acquire(["sick/v"])[0].weights.fill_(float("inf"))
+    state = s.driver.state("a")
+    damaged = SamplerVersion(key="damaged", spec=s.specs["a"], state=replace(state, weights=state.weights[:50]))
+    bad = {
+        ErrorCode.OUT_OF_ORDER: [request("unknown", "nobody/v")],
+        ErrorCode.NON_FINITE: [request("sick", "sick/v", num_samples=2)],
+        ErrorCode.DATA_LOSS: [replace(request("damaged"), version=damaged)],
+        ErrorCode.INVALID_ARGUMENT: [
+            request("empty", length=0),
+            request("long", length=500, max_tokens=13),
+            request("large", prompt=np.array([1, 258], np.int32)),
+            request("negative", prompt=np.array([-1], np.int32)),
+        ],
+    }
+    wanted = [request("kept", "a/v"), *(one for requests in bad.values() for one in requests)]
+    kept, *_ = s.run(*wanted)
+    assert_same_bits(kept.sequences, alone[:1])
+    for code, requests in bad.items():
+        for one in requests:
+            error = s.result(one.op_id).error
+            assert error is not None, one.op_id
+            assert error.code is code, one.op_id
+
+
+def test_pass_that_fails_is_halved_until_only_the_culprit_is_left(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = sampling(qwen3)
+    forward = s.driver.engine.base_model.forward
+
+    def failing(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
+        if 199 in tokens.tolist():
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return forward(tokens, *others)
+
+    wanted = [request(f"r{number}", length=3 + number, num_samples=2, temperature=0.0) for number in range(4)]
+    alone = [s.sequences(one)[0] for one in wanted]
+    s.events.clear()
+    monkeypatch.setattr(s.driver.engine.base_model, "forward", failing)
+    culprit = request("culprit", prompt=np.array([1, 199], np.int32))
+    results = s.run(*wanted[:2], culprit, *wanted[2:])
+    error = results.pop(2).error
+    assert error is not None
+    assert error.code is ErrorCode.OUT_OF_MEMORY
+    for bits, result in zip(alone, results, strict=True):
+        assert_same_bits(bits, result.sequences)
+
+
+@pytest.mark.parametrize("ask", [{"prompt_logprobs": True}, {"topk_prompt_logprobs": 3}, {"prompt_alt_tokens_k": 2}])
+def test_prompt_without_finite_logits_ends_alone_in_everybodys_pass_and_is_charged_for(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch, ask: dict[str, Any]
+) -> None:
+    s = sampling(qwen3)
+    s.publish("a", "sick")
+    s.driver.engine.bank.acquire(["sick/v"])[0].weights.fill_(float("inf"))
+    wanted = [request(f"r{number}", "a/v", length=4 + number) for number in range(4)]
+    alone = s.sequences(*wanted)
+    s.events.clear()
+    for one in wanted:
+        s.sampler.start_sample(one)
+    s.step()
+    counts = s.count_rows(monkeypatch)
+    s.sampler.start_sample(request("sick", "sick/v", length=40, **ask))
+    s.step()
+    assert counts == [40 + len(wanted)]
+    result = s.result("sick")
+    assert result.error is not None
+    assert result.error.code is ErrorCode.NON_FINITE
+    assert (result.num_prompt_tokens, result.num_cached_tokens) == (40, 0)
+    assert result.engine_s > 0
+    assert s.driver.engine.bank.entry("sick/v").num_holders == 0
+    s.run()
+    for bits, one in zip(alone, wanted, strict=True):
+        assert_same_bits(bits, s.result(one.op_id).sequences)
+
+
+def test_versions_go_with_a_later_request_and_those_in_use_when_they_are_used_no_more(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.publish("a")
+    engine, state = s.driver.engine, s.driver.state("a")
+    engine.sampler = s.sampler
+    before = len(engine.bank)
+    for number in range(6):
+        version = SamplerVersion(key=f"v{number}", spec=s.specs["a"], state=state)
+        removals = (f"v{number - 1}", "unknown")
+        engine.start_sample(replace(request(f"r{number}"), version=version, removals=removals))
+        s.step()
+        assert len(engine.bank) == before + number + 1, "all are in use"
+    s.run()
+    assert {s.result(f"r{number}").error for number in range(6)} == {None}
+    assert len(engine.bank) == before + 1
+    assert "v5" in engine.bank
+    s.driver.train(s.driver.step("a"))
+    engine.start_sample(request("last", removals=("v5",)))
+    assert len(engine.bank) == before
+
+
+def test_reset_forgets_everything_without_a_word(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.publish("a")
+    s.sampler.start_sample(request("running", "a/v"))
+    s.step()
+    s.sampler.start_sample(request("waiting"))
+    s.sampler.reset()
+    assert not s.sampler.can_decode()
+    assert s.sampler.decode_step() == []
+    assert s.driver.engine.bank.entry("a/v").num_holders == 0

@@ -1,0 +1,377 @@
+"""The memory for keys and values: shared by samples and prompts, bounded, fairly given, and free again at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.numerics.harness import Driver, make_data
+from tests.support.numerics.samplers import Sampling, assert_same_bits, make_sampler, prompt_of, request, sampling
+from workers.bank.bank import Bank
+from workers.contract.capacity import BLOCK_TOKENS
+from workers.contract.messages import AdamParams, ErrorCode, SampleRequest, SampleResult
+from workers.engine import EngineConfig, TrainingEngine
+from workers.model.base_model import BaseModel
+from workers.sampling.kv_cache import block_bytes
+from workers.sampling.sampler import Sampler
+
+
+def assert_all_free(s: Sampling) -> None:
+    pool = s.sampler._seats.pool
+    assert (pool.num_taken, pool.num_reserved) == (0, 0)
+    assert pool.num_available == pool.num_blocks
+
+
+def test_prompt_of_many_samples_is_computed_once(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = sampling(qwen3, prefill_tokens_max=512)
+    rows = s.count_rows(monkeypatch)
+    wanted = request("r", length=500, num_samples=64, max_tokens=4)
+    (result,) = s.run(wanted)
+    assert rows == [500, 64, 64, 64]
+    assert (result.num_prompt_tokens, result.num_cached_tokens, result.num_sampled_tokens) == (500, 0, 256)
+    pool = s.sampler._seats.pool
+    assert pool.num_blocks - len(pool._free) == 500 // BLOCK_TOKENS, "whole blocks of the prompt are remembered, once"
+
+
+def test_samples_share_their_prompts_memory(qwen3: Path) -> None:
+    s = sampling(qwen3, num_blocks=(8 + 64) * 4 // 3)  # one scope has three quarters
+    s.sampler.start_sample(request("r", length=500, num_samples=64, max_tokens=4))
+    s.step()
+    s.step()
+    assert s.sampler._seats.pool.num_taken == 8 + 64
+
+
+def test_second_prompt_with_the_same_beginning_computes_the_rest_alone(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = sampling(model_directory)
+    s.publish("a")
+    first = request("first", "a/v", length=200, max_tokens=3)
+    longer = request("longer", "a/v", prompt=np.concatenate([prompt_of(200)[:150], prompt_of(30, seed=1)]))
+    others = [replace(longer, op_id="base", version=request("base").version), replace(longer, op_id="again")]
+    fresh = Sampling(s.driver, make_sampler(s.driver))
+    alone = [fresh.sequences(one)[0] for one in (longer, others[0])]
+    rows = s.count_rows(monkeypatch)
+    computed = {}
+    for one in (first, longer, *others):
+        rows.clear()
+        result = s.run(one)[0]
+        computed[one.op_id] = (rows[0], result.num_cached_tokens)
+        assert result.num_prompt_tokens == len(one.prompt)
+    assert computed == {"first": (200, 0), "longer": (52, 128), "base": (180, 0), "again": (52, 128)}
+    for op_id, bits in (("longer", alone[0]), ("again", alone[0]), ("base", alone[1])):
+        assert_same_bits(s.result(op_id).sequences, bits)
+    assert_all_free(s)
+
+
+def test_prompt_that_is_there_whole_still_computes_its_last_token(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = sampling(qwen3)
+    (first,) = s.sequences(request("first", length=128))
+    rows = s.count_rows(monkeypatch)
+    (result,) = s.run(request("again", length=128))
+    assert result.num_cached_tokens == 64
+    assert rows[0] == 64
+    assert_same_bits(result.sequences, first)
+
+
+def test_positions_whose_logprobs_are_wanted_are_computed_again(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = sampling(qwen3)
+    (whole,) = s.run(request("whole", length=200, prompt_logprobs=True))
+    rows = s.count_rows(monkeypatch)
+    (last,) = s.run(request("last", length=200, prompt_logprobs=True, prompt_logprobs_last_n=70))
+    assert (rows[0], last.num_cached_tokens) == (72, 128)
+    assert whole.prompt_logprobs is not None
+    assert last.prompt_logprobs is not None
+    assert last.prompt_logprobs[130:].tobytes() == whole.prompt_logprobs[130:].tobytes()
+    assert np.isnan(last.prompt_logprobs[:130]).all()
+    rows.clear()
+    (all_,) = s.run(request("all", length=200, prompt_logprobs=True))
+    assert (rows[0], all_.num_cached_tokens) == (200, 0)
+
+
+def test_nothing_tells_one_scope_what_another_has_asked(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    wanted = [request(scope + number, length=200, scope=scope) for number in "12" for scope in ("a", "b")]
+    results = [s.run(one)[0] for one in wanted]
+    assert [result.num_cached_tokens for result in results] == [0, 0, 192, 192]
+    at_once = s.run(*(request(f"{scope}3", length=150, seed=9, scope=scope) for scope in ("a", "b")))
+    assert [result.num_cached_tokens for result in at_once] == [0, 0]
+    for result in results[1:]:
+        assert_same_bits(result.sequences, results[0].sequences)
+    assert_all_free(s)
+
+
+def test_same_prompt_asked_for_at_once_by_many_is_computed_once(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = sampling(qwen3)
+    (alone,) = s.sequences(request("alone", length=150, seed=3))
+    s = sampling(qwen3)
+    rows = s.count_rows(monkeypatch)
+    results = s.run(*(request(str(seed), length=150, seed=seed, max_tokens=2) for seed in range(5)))
+    assert [result.num_cached_tokens for result in results] == [0, 128, 128, 128, 128]
+    assert sum(rows) == 150 + 4 * 22 + 5
+    assert results[3].sequences[0].tokens.tolist() == alone[0].tokens.tolist()[:2]
+
+
+def test_long_prompt_comes_in_pieces_and_does_not_stall_who_decodes(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = request("long", length=400, max_tokens=2)
+    (alone,) = sampling(qwen3).sequences(long)
+    s = sampling(qwen3, prefill_tokens_max=256)
+    s.sampler.start_sample(request("short", max_tokens=20))
+    s.step()
+    rows = s.count_rows(monkeypatch)
+    s.sampler.start_sample(long)
+    s.run()
+    assert rows[:7] == [1 + 64] * 6 + [1 + 16]
+    assert_same_bits(s.result("long").sequences, alone)
+
+
+def test_prompts_are_computed_in_turn_a_block_each(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = sampling(qwen3, prefill_tokens_max=128)
+    s.sampler.start_sample(request("long", length=400, max_tokens=1))
+    s.step()
+    s.sampler.start_sample(request("short", prompt=prompt_of(20, seed=1), max_tokens=1))
+    s.step()
+    assert s.result("short").error is None
+    assert s.sampler.can_decode()
+
+
+def test_many_long_prompts_of_one_adapter_do_not_hold_up_anothers(qwen3: Path) -> None:
+    s = sampling(qwen3, prefill_tokens_max=128)
+    s.publish("a", "b")
+    for number in range(10):
+        s.sampler.start_sample(request(f"hog{number}", "a/v", prompt=prompt_of(300, seed=number), max_tokens=1))
+    s.step()
+    s.sampler.start_sample(request("small", "b/v", length=150, max_tokens=1))
+    for _ in range(4):
+        s.step()
+    assert s.result("small").error is None
+
+
+def test_request_that_can_never_fit_is_refused_at_once_with_what_would_fit(qwen3: Path) -> None:
+    s = sampling(qwen3, num_blocks=3)
+    for refused in (request("tokens", length=70, max_tokens=66), request("prompt", length=193)):
+        (result,) = s.run(refused)
+        assert result.error is not None
+        assert result.error.code is ErrorCode.INVALID_ARGUMENT
+    error = s.result("tokens").error
+    assert error is not None
+    assert "at most 192 tokens" in error.message
+    assert "max_tokens may be at most 65" in error.message
+    (most,) = s.run(request("most", length=70, max_tokens=65, num_samples=3))
+    assert [len(sequence.tokens) for sequence in most.sequences] == [65, 65, 65]
+    assert_all_free(s)
+
+
+def test_what_does_not_fit_waits_and_gets_the_same_bits(qwen3: Path) -> None:
+    wanted = [request(f"r{number}", length=100 + number, num_samples=5, max_tokens=70) for number in range(3)]
+    alone = [sampling(qwen3).sequences(one)[0] for one in wanted]
+    s = sampling(qwen3, num_blocks=9)
+    for bits, crowded in zip(alone, s.sequences(*wanted), strict=True):
+        assert_same_bits(bits, crowded)
+    assert_all_free(s)
+
+
+def test_many_requests_of_one_adapter_do_not_hold_up_anothers(qwen3: Path) -> None:
+    s = sampling(qwen3, num_rows_max=2)
+    s.publish("a", "b")
+    for number in range(6):
+        s.sampler.start_sample(request(f"hog{number}", "a/v", max_tokens=5))
+    s.step()
+    s.sampler.start_sample(request("small", "b/v", max_tokens=5))
+    s.run()
+    ended = [event.op_id for event in s.events if isinstance(event, SampleResult)]
+    assert ended.index("small") <= 3
+    assert [op_id for op_id in ended if op_id != "small"] == [f"hog{number}" for number in range(6)]
+
+
+def test_large_request_is_not_passed_over_for_ever(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.sampling.seats.PATIENCE", 3)
+    s = sampling(qwen3, num_blocks=4)
+    s.publish("a", "b")
+
+    def small(number: int) -> SampleRequest:
+        scope = f"scope{number % 2}"  # one alone would have three quarters at most
+        return request(f"small{number}", "a/v", prompt=prompt_of(5, seed=number), max_tokens=4, scope=scope)
+
+    s.sampler.start_sample(small(0))
+    s.step()
+    s.sampler.start_sample(request("large", "b/v", length=130, max_tokens=60))
+    for number in range(1, 20):
+        s.sampler.start_sample(small(number))
+        s.step()
+        s.step()
+    s.run()
+    ended = [event.op_id for event in s.events if isinstance(event, SampleResult)]
+    assert ended.index("large") < 8
+
+
+@pytest.mark.parametrize(("num_rows", "num_blocks", "most"), [(128, 400, 96), (128, 40, 14), (8, 400, 6)])
+def test_request_of_very_many_samples_leaves_room_for_newcomers_at_the_next_step(
+    qwen3: Path, num_rows: int, num_blocks: int, most: int
+) -> None:
+    s = sampling(qwen3, num_rows_max=num_rows, num_blocks=num_blocks)
+    s.sampler.start_sample(request("hog", num_samples=1024, max_tokens=100, scope="hog"))
+    s.sampler.start_sample(request("more", num_samples=1024, max_tokens=100, scope="hog"))
+    s.step()
+    (hog,) = s.sampler._seats.running
+    for number in range(70):  # who has its share is not passed over, or it would be in the way after 64 times
+        s.sampler.start_sample(request(f"newcomer{number}", max_tokens=1, scope="newcomer"))
+        s.step()
+        assert s.result(f"newcomer{number}").error is None
+        assert [len(sequence.tokens) for sequence in hog.sequences] == [number + 2] * most
+    s.sampler.cancel_sample("more")
+    s.sampler.cancel_sample("hog")
+    s.step()
+    assert_all_free(s)
+
+
+def test_many_requests_of_one_scope_have_its_share_together_and_their_common_prompt_once(qwen3: Path) -> None:
+    s = sampling(qwen3, num_blocks=40)
+    s.run(request("first", length=450, scope="hog"))
+    for number in range(30):
+        s.sampler.start_sample(request(str(number), length=450, max_tokens=60, scope="hog"))
+    s.step()
+    assert len(s.sampler._seats.running) == 11, "7 blocks of the prompt are common, and two are each one's own"
+    assert s.sampler._seats.pool.num_taken <= 30
+
+
+def test_lone_request_of_many_samples_runs_them_all_at_once(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.sampler.start_sample(request("lone", num_samples=64))
+    s.step()
+    (lone,) = s.sampler._seats.running
+    assert len(lone.sequences) == 64
+
+
+def test_single_sequence_may_have_all_memory_and_two_of_them_run_one_by_one(qwen3: Path) -> None:
+    s = sampling(qwen3, num_blocks=4)
+    s.sampler.start_sample(request("large", length=130, num_samples=2, max_tokens=60))
+    s.step()
+    (large,) = s.sampler._seats.running
+    assert len(large.sequences) == 1
+    s.run()
+    assert [len(sequence.tokens) for sequence in s.result("large").sequences] == [60, 60]
+    assert_all_free(s)
+
+
+@pytest.mark.parametrize("way", ["cancel", "fail", "reset"])
+def test_memory_is_free_after_every_kind_of_end(qwen3: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    s = sampling(qwen3, prefill_tokens_max=256)
+    s.sampler.start_sample(request("decoding", length=100, num_samples=3, max_tokens=100))
+    s.step()
+    s.sampler.start_sample(request("prefilling", length=400, num_samples=2, max_tokens=100))
+    s.sampler.start_sample(request("behind", prompt=prompt_of(300, seed=5), max_tokens=10))
+    s.step()
+    pool = s.sampler._seats.pool
+    assert pool.num_taken > 0
+    if way == "cancel":
+        for op_id in ("decoding", "prefilling", "behind"):
+            s.sampler.cancel_sample(op_id)
+    elif way == "reset":
+        s.sampler.reset()
+        assert pool.num_remembered == 0
+    else:
+
+        def failing(*_values: Any) -> None:
+            raise RuntimeError("broken")
+
+        monkeypatch.setattr(s.driver.engine.base_model, "forward", failing)
+        s.run()
+    assert_all_free(s)
+    assert not s.sampler._seats
+
+
+def test_least_recently_used_prompts_give_way(qwen3: Path) -> None:
+    s = sampling(qwen3, num_blocks=7)
+
+    def cached(seed: int, length: int = 129) -> int:
+        return s.run(request(f"{len(s.events)}", prompt=prompt_of(length, seed), max_tokens=1))[0].num_cached_tokens
+
+    assert [cached(seed) for seed in (0, 1)] == [0, 0]
+    assert cached(0) == 128, "prompt 1 is now the older one"
+    assert cached(2) == 0
+    assert cached(3) == 0
+    assert [cached(0), cached(1)] == [128, 0]
+    assert s.sampler._seats.pool.num_evictions > 0
+
+
+def test_version_that_is_published_again_with_other_weights_finds_nothing_of_before(qwen3: Path) -> None:
+    s = sampling(qwen3)
+    s.publish("a")
+    (before,) = s.sequences(request("before", "a/v", length=200))
+    s.driver.train(s.driver.backward("a", make_data("cross_entropy", [9])))
+    s.driver.train(s.driver.step("a", AdamParams(learning_rate=0.05)))
+    s.driver.train(s.driver.save("a", publish_as="a/v"))
+    (after,) = s.run(request("after", "a/v", length=200))
+    (alone,) = Sampling(s.driver, make_sampler(s.driver)).sequences(request("alone", "a/v", length=200))
+    assert after.num_cached_tokens == 0
+    assert_same_bits(after.sequences, alone)
+    assert after.sequences[0].logprobs.tolist() != before[0].logprobs.tolist()
+    s.driver.engine.bank.remove("a/v")
+    s.run(request("other"))
+    assert s.sampler._seats.pool.num_remembered == 0
+
+
+def test_training_leaves_free_what_samples_have_not_taken_yet(qwen3: Path) -> None:
+    config = EngineConfig(model=str(qwen3))
+    free = 7 << 20
+
+    def fitting_tokens(free_bytes: int, make: Callable[[BaseModel, Bank], Sampler] | None) -> int | None:
+        return TrainingEngine(config, make_sampler=make, free_bytes=lambda _: free_bytes).info.fitting_tokens
+
+    def make(model: BaseModel, bank: Bank) -> Sampler:
+        return Sampler(model, bank, cache_bytes_max=free)
+
+    alone = fitting_tokens(free, None)
+    assert alone is not None
+    assert fitting_tokens(2 * free, None) != alone
+    assert fitting_tokens(2 * free, make) == pytest.approx(alone, abs=2)  # the last block of memory is a part of one
+
+
+def test_coordinator_is_told_how_much_can_fit(qwen3: Path) -> None:
+    def num_cache_blocks(make: Callable[[BaseModel, Bank], Sampler] | None) -> int | None:
+        return TrainingEngine(EngineConfig(model=str(qwen3)), make_sampler=make).info.num_cache_blocks
+
+    def make(model: BaseModel, bank: Bank) -> Sampler:
+        return Sampler(model, bank, cache_bytes_max=3 * block_bytes(model))
+
+    assert (num_cache_blocks(None), num_cache_blocks(make)) == (None, 3)
+
+
+def test_memory_is_counted_as_taken_once_it_was_used(qwen3: Path) -> None:
+    s = sampling(qwen3, num_blocks=10)
+    before = s.sampler.untaken_bytes
+    for _ in range(3):
+        s.run(request(f"{len(s.events)}", length=70, max_tokens=10))
+    assert before == 10 * block_bytes(s.driver.engine.base_model)
+    assert s.sampler.untaken_bytes == before * 7 / 10
+
+
+def test_memory_is_a_quarter_of_what_is_free_at_most(qwen3: Path) -> None:
+    driver = Driver(qwen3)
+    model = driver.engine.base_model
+    sampler = Sampler(model, driver.engine.bank, free_bytes=lambda _: 40 * block_bytes(model))
+    assert sampler.untaken_bytes == 10 * block_bytes(model)
+
+
+def test_memory_that_an_overflow_was_in_poisons_nobody(qwen3: Path) -> None:
+    s = sampling(qwen3, num_blocks=4)
+    s.publish("sick")
+    (alone,) = s.sequences(request("alone", length=70, max_tokens=70, num_samples=2))
+    s.driver.engine.bank.acquire(["sick/v"])[0].weights.fill_(float("nan"))
+    (sick,) = s.run(request("sick", "sick/v", length=150, max_tokens=60))
+    assert sick.error is not None
+    assert sick.error.code is ErrorCode.NON_FINITE
+    for layer in range(s.driver.engine.base_model.num_layers):
+        for memory in s.sampler._cache.layer(layer):
+            memory.fill_(float("nan"))
+    s.sampler._seats.pool.drop_all()
+    (after,) = s.sequences(request("after", length=70, max_tokens=70, num_samples=2))
+    assert_same_bits(after, alone)

@@ -1,0 +1,81 @@
+"""A bf16 base model: adapters stay fp32, the layers see a copy, and results are those of fp32 to rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import workers.model.base_model
+from tests.support.numerics.agreement import distance, observe
+from tests.support.numerics.harness import Driver, make_data, make_spec
+from tests.support.numerics.tenants import TENANTS
+from workers.contract.messages import AdamParams
+from workers.model.base_model import UnsupportedModelError
+
+SMOOTH = [tenant for tenant in TENANTS if tenant.loss_fn not in {"ppo", "cispo", "gspo"}]
+"""Where clipping makes no jump of a small difference."""
+LOGPROBS, GRADIENTS = 0.1, 0.05
+"""Two layers of 8 bits: a log-probability near -6 of logits up to 3 in size, and a gradient of a few products more."""
+
+
+def assert_compute_copies_are_fresh(driver: Driver, *keys: str) -> None:
+    for row in driver.engine.bank.acquire(keys):
+        assert row.weights.dtype == torch.float32
+        assert row.compute is not None
+        assert torch.equal(row.compute, row.weights.bfloat16())
+
+
+def test_log_probabilities_and_gradients_are_those_of_fp32_to_rounding(model_directory: Path) -> None:
+    expected = observe(Driver(model_directory), SMOOTH)
+    apart = distance(observe(Driver(model_directory, dtype="bfloat16"), SMOOTH), expected)
+    assert 0 < apart.logprobs < LOGPROBS
+    assert 0 < apart.gradients < GRADIENTS
+
+
+def test_steps_too_small_for_bf16_add_up(qwen3: Path) -> None:
+    driver = Driver(qwen3, dtype="bfloat16")
+    driver.install(make_spec("a"))
+    (row,) = driver.engine.bank.acquire(["a"])
+    before = row.weights.clone()
+    data = make_data("cross_entropy", [20])
+    params = AdamParams(learning_rate=2.0**-12)  # A is up to 1/8, and an eighth of a step of bf16 there
+    for _ in range(6):
+        driver.train(driver.backward("a", data), driver.step("a", params))
+    (row,) = driver.engine.bank.acquire(["a"])
+    moved = (row.weights - before).abs().max()
+    assert 4 * 2.0**-12 < moved < 7 * 2.0**-12
+    assert_compute_copies_are_fresh(driver, "a")
+
+
+def test_whoever_writes_weights_refreshes_the_copy_that_layers_use(qwen3: Path) -> None:
+    driver = Driver(qwen3, dtype="bfloat16", num_slots=2)
+    driver.install(make_spec("a"), make_spec("b"))
+    data = make_data("cross_entropy", [20])
+    for key in "ab":
+        driver.train(driver.backward(key, data), driver.step(key))
+    assert_compute_copies_are_fresh(driver, "a", "b")
+    driver.train(driver.save("a", publish_as="version"))  # evicts the other
+    assert_compute_copies_are_fresh(driver, "a", "version")
+    assert_compute_copies_are_fresh(driver, "b", "a")
+    driver.engine.bank.replace("a", driver.engine.bank.read("b"))
+    assert_compute_copies_are_fresh(driver, "a")
+
+
+def test_fingerprint_names_the_dtype_and_exact_mode(qwen3: Path) -> None:
+    fingerprints = [
+        Driver(qwen3, **config).engine.info.fingerprint
+        for config in ({}, {"dtype": "bfloat16"}, {"exact": True}, {"dtype": "bfloat16", "exact": True})
+    ]
+    assert len(set(fingerprints)) == 4
+    assert "bfloat16" not in fingerprints[0]
+    assert "exact" not in fingerprints[0]
+
+
+def test_model_that_the_fused_pass_gets_wrong_is_refused_in_bf16_too(
+    model_directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.model.attention.PackedAttention._mask", lambda *_: None)  # no sliding window
+    with pytest.raises(UnsupportedModelError, match="other log-probabilities"):
+        workers.model.base_model.BaseModel(model_directories["gemma3"], dtype=torch.bfloat16)

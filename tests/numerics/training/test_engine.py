@@ -1,0 +1,434 @@
+"""What the engine does with batches: fences, installs, failures, saves and loads."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from build_mini_model import build_mini_model
+from tests.support.numerics.harness import Driver, make_data, make_spec
+from tests.support.numerics.naive import NaiveModel, naive_pass
+from workers.contract.messages import (
+    AdamParams,
+    AdapterInstall,
+    AdapterState,
+    Batch,
+    Datum,
+    ErrorCode,
+    Item,
+    ItemResult,
+    LoadItem,
+    SaveItem,
+)
+from workers.engine import EngineConfig
+from workers.model.base_model import BaseModel, UnsupportedModelError
+from workers.model.lora import Segment
+from workers.selftest import threads
+from workers.training.logits import ChunkedLoss
+
+DATA = make_data("cross_entropy", [20, 11])
+
+
+def code(result: ItemResult) -> ErrorCode | None:
+    return None if result.error is None else result.error.code
+
+
+@pytest.fixture
+def driver(qwen3: Path) -> Driver:
+    driver = Driver(qwen3)
+    driver.install(make_spec("a"), make_spec("b", 16))
+    return driver
+
+
+def trained(driver: Driver, key: str, num_steps: int = 2) -> None:
+    for _ in range(num_steps):
+        driver.train(driver.backward(key, DATA), driver.step(key))
+
+
+def load_item(driver: Driver, key: str, state: AdapterState, *, with_optimizer: bool = True) -> LoadItem:
+    place = dataclasses.replace(driver.save(key))
+    return LoadItem(
+        op_id=place.op_id,
+        adapter_id=key,
+        prev_seq=place.prev_seq,
+        seq=place.seq,
+        state=state,
+        with_optimizer=with_optimizer,
+    )
+
+
+# ---------------------------------------------------------------------- order and epochs
+
+
+def test_item_sent_twice_is_applied_once(driver: Driver) -> None:
+    items: list[Item] = [driver.backward("a", DATA), driver.step("a")]
+    driver.train(*items)
+    weights = driver.weights("a")
+    assert [code(result) for result in driver.run(*items)] == [ErrorCode.OUT_OF_ORDER] * 2
+    assert all(torch.equal(weights[name], matrix) for name, matrix in driver.weights("a").items())
+    assert not driver.gradient("a").any()
+
+
+def test_adapter_that_is_not_here_is_out_of_order(driver: Driver) -> None:
+    driver.seqs["stranger"] = 0
+    (result,) = driver.run(driver.backward("stranger", DATA))
+    assert code(result) == ErrorCode.OUT_OF_ORDER
+
+
+def test_removed_adapter_is_out_of_order_and_its_slot_free(driver: Driver) -> None:
+    trained(driver, "a")
+    driver.engine.run(Batch(epoch=1, cycle_id=99, removals=("a", "unknown")))
+    assert code(driver.run(driver.step("a"))[0]) == ErrorCode.OUT_OF_ORDER
+    assert "a" not in driver.engine.bank
+
+
+def test_newer_epoch_drops_everything_and_an_older_one_is_refused(driver: Driver) -> None:
+    trained(driver, "a")
+    items = (driver.backward("a", DATA),)
+    result = driver.engine.run(Batch(epoch=2, cycle_id=1, items=items))
+    assert code(result.results[0]) == ErrorCode.OUT_OF_ORDER
+    assert len(driver.engine.bank) == 0
+    install = AdapterInstall(spec=make_spec("a"), state=None)
+    stale = driver.engine.run(Batch(epoch=1, cycle_id=2, installs=(install,), items=items))
+    assert stale.epoch == 2
+    assert code(stale.results[0]) == ErrorCode.OUT_OF_ORDER
+    assert len(driver.engine.bank) == 0
+
+
+# ---------------------------------------------------------------------- failures
+
+
+def test_bad_item_fails_alone_with_its_reason(driver: Driver) -> None:
+    bad = driver.backward("a", DATA, loss_fn="nonsense")
+    failed, fine = driver.run(bad, driver.backward("b", DATA))
+    assert code(failed) == ErrorCode.INVALID_ARGUMENT
+    assert failed.error is not None
+    assert "unknown loss function" in failed.error.message
+    assert code(fine) is None
+
+
+def test_sequence_longer_than_the_model_is_refused_with_the_limit(driver: Driver) -> None:
+    (result,) = driver.run(driver.backward("a", make_data("cross_entropy", [513])))
+    assert result.error is not None
+    assert result.error.code == ErrorCode.INVALID_ARGUMENT
+    assert "at most 512" in result.error.message
+
+
+def test_failed_pass_drops_the_whole_window_and_the_next_one_is_clean(driver: Driver) -> None:
+    results = driver.run(
+        driver.backward("a", DATA), driver.backward("a", DATA, "nonsense"), driver.backward("a", DATA), driver.step("a")
+    )
+    assert [code(result) for result in results] == [None, *[ErrorCode.INVALID_ARGUMENT] * 3]
+    assert not driver.gradient("a").any()
+    reference = Driver(Path(driver.engine.config.model))
+    reference.install(make_spec("a"))
+    for each in (driver, reference):
+        trained(each, "a", 1)
+    assert driver.state("a").weights == reference.state("a").weights
+
+
+def test_drop_gradient_discards_what_is_pending(driver: Driver) -> None:
+    other = make_data("cross_entropy", [9], 5)
+    driver.train(driver.backward("a", DATA), driver.backward("a", other, drop_gradient=True))
+    dropped = driver.gradient("a")
+    driver.install(make_spec("a"))
+    driver.train(driver.backward("a", other))
+    assert torch.equal(driver.gradient("a"), dropped)
+
+
+def _fail_once(monkeypatch: pytest.MonkeyPatch, error: Exception, when: Any) -> list[int]:
+    """Make passes for which `when(parts)` holds fail in the middle, after gradients were added; counts them."""
+    run = ChunkedLoss.run
+    sizes: list[int] = []
+
+    def failing(self: ChunkedLoss, hidden: torch.Tensor, parts: Any, *, backward: bool) -> Any:
+        result = run(self, hidden, parts, backward=backward)
+        if when(parts):
+            sizes.append(len(parts))
+            raise error
+        return result
+
+    monkeypatch.setattr(ChunkedLoss, "run", failing)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), ErrorCode.OUT_OF_MEMORY),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), ErrorCode.OUT_OF_MEMORY),
+        (RuntimeError("a fault of ours"), ErrorCode.INTERNAL),
+    ],
+)
+def test_pass_that_cannot_be_done_is_halved_until_only_the_culprit_fails(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, error: Exception, expected: ErrorCode
+) -> None:
+    driver.install(make_spec("c"), make_spec("d"))
+    keys = ["a", "b", "c", "d"]
+    pending = [driver.backward(key, DATA) for key in keys]
+    driver.train(*pending)
+    more = [make_data("cross_entropy", [30 + number]) for number in range(4)]
+    expected_gradients = {}
+    for key, data in zip(keys, more, strict=True):
+        twin = Driver(Path(driver.engine.config.model))
+        twin.install(make_spec(key, 16 if key == "b" else 8))
+        twin.train(twin.backward(key, DATA), twin.backward(key, data))
+        expected_gradients[key] = twin.gradient(key)
+    sizes = _fail_once(monkeypatch, error, lambda parts: any(part.stop - part.start == 32 for part in parts))
+    results = driver.run(*(driver.backward(key, data) for key, data in zip(keys, more, strict=True)))
+    assert [code(result) for result in results] == [None, None, expected, None]
+    again = [1] if expected is ErrorCode.OUT_OF_MEMORY else []
+    assert sizes == [4, 2, 1, *again], "one that finds no memory alone is tried once more, in less"
+    for key in ("a", "b", "d"):
+        assert torch.equal(driver.gradient(key), expected_gradients[key])
+    assert not driver.gradient("c").any()
+    assert results[2].error is not None
+    assert "a fault of ours" not in results[2].error.message
+
+
+def test_step_that_would_make_weights_infinite_is_not_taken(driver: Driver) -> None:
+    trained(driver, "a")
+    driver.train(driver.backward("a", DATA))
+    before = driver.engine.bank.read("a")
+    copies = [vector.clone() for vector in (before.weights, before.exp_avg, before.exp_avg_sq) if vector is not None]
+    (result,) = driver.run(driver.step("a", AdamParams(learning_rate=1e38, weight_decay=1e10)))
+    assert code(result) == ErrorCode.NON_FINITE
+    after = driver.engine.bank.read("a")
+    for vector, copy in zip((after.weights, after.exp_avg, after.exp_avg_sq), copies, strict=True):
+        assert vector is not None
+        assert torch.equal(vector, copy)
+    trained(driver, "a")
+
+
+# ---------------------------------------------------------------------- saves, loads, installs
+
+
+def test_adapter_installed_from_its_state_goes_on_with_the_same_bits(driver: Driver, qwen3: Path) -> None:
+    trained(driver, "a")
+    state = driver.state("a")
+    other = Driver(qwen3, num_slots=1)
+    other.install(make_spec("a"), state=state)
+    for each in (driver, other):
+        trained(each, "a")
+    assert other.state("a") == driver.state("a")
+
+
+def test_loading_a_checkpoint_restores_weights_moments_and_step_count(driver: Driver) -> None:
+    trained(driver, "a")
+    state = driver.state("a")
+    driver.train(driver.backward("a", DATA))
+    expected = driver.train(driver.backward("a", DATA), driver.step("a"))[-1].metrics
+    driver.train(load_item(driver, "a", state))
+    assert not driver.gradient("a").any()
+    driver.train(driver.backward("a", DATA), driver.backward("a", DATA))
+    (again,) = driver.train(driver.step("a"))
+    assert again.metrics == expected
+
+
+def test_loading_without_optimizer_starts_with_fresh_moments(driver: Driver) -> None:
+    trained(driver, "a")
+    state = driver.state("a")
+    driver.train(load_item(driver, "a", state, with_optimizer=False))
+    restored = driver.state("a")
+    assert restored.weights == state.weights
+    assert restored.num_steps == 0
+    assert driver.engine.bank.read("a").exp_avg is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda state: dataclasses.replace(state, weights=state.weights[:-4]), ErrorCode.DATA_LOSS),
+        (lambda state: dataclasses.replace(state, optimizer=b"x"), ErrorCode.DATA_LOSS),
+    ],
+)
+def test_damaged_checkpoint_changes_nothing(driver: Driver, damage: Any, expected: ErrorCode) -> None:
+    trained(driver, "a")
+    state = driver.state("a")
+    (result,) = driver.run(load_item(driver, "a", damage(state)))
+    assert code(result) == expected
+    assert driver.state("a").weights == state.weights
+    assert driver.state("a").optimizer == state.optimizer
+
+
+def test_checkpoint_of_another_rank_is_refused_with_both_ranks(driver: Driver) -> None:
+    trained(driver, "b")
+    (result,) = driver.run(load_item(driver, "a", driver.state("b")))
+    assert result.error is not None
+    assert result.error.code == ErrorCode.INVALID_ARGUMENT
+    assert "rank 16, this adapter has rank 8" in result.error.message
+
+
+def test_install_that_fails_is_told_by_the_adapters_items(driver: Driver) -> None:
+    state = dataclasses.replace(driver.state("a"), weights=b"nonsense")
+    driver.install(make_spec("broken"), state=state)
+    driver.install(make_spec("large", 128))
+    broken, large = driver.run(driver.backward("broken", DATA), driver.backward("large", DATA))
+    assert code(broken) == ErrorCode.DATA_LOSS
+    assert code(large) == ErrorCode.INVALID_ARGUMENT
+    driver.install(make_spec("broken"))
+    driver.train(driver.backward("broken", DATA))
+
+
+def test_saving_changes_nothing_and_leaves_the_pending_gradient_out(driver: Driver) -> None:
+    trained(driver, "a")
+    before = driver.state("a")
+    driver.train(driver.backward("a", DATA))
+    gradient = driver.gradient("a")
+    after = driver.state("a")
+    assert (after.weights, after.optimizer) == (before.weights, before.optimizer)
+    assert (after.gradient, after.num_datums) == (None, 0)
+    assert torch.equal(driver.gradient("a"), gradient)
+
+
+def test_published_version_stays_as_it_was(driver: Driver) -> None:
+    trained(driver, "a")
+    weights = driver.weights("a")
+    item = driver.save("a", publish_as="a@1")
+    assert isinstance(item, SaveItem)
+    driver.train(item)
+    trained(driver, "a")
+    entry = driver.engine.bank.entry("a@1")
+    host = driver.engine.bank.read("a@1")
+    assert host.weights is not None
+    assert all(torch.equal(weights[name], matrix) for name, matrix in entry.layout.matrices(host.weights, 8))
+
+
+# ---------------------------------------------------------------------- results
+
+
+def test_engine_time_is_shared_by_tokens_and_tokens_are_counted(qwen3: Path) -> None:
+    driver = Driver(qwen3)
+    driver.install(make_spec("a"), make_spec("b"))
+    small, large = driver.train(
+        driver.backward("a", make_data("cross_entropy", [10])), driver.backward("b", make_data("cross_entropy", [30]))
+    )
+    assert (small.num_tokens, large.num_tokens) == (10, 30)
+    assert large.engine_s == pytest.approx(3 * small.engine_s)
+
+
+def test_ignored_mask_is_noted_in_the_metrics(driver: Driver) -> None:
+    datum = DATA[0]
+    masked = Datum(tokens=datum.tokens, loss_inputs={**datum.loss_inputs, "mask": np.ones(20, np.float32)})
+    (result,) = driver.train(driver.backward("a", [masked]))
+    assert result.metrics["ignored_input_mask:max"] == 1
+
+
+def test_empty_batch_is_an_answer_too(driver: Driver) -> None:
+    result = driver.engine.run(Batch(epoch=1, cycle_id=7))
+    assert (result.cycle_id, result.results) == (7, ())
+
+
+# ---------------------------------------------------------------------- forward of few rows
+
+
+def test_a_row_has_the_same_bits_among_few_rows_of_its_adapter_as_among_many(driver: Driver) -> None:
+    """What the sampler's decode steps rest on: 1 row of an adapter, or 40."""
+    trained(driver, "a")
+    base_model, bank = driver.engine.base_model, driver.engine.bank
+    (row,) = bank.acquire(["a"])
+    hidden = torch.randn(40, base_model.hidden_size)
+    for num_rows in (1, 2, 5, 15, 16, 31):
+        logits = [base_model.unembed(hidden[:n], [Segment(0, n, row.groups)]) for n in (num_rows, 40)]
+        assert torch.equal(logits[0], logits[1][:num_rows])
+
+
+# ---------------------------------------------------------------------- models
+
+
+def test_info_tells_what_the_model_is(model_directory: Path) -> None:
+    info = Driver(model_directory).engine.info
+    assert (info.vocab_size, info.max_seq_len, info.max_rank, info.chunk_tokens) == (258, 512, 64, 1024)
+    assert info.attn_modules == ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert info.mlp_modules == ("gate_proj", "up_proj", "down_proj")
+    assert info.unembed_modules == ("lm_head",)
+    assert info.eos_token_ids == (256,)
+    assert {"tokenizer.json", "tokenizer_config.json"} <= set(info.tokenizer_files)
+    assert f"{torch.get_num_threads()} threads" in info.fingerprint
+
+
+def test_threads_are_fixed_where_bits_depend_on_their_number(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_TRIED", {})
+    assert "; up to 2 threads;" in Driver(qwen3).engine.info.fingerprint
+    monkeypatch.setattr(threads, "_TRIED", {})
+    monkeypatch.setattr(threads, "_trial", lambda _: [torch.tensor(torch.get_num_threads())])
+    engine = Driver(qwen3).engine
+    assert "; 2 threads;" in engine.info.fingerprint
+    assert engine._threads is None
+
+
+def test_model_that_the_fused_pass_would_get_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = build_mini_model(tmp_path, "gemma3")
+    config = (directory / "config.json").read_text()
+    (directory / "config.json").write_text(
+        config.replace('"attn_logit_softcapping": null', '"attn_logit_softcapping": 50.0')
+    )
+    with pytest.raises(UnsupportedModelError, match="soft-capping"):
+        BaseModel(directory)
+    (directory / "config.json").write_text(config)
+    monkeypatch.setattr("workers.model.attention.PackedAttention._mask", lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="other log-probabilities"):
+        BaseModel(directory)
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 258,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.Qwen2Config(**SMALL),
+        transformers.MistralConfig(**SMALL, sliding_window=7),
+        transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    ],
+    ids=["qwen2", "mistral", "llama with biases"],
+)
+def test_other_dense_models_give_the_naive_gradients_too(tmp_path: Path, config: Any) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.1)
+    model.save_pretrained(tmp_path)
+    driver = Driver(tmp_path)
+    driver.install(make_spec("a", 4))
+    trained(driver, "a")
+    (result,) = driver.train(driver.backward("a", DATA))
+    naive = NaiveModel(tmp_path, make_spec("a", 4), driver.weights("a"))
+    loss, _, gradients = naive_pass(naive, DATA, "cross_entropy", {})
+    assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4, abs=1e-3)
+    for name, gradient in driver.gradients("a").items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (transformers.Qwen3MoeConfig(**SMALL, num_experts=4), "qwen3_moe"),
+        (transformers.MixtralConfig(**SMALL, num_local_experts=4), "mixtral"),
+    ],
+)
+def test_mixture_of_experts_is_refused_with_what_to_take_instead(tmp_path: Path, config: Any, name: str) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=rf"{name} is a mixture of 4 experts .* take a dense model: .*Qwen"):
+        BaseModel(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["num_slots", "num_threads", "pass_tokens_max"])
+def test_configuration_without_sense_is_refused(field: str) -> None:
+    fields: dict[str, Any] = {field: 0}
+    with pytest.raises(ValueError, match=field):
+        EngineConfig(model="m", **fields)

@@ -1,0 +1,130 @@
+"""Exact mode: a tenant's bits in training depend on no neighbour, even where a library's kernels depend on the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.numerics.harness import Driver, Trace, make_spec
+from tests.support.numerics.tenants import TENANTS, assert_same, train
+from workers.model import blocks
+from workers.model.base_model import BaseModel, UnsupportedModelError
+from workers.model.lora import Segment
+
+FEW = TENANTS[:3]
+
+
+def alone(model: Path, **config: Any) -> dict[str, Trace]:
+    return {tenant.key: train(Driver(model, **config), [tenant], num_steps=2)[tenant.key] for tenant in FEW}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tenant_in_company_has_the_bits_of_alone_in_exact_mode(model_directory: Path, dtype: str) -> None:
+    config: dict[str, Any] = {"dtype": dtype, "exact": True}
+    expected = alone(model_directory, **config)
+    together = train(Driver(model_directory, **config), TENANTS, num_steps=2)
+    assert_same(together, expected)
+
+
+@pytest.fixture
+def rows_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that splits its sums by the number of rows, as those for GPUs do; a CPU's seldom shows."""
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        num_splits = 1 + len(left) % 5
+        parts = zip(left.tensor_split(num_splits, dim=1), right.tensor_split(num_splits, dim=0), strict=True)
+        total = left.new_zeros(len(left), right.shape[1])
+        for part, other in parts:
+            total = total + part @ other
+        return total
+
+    def mm(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
+        result = product(left, right)
+        return result if out is None else out.copy_(result)
+
+    def addmm_(self: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        return self.add_(product(left, right))
+
+    def addmm(
+        base: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
+    ) -> Tensor:
+        result = alpha * product(left, right)
+        result = base + result if beta else result
+        return result if out is None else out.copy_(result)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    monkeypatch.setattr(torch.Tensor, "addmm_", addmm_)
+
+
+@pytest.mark.usefixtures("rows_decide")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_mode_needs_no_luck_with_the_library(qwen3: Path, dtype: str) -> None:
+    expected = alone(qwen3, dtype=dtype, exact=True)
+    assert_same(train(Driver(qwen3, dtype=dtype, exact=True), TENANTS, num_steps=2), expected)
+
+
+@pytest.mark.usefixtures("rows_decide")
+def test_without_exact_mode_such_a_library_makes_neighbours_count(qwen3: Path) -> None:
+    expected = alone(qwen3, dtype="bfloat16")
+    with pytest.raises(AssertionError):
+        assert_same(train(Driver(qwen3, dtype="bfloat16"), TENANTS, num_steps=2), expected)
+
+
+@pytest.mark.parametrize("num_rows", [1, 63, 64, 65, 200])
+def test_products_by_blocks_are_the_products(num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    x, weight, other, bias = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((num_rows, 24), (40, 24), (40, 24), (40,))
+    )
+    y = blocks.linear(x, weight.t(), bias, None, 64)
+    torch.testing.assert_close(y, x @ weight.t() + bias)
+    out = torch.empty(num_rows, 48, dtype=torch.float64)[:, :40]
+    assert blocks.linear(x, weight.t(), None, out, 64) is out
+    torch.testing.assert_close(out, x @ weight.t())
+    dx = blocks.add_up([y, out], [weight, other], 64)
+    torch.testing.assert_close(dx, y @ weight + out @ other)
+
+
+def test_every_product_has_the_same_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    mm: Callable[..., Tensor] = torch.mm
+
+    def noting(left: Tensor, right: Tensor, **kwargs: Any) -> Tensor:
+        seen.append(len(left))
+        return mm(left, right, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", noting)
+    blocks.linear(torch.ones(150, 8), torch.ones(8, 8), None, None, 64)
+    blocks.add_up([torch.ones(150, 8)], [torch.ones(8, 8)], 64)
+    assert seen == [64] * 6
+
+
+def test_device_whose_rows_depend_on_their_place_is_refused(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def uneven(x: Tensor, matrix: Tensor) -> Tensor:
+        return torch.matmul(x, matrix) * (1 + 2.0**-20 * torch.arange(len(x)).unsqueeze(1))
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", uneven)
+    assert not blocks.are_rows_alike([torch.ones(8, 8)], 64)
+    monkeypatch.undo()
+    assert blocks.are_rows_alike([torch.ones(8, 8)], 64)
+    monkeypatch.setattr("workers.model.base_model.are_rows_alike", lambda *_: False)
+    with pytest.raises(UnsupportedModelError, match="load it without exact"):
+        BaseModel(qwen3, exact=True)
+
+
+def test_segments_of_equal_length_are_not_computed_as_one_batch(qwen3: Path) -> None:
+    """A batched product may depend on how many there are, and that is the neighbours' doing."""
+    driver = Driver(qwen3, exact=True)
+    driver.install(make_spec("a"), make_spec("b"))
+    rows = driver.engine.bank.acquire(["a", "b"])
+    segments = [Segment(0, 32, rows[0].groups), Segment(32, 64, rows[1].groups)]
+    assert len(driver.engine.base_model.current.route(segments).runs) == 2
+    driver.engine.base_model.current.can_batch = True
+    assert len(driver.engine.base_model.current.route(segments).runs) == 1

@@ -1,0 +1,164 @@
+"""A tenant's numbers do not depend on who shares the pool with it, bit by bit: results, gradients, weights, moments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.support.numerics.harness import Driver, Tenant, Trace, make_data, make_spec, note, training_items
+from tests.support.numerics.tenants import NUM_STEPS, TENANTS, assert_same, train
+from workers.contract.messages import AdamParams, Batch, Datum, ErrorCode
+
+
+def train_alone(model: Path, tenants: Sequence[Tenant]) -> dict[str, Trace]:
+    """Each tenant on an engine of its own."""
+    return {tenant.key: train(Driver(model), [tenant])[tenant.key] for tenant in tenants}
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_tenant_sharing_a_pass_gets_the_same_bits_as_alone(model_directory: Path, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    alone = train_alone(model_directory, TENANTS)
+    assert_same(train(Driver(model_directory), TENANTS), alone)
+    assert_same(train(Driver(model_directory), TENANTS[::-1]), alone)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads(model_directory: Path) -> None:
+    """Passes take fewer threads on busy cores."""
+    traces = []
+    for num_threads in (1, 2):
+        torch.set_num_threads(2)
+        driver = Driver(model_directory)
+        with mock.patch.object(driver.engine, "_threads", None):
+            torch.set_num_threads(num_threads)
+            traces.append(train(driver, TENANTS))
+    assert_same(*traces)
+
+
+@pytest.mark.parametrize("length", [16, 17, 33, 64])
+def test_tenants_of_equal_length_computed_as_one_batch_get_the_same_bits_as_alone(qwen3: Path, length: int) -> None:
+    """Ranks of one class with three scalings, and another class, so that batches form and must end in time."""
+    tenants = [
+        Tenant(spec=make_spec(f"{name}{rank}", rank), passes=[make_data("cross_entropy", [length], rank)])
+        for rank in (8, 4, 1, 16)
+        for name in "ab"
+    ]
+    driver = Driver(qwen3)
+    driver.install(make_spec("early"), make_spec("gap"))
+    driver.train(*(driver.step(key) for key in ("early", "gap")))
+    alone = train_alone(qwen3, tenants)
+    assert_same(train(driver, tenants), alone)
+    # Free slots in the middle: the next adapters are not beside each other.
+    driver.engine.run(Batch(epoch=1, cycle_id=1, removals=("early", "a8")))
+    assert_same(train(driver, tenants[::-1]), alone)
+
+
+def test_eight_tenants_on_two_slots_get_the_same_bits_as_alone(qwen3: Path) -> None:
+    driver = Driver(qwen3, num_slots=2)
+    assert_same(train(driver, TENANTS), train_alone(qwen3, TENANTS))
+    assert driver.engine.bank.num_resident <= 2
+    assert driver.engine.bank.stats.num_evictions > len(TENANTS)
+
+
+def test_eviction_in_the_middle_of_a_gradient_window_changes_no_bits(qwen3: Path) -> None:
+    data = [make_data("cross_entropy", [13, 21], seed) for seed in range(3)]
+
+    def run(evicting: bool) -> tuple[bytes, object]:
+        driver = Driver(qwen3, num_slots=1 if evicting else 4)
+        driver.install(make_spec("a"), make_spec("b", 16))
+        for request in data:
+            driver.train(driver.backward("a", request))
+            if evicting:
+                driver.train(driver.backward("b", request))
+                assert driver.engine.bank.entry("a").row is None
+        gradient = driver.gradient("a").numpy().tobytes()
+        driver.train(driver.step("a"))
+        state = driver.state("a")
+        return gradient, state
+
+    assert run(evicting=True) == run(evicting=False)
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=4),
+    others=st.lists(
+        st.tuples(st.sampled_from([1, 8, 16]), st.lists(st.integers(1, 90), min_size=1, max_size=3)), max_size=4
+    ),
+    place=st.integers(0, 4),
+)
+def test_no_neighbours_lengths_or_ranks_change_a_bit(
+    qwen3: Path, lengths: list[int], others: list[tuple[int, list[int]]], place: int
+) -> None:
+    tenant = Tenant(spec=make_spec("it", 4), passes=[make_data("cross_entropy", lengths)])
+    neighbours = [
+        Tenant(spec=make_spec(f"other{i}", rank), passes=[make_data("cross_entropy", other, i)])
+        for i, (rank, other) in enumerate(others)
+    ]
+    neighbours.insert(min(place, len(neighbours)), tenant)
+    together = train(Driver(qwen3), neighbours, num_steps=1)
+    together["it"].assert_equal(train(Driver(qwen3), [tenant], num_steps=1)["it"])
+
+
+def _with(data: Sequence[Datum], name: str, value: float) -> tuple[Datum, ...]:
+    """The data, one value of a loss input replaced."""
+    values: NDArray[np.float32] = data[0].loss_inputs[name].astype(np.float32)
+    values[len(values) // 2] = value
+    return (dataclasses.replace(data[0], loss_inputs={**data[0].loss_inputs, name: values}), *data[1:])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_neighbour_with_values_that_are_not_finite_fails_alone(qwen3: Path, value: float) -> None:
+    good = [TENANTS[1], TENANTS[2]]
+    driver = Driver(qwen3)
+    driver.install(*(tenant.spec for tenant in good), make_spec("bad"))
+    bad = _with(make_data("cross_entropy", [40, 40]), "weights", value)
+    traces = {tenant.key: Trace() for tenant in good}
+    for _ in range(NUM_STEPS):
+        before = driver.weights("bad")
+        first, second = (training_items(driver, tenant) for tenant in good)
+        results = driver.run(*first, driver.backward("bad", bad, drop_gradient=True), *second)
+        failed = results.pop(len(first))
+        for item, result in zip([*first, *second], results, strict=True):
+            note(traces[item.adapter_id], result)
+        for tenant in good:
+            traces[tenant.key].gradients.append(driver.gradient(tenant.key).numpy().tobytes())
+        steps = driver.run(*(driver.step(tenant.key, tenant.params) for tenant in good), driver.step("bad"))
+        for tenant, result in zip(good, steps[:-1], strict=True):
+            note(traces[tenant.key], result)
+        for tenant in good:
+            traces[tenant.key].states.append(driver.state(tenant.key))
+        # Either the loss or the norm of the gradient overflows; in both cases no step is taken.
+        assert steps[-1].error is not None
+        assert steps[-1].error.code == ErrorCode.NON_FINITE
+        assert failed.error is None or failed.error.code == ErrorCode.NON_FINITE
+        assert all(torch.equal(before[name], matrix) for name, matrix in driver.weights("bad").items())
+        assert not driver.gradient("bad").any()
+    assert_same(traces, train_alone(qwen3, good))
+
+
+@pytest.mark.parametrize(
+    "params", [AdamParams(learning_rate=1e4), AdamParams(learning_rate=1e37), AdamParams(weight_decay=50.0)], ids=str
+)
+def test_neighbour_with_a_huge_learning_rate_or_weight_decay_changes_nothing(qwen3: Path, params: AdamParams) -> None:
+    good = TENANTS[1]
+    driver = Driver(qwen3)
+    driver.install(good.spec, make_spec("wild"))
+    trace = Trace()
+    for _ in range(NUM_STEPS):
+        (item,) = training_items(driver, good)
+        result, _ = driver.run(item, driver.backward("wild", make_data("cross_entropy", [50]), drop_gradient=True))
+        note(trace, result)
+        trace.gradients.append(driver.gradient(good.key).numpy().tobytes())
+        note(trace, driver.run(driver.step(good.key, good.params), driver.step("wild", params))[0])
+        trace.states.append(driver.state(good.key))
+    assert_same({good.key: trace}, train_alone(qwen3, [good]))

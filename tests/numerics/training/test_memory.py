@@ -1,0 +1,248 @@
+"""What a pass is said to take is what it takes; what does not fit is cut, run another way or said to be too long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from build_mini_model import build_mini_model
+from tests.support.numerics.allocations import Allocations
+from tests.support.numerics.harness import VOCAB_SIZE, Driver, make_data, make_spec
+from workers import engine
+from workers.engine import EngineConfig, TrainingEngine
+from workers.host.allocator import kept_bytes
+from workers.host.host_memory import free_bytes
+from workers.model.base_model import BaseModel
+from workers.model.device_attention import FlashKernel, VarlenAttention
+from workers.training.logits import block_rows_of
+from workers.training.memory import Load, PassMemory
+from workers.training.passes import USED_FRACTION, PassRunner
+
+LENGTHS = (512, 200, 312, 512)
+RANKS = {"a": 8, "b": 16}
+
+
+def memory_of(driver: Driver) -> PassMemory:
+    model = driver.engine.base_model
+    return PassMemory(model.model, model.config, model.group_shapes)
+
+
+def limited(driver: Driver, num_bytes: int) -> None:
+    """From now on the engine believes that so much may be used by a pass."""
+    runner = driver.engine._passes
+    driver.engine._passes = PassRunner(
+        runner.base_model, runner.bank, runner._clock, lambda: round(num_bytes / USED_FRACTION) + 1, runner._recompute
+    )
+
+
+@pytest.mark.parametrize("mode", ["off", "on", "forward"])
+def test_the_estimate_is_above_what_a_pass_takes_and_not_far(model_directory: Path, mode: str) -> None:
+    backward = mode != "forward"
+    driver = Driver(model_directory, recompute="on" if mode == "on" else "off")
+    driver.install(*(make_spec(key, rank) for key, rank in RANKS.items()))
+    data = make_data("cross_entropy", LENGTHS)
+    driver.train(*(driver.backward(key, data) for key in RANKS))  # fills the blocks of logits, leaves gradients pending
+    items = [driver.backward(key, data, backward=backward) for key in RANKS]
+    load = Load(
+        num_tokens=2 * sum(LENGTHS),
+        lengths=LENGTHS,
+        rank=16,
+        num_adapters=2,
+        pending_values=sum(driver.gradient(key).numel() for key in RANKS) if backward else 0,
+    )
+    with Allocations() as allocations:
+        driver.train(*items)
+    estimate = memory_of(driver).peak_bytes(load, backward=backward, recompute=mode == "on")
+    assert allocations.peak_bytes <= estimate <= 1.5 * allocations.peak_bytes
+
+
+def test_masks_of_a_window_are_counted_while_they_are_made(model_directories: dict[str, Path]) -> None:
+    """Long sequences of a small model: the mask while it is made is more than all that the pass keeps."""
+    driver = Driver(model_directories["mistral-window"])
+    driver.install(make_spec("a"))
+    data = make_data("cross_entropy", [512])
+    driver.train(driver.forward("a", data))
+    item = driver.forward("a", data)
+    with Allocations() as allocations:
+        driver.train(item)
+    load = Load(num_tokens=512, lengths=[512], rank=8)
+    assert allocations.peak_bytes <= memory_of(driver).peak_bytes(load, backward=False)
+    without = memory_of(driver).peak_bytes(Load(num_tokens=512, lengths=[8] * 64, rank=8), backward=False)
+    assert allocations.peak_bytes > without
+
+
+def test_attention_that_makes_no_masks_is_charged_for_none(model_directories: dict[str, Path]) -> None:
+    driver = Driver(model_directories["mistral-window"])
+    base_model, bank = driver.engine.base_model, driver.engine.bank
+
+    def fitting() -> int | None:
+        return PassRunner(base_model, bank, lambda: 0.0, lambda: 4_000_000).fitting_tokens()
+
+    with_masks = fitting()
+    base_model.attend_packed = lambda lengths, _: VarlenAttention(FlashKernel(), lengths)
+    without = fitting()
+    assert with_masks is not None
+    assert without is None or with_masks < without
+
+
+@pytest.fixture
+def driver(qwen3: Path) -> Driver:
+    driver = Driver(qwen3)
+    driver.install(make_spec("a"), make_spec("b"))
+    return driver
+
+
+def gradients(driver: Driver, *lengths: int) -> tuple[list[bytes], int]:
+    """Both adapters' gradients of a batch of fresh ones, and the products with frozen weights that it took."""
+    for key in "ab":
+        driver.engine.bank.drop_grad(key)
+    before = driver.engine.base_model.num_base_matmuls
+    driver.train(*(driver.backward(key, make_data("cross_entropy", lengths)) for key in "ab"))
+    taken = driver.engine.base_model.num_base_matmuls - before
+    return [driver.gradient(key).numpy().tobytes() for key in "ab"], taken
+
+
+def test_requests_that_fit_one_by_one_are_passes_of_their_own_and_none_runs_twice(driver: Driver) -> None:
+    expected, together = gradients(driver, 500, 500)
+    load = Load(num_tokens=1500, lengths=[500], rank=8, num_adapters=2)
+    limited(driver, memory_of(driver).peak_bytes(load, backward=True))
+    actual, apart = gradients(driver, 500, 500)
+    assert actual == expected
+    # Of one pass of 2000 tokens, 14 products in the layers; the unembedding goes block by block either way.
+    assert apart - together == 14
+
+
+def test_a_request_that_would_not_fit_otherwise_runs_its_layers_twice(driver: Driver) -> None:
+    expected, together = gradients(driver, 500, 500)
+    memory, load = memory_of(driver), Load(num_tokens=1000, lengths=[500], rank=8)
+    limited(driver, memory.peak_bytes(load, backward=True, recompute=True))
+    assert memory.peak_bytes(load, backward=True) > memory.peak_bytes(load, backward=True, recompute=True)
+    actual, apart = gradients(driver, 500, 500)
+    assert actual == expected
+    assert apart - together == 3 * 14, "two passes for one, and each runs its layers again"
+
+
+def test_a_request_that_finds_less_memory_than_was_measured_runs_its_layers_twice(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.train(*(driver.backward(key, make_data("cross_entropy", [20])) for key in "ab"))
+    expected, forward = Driver(Path(driver.engine.config.model)), BaseModel.forward
+    expected.install(make_spec("a"), make_spec("b"))
+    expected.train(*(expected.backward(key, make_data("cross_entropy", [20])) for key in "ab"))
+
+    def short_of_memory(self: BaseModel, *args: Any, recompute: bool, **kwargs: Any) -> Any:
+        if not recompute:
+            raise MemoryError
+        return forward(self, *args, recompute=recompute, **kwargs)
+
+    data = make_data("cross_entropy", [100])
+    expected.train(*(expected.backward(key, data) for key in "ab"))
+    monkeypatch.setattr(BaseModel, "forward", short_of_memory)
+    driver.train(*(driver.backward(key, data) for key in "ab"))
+    for key in "ab":
+        assert driver.gradient(key).equal(expected.gradient(key))
+
+
+def test_the_copy_of_a_pending_gradient_takes_memory_too(driver: Driver) -> None:
+    limited(driver, memory_of(driver).peak_bytes(Load(num_tokens=500, lengths=[500], rank=8), backward=True))
+    counts = []
+    for _ in range(2):
+        before = driver.engine.base_model.num_base_matmuls
+        driver.train(driver.backward("a", make_data("cross_entropy", [500])))
+        counts.append(driver.engine.base_model.num_base_matmuls - before)
+    assert counts[1] - counts[0] == 14, "the second pass, beside a copy, runs its layers again"
+
+
+def test_short_requests_still_share_a_pass_where_memory_is_short(driver: Driver) -> None:
+    _, together = gradients(driver, 30)
+    limited(
+        driver, memory_of(driver).peak_bytes(Load(num_tokens=64, lengths=[30], rank=8, num_adapters=2), backward=True)
+    )
+    assert gradients(driver, 30)[1] == together
+
+
+def test_forwards_share_a_pass_that_would_be_too_much_with_a_backward(driver: Driver) -> None:
+    memory, load = memory_of(driver), Load(num_tokens=2000, lengths=[500], rank=8, num_adapters=2)
+    limited(driver, memory.peak_bytes(load, backward=False))
+    assert memory.peak_bytes(load, backward=True) > memory.peak_bytes(load, backward=False)
+    data = make_data("cross_entropy", [500, 500])
+    before = driver.engine.base_model.num_base_matmuls
+    driver.train(*(driver.forward(key, data) for key in "ab"))
+    blocks = -(-2000 // block_rows_of(VOCAB_SIZE))
+    assert driver.engine.base_model.num_base_matmuls - before == 14 + blocks
+
+
+@pytest.mark.parametrize("recompute", ["off", "auto", "on"])
+def test_the_engine_tells_what_fits_and_that_is_what_its_memory_holds(qwen3: Path, recompute: Any) -> None:
+    free = 6_000_000
+    config = EngineConfig(model=str(qwen3), recompute=recompute)
+    engine = TrainingEngine(config, free_bytes=lambda _: free)
+    model = engine.base_model
+    memory = PassMemory(model.model, model.config, model.group_shapes)
+    fitting = engine.info.fitting_tokens
+    assert fitting is not None
+
+    def fits(num_tokens: int) -> bool:
+        load = Load(num_tokens=num_tokens, lengths=[num_tokens], rank=64)
+        return memory.peak_bytes(load, backward=True, recompute=recompute != "off") <= USED_FRACTION * free
+
+    assert fits(fitting)
+    assert not fits(fitting + 1)
+
+
+def test_with_enough_memory_there_is_no_limit_and_a_share_is_only_a_share(qwen3: Path) -> None:
+    def fitting(share: float) -> int | None:
+        config = EngineConfig(model=str(qwen3), memory_share=share)
+        return TrainingEngine(config, free_bytes=lambda _: 40_000_000).info.fitting_tokens
+
+    assert fitting(1.0) is None
+    assert fitting(0.1) is not None
+
+
+def test_running_layers_twice_makes_longer_sequences_fit(tmp_path: Path) -> None:
+    model = build_mini_model(tmp_path, "qwen3")
+
+    def fitting(recompute: Any) -> int:
+        config = EngineConfig(model=str(model), recompute=recompute)
+        num_tokens = TrainingEngine(config, free_bytes=lambda _: 5_000_000).info.fitting_tokens
+        assert num_tokens is not None
+        return num_tokens
+
+    assert fitting("off") < fitting("auto") == fitting("on")
+
+
+def test_an_engine_without_memory_for_anything_says_so_when_it_starts(qwen3: Path) -> None:
+    with pytest.raises(ValueError, match="no memory for a pass"):
+        TrainingEngine(EngineConfig(model=str(qwen3)), free_bytes=lambda _: 1000)
+
+
+@pytest.mark.parametrize(("field", "value"), [("recompute", "sometimes"), ("memory_share", 0.0), ("memory_share", 1.5)])
+def test_settings_without_sense_are_refused(field: str, value: Any) -> None:
+    fields: dict[str, Any] = {field: value}
+    with pytest.raises(ValueError, match=field):
+        EngineConfig(model="m", **fields)
+
+
+def test_free_memory_is_a_number_that_one_could_allocate() -> None:
+    assert 1 << 20 < free_bytes(torch.device("cpu")) < 1 << 50
+
+
+def test_what_an_engine_tries_while_it_loads_is_not_kept(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of threads takes more memory than the model, and leaves it in pieces."""
+    grown: list[int] = []
+
+    def trial(_: BaseModel) -> bool:
+        filling = [torch.ones(1 << 18) for _ in range(64)]  # takes what the heap has kept
+        before = kept_bytes()
+        tensors = [torch.ones(1 << 18) for _ in range(16)]
+        last = tensors.pop()  # keeps the heap's end
+        del tensors
+        grown.append(kept_bytes() - before)
+        return len(filling) == 64 and float(last[0]) == 1
+
+    monkeypatch.setattr(engine, "are_threads_alike", trial)
+    TrainingEngine(EngineConfig(model=str(qwen3)))
+    assert grown[0] < 1 << 20

@@ -1,0 +1,64 @@
+"""One packed pass really serves all tenants, and holds no tensor of all tokens by the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from build_mini_model import build_mini_model
+from tests.support.numerics.harness import Driver, make_data, make_spec
+from workers.training.logits import block_rows_of
+
+
+def count_matmuls(driver: Driver, keys: list[str], lengths: list[int]) -> int:
+    before = driver.engine.base_model.num_base_matmuls
+    driver.train(*(driver.backward(key, make_data("cross_entropy", lengths)) for key in keys))
+    return driver.engine.base_model.num_base_matmuls - before
+
+
+def test_sixteen_tenants_take_as_many_base_model_matmuls_as_one(model_directory: Path) -> None:
+    driver = Driver(model_directory)
+    keys = [f"tenant{number}" for number in range(16)]
+    driver.install(*(make_spec(key, 2 ** (number % 6)) for number, key in enumerate(keys)))
+    one = count_matmuls(driver, keys[:1], [32] * 16)
+    assert count_matmuls(driver, keys, [32]) == one
+    # Seven linears in each of two layers, and the unembedding block by block.
+    assert one == 14 + -(-16 * 32 // block_rows_of(258))
+
+
+class LargestVocabularyTensor(TorchDispatchMode):
+    """Notes the most rows of any tensor whose last dimension is the vocabulary."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.vocab_size = vocab_size
+        self.num_rows = 0
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            # A view of the unembedding's own weight is no activation.
+            is_weight = isinstance(tensor, torch.Tensor) and tensor.shape[:1] == (64,)
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (self.vocab_size,) and not is_weight:
+                self.num_rows = max(self.num_rows, tensor.numel() // self.vocab_size)
+        return result
+
+
+@pytest.mark.parametrize("loss_fn", ["cross_entropy", "gspo"])
+def test_no_tensor_of_all_tokens_by_the_vocabulary_is_ever_made(tmp_path: Path, loss_fn: str) -> None:
+    vocab_size = 1031
+    driver = Driver(build_mini_model(tmp_path, "qwen3", vocab_size=vocab_size))
+    driver.install(make_spec("a"), make_spec("b"))
+    data = make_data(loss_fn, [300, 400])
+    with LargestVocabularyTensor(vocab_size) as largest:
+        driver.train(driver.backward("a", data, loss_fn), driver.backward("b", data, loss_fn))
+    assert 0 < largest.num_rows <= block_rows_of(vocab_size)
+
+
+def test_block_of_logits_depends_on_the_vocabulary_alone_and_stays_small() -> None:
+    assert [block_rows_of(size) for size in (258, 4096, 32_000, 151_936, 262_144)] == [256, 256, 64, 64, 64]

@@ -1,0 +1,163 @@
+"""What the engine computes and writes is what PEFT computes and reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load
+from transformers import AutoModelForCausalLM
+
+from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
+from workers.contract.messages import AdamParams, AdapterSpec, AdapterState, Datum
+
+# PEFT warns of merging an adapter of a tied unembedding; nobody merges here.
+pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+
+DATA = make_data("cross_entropy", [23, 8, 40])
+
+
+def trained(model: Path, spec: AdapterSpec) -> Driver:
+    driver = Driver(model)
+    driver.install(spec)
+    for _ in range(2):
+        driver.train(driver.backward(spec.adapter_id, DATA))
+        driver.train(driver.step(spec.adapter_id, AdamParams(learning_rate=3e-2)))
+    return driver
+
+
+def write_peft_directory(directory: Path, driver: Driver, spec: AdapterSpec, state: AdapterState) -> None:
+    """As an export does: the weights' bytes as they are, and a configuration."""
+    info = driver.engine.info
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "target_modules": [*info.attn_modules, *info.mlp_modules, *info.unembed_modules],
+        "bias": "none",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    (directory / "adapter_model.safetensors").write_bytes(state.weights)
+
+
+def logprobs(model: Any, data: Sequence[Datum] = DATA) -> list[torch.Tensor]:
+    results = []
+    for datum in data:
+        logits = model(input_ids=torch.from_numpy(datum.tokens).long()[None], use_cache=False).logits[0]
+        targets = torch.from_numpy(datum.loss_inputs["target_tokens"]).long()
+        results.append(logits.log_softmax(-1).gather(1, targets[:, None])[:, 0])
+    return results
+
+
+def cross_entropy(logprobs: Sequence[torch.Tensor], data: Sequence[Datum]) -> torch.Tensor:
+    weights = [torch.from_numpy(datum.loss_inputs["weights"]) for datum in data]
+    return -torch.stack([(p * w).sum() for p, w in zip(logprobs, weights, strict=True)]).sum()
+
+
+def peft_name(name: str) -> str:
+    """What PEFT calls one of our matrices."""
+    return "base_model.model." + name.replace(".weight", ".default.weight")
+
+
+def test_exported_weights_load_in_peft_with_the_same_log_probabilities_and_gradients(
+    model_directory: Path, tmp_path: Path
+) -> None:
+    spec = make_spec("a", 4)
+    driver = trained(model_directory, spec)
+    write_peft_directory(tmp_path, driver, spec, driver.state("a"))
+    (result,) = driver.train(driver.backward("a", DATA))
+
+    base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, tmp_path, is_trainable=True).eval()
+    expected = logprobs(model)
+    for actual, wanted in zip(result.logprobs, expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(actual), wanted, rtol=1e-5, atol=2e-5)
+
+    cross_entropy(expected, DATA).backward()
+    parameters = dict(model.named_parameters())
+    gradients = driver.gradients("a")
+    assert gradients
+    for name, gradient in gradients.items():
+        wanted = parameters[peft_name(name)].grad
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5 * (1 + float(wanted.abs().max())))
+
+
+def test_exported_names_are_exactly_those_that_peft_saves(model_directory: Path, tmp_path: Path) -> None:
+    spec = make_spec("a", 16)
+    driver = trained(model_directory, spec)
+    state = driver.state("a")
+    write_peft_directory(tmp_path, driver, spec, state)
+    base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, tmp_path)
+    saved = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    ours = load(state.weights)
+    assert {name: tensor.shape for name, tensor in ours.items()} == {n: t.shape for n, t in saved.items()}
+    assert all(torch.equal(ours[name], saved[name]) for name in ours)
+
+
+NUM_STEPS = 6
+PARAMS = AdamParams(learning_rate=2e-2, weight_decay=0.1, eps=1e-3, grad_clip_norm=5.0)
+"""Adam divides a gradient by its own size: where it is nothing but rounding, an eps below that would make a step of it,
+in a direction that is nobody's."""
+
+
+def trained_by_peft(model_directory: Path, adapter: Path, data: Sequence[Datum]) -> tuple[list[float], dict[str, Any]]:
+    """Losses and final parameters of one tenant alone: PEFT, autograd and torch's AdamW."""
+    base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True).eval()
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = torch.optim.AdamW(
+        parameters.values(),
+        lr=PARAMS.learning_rate,
+        betas=(PARAMS.beta1, PARAMS.beta2),
+        eps=PARAMS.eps,
+        weight_decay=PARAMS.weight_decay,
+    )
+    losses = []
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = cross_entropy(logprobs(model, data), data)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters.values(), PARAMS.grad_clip_norm)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, parameters
+
+
+def test_two_tenants_trained_in_one_pass_are_what_peft_makes_of_each_alone(
+    any_model_directory: Path, tmp_path: Path
+) -> None:
+    tenants = [
+        Tenant(spec=make_spec("a", 4), passes=[make_data("cross_entropy", [23, 8, 70], seed=1)], params=PARAMS),
+        Tenant(spec=make_spec("b", 16), passes=[make_data("cross_entropy", [5, 41], seed=2)], params=PARAMS),
+    ]
+    driver = Driver(any_model_directory)
+    driver.install(*(tenant.spec for tenant in tenants))
+    losses: dict[str, list[float]] = {tenant.key: [] for tenant in tenants}
+    for tenant in tenants:
+        (tmp_path / tenant.key).mkdir()
+        write_peft_directory(tmp_path / tenant.key, driver, tenant.spec, driver.state(tenant.key))
+    num_matmuls = driver.engine.base_model.num_base_matmuls
+    for _ in range(NUM_STEPS):
+        results = driver.train(*(driver.backward(tenant.key, tenant.passes[0]) for tenant in tenants))
+        for tenant, result in zip(tenants, results, strict=True):
+            losses[tenant.key].append(result.metrics["loss:sum"])
+        driver.train(*(driver.step(tenant.key, tenant.params) for tenant in tenants))
+    linears = sum(len(shape.names) for shape in driver.engine.base_model.group_shapes)
+    assert driver.engine.base_model.num_base_matmuls - num_matmuls == NUM_STEPS * linears, "not one pass a step"
+
+    for tenant in tenants:
+        expected, parameters = trained_by_peft(any_model_directory, tmp_path / tenant.key, tenant.passes[0])
+        assert expected[-1] < expected[0], "it learns something"
+        torch.testing.assert_close(torch.tensor(losses[tenant.key]), torch.tensor(expected), rtol=1e-5, atol=1e-3)
+        weights = driver.weights(tenant.key)
+        assert {peft_name(name) for name in weights} == set(parameters)
+        for name, weight in weights.items():
+            # Weights move by up to 0.12 and the two sides round differently by 4e-6; no weight decay would be 2e-3.
+            torch.testing.assert_close(weight, parameters[peft_name(name)].detach(), rtol=0, atol=2e-5)

@@ -1,0 +1,43 @@
+"""A gRPC door with a fake service on a thread of its own, for tests of programs that are not coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from coordinator.doors.grpc.server import GrpcConfig, GrpcDoor
+from tests.support.doors.fake_service import authenticate
+
+
+@contextmanager
+def open_door(service: object) -> Iterator[str]:
+    """Serves until the block ends; yields the URL."""
+    door: GrpcDoor
+    loop = asyncio.new_event_loop()
+    opened = threading.Event()
+    url = ""
+
+    async def start() -> None:
+        nonlocal door, url
+        door = GrpcDoor(GrpcConfig(port=0))
+        door.bind()
+        await door.start(service, authenticate, lambda: True)
+        url = f"http://127.0.0.1:{door.port}"
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(start())
+        opened.set()
+        loop.run_forever()
+        loop.run_until_complete(door.stop(0))
+        loop.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert opened.wait(10)
+    yield url
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    assert not thread.is_alive()

@@ -1,0 +1,48 @@
+"""How far two runs of the same tenants are apart, for the paths that agree to rounding and not to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tests.support.numerics.harness import Driver, Tenant, Trace, note, training_items
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distance:
+    """Between two runs, the largest over all tenants."""
+
+    logprobs: float
+    """Largest difference of a log-probability."""
+    gradients: float
+    """Euclidean norm of the difference of the gradients, as a fraction of the gradient's."""
+
+
+def observe(driver: Driver, tenants: Sequence[Tenant], *, num_steps: int = 1) -> dict[str, Trace]:
+    """All tenants together: what each of them sees, without states."""
+    traces = {tenant.key: Trace() for tenant in tenants}
+    driver.install(*(tenant.spec for tenant in tenants))
+    for _ in range(num_steps):
+        items = [item for tenant in tenants for item in training_items(driver, tenant)]
+        for item, result in zip(items, driver.run(*items), strict=True):
+            note(traces[item.adapter_id], result)
+        for tenant in tenants:
+            traces[tenant.key].gradients.append(driver.gradient(tenant.key).numpy().tobytes())
+        steps = driver.run(*(driver.step(tenant.key, tenant.params) for tenant in tenants))
+        for tenant, result in zip(tenants, steps, strict=True):
+            note(traces[tenant.key], result)
+    return traces
+
+
+def distance(actual: Mapping[str, Trace], expected: Mapping[str, Trace]) -> Distance:
+    """How far apart what the same tenants saw is, in the steps that both runs took."""
+    logprobs = gradients = 0.0
+    for key, trace in expected.items():
+        for mine, theirs in zip(actual[key].logprobs, trace.logprobs, strict=True):
+            logprobs = max(logprobs, float(abs(mine - theirs).max()))
+        for mine_bytes, their_bytes in zip(actual[key].gradients, trace.gradients, strict=True):
+            own, other = (torch.frombuffer(bytearray(data), dtype=torch.float32) for data in (mine_bytes, their_bytes))
+            gradients = max(gradients, float((own - other).norm() / other.norm()))
+    return Distance(logprobs=logprobs, gradients=gradients)

@@ -1,0 +1,209 @@
+"""Drives a training engine as the coordinator does: seqs, installs, passes and steps, a few lines a test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from build_mini_model import Architecture
+from workers.contract.messages import (
+    AdamParams,
+    AdapterInstall,
+    AdapterSpec,
+    AdapterState,
+    Batch,
+    Datum,
+    Item,
+    ItemResult,
+    OptimStepItem,
+    PassItem,
+    SaveItem,
+)
+from workers.engine import EngineConfig, TrainingEngine
+
+ARCHITECTURES: tuple[Architecture, ...] = ("qwen3", "llama", "gemma3")
+"""What every promise is tested on: tied and untied, with and without a window, with and without norms of the heads."""
+ALL_ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
+"""What training is compared with PEFT on."""
+VOCAB_SIZE = 258
+
+
+def make_spec(adapter_id: str, rank: int = 8, **changes: Any) -> AdapterSpec:
+    fields: dict[str, Any] = {
+        "alpha": 32.0,
+        "seed": sum(adapter_id.encode()),
+        "train_attn": True,
+        "train_mlp": True,
+        "train_unembed": True,
+    }
+    return AdapterSpec(adapter_id=adapter_id, rank=rank, **fields | changes)
+
+
+def make_data(loss_fn: str, lengths: Sequence[int], seed: int = 0, num_targets: int | None = None) -> tuple[Datum, ...]:
+    """Random sequences with the inputs that a loss takes; near-policy log-probabilities where it takes any."""
+    rng = np.random.default_rng((seed, len(loss_fn), *lengths))
+
+    def draw(shape: Any) -> NDArray[np.float32]:
+        return np.asarray(rng.standard_normal(shape), dtype=np.float32)
+
+    data = []
+    for length in lengths:
+        shape = length if num_targets is None else (length, num_targets)
+        inputs: dict[str, Any] = {"target_tokens": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32)}
+        if loss_fn == "cross_entropy":
+            inputs["weights"] = draw(shape)
+        else:
+            inputs["logprobs"] = draw(shape) * 0.3 - 6
+            inputs["advantages"] = draw(shape)
+        data.append(Datum(tokens=rng.integers(0, VOCAB_SIZE, length).astype(np.int32), loss_inputs=inputs))
+    return tuple(data)
+
+
+@dataclass(slots=True, kw_only=True)
+class Tenant:
+    """A tenant's whole training run: what it sends, step after step."""
+
+    spec: AdapterSpec
+    passes: Sequence[Sequence[Datum]]
+    """One forward_backward per entry and step; the same in every step."""
+    loss_fn: str = "cross_entropy"
+    loss_config: Mapping[str, float] = field(default_factory=dict)
+    params: AdamParams = field(
+        default_factory=lambda: AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=5.0)
+    )
+    num_chunks: int = 1
+
+    @property
+    def key(self) -> str:
+        return self.spec.adapter_id
+
+
+class Driver:
+    """Keeps every adapter's seq and hands batches to one engine."""
+
+    def __init__(self, model: Path, num_slots: int = 16, **config: Any) -> None:
+        self.engine = TrainingEngine(EngineConfig(model=str(model), num_slots=num_slots, **config))
+        self.seqs: dict[str, int] = {}
+        self.num_batches = 0
+
+    def install(self, *specs: AdapterSpec, state: AdapterState | None = None) -> None:
+        installs = tuple(AdapterInstall(spec=spec, state=state) for spec in specs)
+        for spec in specs:
+            self.seqs[spec.adapter_id] = 0 if state is None else state.applied_seq
+        self.run(installs=installs)
+
+    def run(self, *items: Item, installs: tuple[AdapterInstall, ...] = ()) -> list[ItemResult]:
+        self.num_batches += 1
+        batch = Batch(epoch=1, cycle_id=self.num_batches, installs=installs, items=items)
+        results = self.engine.run(batch).results
+        assert [result.op_id for result in results] == [item.op_id for item in items]
+        return list(results)
+
+    def train(self, *items: Item) -> list[ItemResult]:
+        """`run`, where nothing may fail."""
+        results = self.run(*items)
+        assert [result.error for result in results] == [None] * len(items)
+        return results
+
+    def _next(self, key: str) -> dict[str, Any]:
+        seq = self.seqs[key]
+        self.seqs[key] = seq + 1
+        return {"op_id": f"{key}/{seq + 1}", "adapter_id": key, "prev_seq": seq, "seq": seq + 1}
+
+    def backward(self, key: str, data: Sequence[Datum], loss_fn: str = "cross_entropy", **changes: Any) -> PassItem:
+        return self.chunks(key, [data], loss_fn, **changes)[0]
+
+    def forward(self, key: str, data: Sequence[Datum], loss_fn: str = "cross_entropy", **changes: Any) -> PassItem:
+        return self.backward(key, data, loss_fn, backward=False, **changes)
+
+    def chunks(
+        self, key: str, chunks: Sequence[Sequence[Datum]], loss_fn: str = "cross_entropy", **changes: Any
+    ) -> list[PassItem]:
+        place = self._next(key)
+        defaults: dict[str, Any] = {"loss_fn": loss_fn, "loss_config": {}, "backward": True}
+        return [
+            PassItem(**place, chunk_index=index, num_chunks=len(chunks), data=tuple(data), **defaults | changes)
+            for index, data in enumerate(chunks)
+        ]
+
+    def step(self, key: str, params: AdamParams | None = None, **changes: Any) -> OptimStepItem:
+        return OptimStepItem(**self._next(key), params=params or AdamParams(learning_rate=1e-2), **changes)
+
+    def save(self, key: str, *, with_optimizer: bool = True, publish_as: str = "") -> SaveItem:
+        return SaveItem(**self._next(key), with_optimizer=with_optimizer, publish_as=publish_as)
+
+    def state(self, key: str) -> AdapterState:
+        """Weights and moments, read out."""
+        state = self.train(self.save(key))[0].state
+        assert state is not None
+        return state
+
+    def snapshot_item(self, key: str) -> SaveItem:
+        """A save for recovery: it stands where the adapter stands, and takes the pending gradient along."""
+        place: dict[str, Any] = {"op_id": "snapshot", "prev_seq": self.seqs[key], "seq": self.seqs[key]}
+        return SaveItem(adapter_id=key, **place, with_optimizer=True, with_gradient=True)
+
+    def snapshot(self, key: str) -> AdapterState:
+        """What a fresh copy needs to go on from here, read out."""
+        state = self.train(self.snapshot_item(key))[0].state
+        assert state is not None
+        return state
+
+    def gradient(self, key: str) -> torch.Tensor:
+        """A copy of the pending gradient (P,), zeros if there is none."""
+        bank = self.engine.bank
+        gradient = bank.read(key).grad
+        return torch.zeros(bank.entry(key).layout.num_values) if gradient is None else gradient.to("cpu", copy=True)
+
+    def gradients(self, key: str) -> dict[str, torch.Tensor]:
+        """The pending gradient by matrix, unpadded."""
+        entry = self.engine.bank.entry(key)
+        return dict(entry.layout.matrices(self.gradient(key), entry.spec.rank))
+
+    def weights(self, key: str) -> dict[str, torch.Tensor]:
+        """The weights by matrix, unpadded."""
+        entry = self.engine.bank.entry(key)
+        host = self.engine.bank.read(key)
+        assert host.weights is not None
+        return {name: m.to("cpu", copy=True) for name, m in entry.layout.matrices(host.weights, entry.spec.rank)}
+
+
+def training_items(driver: Driver, tenant: Tenant) -> list[PassItem]:
+    """A tenant's passes of one step, each request cut into `num_chunks`."""
+    items: list[PassItem] = []
+    for data in tenant.passes:
+        cut = [data[i :: tenant.num_chunks] for i in range(tenant.num_chunks)]
+        items += driver.chunks(tenant.key, cut, tenant.loss_fn, loss_config=tenant.loss_config)
+    return items
+
+
+@dataclass(slots=True)
+class Trace:
+    """Everything a tenant can observe of a training run; compared bit by bit."""
+
+    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
+    metrics: list[Mapping[str, float]] = field(default_factory=list)
+    gradients: list[bytes] = field(default_factory=list)
+    states: list[AdapterState] = field(default_factory=list)
+
+    def assert_equal(self, other: Trace) -> None:
+        """Fails naming what differs."""
+        assert self.metrics == other.metrics
+        assert len(self.logprobs) == len(other.logprobs)
+        for mine, theirs in zip(self.logprobs, other.logprobs, strict=True):
+            assert mine.tobytes() == theirs.tobytes()
+        assert self.gradients == other.gradients
+        assert self.states == other.states
+
+
+def note(trace: Trace, result: ItemResult) -> None:
+    """Add an item's outcome."""
+    assert result.error is None, result.error
+    trace.logprobs += result.logprobs
+    trace.metrics.append(result.metrics)

@@ -1,0 +1,136 @@
+"""The slow and obvious way: one sequence at a time, transformers' own attention, explicit LoRA matrices, autograd.
+
+Shares no code with the engine, so that agreeing with it means something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from workers.contract.messages import AdapterSpec, Datum
+
+
+class NaiveLora(nn.Module):
+    """y = W x + alpha / r * B A x."""
+
+    def __init__(self, linear: nn.Linear, A: Tensor, B: Tensor, scaling: float) -> None:
+        super().__init__()
+        self.linear = linear
+        self.lora_A = nn.Parameter(A.clone())
+        self.lora_B = nn.Parameter(B.clone())
+        self.scaling = scaling
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) + self.scaling * (x @ self.lora_A.T @ self.lora_B.T)
+        return out
+
+
+class NaiveModel:
+    """A base model with one adapter in it; `weights` as `<module>.lora_A.weight` and so on."""
+
+    def __init__(self, directory: Path, spec: AdapterSpec, weights: Mapping[str, Tensor]) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        )
+        self.model.eval().requires_grad_(False)
+        self.modules: dict[str, NaiveLora] = {}
+        for name in {key.removesuffix(".lora_A.weight").removesuffix(".lora_B.weight") for key in weights}:
+            A, B = weights[f"{name}.lora_A.weight"], weights[f"{name}.lora_B.weight"]
+            lora = NaiveLora(self.model.get_submodule(name), A, B, spec.alpha / spec.rank)
+            parent, _, leaf = name.rpartition(".")
+            setattr(self.model.get_submodule(parent) if parent else self.model, leaf, lora)
+            self.modules[name] = lora
+
+    def logprobs(self, datum: Datum) -> Tensor:
+        """Log-probabilities of the targets, in their shape."""
+        tokens = torch.from_numpy(datum.tokens).long()
+        targets = torch.from_numpy(datum.loss_inputs["target_tokens"]).long()
+        logits = self.model(input_ids=tokens[None], use_cache=False).logits[0]
+        columns = targets if targets.ndim == 2 else targets[:, None]
+        picked: Tensor = logits.log_softmax(-1).gather(1, columns)
+        return picked.view(targets.shape)
+
+    def gradients(self) -> dict[str, Tensor]:
+        named = {}
+        for name, lora in self.modules.items():
+            assert lora.lora_A.grad is not None
+            assert lora.lora_B.grad is not None
+            named[f"{name}.lora_A.weight"] = lora.lora_A.grad
+            named[f"{name}.lora_B.weight"] = lora.lora_B.grad
+        return named
+
+
+PlainLoss = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
+
+
+def _cross_entropy(p: Tensor, x: Mapping[str, Tensor], c: Mapping[str, float]) -> Tensor:
+    return (-p * x["weights"]).sum()
+
+
+def _importance_sampling(p: Tensor, x: Mapping[str, Tensor], c: Mapping[str, float]) -> Tensor:
+    return -(torch.exp(p - x["logprobs"]) * x["advantages"]).sum()
+
+
+def _bounds(x: Mapping[str, Tensor], c: Mapping[str, float], low: float, high: float) -> tuple[Tensor, Tensor]:
+    return (
+        x.get("clip_low_threshold", torch.tensor(c.get("clip_low_threshold", low))),
+        x.get("clip_high_threshold", torch.tensor(c.get("clip_high_threshold", high))),
+    )
+
+
+def _ppo(p: Tensor, x: Mapping[str, Tensor], c: Mapping[str, float]) -> Tensor:
+    ratio = torch.exp(p - x["logprobs"])
+    clipped = torch.clamp(ratio, *_bounds(x, c, 0.8, 1.2))
+    return -torch.min(ratio * x["advantages"], clipped * x["advantages"]).sum()
+
+
+def _cispo(p: Tensor, x: Mapping[str, Tensor], c: Mapping[str, float]) -> Tensor:
+    ratio = torch.exp(p - x["logprobs"])
+    return -(torch.clamp(ratio, *_bounds(x, c, 0.0, 4.0)).detach() * p * x["advantages"]).sum()
+
+
+def _dro(p: Tensor, x: Mapping[str, Tensor], c: Mapping[str, float]) -> Tensor:
+    beta = c.get("beta", 0.05)
+    return -(p * x["advantages"] - 0.5 * beta * (p - x["logprobs"]) ** 2).sum()
+
+
+def _gspo(p: Tensor, x: Mapping[str, Tensor], c: Mapping[str, float]) -> Tensor:
+    mask = x.get("sequence_ratio_mask", torch.ones_like(p))
+    log_ratio = ((p.detach() - x["logprobs"]) * mask).sum() / mask.sum()
+    ratio = torch.exp(log_ratio + p - p.detach())
+    clipped = torch.clamp(ratio, *_bounds(x, c, 1 - 3e-4, 1 + 4e-4))
+    return -torch.min(ratio * x["advantages"], clipped * x["advantages"]).sum()
+
+
+PLAIN_LOSSES: Mapping[str, PlainLoss] = {
+    "cross_entropy": _cross_entropy,
+    "importance_sampling": _importance_sampling,
+    "ppo": _ppo,
+    "cispo": _cispo,
+    "dro": _dro,
+    "gspo": _gspo,
+}
+
+
+def plain_inputs(datum: Datum) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(value) for name, value in datum.loss_inputs.items()}
+
+
+def naive_pass(
+    model: NaiveModel, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float]
+) -> tuple[float, list[Tensor], dict[str, Tensor]]:
+    """Loss, log-probabilities and gradients of one request."""
+    total = torch.zeros(())
+    logprobs = []
+    for datum in data:
+        p = model.logprobs(datum)
+        logprobs.append(p.detach())
+        total = total + PLAIN_LOSSES[loss_fn](p, plain_inputs(datum), config)
+    total.backward()
+    return float(total.detach()), logprobs, model.gradients()

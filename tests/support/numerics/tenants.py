@@ -1,0 +1,52 @@
+"""Tenants of every kind who train together, and what each of them sees of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.support.numerics.harness import Driver, Tenant, Trace, make_data, make_spec, note, training_items
+from workers.contract.messages import AdamParams
+
+NUM_STEPS = 3
+
+TENANTS = (
+    Tenant(spec=make_spec("small", 2), passes=[make_data("cross_entropy", [5])]),
+    Tenant(spec=make_spec("plain", 8), passes=[make_data("cross_entropy", [16, 16, 40])]),
+    Tenant(spec=make_spec("wide", 32), loss_fn="ppo", passes=[make_data("ppo", [31, 7]), make_data("ppo", [16], 1)]),
+    Tenant(spec=make_spec("attn", 4, train_mlp=False), loss_fn="gspo", passes=[make_data("gspo", [20, 33, 1])]),
+    Tenant(
+        spec=make_spec("head", 16, train_attn=False, train_mlp=False), loss_fn="dro", passes=[make_data("dro", [70])]
+    ),
+    Tenant(spec=make_spec("many", 8), passes=[make_data("cross_entropy", [12, 30], num_targets=3)], num_chunks=2),
+    Tenant(spec=make_spec("most", 8), passes=[make_data("cross_entropy", [256], num_targets=200)]),
+    Tenant(spec=make_spec("cispo", 1), loss_fn="cispo", passes=[make_data("cispo", [300])]),
+    Tenant(
+        spec=make_spec("is", 64),
+        loss_fn="importance_sampling",
+        passes=[make_data("importance_sampling", [11])],
+        params=AdamParams(learning_rate=3e-2),
+    ),
+)
+
+
+def train(driver: Driver, tenants: Sequence[Tenant], *, num_steps: int = NUM_STEPS) -> dict[str, Trace]:
+    """All tenants together, each step in two batches as the clock does; what each of them sees."""
+    traces = {tenant.key: Trace() for tenant in tenants}
+    driver.install(*(tenant.spec for tenant in tenants))
+    for _ in range(num_steps):
+        items = [item for tenant in tenants for item in training_items(driver, tenant)]
+        for item, result in zip(items, driver.run(*items), strict=True):
+            note(traces[item.adapter_id], result)
+        for tenant in tenants:
+            traces[tenant.key].gradients.append(driver.gradient(tenant.key).numpy().tobytes())
+        steps = driver.run(*(driver.step(tenant.key, tenant.params) for tenant in tenants))
+        for tenant, result in zip(tenants, steps, strict=True):
+            note(traces[tenant.key], result)
+        for tenant in tenants:
+            traces[tenant.key].states.append(driver.state(tenant.key))
+    return traces
+
+
+def assert_same(traces: dict[str, Trace], alone: dict[str, Trace]) -> None:
+    for key, trace in alone.items():
+        traces[key].assert_equal(trace)

@@ -1,0 +1,263 @@
+"""Copies beside the computation: nothing reads or writes a row or its copy in host memory before it may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.numerics.bank_rows import SHAPES, make_spec
+from tests.unit.bank.test_bank import assert_same, copy_of, fill
+from workers.bank.bank import Bank
+from workers.bank.transfers import DirectTransfers, Transfer, write
+
+
+class LateTransfers:
+    """Implements `Transfers` as badly as it may: a copy is made when somebody waits for it, and not before.
+
+    Until then its target holds NaN, so that whoever does not wait sees it.
+    """
+
+    is_concurrent = True
+
+    def __init__(self) -> None:
+        self.num_waits = 0
+        self._pending: list[Callable[[], None]] = []
+
+    def to_host(self, vectors: Sequence[Tensor]) -> tuple[list[Tensor], Transfer]:
+        copies = [torch.full_like(vector, float("nan")) for vector in vectors]
+        return copies, self._later(list(zip(copies, vectors, strict=True)))
+
+    def to_device(self, copies: Sequence[tuple[Tensor, Tensor | None]]) -> Transfer:
+        for target, _ in copies:
+            self._later([(target, torch.full_like(target, float("nan")))])
+        return self._later(list(copies))
+
+    def _later(self, copies: list[tuple[Tensor, Tensor | None]]) -> Transfer:
+        def run() -> None:
+            for target, source in copies:
+                write(target, source)
+
+        self._pending.append(run)
+        return _LateTransfer(self, len(self._pending))
+
+    def finish(self, number: int) -> None:
+        """Make the copies up to a number, in the order of their calls."""
+        self.num_waits += 1
+        for index in range(number):
+            self._pending[index]()
+            self._pending[index] = lambda: None
+
+
+class _LateTransfer:
+    def __init__(self, transfers: LateTransfers, number: int) -> None:
+        self._transfers, self._number = transfers, number
+
+    def wait_on_host(self) -> None:
+        self._transfers.finish(self._number)
+
+    def wait_on_device(self) -> None:
+        self._transfers.finish(self._number)
+
+
+def make_bank(num_slots: int, keys: str, *, compute_dtype: torch.dtype = torch.bfloat16) -> tuple[Bank, LateTransfers]:
+    transfers = LateTransfers()
+    bank = Bank(SHAPES, num_slots, compute_dtype=compute_dtype, transfers=transfers)
+    for number, key in enumerate(keys):
+        bank.add(key, make_spec(key, seed=number))
+    return bank, transfers
+
+
+def is_resident(bank: Bank, key: str) -> bool:
+    return bank.entry(key).row is not None
+
+
+def test_evicted_keys_come_back_with_their_bits_however_late_copies_are_made() -> None:
+    bank, _ = make_bank(2, "abcde")
+    expected = {key: fill(bank, key, seed) for seed, key in enumerate("abcde")}
+    for key in "abcdeedcba":
+        bank.acquire([key])
+        assert_same(copy_of(bank, key), expected[key])
+    for key in "abcde":
+        assert_same(copy_of(bank, key), expected[key])
+
+
+def test_what_is_acquired_is_there_also_in_the_dtype_that_layers_use() -> None:
+    bank, _ = make_bank(2, "abc")
+    expected = {key: fill(bank, key, seed).weights for seed, key in enumerate("abc")}
+    for key in "abc":
+        (row,) = bank.acquire([key])
+        weights = expected[key]
+        assert weights is not None
+        assert row.compute is not None
+        assert torch.equal(row.compute, weights.bfloat16())
+
+
+def test_version_published_into_a_row_that_is_still_being_copied_has_the_adapters_weights() -> None:
+    bank, _ = make_bank(2, "abc")
+    expected = {key: fill(bank, key, seed) for seed, key in enumerate("abc")}
+    bank.publish("c", "version")  # evicts b
+    bank.publish("b", "other")  # from host memory
+    for version, key in (("version", "c"), ("other", "b")):
+        (row,) = bank.acquire([version])
+        weights = expected[key].weights
+        assert weights is not None
+        assert torch.equal(row.weights, weights)
+    assert_same(copy_of(bank, "b"), expected["b"])
+
+
+def test_adapter_that_is_still_being_loaded_is_published_with_its_weights() -> None:
+    bank, _ = make_bank(3, "ab")
+    expected = fill(bank, "a", 1).weights
+    assert expected is not None
+    for key, seed in (("a", 1), ("b", 2)):  # one after the other in the same row
+        fill(bank, key, seed)
+        bank.evict(key)
+        bank.read(key)
+    bank.prefetch(["a"], keep=())
+    bank.publish("a", "version")
+    assert torch.equal(bank.acquire(["version"])[0].weights, expected)
+
+
+def test_version_that_is_still_being_evicted_is_not_overwritten_by_the_next() -> None:
+    bank, _ = make_bank(3, "a")
+    expected = {}
+    for number in range(4):  # the last two take slots of the first
+        weights = fill(bank, "a", number).weights
+        assert weights is not None
+        expected[f"version {number}"] = weights
+        bank.publish("a", f"version {number}")
+    for version, weights in expected.items():
+        assert torch.equal(bank.acquire([version])[0].weights, weights)
+
+
+def test_rows_are_copied_before_their_memory_is_given_up() -> None:
+    bank, _ = make_bank(1, "a")
+    bank.add("wide", make_spec("wide", rank=16))
+    fill(bank, "a", 1)
+    bank.prefetch(["wide"], keep=())  # rows of another layout: those of the first are given up
+    host = bank.entry("a").host
+    assert host is not None
+    assert host.weights is not None
+    assert not host.weights.isnan().any()
+
+
+def test_with_one_slot_a_version_is_copied_before_its_adapter_changes() -> None:
+    bank, _ = make_bank(1, "a")
+    expected = fill(bank, "a", 1).weights
+    assert expected is not None
+    bank.publish("a", "version")
+    (row,) = bank.acquire(["a"])
+    row.weights.zero_()
+    assert torch.equal(bank.acquire(["version"])[0].weights, expected)
+
+
+def test_gradient_dropped_while_its_row_is_being_loaded_is_gone() -> None:
+    bank, _ = make_bank(2, "ab")
+    fill(bank, "a", 1)
+    bank.evict("a")
+    bank.read("a")  # all of it is in host memory now
+    bank.prefetch(["a"], keep=())
+    bank.drop_grad("a")
+    (row,) = bank.acquire(["a"])
+    assert row.grad is not None
+    assert not row.grad.any()
+
+
+def test_prefetch_waits_for_nothing_and_acquire_finds_the_key() -> None:
+    bank, transfers = make_bank(3, "abc")
+    expected = fill(bank, "b", 2)
+    bank.evict("b")
+    bank.acquire(["a"])
+    num_waits = transfers.num_waits
+    bank.prefetch(["b", "c", "unknown"], keep=["a"])
+    assert transfers.num_waits == num_waits
+    assert is_resident(bank, "b")
+    assert is_resident(bank, "c")
+    num_loads = bank.stats.num_loads
+    bank.acquire(["b", "c"])
+    assert bank.stats.num_loads == num_loads
+    assert bank.stats.num_prefetches == 2
+    assert_same(copy_of(bank, "b"), expected)
+
+
+def test_prefetch_evicts_neither_what_runs_nor_what_it_fetches() -> None:
+    bank, _ = make_bank(3, "abcdef")
+    bank.acquire(["a", "b", "c"])
+    bank.prefetch(["d", "e", "f"], keep=["a", "b"])
+    assert [key for key in "abcdef" if is_resident(bank, key)] == ["a", "b", "d"]
+    bank.acquire(["a", "b"])
+    assert is_resident(bank, "d"), "what was fetched is the last to go"
+
+
+def test_prefetch_leaves_room_for_what_is_about_to_run() -> None:
+    bank, _ = make_bank(2, "abc")
+    bank.prefetch(["b", "c"], keep=["a"])
+    bank.acquire(["a"])
+    assert [key for key in "abc" if is_resident(bank, key)] == ["a", "b"]
+
+
+def test_the_most_urgent_take_the_slots_of_the_least() -> None:
+    bank, _ = make_bank(2, "abcd")
+    bank.acquire(["c", "d"])
+    bank.prefetch(["a", "d", "c"], keep=())
+    assert [key for key in "abcd" if is_resident(bank, key)] == ["a", "d"]
+
+
+def test_prefetched_keys_that_are_there_are_kept_for_longer() -> None:
+    bank, _ = make_bank(2, "abc")
+    bank.acquire(["a"])
+    bank.acquire(["b"])
+    bank.prefetch(["a"], keep=())
+    bank.acquire(["c"])
+    assert is_resident(bank, "a")
+    assert not is_resident(bank, "b")
+
+
+def test_row_whose_key_was_removed_while_it_was_loading_takes_the_next() -> None:
+    bank, _ = make_bank(1, "ab")
+    expected = fill(bank, "b", 2)
+    bank.evict("b")
+    bank.prefetch(["a"], keep=())
+    bank.remove("a")
+    bank.acquire(["b"])
+    assert_same(copy_of(bank, "b"), expected)
+
+
+def test_where_copies_are_made_at_once_nothing_is_prefetched() -> None:
+    bank = Bank(SHAPES, 2, transfers=DirectTransfers())
+    bank.add("a", make_spec("a"))
+    bank.prefetch(["a"], keep=())
+    assert not is_resident(bank, "a")
+
+
+def test_layers_use_the_weights_themselves_beside_a_base_model_in_fp32() -> None:
+    bank, _ = make_bank(1, "a", compute_dtype=torch.float32)
+    (row,) = bank.acquire(["a"])
+    assert row.compute is None
+    row.refresh()
+
+
+@pytest.mark.parametrize("num_slots", [2, 3])
+def test_keys_published_evicted_and_prefetched_in_any_order_keep_their_bits(num_slots: int) -> None:
+    bank, _ = make_bank(num_slots, "abcd")
+    expected = {key: fill(bank, key, seed) for seed, key in enumerate("abcd")}
+    generator = torch.Generator().manual_seed(num_slots)
+    for _ in range(60):
+        action, index = torch.randint(4, (2,), generator=generator).tolist()
+        key = "abcd"[index]
+        if action == 0:
+            bank.acquire([key])
+        elif action == 1:
+            bank.prefetch([key], keep=())
+        elif action == 2:
+            bank.evict(key)
+        else:
+            bank.publish(key, f"version of {key}")
+            weights = expected[key].weights
+            assert weights is not None
+            assert torch.equal(bank.acquire([f"version of {key}"])[0].weights, weights)
+        other = "abcd"[(index + 1) % 4]
+        assert_same(copy_of(bank, other), expected[other])

@@ -1,0 +1,306 @@
+"""The commands that look into a pool, over real gRPC to a fake service: what they print, send, and say on failure."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from coordinator.base.errors import Code, ServiceError, not_found
+from tests.support.doors.door_thread import open_door
+from tests.support.doors.fake_service import KEY, FakeService
+from tinkerpool.cli.main import main
+from tinkerpool.credentials import Credentials, credentials_file, write_credentials
+from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, pool_pb2
+
+CHECKPOINT = "tinker://s1:train:0/weights/final"
+
+
+@dataclass
+class Done:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKERPOOL_HOME", str(tmp_path / "home"))
+    for name in ("TINKERPOOL_BASE_URL", "TINKERPOOL_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run_one(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["tinkerpool", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        code = ended.value.code
+        captured = capsys.readouterr()
+        return Done(code if isinstance(code, int) else 0, captured.out, captured.err)
+
+    return run_one
+
+
+@pytest.fixture
+def service() -> Iterator[FakeService]:
+    """A service that the commands find by the credentials file."""
+    fake = FakeService()
+    with open_door(fake) as url:
+        write_credentials(Credentials(url=url, api_key=KEY))
+        yield fake
+
+
+def pool_status() -> pool_pb2.GetPoolStatusResponse:
+    def entry(adapter_id: str, tenant: str, *, is_step: bool = False) -> pool_pb2.CycleEntry:
+        return pool_pb2.CycleEntry(adapter_id=adapter_id, tenant=tenant, num_tokens=600, is_step=is_step)
+
+    return pool_pb2.GetPoolStatusResponse(
+        workers=[
+            pool_pb2.Worker(worker_id="w0", base_model="kjv-2m", num_slots=16, num_adapters=3, is_live=True, pid=4711),
+            pool_pb2.Worker(worker_id="w1", base_model="kjv-2m", num_slots=16),
+        ],
+        num_queued=1,
+        num_running=2,
+        cycles=[
+            pool_pb2.Cycle(
+                cycle_id=41,
+                base_model="kjv-2m",
+                pass_seconds=0.0183,
+                entries=[entry("a", "alice"), entry("b", "alice", is_step=True), entry("", ""), entry("", "")],
+            )
+        ],
+        version="9.9",
+        epoch=3,
+        uptime_seconds=200,
+    )
+
+
+def test_status_shows_workers_queue_and_who_was_in_the_last_cycles(run: Run, service: FakeService) -> None:
+    service.answers["get_pool_status"] = pool_status()
+    done = run("status", "-n", "5")
+    assert done.code == 0, done.err
+    assert "tinkerpool 9.9" in done.out
+    assert "up 3.3 min" in done.out
+    assert "1 operation waiting, 2 running, 0 sample requests open" in done.out
+    assert "lost, being replaced" in done.out
+    assert "alice x2 +step, (others) x2" in done.out
+    assert "2,400" in done.out
+    [(_, _, request)] = service.calls
+    assert isinstance(request, pool_pb2.GetPoolStatusRequest)
+    assert request.num_cycles == 5
+
+
+def test_status_and_usage_print_json_for_scripts(run: Run, service: FakeService) -> None:
+    service.answers["get_pool_status"] = pool_status()
+    assert json.loads(run("status", "--json").out)["workers"][0]["num_slots"] == 16
+    service.answers["get_usage"] = pool_pb2.GetUsageResponse()
+    assert json.loads(run("usage", "--json").out) == {"rows": []}
+
+
+def test_watch_prints_a_line_for_each_cycle_and_ends_when_it_has_seen_enough(run: Run, service: FakeService) -> None:
+    service.answers["get_pool_status"] = pool_status()
+    cycles = [pool_pb2.WatchCyclesResponse(cycle=pool_pb2.Cycle(cycle_id=n, base_model="kjv-2m")) for n in (7, 8, 9)]
+    service.answers["watch_cycles"] = list(cycles)
+    done = run("watch", "-n", "2")
+    assert done.code == 0, done.err
+    assert [line.split()[1] for line in done.out.splitlines()] == ["#7", "#8"]
+    assert [json.loads(line)["cycle_id"] for line in run("watch", "-n", "3", "--json").out.splitlines()] == [
+        "7",
+        "8",
+        "9",
+    ]
+
+
+def test_watch_says_when_the_pool_shuts_down(run: Run, service: FakeService) -> None:
+    service.answers["get_pool_status"] = pool_status()
+    service.answers["watch_cycles"] = [
+        ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "the pool is shutting down", retry_delay_s=1)
+    ]
+    done = run("watch")
+    assert (done.code, "the pool is shutting down" in done.err) == (1, True)
+
+
+def test_usage_shows_each_kind_and_the_sum_of_each_tenant(run: Run, service: FakeService) -> None:
+    rows = [
+        pool_pb2.UsageRow(tenant="alice", kind=kind, num_operations=2, num_tokens=1500, engine_seconds=90)
+        for kind in ("forward_backward", "sample")
+    ]
+    service.answers["get_usage"] = pool_pb2.GetUsageResponse(rows=rows)
+    lines = run("usage").out.splitlines()
+    assert [line.split() for line in lines[2:]] == [
+        ["alice", "forward_backward", "2", "1,500", "1.5", "min"],
+        ["alice", "sample", "2", "1,500", "1.5", "min"],
+        ["alice", "all", "4", "3,000", "3.0", "min"],
+    ]
+
+
+def test_key_create_prints_the_key_alone_on_stdout(run: Run, service: FakeService) -> None:
+    service.answers["create_api_key"] = pool_pb2.CreateApiKeyResponse(key="tp_new")
+    done = run("key", "create", "bob", "--admin")
+    assert (done.code, done.out) == (0, "tp_new\n")
+    [(_, _, request)] = service.calls
+    assert request == pool_pb2.CreateApiKeyRequest(tenant="bob", is_admin=True)
+
+
+@pytest.mark.parametrize("given", ["0123456789ab", "tp_0123456789ab_secret_with_underscore", "tml-tp_0123456789ab_s"])
+def test_key_revoke_takes_an_id_or_a_whole_key_and_sends_only_the_id(
+    run: Run, service: FakeService, given: str
+) -> None:
+    service.answers["revoke_api_key"] = pool_pb2.RevokeApiKeyResponse()
+    assert run("key", "revoke", given).code == 0
+    assert service.calls[0][2] == pool_pb2.RevokeApiKeyRequest(key_id="0123456789ab")
+
+
+def test_key_list_shows_which_are_revoked(run: Run, service: FakeService) -> None:
+    keys = [pool_pb2.ApiKey(key_id="k1", tenant="a", is_admin=True), pool_pb2.ApiKey(key_id="k2", is_revoked=True)]
+    service.answers["list_api_keys"] = pool_pb2.ListApiKeysResponse(api_keys=keys)
+    lines = run("key", "list").out.splitlines()
+    assert "good" in lines[2]
+    assert "revoked" in lines[3]
+
+
+def test_adapter_list_goes_through_the_pages_up_to_its_limit(run: Run, service: FakeService) -> None:
+    async def page(_: object, request: adapters_pb2.ListAdaptersRequest) -> adapters_pb2.ListAdaptersResponse:
+        start = int(request.page_token or 0)
+        adapters = [
+            adapters_pb2.Adapter(adapter_id=f"s:train:{n}", next_seq=4, applied_seq=1) for n in (start, start + 1)
+        ]
+        return adapters_pb2.ListAdaptersResponse(adapters=adapters, next_page_token=str(start + 2))
+
+    service.answers["list_adapters"] = page
+    done = run("adapter", "list", "-n", "4")
+    assert [f"s:train:{n}" in done.out for n in range(5)] == [True] * 4 + [False]
+    assert "There are more" in done.err
+    assert len(service.calls) == 2
+
+
+def test_adapter_delete_asks_first(run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    service.answers["delete_adapter"] = adapters_pb2.DeleteAdapterResponse()
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    assert run("adapter", "delete", "s:train:0").code == 1
+    assert service.calls == []
+    assert run("adapter", "delete", "s:train:0", "--yes").code == 0
+    assert service.calls[0][0] == "delete_adapter"
+
+
+def test_checkpoint_list_shows_paths_whole(run: Run, service: FakeService) -> None:
+    path = f"tinker://{'s' * 36}:train:0/sampler_weights/{'n' * 60}"
+    checkpoint = checkpoints_pb2.Checkpoint(path=path, size_bytes=1_500_000, rank=8)
+    service.answers["list_checkpoints"] = checkpoints_pb2.ListCheckpointsResponse(checkpoints=[checkpoint])
+    done = run("checkpoint", "list")
+    assert path in done.out
+    assert "1.5 MB" in done.out
+
+
+def archive(*names: str) -> list[checkpoints_pb2.ExportCheckpointResponse]:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.size = 3
+            tar.addfile(info, io.BytesIO(b"abc"))
+    data = file.getvalue()
+    return [checkpoints_pb2.ExportCheckpointResponse(data=data[n : n + 1000]) for n in range(0, len(data), 1000)]
+
+
+def test_checkpoint_export_writes_a_directory_whole_or_not_at_all(
+    run: Run, service: FakeService, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out" / "peft"
+    service.answers["export_checkpoint"] = list(archive("adapter_config.json", "adapter_model.safetensors"))
+    assert run("checkpoint", "export", CHECKPOINT, str(folder)).code == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert "is not an empty directory" in run("checkpoint", "export", CHECKPOINT, str(folder)).err
+
+    service.answers["export_checkpoint"] = list(archive("good", "../evil"))
+    done = run("checkpoint", "export", CHECKPOINT, str(tmp_path / "out" / "evil"))
+    assert (done.code, "no plain file" in done.err) == (1, True)
+    service.answers["export_checkpoint"] = [*archive("good")[:1], not_found("checkpoint", CHECKPOINT)]
+    assert run("checkpoint", "export", CHECKPOINT, str(tmp_path / "out" / "half")).code == 1
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["peft"]
+
+
+def test_a_malformed_path_is_refused_before_anybody_is_asked(run: Run) -> None:
+    done = run("checkpoint", "delete", "weights/final", "--yes")
+    assert (done.code, done.err.startswith("Error: a checkpoint path begins with tinker://")) == (1, True)
+
+
+def test_without_a_pool_it_says_how_to_start_one(run: Run) -> None:
+    done = run("status")
+    assert done.code == 1
+    assert "no pool was started on this machine yet" in done.err
+    write_credentials(Credentials(url="http://127.0.0.1:1", api_key=KEY))
+    done = run("status")
+    assert done == Done(1, "", "Error: no pool is running at http://127.0.0.1:1; start one with `tinkerpool up`\n")
+
+
+@pytest.mark.parametrize(
+    ("refusal", "sentence"),
+    [
+        (not_found("adapter", "s:train:0"), "Error: no adapter 's:train:0': check the name and the API key\n"),
+        (ServiceError(Code.UNIMPLEMENTED, "", ""), "one of another version"),
+        (RuntimeError("secret"), "Error: internal error"),
+    ],
+)
+def test_a_refusal_is_one_sentence(run: Run, service: FakeService, refusal: Exception, sentence: str) -> None:
+    service.answers["delete_adapter"] = refusal
+    done = run("adapter", "delete", "s:train:0", "-y")
+    assert done.code == 1
+    assert sentence in done.err
+    assert "secret" not in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_wrong_key_says_where_it_came_from(run: Run, service: FakeService) -> None:
+    assert "from --api-key or TINKERPOOL_API_KEY" in run("status", "--api-key", "tp_wrong").err
+    write_credentials(Credentials(url=json.loads(credentials_file().read_text())["url"], api_key="tp_old"))
+    assert f"from {credentials_file()}" in run("status").err
+
+
+def test_a_broken_credentials_file_and_a_malformed_url_are_said(run: Run) -> None:
+    assert "http://127.0.0.1:7600" in run("status", "--url", "ftp://x", "--api-key", "k").err
+    credentials_file().parent.mkdir(parents=True)
+    credentials_file().write_text("{")
+    assert str(credentials_file()) in run("status").err
+
+
+def test_help_teaches_and_lists_every_command_in_its_group(run: Run) -> None:
+    out = run("--help").out
+    assert (
+        out.index("Try it on this machine") < out.index("Run a pool") < out.index("Look into") < out.index("Administer")
+    )
+    groups = (
+        ("serve", "up", "down", "logs"),
+        ("status", "watch", "usage"),
+        ("adapter", "checkpoint"),
+        ("key", "version"),
+    )
+    for command in (command for group in groups for command in group):
+        assert f" {command} " in out
+
+
+def test_version_needs_no_pool(run: Run) -> None:
+    assert run("version").out == run("--version").out
+    assert run("version").out.startswith("tinkerpool 0.")
+
+
+def test_a_missing_library_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.cli._LIBRARIES", ("json", "no_such_library"))
+    done = run("serve")
+    assert (done.code, "no_such_library not found" in done.err, "tinkerpool[pool]" in done.err) == (1, True, True)
+    monkeypatch.delitem(sys.modules, "tinkerpool.cli.app", raising=False)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    assert "pip install 'tinkerpool[cli]'" in run("status").err

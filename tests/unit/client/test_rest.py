@@ -1,0 +1,143 @@
+"""Listings, exports and the rest, over a fake pool."""
+
+import io
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.doors.fake_transport import UNREACHABLE, FakePool
+from tinkerpool import ServiceClient
+from tinkerpool.client.archive import ArchiveFile
+from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, operations_pb2, pool_pb2, sessions_pb2
+
+
+@pytest.fixture
+def pool() -> FakePool:
+    return FakePool()
+
+
+@pytest.fixture
+def service(pool: FakePool) -> Iterator[ServiceClient]:
+    with ServiceClient(transport=pool) as service:
+        yield service
+
+
+def test_listings_are_put_together_from_pages(pool: FakePool, service: ServiceClient) -> None:
+    adapters = [adapters_pb2.Adapter(adapter_id=f"s:train:{i}", base_model="toy", rank=8) for i in range(25)]
+
+    def page(request: adapters_pb2.ListAdaptersRequest) -> adapters_pb2.ListAdaptersResponse:
+        start = int(request.page_token or 0)
+        end = start + min(request.page_size, 10)
+        token = str(end) if end < len(adapters) else ""
+        return adapters_pb2.ListAdaptersResponse(adapters=adapters[start:end], next_page_token=token)
+
+    pool.handlers["ListAdapters"] = page
+    rest = service.create_rest_client()
+    runs = rest.list_training_runs(limit=12, offset=5).result(5).training_runs
+    assert [run.training_run_id for run in runs] == [f"s:train:{i}" for i in range(5, 17)]
+    assert len(rest.list_training_runs(limit=1000).result(5).training_runs) == 25
+    assert rest.list_training_runs(offset=30).result(5).training_runs == []
+    with pytest.raises(ValueError, match="limit"):
+        rest.list_training_runs(limit=0).result(5)
+
+
+def tar_of(*members: tuple[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def test_an_export_that_breaks_starts_again_and_is_whole(
+    pool: FakePool, service: ServiceClient, tmp_path: Path
+) -> None:
+    archive = tar_of(("adapter_config.json", b"{}"), ("adapter_model.safetensors", b"x" * 5000))
+    pieces: list[Any] = [
+        checkpoints_pb2.ExportCheckpointResponse(data=archive[i : i + 999]) for i in range(0, len(archive), 999)
+    ]
+    attempts = [[*pieces[:2], UNREACHABLE], pieces]
+    pool.handlers["ExportCheckpoint"] = lambda request: attempts.pop(0)
+    target = tmp_path / "deep" / "adapter"
+    rest = service.create_rest_client()
+    assert rest.export_checkpoint("tinker://a:train:0/weights/x", target).result(5) == target
+    assert {path.name: path.stat().st_size for path in target.iterdir()} == {
+        "adapter_config.json": 2,
+        "adapter_model.safetensors": 5000,
+    }
+    assert [path.name for path in target.parent.iterdir()] == ["adapter"]
+    with pytest.raises(FileExistsError):
+        rest.export_checkpoint("tinker://a:train:0/weights/x", target).result(5)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/outside", "a/../../outside"])
+def test_an_archive_cannot_write_outside_its_directory(tmp_path: Path, name: str) -> None:
+    with ArchiveFile(tmp_path / "new") as archive:
+        archive.write(tar_of((name, b"x")))
+        with pytest.raises(ValueError, match="no plain file"):
+            archive.unpack()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_archive_with_a_link_is_refused(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    with ArchiveFile(tmp_path / "new") as file:
+        file.write(buffer.getvalue())
+        with pytest.raises(ValueError, match="no plain file"):
+            file.unpack()
+
+
+def test_cycles_are_watched_across_broken_streams(pool: FakePool, service: ServiceClient) -> None:
+    cycles = [pool_pb2.WatchCyclesResponse(cycle=pool_pb2.Cycle(cycle_id=i)) for i in range(4)]
+    attempts: list[Any] = [[cycles[0], UNREACHABLE], [cycles[2], cycles[3]]]
+    pool.handlers["WatchCycles"] = lambda request: attempts.pop(0)
+    assert [cycle.cycle_id for cycle in service.create_rest_client().watch_cycles()] == [0, 2, 3]
+
+
+def test_the_rest_client_asks_for_what_it_is_named_after(pool: FakePool, service: ServiceClient) -> None:
+    path = "tinker://s:train:0/weights/x"
+    checkpoint = checkpoints_pb2.Checkpoint(
+        path=path, kind=checkpoints_pb2.CHECKPOINT_KIND_TRAINING, base_model="toy", rank=8, size_bytes=5
+    )
+    session = sessions_pb2.Session(session_id="s", adapter_ids=["s:train:0"], is_live=True)
+    adapter = adapters_pb2.Adapter(adapter_id="s:train:0", rank=8, applied_seq=4)
+    operation = operations_pb2.Operation(name="s:train:0:1")
+    pool.handlers |= {
+        "GetCheckpoint": lambda r: checkpoints_pb2.GetCheckpointResponse(checkpoint=checkpoint),
+        "ListCheckpoints": lambda r: checkpoints_pb2.ListCheckpointsResponse(checkpoints=[checkpoint]),
+        "DeleteCheckpoint": lambda r: checkpoints_pb2.DeleteCheckpointResponse(),
+        "GetSession": lambda r: sessions_pb2.GetSessionResponse(session=session),
+        "ListSessions": lambda r: sessions_pb2.ListSessionsResponse(sessions=[session]),
+        "GetAdapter": lambda r: adapters_pb2.GetAdapterResponse(adapter=adapter),
+        "DeleteAdapter": lambda r: adapters_pb2.DeleteAdapterResponse(),
+        "GetOperation": lambda r: operations_pb2.GetOperationResponse(operation=operation),
+        "CancelOperation": lambda r: operations_pb2.CancelOperationResponse(operation=operation),
+        "GetPoolStatus": lambda r: pool_pb2.GetPoolStatusResponse(epoch=3),
+        "GetUsage": lambda r: pool_pb2.GetUsageResponse(rows=[pool_pb2.UsageRow(tenant="alice")]),
+    }
+    rest = service.create_rest_client()
+    found = rest.get_checkpoint(path).result(5)
+    assert (found.checkpoint_id, found.checkpoint_type, found.size_bytes) == ("weights/x", "training", 5)
+    assert rest.list_checkpoints("s:train:0").result(5).checkpoints == [found]
+    assert rest.list_user_checkpoints().result(5).checkpoints == [found]
+    rest.delete_checkpoint("s:train:0", "weights/x").result(5)
+    assert pool.requests("DeleteCheckpoint")[0].path == path
+    assert rest.get_session("s").result(5).training_run_ids == ["s:train:0"]
+    assert rest.list_sessions().result(5).sessions == ["s"]
+    assert rest.get_training_run_by_tinker_path(path).result(5).num_operations == 4
+    rest.delete_training_run("s:train:0").result(5)
+    assert rest.get_operation("s:train:0:1").result(5) == operation
+    assert rest.cancel_operation("s:train:0:1").result(5) == operation
+    assert rest.get_pool_status(num_cycles=3).result(5).epoch == 3
+    assert rest.get_usage().result(5).rows[0].tenant == "alice"
+    with pytest.raises(ValueError, match="checkpoint path"):
+        rest.get_training_run_by_tinker_path("s:train:0")

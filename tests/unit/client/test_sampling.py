@@ -1,0 +1,255 @@
+"""Sampling and streaming, over a fake pool."""
+
+import asyncio
+import gc
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.doors.fake_transport import UNREACHABLE, FakePool, sample_operation
+from tinkerpool import ModelInput, SampledSequence, SamplingClient, SamplingParams, ServiceClient, TensorData
+from tinkerpool.client.background import shared_loop
+from tinkerpool.convert import from_tensor, to_tensor
+from tinkerpool.types import PromptAltTokens
+from tinkerpool.v1 import operations_pb2, sampling_pb2
+
+PROMPT = ModelInput.from_ints([1, 2])
+
+
+@pytest.fixture
+def pool() -> FakePool:
+    return FakePool()
+
+
+@pytest.fixture
+def service(pool: FakePool) -> Iterator[ServiceClient]:
+    with ServiceClient(transport=pool) as service:
+        yield service
+
+
+@pytest.fixture
+def sampler(service: ServiceClient) -> SamplingClient:
+    return service.create_sampling_client(base_model="toy")
+
+
+def test_samples_have_no_order_and_each_has_its_number(pool: FakePool, sampler: SamplingClient) -> None:
+    pool.lost_replies = {"Sample": 1}
+    responses = [sampler.sample(PROMPT, 2, SamplingParams(max_tokens=3)) for _ in range(300)]
+    expected = SampledSequence(stop_reason="length", tokens=[0, 1, 2], logprobs=[-1, -1, -1])
+    assert all(future.result(10).sequences == [expected, expected] for future in responses)
+    assert {request.seq for request in pool.requests("Sample")} == set(range(1, 301))
+    with pytest.raises(ValueError, match="num_samples"):
+        sampler.sample(PROMPT, 0, SamplingParams())
+
+
+def test_prompt_logprobs_begin_with_none(pool: FakePool, sampler: SamplingClient) -> None:
+    operation = sample_operation("x", 1, 1)
+    operation.sample.prompt_logprobs.CopyFrom(to_tensor(np.array([np.nan, -2], np.float32)))
+    pool.handlers["Sample"] = lambda request: sampling_pb2.SampleResponse(operation=operation)
+    assert sampler.compute_logprobs(PROMPT).result(5) == [None, -2.0]
+    [request] = pool.requests("Sample")
+    assert (request.include_prompt_logprobs, request.num_samples, request.params.max_tokens) == (True, 1, 1)
+    assert (request.prompt_logprobs_last_n, request.HasField("prompt_targets")) == (0, False)
+    assert sampler.compute_logprobs(PROMPT, 1).result(5) == [None, -2.0]
+    assert pool.requests("Sample")[1].prompt_logprobs_last_n == 1
+
+
+def test_everything_that_can_be_asked_is_asked_and_answered_as_in_the_sdk(
+    pool: FakePool, sampler: SamplingClient
+) -> None:
+    operation = sample_operation("x", 1, 1)
+    result, nan = operation.sample, float("nan")
+    result.sequences[0].topk.CopyFrom(topk([[4, 5]], [[-1, -2]]))
+    result.topk_prompt.CopyFrom(topk([[0, 0], [6, 7]], [[nan, nan], [-3, -4]]))
+    result.prompt_target_logprobs.CopyFrom(to_tensor(np.array([[-0.5, nan]], np.float32)))
+    result.prompt_alt_tokens.CopyFrom(topk([[8, 8, 9]], [[-1, -1, -2]]))
+    result.num_cached_prompt_tokens = 1
+    pool.handlers["Sample"] = lambda request: sampling_pb2.SampleResponse(operation=operation)
+    params = SamplingParams(max_tokens=1)
+    targets = TensorData([[3, -1]])
+    for future in (
+        sampler.sample(PROMPT, 1, params, True, 2, 2, targets, 3, 1),
+        sampler._connection.start(sampler.sample_async(PROMPT, 1, params, True, 2, 2, [[3, -1]], 3, 1)),
+    ):
+        response = future.result(5)
+        assert response.sequences[0].topk_logprobs == [[(4, -1.0), (5, -2.0)]]
+        assert response.topk_prompt_logprobs == [None, [(6, -3.0), (7, -4.0)]]
+        assert response.target_prompt_logprobs == TensorData([[-0.5, 0.0]])
+        assert response.prompt_alt_tokens == PromptAltTokens(
+            tokens=TensorData([[8, 8, 9]]), logprobs=TensorData([[-1.0, -1.0, -2.0]])
+        )
+        assert response.prompt_cache_hit_tokens == 1
+    for request in pool.requests("Sample"):
+        assert (request.include_prompt_logprobs, request.prompt_logprobs_last_n) == (True, 1)
+        assert (request.topk_prompt_logprobs, request.topk_sample_logprobs, request.prompt_alt_tokens_k) == (2, 2, 3)
+        assert from_tensor(request.prompt_targets).tolist() == [[3, -1]]
+
+
+def topk(token_ids: Any, logprobs: Any) -> operations_pb2.TokenLogprobs:
+    tokens, floats = np.array(token_ids, np.int32), np.array(logprobs, np.float32)
+    return operations_pb2.TokenLogprobs(token_ids=to_tensor(tokens), logprobs=to_tensor(floats))
+
+
+@pytest.mark.parametrize("targets", [[1, 2], [[0.5]], np.ones((1, 1, 1), np.int64)])
+def test_targets_that_are_no_matrix_of_tokens_are_refused_before_they_are_sent(
+    pool: FakePool, sampler: SamplingClient, targets: Any
+) -> None:
+    with pytest.raises(ValueError, match="target_prompt_logprobs are token ids of shape"):
+        sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1), target_prompt_logprobs=targets)
+    for last_n in (0, -1):
+        with pytest.raises(ValueError, match="at least 1, or None for all"):
+            sampler.compute_logprobs(PROMPT, last_n)
+    assert not pool.requests("Sample")
+
+
+def test_two_thousand_samples_wait_at_once_and_need_no_thread_each(pool: FakePool, sampler: SamplingClient) -> None:
+    pool.is_held = True
+    before = threading.active_count()
+    futures = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2)) for _ in range(2000)]
+    wait_until(lambda: len(pool.requests("Sample")) == 2000)
+    assert threading.active_count() == before
+    assert not any(future.done() for future in futures)
+    pool.is_held = False
+    for operation in list(pool.operations.values()):
+        operation.CopyFrom(sample_operation(operation.name, 1, 2))
+    shared_loop().loop.call_soon_threadsafe(pool.release)
+    assert all(future.result(20).sequences[0].tokens == [0, 1] for future in futures)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_cancelled_sample_is_cancelled_in_the_pool(pool: FakePool, sampler: SamplingClient) -> None:
+    pool.is_held = True
+    future = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=3))
+    time.sleep(0.05)
+    assert future.cancel()
+    time.sleep(0.05)
+    assert [request.name for request in pool.requests("CancelOperation")] == [f"{sampler.sampler_id}:1"]
+
+
+def test_a_sample_that_is_cancelled_on_its_way_is_cancelled_in_the_pool_too(
+    pool: FakePool, sampler: SamplingClient
+) -> None:
+    """It may have arrived: whether it did, its sender cannot know."""
+    pool.delay_of = lambda name, request: 30.0 if name == "Sample" else 0.0
+    future = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=3))
+    time.sleep(0.05)
+    assert future.cancel()
+    wait_until(lambda: bool(pool.requests("CancelOperation")))
+    assert pool.requests("CancelOperation")[0].name == f"{sampler.sampler_id}:1"
+
+
+def endless(pool: FakePool) -> None:
+    """Let a stream have one token of a sample that never ends."""
+
+    def events(request: Any) -> Iterator[Any]:
+        yield token(0, 5)
+        while True:
+            yield token(0, 6)
+
+    pool.handlers["StreamSample"] = events
+
+
+@pytest.mark.parametrize("how", ["close", "block", "forget"])
+def test_a_stream_that_nobody_reads_on_cancels_its_sample(pool: FakePool, sampler: SamplingClient, how: str) -> None:
+    endless(pool)
+    stream = sampler.sample_stream(PROMPT, 1, SamplingParams(max_tokens=3))
+    assert next(stream).token == 5
+    if how == "close":
+        stream.close()
+        stream.close()
+        assert list(stream) == []
+    elif how == "block":
+        with stream:
+            assert next(stream).token == 6
+    else:
+        del stream
+        gc.collect()
+    wait_until(lambda: bool(pool.requests("CancelOperation")))
+    assert [request.name for request in pool.requests("CancelOperation")] == [f"{sampler.sampler_id}:1"]
+
+
+async def test_a_coroutine_that_stops_waiting_for_a_token_cancels_the_sample(
+    pool: FakePool, sampler: SamplingClient
+) -> None:
+    pool.delay_of = lambda name, request: 0.0
+    pool.handlers["StreamSample"] = lambda request: [token(0, 5), UNREACHABLE]
+    pool.is_held = True
+    stream = sampler.sample_stream(PROMPT, 1, SamplingParams(max_tokens=3))
+    assert (await anext(stream)).token == 5
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(stream), 0.5)
+    await asyncio.to_thread(wait_until, lambda: bool(pool.requests("CancelOperation")))
+
+
+def test_a_stream_is_closed_under_who_waits_for_its_next_token(pool: FakePool, sampler: SamplingClient) -> None:
+    pool.handlers["StreamSample"] = lambda request: [token(0, 5), UNREACHABLE]
+    pool.is_held = True
+    stream = sampler.sample_stream(PROMPT, 1, SamplingParams(max_tokens=3))
+    seen: list[int] = []
+    reader = threading.Thread(target=lambda: seen.extend(each.token for each in stream))
+    reader.start()
+    wait_until(lambda: bool(pool.requests("Sample")))  # the stream broke, and the rest is waited for
+    stream.close()
+    reader.join(10)
+    assert not reader.is_alive()
+    assert seen == [5]
+    wait_until(lambda: bool(pool.requests("CancelOperation")))
+
+
+async def test_a_stream_that_has_ended_cancels_nothing(pool: FakePool, sampler: SamplingClient) -> None:
+    finished = sampling_pb2.StreamSampleResponse(operation=sample_operation("x", 1, 2))
+    pool.handlers["StreamSample"] = lambda request: [token(0, 0), finished]
+    async with sampler.sample_stream(PROMPT, 1, SamplingParams(max_tokens=2)) as stream:
+        assert [t.token async for t in stream] == [0, 1]
+    unread = sampler.sample_stream(PROMPT, 1, SamplingParams(max_tokens=2))
+    unread.close()
+    await asyncio.sleep(0.05)
+    assert pool.requests("CancelOperation") == []
+
+
+def test_a_client_whose_transport_is_its_own_cannot_be_copied(sampler: SamplingClient) -> None:
+    with pytest.raises(TypeError, match="transport of its own"):
+        pickle.dumps(sampler)
+    for handle in ("", "x", "e30=", "bnVsbA=="):
+        with pytest.raises(ValueError, match="this is no sampler handle"):
+            SamplingClient.from_sampler_handle(handle, api_key="k")
+
+
+def token(index: int, value: int) -> sampling_pb2.StreamSampleResponse:
+    return sampling_pb2.StreamSampleResponse(
+        token=sampling_pb2.SampledToken(sequence_index=index, token=value, logprob=-1)
+    )
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_stream_gives_every_token_once_also_if_it_breaks(
+    pool: FakePool, sampler: SamplingClient, is_broken: bool
+) -> None:
+    finished = sampling_pb2.StreamSampleResponse(operation=sample_operation("x", 2, 3))
+    events: list[Any] = [token(0, 0), token(1, 0), token(0, 1)]
+    events += [UNREACHABLE] if is_broken else [token(1, 1), token(0, 2), token(1, 2), finished]
+    pool.handlers["StreamSample"] = lambda request: events
+    tokens = list(sampler.sample_stream(PROMPT, 2, SamplingParams(max_tokens=3)))
+    for index in (0, 1):
+        assert [t.token for t in tokens if t.sequence_index == index] == [0, 1, 2]
+    assert len(pool.requests("Sample")) == is_broken
+    if is_broken:
+        assert pool.requests("Sample")[0] == pool.requests("StreamSample")[0].request
+
+
+async def test_a_stream_is_read_by_coroutines_too(pool: FakePool, sampler: SamplingClient) -> None:
+    finished = sampling_pb2.StreamSampleResponse(operation=sample_operation("x", 1, 2))
+    pool.handlers["StreamSample"] = lambda request: [token(0, 0), finished]
+    stream = sampler.sample_stream(PROMPT, 1, SamplingParams(max_tokens=2))
+    assert [t.token async for t in stream] == [0, 1]

@@ -1,0 +1,207 @@
+"""ServiceClient: finding the pool, the session, and what it creates; sampling; the rest client."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tinkerpool
+from tests.support.doors.fake_transport import SESSION_ID, UNREACHABLE, FakePool
+from tinkerpool import ModelInput, SamplingClient, SamplingParams, ServiceClient, errors
+from tinkerpool.client import session as session_module
+from tinkerpool.client.discovery import find_service
+from tinkerpool.credentials import Credentials, write_credentials
+from tinkerpool.v1 import (
+    adapters_pb2,
+    sessions_pb2,
+)
+
+PROMPT = ModelInput.from_ints([1, 2])
+
+
+@pytest.fixture
+def pool() -> FakePool:
+    return FakePool()
+
+
+@pytest.fixture
+def service(pool: FakePool) -> Iterator[ServiceClient]:
+    with ServiceClient(transport=pool) as service:
+        yield service
+
+
+@pytest.fixture
+def sampler(service: ServiceClient) -> SamplingClient:
+    return service.create_sampling_client(base_model="toy")
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKERPOOL_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("TINKERPOOL_BASE_URL", raising=False)
+    monkeypatch.delenv("TINKERPOOL_API_KEY", raising=False)
+
+
+def test_arguments_come_before_environment_before_what_a_local_pool_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_credentials(Credentials(url="http://127.0.0.1:7777", api_key="left"))
+    assert find_service(None, None) == ("http://127.0.0.1:7777", "left")
+    monkeypatch.setenv("TINKERPOOL_BASE_URL", "http://127.0.0.1:8888")
+    monkeypatch.setenv("TINKERPOOL_API_KEY", "environment")
+    assert find_service(None, None) == ("http://127.0.0.1:8888", "environment")
+    assert find_service("host:1", "argument") == ("host:1", "argument")
+
+
+def test_a_key_that_a_pool_left_goes_to_that_pool_only() -> None:
+    with pytest.raises(errors.ConfigurationError, match="no API key for"):
+        find_service(None, None)
+    write_credentials(Credentials(url="http://127.0.0.1:7777", api_key="left"))
+    assert find_service("127.0.0.1:7777", None) == ("127.0.0.1:7777", "left")
+    with pytest.raises(errors.ConfigurationError, match="no API key for http://elsewhere:7777"):
+        find_service("http://elsewhere:7777", None)
+
+
+def test_a_broken_credentials_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "credentials.json").write_text("x")
+    with pytest.raises(errors.ConfigurationError, match=r"credentials\.json"):
+        ServiceClient()
+
+
+def test_making_a_client_makes_no_call_and_one_session_serves_all(pool: FakePool) -> None:
+    service = ServiceClient(transport=pool, user_metadata={"run": "7"})
+    assert pool.calls == []
+    service.create_lora_training_client()
+    service.create_lora_training_client()
+    service.create_sampling_client(base_model="toy")
+    assert [dict(request.user_metadata) for request in pool.requests("CreateSession")] == [{"run": "7"}]
+    service.close()
+    service.close()
+    assert [request.session_id for request in pool.requests("FinishSession")] == [SESSION_ID]
+    with pytest.raises(errors.ClientClosed):
+        service.get_server_capabilities()
+
+
+def test_a_lost_reply_makes_no_second_session_or_adapter(pool: FakePool, service: ServiceClient) -> None:
+    pool.lost_replies = {"CreateSession": 1, "CreateAdapter": 1, "CreateSampler": 1}
+    service.create_lora_training_client()
+    service.create_sampling_client(base_model="toy")
+    for name in ("CreateSession", "CreateAdapter", "CreateSampler"):
+        first, second = pool.requests(name)
+        assert first.request_id
+        assert first == second
+
+
+def test_the_session_is_kept_alive_until_it_ends(pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "HEARTBEAT_INTERVAL_S", 0.01)
+    ended = errors.api_error(errors.Code.FAILED_PRECONDITION, "expired", reason="SESSION_ENDED")
+    pool.handlers["Heartbeat"] = lambda request: sessions_pb2.HeartbeatResponse()
+    pool.faults = {"Heartbeat": [UNREACHABLE, UNREACHABLE]}
+    with ServiceClient(transport=pool) as service:
+        service.create_lora_training_client()
+        time.sleep(0.2)
+        assert len(pool.requests("Heartbeat")) > 3
+        pool.faults = {"Heartbeat": [ended]}
+        time.sleep(0.1)
+        num_beats = len(pool.requests("Heartbeat"))
+        time.sleep(0.1)
+        assert len(pool.requests("Heartbeat")) == num_beats
+
+
+def test_settings_of_an_adapter_are_sent_as_given(pool: FakePool, service: ServiceClient) -> None:
+    service.create_lora_training_client("toy", 8, 5, train_mlp=False, user_metadata={"a": "b"}, alpha=16)
+    service.create_lora_training_client()
+    service.create_training_client_from_state("tinker://x/weights/a")
+    service.create_training_client_from_state_with_optimizer("tinker://x/weights/a")
+    given, default, from_state, resumed = pool.requests("CreateAdapter")
+    assert (given.base_model, given.rank, given.seed, given.alpha) == ("toy", 8, 5, 16)
+    assert (given.train_mlp, given.train_attn, given.train_unembed) == (False, True, True)
+    assert (default.base_model, default.rank, default.HasField("seed"), default.HasField("alpha")) == (
+        "toy",
+        0,
+        False,
+        False,
+    )
+    assert (from_state.from_path, from_state.with_optimizer) == ("tinker://x/weights/a", False)
+    assert (resumed.with_optimizer, resumed.base_model, resumed.HasField("train_mlp")) == (True, "", False)
+
+
+def test_a_pool_with_several_models_wants_a_name(pool: FakePool, service: ServiceClient) -> None:
+    pool.model_names = ("one", "two")
+    with pytest.raises(ValueError, match="one, two"):
+        service.create_lora_training_client()
+    with pytest.raises(ValueError, match="one, two"):
+        service.create_sampling_client()
+
+
+def test_a_training_client_goes_on_where_another_stopped(pool: FakePool, service: ServiceClient) -> None:
+    adapter = adapters_pb2.Adapter(adapter_id="x:train:0", base_model="toy", next_seq=8)
+    pool.handlers["GetAdapter"] = lambda request: adapters_pb2.GetAdapterResponse(adapter=adapter)
+    pool.applied = list(range(1, 8))
+    service.get_training_client("x:train:0").optim_step().result(5)
+    assert [request.seq for request in pool.requests("OptimStep")] == [8]
+
+
+async def test_creation_has_async_twins(pool: FakePool) -> None:
+    async with ServiceClient(transport=pool) as service:
+        first = await service.create_lora_training_client_async()
+        second = await service.create_training_client_from_state_async("tinker://x/weights/a")
+        third = await service.create_training_client_from_state_with_optimizer_async("tinker://x/weights/a")
+        assert [client.model_id[-1] for client in (first, second, third)] == ["0", "1", "2"]
+        sampler = await service.create_sampling_client_async("tinker://x/weights/a")
+        response = await sampler.sample_async(PROMPT, 1, SamplingParams(max_tokens=2))
+        assert response.sequences[0].tokens == [0, 1]
+        assert (await service.get_server_capabilities_async()).supported_models[0].model_name == "toy"
+    assert pool.num_closed == 1
+
+
+def test_a_thousand_waits_need_no_thread_each(pool: FakePool, service: ServiceClient) -> None:
+    pool.is_held = True
+    client = service.create_lora_training_client()
+    before = threading.active_count()
+    futures = [client.optim_step() for _ in range(1000)]
+    time.sleep(0.2)
+    assert threading.active_count() <= before + 1
+    client._connection._background.loop.call_soon_threadsafe(pool.release)
+    assert futures[-1].result(10).metrics == {"grad_norm:last": 1}
+    waits = [names for name, names in pool.calls if name == "WaitOperations"]
+    assert len(waits) < 200
+
+
+def test_public_names_are_sorted_and_exist() -> None:
+    assert tinkerpool.__all__ == sorted(tinkerpool.__all__)
+    assert all(hasattr(tinkerpool, name) for name in tinkerpool.__all__)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = tinkerpool.nothing  # type: ignore[attr-defined]
+
+
+# A finder that refuses what a user's laptop may lack, then the whole light client.
+IMPORT_WITHOUT = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in set(sys.argv[1].split(",")):
+            raise ImportError(f"{name} is not installed here")
+sys.meta_path.insert(0, Absent())
+import tinkerpool
+assert all(hasattr(tinkerpool, name) for name in tinkerpool.__all__)
+client = tinkerpool.ServiceClient("127.0.0.1:1", "key")
+tinkerpool.Datum([1, 2], {"target_tokens": [2, 3], "weights": [1, 1]})
+"""
+
+
+def test_the_client_works_where_only_its_own_dependencies_are_installed() -> None:
+    absent = "torch,ray,transformers,tokenizers,safetensors,peft,typer,rich,coordinator,workers"
+    command = [sys.executable, "-c", IMPORT_WITHOUT, absent]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stderr
+
+
+async def test_a_client_serves_a_user_who_blocks_their_own_loop(pool: FakePool, service: ServiceClient) -> None:
+    await asyncio.sleep(0)
+    client = service.create_lora_training_client()
+    assert client.optim_step().result(5).metrics == {"grad_norm:last": 1}

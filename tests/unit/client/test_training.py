@@ -1,0 +1,322 @@
+"""Order, retries and custom losses of a training client, over a fake pool."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.doors.fake_transport import UNREACHABLE, FakePool
+from tinkerpool import AdamParams, Datum, ModelInput, OperationFailed, ServiceClient, TrainingClient, errors
+from tinkerpool.client import batches, ordering
+from tinkerpool.convert import from_tensor
+from tinkerpool.v1 import operations_pb2, training_pb2
+
+MODEL_ID = "5e55:train:0"
+
+
+@pytest.fixture
+def pool() -> FakePool:
+    return FakePool()
+
+
+@pytest.fixture
+def client(pool: FakePool) -> Iterator[TrainingClient]:
+    with ServiceClient(transport=pool) as service:
+        yield service.create_lora_training_client()
+
+
+def datum(*targets: int, weight: float = 1.0) -> Datum:
+    return Datum([1] * len(targets), {"target_tokens": list(targets), "weights": [weight] * len(targets)})
+
+
+def seqs(pool: FakePool, name: str) -> list[int]:
+    return [request.seq for request in pool.requests(name)]
+
+
+def test_calls_return_at_once_and_results_come_later(pool: FakePool, client: TrainingClient) -> None:
+    pool.is_held = True
+    future, step = client.forward_backward([datum(1, 2)], "cross_entropy"), client.optim_step()
+    time.sleep(0.05)
+    assert not future.done()
+    client._connection._background.loop.call_soon_threadsafe(pool.release)
+    assert step.result(5).metrics == {"grad_norm:last": 1}
+    output = future.result(5)
+    assert output.loss_fn_outputs[0]["logprobs"].tolist() == pytest.approx([-0.2, -0.3])
+    assert output.metrics == {"loss:sum": pytest.approx(0.5), "clock_cycle:unique": 101}
+
+
+def test_places_count_from_one_whatever_the_operation(pool: FakePool, client: TrainingClient) -> None:
+    futures: list[Any] = [
+        client.forward([datum(1)], "cross_entropy"),
+        client.train_step([datum(1)], "cross_entropy", AdamParams(learning_rate=0.5)),
+        client.save_state("a"),
+        client.load_state("tinker://x/weights/a"),
+        client.load_state_with_optimizer("tinker://x/weights/a"),
+        client.save_weights_for_sampler("b"),
+        client.optim_step(),
+    ]
+    results = [future.result(5) for future in futures]
+    assert pool.applied == list(range(1, 9))
+    assert results[2].path == f"tinker://{MODEL_ID}/weights/a"
+    assert results[5].path == f"tinker://{MODEL_ID}/sampler_weights/b"
+    assert [request.with_optimizer for request in pool.requests("LoadState")] == [False, True]
+    assert pool.requests("TrainStep")[0].adam.learning_rate == 0.5
+
+
+def test_each_thread_keeps_its_order_and_no_place_is_taken_twice(pool: FakePool, client: TrainingClient) -> None:
+    def work(thread: int) -> None:
+        for step in range(30):
+            client.forward_backward([datum(thread, step)], "cross_entropy")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    client.optim_step().result(10)
+    assert pool.applied == list(range(1, 242))
+    sent = sorted(pool.requests("ForwardBackward"), key=lambda request: request.seq)
+    pairs = [from_tensor(request.data[0].loss_inputs["target_tokens"]).tolist() for request in sent]
+    for i in range(8):
+        assert [step for number, step in pairs if number == i] == list(range(30))
+
+
+def test_requests_that_overtake_each_other_run_in_order(pool: FakePool, client: TrainingClient) -> None:
+    pool.delay_of = lambda name, request: 0.02 if getattr(request, "seq", 0) == 1 else 0.0
+    client.forward_backward([datum(1)], "cross_entropy")
+    client.optim_step().result(5)
+    assert [name for name, _ in pool.calls if name in {"ForwardBackward", "OptimStep"}] == [
+        "OptimStep",
+        "ForwardBackward",
+    ]
+    assert pool.applied == [1, 2]
+
+
+def test_a_lost_reply_is_answered_by_the_same_request_and_applied_once(pool: FakePool, client: TrainingClient) -> None:
+    pool.lost_replies = {"ForwardBackward": 2, "OptimStep": 1}
+    output = client.forward_backward([datum(1, 2)], "cross_entropy")
+    client.optim_step(AdamParams(learning_rate=0.25)).result(5)
+    assert output.result(5).metrics["loss:sum"] == pytest.approx(0.5)
+    sent = pool.requests("ForwardBackward")
+    assert len(sent) == 3
+    assert len({request.SerializeToString(deterministic=True) for request in sent}) == 1
+    assert pool.applied == [1, 2]
+
+
+def test_data_may_change_once_the_call_has_returned(pool: FakePool, client: TrainingClient) -> None:
+    pool.faults = {"ForwardBackward": [UNREACHABLE]}
+    tokens = np.array([1, 2])
+    future = client.forward_backward([Datum(tokens, {"target_tokens": tokens, "weights": [1, 1]})], "cross_entropy")
+    tokens[:] = 9
+    future.result(5)
+    assert {tuple(from_tensor(r.data[0].tokens)) for r in pool.requests("ForwardBackward")} == {(1, 2)}
+
+
+def test_a_full_queue_and_broken_waits_are_noticed_only_as_time(pool: FakePool, client: TrainingClient) -> None:
+    full = errors.api_error(errors.Code.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", retry_delay_s=0.01)
+    pool.faults = {"ForwardBackward": [full, full], "OptimStep": [UNREACHABLE]}
+    pool.wait_faults = [UNREACHABLE, UNREACHABLE]
+    futures = [client.forward_backward([datum(i)], "cross_entropy") for i in range(3)]
+    client.optim_step().result(5)
+    assert [future.result(5).metrics["clock_cycle:unique"] for future in futures] == [101, 102, 103]
+
+
+def test_a_refusal_comes_out_of_its_own_future_only(pool: FakePool, client: TrainingClient) -> None:
+    pool.faults = {"OptimStep": [errors.api_error(errors.Code.INVALID_ARGUMENT, "beta1", reason="INVALID_ARGUMENT")]}
+    refused = client.optim_step(AdamParams(beta1=2))
+    with pytest.raises(errors.InvalidArgument, match="beta1"):
+        refused.result(5)
+    pool.applied.append(1)  # the service counts a refused place as done
+    assert client.optim_step().result(5).metrics == {"grad_norm:last": 1}
+
+
+@pytest.mark.parametrize("code", [errors.Code.ALREADY_EXISTS, errors.Code.UNAUTHENTICATED, errors.Code.INTERNAL])
+def test_after_a_refusal_that_took_no_place_nothing_waits_for_ever(
+    pool: FakePool, client: TrainingClient, code: errors.Code
+) -> None:
+    pool.faults = {"OptimStep": [errors.api_error(code, "no", reason="WHY")]}
+    with pytest.raises(errors.ApiError, match="no"):
+        client.optim_step().result(5)
+    for _ in range(2):
+        with pytest.raises(errors.OrderBroken, match=f"get_training_client.*{code.name}"):
+            client.optim_step().result(5)
+    assert len(pool.requests("OptimStep")) == 1
+
+
+def test_a_failed_operation_says_why_and_which(pool: FakePool, client: TrainingClient) -> None:
+    name = f"{MODEL_ID}:1"
+    error = operations_pb2.OperationError(code=9, reason="GRADIENT_WINDOW_CLOSED", message="operation 7 failed")
+    failed = operations_pb2.Operation(name=name, state=operations_pb2.OPERATION_STATE_FAILED, error=error)
+    pool.handlers["OptimStep"] = lambda request: training_pb2.OptimStepResponse(operation=failed)
+    with pytest.raises(OperationFailed, match="operation 7 failed") as raised:
+        client.optim_step().result(5)
+    assert (raised.value.code, raised.value.reason) == (errors.Code.FAILED_PRECONDITION, "GRADIENT_WINDOW_CLOSED")
+    assert raised.value.operation == name
+
+
+def test_what_cannot_be_sent_takes_no_place(pool: FakePool, client: TrainingClient) -> None:
+    for attempt in (
+        lambda: client.forward_backward([], "cross_entropy"),
+        lambda: client.train_step([], "cross_entropy"),
+        lambda: client.forward([datum(1)], "sft"),  # type: ignore[arg-type]
+        lambda: client.forward_backward_custom([Datum([1], {})], lambda data, logprobs: (None, {})),
+        lambda: client.save_weights_for_sampler(""),
+    ):
+        with pytest.raises(ValueError, match=r"no data|unknown loss_fn|no loss_fn_inputs|name is empty"):
+            attempt()
+    client.optim_step().result(5)
+    assert pool.applied == [1]
+
+
+def test_a_large_batch_takes_several_places_and_gives_one_result(
+    pool: FakePool, client: TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "CHUNK_DATUMS_MAX", 2)
+    data = [datum(i) for i in range(5)]
+    merged = client.forward_backward(data, "cross_entropy").result(5)
+    assert sorted(seqs(pool, "ForwardBackward")) == [1, 2, 3]
+    assert [d["logprobs"].tolist() for d in merged.loss_fn_outputs] == [
+        pytest.approx([-(i + 1) / 10]) for i in range(5)
+    ]
+    assert merged.metrics == {
+        "loss:sum": pytest.approx(1.5),
+        "clock_cycle:unique": 101,
+        "clock_cycle:unique_1": 102,
+        "clock_cycle:unique_2": 103,
+    }
+    step = client.train_step(data, "cross_entropy").result(5)
+    assert (sorted(seqs(pool, "ForwardBackward")), seqs(pool, "TrainStep")) == ([1, 2, 3, 4, 5], [6])
+    assert len(step.forward_backward.loss_fn_outputs) == 5
+    assert step.optim_step.metrics == {"grad_norm:last": 1}
+    assert pool.applied == list(range(1, 8))
+
+
+def test_requests_are_sent_ahead_of_acknowledgements_but_not_without_end(
+    pool: FakePool, client: TrainingClient
+) -> None:
+    pool.delay_of = lambda name, request: 0.3 if getattr(request, "seq", 0) == 1 else 0.0
+    futures = [client.optim_step() for _ in range(3 * ordering.WINDOW)]
+    time.sleep(0.15)
+    assert max(seqs(pool, "OptimStep")) == ordering.WINDOW
+    futures[-1].result(10)
+    assert pool.applied == list(range(1, 3 * ordering.WINDOW + 1))
+
+
+def custom_loss_torch(data: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    loss = torch.cat([(x - 1) ** 2 for x in logprobs]).sum() / len(logprobs)
+    return loss, {"mine:mean": 3.0}
+
+
+def custom_loss_numpy(data: list[Datum], logprobs: list[Any]) -> tuple[float, list[Any], dict[str, float]]:
+    loss = sum(float(((x - 1) ** 2).sum()) for x in logprobs) / len(logprobs)
+    return loss, [2 * (x - 1) / len(logprobs) for x in logprobs], {"mine:mean": 3.0}
+
+
+@pytest.mark.parametrize("way", ["torch", "numpy"])
+def test_a_custom_loss_is_cross_entropy_weighted_by_its_negative_gradient(
+    pool: FakePool, client: TrainingClient, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "CHUNK_DATUMS_MAX", 1)
+    data = [Datum([1, 1], {"target_tokens": [1, 2], "mask": [1, 1]}), datum(3)]
+    if way == "torch":
+        future = client.forward_backward_custom(data, custom_loss_torch)
+    else:
+        future = client.forward_backward_custom(data, custom_loss_numpy, with_gradients=True)
+    step = client.optim_step()
+    metrics = future.result(10).metrics
+    step.result(5)
+    assert (sorted(seqs(pool, "Forward")), sorted(seqs(pool, "ForwardBackward"))) == ([1, 2], [3, 4])
+    assert seqs(pool, "OptimStep") == [5]
+    assert pool.applied == [1, 2, 3, 4, 5]
+    weights = {
+        request.seq: from_tensor(request.data[0].loss_inputs["weights"]).tolist()
+        for request in pool.requests("ForwardBackward")
+    }
+    assert weights == {3: pytest.approx([1.2, 1.3]), 4: pytest.approx([1.4])}
+    assert all(set(r.data[0].loss_inputs) == {"target_tokens", "weights"} for r in pool.requests("Forward"))
+    assert metrics["loss:sum"] == pytest.approx((1.2**2 + 1.3**2 + 1.4**2) / 2)
+    assert metrics["surrogate_loss:sum"] == pytest.approx(0.2 * 1.2 + 0.3 * 1.3 + 0.4 * 1.4)
+    assert (metrics["mine:mean"], metrics["clock_cycle:unique_1"]) == (3.0, 104)
+
+
+def fails(data: list[Datum], logprobs: list[Any]) -> Any:
+    raise ZeroDivisionError("a bug of mine")
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "with_gradients", "error"),
+    [
+        (fails, False, ZeroDivisionError),
+        (lambda data, logprobs: (logprobs[0].detach().sum(), {}), False, ValueError),
+        (lambda data, logprobs: (logprobs[0], {}), False, ValueError),
+        (lambda data, logprobs: (0.0, [], {}), True, ValueError),
+    ],
+)
+def test_a_custom_loss_that_fails_uses_its_places_up(
+    pool: FakePool, client: TrainingClient, loss_fn: Any, with_gradients: Any, error: type[Exception]
+) -> None:
+    future = client.forward_backward_custom([datum(1, 2)], loss_fn, with_gradients=with_gradients)
+    step = client.optim_step()
+    with pytest.raises(error):
+        future.result(10)
+    step.result(5)
+    assert len(pool.requests("ForwardBackward")[0].data) == 0
+    assert pool.applied == [1, 2, 3]
+
+
+def test_a_custom_loss_may_block_on_other_futures(pool: FakePool, client: TrainingClient) -> None:
+    with ServiceClient(transport=FakePool()) as other_service:
+        reference = other_service.create_lora_training_client()
+
+        def against_reference(data: list[Datum], logprobs: list[torch.Tensor]) -> Any:
+            base = reference.forward(data, "cross_entropy").result(5).loss_fn_outputs[0]["logprobs"].to_torch()
+            return (logprobs[0] - base).sum(), {}
+
+        assert client.forward_backward_custom([datum(1)], against_reference).result(10).metrics["loss:sum"] == 0
+
+
+def test_an_unnamed_save_gives_a_sampler_of_these_weights(pool: FakePool, client: TrainingClient) -> None:
+    client.optim_step()
+    sampler = client.save_weights_and_get_sampling_client()
+    assert (sampler.sampler_id, sampler.get_base_model(), pool.applied) == ("5e55:sample:0", "toy", [1, 2])
+    named = client.save_weights_and_get_sampling_client("x")
+    assert pool.requests("CreateSampler")[0].model_path == f"tinker://{MODEL_ID}/sampler_weights/x"
+    assert named.sampler_id == "5e55:sample:7"
+
+
+def test_an_inflight_sampler_is_asked_for_as_such_and_has_no_name(pool: FakePool, client: TrainingClient) -> None:
+    client.save_weights_and_get_sampling_client()
+    client.save_weights_and_get_sampling_client(kind="inflight")
+    assert [request.is_inflight for request in pool.requests("SaveWeightsForSampler")] == [False, True]
+    with pytest.raises(ValueError, match="has no name"):
+        client.save_weights_and_get_sampling_client("x", kind="inflight")
+    with pytest.raises(ValueError, match="one of snapshot, inflight"):
+        client.save_weights_and_get_sampling_client(kind="newest")  # type: ignore[arg-type]
+
+
+async def test_every_method_has_an_async_twin_of_the_older_idiom(pool: FakePool, client: TrainingClient) -> None:
+    future = await client.forward_backward_async([datum(1)], "cross_entropy")
+    step = await client.optim_step_async()
+    assert (await future).metrics["clock_cycle:unique"] == 101
+    assert (await step).metrics == {"grad_norm:last": 1}
+    custom = await client.forward_backward_custom_async([datum(1)], custom_loss_numpy, with_gradients=True)
+    assert "surrogate_loss:sum" in (await custom).metrics
+    pairs: list[Any] = [
+        await client.forward_async([datum(1)], "cross_entropy"),
+        await client.train_step_async([datum(1)], "cross_entropy"),
+        await client.save_state_async("a"),
+        await client.save_weights_for_sampler_async("a"),
+        await client.load_state_async("tinker://a"),
+        await client.load_state_with_optimizer_async("tinker://a"),
+    ]
+    await asyncio.gather(*pairs)
+    sampler = await client.save_weights_and_get_sampling_client_async()
+    assert (await sampler.get_base_model_async(), (await client.get_info_async()).model_id) == ("toy", MODEL_ID)
+    assert await client is client
+    assert client.result() is client
+    assert ModelInput.empty().length == 0

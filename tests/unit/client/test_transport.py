@@ -1,0 +1,163 @@
+"""The gRPC side of the seam, against a real door with a fake service; and the table of methods against the contract."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from coordinator.base.errors import Code as ServiceCode
+from coordinator.base.errors import ServiceError
+from tests.support.doors.door_thread import open_door
+from tests.support.doors.fake_service import KEY, FakeService
+from tinkerpool import ServiceClient, errors
+from tinkerpool.client import methods
+from tinkerpool.client.transport import GrpcTransport, parse_target
+from tinkerpool.v1 import (
+    adapters_pb2,
+    checkpoints_pb2,
+    operations_pb2,
+    pool_pb2,
+    sampling_pb2,
+    sessions_pb2,
+    training_pb2,
+)
+
+MODULES = (adapters_pb2, checkpoints_pb2, operations_pb2, pool_pb2, sampling_pb2, sessions_pb2, training_pb2)
+FULL = ServiceError(ServiceCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", "full", retry_delay_s=0.05)
+
+
+@pytest.fixture
+def service() -> FakeService:
+    return FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse(version="9"))
+
+
+@pytest.fixture
+def url(service: FakeService) -> Iterator[str]:
+    with open_door(service) as url:
+        yield url
+
+
+async def call(url: str, key: str = KEY) -> sessions_pb2.GetCapabilitiesResponse:
+    transport = GrpcTransport(url, key)
+    try:
+        return await transport.call(methods.GET_CAPABILITIES, sessions_pb2.GetCapabilitiesRequest(), timeout_s=5)
+    finally:
+        await transport.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "target"),
+    [
+        ("http://host:1", ("host:1", False)),
+        ("http://host", ("host:7600", False)),
+        ("host:1", ("host:1", False)),
+        ("host", ("host:7600", False)),
+        ("https://host", ("host:443", True)),
+        ("https://host:1/", ("host:1", True)),
+        ("http://[::1]:1", ("[::1]:1", False)),
+    ],
+)
+def test_addresses_are_read(url: str, target: tuple[str, bool]) -> None:
+    assert parse_target(url) == target
+
+
+@pytest.mark.parametrize("url", ["", "ftp://host", "http://host:port", "http://", "http://host/path", "host:99999"])
+def test_an_address_that_makes_no_sense_is_refused_with_an_example(url: str) -> None:
+    with pytest.raises(errors.ConfigurationError, match=r"http://127\.0\.0\.1:7600"):
+        parse_target(url)
+
+
+def test_every_method_of_the_contract_is_in_the_table_with_its_types() -> None:
+    table = {value.path: value for value in vars(methods).values() if isinstance(value, methods.Unary)}
+    contract = {
+        f"/{service.full_name}/{method.name}": method
+        for module in MODULES
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
+    assert table.keys() == contract.keys()
+    for path, method in contract.items():
+        assert table[path].request_type.DESCRIPTOR is method.input_type
+        assert table[path].response_type.DESCRIPTOR is method.output_type
+        assert isinstance(table[path], methods.ServerStream) is method.server_streaming
+
+
+async def test_a_call_carries_its_key(url: str) -> None:
+    assert (await call(url)).version == "9"
+    with pytest.raises(errors.Unauthenticated) as raised:
+        await call(url, "wrong")
+    assert raised.value.reason == "API_KEY_INVALID"
+
+
+async def test_a_refusal_keeps_code_reason_message_and_details(url: str, service: FakeService) -> None:
+    service.answers["get_capabilities"] = ServiceError(
+        ServiceCode.ALREADY_EXISTS, "SEQ_TAKEN", "seq 3 is taken", metadata={"expected_seq": "7"}
+    )
+    with pytest.raises(errors.AlreadyExists) as raised:
+        await call(url)
+    error = raised.value
+    assert (error.reason, error.message, error.metadata["expected_seq"]) == ("SEQ_TAKEN", "seq 3 is taken", "7")
+    assert error.retry_delay_s is None
+    service.answers["get_capabilities"] = FULL
+    with pytest.raises(errors.ResourceExhausted) as full:
+        await call(url)
+    assert full.value.retry_delay_s == 0.05
+
+
+async def test_nobody_there_is_unavailable_and_says_where() -> None:
+    with pytest.raises(errors.Unavailable, match=r"127\.0\.0\.1:1\b") as raised:
+        await call("127.0.0.1:1")
+    assert raised.value.reason == ""
+
+
+async def test_a_stream_breaks_with_the_services_error(url: str, service: FakeService) -> None:
+    first = operations_pb2.WaitOperationsResponse(operation=operations_pb2.Operation(name="a:1"))
+    ending = ServiceError(ServiceCode.UNAVAILABLE, "SHUTTING_DOWN", "later", retry_delay_s=1.0)
+    service.answers["wait_operations"] = [first, ending]
+    transport = GrpcTransport(url, KEY)
+    responses = transport.stream(methods.WAIT_OPERATIONS, operations_pb2.WaitOperationsRequest())
+    assert await anext(responses) == first
+    with pytest.raises(errors.Unavailable, match="later"):
+        await anext(responses)
+    await transport.close()
+
+
+def test_a_client_waits_for_a_full_queue_over_the_wire(url: str, service: FakeService) -> None:
+    answers = [FULL, FULL, sessions_pb2.GetCapabilitiesResponse(version="later")]
+
+    async def answer(principal: object, request: object) -> Any:
+        await asyncio.sleep(0)
+        return answers.pop(0)
+
+    service.answers["get_capabilities"] = answer
+    with ServiceClient(url, KEY) as client:
+        assert client.get_server_capabilities().version == "later"
+
+
+def test_a_wrong_key_is_said_at_the_first_call(url: str) -> None:
+    with ServiceClient(url, "wrong") as client, pytest.raises(errors.Unauthenticated):
+        client.create_lora_training_client()
+
+
+def test_closing_ends_what_is_under_way(url: str, service: FakeService) -> None:
+    async def never(principal: object, request: object) -> Any:
+        await asyncio.sleep(60)
+
+    async def no_cycles(principal: object, request: object) -> Any:
+        await asyncio.sleep(60)
+        yield pool_pb2.WatchCyclesResponse()
+
+    service.answers |= {"get_usage": never, "watch_cycles": no_cycles}
+    client = ServiceClient(url, KEY)
+    rest = client.create_rest_client()
+    call = rest.get_usage()
+    with ThreadPoolExecutor(1) as thread:
+        cycles = thread.submit(next, rest.watch_cycles())
+        time.sleep(0.2)
+        client.close()
+        for future in (call.future(), cycles):
+            with pytest.raises(errors.ClientClosed):
+                future.result(5)

@@ -1,0 +1,420 @@
+"""Door 1 over real gRPC: keys, refusals, streams, limits, health and reflection. The service behind it is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
+
+from coordinator.base.errors import Code, ServiceError
+from coordinator.doors.grpc.calls import SERVICES, Calls, use_case_name
+from coordinator.doors.grpc.server import DoorError, GrpcConfig, GrpcDoor
+from coordinator.service import Service
+from coordinator.service.auth import Principal
+from tests.support.doors.certificates import make_certificate
+from tests.support.doors.fake_service import KEY, FakeService, authenticate
+from tinkerpool.v1 import operations_pb2, operations_pb2_grpc, sessions_pb2, sessions_pb2_grpc
+
+WITH_KEY = (("authorization", f"Bearer {KEY}"),)
+Open = Callable[..., Awaitable[grpc.aio.Channel]]
+
+
+@pytest.fixture
+async def open_door() -> AsyncIterator[Open]:
+    """Opens doors on free ports; returns a channel to each."""
+    doors: list[GrpcDoor] = []
+    channels: list[grpc.aio.Channel] = []
+
+    async def open_one(
+        service: object, *, is_healthy: Callable[[], bool] = lambda: True, **config: Any
+    ) -> grpc.aio.Channel:
+        door = GrpcDoor(GrpcConfig(port=0, **config))
+        door.bind()
+        await door.start(service, authenticate, is_healthy)
+        doors.append(door)
+        channels.append(grpc.aio.insecure_channel(f"127.0.0.1:{door.port}"))
+        return channels[-1]
+
+    yield open_one
+    for channel in channels:
+        await channel.close()
+    for door in doors:
+        await door.stop(grace_s=0.1)
+
+
+def capabilities(channel: grpc.aio.Channel, metadata: Any = WITH_KEY) -> Any:
+    stub = sessions_pb2_grpc.SessionServiceStub(channel)
+    return stub.GetCapabilities(sessions_pb2.GetCapabilitiesRequest(), metadata=metadata)
+
+
+def wait(channel: grpc.aio.Channel) -> Any:
+    stub = operations_pb2_grpc.OperationServiceStub(channel)
+    return stub.WaitOperations(operations_pb2.WaitOperationsRequest(names=["a:1"]), metadata=WITH_KEY)
+
+
+async def refusal(call: Awaitable[Any]) -> tuple[grpc.aio.AioRpcError, status_pb2.Status]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value, rpc_status.from_call(caught.value)  # type: ignore[arg-type]  # typed for synchronous calls
+
+
+def details_of(status: status_pb2.Status) -> list[Any]:
+    kinds = {kind.DESCRIPTOR.full_name: kind for kind in (error_details_pb2.ErrorInfo, error_details_pb2.RetryInfo)}
+    details: list[Any] = []
+    for packed in status.details:
+        details.append(kinds[packed.TypeName()]())
+        packed.Unpack(details[-1])
+    return details
+
+
+def test_the_service_has_a_use_case_of_the_right_kind_for_every_rpc() -> None:
+    for method in (method for descriptor in SERVICES for method in descriptor.methods):
+        use_case = getattr(Service, use_case_name(method))
+        is_right_kind = inspect.isasyncgenfunction if method.server_streaming else inspect.iscoroutinefunction
+        assert is_right_kind(use_case), use_case
+
+
+def test_a_service_that_lacks_a_use_case_is_refused_at_the_start() -> None:
+    class Empty:
+        pass
+
+    with pytest.raises(AttributeError, match="get_capabilities"):
+        Calls(Empty(), authenticate)
+    names = {use_case_name(method) for service in SERVICES for method in service.methods}
+    assert {"create_adapter", "save_weights_for_sampler", "wait_operations", "list_api_keys"} <= names
+    assert len(SERVICES) == 8
+
+
+async def test_a_good_key_reaches_the_use_case_with_its_principal(open_door: Open) -> None:
+    service = FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse(version="1"))
+    assert (await capabilities(await open_door(service))).version == "1"
+    [(name, principal, _)] = service.calls
+    assert (name, principal.tenant_name) == ("get_capabilities", "default")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        ((), "API_KEY_MISSING"),
+        ((("authorization", KEY),), "API_KEY_MISSING"),
+        ((("authorization", f"Basic {KEY}"),), "API_KEY_MISSING"),
+        ((("authorization", "Bearer tp_wrong"),), "API_KEY_INVALID"),
+    ],
+)
+async def test_without_a_good_key_no_use_case_runs(open_door: Open, metadata: Any, reason: str) -> None:
+    service = FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse())
+    error, status = await refusal(capabilities(await open_door(service), metadata))
+    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert details_of(status)[0].reason == reason
+    assert service.calls == []
+
+
+async def test_a_wrong_key_is_refused_before_the_body_is_read(open_door: Open) -> None:
+    channel: Any = await open_door(FakeService(), message_bytes_max=1000)
+    call = channel.unary_unary("/tinkerpool.v1.TrainingService/ForwardBackward")
+    error, _ = await refusal(call(bytes(100_000)))
+    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_refusal_arrives_with_its_details_and_a_delay_only_when_retrying_makes_sense(open_door: Open) -> None:
+    full = ServiceError(
+        Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "the queue is full: try again", retry_delay_s=1.5, metadata={"a": "b"}
+    )
+    error, status = await refusal(capabilities(await open_door(FakeService(get_capabilities=full))))
+    assert (error.code(), error.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full: try again")
+    info, retry = details_of(status)
+    assert (info.reason, info.domain, dict(info.metadata)) == ("QUEUE_FULL", "tinkerpool", {"a": "b"})
+    assert retry.retry_delay.ToMilliseconds() == 1500
+
+    final = ServiceError(Code.NOT_FOUND, "NOT_FOUND", "no adapter 'x'")
+    error, status = await refusal(capabilities(await open_door(FakeService(get_capabilities=final))))
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+    assert [type(detail) for detail in details_of(status)] == [error_details_pb2.ErrorInfo]
+
+
+@pytest.mark.parametrize("code", list(Code))
+async def test_every_code_of_the_service_is_the_same_number_on_the_wire(open_door: Open, code: Code) -> None:
+    error, status = await refusal(
+        capabilities(await open_door(FakeService(get_capabilities=ServiceError(code, "R", "text"))))
+    )
+    assert error.code().value[0] == status.code == code
+
+
+async def test_a_refusal_with_a_very_long_text_still_arrives(open_door: Open) -> None:
+    long = ServiceError(Code.INVALID_ARGUMENT, "R", "å" * 100_000)
+    error, _ = await refusal(capabilities(await open_door(FakeService(get_capabilities=long))))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (error.details() or "").endswith(" ...")
+
+
+async def test_an_unexpected_error_names_an_id_and_nothing_else(
+    open_door: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    secret = "/var/lib/secret-path"
+    error, status = await refusal(
+        capabilities(await open_door(FakeService(get_capabilities=RuntimeError(f"cannot read {secret}"))))
+    )
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert secret not in repr(error) + str(status)
+    error_id = details_of(status)[0].metadata["error_id"]
+    assert error_id in (error.details() or "")
+    assert error_id in caplog.text
+    assert secret in caplog.text
+    assert KEY not in caplog.text
+
+
+async def test_an_unexpected_error_in_a_stream_and_in_authentication_leaks_nothing_either(open_door: Open) -> None:
+    done = operations_pb2.WaitOperationsResponse(operation=operations_pb2.Operation(name="a:1"))
+    call = wait(await open_door(FakeService(wait_operations=[done, RuntimeError("secret")])))
+    assert (await call.read()).operation.name == "a:1"
+    error, _ = await refusal(call.read())
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in repr(error)
+
+    def broken(key: str) -> Principal:
+        raise RuntimeError("secret")
+
+    door = GrpcDoor(GrpcConfig(port=0))
+    door.bind()
+    await door.start(FakeService(), broken, lambda: True)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+        error, _ = await refusal(capabilities(channel))
+    await door.stop(0.1)
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in repr(error)
+
+
+async def test_a_stream_delivers_each_message_and_then_its_refusal(open_door: Open) -> None:
+    pieces: list[Message | Exception] = [
+        operations_pb2.WaitOperationsResponse(operation=operations_pb2.Operation(name=f"a:{seq}")) for seq in (1, 2)
+    ]
+    channel = await open_door(FakeService(wait_operations=pieces))
+    assert [response.operation.name async for response in wait(channel)] == ["a:1", "a:2"]
+    pieces.append(ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "connect again", retry_delay_s=1.0))
+    call = wait(channel)
+    assert [(await call.read()).operation.name for _ in range(2)] == ["a:1", "a:2"]
+    error, _ = await refusal(call.read())
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_response_has_the_same_bytes_in_every_life_of_the_process(open_door: Open) -> None:
+    """A map's entries lie in an order that each life of a process draws; on the wire they are sorted."""
+    operation = operations_pb2.Operation(name="a:1")
+    for index in range(20):
+        operation.optim_step.metrics[f"metric-{7 * index % 20}:sum"] = index
+    answer = operations_pb2.GetOperationResponse(operation=operation)
+    channel = await open_door(
+        FakeService(get_operation=answer, wait_operations=[operations_pb2.WaitOperationsResponse(operation=operation)])
+    )
+    expected = answer.SerializeToString(deterministic=True)
+    method = "/tinkerpool.v1.OperationService/{}".format
+    unary: Any = channel.unary_unary(method("GetOperation"))
+    assert await unary(b"", metadata=WITH_KEY) == expected
+    stream: Any = channel.unary_stream(method("WaitOperations"))
+    assert [response async for response in stream(b"", metadata=WITH_KEY)] == [expected]
+
+
+async def test_a_client_that_leaves_ends_its_stream(open_door: Open) -> None:
+    ended = asyncio.Event()
+
+    async def for_ever(principal: Principal, request: Message) -> AsyncIterator[Message]:
+        try:
+            yield operations_pb2.WaitOperationsResponse()
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    call = wait(await open_door(FakeService(wait_operations=for_ever)))
+    await call.read()
+    call.cancel()
+    async with asyncio.timeout(5):
+        await ended.wait()
+
+
+async def test_a_message_that_is_too_large_is_refused_also_when_it_is_small_on_the_wire(open_door: Open) -> None:
+    channel = await open_door(FakeService(), message_bytes_max=10_000)
+    stub = sessions_pb2_grpc.SessionServiceStub(channel)
+    large = sessions_pb2.CreateSessionRequest(request_id="x" * 1_000_000)
+    for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
+        error, _ = await refusal(stub.CreateSession(large, metadata=WITH_KEY, compression=compression))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "larger than max" in (error.details() or "")
+
+
+async def test_bytes_that_are_no_message_are_an_invalid_argument(open_door: Open) -> None:
+    channel: Any = await open_door(FakeService())
+    for path in ("SessionService/CreateSession", "TrainingService/ForwardBackward"):
+        error, _ = await refusal(channel.unary_unary(f"/tinkerpool.v1.{path}")(b"\xff\xff\xff", metadata=WITH_KEY))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    call = channel.unary_stream("/tinkerpool.v1.OperationService/WaitOperations")(b"\xff", metadata=WITH_KEY)
+    error, _ = await refusal(call.read())
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_an_rpc_outside_the_contract_is_unimplemented(open_door: Open) -> None:
+    channel: Any = await open_door(FakeService())
+    error, _ = await refusal(channel.unary_unary("/tinkerpool.v1.SessionService/Nothing")(b"", metadata=WITH_KEY))
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_health_needs_no_key_and_follows_the_pool(open_door: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.doors.grpc.server.HEALTH_INTERVAL_S", 0.01)
+    healthy = True
+    stub: Any = health_pb2_grpc.HealthStub(await open_door(FakeService(), is_healthy=lambda: healthy))
+
+    async def is_serving(name: str = "") -> bool:
+        response = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    assert await is_serving()
+    assert await is_serving("tinkerpool.v1.TrainingService")
+    healthy = False
+    async with asyncio.timeout(5):
+        async for response in stub.Watch(health_pb2.HealthCheckRequest()):
+            if response.status == health_pb2.HealthCheckResponse.NOT_SERVING:
+                break
+
+
+async def test_reflection_needs_no_key_and_lists_the_contract(open_door: Open) -> None:
+    channel: Any = await open_door(FakeService())
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+    call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+    names = {service.name for service in (await call.read()).list_services_response.service}
+    assert {service.full_name for service in SERVICES} <= names
+    assert "grpc.health.v1.Health" in names
+
+
+async def test_stopping_lets_running_calls_finish_and_takes_no_new_ones() -> None:
+    started, finish = asyncio.Event(), asyncio.Event()
+
+    async def slow(principal: Principal, request: Message) -> Message:
+        started.set()
+        await finish.wait()
+        return sessions_pb2.GetCapabilitiesResponse(version="finished")
+
+    door = GrpcDoor(GrpcConfig(port=0))
+    door.bind()
+    await door.start(FakeService(get_capabilities=slow), authenticate, lambda: True)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+        running = asyncio.ensure_future(capabilities(channel))
+        await started.wait()
+        stopping = asyncio.create_task(door.stop(grace_s=10))
+        await asyncio.sleep(0.1)
+        error, _ = await refusal(capabilities(channel))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        finish.set()
+        assert (await running).version == "finished"
+        async with asyncio.timeout(5):
+            await stopping
+
+
+async def test_watchers_of_health_see_not_serving_before_the_door_closes() -> None:
+    door = GrpcDoor(GrpcConfig(port=0))
+    door.bind()
+    await door.start(FakeService(), authenticate, lambda: True)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        call = stub.Watch(health_pb2.HealthCheckRequest())
+        assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await door.refuse()
+        assert (await call.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await door.stop(0)
+
+
+async def test_a_port_in_use_is_an_error_that_names_the_port() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(DoorError, match=f"port {port} of 127.0.0.1: address already in use"):
+            GrpcDoor(GrpcConfig(port=port)).bind()
+    first = GrpcDoor(GrpcConfig(port=0))
+    first.bind()
+    with pytest.raises(DoorError, match="already in use"):
+        GrpcDoor(GrpcConfig(port=first.port)).bind()
+    await first.stop(0)
+
+
+async def test_two_doors_never_share_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.doors.grpc.server._check_free", lambda host, port: None)
+    first = GrpcDoor(GrpcConfig(port=0))
+    first.bind()
+    with pytest.raises(DoorError, match=str(first.port)):
+        GrpcDoor(GrpcConfig(port=first.port)).bind()
+
+
+async def test_an_address_that_is_not_ours_is_an_error() -> None:
+    with pytest.raises(DoorError, match=r"cannot listen on port 7600 of 192\.0\.2\.1"):
+        GrpcDoor(GrpcConfig(host="192.0.2.1", allow_plaintext=True)).bind()
+
+
+async def test_tls_serves_those_who_trust_its_certificate_and_nobody_in_plaintext(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path)
+    door = GrpcDoor(GrpcConfig(port=0, tls_cert=cert, tls_key=key))
+    door.bind()
+    service = FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse(version="1"))
+    await door.start(service, authenticate, lambda: True)
+    target = f"127.0.0.1:{door.port}"
+    async with grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(cert.read_bytes())) as channel:
+        assert (await capabilities(channel)).version == "1"
+    async with grpc.aio.insecure_channel(target) as channel:
+        error, _ = await refusal(capabilities(channel))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+    await door.stop(0)
+
+
+async def test_mutual_tls_refuses_clients_without_a_certificate(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path)
+    door = GrpcDoor(GrpcConfig(port=0, tls_cert=cert, tls_key=key, tls_client_ca=cert))
+    door.bind()
+    service = FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse(version="1"))
+    await door.start(service, authenticate, lambda: True)
+    pem = cert.read_bytes()
+    mine = grpc.ssl_channel_credentials(pem, key.read_bytes(), pem)
+    async with grpc.aio.secure_channel(f"127.0.0.1:{door.port}", mine) as channel:
+        assert (await capabilities(channel)).version == "1"
+    nobodys = grpc.ssl_channel_credentials(pem)
+    async with grpc.aio.secure_channel(f"127.0.0.1:{door.port}", nobodys) as channel:
+        error, _ = await refusal(capabilities(channel))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+    await door.stop(0)
+
+
+async def test_a_certificate_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.pem"
+    with pytest.raises(DoorError, match=r"missing\.pem: no such file"):
+        GrpcDoor(GrpcConfig(port=0, tls_cert=missing, tls_key=missing)).bind()
+    (tmp_path / "wrong.pem").write_text("no certificate")
+    with pytest.raises(DoorError, match="certificate"):
+        GrpcDoor(GrpcConfig(port=0, tls_cert=tmp_path / "wrong.pem", tls_key=tmp_path / "wrong.pem")).bind()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "pool.example.org"])
+def test_a_public_address_without_tls_is_refused_unless_allowed(host: str) -> None:
+    with pytest.raises(ValueError, match="without TLS"):
+        GrpcConfig(host=host)
+    assert GrpcConfig(host=host, allow_plaintext=True).host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
+def test_loopback_needs_no_tls(host: str) -> None:
+    assert not GrpcConfig(host=host).is_tls
+
+
+@pytest.mark.parametrize("wrong", [{"port": 65536}, {"port": -1}, {"streams_max": 0}, {"keepalive_s": float("nan")}])
+def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        GrpcConfig(**wrong)

@@ -1,0 +1,429 @@
+"""The HTTP door with a service that is not there: ports, TLS, errors, and how it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+import ssl
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from coordinator.base.errors import Code, ServiceError
+from coordinator.cli import _http_port
+from coordinator.doors.http.calls import read_json
+from coordinator.doors.http.downloads import AT_ONCE_MAX, DOWNLOAD_S, Downloads
+from coordinator.doors.http.rendering import PiecewiseJson
+from coordinator.doors.http_app import HANDLERS, PREFIX
+from coordinator.doors.http_server import HttpConfig, HttpDoor, HttpDoorError
+from coordinator.doors.tinker import shapes
+from coordinator.doors.tinker.checkpoints import CHECKPOINTS_MAX
+from coordinator.doors.tinker.results import JSON_RESULT_BYTES_MAX, PROTOBUF
+from coordinator.service.auth import Principal
+from tests.support.doors.certificates import make_certificate
+from tests.support.doors.fake_service import KEY, PRINCIPAL, FakeService, authenticate
+from tinkerpool.compat import tinker_pb2 as wire
+from tinkerpool.convert import to_tensor
+from tinkerpool.v1 import checkpoints_pb2, sessions_pb2
+from tinkerpool.v1 import operations_pb2 as ops_pb
+
+Open = Callable[..., Awaitable[tuple[HttpDoor, httpx.AsyncClient]]]
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[Open]:
+    things: list[tuple[HttpDoor, httpx.AsyncClient]] = []
+
+    async def open_one(
+        service: Any = None, verify: ssl.SSLContext | bool = False, **options: Any
+    ) -> tuple[HttpDoor, httpx.AsyncClient]:
+        door = HttpDoor(HttpConfig(port=0, **({"is_remote": True, "allow_plaintext": True} | options)))
+        door.bind()
+        fake: Any = service or FakeService()
+        await door.start(fake, authenticate, lambda: True, Path("nowhere"))
+        client = httpx.AsyncClient(base_url=door.url + PREFIX, headers={"x-api-key": KEY}, verify=verify, timeout=60)
+        things.append((door, client))
+        return things[-1]
+
+    yield open_one
+    for door, client in things:
+        await client.aclose()
+        await door.stop(1)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "header"),
+    [
+        (ServiceError(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "later", retry_delay_s=1.5), 429, "1500"),
+        (ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "later", retry_delay_s=1.0), 503, "1000"),
+        (ServiceError(Code.RESOURCE_EXHAUSTED, "ADAPTER_QUOTA", "delete some"), 400, None),
+        (ServiceError(Code.ALREADY_EXISTS, "SEQ_TAKEN", "another"), 400, None),
+        (ServiceError(Code.FAILED_PRECONDITION, "SESSION_ENDED", "ended"), 403, None),
+        (ServiceError(Code.NOT_FOUND, "NOT_FOUND", "none"), 404, None),
+    ],
+)
+async def test_only_what_may_succeed_later_is_answered_so_that_the_sdk_tries_again(
+    opened: Open, error: ServiceError, status: int, header: str | None
+) -> None:
+    _, client = await opened(FakeService(get_capabilities=error))
+    response = await client.get("/get_server_capabilities")
+    assert response.status_code == status
+    assert response.json()["detail"] == error.message
+    assert response.json()["reason"] == error.reason
+    assert response.headers.get("retry-after-ms") == header
+
+
+async def test_a_fault_of_ours_is_logged_and_not_told(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+    _, client = await opened(FakeService(get_capabilities=RuntimeError("the secret of the house")))
+    response = await client.get("/get_server_capabilities")
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    [record] = [record for record in caplog.records if record.exc_info]
+    assert response.json()["detail"].split()[2].rstrip(":") in record.getMessage()
+
+
+@pytest.mark.parametrize(("method", "path", "handler"), HANDLERS)
+async def test_no_path_is_answered_without_a_key(opened: Open, method: str, path: str, handler: Any) -> None:
+    service = FakeService()
+    _, client = await opened(service)
+    filled = re.sub("{([a-z]+)(:path)?}", r"\1", path)
+    response = await client.request(method, filled, headers={"x-api-key": "tml-wrong"})
+    assert response.status_code == 401
+    assert service.calls == []
+    assert (await client.request(method, filled, json={})).status_code != 401
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (
+            shapes.Sample,
+            {"prompt": {"chunks": [{"tokens": ["x"] * 100_000}]}, "sampling_params": {"stop": [[]] * 9999}},
+        ),
+        (shapes.Sample, {"prompt": {"chunks": [{"type": 1}] * 100_000}, "sampling_params": {}}),
+        (shapes.Sample, {"prompt": {"chunks": [{}] * 1001}, "sampling_params": {}}),
+        (shapes.CreateSession, {"tags": [1] * 100_000, "user_metadata": dict.fromkeys(map(str, range(100_000)), 1)}),
+        (shapes.JsonPassInput, {"data": [{"model_input": 1}] * 100_000, "loss_fn": "x" * 100_000}),
+        (shapes.JsonDatum, {"model_input": {"chunks": []}, "loss_fn_inputs": dict.fromkeys(["a" * 10**5, "b"], 1)}),
+        (shapes.JsonTensor, {"data": ["x"] * 100_000, "dtype": "int64", "shape": [-1] * 100_000}),
+    ],
+)
+def test_of_a_million_wrong_items_few_are_told(model: type[BaseModel], body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as counted:
+        model.model_validate(body)
+    assert counted.value.error_count() < 10
+    with pytest.raises(ServiceError, match="body is wrong") as told:
+        read_json(model, json.dumps(body).encode())
+    assert len(told.value.message) < 1000
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(opened: Open) -> None:
+    _, client = await opened(body_s=1.0)
+
+    async def trickle() -> AsyncIterator[bytes]:
+        for _ in range(2):
+            yield b" "
+            await asyncio.sleep(0.7)
+
+    response = await client.post("/create_session", content=trickle())
+    assert response.status_code == 503
+    assert response.json()["reason"] == "BODY_TOO_SLOW"
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /healthz HTT"])
+async def test_a_connection_that_asks_nothing_is_closed(opened: Open, begun: bytes) -> None:
+    door, client = await opened(head_s=0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    writer.write(begun)
+    async with asyncio.timeout(5):
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    writer.close()
+    may_go = asyncio.create_task(asyncio.sleep(0.5))
+    assert (await client.get("/healthz")).status_code == 200  # and one that has asked is kept
+    await may_go
+    [connection] = client._transport._pool.connections  # type: ignore[attr-defined]
+    assert not connection.has_expired()
+
+
+async def test_a_head_that_begins_during_another_call_is_waited_for_no_longer(opened: Open) -> None:
+    begun, may_go = asyncio.Event(), asyncio.Event()
+
+    async def slow(*_: Any) -> sessions_pb2.GetCapabilitiesResponse:
+        begun.set()
+        await may_go.wait()
+        return sessions_pb2.GetCapabilitiesResponse()
+
+    door, _ = await opened(FakeService(get_capabilities=slow), head_s=0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    head = f"GET {PREFIX}/get_server_capabilities HTTP/1.1\r\nhost: x\r\nx-api-key: {KEY}\r\n\r\n"
+    writer.write(head.encode())
+    await begun.wait()
+    writer.write(b"GET /healthz HTT")
+    await asyncio.sleep(0.3)  # its own call takes its time
+    may_go.set()
+    async with asyncio.timeout(5):
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := await reader.read(1000):
+                answer += piece
+    assert b"supported_models" in answer
+    writer.close()
+
+
+async def test_one_connection_too_many_is_refused_and_the_others_go_on(opened: Open) -> None:
+    door, client = await opened(connections_max=3)
+    held = [await asyncio.open_connection("127.0.0.1", door.port) for _ in range(2)]
+    assert (await client.get("/healthz")).status_code == 200
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    async with asyncio.timeout(5):
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    assert (await client.get("/healthz")).status_code == 200
+    for _, each in [*held, (reader, writer)]:
+        each.close()
+
+
+async def test_what_arrives_while_the_door_closes_is_not_begun(opened: Open) -> None:
+    service = FakeService()
+    door, client = await opened(service)
+
+    async def closing() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(0.2)
+        await door.refuse()
+        yield b"}"
+
+    assert (await client.post("/create_session", content=closing())).status_code == 503
+    assert service.calls == []
+
+
+async def test_no_answer_is_held_back_until_the_one_before_is_acknowledged(opened: Open) -> None:
+    _, client = await opened(FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse()))
+    took = []
+    for _ in range(60):
+        begin = time.perf_counter()
+        await client.get("/get_server_capabilities")
+        took.append(time.perf_counter() - begin)
+    # The kernel's delay is 0.04 s, each time but for the first few. A busy machine holds up some, not two thirds.
+    assert sorted(took)[20] < 0.03
+
+
+async def test_a_port_in_use_is_said_with_what_to_do() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(HttpDoorError, match="--http-port"):
+            HttpDoor(HttpConfig(port=taken.getsockname()[1])).bind()
+
+
+async def test_the_door_speaks_tls(opened: Open, tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path)
+    trusting = ssl.create_default_context(cafile=str(cert))
+    door, client = await opened(verify=trusting, tls_cert=cert, tls_key=key)
+    assert door.url.startswith("https://")
+    assert (await client.get("/healthz")).json() == {"status": "ok"}
+
+
+async def test_a_certificate_that_is_none_is_said(tmp_path: Path) -> None:
+    (tmp_path / "cert.pem").write_text("nonsense")
+    door = HttpDoor(HttpConfig(port=0, is_remote=True, tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "cert.pem"))
+    door.bind()
+    with pytest.raises(HttpDoorError, match="in PEM"):
+        await door.start(FakeService(), authenticate, lambda: True, tmp_path)  # type: ignore[arg-type]
+    await door.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"port": 70000}, "0 .any free one. to 65535"),
+        ({"is_remote": True}, "give a certificate"),
+        ({"tls_cert": Path("c")}, "both a certificate and its key"),
+        ({"poll_s": 0}, "poll_s must be above 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        HttpConfig(**options)
+
+
+def test_the_http_port_follows_the_other_one() -> None:
+    assert [_http_port(port) for port in (7600, 0, 65535)] == [7601, 0, 0]
+
+
+async def test_what_runs_is_finished_while_nothing_new_is_taken(opened: Open) -> None:
+    may_go = asyncio.Event()
+
+    async def slow(*_: Any) -> sessions_pb2.GetCapabilitiesResponse:
+        await may_go.wait()
+        return sessions_pb2.GetCapabilitiesResponse()
+
+    door, client = await opened(FakeService(get_capabilities=slow))
+    assert (await client.get("/healthz")).status_code == 200  # leaves a connection open
+    running = asyncio.create_task(client.get("/get_server_capabilities"))
+    await asyncio.sleep(0.2)
+    await door.refuse()
+    refused = await asyncio.gather(client.get("/sessions"), return_exceptions=True)
+    assert isinstance(refused[0], httpx.TransportError) or refused[0].status_code == 503  # type: ignore[union-attr]
+    may_go.set()
+    assert (await running).json() == {"supported_models": []}
+    await door.stop(5)
+    with pytest.raises(httpx.TransportError):
+        await client.get("/healthz")
+
+
+async def test_a_stop_does_not_wait_for_ever(opened: Open) -> None:
+    async def never(*_: Any) -> ops_pb.GetOperationResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    door, client = await opened(FakeService(get_capabilities=never))
+    running = asyncio.create_task(client.get("/get_server_capabilities", timeout=60))
+    await asyncio.sleep(0.2)
+    async with asyncio.timeout(10):
+        await door.stop(0.2)
+        [dropped] = await asyncio.gather(running, return_exceptions=True)
+    assert isinstance(dropped, httpx.TransportError)
+
+
+async def test_a_reader_that_takes_nothing_is_given_up_and_a_tenant_has_few_downloads_at_once(opened: Open) -> None:
+    service: Any = FakeService(get_checkpoint=checkpoints_pb2.GetCheckpointResponse())
+    num_sent, num_running = 0, 0
+
+    async def endless(*_: Any) -> AsyncIterator[bytes]:
+        nonlocal num_sent, num_running
+        num_running += 1
+        try:
+            while True:
+                num_sent += 1
+                await asyncio.sleep(0)
+                yield bytes(1 << 18)
+        finally:
+            num_running -= 1
+
+    async def holder(_: str) -> Principal:
+        return PRINCIPAL
+
+    service.export_file, service.holder_of_key = endless, holder
+    door, client = await opened(service, body_s=1.0)
+    urls = (await client.get("/training_runs/r/checkpoints/weights/a/external_weights_urls")).json()["urls"]
+    url = httpx.URL(urls["adapter_config.json"])
+    held = []
+    for _ in range(AT_ONCE_MAX):
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.port, limit=1 << 10)
+        writer.write(b"GET " + url.raw_path + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readexactly(100)
+        held.append(writer)
+    refused = await client.get(url)
+    assert (refused.status_code, refused.json()["reason"]) == (429, "DOWNLOADS_BUSY")
+    async with asyncio.timeout(10):
+        while num_running:  # noqa: ASYNC110  # what it waits for ends in the door, which tells nobody
+            await asyncio.sleep(0.05)
+    assert num_sent < 1000  # as many as the buffers between take
+    async with client.stream("GET", url) as begun:
+        assert begun.status_code == 200
+    for each in held:
+        each.close()
+
+
+def metadata_of(index: int) -> dict[str, str]:
+    return {"note": f"{index} " + "x" * 10_000}
+
+
+def checkpoint(index: int) -> checkpoints_pb2.Checkpoint:
+    path = f"tinker://s:train:0/weights/c{index}"
+    kind = checkpoints_pb2.CHECKPOINT_KIND_TRAINING
+    return checkpoints_pb2.Checkpoint(path=path, kind=kind, user_metadata=metadata_of(index))
+
+
+async def turns_during(call: Awaitable[httpx.Response]) -> tuple[httpx.Response, int]:
+    """What a call gives, and how often others had a turn meanwhile."""
+    running, num_turns = asyncio.ensure_future(call), 0
+    while not running.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    return running.result(), num_turns
+
+
+@pytest.mark.parametrize("path", ["/checkpoints", "/training_runs/r/checkpoints"])
+async def test_a_large_listing_is_rendered_beside_the_loop(
+    opened: Open, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    render = PiecewiseJson.render
+
+    def recorded(self: PiecewiseJson, content: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return render(self, content)
+
+    monkeypatch.setattr(PiecewiseJson, "render", recorded)
+    found = [checkpoint(index) for index in range(CHECKPOINTS_MAX)]
+    listed = checkpoints_pb2.ListCheckpointsResponse(checkpoints=found, total_size=2 * CHECKPOINTS_MAX)
+    _, client = await opened(FakeService(list_checkpoints=listed))
+    body = (await client.get(f"{path}?limit=5000")).json()
+    assert [c["user_metadata"] for c in body["checkpoints"]] == [metadata_of(i) for i in range(CHECKPOINTS_MAX)]
+    assert body["cursor"] == {"offset": 0, "limit": CHECKPOINTS_MAX, "total_count": 2 * CHECKPOINTS_MAX}
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+def pass_result(num_datums: int, num_tokens: int) -> ops_pb.WaitOperationsResponse:
+    """A finished pass, and the wait's answer with it."""
+    logprobs = [to_tensor(np.full(num_tokens, -1.5, np.float32)) for _ in range(num_datums)]
+    result = ops_pb.ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": 1.0})
+    state = ops_pb.OPERATION_STATE_SUCCEEDED
+    operation = ops_pb.Operation(name="s:train:0:1", state=state, forward_backward=result)
+    return ops_pb.WaitOperationsResponse(operation=operation)
+
+
+async def test_others_have_their_turn_while_a_large_result_is_written_as_json(opened: Open) -> None:
+    _, client = await opened(FakeService(wait_operations=[pass_result(1, JSON_RESULT_BYTES_MAX // 4 - 1000)]))
+    response, num_turns = await turns_during(client.post("/retrieve_future", json={"request_id": "s:train:0:1"}))
+    [output] = response.json()["loss_fn_outputs"]
+    assert set(output["logprobs"]["data"]) == {-1.5}
+    assert num_turns > 50  # the fast encoder leaves a few
+
+
+async def test_a_result_that_is_too_large_for_json_is_announced_and_given_as_protobuf(opened: Open) -> None:
+    _, client = await opened(FakeService(wait_operations=[pass_result(3, JSON_RESULT_BYTES_MAX // 8)]))
+    asked = {"request_id": "s:train:0:1", "allow_metadata_only": True}
+    refused = await client.post("/retrieve_future", json=asked)
+    assert (refused.status_code, refused.json()["reason"]) == (406, "RESULT_TOO_LARGE")
+    accept = {"accept": PROTOBUF}
+    announced = (await client.post("/retrieve_future", json=asked, headers=accept)).json()
+    assert announced["status"] == "complete_metadata"
+    response = await client.post("/retrieve_future", json={**asked, "allow_metadata_only": False}, headers=accept)
+    output = wire.ForwardBackwardOutput.FromString(response.content)
+    assert len(output.loss_fn_outputs[0].fields["logprobs"].data) == 3 * JSON_RESULT_BYTES_MAX // 2
+    assert announced["response_payload_size"] == pytest.approx(len(response.content), rel=0.01)
+
+
+def test_a_download_address_works_until_it_expires_for_its_file_alone() -> None:
+    now = [1000.0]
+    downloads = Downloads(lambda: now[0])
+    query = dict(httpx.QueryParams(downloads.query("k", "tinker://p", "a.json", downloads.expiry())))
+    assert downloads.check(query, "a.json") == ("k", "tinker://p")
+    for file, changed in (
+        ("b.json", {}),
+        ("a.json", {"key": "u"}),
+        ("a.json", {"expires": "99999"}),
+        ("a.json", {"signature": ""}),
+    ):
+        with pytest.raises(ServiceError, match="since it started"):
+            downloads.check({**query, **changed}, file)
+    with pytest.raises(ServiceError, match="since it started"):
+        Downloads(lambda: now[0]).check(query, "a.json")
+    now[0] += DOWNLOAD_S + 1
+    with pytest.raises(ServiceError, match="has expired"):
+        downloads.check(query, "a.json")

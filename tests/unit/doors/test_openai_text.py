@@ -1,0 +1,183 @@
+"""Tokens to text and messages to prompts, as OpenAI's door does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from coordinator.doors.openai.detokenizer import BROKEN, Detokenizer
+from coordinator.doors.openai.templates import ChatTemplateError, read_template
+from coordinator.doors.openai.texts import read_text_model
+from tests.support.served_pool import SHIPPED_MODEL
+from tinkerpool.v1 import sessions_pb2
+
+FILES = {path.name: path.read_bytes() for path in SHIPPED_MODEL.glob("*") if path.suffix in (".json", ".jinja")}
+BASE = sessions_pb2.BaseModel(name="m", max_sequence_tokens=1024, eos_token_ids=[0, 3], vocab_size=2048)
+MODEL = read_text_model(BASE, FILES)
+TOKENIZER = MODEL.tokenizer
+END = 3
+SHOWN = [token for token in range(TOKENIZER.get_vocab_size()) if token not in MODEL.hidden]
+MESSAGES = [{"role": "user", "content": "Who made thee?"}]
+
+
+def token_of(text: str) -> int:
+    token: int = TOKENIZER.token_to_id(text)  # type: ignore[assignment]  # it is there
+    return token
+
+
+def shown(tokens: list[int], stops: list[str], detokenizer: Detokenizer | None = None) -> list[str]:
+    """What is handed out at each token, and at the end."""
+    detokenizer = detokenizer or MODEL.detokenizer(stops)
+    return [*(detokenizer.push(token) for token in tokens), detokenizer.finish()]
+
+
+def cut_when_complete(tokens: list[int], stops: list[str]) -> str:
+    """The naive twin: decode everything anew after each token, and stop at the first that completes a stop string."""
+    for size in range(1, len(tokens) + 1):
+        text = TOKENIZER.decode(tokens[:size], skip_special_tokens=False)
+        if found := [text.index(stop) for stop in stops if stop in text]:
+            return text[: min(found)]
+    return TOKENIZER.decode(tokens, skip_special_tokens=False)
+
+
+@given(st.text(max_size=60))
+def test_pieces_are_whole_characters_and_together_the_text(text: str) -> None:
+    pieces = shown(TOKENIZER.encode(text).ids, [])
+    assert "".join(pieces) == text
+    assert BROKEN in text or not any(BROKEN in piece for piece in pieces)
+
+
+@given(st.lists(st.sampled_from(SHOWN), max_size=30))
+def test_pieces_of_any_tokens_are_together_what_the_tokenizer_makes_of_them(tokens: list[int]) -> None:
+    assert "".join(shown(tokens, [])) == TOKENIZER.decode(tokens, skip_special_tokens=False)
+
+
+@given(
+    st.text("ab\u00e9\U0001f600", max_size=30),
+    st.lists(st.text("ab\u00e9\U0001f600", min_size=1, max_size=4), min_size=1, max_size=4),
+)
+def test_a_stop_string_and_what_follows_is_never_shown_not_even_its_beginning(text: str, stops: list[str]) -> None:
+    tokens = TOKENIZER.encode(text).ids
+    assert "".join(shown(tokens, stops)) == cut_when_complete(tokens, stops)
+
+
+def test_text_is_held_back_only_while_it_may_begin_a_stop_string() -> None:
+    tokens = [token_of(character) for character in "abcabx"]
+    assert shown(tokens, ["abd"]) == ["", "", "abc", "", "", "abx", ""]
+    assert shown(tokens[:5], ["abd"]) == ["", "", "abc", "", "", "ab"]
+
+
+def test_special_tokens_are_not_shown_but_may_be_part_of_a_stop_string() -> None:
+    start, a, b = (token_of(text) for text in ("<|im_start|>", "a", "b"))
+    assert shown([a, start, b, END], []) == ["a", "", "b", "", ""]
+    assert "".join(shown([b, a, start, b], ["a<|im_start|>"])) == "b"
+    assert "".join(shown([b, a, start, b], ["a<|im_end|>"])) == "bab"
+
+
+def test_bytes_that_become_no_character_are_not_held_back_for_ever() -> None:
+    broken = next(token for token in SHOWN if TOKENIZER.decode([token]) == BROKEN)
+    pieces = shown([broken] * 200, [])
+    assert "".join(pieces) == BROKEN * 200
+    assert pieces[:100] != [""] * 100
+
+
+def test_bytes_spelled_out_in_a_vocabulary_become_characters_only_when_they_are_all_there() -> None:
+    vocabulary = {"\u2581the": 0, **{f"<0x{value:02X}>": value + 1 for value in range(256)}, "<unk>": 257}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokens = [0, *(value + 1 for value in "\U0001f600".encode()), 0]
+    assert shown(tokens, [], Detokenizer(tokenizer, (), (), ())) == ["the", "", "", "", "\U0001f600", " the", ""]
+
+
+def test_the_space_that_a_continuation_begins_with_is_not_lost() -> None:
+    vocabulary = {"\u2581the": 0, "\u2581": 1, ":": 2, "<unk>": 3, "</s>": 4}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Metaspace()
+    files = {"tokenizer.json": tokenizer.to_str().encode()}
+    model = read_text_model(sessions_pb2.BaseModel(vocab_size=5, eos_token_ids=[4]), files)
+    assert shown([0, 0], [], model.detokenizer()) == [" the", " the", ""]
+    assert shown([0, 4, 0], [], model.detokenizer()) == [" the", "", " the", ""]
+    assert shown([0, 0], [], model.detokenizer(is_prompt=True)) == ["the", " the", ""]
+    assert model.token_text(0) == (" the", b" the")
+
+
+def test_no_text_is_cut_or_filled_up_although_the_tokenizer_was_saved_so() -> None:
+    tokenizer = Tokenizer.from_str(FILES["tokenizer.json"].decode())
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=9)
+    files = {"tokenizer.json": tokenizer.to_str().encode()}
+    for text in ("a", "And the LORD said unto Moses"):
+        assert read_text_model(BASE, files).tokenizer.encode(text).ids == TOKENIZER.encode(text).ids
+
+
+def test_a_token_alone_has_its_text_and_its_bytes() -> None:
+    [space] = TOKENIZER.encode(" the").ids
+    assert MODEL.token_text(space) == (" the", b" the")
+    pieces = [MODEL.token_text(token) for token in TOKENIZER.encode("\u20ac").ids]
+    assert b"".join(data or b"" for _, data in pieces) == "\u20ac".encode()
+    assert pieces[0][0].startswith("bytes:\\xe2")
+    assert MODEL.token_text(END) == ("<|im_end|>", b"<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        FILES["chat_template.jinja"].decode(),
+        "{%- for m in messages %}\n  {% if m.role == 'user' %}\n[{{ m.content }}]\n  {% else %}{% continue %}"
+        "{% endif %}\n{% endfor %}",
+        "{% generation %}{{ bos_token ~ messages|tojson ~ eos_token }}{% endgeneration %}",
+        "{{ messages[0] | tojson(indent=2) }}{{ strftime_now('%Y')|length }}{% if thinking %}yes{% endif %}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    ],
+)
+def test_a_template_is_rendered_as_transformers_renders_it(tmp_path: Path, template: str) -> None:
+    from transformers import AutoTokenizer
+
+    files = FILES | {"chat_template.jinja": template.encode()}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    theirs: Any = AutoTokenizer.from_pretrained(str(tmp_path))
+    messages = [*MESSAGES, {"role": "assistant", "content": "The <LORD>'s & \u20ac"}]
+    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, thinking=True)
+    ours = read_template(files)
+    assert ours is not None
+    assert ours.render(messages, {"thinking": True}) == expected
+
+
+def test_a_template_says_what_it_does_not_take_and_reaches_nothing_outside() -> None:
+    def render(source: str) -> str:
+        template = read_template({"chat_template.jinja": source.encode()})
+        assert template is not None
+        return template.render(MESSAGES, {})
+
+    with pytest.raises(ChatTemplateError, match="roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ChatTemplateError, match="unsafe"):
+        render("{{ messages.__class__.__base__.__subclasses__() }}")
+    with pytest.raises(ChatTemplateError, match="unsafe"):
+        render("{{ messages.append(1) }}")
+    with pytest.raises(ChatTemplateError, match="Unexpected end"):
+        render("{% if messages %}")
+
+
+def test_a_template_is_found_wherever_models_keep_it() -> None:
+    def found(**files: str) -> str | None:
+        template = read_template({name.replace("_j", ".j"): text.encode() for name, text in files.items()})
+        return template.render(MESSAGES, {}) if template is not None else None
+
+    config = '{"eos_token": {"content": "</s>"}, "chat_template": '
+    assert found() is None
+    assert found(tokenizer_config_json="{}") is None
+    assert found(tokenizer_config_json=config + '"A{{ eos_token }}"}') == "A</s>"
+    named = config + '[{"name": "tool_use", "template": "B"}, {"name": "default", "template": "C"}]}'
+    assert found(tokenizer_config_json=named) == "C"
+    assert found(tokenizer_config_json=named, chat_template_jinja="D") == "D"
+    mapped = found(special_tokens_map_json='{"bos_token": "<s>"}', chat_template_jinja="{{ bos_token }}")
+    assert mapped == "<s>"

@@ -1,0 +1,249 @@
+"""Canonical bodies: equal exactly when the request is the same, and every malformed one refused with what to change."""
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.base.config import Limits
+from coordinator.base.errors import Code, ServiceError
+from coordinator.operations import payloads as bodies
+from coordinator.operations.canonical import digest
+from tests.support.toy_engine import toy_model_info
+from tests.support.toy_pool import datum, pass_request
+from tinkerpool.convert import to_tensor
+from tinkerpool.v1 import training_pb2, types_pb2
+
+MODEL, LIMITS = toy_model_info(), Limits(datums_max=4)
+Pass = training_pb2.ForwardBackwardRequest
+
+
+def floats(*values: float) -> types_pb2.Tensor:
+    return to_tensor(np.array(values, np.float32))
+
+
+def ints(*values: int, dtype: Any = np.int32) -> types_pb2.Tensor:
+    return to_tensor(np.array(values, dtype))
+
+
+def rl_datum(length: int = 3, **inputs: types_pb2.Tensor) -> types_pb2.Datum:
+    tokens = ints(*range(1, length + 1))
+    zeros = floats(*[0.0] * length)
+    return types_pb2.Datum(
+        tokens=tokens, loss_inputs={"target_tokens": tokens, "logprobs": zeros, "advantages": zeros} | inputs
+    )
+
+
+def request(*data: types_pb2.Datum, loss: str = "CROSS_ENTROPY", **config: float) -> Pass:
+    value = getattr(types_pb2, f"LOSS_FUNCTION_{loss}")
+    return Pass(adapter_id="a", seq=1, data=data or [datum(3)], loss_function=value, loss_config=config)
+
+
+def body(message: Any) -> bytes:
+    return bodies.canonical_pass(message, MODEL, LIMITS)[0]
+
+
+def refusal(message: Any) -> ServiceError:
+    with pytest.raises(ServiceError) as raised:
+        body(message)
+    assert raised.value.code is Code.INVALID_ARGUMENT
+    assert raised.value.retry_delay_s is None
+    return raised.value
+
+
+def test_token_ids_of_either_width_are_the_same_request() -> None:
+    narrow, wide = datum(5), datum(5)
+    tokens = np.arange(1, 6)
+    for tensor in (wide.tokens, wide.loss_inputs["target_tokens"]):
+        tensor.CopyFrom(to_tensor(tokens.astype(np.int64)))
+    assert wide.tokens != narrow.tokens
+    assert body(request(narrow)) == body(request(wide))
+
+
+def test_integer_weights_and_a_carried_along_mask_change_nothing() -> None:
+    plain, other = datum(5), datum(5)
+    other.loss_inputs["weights"].CopyFrom(ints(1, 1, 1, 1, 1))
+    other.loss_inputs["mask"].CopyFrom(floats(1, 0))
+    assert body(request(plain)) == body(request(other))
+
+
+def test_place_and_request_id_are_not_part_of_the_body_and_everything_else_is() -> None:
+    first = request(datum(3))
+    second = request(datum(3))
+    second.seq, second.request_id = 9, "r"
+    assert body(first) == body(second)
+    for other in (
+        request(datum(4)),
+        request(datum(3), datum(3)),
+        request(datum(3, first=2)),
+        request(rl_datum(), loss="PPO"),
+        request(rl_datum(), loss="IMPORTANCE_SAMPLING"),
+    ):
+        assert body(other) != body(first)
+    assert body(request(rl_datum(), loss="PPO")) != body(request(rl_datum(), loss="PPO", clip_low_threshold=0.9))
+
+
+def test_the_kind_is_part_of_the_hash() -> None:
+    same = body(request())
+    assert digest(same, "forward") != digest(same, "forward_backward")
+
+
+def test_the_order_of_maps_does_not_change_the_body() -> None:
+    inputs = dict(rl_datum().loss_inputs)
+    turned = types_pb2.Datum(tokens=rl_datum().tokens, loss_inputs=dict(reversed(inputs.items())))
+    one = request(rl_datum(), loss="PPO", clip_low_threshold=0.5, clip_high_threshold=2.0)
+    other = request(turned, loss="PPO", clip_high_threshold=2.0, clip_low_threshold=0.5)
+    assert body(one) == body(other)
+
+
+@given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=6), min_size=1, max_size=4))
+def test_what_is_decoded_is_what_was_checked(sequences: list[list[int]]) -> None:
+    data = [
+        types_pb2.Datum(
+            tokens=ints(*each),
+            loss_inputs={"target_tokens": ints(*each), "weights": floats(*[0.5] * len(each))},
+        )
+        for each in sequences
+    ]
+    canonical, checked = bodies.canonical_pass(request(*data), MODEL, LIMITS)
+    name, config, decoded = bodies.decode_pass(canonical)
+    assert (name, config) == ("cross_entropy", {})
+    assert [each.tokens.tolist() for each in decoded] == [each.tokens.tolist() for each in checked] == sequences
+    assert bodies.canonical_pass(Pass.FromString(canonical), MODEL, LIMITS)[0] == canonical
+
+
+def test_soft_targets_have_a_second_dimension_in_cross_entropy_only() -> None:
+    targets, weights = np.ones((3, 2), np.int32), np.ones((3, 2), np.float32)
+    soft = datum(3)
+    soft.loss_inputs["target_tokens"].CopyFrom(to_tensor(targets))
+    soft.loss_inputs["weights"].CopyFrom(to_tensor(weights))
+    [decoded] = bodies.canonical_pass(request(soft), MODEL, LIMITS)[1]
+    assert decoded.loss_inputs["weights"].shape == (3, 2)
+    soft.loss_inputs["weights"].CopyFrom(floats(1, 1, 1))
+    assert refusal(request(soft)).reason == "LENGTH_MISMATCH"
+    assert "vector" in refusal(request(rl_datum(target_tokens=to_tensor(targets)), loss="PPO")).message
+
+
+def changed(change: Callable[[types_pb2.Datum], Any]) -> Pass:
+    one = datum(3)
+    change(one)
+    return request(datum(2), one)
+
+
+BAD: dict[str, tuple[Pass, list[str]]] = {
+    "unknown loss": (Pass(data=[datum(3)], loss_function=77), ["77", "cross_entropy"]),  # type: ignore[arg-type]
+    "unset loss": (Pass(data=[datum(3)]), ["unspecified", "cross_entropy"]),
+    "unknown option": (request(rl_datum(), loss="PPO", clip=0.5), ["'clip'", "clip_low_threshold"]),
+    "option of another loss": (request(beta=0.5), ["'beta'", "none"]),
+    "option not finite": (request(rl_datum(), loss="DRO", beta=math.nan), ["'beta'", "finite"]),
+    "no data": (Pass(loss_function=types_pb2.LOSS_FUNCTION_CROSS_ENTROPY), ["data is empty"]),
+    "too many sequences": (request(*[datum(1)] * 5), ["5 sequences", "at most 4"]),
+    "no tokens": (changed(lambda d: d.ClearField("tokens")), ["data[1].tokens", "dtype"]),
+    "empty tokens": (changed(lambda d: d.tokens.CopyFrom(ints())), ["data[1].tokens", "empty"]),
+    "tokens not integers": (changed(lambda d: d.tokens.CopyFrom(floats(1, 2, 3))), ["data[1].tokens", "int32"]),
+    "tokens not a vector": (
+        changed(lambda d: d.tokens.CopyFrom(to_tensor(np.ones((3, 1), np.int32)))),
+        ["data[1].tokens", "vector"],
+    ),
+    "token too large": (changed(lambda d: d.tokens.CopyFrom(ints(1, 100, 2))), ["100", "0 to 99"]),
+    "token negative": (changed(lambda d: d.tokens.CopyFrom(ints(1, -5, 2))), ["-5", "0 to 99"]),
+    "token beyond int32": (
+        changed(lambda d: d.tokens.CopyFrom(ints(1, 2**32 + 1, 2, dtype=np.int64))),
+        [str(2**32 + 1), "0 to 99"],
+    ),
+    "target out of range": (
+        changed(lambda d: d.loss_inputs["target_tokens"].CopyFrom(ints(1, 100, 2))),
+        ["target_tokens", "100"],
+    ),
+    "too long": (request(datum(65)), ["data[0]", "65 tokens", "at most 64"]),
+    "missing input": (changed(lambda d: d.loss_inputs.pop("weights")), ["data[1]", "lacks weights"]),
+    "unknown input": (
+        changed(lambda d: d.loss_inputs["reward"].CopyFrom(floats(1, 1, 1))),
+        ["data[1]", "reward", "target_tokens, weights"],
+    ),
+    "length mismatch": (
+        changed(lambda d: d.loss_inputs["weights"].CopyFrom(floats(1, 1))),
+        ["weights", "length 2", "tokens has 3"],
+    ),
+    "no dimensions": (
+        changed(lambda d: d.loss_inputs["weights"].CopyFrom(to_tensor(np.float32(1)))),  # type: ignore[arg-type]
+        ["weights", "length 0"],
+    ),
+    "NaN": (changed(lambda d: d.loss_inputs["weights"].CopyFrom(floats(1, math.nan, 1))), ["weights", "element 1"]),
+    "infinity": (changed(lambda d: d.loss_inputs["weights"].CopyFrom(floats(1, 1, -math.inf))), ["element 2"]),
+    "bytes do not fit the shape": (changed(lambda d: d.tokens.shape.append(2)), ["data[1].tokens", "12 bytes"]),
+    "negative size": (changed(lambda d: d.tokens.shape.__setitem__(0, -3)), ["negative"]),
+    "huge sizes": (changed(lambda d: d.tokens.shape.extend([2**62, 2**62])), ["data[1].tokens"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_data_is_refused_with_where_it_is_and_what_is_expected(case: str) -> None:
+    message, expected = BAD[case]
+    text = refusal(message).message
+    assert all(part in text for part in expected), text
+    assert len(text) < 400
+
+
+@given(
+    data=st.binary(max_size=40),
+    dtype=st.integers(-1, 5),
+    shape=st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 10), max_size=4),
+    name=st.sampled_from(["tokens", "target_tokens", "weights"]),
+)
+def test_no_tensor_whatever_it_holds_gets_past_the_check_or_breaks_it(
+    data: bytes, dtype: int, shape: list[int], name: str
+) -> None:
+    one = datum(3)
+    tensor = one.tokens if name == "tokens" else one.loss_inputs[name]
+    tensor.CopyFrom(types_pb2.Tensor(data=data, dtype=dtype, shape=shape))  # type: ignore[arg-type]
+    with contextlib.suppress(ServiceError):
+        [checked] = bodies.canonical_pass(request(one), MODEL, LIMITS)[1]
+        assert checked.tokens.shape[:1] == checked.loss_inputs["weights"].shape[:1]
+        assert np.isfinite(checked.loss_inputs["weights"]).all()
+
+
+def test_a_step_without_hyperparameters_has_the_documented_defaults() -> None:
+    empty = bodies.canonical_adam("a", types_pb2.AdamParams())
+    spelled = types_pb2.AdamParams(
+        learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.0, grad_clip_norm=0.0
+    )
+    assert empty == bodies.canonical_adam("a", spelled)
+    assert bodies.decode_adam(bodies.canonical_adam("a", types_pb2.AdamParams(learning_rate=0.0))).learning_rate == 0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"learning_rate": -1.0},
+        {"learning_rate": math.nan},
+        {"learning_rate": math.inf},
+        {"beta1": 1.0},
+        {"beta2": -0.1},
+        {"eps": 0.0},
+        {"eps": math.inf},
+        {"weight_decay": -1e-9},
+        {"grad_clip_norm": math.nan},
+    ],
+)
+def test_bad_hyperparameters_are_refused_by_name(values: dict[str, float]) -> None:
+    with pytest.raises(ServiceError, match=f"adam.{next(iter(values))}"):
+        bodies.canonical_adam("a", types_pb2.AdamParams(**values))
+
+
+def test_metadata_is_counted_in_bytes() -> None:
+    bodies.check_metadata({"k": "v" * 100}, Limits(metadata_bytes_max=101))
+    for metadata in ({"k": "v" * 101}, {"k": "é" * 51}):
+        with pytest.raises(ServiceError, match="at most 101"):
+            bodies.check_metadata(metadata, Limits(metadata_bytes_max=101))
+
+
+def test_a_train_step_has_the_body_of_its_pass() -> None:
+    whole = pass_request("a", 1, [3])
+    step = training_pb2.TrainStepRequest(adapter_id="a", seq=4, data=whole.data, loss_function=whole.loss_function)
+    assert body(step) == body(whole)

@@ -1,0 +1,215 @@
+"""A sample's canonical body and its result: every default filled in, every malformed request refused, nothing lost."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from coordinator.base.config import Limits
+from coordinator.base.errors import Code, ServiceError
+from coordinator.operations.operation import Kind, Operation
+from coordinator.operations.sample_payloads import SampleBody, canonical_sample, decode_sample, fill_sample
+from tests.support.toy_engine import toy_model_info
+from tests.support.toy_pool import sample_request
+from tinkerpool.convert import from_tensor, to_tensor
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import sampling_pb2
+from workers.contract.messages import SampledSequence, SampleResult, SamplerVersion, StopReason, TokenLogprobs
+
+MODEL, LIMITS = toy_model_info(), Limits(num_samples_max=8)
+
+
+def asked(extras: dict[str, Any] | None = None, **values: Any) -> sampling_pb2.SampleRequest:
+    """A request; `extras` are its own fields, the others those of `sample_request`."""
+    request = sample_request("s", **values)
+    request.MergeFrom(sampling_pb2.SampleRequest(**extras or {}))
+    return request
+
+
+def body(message: sampling_pb2.SampleRequest, seed: int = 5, limits: Limits = LIMITS) -> bytes:
+    return canonical_sample(message, MODEL, limits, seed)
+
+
+def decoded(extras: dict[str, Any] | None = None, **values: Any) -> SampleBody:
+    return decode_sample(body(asked(extras, **values)))
+
+
+def targets(*rows: list[int], dtype: Any = np.int64) -> Any:
+    return to_tensor(np.array(rows, dtype))
+
+
+def test_a_sample_is_logged_with_every_default_and_its_seed() -> None:
+    sample = decoded(max_tokens=0)
+    assert (sample.prompt.tolist(), sample.num_samples, sample.prompt_logprobs) == ([1, 2, 3], 1, False)
+    assert (sample.params.max_tokens, sample.params.seed, sample.params.stop_tokens) == (61, 5, (0,))
+    assert (sample.params.temperature, sample.params.top_k, sample.params.top_p) == (1.0, -1, 1.0)
+    assert (sample.topk_prompt_logprobs, sample.topk_sample_logprobs, sample.prompt_alt_tokens_k) == (0, 0, 0)
+    assert sample.prompt_targets is None
+    assert sample.num_tokens_max == 64
+    greedy = decoded(temperature=0.0, seed=0)
+    assert (greedy.params.temperature, greedy.params.seed) == (0.0, 0)
+
+
+def test_a_stop_condition_that_is_set_and_empty_stops_nothing() -> None:
+    assert decoded(stop=sampling_pb2.StopCondition()).params.stop_tokens == ()
+
+
+def test_a_worker_is_asked_for_all_that_the_user_asked_for() -> None:
+    extras = {
+        "include_prompt_logprobs": True,
+        "prompt_logprobs_last_n": 2,
+        "topk_prompt_logprobs": 3,
+        "topk_sample_logprobs": 4,
+        "prompt_alt_tokens_k": 5,
+        "prompt_targets": targets([7, -1], [8, 9]),
+    }
+    request = decoded(extras, num_samples=2).request("op", SamplerVersion(key="v"), scope="tenant", stream=True)
+    assert (request.op_id, request.version.key, request.num_samples, request.stream) == ("op", "v", 2, True)
+    assert (request.prompt_logprobs, request.prompt_logprobs_last_n) == (True, 2)
+    assert (request.topk_prompt_logprobs, request.topk_sample_logprobs, request.prompt_alt_tokens_k) == (3, 4, 5)
+    assert request.prompt_targets is not None
+    assert request.prompt_targets.dtype == np.int32
+    assert request.prompt_targets.tolist() == [[7, -1], [8, 9]]
+
+
+def test_everything_that_is_asked_for_is_part_of_the_body_and_the_width_of_token_ids_is_not() -> None:
+    wide, narrow = ({"prompt_targets": targets([1], [2], dtype=dtype)} for dtype in (np.int64, np.int32))
+    assert body(asked(wide)) == body(asked(narrow))
+    others: list[dict[str, Any]] = [
+        {},
+        wide,
+        {"prompt_targets": targets([1], [3])},
+        {"topk_prompt_logprobs": 1},
+        {"topk_prompt_logprobs": 1, "prompt_logprobs_last_n": 1},
+        {"topk_sample_logprobs": 1},
+        {"prompt_alt_tokens_k": 1},
+        {"note": "mine"},
+    ]
+    assert len({body(asked(extras)) for extras in others}) == len(others)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"prompt": ()}, "prompt is empty"),
+        ({"prompt": (100,)}, "token id 100"),
+        ({"prompt": (-1,)}, "token id -1"),
+        ({"prompt": (1,) * 64}, "must fit in 64"),
+        ({"max_tokens": 62}, "can be 1 to 61"),
+        ({"max_tokens": -1}, "can be 1 to 61"),
+        ({"num_samples": 9}, "1 to 8"),
+        ({"num_samples": -1}, "1 to 8"),
+        ({"temperature": -0.5}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_p": math.nan}, "top_p"),
+        ({"stop": sampling_pb2.StopCondition(strings=["ok", ""])}, "empty string"),
+        ({"stop": sampling_pb2.StopCondition(tokens=[100])}, "0 to 99"),
+        ({"extras": {"prompt_logprobs_last_n": 1}}, "goes only with include_prompt_logprobs"),
+        ({"extras": {"prompt_logprobs_last_n": -1, "include_prompt_logprobs": True}}, r"0 \(all\) or more"),
+        ({"extras": {"note": "é" * 129}}, "note has 258 bytes, at most 256"),
+        ({"extras": {"topk_prompt_logprobs": 101}}, "topk_prompt_logprobs must be 0 .* to 100, not 101"),
+        ({"extras": {"topk_sample_logprobs": -1}}, "topk_sample_logprobs must be 0 .* to 100, not -1"),
+        ({"extras": {"prompt_alt_tokens_k": 101}}, "prompt_alt_tokens_k must be 0 .* to 100"),
+        ({"extras": {"prompt_targets": targets([1], [2], [3])}}, r"has shape \(3, 1\).*give \(2, k\)"),
+        ({"extras": {"prompt_targets": to_tensor(np.ones(2, np.int32))}}, r"has shape \(2,\).*give \(2, k\)"),
+        ({"extras": {"prompt_targets": targets([1] * 101, [1] * 101)}}, "k at most 100"),
+        ({"extras": {"prompt_targets": targets([], [])}}, r"\(2, 0\)"),
+        ({"extras": {"prompt_targets": targets([1], [100])}}, "prompt_targets has token id 100"),
+        ({"extras": {"prompt_targets": targets([1], [-2])}}, "prompt_targets has token id -2"),
+        ({"extras": {"prompt_targets": targets([-1], [-1])}}, "names no token"),
+        ({"extras": {"prompt_targets": to_tensor(np.ones((2, 1), np.float32))}}, "int32 or int64"),
+        ({"extras": {"prompt_targets": targets([1])}, "prompt": (1,)}, r"give \(0, k\)"),
+    ],
+)
+def test_bad_samples_are_refused_with_what_is_allowed(values: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ServiceError, match=expected) as raised:
+        body(asked(**values))
+    assert raised.value.code is Code.INVALID_ARGUMENT
+    assert len(raised.value.message) < 400
+
+
+def test_an_answer_that_no_message_holds_is_refused_with_what_makes_it_so_large() -> None:
+    limits = Limits(sample_logprobs_max=100)
+    few = asked({"topk_sample_logprobs": 2, "topk_prompt_logprobs": 4}, max_tokens=11, num_samples=4)
+    assert body(few, limits=limits)
+    few.topk_sample_logprobs = 3
+    with pytest.raises(ServiceError, match=r"up to 144 .* at most 100: most of them by topk_sample_logprobs"):
+        body(few, limits=limits)
+    rows = {"prompt_targets": targets([1] * 40, [1] * 40), "prompt_alt_tokens_k": 11}
+    with pytest.raises(ServiceError, match=r"up to 102 .* most of them by prompt_targets"):
+        body(asked(rows), limits=limits)
+
+
+def likeliest(num_rows: int) -> TokenLogprobs:
+    token_ids = np.arange(2 * num_rows, dtype=np.int32).reshape(num_rows, 2)
+    logprobs = -token_ids.astype(np.float32)
+    logprobs[0] = np.nan
+    return TokenLogprobs(token_ids=token_ids, logprobs=logprobs)
+
+
+def same(found: ops_pb.TokenLogprobs, expected: TokenLogprobs) -> bool:
+    same_tokens = np.array_equal(from_tensor(found.token_ids), expected.token_ids)
+    return same_tokens and np.array_equal(from_tensor(found.logprobs), expected.logprobs, equal_nan=True)
+
+
+def operation(request: sampling_pb2.SampleRequest) -> Operation:
+    return Operation(
+        tenant_id="t",
+        target_id="s",
+        seq=1,
+        kind=Kind.SAMPLE,
+        body=body(request),
+        body_hash=b"",
+        request_id="",
+        chunk_tokens=0,
+        num_bytes=0,
+    )
+
+
+def test_all_that_a_worker_answers_is_in_the_result_and_nothing_else() -> None:
+    sequence = SampledSequence(
+        tokens=np.array([4, 5], np.int32), logprobs=np.array([-1, -2], np.float32), stop_reason=StopReason.STOP
+    )
+    plain = operation(asked())
+    fill_sample(plain, SampleResult(op_id="op", sequences=(sequence,)))
+    assert plain.outcome is not None
+    result = plain.outcome.sample
+    for name in ("prompt_logprobs", "topk_prompt", "prompt_target_logprobs", "prompt_alt_tokens"):
+        assert not result.HasField(name)
+    [found] = result.sequences
+    assert not found.HasField("topk")
+    assert (from_tensor(found.tokens).tolist(), from_tensor(found.logprobs).tolist()) == ([4, 5], [-1, -2])
+
+    full = operation(asked({"prompt_targets": targets([0, -1], [7, 8]), "note": "mine"}))
+    with_topk = SampledSequence(
+        tokens=sequence.tokens, logprobs=sequence.logprobs, stop_reason=StopReason.LENGTH, topk=likeliest(2)
+    )
+    prompt_logprobs: NDArray[np.float32] = np.array([np.nan, -1, -2], np.float32)
+    answer = SampleResult(
+        op_id="op",
+        sequences=(with_topk,),
+        prompt_logprobs=prompt_logprobs,
+        topk_prompt=likeliest(3),
+        prompt_target_logprobs=np.array([[0, 0], [-7, -8]], np.float32),
+        prompt_alt_tokens=likeliest(2),
+        num_cached_tokens=2,
+    )
+    fill_sample(full, answer)
+    assert full.outcome is not None
+    result = full.outcome.sample
+    assert np.array_equal(from_tensor(result.prompt_logprobs), prompt_logprobs, equal_nan=True)
+    assert answer.topk_prompt is not None
+    assert answer.prompt_alt_tokens is not None
+    assert with_topk.topk is not None
+    assert same(result.topk_prompt, answer.topk_prompt)
+    assert same(result.prompt_alt_tokens, answer.prompt_alt_tokens)
+    assert same(result.sequences[0].topk, with_topk.topk)
+    assert (result.num_cached_prompt_tokens, result.note) == (2, "mine")
+    asked_for = np.array([[0, np.nan], [-7, -8]], np.float32)  # a token that is certain is not one not asked for
+    assert np.array_equal(from_tensor(result.prompt_target_logprobs), asked_for, equal_nan=True)

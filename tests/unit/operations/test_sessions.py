@@ -1,0 +1,141 @@
+"""Live sessions, in service time only."""
+
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from coordinator.base.errors import ServiceError
+from coordinator.operations.sessions import SessionTable
+from coordinator.storage.database import StorageError
+from coordinator.storage.store import Store
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    store = Store(tmp_path / "log.db", monotonic=lambda: 1.0)
+    await store.insert("tenants", tenant_id="t", name="alice", created_at=0.0)
+    yield store
+    await store.close()
+
+
+async def add_row(store: Store, session_id: str, ended_at: float | None = None) -> None:
+    await store.insert(
+        "sessions", session_id=session_id, tenant_id="t", user_metadata="{}", created_at=0.0, ended_at=ended_at
+    )
+
+
+async def add_sampler(store: Store, session_id: str, index: int) -> None:
+    columns = ("base_model", "model_path", "adapter_id", "version", "folder", "sha256")
+    await store.insert(
+        "samplers",
+        sampler_id=f"{session_id}:sample:{index}",
+        tenant_id="t",
+        session_id=session_id,
+        body=b"",
+        created_at=0.0,
+        **dict.fromkeys(columns, ""),
+    )
+
+
+async def test_a_session_expires_when_it_is_not_heard_of_for_the_time_allowed(store: Store) -> None:
+    clock = Clock()
+    table = SessionTable(store, clock)
+    for session_id in ("s1", "s2"):
+        await add_row(store, session_id)
+    table.add("s1")
+    clock.now += 6
+    table.add("s2")
+    table.touch("s1")
+    clock.now += 9
+    assert [session.session_id for session in table.expired(10)] == []
+    table.touch("s2")
+    clock.now += 2
+    assert [session.session_id for session in table.expired(10)] == ["s1"]
+    with table.ending("s1"):
+        assert table.get("s1") is None
+        assert table.expired(10) == []
+    assert table.get("s1") is None
+    assert table.expired(10) == []
+
+
+async def test_a_session_goes_on_when_the_last_call_that_would_end_it_has_failed(store: Store) -> None:
+    await add_row(store, "s")
+    table = SessionTable(store, Clock())
+    table.add("s")
+
+    def end(*, times: int) -> None:
+        with table.ending("s"):
+            if times > 1:
+                with suppress(StorageError):
+                    end(times=times - 1)
+            assert table.get("s") is None
+            raise StorageError
+
+    with pytest.raises(StorageError):
+        end(times=2)
+    assert table.get("s") is not None
+
+
+async def test_an_ended_session_is_not_added_again_and_a_live_one_with_its_numbering(store: Store) -> None:
+    await add_row(store, "ended", ended_at=5.0)
+    await add_row(store, "live")
+    await add_sampler(store, "live", 4)
+    table = SessionTable(store, Clock())
+    for session_id in ("ended", "live"):
+        table.add(session_id)
+    assert table.get("ended") is None
+    assert table.take_sampler_index("live", "op") == 5
+
+
+async def test_adding_a_session_again_changes_nothing(store: Store) -> None:
+    await add_row(store, "s")
+    table = SessionTable(store, Clock())
+    table.add("s")
+    assert table.take_sampler_index("s", "op") == 0
+    table.add("s")
+    assert table.take_sampler_index("s", "op") == 1
+
+
+async def test_a_number_that_is_asked_for_is_given_to_one_operation_only(store: Store) -> None:
+    await add_row(store, "s")
+    await add_sampler(store, "s", 4)
+    table = SessionTable(store, Clock())
+    table.add("s")
+    assert table.take_sampler_index("s", "op1", 7) == 7
+    assert table.take_sampler_index("s", "op1", 7) == 7  # it runs again, after its worker was lost
+    for operation, taken in (("op2", 7), ("op2", 4)):
+        with pytest.raises(ServiceError) as raised:
+            table.take_sampler_index("s", operation, taken)
+        assert raised.value.reason == "SAMPLER_EXISTS"
+    assert table.take_sampler_index("s", "op3", 1) == 1
+    assert table.take_sampler_index("s", "op4") == 8
+
+
+async def test_downtime_ages_no_session_and_its_numbering_goes_on(store: Store) -> None:
+    await add_row(store, "live")
+    await add_row(store, "ended", ended_at=5.0)
+    for index in (0, 4, 11):
+        await add_sampler(store, "live", index)
+    clock = Clock()
+    clock.now = 1e9
+    table = SessionTable(store, clock)
+    table.load()
+    assert table.expired(1) == []
+    assert table.get("ended") is None
+    assert [table.take_sampler_index("live", f"op{i}") for i in range(2)] == [12, 13]
+
+
+async def test_an_ended_session_gets_no_more_samplers(store: Store) -> None:
+    table = SessionTable(store, Clock())
+    with pytest.raises(ServiceError) as raised:
+        table.take_sampler_index("gone", "op")
+    assert raised.value.reason == "SESSION_ENDED"

@@ -1,0 +1,58 @@
+"""Failpoints: off unless armed, and one file kills once."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from workers.contract import failpoints
+from workers.contract.failpoints import failpoint
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _disarmed() -> Iterator[None]:
+    yield
+    failpoints.disarm()
+
+
+def test_a_point_does_nothing_unless_it_is_armed() -> None:
+    hits: list[str] = []
+    failpoint("worker.applied")
+    failpoints.arm("worker.applied", lambda: hits.append("hit"))
+    failpoint("worker.applied")
+    failpoint("worker.received")
+    failpoints.disarm()
+    failpoint("worker.applied")
+    assert hits == ["hit"]
+
+
+def test_an_unknown_point_cannot_be_armed() -> None:
+    with pytest.raises(AssertionError, match="no failpoint"):
+        failpoints.arm("worker.aplied", lambda: None)
+
+
+def test_every_point_in_the_code_has_its_meaning_and_every_meaning_its_point() -> None:
+    code = "\n".join(
+        path.read_text() for package in ("coordinator", "workers") for path in (ROOT / package).rglob("*.py")
+    )
+    for name in failpoints.POINTS:
+        first, _, second = name.partition(".")
+        is_literal = f'failpoint("{name}")' in code
+        is_of_a_kind = f'failpoint(f"{{kind}}.{second}")' in code and f', "{first}"' in code
+        assert is_literal or is_of_a_kind, f"nobody comes to {name}"
+
+
+def test_a_file_in_the_folder_kills_the_process_that_comes_by_once(tmp_path: Path) -> None:
+    program = "from workers.contract.failpoints import failpoint; failpoint('worker.applied'); print('alive')"
+    command = [sys.executable, "-c", program]
+    environment = {"TINKERPOOL_FAILPOINTS": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    (tmp_path / "worker.applied").touch()
+    died = subprocess.run(command, env=environment, check=False, capture_output=True)
+    lived = subprocess.run(command, env=environment, check=False, capture_output=True)
+    assert died.returncode == -signal.SIGKILL
+    assert (lived.returncode, lived.stdout.strip()) == (0, b"alive")

@@ -1,0 +1,204 @@
+"""The pool in this process, and what is checked of a pool's settings."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.toy_engine import KILL_TOKEN, ToyEngine
+from tests.unit.pool.test_loop import batch, request
+from workers.contract.messages import SampleEvent, SampleResult, TokenEvent
+from workers.contract.protocols import Pool, PoolStartError, WorkerLost
+from workers.contract.settings import PoolConfig, PoolModel
+from workers.pool.environment import ray_environment
+from workers.pool.factory import make_pool
+from workers.pool.local import LocalPool
+
+TOY_FACTORY = "tests.support.toy_engine:toy_factory"
+
+
+@asynccontextmanager
+async def started(pool: Pool) -> AsyncIterator[Pool]:
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.stop()
+
+
+def toy_pool(num_workers: int = 2) -> LocalPool:
+    return LocalPool({f"w{index}": ToyEngine for index in range(num_workers)}, num_slots=3)
+
+
+async def test_workers_are_listed_in_order_with_an_incarnation_each() -> None:
+    async with started(toy_pool()) as pool:
+        first, second = pool.workers()
+        assert (first.worker_id, second.worker_id) == ("w0", "w1")
+        assert first.incarnation != second.incarnation
+        assert (first.model.name, first.num_slots, first.device) == ("toy", 3, "cpu")
+    assert pool.workers() == ()
+
+
+async def test_results_come_from_the_life_that_ran_the_batch() -> None:
+    async with started(toy_pool()) as pool:
+        for worker in pool.workers():
+            result = await pool.run(worker.worker_id, batch(7))
+            assert (result.cycle_id, result.incarnation) == (7, worker.incarnation)
+            assert result.results[0].error is None
+
+
+async def test_sampled_tokens_stream_and_the_result_repeats_them() -> None:
+    async with started(toy_pool(1)) as pool:
+        await pool.start_sample("w0", request("s", max_tokens=5))
+        events: list[SampleEvent] = []
+        async for event in pool.sample_events("w0"):
+            events.append(event)
+            if isinstance(event, SampleResult):
+                break
+    *tokens, result = events
+    assert isinstance(result, SampleResult)
+    assert [event.token for event in tokens if isinstance(event, TokenEvent)] == result.sequences[0].tokens.tolist()
+    assert len(tokens) == 5
+
+
+async def test_failed_engine_is_lost_until_it_is_replaced_by_an_empty_one() -> None:
+    async with started(toy_pool()) as pool:
+        stream = asyncio.ensure_future(anext(aiter(pool.sample_events("w0"))))
+        old = pool.workers()[0]
+        with pytest.raises(WorkerLost):
+            await pool.run("w0", batch(0, token=KILL_TOKEN))
+        for lost in (pool.run("w0", batch(1)), pool.start_sample("w0", request("s", 1)), pool.ping("w0"), stream):
+            with pytest.raises(WorkerLost):
+                await lost
+        await pool.ping("w1")
+        assert pool.workers()[0] == old
+        new = await pool.replace("w0")
+        assert new.worker_id == "w0"
+        assert new.incarnation != old.incarnation
+        assert pool.workers()[0] == new
+        assert (await pool.run("w0", batch(2))).incarnation == new.incarnation
+
+
+async def test_replacing_a_healthy_worker_ends_its_stream() -> None:
+    async with started(toy_pool(1)) as pool:
+        stream = asyncio.ensure_future(anext(aiter(pool.sample_events("w0"))))
+        await asyncio.sleep(0)
+        await pool.replace("w0")
+        with pytest.raises(WorkerLost):
+            await stream
+
+
+async def test_pool_whose_worker_cannot_start_says_which_and_why() -> None:
+    def broken(incarnation: str) -> ToyEngine:
+        raise OSError("no model there")
+
+    pool = LocalPool({"w0": ToyEngine, "w1": broken})
+    with pytest.raises(PoolStartError, match=r"w1.*no model there"):
+        await pool.start()
+    assert pool.workers() == ()
+
+
+async def test_unknown_worker_is_lost() -> None:
+    async with started(toy_pool()) as pool:
+        with pytest.raises(WorkerLost):
+            await pool.run("w9", batch(0))
+
+
+async def test_config_gives_each_model_its_own_workers_by_import_string() -> None:
+    models = (
+        PoolModel(name="small", path="toy", num_workers=2),
+        PoolModel(name="slow", path=json.dumps({"seconds_per_batch": 0.01})),
+    )
+    config = PoolConfig(kind="local", models=models, engine=TOY_FACTORY, num_slots=5)
+    async with started(make_pool(config)) as pool:
+        names = [(worker.worker_id, worker.model.name, worker.num_slots) for worker in pool.workers()]
+        assert names == [("w0", "small", 5), ("w1", "small", 5), ("w2", "slow", 5)]
+        assert (await pool.run("w2", batch(0))).wall_s >= 0.01
+
+
+def test_threads_are_the_configured_ones_or_the_cores_divided_by_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.contract.settings.num_cores", lambda: 8)
+    models = (PoolModel(name="a", path="a", num_workers=2), PoolModel(name="b", path="b"))
+
+    def threads(**values: Any) -> set[int]:
+        config = PoolConfig(models=models, **values)
+        return {settings.num_threads for settings in config.engines().values()}
+
+    assert threads() == {2}
+    assert threads(num_threads=5) == {5}
+    assert threads(ray_address="10.0.0.1:6379", num_cpus=3.5) == {3}
+
+
+def test_workers_of_one_machine_share_its_memory_and_those_of_a_gpu_share_that() -> None:
+    models = (PoolModel(name="a", path="a", num_workers=3), PoolModel(name="b", path="b"))
+
+    def shares(**values: Any) -> set[float]:
+        settings = PoolConfig(models=models, recompute="on", **values).engines().values()
+        assert {each.recompute for each in settings} == {"on"}
+        return {each.memory_share for each in settings}
+
+    assert shares() == shares(kind="local", device="cuda") == {0.25}
+    assert shares(ray_address="10.0.0.1:6379") == {1.0}
+    assert shares(device="cuda", num_gpus=0.5) == {0.5}
+    assert shares(device="cuda", num_gpus=2) == {1.0}
+
+
+def test_a_bank_has_more_slots_where_they_cost_no_device_memory() -> None:
+    models = (PoolModel(name="toy", path="toy"),)
+    devices: dict[str, dict[str, Any]] = {"cpu": {}, "cuda": {"num_gpus": 1}}
+    slots = {device: PoolConfig(models=models, device=device, **more) for device, more in devices.items()}
+    assert {device: config.engines()["w0"].num_slots for device, config in slots.items()} == {"cpu": 64, "cuda": 16}
+
+
+def test_workers_are_told_the_dtype_and_whether_to_be_exact() -> None:
+    models = (PoolModel(name="toy", path="toy"),)
+    plain = PoolConfig(models=models).engines()["w0"]
+    chosen = PoolConfig(models=models, dtype="bfloat16", exact=True).engines()["w0"]
+    assert (plain.dtype, plain.exact) == ("auto", False)
+    assert (chosen.dtype, chosen.exact) == ("bfloat16", True)
+
+
+def test_token_is_shown_to_a_cluster_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    cluster = PoolConfig(models=(PoolModel(name="toy", path="toy"),), ray_address="10.0.0.1:6379")
+    assert "RAY_AUTH_MODE" not in ray_environment(cluster)
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").touch()
+    assert ray_environment(cluster)["RAY_AUTH_MODE"] == "token"
+    assert "RAY_AUTH_MODE" not in ray_environment(dataclasses.replace(cluster, ray_address=None))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"models": ()}, "at least one model"),
+        ({"kind": "kubernetes"}, "kind is"),
+        ({"models": (PoolModel(name="a", path="x"), PoolModel(name="a", path="y"))}, "a name of its own"),
+        ({"num_slots": -1}, "num_slots is -1"),
+        ({"num_threads": -1}, "num_threads is -1"),
+        ({"recompute": "maybe"}, "recompute is 'maybe'"),
+        ({"num_gpus": float("nan")}, "num_gpus is nan"),
+        ({"device": "cuda"}, "workers on cuda need num_gpus"),
+        ({"dtype": "float16"}, "dtype is 'float16'"),
+        ({"num_gpus": 0.5}, "others need 0"),
+        ({"start_timeout_s": 0}, "start_timeout_s is 0"),
+        ({"ray_address": "here", "ray_temp_dir": "/tmp/x"}, "private Ray"),
+        ({"engine": "workers.engine"}, "module:attribute"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PoolConfig(**{"models": (PoolModel(name="toy", path="toy"),)} | values)
+
+
+def test_model_without_workers_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_workers is 0"):
+        PoolModel(name="a", path="a", num_workers=0)

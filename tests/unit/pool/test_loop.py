@@ -1,0 +1,291 @@
+"""The engine loop: one thread, batches and decode steps in turn, and what happens when it ends."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from tests.support.toy_engine import KILL_TOKEN, ToyEngine
+from workers.contract.messages import (
+    AdapterInstall,
+    AdapterSpec,
+    Batch,
+    BatchResult,
+    Datum,
+    PassItem,
+    SampleEvent,
+    SampleRequest,
+    SampleResult,
+    SamplerVersion,
+    SamplingParams,
+    TokenEvent,
+)
+from workers.contract.protocols import WorkerLost
+from workers.pool.loop import EngineLoop
+
+TIMEOUT_S = 20.0
+
+
+class RecordingEngine(ToyEngine):
+    """Notes what it did; a closed gate keeps batches from running. By default a batch takes 4 s of its own time, a step
+    1 s.
+    """
+
+    def __init__(self, incarnation: str) -> None:
+        super().__init__(incarnation)
+        self.now = 0.0
+        self.batch_s: Iterator[float] = itertools.repeat(4.0)
+        self.step_s: Iterator[float] = itertools.repeat(1.0)
+        self.done: list[tuple[str, float]] = []
+        """Batches and decode steps, and how long each took."""
+        self.thread = threading.get_ident()
+        self.calls: list[str] = []
+        self.has_begun = threading.Event()
+        """Whether a batch has."""
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def run(self, batch: Batch) -> BatchResult:
+        self.has_begun.set()
+        self.gate.wait(TIMEOUT_S)
+        assert threading.get_ident() == self.thread
+        self.calls.append(f"batch {batch.cycle_id}")
+        self._spend("batch", next(self.batch_s))
+        return super().run(batch)
+
+    def decode_step(self) -> Sequence[SampleEvent]:
+        assert threading.get_ident() == self.thread
+        self.calls.append("decode")
+        self._spend("decode", next(self.step_s))
+        return super().decode_step()
+
+    def _spend(self, what: str, seconds: float) -> None:
+        self.now += seconds
+        self.done.append((what, seconds))
+
+
+class Running:
+    """A loop around a recording engine, and what came out of it."""
+
+    def __init__(self) -> None:
+        self.events: list[SampleEvent] = []
+        self.has_result = threading.Event()
+        self.loop = EngineLoop(RecordingEngine, "toy-1", self.take, clock=lambda: self.engine.now)
+        engine = self.loop.ready.result(TIMEOUT_S)
+        assert isinstance(engine, RecordingEngine)
+        self.engine = engine
+
+    def take(self, events: Sequence[SampleEvent]) -> None:
+        self.events += events
+        if any(isinstance(event, SampleResult) for event in events):
+            self.has_result.set()
+
+
+def batch(cycle_id: int, token: int = 1, decode_share: float = 0.5) -> Batch:
+    spec = AdapterSpec(
+        adapter_id="a", rank=8, alpha=32.0, seed=cycle_id, train_attn=True, train_mlp=True, train_unembed=True
+    )
+    tokens = np.full(3, token, np.int32)
+    item = PassItem(
+        op_id="op",
+        adapter_id="a",
+        prev_seq=0,
+        seq=1,
+        chunk_index=0,
+        num_chunks=1,
+        data=(Datum(tokens=tokens, loss_inputs={"target_tokens": tokens}),),
+        loss_fn="cross_entropy",
+        loss_config={},
+        backward=True,
+    )
+    installs = (AdapterInstall(spec=spec, state=None),)
+    return Batch(epoch=1, cycle_id=cycle_id, installs=installs, items=(item,), decode_share=decode_share)
+
+
+def request(op_id: str, max_tokens: int) -> SampleRequest:
+    return SampleRequest(
+        op_id=op_id,
+        version=SamplerVersion(key=""),
+        prompt=np.ones(2, np.int32),
+        num_samples=1,
+        params=SamplingParams(max_tokens=max_tokens),
+        stream=True,
+    )
+
+
+def test_decoding_gets_after_each_batch_as_long_as_the_batch_took() -> None:
+    running = Running()
+    running.engine.gate.clear()
+    futures: list[Future[BatchResult]] = [running.loop.submit(batch(0))]
+    running.loop.start_sample(request("s", max_tokens=50))
+    futures += [running.loop.submit(batch(cycle_id)) for cycle_id in range(1, 9)]
+    running.engine.gate.set()
+    assert [future.result(TIMEOUT_S).cycle_id for future in futures] == list(range(9))
+    assert running.has_result.wait(TIMEOUT_S)
+    running.loop.stop()
+    calls = running.engine.calls
+    assert calls.count("decode") == 50
+    between = calls[calls.index("batch 1") : calls.index("batch 8") + 1]
+    assert between == [call for i in range(1, 8) for call in (f"batch {i}", *["decode"] * 4)] + ["batch 8"]
+
+
+def beside_batches(share: float, batch_s: Iterator[float], step_s: Iterator[float]) -> list[tuple[str, float]]:
+    """What an engine did while there were a sample and a batch all the time, for at least ten seconds of its own."""
+    running = Running()
+    running.engine.batch_s, running.engine.step_s = batch_s, step_s
+    running.engine.gate.clear()
+    futures = [running.loop.submit(batch(0, decode_share=share))]
+    running.loop.start_sample(request("s", max_tokens=10**9))
+    futures += [running.loop.submit(batch(cycle_id, decode_share=share)) for cycle_id in range(1, 101)]
+    running.engine.gate.set()
+    futures[-1].result(TIMEOUT_S)
+    running.loop.stop()
+    done = running.engine.done
+    last = max(index for index, (what, _) in enumerate(done) if what == "batch")
+    assert sum(seconds for _, seconds in done[:last]) >= 10.0
+    return done[:last]
+
+
+def part_decoding(done: list[tuple[str, float]]) -> float:
+    return sum(seconds for what, seconds in done if what == "decode") / sum(seconds for _, seconds in done)
+
+
+def varied(seed: int, low: float, high: float) -> Iterator[float]:
+    source = random.Random(seed)
+    while True:
+        yield source.uniform(low, high)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 2 / 3, 0.9])
+def test_decoding_has_its_share_of_ten_seconds_within_ten_percent(share: float) -> None:
+    found = part_decoding(beside_batches(share, varied(1, 0.05, 0.25), varied(2, 0.002, 0.008)))
+    assert abs(found - share) < 0.1 * min(share, 1 - share)
+
+
+def test_steps_that_take_longer_than_what_is_owed_are_made_up_for() -> None:
+    """Without that there would be two of these steps for each batch, and decoding would have 0.62 of the time."""
+    found = part_decoding(beside_batches(0.5, itertools.repeat(0.06), itertools.repeat(0.05)))
+    assert abs(found - 0.5) < 0.05
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("step_s", [0.005, 0.05, 0.5])
+def test_between_two_tokens_lie_at_most_one_batch_and_one_step(share: float, step_s: float) -> None:
+    done = beside_batches(share, varied(3, 0.05, 0.25), itertools.repeat(step_s))
+    begun = [index for index, (what, _) in enumerate(done) if what == "decode"]
+    gaps = [done[begun[i] + 1 : begun[i + 1] + 1] for i in range(len(begun) - 1)]
+    assert all([what for what, _ in gap] in (["decode"], ["batch", "decode"]) for gap in gaps)
+    assert max(sum(seconds for _, seconds in gap) for gap in gaps) <= 0.25 + step_s
+
+
+def test_time_that_nobody_waited_for_is_not_held_against_decoding() -> None:
+    running = Running()
+    running.loop.start_sample(request("s", max_tokens=100))
+    assert running.has_result.wait(TIMEOUT_S)
+    running.engine.gate.clear()
+    futures = [running.loop.submit(batch(0))]
+    running.loop.start_sample(request("t", max_tokens=100))
+    futures += [running.loop.submit(batch(1))]
+    running.engine.gate.set()
+    for future in futures:
+        future.result(TIMEOUT_S)
+    running.loop.stop()
+    calls = running.engine.calls
+    assert calls[calls.index("batch 0") + 1 : calls.index("batch 1")] == ["decode"] * 4
+
+
+def test_who_comes_or_is_cancelled_during_a_batch_is_so_at_the_first_step_after_it() -> None:
+    running = Running()
+    running.loop.start_sample(request("old", max_tokens=10**9))
+    running.engine.gate.clear()
+    futures = [running.loop.submit(batch(0))]
+    assert running.engine.has_begun.wait(TIMEOUT_S)
+    running.loop.start_sample(request("new", max_tokens=1))
+    running.loop.cancel_sample("old")
+    told = len(running.events)
+    futures.append(running.loop.submit(batch(1, decode_share=0.1)))
+    running.engine.gate.set()
+    for future in futures:
+        future.result(TIMEOUT_S)
+    running.loop.stop()
+    calls = running.engine.calls
+    assert calls[calls.index("batch 0") + 1 : calls.index("batch 1")] == ["decode"]
+    assert {event.op_id for event in running.events[told:] if isinstance(event, SampleResult)} == {"old", "new"}
+    assert not [event for event in running.events[told:] if isinstance(event, TokenEvent) and event.op_id == "old"]
+
+
+def test_cancelled_sample_ends_with_an_error_and_unknown_ids_are_ignored() -> None:
+    running = Running()
+    running.loop.cancel_sample("never heard of")
+    running.loop.start_sample(request("s", max_tokens=10**9))
+    running.loop.cancel_sample("s")
+    assert running.has_result.wait(TIMEOUT_S)
+    result = running.events[-1]
+    assert isinstance(result, SampleResult)
+    assert result.error is not None
+    running.loop.stop()
+
+
+def test_engine_that_raises_fails_what_waits_and_ends_the_loop() -> None:
+    running = Running()
+    running.engine.gate.clear()
+    doomed, waiting = running.loop.submit(batch(0, token=KILL_TOKEN)), running.loop.submit(batch(1))
+    had_ended: list[bool] = []
+    doomed.add_done_callback(lambda _: had_ended.append(running.loop.ended.done()))
+    running.engine.gate.set()
+    for future in (doomed, waiting, running.loop.submit(batch(2))):
+        with pytest.raises(WorkerLost, match="killed by a toy token"):
+            future.result(TIMEOUT_S)
+    with pytest.raises(WorkerLost):
+        running.loop.ended.result(TIMEOUT_S)
+    with pytest.raises(WorkerLost):
+        running.loop.check()
+    with pytest.raises(WorkerLost):
+        running.loop.start_sample(request("s", max_tokens=1))
+    assert had_ended == [True], "who hears of the failure must find the loop ended"
+    assert running.loop.stop()
+
+
+def test_engine_that_cannot_be_made_says_why() -> None:
+    def factory(incarnation: str) -> ToyEngine:
+        raise OSError("no such model")
+
+    loop = EngineLoop(factory, "toy-1", lambda _: None)
+    with pytest.raises(OSError, match="no such model"):
+        loop.ready.result(TIMEOUT_S)
+    with pytest.raises(WorkerLost, match="no such model"):
+        loop.submit(batch(0)).result(TIMEOUT_S)
+
+
+def test_stop_finishes_the_running_batch_and_fails_the_waiting_one() -> None:
+    running = Running()
+    running.loop.check()
+    running.engine.gate.clear()
+    first = running.loop.submit(batch(0))
+    while not first.running():
+        pass
+    waiting = running.loop.submit(batch(1))
+    assert not running.loop.stop(timeout_s=0.01)
+    running.engine.gate.set()
+    assert running.loop.stop()
+    assert first.result(TIMEOUT_S).cycle_id == 0
+    with pytest.raises(WorkerLost):
+        waiting.result(TIMEOUT_S)
+
+
+def test_batch_whose_caller_gave_up_before_it_ran_is_skipped() -> None:
+    running = Running()
+    running.engine.gate.clear()
+    first, given_up, last = (running.loop.submit(batch(cycle_id)) for cycle_id in range(3))
+    assert given_up.cancel()
+    running.engine.gate.set()
+    assert last.result(TIMEOUT_S).cycle_id == 2
+    assert first.done()
+    assert running.engine.calls == ["batch 0", "batch 2"]
+    running.loop.stop()

@@ -1,0 +1,126 @@
+"""The planner: fair, bounded by the budget, deterministic, pure."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.scheduling.planner import Candidate, FairState, Share, place, plan_pass
+
+
+def candidate(adapter: str, tenant: str, *chunks: int, worker: str = "", last: int = 0) -> Candidate:
+    return Candidate(adapter_id=adapter, tenant_id=tenant, worker_id=worker, chunk_tokens=chunks, last_cycle_id=last)
+
+
+def test_one_tenant_gets_the_whole_budget() -> None:
+    plan, _ = plan_pass([candidate("a", "t", 10, 10, 10)], FairState(), {"w": 0}, 25)
+    assert plan.num_chunks == {"a": 2}
+    assert plan.tokens == {"w": 20}
+
+
+def test_a_chunk_above_the_budget_runs_alone() -> None:
+    plan, _ = plan_pass([candidate("a", "t", 100), candidate("b", "t", 5)], FairState(), {"w": 0}, 25)
+    assert plan.num_chunks == {"a": 1}
+
+
+def test_a_hog_leaves_a_small_tenant_its_turn_in_every_cycle() -> None:
+    state = FairState()
+    for _ in range(10):
+        hog = candidate("hog", "t1", *[16] * 100)
+        plan, state = plan_pass([hog, candidate("small", "t2", 16)], state, {"w": 0}, 64)
+        assert plan.num_chunks["small"] == 1
+        assert plan.num_chunks["hog"] == 3
+
+
+def test_shares_follow_weights_within_ten_percent_over_a_hundred_cycles() -> None:
+    shares = {"heavy": Share(weight=3.0), "light": Share(weight=1.0)}
+    state, given_tokens = FairState(shares=shares), Counter[str]()
+    for _ in range(100):
+        queue = [candidate("a", "heavy", *[8] * 20), candidate("b", "light", *[8] * 20)]
+        plan, state = plan_pass(queue, state, {"w": 0}, 80)
+        for adapter, tenant in (("a", "heavy"), ("b", "light")):
+            given_tokens[tenant] += 8 * plan.num_chunks.get(adapter, 0)
+    assert abs(given_tokens["heavy"] / given_tokens["light"] - 3.0) < 0.3
+
+
+def test_idleness_saves_nothing_up() -> None:
+    state = FairState()
+    for _ in range(50):
+        _, state = plan_pass([candidate("a", "busy", 10)], state, {"w": 0}, 10)
+    plan, state = plan_pass([candidate("a", "busy", *[1] * 50), candidate("b", "new", *[1] * 50)], state, {"w": 0}, 20)
+    assert abs(plan.num_chunks["a"] - plan.num_chunks["b"]) <= 1
+
+
+def test_adapters_of_a_tenant_take_turns() -> None:
+    plan, state = plan_pass([candidate("a", "t", *[10] * 9), candidate("b", "t", *[10] * 9)], FairState(), {"w": 0}, 40)
+    assert plan.num_chunks == {"a": 2, "b": 2}
+    plan, _ = plan_pass([candidate("a", "t", 10, last=7), candidate("b", "t", 10, last=3)], state, {"w": 0}, 10)
+    assert plan.num_chunks == {"b": 1}
+
+
+def test_new_adapters_spread_over_workers_and_resident_ones_stay() -> None:
+    candidates = [candidate(f"a{i}", f"t{i}", 10) for i in range(4)] + [candidate("home", "t9", 10, worker="w1")]
+    plan, _ = plan_pass(candidates, FairState(), {"w0": 0, "w1": 1}, 100)
+    assert plan.placements["home"] == "w1"
+    assert Counter(plan.placements.values()) == {"w0": 3, "w1": 2}
+
+
+def test_an_adapter_waits_for_its_worker() -> None:
+    plan, _ = plan_pass([candidate("a", "t", 10, worker="gone")], FairState(), {"w": 0}, 100)
+    assert plan.num_chunks == {}
+
+
+def test_what_is_not_taken_is_not_looked_at() -> None:
+    looks = Counter[str]()
+
+    class Chunks:
+        def __init__(self, adapter: str) -> None:
+            self.adapter = adapter
+
+        def __iter__(self) -> Iterator[int]:
+            for _ in range(100):
+                looks[self.adapter] += 1
+                yield 10
+
+    queues = [replace(candidate(f"a{i}", f"t{i}", worker="w"), chunk_tokens=Chunks(f"a{i}")) for i in range(50)]
+    plan, _ = plan_pass(queues, FairState(), {"w": 50}, 200)
+    assert sum(plan.num_chunks.values()) == 20
+    assert all(looks[each.adapter_id] == 1 + plan.num_chunks.get(each.adapter_id, 0) for each in queues)
+
+
+def test_place_prefers_the_emptier_worker() -> None:
+    assert place({"w0": 2, "w1": 1}) == "w1"
+    assert place({}) == ""
+
+
+CANDIDATES = st.lists(
+    st.tuples(
+        st.integers(0, 5), st.lists(st.integers(1, 40), min_size=1, max_size=6), st.sampled_from(["", "w0", "w1"])
+    ),
+    max_size=12,
+)
+
+
+@given(CANDIDATES, st.integers(1, 100))
+def test_every_plan_is_a_prefix_within_the_budget_and_never_empty_without_need(
+    drawn: list[tuple[int, list[int], str]], budget: int
+) -> None:
+    candidates = [candidate(f"a{i}", f"t{t}", *chunks, worker=w) for i, (t, chunks, w) in enumerate(drawn)]
+    plan, state = plan_pass(candidates, FairState(), {"w0": 0, "w1": 0}, budget)
+    again, _ = plan_pass(list(reversed(candidates)), FairState(), {"w0": 0, "w1": 0}, budget)
+    assert plan == again
+    assert bool(plan.num_chunks) == bool(candidates)
+    planned = Counter[str]()
+    for c in candidates:
+        taken = plan.num_chunks.get(c.adapter_id, 0)
+        chunks = tuple(c.chunk_tokens)
+        assert taken <= len(chunks)
+        if taken:
+            planned[plan.placements[c.adapter_id]] += sum(chunks[:taken])
+            assert c.worker_id in ("", plan.placements[c.adapter_id])
+    for worker, tokens in planned.items():
+        assert tokens == plan.tokens[worker]
+        assert tokens <= budget or sum(n for a, n in plan.num_chunks.items() if plan.placements[a] == worker) == 1
+    assert state.active == {c.tenant_id for c in candidates}

@@ -1,0 +1,16 @@
+"""`make guards` removes guards by their text: it must be there."""
+
+from pathlib import Path
+
+import pytest
+
+from guards import GUARDS, Guard, without
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
+def test_every_guard_can_be_removed(guard: Guard) -> None:
+    source = (ROOT / guard.file).read_text()
+    assert without(guard, source) != source
+    assert all((ROOT / test).exists() for test in guard.tests if test.startswith("tests/"))

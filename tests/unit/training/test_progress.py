@@ -1,0 +1,144 @@
+"""An adapter's place in its order on a worker: fences, chunks, failures and gradient windows."""
+
+from __future__ import annotations
+
+import pytest
+
+from workers.contract.messages import (
+    AdamParams,
+    AdapterState,
+    ErrorCode,
+    ItemError,
+    LoadItem,
+    OptimStepItem,
+    PassItem,
+    SaveItem,
+)
+from workers.training.progress import Progress
+
+FAILURE = ItemError(code=ErrorCode.NON_FINITE, message="it overflowed")
+
+
+def a_pass(seq: int, chunk: int = 0, num_chunks: int = 1, *, backward: bool = True, drop: bool = False) -> PassItem:
+    return PassItem(
+        op_id="",
+        adapter_id="a",
+        prev_seq=seq - 1,
+        seq=seq,
+        drop_gradient=drop,
+        chunk_index=chunk,
+        num_chunks=num_chunks,
+        data=(),
+        loss_fn="",
+        loss_config={},
+        backward=backward,
+    )
+
+
+def a_step(seq: int, *, drop: bool = False) -> OptimStepItem:
+    place = {"op_id": "", "adapter_id": "a", "prev_seq": seq - 1, "seq": seq}
+    return OptimStepItem(**place, drop_gradient=drop, params=AdamParams())  # type: ignore[arg-type]
+
+
+def done(progress: Progress, item: PassItem) -> None:
+    assert progress.admit(item) is None
+    assert progress.settle(item, None) is None
+
+
+def code(error: ItemError | None) -> ErrorCode | None:
+    return None if error is None else error.code
+
+
+def test_items_in_order_move_the_adapter_on() -> None:
+    progress = Progress()
+    done(progress, a_pass(1))
+    assert progress.admit(a_step(2)) is None
+    assert progress.applied_seq == 2
+
+
+@pytest.mark.parametrize("seq", [1, 3, 7])
+def test_item_at_another_place_is_out_of_order_and_changes_nothing(seq: int) -> None:
+    progress = Progress(applied_seq=1)
+    before = repr(progress)
+    for item in (a_pass(seq), a_step(seq)):
+        assert code(progress.admit(item)) == ErrorCode.OUT_OF_ORDER
+        assert repr(progress) == before
+
+
+def test_chunks_run_in_order_once_each_and_the_seq_is_applied_with_the_last() -> None:
+    progress = Progress()
+    assert code(progress.admit(a_pass(1, 1, 3))) == ErrorCode.OUT_OF_ORDER
+    done(progress, a_pass(1, 0, 3))
+    assert progress.applied_seq == 0
+    for wrong in (a_pass(1, 0, 3), a_pass(1, 2, 3), a_step(1), a_pass(2), a_pass(1)):
+        assert code(progress.admit(wrong)) == ErrorCode.OUT_OF_ORDER
+    done(progress, a_pass(1, 1, 3))
+    done(progress, a_pass(1, 2, 3))
+    assert progress.applied_seq == 1
+
+
+def test_failed_chunk_consumes_the_seq_and_later_chunks_answer_the_same() -> None:
+    progress = Progress()
+    first, second, third = (a_pass(1, chunk, 3) for chunk in range(3))
+    for item in (first, second):
+        assert progress.admit(item) is None
+    assert progress.settle(first, None) is None
+    assert progress.settle(second, FAILURE) == FAILURE
+    assert progress.applied_seq == 1
+    assert progress.admit(third) == FAILURE
+    assert progress.applied_seq == 1
+
+
+def test_chunk_that_ran_beside_a_failed_one_answers_the_same() -> None:
+    progress = Progress()
+    items = [a_pass(1, chunk, 3) for chunk in range(3)]
+    assert [progress.admit(item) for item in items] == [None] * 3
+    assert [progress.settle(item, FAILURE if i == 0 else None) for i, item in enumerate(items)] == [FAILURE] * 3
+
+
+def test_failed_pass_closes_the_window_up_to_the_next_step() -> None:
+    progress = Progress()
+    failing, beside = a_pass(1), a_pass(2)
+    assert progress.admit(failing) is None
+    assert progress.admit(beside) is None
+    assert progress.settle(failing, FAILURE) == FAILURE
+    error = progress.settle(beside, None)
+    assert error is not None
+    assert FAILURE.message in error.message
+    assert code(progress.admit(a_pass(3))) == FAILURE.code
+    done(progress, a_pass(4, backward=False))
+    assert code(progress.admit(a_step(5))) == FAILURE.code
+    assert progress.num_datums == 0
+    done(progress, a_pass(6))
+    assert progress.admit(a_step(7)) is None
+    assert progress.applied_seq == 7
+
+
+def test_failed_forward_closes_no_window() -> None:
+    progress = Progress()
+    forward = a_pass(1, backward=False)
+    assert progress.admit(forward) is None
+    assert progress.settle(forward, FAILURE) == FAILURE
+    done(progress, a_pass(2))
+    assert progress.admit(a_step(3)) is None
+
+
+def test_drop_gradient_and_load_open_a_new_window() -> None:
+    state = AdapterState(weights=b"", optimizer=None, num_steps=0, applied_seq=0, fingerprint="")
+    load = LoadItem(op_id="", adapter_id="a", prev_seq=1, seq=2, state=state, with_optimizer=False)
+    for opener in (a_pass(2, drop=True), a_step(2, drop=True), load):
+        progress = Progress()
+        failing = a_pass(1)
+        assert progress.admit(failing) is None
+        progress.settle(failing, FAILURE)
+        assert progress.admit(opener) is None
+
+
+def test_save_runs_in_a_closed_window_and_at_the_seq_it_stands_at() -> None:
+    progress = Progress()
+    failing = a_pass(1)
+    assert progress.admit(failing) is None
+    progress.settle(failing, FAILURE)
+    assert progress.admit(SaveItem(op_id="", adapter_id="a", prev_seq=1, seq=1, with_optimizer=True)) is None
+    assert progress.admit(SaveItem(op_id="", adapter_id="a", prev_seq=1, seq=2, with_optimizer=True)) is None
+    assert progress.applied_seq == 2

@@ -1,0 +1,1 @@
+"""Adapter rows: where they lie, how they move, how they are saved."""

@@ -1,0 +1,131 @@
+"""An adapter's state as bytes, and back: safetensors files whose weights PEFT loads as `adapter_model.safetensors`.
+
+Knows names, shapes and bytes; not where they are stored, nor seqs.
+
+Main invariant: what is read is checked whole - names, shapes, types, finite values - before any of it is used. A row
+written and read back has the same bits.
+
+Dimensions: P values of a row, r rank, D inputs, F outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from workers.bank.bank import HostRow
+from workers.contract.messages import AdapterSpec
+from workers.rows import RowLayout
+
+PEFT_PREFIX = "base_model.model."
+MOMENTS = ("exp_avg", "exp_avg_sq")
+GRADIENT_PREFIX = f"grad.{PEFT_PREFIX}"
+
+
+class DamagedStateError(ValueError):
+    """The bytes are no state at all, or one that contradicts itself."""
+
+
+class OtherAdapterError(ValueError):
+    """The state is sound but belongs to an adapter of another rank or with other modules."""
+
+
+class NonFiniteGradientError(ArithmeticError):
+    """The pending gradient is infinite or not a number; written down, it could not be told from a damaged one."""
+
+
+def weights_file(layout: RowLayout, spec: AdapterSpec, weights: Tensor) -> bytes:
+    """Weights (P,) as a safetensors file: `base_model.model.<module>.lora_A.weight` (r, D), `.lora_B.weight` (F, r)."""
+    return _save(_named(layout, spec, weights, PEFT_PREFIX))
+
+
+def optimizer_file(layout: RowLayout, spec: AdapterSpec, host: HostRow) -> bytes:
+    """Both moments as a safetensors file, names as the weights' after `exp_avg.` and `exp_avg_sq.`; None: zeros."""
+    tensors: dict[str, Tensor] = {}
+    for moment, values in zip(MOMENTS, (host.exp_avg, host.exp_avg_sq), strict=True):
+        flat = torch.zeros(layout.num_values) if values is None else values
+        tensors |= _named(layout, spec, flat, f"{moment}.{PEFT_PREFIX}")
+    return _save(tensors)
+
+
+def gradient_file(layout: RowLayout, spec: AdapterSpec, gradient: Tensor) -> bytes:
+    """A pending gradient (P,) as a safetensors file, names as the weights' after `grad.`.
+
+    Raises NonFiniteGradientError: a pass can end well although the gradient overflowed, which its step is to report.
+    """
+    if not bool(torch.isfinite(gradient).all()):
+        raise NonFiniteGradientError("the pending gradient has values that are not finite and was not saved")
+    return _save(_named(layout, spec, gradient, GRADIENT_PREFIX))
+
+
+def read_state(
+    layout: RowLayout, spec: AdapterSpec, weights: bytes, optimizer: bytes | None, gradient: bytes | None = None
+) -> HostRow:
+    """Vectors (P,) from files. Raises DamagedStateError, OtherAdapterError; the message is for the user."""
+    host = HostRow(weights=_read(layout, spec, _load(weights, "weights"), PEFT_PREFIX, "weights"))
+    if optimizer is not None:
+        tensors = _load(optimizer, "optimizer state")
+        parts = {
+            moment: {name: value for name, value in tensors.items() if name.startswith(f"{moment}.")}
+            for moment in MOMENTS
+        }
+        if sum(len(part) for part in parts.values()) != len(tensors):
+            raise DamagedStateError("the optimizer state has tensors that are neither exp_avg nor exp_avg_sq")
+        host.exp_avg, host.exp_avg_sq = (
+            _read(layout, spec, part, f"{moment}.{PEFT_PREFIX}", "optimizer state") for moment, part in parts.items()
+        )
+    if gradient is not None:
+        host.grad = _read(layout, spec, _load(gradient, "gradients"), GRADIENT_PREFIX, "gradients")
+    return host
+
+
+def _named(layout: RowLayout, spec: AdapterSpec, flat: Tensor, prefix: str) -> dict[str, Tensor]:
+    return {prefix + name: matrix.contiguous() for name, matrix in layout.matrices(flat.cpu(), spec.rank)}
+
+
+def _save(tensors: Mapping[str, Tensor]) -> bytes:
+    # A matrix may share its row's memory with others, which safetensors refuses; a copy shares with none.
+    data: bytes = safetensors.torch.save({name: tensor.clone() for name, tensor in tensors.items()}, {"format": "pt"})
+    return data
+
+
+def _load(data: bytes, what: str) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = safetensors.torch.load(data)
+    except (safetensors.SafetensorError, ValueError, KeyError) as error:
+        raise DamagedStateError(f"the {what} cannot be read as a safetensors file") from error
+    return tensors
+
+
+def _read(layout: RowLayout, spec: AdapterSpec, tensors: dict[str, Tensor], prefix: str, what: str) -> Tensor:
+    """The flat row (P,) of named matrices, checked."""
+    flat = torch.zeros(layout.num_values)
+    expected = {prefix + name: matrix for name, matrix in layout.matrices(flat, spec.rank)}
+    if tensors.keys() != expected.keys():
+        missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+        is_subset = bool(tensors) and not (missing and extra) and all(name.startswith(prefix) for name in tensors)
+        message = (
+            f"the {what} adapt other modules than this adapter"
+            f"{f'; missing {missing[0]}' if missing else ''}{f'; not expected {extra[0]}' if extra else ''}"
+        )
+        raise (OtherAdapterError if is_subset else DamagedStateError)(message)
+    ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name and tensor.ndim == 2}
+    if len(ranks) == 1 and ranks != {spec.rank}:
+        raise OtherAdapterError(
+            f"the {what} are of rank {ranks.pop()}, this adapter has rank {spec.rank}; create one of the same rank"
+        )
+    for name, matrix in expected.items():
+        tensor = tensors[name]
+        if tensor.shape != matrix.shape or tensor.dtype != torch.float32:
+            raise DamagedStateError(
+                f"{name} in the {what} is {tensor.dtype} of shape {tuple(tensor.shape)}, "
+                f"expected float32 of shape {tuple(matrix.shape)}"
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            raise DamagedStateError(f"{name} in the {what} has values that are not finite")
+        matrix.copy_(tensor)
+    return flat

@@ -1,0 +1,1 @@
+"""What this machine has: free memory, processor time, the allocator."""

@@ -1,0 +1,103 @@
+"""How much memory this process may still take: of the machine, of its control groups, of a device.
+
+Knows where the system says so; not what anybody wants with it.
+
+Main invariant: what nobody limits is no limit, and a file that is missing or unreadable says nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from workers.host.allocator import kept_bytes
+from workers.host.kernel_files import read_kernel_file
+
+PLENTY_BYTES = 1 << 33
+"""Where so much is free, nobody asks what the library keeps besides: it takes as long as a small pass's products."""
+UNLIMITED_BYTES = 1 << 60
+"""Version 1 of control groups says a number above this where there is no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What a version of control groups calls its files."""
+
+    root: str
+    limit: str
+    usage: str
+    reclaimable: str
+    """Key in `memory.stat` of cached files, which are given up before anybody runs out."""
+
+
+_VERSION_1 = _Files("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = _Files("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this process may still allocate on a device, its library's free blocks included."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    free = free_host_bytes()
+    if free >= PLENTY_BYTES:
+        return free
+    return min(free + kept_bytes(), PLENTY_BYTES)
+
+
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """What the machine has available and every control group around this process allows. `root` has proc and sys."""
+    left = (_left_in(folder, files) for folder, files in _limited_groups(root))
+    return max(0, min([_available_bytes(root), *(num_bytes for num_bytes in left if num_bytes is not None)]))
+
+
+def _available_bytes(root: Path) -> int:
+    """What could be taken without swapping; all of the machine's memory where it does not say (not Linux)."""
+    try:
+        lines = read_kernel_file(root / "proc/meminfo").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) << 10
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@cache
+def _limited_groups(root: Path) -> tuple[tuple[Path, _Files], ...]:
+    """The control groups with a limit, from the process's own outwards; looked up once, which takes a while."""
+    groups: dict[Path, _Files] = {}
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return ()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        files = _VERSION_1 if controllers else _VERSION_2
+        top = root / files.root
+        group = top / path.lstrip("/")
+        # In a container the path may be the host's; the container's own group is then at the top.
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(top) and _left_in(folder, files) is not None:
+                groups[folder] = files
+    return tuple(groups.items())
+
+
+def _left_in(folder: Path, files: _Files) -> int | None:
+    """Bytes left in one group; None without a limit."""
+    try:
+        limit = read_kernel_file(folder / files.limit).strip()
+        if limit == "max" or int(limit) > UNLIMITED_BYTES:
+            return None
+        usage, stat = int(read_kernel_file(folder / files.usage)), read_kernel_file(folder / "memory.stat").split()
+    except OSError:
+        return None
+    statistics = dict(zip(stat[::2], stat[1::2], strict=True))
+    return int(limit) - usage + int(statistics.get(files.reclaimable, 0))

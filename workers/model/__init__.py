@@ -1,0 +1,1 @@
+"""The frozen base model with multi-LoRA linears."""

@@ -1,0 +1,295 @@
+"""Causal attention over packed rows on a GPU: one call for sequences of any length, without a mask.
+
+Knows where sequences begin and end, and the library's kernels; not layers, models or adapters.
+
+Main invariant: a sequence's output and gradient depend on its own rows alone. The order in which a kernel adds up may
+depend on all sequences of a call; where calls are made request by request, on that request alone.
+
+Dimensions: T rows of the pass, S sequences of a call, L tokens of a sequence, H query heads, K key-value heads, E head
+dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from workers.model.attention import AttendPacked, AttendSequences, PackedAttention, Run, runs_of
+
+HEAD_DIM_MAX = 256
+HEAD_DIM_MULTIPLE = 8
+"""Head dimensions that the variable-length kernel takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """The sequences of one call, one behind the other: what a kernel needs to know of them."""
+
+    ends: Tensor
+    """(S + 1,) int32 on the device: 0, and the row after each sequence."""
+    longest: int
+    """Tokens of the longest."""
+    scaling: float
+    window: int | None
+    """A query sees so many keys at most, itself included; None: all before it."""
+
+
+class Kernel(Protocol):
+    """Variable-length attention, forward and backward. Query, output (T, H, E); key and value (T, K, E)."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The output, and what the backward wants back besides inputs and output."""
+
+    def backward(
+        self,
+        dout: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        saved: tuple[Tensor, ...],
+        sequences: Sequences,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value."""
+
+
+class FlashKernel:
+    """Implements `Kernel` with the flash attention that comes with the library; bf16 or fp16, on CUDA.
+
+    Called as `torch.nn.attention.varlen` does, which in torch 2.11 does not yet let query heads share keys.
+    """
+
+    def __init__(self, *, is_deterministic: bool = False) -> None:
+        """Deterministic: the backward adds in a fixed order, more slowly."""
+        self._is_deterministic = is_deterministic
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See `Kernel`."""
+        ends, longest = sequences.ends, sequences.longest
+        out, log_sum_exp, random_state, unused, _ = torch.ops.aten._flash_attention_forward(
+            query,
+            key,
+            value,
+            ends,
+            ends,
+            longest,
+            longest,
+            0.0,
+            sequences.window is None,
+            return_debug_mask=False,
+            scale=sequences.scaling,
+            **_window(sequences.window),
+        )
+        return out, (log_sum_exp, random_state, unused)
+
+    def backward(
+        self,
+        dout: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        saved: tuple[Tensor, ...],
+        sequences: Sequences,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        log_sum_exp, random_state, unused = saved
+        ends, longest = sequences.ends, sequences.longest
+        with _fixed_order() if self._is_deterministic else nullcontext():
+            gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+                dout,
+                *inputs,
+                out,
+                log_sum_exp,
+                ends,
+                ends,
+                longest,
+                longest,
+                0.0,
+                sequences.window is None,
+                random_state,
+                unused,
+                scale=sequences.scaling,
+                **_window(sequences.window),
+            )
+        return gradients
+
+
+@contextmanager
+def _fixed_order() -> Iterator[None]:
+    """The library's switch for deterministic kernels: the one way to tell flash attention."""
+    before, is_warning = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=is_warning)
+
+
+def _window(window: int | None) -> dict[str, int]:
+    """How many keys before and after a query's own the kernel lets it see; -1: all."""
+    return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+
+
+class VarlenAttention:
+    """Implements `AttendSequences`: one call of a kernel per layer, or one per request. Differentiable."""
+
+    makes_masks = False
+
+    def __init__(self, kernel: Kernel, lengths: Sequence[int], counts: Sequence[int] | None = None) -> None:
+        """Sequences of these lengths from row 0 on; with `counts` (sequences of each request) one call per request."""
+        self._kernel = kernel
+        self._groups = _by_request(lengths, counts)
+        self._is_by_request = counts is not None
+        self._calls: list[tuple[int, int, Tensor, int]] | None = None
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        """See `Attend`."""
+        calls = [
+            (start, stop, Sequences(ends=ends, longest=longest, scaling=scaling, window=sliding_window))
+            for start, stop, ends, longest in self._on(query)
+        ]
+        # What stands in memory row by row, as linear layers leave it, is only seen in another way here.
+        rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # (T, heads, E)
+        out: Tensor = _VarlenFunction.apply(*rows, self._kernel, calls)  # type: ignore[no-untyped-call]
+        return out.unsqueeze(0)
+
+    def _on(self, query: Tensor) -> list[tuple[int, int, Tensor, int]]:
+        """First row, row after the last, ends and longest sequence of every call.
+
+        Padding rows at the end are one more sequence, so that whatever is read of them is finite; by request, one in a
+        call of its own.
+        """
+        if self._calls is None:
+            groups = list(self._groups)
+            missing = query.shape[2] - sum(map(sum, groups))
+            if missing and self._is_by_request:
+                groups.append([missing])
+            elif missing:
+                groups = [[*groups[0], missing]]
+            calls, start = [], 0
+            for lengths in groups:
+                ends = torch.tensor([0, *lengths]).cumsum(0).int().to(query.device, non_blocking=True)
+                calls.append((start, start + sum(lengths), ends, max(lengths)))
+                start += sum(lengths)
+            self._calls = calls
+        return self._calls
+
+
+class _VarlenFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, calls: list[tuple[int, int, Sequences]]
+    ) -> Tensor:
+        ctx.kernel, ctx.calls, ctx.counts = kernel, calls, []
+        outputs: list[Tensor] = []
+        extras: list[Tensor] = []
+        for start, stop, sequences in calls:
+            part, saved = kernel.forward(query[start:stop], key[start:stop], value[start:stop], sequences)
+            outputs.append(part)
+            extras += saved
+            ctx.counts.append(len(saved))
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        # An output that `ctx` held itself would hold `ctx`, and everything would wait for the garbage collector.
+        ctx.save_for_backward(query, key, value, out, *extras)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, *extras = ctx.saved_tensors
+        parts, first = [], 0
+        for (start, stop, sequences), count in zip(ctx.calls, ctx.counts, strict=True):
+            inputs = query[start:stop], key[start:stop], value[start:stop]
+            saved = tuple(extras[first : first + count])
+            parts.append(ctx.kernel.backward(dout[start:stop].contiguous(), inputs, out[start:stop], saved, sequences))
+            first += count
+        joined = parts[0] if len(parts) == 1 else [torch.cat(gradients) for gradients in zip(*parts, strict=True)]
+        return *joined, None, None
+
+
+class SdpaAttention:
+    """Implements `AttendSequences` with scaled dot product attention, consecutive sequences of one length at a time.
+
+    For dtypes and head dimensions that the variable-length kernel does not take. Differentiable.
+    """
+
+    makes_masks = True
+
+    def __init__(self, lengths: Sequence[int], counts: Sequence[int] | None = None) -> None:
+        """Sequences of these lengths from row 0 on; with `counts` those of different requests in different calls."""
+        self._runs: list[Run] = []
+        start = 0
+        for group in _by_request(lengths, counts):
+            self._runs += [Run(start + run.start, run.count, run.length) for run in runs_of(group)]
+            start += sum(group)
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        """See `Attend`."""
+        outputs = []
+        for run in self._runs:
+            q, k, v = (_sequences(tensor, run) for tensor in (query, key, value))  # (S, heads, L, E)
+            mask = self._mask(run.length, sliding_window, query.device)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            outputs.append(out.transpose(1, 2).flatten(0, 1))  # (S * L, H, E)
+        missing = query.shape[2] - sum(len(out) for out in outputs)
+        if missing:
+            outputs.append(outputs[0].new_zeros(missing, *outputs[0].shape[1:]))
+        return torch.cat(outputs).unsqueeze(0)
+
+    def _mask(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
+        """(L, L), True where a query may see a key; None: plain causal."""
+        if window is None or length <= window:
+            return None
+        if (length, window) not in self._masks:
+            places = torch.arange(length, device=device)
+            distance = places.unsqueeze(1) - places  # query minus key
+            self._masks[length, window] = (distance >= 0) & (distance < window)
+        return self._masks[length, window]
+
+
+def _by_request(lengths: Sequence[int], counts: Sequence[int] | None) -> list[list[int]]:
+    """Lengths of sequences by request; of all together if `counts` is None."""
+    groups, first = [], 0
+    for count in [len(lengths)] if counts is None else counts:
+        groups.append(list(lengths[first : first + count]))
+        first += count
+    assert first == len(lengths), "the requests have other sequences"
+    return groups
+
+
+def _sequences(tensor: Tensor, run: Run) -> Tensor:
+    """The run's rows of (1, heads, T, E) as (S, heads, L, E)."""
+    rows = tensor[0, :, run.start : run.start + run.count * run.length]
+    sequences: Tensor = rows.unflatten(1, (run.count, run.length))
+    return sequences.transpose(0, 1)
+
+
+def attend_packed_for(device: torch.device, dtype: torch.dtype, head_dim: int, *, exact: bool) -> AttendPacked:
+    """What a model in this dtype on this device attends with; chosen once, when it is loaded."""
+    if device.type != "cuda":
+        return _attend_on_cpu
+    has_kernel = dtype in {torch.bfloat16, torch.float16} and head_dim <= HEAD_DIM_MAX
+    if has_kernel and head_dim % HEAD_DIM_MULTIPLE == 0:
+        kernel = FlashKernel(is_deterministic=exact)
+        return lambda lengths, counts: VarlenAttention(kernel, lengths, counts if exact else None)
+    return lambda lengths, counts: SdpaAttention(lengths, counts if exact else None)
+
+
+def _attend_on_cpu(lengths: Sequence[int], _counts: Sequence[int]) -> AttendSequences:
+    return PackedAttention(lengths)

@@ -1,0 +1,171 @@
+"""Products of activations with frozen weights: the bulk of all work, forward and backward, of all tenants at once.
+
+On a CPU in fp32 oneDNN multiplies, with weights put beforehand into the order in which its kernels read them; that is
+faster than the general matmul except for the smallest products (both are in `docs/benchmarks.md`), and takes two more
+copies of the weights: one for the forward, one of the transposes for the backward. Elsewhere, and where that does not
+work, torch's matmul does it; exact mode has its own way in `blocks`.
+
+Knows matrices; not whose rows they are, nor what adapters add.
+
+Main invariant: a row's bits depend on that row and the weights alone, from some number of rows on that
+`numerics.find_rows_min` finds by trying the very products used.
+
+Dimensions: N rows, D inputs, F outputs of a linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from workers.model import blocks
+
+PACKED_PARAMS_MAX = 500_000_000
+"""Weights of a larger base model are not packed: the two copies would take more than 4 GB."""
+PACKED_ROWS_MIN = 16
+SIZES_PER_DOUBLING = 16
+"""oneDNN makes a kernel for every number of rows: 0.7 ms and 0.6 MB each. So there are only so many numbers between one
+power of two and the next, and 3 % of the rows are padding on average."""
+TOLERANCE = 1e-4
+"""Largest difference to torch's matmul, as a fraction of the largest result. Rounding alone makes some 1e-6."""
+
+
+class FrozenProducts(Protocol):
+    """The products with the weights of linears that read the same input."""
+
+    def forward(self, x: Tensor, outs: Sequence[Tensor | None]) -> list[Tensor]:
+        """x (N, D) -> x W^T + b (N, F) per linear, in `outs` where they are given, which may have gaps between rows."""
+
+    def backward(self, dys: Sequence[Tensor]) -> Tensor:
+        """dys (N, F) per linear -> the sum of dy W (N, D)."""
+
+
+class PlainProducts:
+    """Implements `FrozenProducts` by torch's matmul."""
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        self._weights = weights  # (F, D) each
+        self._weights_t = [weight.t() for weight in weights]
+        self._biases = biases
+
+    def forward(self, x: Tensor, outs: Sequence[Tensor | None]) -> list[Tensor]:
+        """See `FrozenProducts`."""
+        return [
+            torch.mm(x, weight_t, out=out) if bias is None else torch.addmm(bias, x, weight_t, out=out)
+            for weight_t, bias, out in zip(self._weights_t, self._biases, outs, strict=True)
+        ]
+
+    def backward(self, dys: Sequence[Tensor]) -> Tensor:
+        """See `FrozenProducts`."""
+        dx = torch.mm(dys[0], self._weights[0])
+        for dy, weight in zip(dys[1:], self._weights[1:], strict=True):
+            dx.addmm_(dy, weight)
+        return dx
+
+
+class BlockProducts:
+    """Implements `FrozenProducts` in blocks of equal size, for exact mode."""
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], block_rows: int) -> None:
+        self._weights = weights  # (F, D) each
+        self._weights_t = [weight.t() for weight in weights]
+        self._biases = biases
+        self._block_rows = block_rows
+
+    def forward(self, x: Tensor, outs: Sequence[Tensor | None]) -> list[Tensor]:
+        """See `FrozenProducts`."""
+        return [
+            blocks.linear(x, weight_t, bias, out, self._block_rows)
+            for weight_t, bias, out in zip(self._weights_t, self._biases, outs, strict=True)
+        ]
+
+    def backward(self, dys: Sequence[Tensor]) -> Tensor:
+        """See `FrozenProducts`."""
+        return blocks.add_up(dys, self._weights, self._block_rows)
+
+
+class PackedProducts:
+    """Implements `FrozenProducts` by oneDNN with packed weights: fp32 on a CPU. `can_pack` says whether that works.
+
+    The weights of all linears are one product, for a call costs as much as a small product.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        weight = torch.cat(list(weights))  # (sum of F, D)
+        self._widths = [part.shape[0] for part in weights]
+        self._forward = _packed(weight)
+        self._backward = _packed(weight.t())
+        self._linear = torch.ops.mkldnn._linear_pointwise.default  # the overload itself: a call looks up nothing
+        self._bias: Tensor | None = None
+        if any(bias is not None for bias in biases):
+            filled = [
+                part.new_zeros(len(part)) if bias is None else bias for part, bias in zip(weights, biases, strict=True)
+            ]
+            self._bias = torch.cat(filled)
+
+    def forward(self, x: Tensor, outs: Sequence[Tensor | None]) -> list[Tensor]:
+        """See `FrozenProducts`. Outputs of several linears are columns of one tensor."""
+        y = self._multiply(x, self._forward, self._bias)
+        ys = [y] if len(outs) == 1 else y.split(self._widths, dim=1)
+        return [part if out is None else out.copy_(part) for part, out in zip(ys, outs, strict=True)]
+
+    def backward(self, dys: Sequence[Tensor]) -> Tensor:
+        """See `FrozenProducts`."""
+        dy = dys[0] if len(dys) == 1 else torch.cat(list(dys), dim=1)
+        return self._multiply(dy, self._backward, None)
+
+    def _multiply(self, x: Tensor, packed_weight: Any, bias: Tensor | None) -> Tensor:
+        num_rows = x.shape[0]
+        missing = kernel_rows(num_rows, PACKED_ROWS_MIN) - num_rows
+        filled = F.pad(x, (0, 0, 0, missing)) if missing else x
+        y: Tensor = self._linear(filled, packed_weight, bias, "none", [], "")
+        return y[:num_rows] if missing else y
+
+
+def kernel_rows(num_rows: int, rows_min: int) -> int:
+    """The number of rows, at least `num_rows` and a multiple of `rows_min`, with which products are best computed."""
+    num_steps = -(-num_rows // rows_min)
+    step = rows_min << max(0, (num_steps - 1).bit_length() - SIZES_PER_DOUBLING.bit_length())
+    return -(-num_rows // step) * step
+
+
+@torch.no_grad()
+def can_pack(groups: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether `PackedProducts` can be used for a model of linears with these weights (F, D), of which those in a group
+    read the same input: asks oneDNN, and tries each shape."""
+    weights = [weight for group in groups for weight in group]
+    is_possible = all(weight.device.type == "cpu" and weight.dtype == torch.float32 for weight in weights)
+    if not is_possible or not torch.backends.mkldnn.is_available():
+        return False
+    if sum(weight.numel() for weight in weights) > PACKED_PARAMS_MAX:
+        return False
+    return all(
+        _is_right(group) for group in {tuple(weight.shape for weight in group): group for group in groups}.values()
+    )
+
+
+def _is_right(weights: Sequence[Tensor]) -> bool:
+    """Whether oneDNN takes a group's weights (F, D) and gives what torch gives."""
+    generator = torch.Generator().manual_seed(weights[0].shape[0])
+    x, *dys = (
+        torch.randn(PACKED_ROWS_MIN, width, generator=generator)
+        for width in (weights[0].shape[1], *(weight.shape[0] for weight in weights))
+    )
+    nothing = [None] * len(weights)
+    plain = PlainProducts(weights, nothing)
+    try:
+        packed = PackedProducts(weights, nothing)
+        results = [*packed.forward(x, nothing), packed.backward(dys)]
+    except (RuntimeError, AttributeError):  # this build of torch has no such operation, or not for this processor
+        return False
+    pairs = zip([*plain.forward(x, nothing), plain.backward(dys)], results, strict=True)
+    return all(float((right - left).abs().max()) <= TOLERANCE * float(left.abs().max()) for left, right in pairs)
+
+
+def _packed(weight: Tensor) -> Any:
+    """A weight (F, D) as oneDNN reads it; the order does not depend on the number of rows it is told."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)

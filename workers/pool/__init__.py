@@ -1,0 +1,1 @@
+"""Workers as threads or as Ray actors, and the processes of a private Ray."""

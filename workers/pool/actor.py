@@ -1,0 +1,108 @@
+"""One engine in a process of its own: the Ray actor of a worker, which hands everything on to the engine's loop.
+
+Knows neither what a batch means nor who calls. Batches, results and events cross as pickles of our own making (`pack`):
+Ray's serializer takes up to twice as long for the many small objects of a batch.
+
+Main invariant: only the engine's thread does work. Calls in the group `control` return at once, whatever that thread is
+doing, and in their order; a `ping` waits not even for those, which may have much to unpack. A call in `work` waits for
+its batch, the one in `events` for whatever is sampled.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import ray
+
+from workers.contract.messages import Batch, SampleEvent, SampleRequest, WorkerInfo
+from workers.contract.protocols import WorkerLost
+from workers.contract.settings import EngineSettings
+from workers.pool.factory import engine_factory
+from workers.pool.loop import EngineLoop
+
+CONCURRENCY_GROUPS = {"work": 2, "control": 1, "ping": 1, "events": 1}
+"""Threads by kind of call. One for `control` keeps its calls in order."""
+
+
+def pack(message: Any) -> bytes:
+    """A message of `workers.contract.messages`, as it crosses between processes."""
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def unpack(packed: bytes) -> Any:
+    """The message again. Only for what comes from the pool's own processes, through Ray's authenticated channels."""
+    return pickle.loads(packed)  # noqa: S301 (see above)
+
+
+class EngineActor:
+    """One life of a worker. The pool makes a Ray actor of it, with `CONCURRENCY_GROUPS`."""
+
+    def __init__(self, engine: str, settings: EngineSettings, worker_id: str, incarnation: str) -> None:
+        """Begin to load the engine; `engine` is an import string as in `PoolConfig`."""
+        self._settings = settings
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._events: SimpleQueue[Sequence[SampleEvent] | None] = SimpleQueue()
+        self._loop = EngineLoop(engine_factory(engine, settings), incarnation, self._events.put)
+        self._loop.ended.add_done_callback(lambda _: self._events.put(None))
+
+    # ---- work
+
+    def start(self) -> WorkerInfo:
+        """Wait until the base model is loaded. Raises WorkerLost with the reason why it cannot be."""
+        try:
+            engine = self._loop.ready.result()
+        except Exception as error:  # noqa: BLE001 (its own class may not survive the way to the caller)
+            raise WorkerLost(str(error) or type(error).__name__) from None
+        return WorkerInfo(
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            model=engine.info,
+            pid=os.getpid(),
+            node=ray.get_runtime_context().get_node_id(),
+            num_slots=self._settings.num_slots,
+            device=self._settings.device,
+        )
+
+    def run(self, packed: bytes) -> bytes:
+        """Run a packed `Batch`; returns its `BatchResult`, packed. Raises WorkerLost."""
+        batch: Batch = unpack(packed)
+        return pack(self._loop.submit(batch).result())
+
+    # ---- ping
+
+    def ping(self) -> None:
+        """Raises WorkerLost if the engine has failed."""
+        self._loop.check()
+
+    # ---- control
+
+    def start_sample(self, packed: bytes) -> None:
+        """Hand over a packed `SampleRequest`. Raises WorkerLost."""
+        request: SampleRequest = unpack(packed)
+        self._loop.start_sample(request)
+
+    def cancel_sample(self, op_id: str) -> None:
+        """Stop a sample request. Raises WorkerLost."""
+        self._loop.cancel_sample(op_id)
+
+    # ---- events
+
+    def events(self) -> Iterator[bytes]:
+        """Sample events as they happen: packed lists, each of all that had gathered. Raises WorkerLost at the end."""
+        while (first := self._events.get()) is not None:
+            gathered = list(first)
+            more: Sequence[SampleEvent] | None = ()
+            with suppress(Empty):
+                while more is not None:
+                    gathered += more
+                    more = self._events.get_nowait()
+            yield pack(gathered)
+            if more is None:
+                break
+        self._loop.check()

@@ -1,0 +1,254 @@
+"""Ray in this process: started or joined, watched, ended, and what it has on this machine removed.
+
+Knows Ray's processes and folder; not the workers that live in it.
+
+Main invariant: whatever a private Ray has (processes, a folder) can be found from its owner file, from before it exists
+until after it is gone. So a start on the same file removes what a killed owner left behind, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from workers.contract.protocols import PoolStartError
+from workers.contract.settings import PoolConfig, num_cores
+from workers.pool.processes import MARK_VARIABLE, Process, find_marked, kill_marked
+
+logger = logging.getLogger(__name__)
+
+FOLDER_PREFIX = "tinkerpool-"
+ESSENTIAL = ("gcs_server", "raylet")
+"""Without these processes Ray starts no worker any more; without the first, it ends this process after a minute."""
+WATCH_S = 0.1
+"""How often they are looked at."""
+HEARD_TIMEOUT_S = 30.0
+"""How long the event loop has to hear that Ray has died, before Ray is ended in this process all the same."""
+KILL_TIMEOUT_S = 10.0
+"""How long killed processes have to end; only one that hangs in the kernel takes longer than milliseconds."""
+
+PRIVATE_RAY = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+"""Environment of a Ray of our own, where the operator has set nothing else: its workers do the work here, so they yield
+to nobody (Ray would start them at niceness 15), and it reports to nobody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Belongings:
+    """What a private Ray has on this machine."""
+
+    mark: str
+    """In the environment of each of its processes, as `MARK_VARIABLE`."""
+    folder: str | None
+    """Its sockets and logs, to be removed with it; None if they are somewhere else."""
+
+    def __post_init__(self) -> None:
+        if not self.mark:
+            raise ValueError("a mark must not be empty")
+        if self.folder is not None and not Path(self.folder).name.startswith(FOLDER_PREFIX):
+            raise ValueError(f"folder is {self.folder!r}; its name must begin with {FOLDER_PREFIX}")
+
+    def write(self, path: Path) -> None:
+        """Write it so that a reader sees all of it or nothing."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        temporary.rename(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Belongings | None:
+        """What is written there; None if there is nothing, or nothing of ours."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            logger.warning("%s cannot be read, so nothing is removed: %s", path, error)
+            return None
+
+    def remove(self) -> int:
+        """Kill the processes, then remove the folder; returns how many processes there still were."""
+        num_killed, num_left = kill_marked(self.mark, KILL_TIMEOUT_S)
+        if num_left:
+            logger.warning("%d processes of Ray do not end, not even killed", num_left)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return num_killed
+
+
+class RayHost:
+    """Ray in this process, from start to stop, in a thread of its own.
+
+    The kernel kills the processes that Ray starts when the thread that started them ends; so it is one that lasts. In
+    the main thread Ray would block the event loop for seconds and take over the signals.
+    """
+
+    def __init__(self, config: PoolConfig, on_lost: Callable[[], None]) -> None:
+        """`on_lost` is called in the event loop when a private Ray has died; `ended` is done by then."""
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why nothing may call Ray any more; done before Ray is ended in this process."""
+        self._config = config
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._essential: dict[str, Process] = {}
+        self._started: Future[None] = Future()
+        self._is_stopping = threading.Event()
+        self._is_heard = threading.Event()
+        self._thread = threading.Thread(target=self._live, name="ray", daemon=True)
+
+    async def start(self) -> None:
+        """Remove what a killed owner left, then start or join Ray. Raises PoolStartError; stop it then, too."""
+        if ray.is_initialized():
+            raise PoolStartError("this process uses Ray already; one pool at a time")
+        self._thread.start()
+        try:
+            await asyncio.shield(asyncio.wrap_future(self._started))
+        except Exception as error:
+            self._end(f"Ray does not start: {error}")
+            raise PoolStartError(self.ended.result()) from error
+        finally:
+            _put_back_signal_handlers()
+
+    async def stop(self) -> None:
+        """End it, or leave the cluster; also a start that is not done yet. Waits until nothing of it is left."""
+        self._end("Ray was stopped")
+        self._is_stopping.set()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join)
+            _put_back_signal_handlers()
+
+    def _end(self, reason: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(reason)
+
+    # ---- in the thread
+
+    def _live(self) -> None:
+        config, belongings = self._config, None
+        try:
+            if config.owner_file is not None:
+                _remove_leftovers(config.owner_file)
+            if config.ray_address is None:
+                belongings = self._new_belongings()
+            self._enter(belongings)
+        except BaseException as error:  # noqa: BLE001 (handed on to whoever awaits the start)
+            self._started.set_exception(error)
+        else:
+            self._started.set_result(None)
+            self._watch(belongings)
+        try:
+            ray.shutdown()
+        finally:
+            for process in self._essential.values():
+                process.close()
+            if belongings is not None:
+                belongings.remove()
+            if config.owner_file is not None:
+                config.owner_file.unlink(missing_ok=True)
+
+    def _new_belongings(self) -> Belongings:
+        # Ray opens its folder to everybody; the one around it is ours alone.
+        name = f"{FOLDER_PREFIX}{secrets.token_hex(4)}"
+        folder = None if self._config.ray_temp_dir else f"{tempfile.gettempdir()}/{name}"
+        belongings = Belongings(mark=secrets.token_hex(16), folder=folder)
+        if self._config.owner_file is not None:
+            belongings.write(self._config.owner_file)
+        if folder is not None:
+            Path(folder).mkdir(mode=0o700)
+        return belongings
+
+    def _enter(self, belongings: Belongings | None) -> None:
+        config = self._config
+        options: dict[str, Any] = {"address": config.ray_address}
+        if belongings is not None:
+            for name, value in PRIVATE_RAY.items():
+                os.environ.setdefault(name, value)
+            # Claims place workers on nodes; on one machine there is nothing to place, so all of them fit.
+            num_cpus = max(num_cores(), math.ceil(config.num_cpus * config.num_workers))
+            folder = config.ray_temp_dir or f"{belongings.folder}/ray"
+            options = {"address": "local", "_temp_dir": folder, "num_cpus": num_cpus}
+        with _marked(belongings):
+            ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, **options)
+        if belongings is not None:
+            self._essential = _essential_processes(belongings)
+
+    def _watch(self, belongings: Belongings | None) -> None:
+        """Until it is time to stop. If Ray dies first, make that known."""
+        while not self._is_stopping.wait(WATCH_S):
+            dead = [name for name, process in self._essential.items() if process.has_ended()]
+            if dead and belongings is not None:
+                self._lose(f"Ray has died (its {dead[0]} ended)")
+                break
+
+    def _lose(self, reason: str) -> None:
+        def lose() -> None:
+            self._end(reason)
+            self._on_lost()
+            self._is_heard.set()
+
+        logger.error("%s; every worker is lost", reason)
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(lose)
+            self._is_heard.wait(HEARD_TIMEOUT_S)
+
+
+def _remove_leftovers(owner_file: Path) -> None:
+    if (left := Belongings.read(owner_file)) is not None:
+        num_killed = left.remove()
+        logger.warning("removed what Ray left behind when the pool before was killed; %d processes", num_killed)
+    owner_file.unlink(missing_ok=True)
+
+
+@contextmanager
+def _marked(belongings: Belongings | None) -> Iterator[None]:
+    """What is started inside inherits the mark, and keeps it."""
+    if belongings is None:
+        yield
+        return
+    # Ray's processes give themselves titles, and these may be written over the environment unless it is forbidden.
+    added = {MARK_VARIABLE: belongings.mark, "SPT_NOENV": "1"}
+    before = {name: os.environ[name] for name in added if name in os.environ}
+    os.environ |= added
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+        os.environ |= before
+
+
+def _essential_processes(belongings: Belongings) -> dict[str, Process]:
+    """Hold those without which Ray is dead, by name; none where processes cannot be held."""
+    essential: dict[str, Process] = {}
+    found = find_marked(belongings.mark)
+    for process in found:
+        if (name := process.name) in ESSENTIAL:
+            essential[name] = process
+        else:
+            process.close()
+    for name in ESSENTIAL:
+        if found and name not in essential:
+            logger.warning("no process of Ray is called %s: nothing will notice its death", name)
+    return essential
+
+
+def _put_back_signal_handlers() -> None:
+    """Ray's native code takes signals over when it starts, and drops everybody's handlers when it ends."""
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            if (handler := signal.getsignal(signum)) is not None:
+                signal.signal(signum, handler)

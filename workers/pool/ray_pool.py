@@ -1,0 +1,315 @@
+"""The pool on Ray: every worker is an actor, a process of its own, on this machine or on a cluster.
+
+Knows processes and how they end; not what a batch means. Ray restarts and retries nothing: a call that fails ends that
+life of its worker, and only `replace` begins another.
+
+Main invariant: after a life has ended, nothing of it reaches a caller. Each life has its own handle, its own stream and
+an `ended` future that every call waits for beside its answer, so an answer that comes late is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from workers.contract.messages import Batch, BatchResult, SampleEvent, SampleRequest, WorkerInfo
+from workers.contract.protocols import PoolStartError, WorkerLost
+from workers.contract.settings import PoolConfig, num_cores
+from workers.pool.actor import CONCURRENCY_GROUPS, EngineActor, pack, unpack
+from workers.pool.environment import new_incarnation, thread_environment
+from workers.pool.processes import Process
+from workers.pool.ray_host import RayHost
+
+logger = logging.getLogger(__name__)
+
+KILL_GRACE_S = 1.0
+"""How long Ray has to end a process that was told to die, before we kill it: one that is stopped takes Ray seconds."""
+REACH_TIMEOUT_S = 2.0
+"""How long a node of a cluster has to take a connection before a new worker is placed elsewhere."""
+
+
+class RayPool:
+    """Implements `workers.contract.protocols.Pool`. One at a time in a process, as there is one Ray in a process."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        """`config.kind` is "ray"."""
+        self._config = config
+        self._engines = config.engines()
+        self._lives: dict[str, _Life] = {}
+        self._host: RayHost | None = None
+        self._reviving = asyncio.Lock()
+        self._actor_class: Any = None
+
+    async def start(self) -> None:
+        """Start Ray, then every worker at the same time, and wait until all are ready. Raises PoolStartError."""
+        assert self._host is None, "the pool has been started already"
+        try:
+            await self._start_ray()
+            self._check_room()
+            async with asyncio.TaskGroup() as beginning:
+                for worker_id in self._engines:
+                    beginning.create_task(self._begin(worker_id))
+        except BaseExceptionGroup as group:
+            await self.stop()
+            error = group.exceptions[0]
+            if isinstance(error, WorkerLost):
+                raise PoolStartError(str(error)) from error
+            raise error from None
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End every worker and, if it is a private one, Ray. Idempotent."""
+        lives, self._lives = list(self._lives.values()), {}
+        for life in lives:
+            life.end("the pool was stopped")
+        await asyncio.gather(*(life.kill() for life in lives))
+        async with self._reviving:
+            if self._host is not None:
+                await self._host.stop()
+                self._host = None
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """The workers, by the order of their ids in the configuration."""
+        return tuple(self._lives[worker_id].info for worker_id in self._engines if worker_id in self._lives)
+
+    async def run(self, worker_id: str, batch: Batch) -> BatchResult:
+        """Run a batch. Raises WorkerLost."""
+        result: BatchResult = unpack(await self._life(worker_id).call("run", pack(batch), group="work"))
+        return result
+
+    async def start_sample(self, worker_id: str, request: SampleRequest) -> None:
+        """Hand over a sample request. Raises WorkerLost."""
+        await self._life(worker_id).call("start_sample", pack(request))
+
+    async def cancel_sample(self, worker_id: str, op_id: str) -> None:
+        """Stop a sample request. Raises WorkerLost."""
+        await self._life(worker_id).call("cancel_sample", op_id)
+
+    async def sample_events(self, worker_id: str) -> AsyncIterator[SampleEvent]:
+        """The stream of the present life's sample events. Raises WorkerLost at its end."""
+        life = self._life(worker_id)
+        while (events := await life.events.get()) is not None:
+            for event in events:
+                yield event
+        raise life.lost()
+
+    async def ping(self, worker_id: str) -> None:
+        """Whether the worker's process answers and its engine lives. Raises WorkerLost."""
+        await self._life(worker_id).call("ping", group="ping")
+
+    async def replace(self, worker_id: str) -> WorkerInfo:
+        """Kill a worker's process, whatever state it is in, and start its next life. Raises WorkerLost.
+
+        A private Ray that has died is started again first.
+        """
+        life = self._life(worker_id)
+        life.end("it was replaced")
+        await life.kill()
+        await self._revive_ray()
+        await self._begin(worker_id)
+        return self._life(worker_id).info
+
+    def _life(self, worker_id: str) -> _Life:
+        life = self._lives.get(worker_id)
+        if life is None:
+            raise WorkerLost(f"{worker_id} is not running")
+        return life
+
+    async def _start_ray(self) -> None:
+        self._host = RayHost(self._config, self._ray_lost)
+        await self._host.start()
+        # One class for all workers: Ray stores it with the first, and blocks for a minute if its server has died then.
+        self._actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(EngineActor)
+
+    def _ray_lost(self) -> None:
+        for life in self._lives.values():
+            life.end(life.host.ended.result())
+
+    async def _revive_ray(self) -> None:
+        """Start Ray again if it has died; one replacement does, the others wait for it. Raises WorkerLost."""
+        async with self._reviving:
+            if self._host is None:
+                raise WorkerLost("the pool was stopped")
+            if not self._host.ended.done():
+                return
+            await self._host.stop()
+            try:
+                await self._start_ray()
+            except PoolStartError as error:
+                raise WorkerLost(str(error)) from error
+            logger.warning("Ray was started again")
+
+    async def _begin(self, worker_id: str) -> None:
+        """Start a worker's next life. Raises WorkerLost."""
+        settings, host = self._engines[worker_id], self._host
+        assert host is not None
+        try:
+            actor = await self._new_actor(worker_id, host)
+            try:
+                async with asyncio.timeout(self._config.start_timeout_s):
+                    start = actor.start.options(concurrency_group="work")
+                    info: WorkerInfo = await _answer(start.remote(), unless=host.ended)
+                self._lives[worker_id] = _Life(info, actor, host, is_on_this_machine=self._config.ray_address is None)
+            except BaseException:
+                _kill(actor, host)
+                raise
+        except (TimeoutError, RayError, _Ended) as error:
+            reason = _reason(error)
+            if isinstance(error, TimeoutError):
+                reason = f"it was not ready after {self._config.start_timeout_s:g} s, with {self._claim()}, {_free()}"
+            raise WorkerLost(f"worker {worker_id} ({settings.model_name}) cannot start: {reason}") from error
+
+    async def _new_actor(self, worker_id: str, host: RayHost) -> Any:
+        settings = self._engines[worker_id]
+        unreachable = await _unreachable_nodes() if self._config.ray_address is not None else []
+        if host.ended.done():
+            raise _Ended(host.ended.result())
+        actor_class = self._actor_class.options(
+            num_cpus=self._config.num_cpus,
+            num_gpus=self._config.num_gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy="SPREAD",
+            label_selector={"ray.io/node-id": f"!in({','.join(unreachable)})"} if unreachable else None,
+            runtime_env={"env_vars": thread_environment(settings.num_threads)},
+        )
+        return actor_class.remote(self._config.engine, settings, worker_id, new_incarnation(worker_id))
+
+    def _check_room(self) -> None:
+        """Refuse at once what a private Ray will never have room for; a cluster may grow. Raises PoolStartError."""
+        if self._config.ray_address is not None:
+            return
+        num_gpus = ray.cluster_resources().get("GPU", 0)
+        if self._config.num_cpus > num_cores() or self._config.num_gpus * self._config.num_workers > num_gpus:
+            raise PoolStartError(
+                f"this machine has {num_cores()} CPUs and {num_gpus:g} GPUs, too few for workers "
+                f"({self._config.num_workers} in all) with {self._claim()}; lower num_cpus, num_gpus or the number of "
+                "workers"
+            )
+
+    def _claim(self) -> str:
+        return f"{self._config.num_cpus:g} CPUs and {self._config.num_gpus:g} GPUs claimed for each worker"
+
+
+class _Life:
+    """One incarnation of a worker: its actor, its stream of events, and its end."""
+
+    def __init__(self, info: WorkerInfo, actor: Any, host: RayHost, *, is_on_this_machine: bool) -> None:
+        self.info = info
+        self.host = host
+        """The Ray that it lives in."""
+        self.events: asyncio.Queue[Sequence[SampleEvent] | None] = asyncio.Queue()
+        self._actor = actor
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._process = Process.hold(info.pid) if is_on_this_machine else None
+        stream = actor.events.options(num_returns="streaming", concurrency_group="events").remote()
+        self._pump = asyncio.create_task(self._take_events(stream))
+
+    async def call(self, method: str, *arguments: Any, group: str = "control") -> Any:
+        """A method's answer. Raises WorkerLost as soon as the life has ended, answer or no answer."""
+        if self._ended.done():
+            raise self.lost()
+        try:
+            method_in_group = getattr(self._actor, method).options(concurrency_group=group)
+            return await _answer(method_in_group.remote(*arguments), unless=self._ended)
+        except RayError as error:
+            self.end(_reason(error))
+        except _Ended:
+            pass
+        raise self.lost()
+
+    def end(self, reason: str) -> None:
+        """Nothing of this life reaches a caller from now on. The first reason stays."""
+        if not self._ended.done():
+            self._ended.set_result(reason)
+            self.events.put_nowait(None)
+            self._pump.cancel()
+
+    def lost(self) -> WorkerLost:
+        """How this life ended."""
+        return WorkerLost(f"{self.info.incarnation} has ended: {self._ended.result()}")
+
+    async def kill(self) -> None:
+        """See that the process is gone (on a cluster: that Ray was told)."""
+        grace_s = 0.0 if self.host.ended.done() else KILL_GRACE_S
+        _kill(self._actor, self.host)
+        process, self._process = self._process, None
+        if process is not None:
+            if not await asyncio.to_thread(process.has_ended, grace_s):
+                process.kill()
+                await asyncio.to_thread(process.has_ended, KILL_GRACE_S)
+            process.close()
+
+    async def _take_events(self, stream: AsyncIterator[Any]) -> None:
+        reason = "its stream of events ended"
+        try:
+            async for reference in stream:
+                self.events.put_nowait(unpack(await reference))
+        except RayError as error:
+            reason = _reason(error)
+        self.end(reason)
+
+
+class _Ended(Exception):
+    """What would have answered has ended; the text says why."""
+
+
+async def _answer(reference: Any, *, unless: asyncio.Future[str]) -> Any:
+    """What a call gives. Raises RayError if it fails, and _Ended as soon as `unless` is done, answer or no answer."""
+    answer = asyncio.wrap_future(reference.future())
+    del reference  # or a traceback would keep it
+    try:
+        await asyncio.wait((answer, unless), return_when=asyncio.FIRST_COMPLETED)
+        if unless.done():
+            raise _Ended(unless.result())
+        return answer.result()
+    finally:
+        if not answer.cancel():
+            answer.exception()  # seen, so that asyncio does not report it
+
+
+def _kill(actor: Any, host: RayHost) -> None:
+    if host.ended.done():
+        return  # and so has everything in it
+    with suppress(RayError, ValueError):  # it is dead already, or Ray is
+        ray.kill(actor, no_restart=True)
+
+
+def _reason(error: BaseException) -> str:
+    """The cause, without a traceback and without Ray's advice."""
+    if isinstance(error, RayTaskError):
+        return str(error.cause)
+    lines = [line for line in str(error).splitlines() if line and not line.startswith(("\t", " "))]
+    return " ".join(lines).partition(" Some common causes")[0]
+
+
+async def _unreachable_nodes() -> list[str]:
+    """Ids of nodes that do not answer, although Ray still believes in them: for some 15 s, and places workers there."""
+    nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+    addresses = [(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in nodes]
+    reachable = await asyncio.gather(*(_is_reachable(host, port) for host, port in addresses))
+    return [node["NodeID"] for node, is_reachable in zip(nodes, reachable, strict=True) if not is_reachable]
+
+
+async def _is_reachable(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(REACH_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host, port)
+            writer.close()
+            await writer.wait_closed()
+    except OSError:  # a time-out is one
+        return False
+    return True
+
+
+def _free() -> str:
+    free, total = ray.available_resources(), ray.cluster_resources()
+    return ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}s free" for name in ("CPU", "GPU"))

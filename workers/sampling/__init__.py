@@ -1,0 +1,1 @@
+"""Continuous batching: sequences, key-value blocks, decode attention, drawing."""

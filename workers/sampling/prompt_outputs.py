@@ -1,0 +1,105 @@
+"""What a request wants to know of its prompt's tokens, gathered as the prompt is computed.
+
+Knows the request and logits; not models, caches or batches.
+
+Main invariant: what is said of a position depends on its logits, the request and its seed alone, and takes nothing from
+the random numbers of the samples.
+
+Dimensions: p tokens of the prompt, N rows, V vocabulary, k tokens wanted at a position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.contract.messages import SampleRequest, TokenLogprobs
+from workers.sampling.drawing import ALTERNATIVES, Distribution, check_finite, likeliest, uniforms
+
+
+class PromptOutputs:
+    """Log-probabilities of a prompt's tokens, of others in their place, and draws."""
+
+    def __init__(self, request: SampleRequest, vocab_size: int) -> None:
+        """Nothing is known yet."""
+        self._request = request
+        length, last_n = len(request.prompt), request.prompt_logprobs_last_n
+        self._params = replace(request.params, top_k=-1, top_p=1.0)
+        self._begin = max(1, length - last_n) if last_n else 1
+        """The first position whose own and likeliest tokens are wanted."""
+        self.logprobs = np.full(length, np.nan, np.float32) if request.prompt_logprobs else None
+        """(p,), as in `SampleResult.prompt_logprobs`; so the others."""
+        self.topk = _nothing(length, min(request.topk_prompt_logprobs, vocab_size))
+        targets = request.prompt_targets
+        self.targets = None if targets is None else np.zeros(targets.shape, np.float32)
+        self.alternatives = _nothing(length - 1, request.prompt_alt_tokens_k)
+        self.first_row = self._first_row()
+        """The first position whose logits are wanted for this; each tells of the next. At least p - 1: none."""
+
+    def _first_row(self) -> int:
+        none = len(self._request.prompt) - 1
+        if self.alternatives is not None:
+            return 0
+        first = none if self.logprobs is None and self.topk is None else self._begin - 1
+        if self._request.prompt_targets is not None:
+            asked = np.flatnonzero((self._request.prompt_targets >= 0).any(axis=1))
+            first = min(first, int(asked[0])) if len(asked) else first
+        return first
+
+    def note(self, row: int, logits: Tensor) -> None:
+        """Take in logits (N, V) of the positions from `row` on; none is the last, which tells of no token.
+
+        Raises NonFiniteLogitsError.
+        """
+        stop = row + len(logits)
+        values = logits.cpu().numpy()
+        check_finite(values)
+        logprobs = logits.log_softmax(-1)
+        begin = max(row, self._begin - 1)
+        if self.logprobs is not None and begin < stop:
+            own = self._request.prompt[begin + 1 : stop + 1]
+            self.logprobs[begin + 1 : stop + 1] = _picked(logprobs[begin - row :], own[:, None])[:, 0]
+        if self.topk is not None:
+            for place in range(begin, stop):
+                of_place = logprobs[place - row].cpu().numpy()
+                _put(self.topk, place + 1, likeliest(of_place, self.topk.token_ids.shape[1]), of_place)
+        if self.targets is not None:
+            assert self._request.prompt_targets is not None
+            wanted = self._request.prompt_targets[row:stop]
+            self.targets[row:stop] = np.where(wanted < 0, 0, _picked(logprobs, np.maximum(wanted, 0)))
+        if self.alternatives is not None:
+            self._draw(self.alternatives, row, values, logprobs.cpu().numpy())
+
+    def _draw(self, drawn: TokenLogprobs, row: int, logits: NDArray[np.float32], logprobs: NDArray[np.float32]) -> None:
+        count = drawn.token_ids.shape[1]
+        numbers = [uniforms(self._params.seed, ALTERNATIVES + i, row, len(logits)) for i in range(count)]
+        for place, values in enumerate(logits):
+            distribution = Distribution(values, self._params)
+            picked = np.array([distribution.pick(float(stream[place])) for stream in numbers])
+            _put(drawn, row + place, picked, logprobs[place])
+
+
+def _nothing(num_rows: int, k: int) -> TokenLogprobs | None:
+    """To be filled in; None if nothing is wanted."""
+    if not k:
+        return None
+    return TokenLogprobs(
+        token_ids=np.zeros((num_rows, k), np.int32), logprobs=np.full((num_rows, k), np.nan, np.float32)
+    )
+
+
+def _put(into: TokenLogprobs, row: int, tokens: NDArray[np.intp], logprobs: NDArray[np.float32]) -> None:
+    into.token_ids[row] = tokens
+    into.logprobs[row] = logprobs[tokens]
+
+
+def _picked(logprobs: Tensor, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Of log-probabilities (N, V) those of tokens (N, k)."""
+    picked: NDArray[np.float32] = (
+        logprobs.gather(1, torch.from_numpy(tokens.astype(np.int64)).to(logprobs.device)).cpu().numpy()
+    )
+    return picked

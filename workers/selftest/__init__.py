@@ -1,0 +1,1 @@
+"""Trials when a model is loaded: which row counts and thread counts keep bits."""

@@ -1,0 +1,1 @@
+"""One packed pass over many adapters: packing, logits, losses, optimizer, memory."""

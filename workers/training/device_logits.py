@@ -1,0 +1,155 @@
+"""From hidden states to losses and back where the device runs behind the host: nothing is read before the pass is over.
+
+Does what `logits.ChunkedLoss` does, block by block, for base models in bf16 and for GPUs: logits are in the model's
+dtype, everything from them to d(loss)/d(logits) in fp32; sums, counts and log-probabilities stay on the device until
+`settle` fetches those of all requests together.
+
+Knows the unembedding, the losses and which rows are whose; not layers below the last.
+
+Main invariant: what is computed for a request's rows depends on its own rows alone, and no step waits for the device. A
+request whose loss is not finite goes on with slopes of zero; its own rows may stay infinite, its neighbours' are not
+touched, for no product mixes rows of two requests.
+
+Dimensions: T rows of the pass, B rows of a block, N rows of a request or a piece of one, D hidden size, V vocabulary, K
+targets of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from workers.model.lora import FusedSaved, LinearGroup, Saved, Segment
+from workers.training.logits import Part, Piece, blocks_of
+
+BLOCK_VALUES = 1 << 27
+"""Logits per block aimed at: 256 MiB in bf16, and 512 MiB for their log-probabilities."""
+BLOCK_ROWS_MIN, BLOCK_ROWS_MAX = 256, 4096
+
+
+def block_rows_of(vocab_size: int) -> int:
+    """Rows of a block, a power of two: a constant of the base model, for the grouping of sums depends on it."""
+    fitting = max(1, BLOCK_VALUES // vocab_size)
+    return min(BLOCK_ROWS_MAX, max(BLOCK_ROWS_MIN, 1 << (fitting.bit_length() - 1)))
+
+
+class _DevicePart:
+    """One request, and its results as far as they are on the device."""
+
+    def __init__(self, part: Part, device: torch.device) -> None:
+        self.part = part
+        self.loss = part.loss.to(device)
+        self.logprobs = torch.empty(part.loss.targets.shape, device=device)  # (N, K)
+        self.slopes: Tensor | None = None
+        """(N, K) if they had to be known before."""
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.num_clipped: Tensor | None = None
+        self.is_finite = torch.ones((), dtype=torch.bool, device=device)
+
+    def add(self, loss: Tensor, slope: Tensor, num_clipped: Tensor | None) -> Tensor:
+        """Add a piece's losses to the sums; returns its slopes, zeros from the first that is not finite on."""
+        self.loss_sum += loss.sum(-1, dtype=torch.float64).sum()
+        if num_clipped is not None:
+            self.num_clipped = num_clipped if self.num_clipped is None else self.num_clipped + num_clipped
+        self.is_finite &= torch.isfinite(self.loss_sum) & torch.isfinite(slope.sum())
+        return torch.where(self.is_finite, slope, torch.zeros_like(slope))
+
+    def numbers(self) -> Tensor:
+        """Loss sum, clipped tokens and whether all is finite: (3,) float64."""
+        clipped = self.loss_sum.new_zeros(()) if self.num_clipped is None else self.num_clipped.to(torch.float64)
+        return torch.stack((self.loss_sum, clipped, self.is_finite.to(torch.float64)))
+
+
+class DeviceLoss:
+    """Implements `logits.PassLoss`; keeps nothing between passes but what `settle` is to fetch."""
+
+    def __init__(self, unembedding: LinearGroup, vocab_size: int) -> None:
+        self.unembedding = unembedding
+        self.block_rows = block_rows_of(vocab_size)
+        self._unsettled: list[_DevicePart] = []
+
+    @torch.no_grad()
+    def run(self, hidden: Tensor, parts: Sequence[Part], *, backward: bool) -> Tensor | None:
+        """From hidden states (T, D); with `backward` returns d(loss)/d(hidden) (T, D), in their dtype.
+
+        Gradients of adapters of the unembedding are added on the way. The parts are filled by `settle`.
+        """
+        ordered = sorted(parts, key=lambda part: part.start)
+        of_part = {id(part): _DevicePart(part, hidden.device) for part in ordered}
+        self._unsettled = list(of_part.values())
+        for device_part in self._unsettled:
+            if not device_part.loss.loss.is_local:
+                self._find_slopes(hidden, device_part)
+        dhidden = torch.zeros_like(hidden) if backward else None
+        for block in blocks_of(ordered, self.block_rows):
+            self._run_block(hidden, dhidden, [(piece, of_part[id(piece.part)]) for piece in block])
+        return dhidden
+
+    def settle(self) -> None:
+        """Fetch the results of the last `run`: the one place where the host waits for the device."""
+        parts, self._unsettled = self._unsettled, []
+        numbers = torch.stack([part.numbers() for part in parts])  # (requests, 3)
+        logprobs = torch.cat([part.logprobs.flatten() for part in parts])
+        fetched = logprobs.cpu().split([part.logprobs.numel() for part in parts])
+        for part, own, (loss_sum, num_clipped, is_finite) in zip(parts, fetched, numbers.tolist(), strict=True):
+            part.part.logprobs = own.view(part.logprobs.shape)
+            part.part.loss_sum = loss_sum
+            part.part.num_clipped = None if part.num_clipped is None else int(num_clipped)
+            part.part.is_finite = bool(is_finite)
+
+    def _find_slopes(self, hidden: Tensor, own: _DevicePart) -> None:
+        """For a loss over whole sequences: all log-probabilities first; the logits are made again afterwards."""
+        for block in blocks_of([own.part], self.block_rows):
+            logits, _ = self._logits_of(hidden, block)
+            logprobs = torch.log_softmax(logits, -1, dtype=torch.float32)
+            _pick(logprobs, block[0], block[0], own)
+        terms = own.loss.sequence_terms(own.logprobs)
+        own.slopes = own.add(terms.loss, terms.slope, terms.num_clipped)
+
+    def _run_block(self, hidden: Tensor, dhidden: Tensor | None, block: Sequence[tuple[Piece, _DevicePart]]) -> None:
+        pieces = [piece for piece, _ in block]
+        rows = slice(pieces[0].first_row, pieces[-1].end_row)
+        logits, saved = self._logits_of(hidden, pieces)
+        logprobs = torch.log_softmax(logits, -1, dtype=torch.float32)  # (B, V)
+        slopes = []  # (N, K) each
+        for piece, own in block:
+            picked = _pick(logprobs, pieces[0], piece, own)
+            if own.slopes is not None:
+                slopes.append(own.slopes[piece.start : piece.stop])
+            else:
+                terms = own.loss.terms(picked, piece.start, piece.stop)
+                slopes.append(own.add(terms.loss, terms.slope, terms.num_clipped))
+        if dhidden is None:
+            return
+        # d(logits) = slope * (onehot(target) - probabilities), summed over targets
+        total = torch.cat([slope if slope.shape[1] == 1 else slope.sum(1, keepdim=True) for slope in slopes])  # (B, 1)
+        dlogits = logprobs.exp_().mul_(total.neg_())
+        for (piece, own), slope, dpiece in zip(
+            block, slopes, dlogits.split([len(slope) for slope in slopes]), strict=True
+        ):
+            targets = own.loss.targets[piece.start : piece.stop]
+            for column in range(targets.shape[1]):  # one by one, for a row may name a target twice
+                dpiece.scatter_add_(1, targets[:, column : column + 1], slope[:, column : column + 1])
+        logits.copy_(dlogits)
+        dblock = self.unembedding.backward(hidden[rows], saved, [logits])
+        assert dblock is not None
+        dhidden[rows] = dblock
+
+    def _logits_of(self, hidden: Tensor, block: Sequence[Piece]) -> tuple[Tensor, list[Saved | FusedSaved]]:
+        """The block's logits (B, V) in the model's dtype, and what the backward needs."""
+        first = block[0].first_row
+        segments = [Segment(piece.first_row - first, piece.end_row - first, piece.part.adapter) for piece in block]
+        rows = hidden[first : block[-1].end_row]
+        (logits,), saved = self.unembedding.forward(rows, self.unembedding.current.route(segments))
+        return logits, saved
+
+
+def _pick(logprobs: Tensor, first: Piece, piece: Piece, own: _DevicePart) -> Tensor:
+    """A piece's log-probabilities of its targets (N, K), noted in its part; `logprobs` (B, V) begin at `first`."""
+    start = piece.first_row - first.first_row
+    rows = logprobs[start : start + piece.stop - piece.start]
+    picked = rows.gather(1, own.loss.targets[piece.start : piece.stop])
+    own.logprobs[piece.start : piece.stop] = picked
+    return picked
