@@ -28,7 +28,7 @@ from coordinator.doors.grpc.server import GrpcConfig, GrpcDoor
 from coordinator.service import Service
 from coordinator.service.auth import Principal
 from tinkerpool import ServiceClient, TrainingClient, types
-from tinkerpool.client.methods import RequestT, ResponseT, ServerStream, Unary
+from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, Unary
 from workers.contract import messages
 from workers.contract.protocols import Pool
 from workers.contract.settings import PoolConfig, PoolModel

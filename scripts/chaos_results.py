@@ -17,7 +17,7 @@ import grpc
 from chaos_journal import Journal, JsonLines, Line
 from chaos_pool import ServedPool, Violation
 from chaos_tenants import operation_digest
-from tinkerpool.client import methods
+from tinkerpool.client.calls import methods
 from tinkerpool.names import operation_name
 from tinkerpool.v1 import operations_pb2
 

@@ -20,8 +20,8 @@ import chaos_steps as steps
 from chaos_journal import Journal, Line
 from chaos_steps import ROUND, Action, Profile
 from tinkerpool import SamplingClient, ServiceClient, TrainingClient, types
-from tinkerpool.client import encoding, methods
-from tinkerpool.client.futures import APIFuture
+from tinkerpool.client.calls import encoding, methods
+from tinkerpool.client.calls.futures import APIFuture
 from tinkerpool.names import operation_name
 from tinkerpool.v1 import adapters_pb2, operations_pb2
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkerpool import SamplingClient, ServiceClient, types
-from tinkerpool.client.custom_loss import TorchLoss
+from tinkerpool.client.training.custom_loss import TorchLoss
 
 DATA = Path(__file__).resolve().parent / "data"
 BIG_MODEL_PARAMS = 50_000_000

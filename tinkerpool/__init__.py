@@ -32,7 +32,7 @@ from tinkerpool.types import (
 )
 
 if TYPE_CHECKING:
-    from tinkerpool.client.futures import APIFuture
+    from tinkerpool.client.calls.futures import APIFuture
     from tinkerpool.client.rest_client import RestClient
     from tinkerpool.client.sampling_client import SamplingClient
     from tinkerpool.client.service_client import ServiceClient
@@ -64,7 +64,7 @@ __all__ = [
 
 # Imported when first used: the pool's own processes take `tinkerpool.convert` and the like, and have no use for grpc.
 _CLIENTS = {
-    "APIFuture": "tinkerpool.client.futures",
+    "APIFuture": "tinkerpool.client.calls.futures",
     "RestClient": "tinkerpool.client.rest_client",
     "SamplingClient": "tinkerpool.client.sampling_client",
     "ServiceClient": "tinkerpool.client.service_client",

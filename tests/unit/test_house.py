@@ -20,14 +20,14 @@ PACKAGES = ("tinkerpool", "workers", "coordinator")
 CONFINED = {
     "sqlite3": ["coordinator/storage/database.py"],
     "ray": ["workers/pool/*.py"],
-    "grpc": ["coordinator/doors/grpc/*.py", "tinkerpool/client/transport.py", "tinkerpool/*_pb2_grpc.py"],
+    "grpc": ["coordinator/doors/grpc/*.py", "tinkerpool/client/calls/transport.py", "tinkerpool/*_pb2_grpc.py"],
     "grpc_health": ["coordinator/doors/grpc/*.py"],
     "grpc_reflection": ["coordinator/doors/grpc/*.py"],
     "starlette": ["coordinator/doors/*.py"],
     "uvicorn": ["coordinator/doors/http_server.py", "coordinator/doors/http/connections.py"],
     "jinja2": ["coordinator/doors/openai/templates.py"],
     "tokenizers": ["coordinator/doors/openai/*.py", "workers/*.py"],
-    "grpc_status": ["coordinator/doors/grpc/*.py", "tinkerpool/client/transport.py"],
+    "grpc_status": ["coordinator/doors/grpc/*.py", "tinkerpool/client/calls/transport.py"],
 }
 
 

@@ -8,8 +8,8 @@ import typer
 
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import TIMEOUT_S, JsonOption, KeyOption, UrlOption, ask, call, find_target
-from tinkerpool.client.methods import DELETE_ADAPTER, LIST_ADAPTERS
-from tinkerpool.client.transport import Transport
+from tinkerpool.client.calls.methods import DELETE_ADAPTER, LIST_ADAPTERS
+from tinkerpool.client.calls.transport import Transport
 from tinkerpool.v1 import adapters_pb2
 
 PAGE_SIZE = 1000

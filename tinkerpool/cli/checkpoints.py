@@ -11,8 +11,8 @@ from tinkerpool.cli import show
 from tinkerpool.cli.connection import TIMEOUT_S, JsonOption, KeyOption, UrlOption, ask, call, find_target
 from tinkerpool.cli.errors import CliError
 from tinkerpool.client.archive import ArchiveFile
-from tinkerpool.client.methods import DELETE_CHECKPOINT, EXPORT_CHECKPOINT, LIST_CHECKPOINTS
-from tinkerpool.client.transport import Transport
+from tinkerpool.client.calls.methods import DELETE_CHECKPOINT, EXPORT_CHECKPOINT, LIST_CHECKPOINTS
+from tinkerpool.client.calls.transport import Transport
 from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import checkpoints_pb2 as pb
 

@@ -11,9 +11,9 @@ from typing import Annotated, TypeVar
 import typer
 
 from tinkerpool.cli.errors import CliError
+from tinkerpool.client.calls.methods import RequestT, ResponseT, Unary
+from tinkerpool.client.calls.transport import GrpcTransport, Transport, parse_target
 from tinkerpool.client.discovery import find_service
-from tinkerpool.client.methods import RequestT, ResponseT, Unary
-from tinkerpool.client.transport import GrpcTransport, Transport, parse_target
 from tinkerpool.credentials import credentials_file
 from tinkerpool.errors import (
     Code,

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import JsonOption, KeyOption, UrlOption, call, find_target
-from tinkerpool.client.methods import CREATE_API_KEY, LIST_API_KEYS, REVOKE_API_KEY
+from tinkerpool.client.calls.methods import CREATE_API_KEY, LIST_API_KEYS, REVOKE_API_KEY
 from tinkerpool.v1 import pool_pb2
 
 app = typer.Typer(no_args_is_help=True)

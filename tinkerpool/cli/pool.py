@@ -14,8 +14,8 @@ from rich.text import Text
 
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import TIMEOUT_S, JsonOption, KeyOption, UrlOption, ask, call, find_target
-from tinkerpool.client.methods import GET_POOL_STATUS, GET_USAGE, WATCH_CYCLES
-from tinkerpool.client.transport import Transport
+from tinkerpool.client.calls.methods import GET_POOL_STATUS, GET_USAGE, WATCH_CYCLES
+from tinkerpool.client.calls.transport import Transport
 from tinkerpool.v1 import pool_pb2
 
 OTHERS = "(others)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tinkerpool.client.transport import DEFAULT_PORT, parse_target
+from tinkerpool.client.calls.transport import DEFAULT_PORT, parse_target
 from tinkerpool.credentials import credentials_file, read_credentials
 from tinkerpool.errors import ConfigurationError
 

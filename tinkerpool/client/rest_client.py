@@ -17,10 +17,10 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from tinkerpool import types
-from tinkerpool.client import methods
 from tinkerpool.client.archive import ArchiveFile
-from tinkerpool.client.connection import Connection
-from tinkerpool.client.futures import APIFuture, BackgroundStream
+from tinkerpool.client.calls import methods
+from tinkerpool.client.calls.connection import Connection
+from tinkerpool.client.calls.futures import APIFuture, BackgroundStream
 from tinkerpool.errors import ApiError
 from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, operations_pb2, pool_pb2, sessions_pb2

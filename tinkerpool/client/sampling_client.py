@@ -10,14 +10,14 @@ from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
 from tinkerpool import types
-from tinkerpool.client import encoding, methods
-from tinkerpool.client.connection import Connection
+from tinkerpool.client.calls import encoding, methods
+from tinkerpool.client.calls.connection import Connection
+from tinkerpool.client.calls.futures import APIFuture, BackgroundStream, Ready
+from tinkerpool.client.calls.transport import Endpoint, GrpcTransport
 from tinkerpool.client.discovery import find_service
-from tinkerpool.client.futures import APIFuture, BackgroundStream, Ready
 from tinkerpool.client.sampler_handle import SamplerHandle, first_seq
 from tinkerpool.client.session import Session
 from tinkerpool.client.tokenizer import load_tokenizer
-from tinkerpool.client.transport import Endpoint, GrpcTransport
 from tinkerpool.convert import to_tensor
 from tinkerpool.errors import ApiError, TinkerpoolError
 from tinkerpool.names import operation_name

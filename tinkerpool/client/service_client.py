@@ -8,16 +8,16 @@ from types import TracebackType
 from typing import Self
 
 from tinkerpool import types
-from tinkerpool.client import methods
-from tinkerpool.client.connection import Connection
+from tinkerpool.client.calls import methods
+from tinkerpool.client.calls.connection import Connection
+from tinkerpool.client.calls.encoding import string_map
+from tinkerpool.client.calls.futures import APIFuture
+from tinkerpool.client.calls.transport import GrpcTransport, Transport
 from tinkerpool.client.discovery import find_service
-from tinkerpool.client.encoding import string_map
-from tinkerpool.client.futures import APIFuture
 from tinkerpool.client.rest_client import RestClient, fetch_capabilities
 from tinkerpool.client.sampling_client import SamplingClient, create_sampler
 from tinkerpool.client.session import Session
 from tinkerpool.client.training_client import TrainingClient
-from tinkerpool.client.transport import GrpcTransport, Transport
 from tinkerpool.v1 import adapters_pb2
 
 CLOSE_TIMEOUT_S = 5.0

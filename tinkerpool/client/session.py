@@ -7,9 +7,9 @@ import logging
 import uuid
 from collections.abc import Mapping
 
-from tinkerpool.client import methods
-from tinkerpool.client.connection import Connection
-from tinkerpool.client.encoding import string_map
+from tinkerpool.client.calls import methods
+from tinkerpool.client.calls.connection import Connection
+from tinkerpool.client.calls.encoding import string_map
 from tinkerpool.errors import ApiError, FailedPrecondition, NotFound, TinkerpoolError
 from tinkerpool.v1 import sessions_pb2
 

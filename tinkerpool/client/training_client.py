@@ -12,12 +12,13 @@ from functools import partial
 from typing import Any, Literal, get_args, overload
 
 from tinkerpool import types
-from tinkerpool.client import batches, custom_loss, encoding, methods, passes
-from tinkerpool.client.connection import Connection
-from tinkerpool.client.futures import APIFuture, Ready
-from tinkerpool.client.ordering import AdapterOrder
+from tinkerpool.client.calls import encoding, methods
+from tinkerpool.client.calls.connection import Connection
+from tinkerpool.client.calls.futures import APIFuture, Ready
 from tinkerpool.client.sampling_client import SamplingClient, create_sampler, fetch_tokenizer
 from tinkerpool.client.session import Session
+from tinkerpool.client.training import batches, custom_loss, passes
+from tinkerpool.client.training.ordering import AdapterOrder
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, operations_pb2, training_pb2
 
 

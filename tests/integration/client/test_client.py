@@ -25,7 +25,7 @@ from tinkerpool import (
     ServiceClient,
     errors,
 )
-from tinkerpool.client import batches
+from tinkerpool.client.training import batches
 
 ADAM = AdamParams(learning_rate=1e-3)
 PROMPT = ModelInput.from_ints([1, 2, 3])

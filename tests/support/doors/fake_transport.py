@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import Message
 
-from tinkerpool.client.methods import RequestT, ResponseT, ServerStream, Unary
+from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, Unary
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.errors import Code, api_error
 from tinkerpool.v1 import (

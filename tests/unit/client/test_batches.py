@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tinkerpool import Datum, ForwardBackwardOutput, TensorData
-from tinkerpool.client import batches
+from tinkerpool.client.training import batches
 
 
 def datum(num_tokens: int = 1) -> Datum:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tinkerpool.client import futures
-from tinkerpool.client.background import BackgroundLoop, shared_loop
+from tinkerpool.client.calls import futures
+from tinkerpool.client.calls.background import BackgroundLoop, shared_loop
 from tinkerpool.errors import ClientClosed
 
 

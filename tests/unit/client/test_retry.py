@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tinkerpool.client.retry import Backoff, RetryPolicy, is_retryable
+from tinkerpool.client.calls.retry import Backoff, RetryPolicy, is_retryable
 from tinkerpool.errors import ApiError, Code, api_error
 
 REFUSED = api_error(Code.UNAVAILABLE, "connection refused")

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.doors.fake_transport import UNREACHABLE, FakePool
 from tinkerpool import AdamParams, Datum, ModelInput, OperationFailed, ServiceClient, TrainingClient, errors
-from tinkerpool.client import batches, ordering
+from tinkerpool.client.training import batches, ordering
 from tinkerpool.convert import from_tensor
 from tinkerpool.v1 import operations_pb2, training_pb2
 

@@ -13,8 +13,8 @@ from coordinator.base.errors import ServiceError
 from tests.support.doors.door_thread import open_door
 from tests.support.doors.fake_service import KEY, FakeService
 from tinkerpool import ServiceClient, errors
-from tinkerpool.client import methods
-from tinkerpool.client.transport import GrpcTransport, parse_target
+from tinkerpool.client.calls import methods
+from tinkerpool.client.calls.transport import GrpcTransport, parse_target
 from tinkerpool.v1 import (
     adapters_pb2,
     checkpoints_pb2,

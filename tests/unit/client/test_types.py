@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tinkerpool import AdamParams, Datum, EncodedTextChunk, ModelInput, SamplingParams, TensorData, errors
-from tinkerpool.client import encoding
+from tinkerpool.client.calls import encoding
 from tinkerpool.convert import from_tensor
 from tinkerpool.v1 import training_pb2, types_pb2
 

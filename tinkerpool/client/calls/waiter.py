@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from tinkerpool.client.retry import Backoff
+from tinkerpool.client.calls.retry import Backoff
 from tinkerpool.errors import ApiError, ClientClosed, Code, NotFound, TinkerpoolError, api_error
 from tinkerpool.v1.operations_pb2 import Operation, WaitOperationsRequest, WaitOperationsResponse
 

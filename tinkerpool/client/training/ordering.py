@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from tinkerpool.client.connection import Connection
-from tinkerpool.client.futures import APIFuture
-from tinkerpool.client.methods import RequestT, ResponseT, Unary
+from tinkerpool.client.calls.connection import Connection
+from tinkerpool.client.calls.futures import APIFuture
+from tinkerpool.client.calls.methods import RequestT, ResponseT, Unary
 from tinkerpool.errors import AlreadyExists, ApiError, InternalError, OrderBroken, PermissionDenied, Unauthenticated
 from tinkerpool.v1 import operations_pb2
 

@@ -12,9 +12,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from tinkerpool.client import batches, custom_loss, encoding, methods
-from tinkerpool.client.ordering import AdapterOrder
-from tinkerpool.client.transport import SEND_BYTES_MAX
+from tinkerpool.client.calls import encoding, methods
+from tinkerpool.client.calls.transport import SEND_BYTES_MAX
+from tinkerpool.client.training import batches, custom_loss
+from tinkerpool.client.training.ordering import AdapterOrder
 from tinkerpool.errors import TinkerpoolError
 from tinkerpool.types import Datum, ForwardBackwardOutput, OptimStepResponse, TrainStepResponse
 from tinkerpool.v1 import operations_pb2, training_pb2

@@ -13,14 +13,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from tinkerpool.client import futures, methods
-from tinkerpool.client.background import BackgroundLoop, shared_loop
-from tinkerpool.client.encoding import check_succeeded, is_finished
-from tinkerpool.client.futures import APIFuture, BackgroundStream
-from tinkerpool.client.methods import RequestT, ResponseT, ServerStream, Unary
-from tinkerpool.client.retry import Backoff, RetryPolicy
-from tinkerpool.client.transport import Endpoint, GrpcTransport, Transport
-from tinkerpool.client.waiter import Waiter
+from tinkerpool.client.calls import futures, methods
+from tinkerpool.client.calls.background import BackgroundLoop, shared_loop
+from tinkerpool.client.calls.encoding import check_succeeded, is_finished
+from tinkerpool.client.calls.futures import APIFuture, BackgroundStream
+from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, Unary
+from tinkerpool.client.calls.retry import Backoff, RetryPolicy
+from tinkerpool.client.calls.transport import Endpoint, GrpcTransport, Transport
+from tinkerpool.client.calls.waiter import Waiter
 from tinkerpool.errors import ApiError, ClientClosed
 from tinkerpool.v1 import operations_pb2
 

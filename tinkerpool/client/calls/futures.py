@@ -14,7 +14,7 @@ import concurrent.futures
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
 from typing import Any, Generic, Self, TypeVar
 
-from tinkerpool.client.background import BackgroundLoop
+from tinkerpool.client.calls.background import BackgroundLoop
 
 T = TypeVar("T")
 R = TypeVar("R")

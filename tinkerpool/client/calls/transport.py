@@ -17,7 +17,7 @@ import grpc.aio
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from tinkerpool.client.methods import RequestT, ResponseT, ServerStream, Unary
+from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, Unary
 from tinkerpool.errors import ApiError, ClientClosed, Code, ConfigurationError, api_error
 
 SEND_BYTES_MAX = 64 << 20

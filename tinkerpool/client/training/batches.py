@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tinkerpool.client.encoding import datum_bytes
+from tinkerpool.client.calls.encoding import datum_bytes
 from tinkerpool.types import Datum, ForwardBackwardOutput
 
 CHUNK_DATUMS_MAX = 1024

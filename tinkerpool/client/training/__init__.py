@@ -1,0 +1,4 @@
+"""Training one adapter: sequence numbers, passes, batches, losses of the user's own.
+
+Public interface: `ordering.AdapterOrder`, `passes`, `batches.split`, `custom_loss`.
+"""
