@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.numerics.training.test_bf16 import GRADIENTS, LOGPROBS, SMOOTH
-from tests.support.numerics.agreement import distance, observe
+from tests.support.numerics.agreement import GRADIENTS, LOGPROBS, SMOOTH, distance, observe
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from tests.support.numerics.tenants import TENANTS, assert_same, train
 from workers.contract.messages import AdamParams, ErrorCode

@@ -52,6 +52,16 @@ def test_library_is_imported_only_in_its_own_files(library: str) -> None:
     assert not strangers, f"{sorted(strangers)}: {library} belongs in {CONFINED[library]} only"
 
 
+def test_no_test_module_imports_another() -> None:
+    """What tests share lives in tests/support or, for the simulation, beside it."""
+    importers = [
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("*.py")
+        if re.search(r"^\s*(from|import) tests\.\S*\btest_", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert not importers
+
+
 # Imports in a fresh interpreter, which then says which of the unwanted libraries came along.
 IMPORT_ALL = """
 import importlib, pkgutil, sys

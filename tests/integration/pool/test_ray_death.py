@@ -16,8 +16,8 @@ import ray
 
 import tinkerpool
 from coordinator.cli import RAY_FILE
+from tests.support.batches import batch
 from tests.support.serving import Terminal
-from tests.unit.pool.test_loop import batch
 from workers.contract.protocols import WorkerLost
 from workers.contract.settings import PoolConfig, PoolModel
 from workers.pool.processes import find_marked

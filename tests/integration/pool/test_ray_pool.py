@@ -14,8 +14,8 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 
+from tests.support.batches import batch, request
 from tests.support.toy_engine import KILL_TOKEN
-from tests.unit.pool.test_loop import batch, request
 from workers.contract.messages import SampleEvent, SampleRequest, SampleResult, TokenEvent, WorkerInfo
 from workers.contract.protocols import PoolStartError, WorkerLost
 from workers.contract.settings import PoolConfig, PoolModel

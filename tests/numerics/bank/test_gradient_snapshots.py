@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from tests.numerics.training.test_engine import code, load_item, trained
-from tests.support.numerics.harness import Driver, Trace, make_data, make_spec, note
+from tests.support.numerics.harness import Driver, Trace, code, load_item, make_data, make_spec, note, trained
 from workers.contract.messages import AdamParams, AdapterState, ErrorCode, SaveItem
 
 PENDING = make_data("cross_entropy", [20, 11, 33])

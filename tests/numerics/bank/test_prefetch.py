@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from tests.support.numerics.harness import Driver, make_data, make_spec
-from tests.unit.bank.test_transfers import LateTransfers
+from tests.support.numerics.late_transfers import LateTransfers
 from workers.bank.bank import Bank
 from workers.bank.transfers import DirectTransfers, Transfer, Transfers
 from workers.contract.messages import Batch, Item

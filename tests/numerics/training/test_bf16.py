@@ -8,16 +8,10 @@ import pytest
 import torch
 
 import workers.model.base_model
-from tests.support.numerics.agreement import distance, observe
+from tests.support.numerics.agreement import GRADIENTS, LOGPROBS, SMOOTH, distance, observe
 from tests.support.numerics.harness import Driver, make_data, make_spec
-from tests.support.numerics.tenants import TENANTS
 from workers.contract.messages import AdamParams
 from workers.model.base_model import UnsupportedModelError
-
-SMOOTH = [tenant for tenant in TENANTS if tenant.loss_fn not in {"ppo", "cispo", "gspo"}]
-"""Where clipping makes no jump of a small difference."""
-LOGPROBS, GRADIENTS = 0.1, 0.05
-"""Two layers of 8 bits: a log-probability near -6 of logits up to 3 in size, and a gradient of a few products more."""
 
 
 def assert_compute_copies_are_fresh(driver: Driver, *keys: str) -> None:

@@ -12,18 +12,15 @@ import torch
 import transformers
 
 from build_mini_model import build_mini_model
-from tests.support.numerics.harness import Driver, make_data, make_spec
+from tests.support.numerics.harness import DATA, Driver, code, load_item, make_data, make_spec, trained
 from tests.support.numerics.naive import NaiveModel, naive_pass
 from workers.contract.messages import (
     AdamParams,
     AdapterInstall,
-    AdapterState,
     Batch,
     Datum,
     ErrorCode,
     Item,
-    ItemResult,
-    LoadItem,
     SaveItem,
 )
 from workers.engine import EngineConfig
@@ -32,35 +29,12 @@ from workers.model.lora import Segment
 from workers.selftest import threads
 from workers.training.logits import ChunkedLoss
 
-DATA = make_data("cross_entropy", [20, 11])
-
-
-def code(result: ItemResult) -> ErrorCode | None:
-    return None if result.error is None else result.error.code
-
 
 @pytest.fixture
 def driver(qwen3: Path) -> Driver:
     driver = Driver(qwen3)
     driver.install(make_spec("a"), make_spec("b", 16))
     return driver
-
-
-def trained(driver: Driver, key: str, num_steps: int = 2) -> None:
-    for _ in range(num_steps):
-        driver.train(driver.backward(key, DATA), driver.step(key))
-
-
-def load_item(driver: Driver, key: str, state: AdapterState, *, with_optimizer: bool = True) -> LoadItem:
-    place = dataclasses.replace(driver.save(key))
-    return LoadItem(
-        op_id=place.op_id,
-        adapter_id=key,
-        prev_seq=place.prev_seq,
-        seq=place.seq,
-        state=state,
-        with_optimizer=with_optimizer,
-    )
 
 
 # ---------------------------------------------------------------------- order and epochs

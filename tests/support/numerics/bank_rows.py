@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from workers.bank.bank import Bank, HostRow
 from workers.contract.messages import AdapterSpec
 from workers.model.lora import GroupShape
 
@@ -18,3 +21,30 @@ SHAPES = (
 def make_spec(adapter_id: str = "a", rank: int = 8, seed: int = 1, **flags: bool) -> AdapterSpec:
     fields: dict[str, Any] = {"train_attn": True, "train_mlp": True, "train_unembed": True, **flags}
     return AdapterSpec(adapter_id=adapter_id, rank=rank, alpha=32.0, seed=seed, **fields)
+
+
+def fill(bank: Bank, key: str, seed: int) -> HostRow:
+    """Fill a key's row with values of its own; return copies of them."""
+    (row,) = bank.acquire([key])
+    generator = torch.Generator().manual_seed(seed)
+    for vector in (row.weights, row.exp_avg, row.exp_avg_sq, row.grad):
+        assert vector is not None
+        vector.copy_(torch.randn(vector.shape, generator=generator))
+    bank.entry(key).has_grad = bank.entry(key).has_moments = True
+    return copy_of(bank, key)
+
+
+def copy_of(bank: Bank, key: str) -> HostRow:
+    """Return copies of a key's vectors."""
+    host = bank.read(key)
+    names = ("weights", "exp_avg", "exp_avg_sq", "grad")
+    vectors = {name: getattr(host, name) for name in names}
+    return HostRow(**{name: None if vector is None else vector.clone() for name, vector in vectors.items()})
+
+
+def assert_same(actual: HostRow, expected: HostRow) -> None:
+    """Assert that two rows are equal to the bit."""
+    for name in ("weights", "exp_avg", "exp_avg_sq", "grad"):
+        a, b = getattr(actual, name), getattr(expected, name)
+        assert (a is None) == (b is None), name
+        assert a is None or torch.equal(a, b), name

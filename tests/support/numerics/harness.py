@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +20,10 @@ from workers.contract.messages import (
     AdapterState,
     Batch,
     Datum,
+    ErrorCode,
     Item,
     ItemResult,
+    LoadItem,
     OptimStepItem,
     PassItem,
     SaveItem,
@@ -207,3 +210,31 @@ def note(trace: Trace, result: ItemResult) -> None:
     assert result.error is None, result.error
     trace.logprobs += result.logprobs
     trace.metrics.append(result.metrics)
+
+
+DATA = make_data("cross_entropy", [20, 11])
+"""The data that `trained` trains on."""
+
+
+def code(result: ItemResult) -> ErrorCode | None:
+    """Return the code of the item's error, if it failed."""
+    return None if result.error is None else result.error.code
+
+
+def trained(driver: Driver, key: str, num_steps: int = 2) -> None:
+    """Train an adapter for some steps on `DATA`."""
+    for _ in range(num_steps):
+        driver.train(driver.backward(key, DATA), driver.step(key))
+
+
+def load_item(driver: Driver, key: str, state: AdapterState, *, with_optimizer: bool = True) -> LoadItem:
+    """Return the item that loads a state at the adapter's next sequence number."""
+    place = dataclasses.replace(driver.save(key))
+    return LoadItem(
+        op_id=place.op_id,
+        adapter_id=key,
+        prev_seq=place.prev_seq,
+        seq=place.seq,
+        state=state,
+        with_optimizer=with_optimizer,
+    )

@@ -11,36 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.numerics.bank_rows import SHAPES, make_spec
-from workers.bank.bank import Bank, HostRow
+from tests.support.numerics.bank_rows import SHAPES, assert_same, copy_of, fill, make_spec
+from workers.bank.bank import Bank
 from workers.rows import ALIGNMENT, RANK_CLASSES, RowLayout, rank_class
 
 FIRST_VALUES = [0.033296097069978714, -0.007186605129390955, 0.07977347075939178]
-
-
-def fill(bank: Bank, key: str, seed: int) -> HostRow:
-    """Give a key contents of its own, in its row; returns copies."""
-    (row,) = bank.acquire([key])
-    generator = torch.Generator().manual_seed(seed)
-    for vector in (row.weights, row.exp_avg, row.exp_avg_sq, row.grad):
-        assert vector is not None
-        vector.copy_(torch.randn(vector.shape, generator=generator))
-    bank.entry(key).has_grad = bank.entry(key).has_moments = True
-    return copy_of(bank, key)
-
-
-def copy_of(bank: Bank, key: str) -> HostRow:
-    host = bank.read(key)
-    names = ("weights", "exp_avg", "exp_avg_sq", "grad")
-    vectors = {name: getattr(host, name) for name in names}
-    return HostRow(**{name: None if vector is None else vector.clone() for name, vector in vectors.items()})
-
-
-def assert_same(actual: HostRow, expected: HostRow) -> None:
-    for name in ("weights", "exp_avg", "exp_avg_sq", "grad"):
-        a, b = getattr(actual, name), getattr(expected, name)
-        assert (a is None) == (b is None), name
-        assert a is None or torch.equal(a, b), name
 
 
 def test_every_matrix_is_an_aligned_view_and_none_overlap() -> None:

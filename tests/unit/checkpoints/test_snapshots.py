@@ -9,8 +9,8 @@ import pytest
 from coordinator.checkpoints.saver import Saver
 from coordinator.checkpoints.snapshots import LOGGED_OPERATIONS_MAX, RETRY_S, Snapshots
 from coordinator.operations.adapter_log import AdapterQueue
+from tests.support.adapter_logs import ERROR, FB, STEP, adapter_with, operation, run
 from tests.support.toy_pool import FakeTime
-from tests.unit.operations.test_adapter_log import ERROR, FB, STEP, adapter_with, operation, run
 from workers.contract.messages import AdapterState, ErrorCode, ItemError, ItemResult
 
 

@@ -1,56 +1,13 @@
 """One adapter's order in memory: what may run, what a closed window forbids, and what a lost copy changes."""
 
-from collections.abc import Iterable
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coordinator.operations.adapter_log import AdapterQueue, ReadyChunks
+from coordinator.operations.adapter_log import ReadyChunks
 from coordinator.operations.chunks import Chunk
 from coordinator.operations.operation import Kind, Operation
-from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.contract.messages import AdapterSpec
-
-FB, FORWARD, STEP, LOAD, SAVE = (
-    Kind.FORWARD_BACKWARD,
-    Kind.FORWARD,
-    Kind.OPTIM_STEP,
-    Kind.LOAD_STATE,
-    Kind.SAVE_STATE,
-)
-ERROR = ops_pb.OperationError(code=9, reason="NON_FINITE", message="the loss is not finite")
-
-
-def adapter_with(*kinds: Kind, first: int = 1) -> AdapterQueue:
-    spec = AdapterSpec(adapter_id="a", rank=8, alpha=1.0, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
-    adapter = AdapterQueue("t", "s", "toy", spec)
-    for seq, kind in enumerate(kinds, first):
-        adapter.add(operation(seq, kind))
-    return adapter
-
-
-def operation(seq: int, kind: Kind, num_bytes: int = 10) -> Operation:
-    chunks = (Chunk(0, 1, 4),) if kind.is_pass else ()
-    return Operation("t", "a", seq, kind, b"", b"", "", 16, num_bytes, chunks)
-
-
-def run(adapter: AdapterQueue, *seqs: int, fail: Iterable[int] = ()) -> None:
-    """A worker runs these; all are committed."""
-    for seq in seqs:
-        adapter.settle()
-        one = adapter.operations[seq]
-        ready = list(adapter.ready_passes()) + list(adapter.ready_states())
-        assert one in ready, f"{seq} is not ready"
-        if not one.is_final:
-            one.fail(ERROR) if seq in fail else one.succeed(1)
-        one.is_committed = True
-        adapter.ran(one)
-    adapter.settle()
-
-
-def seqs(operations: Iterable[Operation]) -> list[int]:
-    return [each.seq for each in operations]
+from tests.support.adapter_logs import ERROR, FB, FORWARD, LOAD, SAVE, STEP, adapter_with, operation, run, seqs
 
 
 def test_a_pass_takes_the_prefix_of_passes_and_nothing_behind_a_gap() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.batches import batch, request
 from tests.support.toy_engine import KILL_TOKEN, ToyEngine
-from tests.unit.pool.test_loop import batch, request
 from workers.contract.messages import SampleEvent, SampleResult, TokenEvent
 from workers.contract.protocols import Pool, PoolStartError, WorkerLost
 from workers.contract.settings import PoolConfig, PoolModel

@@ -8,22 +8,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
-import numpy as np
 import pytest
 
+from tests.support.batches import batch, request
 from tests.support.toy_engine import KILL_TOKEN, ToyEngine
 from workers.contract.messages import (
-    AdapterInstall,
-    AdapterSpec,
     Batch,
     BatchResult,
-    Datum,
-    PassItem,
     SampleEvent,
-    SampleRequest,
     SampleResult,
-    SamplerVersion,
-    SamplingParams,
     TokenEvent,
 )
 from workers.contract.protocols import WorkerLost
@@ -85,38 +78,6 @@ class Running:
         self.events += events
         if any(isinstance(event, SampleResult) for event in events):
             self.has_result.set()
-
-
-def batch(cycle_id: int, token: int = 1, decode_share: float = 0.5) -> Batch:
-    spec = AdapterSpec(
-        adapter_id="a", rank=8, alpha=32.0, seed=cycle_id, train_attn=True, train_mlp=True, train_unembed=True
-    )
-    tokens = np.full(3, token, np.int32)
-    item = PassItem(
-        op_id="op",
-        adapter_id="a",
-        prev_seq=0,
-        seq=1,
-        chunk_index=0,
-        num_chunks=1,
-        data=(Datum(tokens=tokens, loss_inputs={"target_tokens": tokens}),),
-        loss_fn="cross_entropy",
-        loss_config={},
-        backward=True,
-    )
-    installs = (AdapterInstall(spec=spec, state=None),)
-    return Batch(epoch=1, cycle_id=cycle_id, installs=installs, items=(item,), decode_share=decode_share)
-
-
-def request(op_id: str, max_tokens: int) -> SampleRequest:
-    return SampleRequest(
-        op_id=op_id,
-        version=SamplerVersion(key=""),
-        prompt=np.ones(2, np.int32),
-        num_samples=1,
-        params=SamplingParams(max_tokens=max_tokens),
-        stream=True,
-    )
 
 
 def test_decoding_gets_after_each_batch_as_long_as_the_batch_took() -> None:

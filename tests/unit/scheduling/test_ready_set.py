@@ -6,8 +6,8 @@ from typing import Any
 from coordinator.operations.adapter_log import AdapterQueue
 from coordinator.scheduling.quarantine import Suspects
 from coordinator.scheduling.ready_set import Roster
+from tests.support.adapter_logs import FB, STEP, operation
 from tests.support.toy_pool import running_pool
-from tests.unit.operations.test_adapter_log import FB, STEP, operation
 from workers.contract.messages import AdapterSpec
 
 NUM_IDLE = 1000

@@ -1,0 +1,50 @@
+"""Small batches and sample requests for engines without torch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from workers.contract.messages import (
+    AdapterInstall,
+    AdapterSpec,
+    Batch,
+    Datum,
+    PassItem,
+    SampleRequest,
+    SamplerVersion,
+    SamplingParams,
+)
+
+
+def batch(cycle_id: int, token: int = 1, decode_share: float = 0.5) -> Batch:
+    """Return a batch that installs one fresh adapter and runs one pass of three tokens."""
+    spec = AdapterSpec(
+        adapter_id="a", rank=8, alpha=32.0, seed=cycle_id, train_attn=True, train_mlp=True, train_unembed=True
+    )
+    tokens = np.full(3, token, np.int32)
+    item = PassItem(
+        op_id="op",
+        adapter_id="a",
+        prev_seq=0,
+        seq=1,
+        chunk_index=0,
+        num_chunks=1,
+        data=(Datum(tokens=tokens, loss_inputs={"target_tokens": tokens}),),
+        loss_fn="cross_entropy",
+        loss_config={},
+        backward=True,
+    )
+    installs = (AdapterInstall(spec=spec, state=None),)
+    return Batch(epoch=1, cycle_id=cycle_id, installs=installs, items=(item,), decode_share=decode_share)
+
+
+def request(op_id: str, max_tokens: int) -> SampleRequest:
+    """Return a streamed request for one sample of the base model."""
+    return SampleRequest(
+        op_id=op_id,
+        version=SamplerVersion(key=""),
+        prompt=np.ones(2, np.int32),
+        num_samples=1,
+        params=SamplingParams(max_tokens=max_tokens),
+        stream=True,
+    )
