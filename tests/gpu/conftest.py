@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from build_mini_model import build_mini_model
+from tests.support.mini_model import build_mini_model
 from tests.support.numerics.harness import ARCHITECTURES
 
 

@@ -19,7 +19,7 @@ SEED = 14739
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_kill_loses_an_operation_shows_a_client_an_error_or_changes_a_bit(tmp_path: Path) -> None:
-    program = [sys.executable, str(ROOT / "scripts" / "chaos.py")]
+    program = [sys.executable, "-m", "scripts.reliability.chaos"]
     arguments = ["--kills", str(NUM_KILLS), "--seed", str(SEED), "--pause", "0.05", "--dir", str(tmp_path / "run")]
     done = subprocess.run([*program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -46,7 +46,7 @@ FAULTS = {
 
 def simulate(*arguments: str, hash_seed: str = "random") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "scripts/sim.py", *arguments],
+        [sys.executable, "-m", "scripts.reliability.sim", *arguments],
         cwd=ROOT,
         env=os.environ | {"PYTHONHASHSEED": hash_seed},
         capture_output=True,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from build_mini_model import build_mini_model
+from tests.support.mini_model import build_mini_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("tinkerpool", "workers", "coordinator")

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 USED_FRACTION = 0.8
 """Of the memory that is free, what the tensors of a pass may take: between them the heap has gaps (see
-`scripts/bench_memory.py`), kernels have buffers of their own, and others go on working."""
+`scripts/bench/memory.py`), kernels have buffers of their own, and others go on working."""
 
 
 @dataclass(slots=True)

@@ -20,7 +20,6 @@ import pytest
 from workers.training.passes import USED_FRACTION
 
 ROOT = Path(__file__).resolve().parents[3]
-SCRIPTS = ROOT / "scripts"
 # Memory first, for it forks its processes and must do so before torch has threads.
 ENGINE_ITEMS = ("memory", "planner", "engine", "profile", "company", "lengths", "swap")
 SERVICE_ITEMS = ("durability", "service", "publish", "sampling", "decoding", "shares")
@@ -30,7 +29,7 @@ DRIVER = """
 import runpy, sys
 for line in sys.argv[1:]:
     sys.argv = line.split()
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 Report = dict[str, Any]
 
@@ -50,9 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_scripts(folder: Path, items: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Measure these, one after another."""
     options = f"--quick --threads 1 --results {folder}"
-    lines = [f"scripts/bench_{item}.py {options} {OPTIONS.get(item, '')}" for item in items]
+    lines = [f"scripts.bench.{item} {options} {OPTIONS.get(item, '')}" for item in items]
     command = [sys.executable, "-c", DRIVER, *lines]
-    environment = {"PYTHONPATH": f"{ROOT}:{SCRIPTS}"}
+    environment = {"PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
 
 
@@ -214,10 +213,19 @@ def test_memory_is_measured_as_the_engine_expects_it(reports: dict[str, Report])
 def test_the_page_has_a_place_for_everything_and_pictures_are_drawn(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text((ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8"), encoding="utf-8")
-    script = str(SCRIPTS / "bench_report.py")
-    command = [sys.executable, script, "--results", str(folder), "--page", str(page), "--images", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.bench.report",
+        "--results",
+        str(folder),
+        "--page",
+        str(page),
+        "--images",
+        str(tmp_path),
+    ]
     environment = {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     text = page.read_text(encoding="utf-8")
     assert "| 2 x 4 x 32 |" in text

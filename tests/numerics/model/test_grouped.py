@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from build_mini_model import build_mini_model
+from tests.support.mini_model import build_mini_model
 from tests.support.numerics.agreement import distance, observe
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from tests.support.numerics.tenants import TENANTS

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from build_mini_model import END_OF_TEXT_ID
+from tests.support.mini_model import END_OF_TEXT_ID
 from tests.support.numerics.harness import make_data, make_spec
 from tests.support.numerics.naive import NaiveModel
 from tests.support.numerics.samplers import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from build_mini_model import build_mini_model
+from tests.support.mini_model import build_mini_model
 from tests.support.numerics.harness import DATA, Driver, code, load_item, make_data, make_spec, trained
 from tests.support.numerics.naive import NaiveModel, naive_pass
 from workers.contract.messages import (

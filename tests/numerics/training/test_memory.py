@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from build_mini_model import build_mini_model
+from tests.support.mini_model import build_mini_model
 from tests.support.numerics.allocations import Allocations
 from tests.support.numerics.harness import VOCAB_SIZE, Driver, make_data, make_spec
 from workers import engine

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from build_mini_model import build_mini_model
+from tests.support.mini_model import build_mini_model
 from tests.support.numerics.harness import Driver, make_data, make_spec
 from workers.training.logits import block_rows_of
 

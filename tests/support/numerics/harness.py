@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from build_mini_model import Architecture
+from tests.support.mini_model import Architecture
 from workers.contract.messages import (
     AdamParams,
     AdapterInstall,

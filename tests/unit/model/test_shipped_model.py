@@ -46,7 +46,7 @@ def test_card_states_what_decides_and_measures_the_weights() -> None:
     card = (MODEL / "README.md").read_text()
     assert re.search(r"\| Seed \| \d+ \|", card)
     assert stated_bits_per_byte() <= 1.9
-    for fact in ("bible-kjv-text", "unrestricted use", "python scripts/build_base_model.py"):
+    for fact in ("bible-kjv-text", "unrestricted use", "python -m scripts.models.build_base_model"):
         assert fact in card
 
 

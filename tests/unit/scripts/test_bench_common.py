@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench_common import Column, Effort, Goal, Results, Timing, check_losses, turn_about
-from bench_report import filled, texts_of
+from scripts.bench.common import Column, Effort, Goal, Results, Timing, check_losses, turn_about
+from scripts.bench.report.page import filled, texts_of
 
 
 def test_sides_take_turns_and_each_begins_as_often_as_the_other() -> None:

@@ -12,8 +12,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-import bench_gpu
-from bench_gpu import SHAPES, Case, Fused, SequentialPeft, make_data, measure, train_flops_per_token, write_model
+from scripts.bench import gpu as bench_gpu
+from scripts.bench.gpu import (
+    SHAPES,
+    Case,
+    Fused,
+    SequentialPeft,
+    make_data,
+    measure,
+    train_flops_per_token,
+    write_model,
+)
 from workers.engine import EngineConfig
 
 # PEFT warns of merging an adapter of a tied unembedding; nobody merges here.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from bench_samplers import Generate, Prompts, check_logprobs
+from scripts.bench.sides.samplers import Generate, Prompts, check_logprobs
 from workers.contract.messages import SampledSequence, SampleResult, StopReason
 
 PROMPT = np.array([1, 2, 3], np.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from demo_tenants import kl_sample_train
+from scripts.demo.tenants import kl_sample_train
 from tinkerpool import types
 
 

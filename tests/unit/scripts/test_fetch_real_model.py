@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import fetch_real_model
+from scripts.models import fetch_real_model
 
 
 def test_cache_folder_honours_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from guards import GUARDS, Guard, without
+from scripts.reliability.guards import GUARDS, Guard, without
 
 ROOT = Path(__file__).resolve().parents[3]
 

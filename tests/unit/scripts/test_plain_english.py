@@ -2,8 +2,8 @@
 
 import pytest
 
-from kjv_text import Chapter, parse_chapters, split_tail
-from plain_english import PlainEnglish, clauses, num_old_words
+from scripts.models.kjv_text import Chapter, parse_chapters, split_tail
+from scripts.models.plain_english import PlainEnglish, clauses, num_old_words
 
 TEXT = "I make, they make. I sit, they sit. I cry and walk; cry, walk, know and know."
 

@@ -1,0 +1,1 @@
+"""Programs around the pool: demo, benchmarks, reliability runs, models, clients. Run as modules from the root."""

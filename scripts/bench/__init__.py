@@ -1,0 +1,1 @@
+"""Benchmarks: one module per item of `make bench`."""

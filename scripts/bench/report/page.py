@@ -1,0 +1,95 @@
+"""Put the benchmarks' results into the documentation: tables, goals and pictures.
+
+    python -m scripts.bench.report                            # docs/results -> docs/benchmarks.md and docs/images
+    python -m scripts.bench.report --results DIR --page PAGE --images DIR
+
+Reads every `<item>.json` that a `bench_*.py --results` has written. In the page, what stands between
+
+    <!-- bench:NAME --> and <!-- /bench -->
+
+is replaced by the table of that name, or, if NAME ends in a star, by all tables whose names begin so, each under its
+own; `ITEM:machine` is the line that says when and on what an item was measured, and `goals` is one table of all goals.
+What no result is there for stays as it is. A table that the page has no place for is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.common import Goal
+from scripts.bench.report.pictures import draw
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PLACE = re.compile(r"(<!-- bench:(?P<name>[\w:.*-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+
+
+def read_results(folder: Path) -> dict[str, dict[str, Any]]:
+    """Results by item."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+
+
+def texts_of(results: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """What belongs into the page, by the name of its place."""
+    texts: dict[str, str] = {}
+    goals = []
+    for item, result in results.items():
+        texts[f"{item}:machine"] = f"Measured {result['machine']}; {result['seconds']:.0f} s."
+        texts |= {name: table["markdown"] for name, table in result["tables"].items()}
+        goals += [Goal(**goal) for goal in result["goals"]]
+    if goals:
+        lines = [goal.line() for goal in goals]
+        texts["goals"] = "\n".join(["| what | goal | measured | met |", "|---|---|---|---|", *lines])
+    return texts
+
+
+def filled(page: str, texts: dict[str, str]) -> str:
+    """The page with the texts in their places. Raises ValueError if one has no place."""
+    places = [match["name"] for match in PLACE.finditer(page)]
+    homeless = sorted(name for name in texts if not any(fnmatchcase(name, place) for place in places))
+    if homeless:
+        raise ValueError(
+            f"the page has no place for {', '.join(homeless)}: add the lines '<!-- bench:{homeless[0]} -->' and "
+            "'<!-- /bench -->' where it belongs"
+        )
+
+    def fill(match: re.Match[str]) -> str:
+        place = match["name"]
+        found = {name: text for name, text in texts.items() if fnmatchcase(name, place)}
+        if not found:
+            return match[0]
+        if place in found:
+            return f"{match[1]}{found[place]}\n{match[3]}"
+        parts = [f"\n**{name.removeprefix(place.rstrip('*'))}**\n\n{text}\n" for name, text in found.items()]
+        return f"{match[1]}{''.join(parts)}\n{match[3]}"
+
+    return PLACE.sub(fill, page)
+
+
+def main() -> int:
+    """Read the command line, write page and pictures. 1: something has no place."""
+    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_argument("--results", type=Path, default=DOCS / "results")
+    command.add_argument("--page", type=Path, default=DOCS / "benchmarks.md")
+    command.add_argument("--images", type=Path, default=DOCS / "images")
+    args = command.parse_args()
+    results = read_results(args.results)
+    if not results:
+        print(f"no results in {args.results}: run a bench_*.py with --results {args.results}", file=sys.stderr)
+        return 1
+    try:
+        page = filled(args.page.read_text(encoding="utf-8"), texts_of(results))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    args.page.write_text(page, encoding="utf-8")
+    print(args.page)
+    args.images.mkdir(parents=True, exist_ok=True)
+    for path in draw(results, args.images):
+        print(path)
+    return 0

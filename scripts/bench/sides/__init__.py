@@ -1,0 +1,1 @@
+"""The sides of the benchmarks: the engine, PEFT, processes, samplers and pools."""

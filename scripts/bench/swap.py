@@ -1,0 +1,155 @@
+"""Measure what it costs that adapters come and go: a swap against a memcpy, and a thousand registered against eight.
+
+    python -m scripts.bench.swap --quick
+    python -m scripts.bench.swap
+    python -m scripts.bench.swap --models 27m --ranks 8 64
+
+swap        one adapter that has trained (weights and both moments) leaves its slot of the bank and comes back, against
+            copies of the same number of bytes between two buffers that are there already; and what of its coming is
+            that the gradient of its slot is set to zero, whoever was there before
+registered  8 tenants (1 x 64 tokens) step on an engine that holds 1,000 adapters, all of which have trained, with slots
+            for 16, and on one that holds these 8; turn about
+
+Prints Markdown tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from scripts.bench.common import Column, Effort, Results, Row, parser, shown_ratio, shown_time, turn_about
+from scripts.bench.models import Case, Model, add_model_options, chosen_models, open_models
+from scripts.bench.sides.training import Fused, Memcpy
+
+NUM_SLOTS = 16
+VECTORS_SWAPPED = 3
+"""Weights and two moments; a gradient is pending only between a pass and its step."""
+REGISTERED_BYTES_MAX = 4 << 30
+"""Host memory for the adapters that are registered; a model whose adapters need more is left out."""
+
+
+def measure_swap(model: Model, rank: int, args: argparse.Namespace) -> Row:
+    """One adapter out and in, and the copies."""
+    fused = Fused(model, [rank], args.threads, num_slots=NUM_SLOTS)
+    fused.give(Case(num_tenants=1, num_seqs=1, num_tokens=16).data(model.vocab_size))
+    fused.step()  # moments that are not zero
+    bank, key = fused.engine.bank, fused.keys[0]
+    memcpy = Memcpy(VECTORS_SWAPPED * bank.entry(key).layout.num_values)
+
+    def zero() -> None:
+        row = bank.entry(key).row
+        assert row is not None
+        assert row.grad is not None
+        row.grad.zero_()
+
+    sides = {
+        "out": lambda: bank.evict(key),
+        "copy_out": memcpy.step,
+        "in": lambda: bank.acquire([key]),
+        "copy_in": memcpy.step,
+        "zero": zero,
+    }
+    timings = turn_about(sides, args.effort, in_order=True)
+    return {
+        "model": model.name,
+        "rank": rank,
+        "bytes": memcpy.num_bytes,
+        "out_over_copy": timings["out"].ratio_to(timings["copy_out"]),
+        "in_over_copy": timings["in"].ratio_to(timings["copy_in"]),
+        **{name: timing.summary() for name, timing in timings.items()},
+    }
+
+
+def measure_registered(model: Model, many: Fused, num_active: int, args: argparse.Namespace) -> Row:
+    """A few tenants in the company of many that are registered and idle, and alone."""
+    few = Fused(model, [8] * num_active, args.threads, num_slots=NUM_SLOTS)
+    data = Case(num_tenants=num_active, num_seqs=1, num_tokens=64).data(model.vocab_size)
+    many.give(data)
+    few.give(data)
+    timings = turn_about({"many": many.step, "few": few.step}, args.effort)
+    return {
+        "model": model.name,
+        "registered": len(many.keys),
+        "active": num_active,
+        "tokens": 64 * num_active,
+        "speed": timings["few"].ratio_to(timings["many"]),
+        **{name: timing.summary() for name, timing in timings.items()},
+    }
+
+
+def trained_crowd(model: Model, number: int, args: argparse.Namespace) -> Fused | None:
+    """An engine with so many adapters that have all taken a step; None if their states would need too much memory."""
+    fused = Fused(model, [8], args.threads, num_slots=NUM_SLOTS)
+    state_bytes = 4 * VECTORS_SWAPPED * fused.engine.bank.entry(fused.keys[0]).layout.num_values
+    if number * state_bytes > REGISTERED_BYTES_MAX:
+        return None
+    for _ in range(number - 1):
+        fused.install(8)
+    for first in range(0, number, NUM_SLOTS):
+        num_tenants = min(NUM_SLOTS, number - first)
+        fused.give(Case(num_tenants=num_tenants, num_seqs=1, num_tokens=16).data(model.vocab_size), first)
+        fused.step()
+    return fused
+
+
+def measure(results: Results, models: list[Model], args: argparse.Namespace) -> None:
+    """Both tables."""
+    swap = results.table(
+        "swap",
+        (
+            Column("model", lambda r: r["model"]),
+            Column("rank", lambda r: str(r["rank"])),
+            Column("MB", lambda r: f"{r['bytes'] / 1e6:.1f}"),
+            Column("out of the bank", lambda r: shown_time(r["out"])),
+            Column("into the bank", lambda r: shown_time(r["in"])),
+            Column("of it: zeros", lambda r: shown_time(r["zero"])),
+            Column("memcpy", lambda r: shown_time(r["copy_in"])),
+            Column("out / memcpy", lambda r: shown_ratio(r["out_over_copy"])),
+            Column("in / memcpy", lambda r: shown_ratio(r["in_over_copy"])),
+        ),
+    )
+    for model in models:
+        for rank in args.ranks:
+            row = measure_swap(model, rank, args)
+            swap.add(row)
+            what = f"{model.name}: an adapter of rank {rank} into the bank, against a memcpy of its bytes"
+            results.goal(what, row["in_over_copy"]["median"], at_most=1.5, unit=" x")
+    registered = results.table(
+        "swap-registered",
+        (
+            Column("model", lambda r: r["model"]),
+            Column("registered", lambda r: f"{r['registered']:,}"),
+            Column("active", lambda r: str(r["active"])),
+            Column("a step", lambda r: shown_time(r["many"])),
+            Column("a step with the active ones only", lambda r: shown_time(r["few"])),
+            Column("speed against that", lambda r: shown_ratio(r["speed"])),
+        ),
+    )
+    for model in models:
+        crowd = trained_crowd(model, args.registered, args)
+        if crowd is None:
+            print(f"\n{model.name}: {args.registered:,} adapters would need more than {REGISTERED_BYTES_MAX >> 30} GiB")
+            continue
+        row = measure_registered(model, crowd, min(8, args.registered), args)
+        registered.add(row)
+        what = f"{model.name}: speed of {row['active']} tenants with {row['registered']:,} registered against without"
+        results.goal(what, row["speed"]["median"], at_least=0.97, unit=" x")
+
+
+def main() -> None:
+    """Read the command line, measure, print."""
+    command = parser(__doc__)
+    add_model_options(command)
+    command.add_argument("--ranks", type=int, nargs="+", help="default: 8 32")
+    command.add_argument("--registered", type=int, help="adapters of the crowd; default: 1000")
+    command.add_argument("--seconds", type=float, default=5.0, help="for each row (at least 5 rounds in any case)")
+    args = command.parse_args()
+    args.effort = Effort(seconds=0, rounds_min=3, rounds_max=3) if args.quick else Effort(seconds=args.seconds)
+    args.registered = args.registered or (20 if args.quick else 1000)
+    args.ranks = args.ranks or ([8] if args.quick else [8, 32])
+    with open_models(chosen_models(args)) as models, Results("swap", args) as results:
+        measure(results, models, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Foreign clients against a pool: the cookbook, the official SDK, Node."""

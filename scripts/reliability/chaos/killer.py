@@ -1,0 +1,282 @@
+"""What `chaos.py` kills, when and how, and how long it took until work went on.
+
+Every kill is drawn from (seed, number of the kill), so an interrupted run goes on with the kills that it had left.
+About half come at a failpoint, where a state lasts for microseconds that a random moment would hardly ever meet.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from scripts.reliability.chaos.pool import ProcessHandle, ServedPool, Violation, Worker, wait_until
+from scripts.reliability.chaos.tenants import Progress
+from workers.contract.failpoints import POINTS
+
+PATIENCE_S = 8.0
+"""How long a failpoint stays armed if nobody comes by; then the kill comes at that moment, wherever everybody is."""
+MISSES_MAX = 3
+"""A failpoint that was missed so much more often than hit is left alone."""
+ASK_S = 0.2
+"""How often the pool is asked for its workers while they are awaited."""
+REPLACED_TIMEOUT_S = 120.0
+"""A worker that was killed or hangs must have a successor by then."""
+RESUMED_TIMEOUT_S = 240.0
+"""Some operation must have finished by then."""
+DELAY_S_MAX = 3.0
+"""Between two kills, when work goes on again."""
+GONE_TIMEOUT_S = 30.0
+"""A worker without a coordinator must have ended by then."""
+
+
+class Target(Enum):
+    """Who is killed."""
+
+    WORKER = "worker"
+    COORDINATOR = "coordinator"
+    BOTH = "both"
+
+
+class Patience(Enum):
+    """What the next kill waits for."""
+
+    NOTHING = 0
+    """It may come while the pool is still recovering."""
+    ANY = 1
+    """An operation of some tenant's has finished; others may still be replayed."""
+    ALL = 2
+    """An operation of every tenant's has finished."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """One kill as it is meant."""
+
+    number: int
+    """From 1."""
+    target: Target
+    point: str
+    """The failpoint; empty: at a random moment."""
+    is_hang: bool
+    """The worker is stopped, and goes on only when another has taken its place."""
+    delay_s: float
+    """After the one before."""
+    patience: Patience
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A kill that has happened."""
+
+    number: int
+    target: str
+    how: str
+    """The failpoint, `hang`, or `moment`."""
+    missed: str
+    """The failpoint that was meant, if nobody came to it; empty otherwise."""
+    num_unasked: int
+    """Workers that were found replaced although nobody had killed them: they answered no ping for seconds."""
+    alive_s: float | None
+    """From the kill until everybody was alive again; None: the next kill came first."""
+    resumed_s: float | None
+    """From the kill to the first operation that finished after that."""
+    all_resumed_s: float | None
+    """From the kill until one of every tenant had; None where the next kill did not wait for that."""
+    wall: float
+    """When, by the clock on the wall."""
+
+    @property
+    def sort(self) -> str:
+        """`hang`, `moment` or `failpoint`."""
+        return self.how if self.how in {"hang", "moment"} else "failpoint"
+
+
+def draw(seed: int, number: int, points: frozenset[str]) -> Kill:
+    """Kill number `number`: 60 % workers, 30 % coordinators, 10 % both; a sixth of the workers hang."""
+    rng = random.Random(f"{seed}/{number}")
+    target = rng.choices((Target.WORKER, Target.COORDINATOR, Target.BOTH), (60, 30, 10))[0]
+    is_hang = target is Target.WORKER and rng.random() < 1 / 6
+    own = sorted(point for point in points if _is_workers(point) == (target is not Target.COORDINATOR))
+    point = rng.choice(own) if own and not is_hang and rng.random() < 0.5 else ""
+    delay_s, patience = rng.uniform(0.0, DELAY_S_MAX), rng.choices(tuple(Patience), (25, 45, 30))[0]
+    return Kill(number=number, target=target, point=point, is_hang=is_hang, delay_s=delay_s, patience=patience)
+
+
+class Killer:
+    """Kills processes of one pool, one kill after another."""
+
+    def __init__(
+        self, pool: ServedPool, progress: Progress, seed: int, num_workers: int, records: Sequence[Record]
+    ) -> None:
+        """`records`: what was killed before, on the same pool."""
+        self._hits = Counter(record.how for record in records)
+        self._misses = Counter(record.missed for record in records)
+        self._num_unasked = 0
+        self._pool = pool
+        self._progress = progress
+        self._seed = seed
+        self._num_workers = num_workers
+        self._known: frozenset[str] = frozenset()
+        self._is_owed = False
+        """A worker was killed, and nothing has finished since: one operation on which worker after worker dies would
+        rightly be taken for their murderer, and failed."""
+
+    def kill(self, number: int) -> Record:
+        """Kill number `number`, and see that everybody comes back. Raises Violation if something does not."""
+        points = {point for point in POINTS if self._misses[point] - self._hits[point] < MISSES_MAX}
+        if self._num_workers == 1:
+            points.discard("dispatch.partial")
+        kill = draw(self._seed, number, frozenset(points))
+        if self._is_owed and kill.target is not Target.COORDINATOR:
+            self._resume(time.monotonic(), set(), Patience.ANY)
+        time.sleep(kill.delay_s)
+        lives = {worker.incarnation: ProcessHandle(worker.pid) for worker in self._workers(kill)}
+        wall, how, missed, moment = time.time(), "moment", "", None
+        victims = set(lives)
+        if kill.target is Target.WORKER:
+            victims = {random.Random(f"{self._seed}/{number}/victim").choice(sorted(lives))}
+        if kill.is_hang:
+            how, moment = "hang", self._hang(lives, victims)
+        elif kill.point:
+            moment = self._at(kill)
+            how, missed = (kill.point, "") if moment else (how, kill.point)
+            if moment and kill.target is Target.WORKER:
+                victims = self._dead_of(lives)
+        if moment is None:
+            moment = self._now(kill, [lives[victim] for victim in victims])
+        if kill.target is not Target.WORKER:
+            self._pool.begin()
+        self._see_ended([lives[victim] for victim in victims])
+        for handle in lives.values():
+            handle.close()
+        self._known = frozenset()
+        self._is_owed |= kill.target is not Target.COORDINATOR
+        waits = self._resume(moment, victims, kill.patience) if kill.patience is not Patience.NOTHING else [None] * 3
+        num_unasked, self._num_unasked = self._num_unasked, 0
+        self._hits[how] += 1
+        self._misses[missed] += 1
+        return Record(
+            number=number,
+            target=kill.target.value,
+            how=how,
+            missed=missed,
+            num_unasked=num_unasked,
+            alive_s=waits[0],
+            resumed_s=waits[1],
+            all_resumed_s=waits[2],
+            wall=wall,
+        )
+
+    def _workers(self, kill: Kill) -> list[Worker]:
+        """The workers that are alive. A coordinator may also die while it starts and has none yet."""
+        if kill.target is not Target.WORKER and not kill.point:
+            return self._pool.workers() if self._pool.is_ready() else []
+        self._pool.wait_ready()
+        workers: list[Worker] = []
+
+        def are_complete() -> bool:
+            nonlocal workers
+            self._pool.check()
+            workers = self._pool.workers()
+            return len(workers) == self._num_workers
+
+        if not wait_until(are_complete, REPLACED_TIMEOUT_S, ASK_S):
+            raise Violation(f"a worker is missing after {REPLACED_TIMEOUT_S:g} s\n{self._pool.last_words()}")
+        self._note(workers)
+        return workers
+
+    def _note(self, workers: list[Worker]) -> None:
+        """Count those who are new without having been awaited."""
+        incarnations = frozenset(worker.incarnation for worker in workers)
+        if self._known:
+            self._num_unasked += len(incarnations - self._known)
+        self._known = incarnations
+
+    def _now(self, kill: Kill, handles: Sequence[ProcessHandle]) -> float:
+        """Kill at this moment."""
+        moment = time.monotonic()
+        if kill.target is not Target.COORDINATOR:
+            for handle in handles:
+                handle.send(signal.SIGKILL)
+        if kill.target is not Target.WORKER:
+            self._pool.kill()
+        return moment
+
+    def _at(self, kill: Kill) -> float | None:
+        """Let somebody die at the failpoint; the moment, or None if nobody comes by."""
+        pool, point = self._pool, kill.point
+        pool.arm(point)
+        if not wait_until(lambda: pool.was_hit(point), PATIENCE_S) and pool.disarm(point):
+            return None
+        moment = time.monotonic()
+        if kill.target is Target.COORDINATOR:
+            if not wait_until(pool.is_dead, GONE_TIMEOUT_S):
+                raise Violation(f"somebody else than the coordinator came to {point}")
+            pool.reap()
+        elif kill.target is Target.BOTH:
+            pool.kill()
+        return moment
+
+    def _dead_of(self, lives: Mapping[str, ProcessHandle]) -> set[str]:
+        """Whose process it was that has just died."""
+        dead: set[str] = set()
+
+        def is_known() -> bool:
+            dead.update(life for life, handle in lives.items() if handle.has_ended(0.0))
+            return bool(dead)
+
+        if not wait_until(is_known, GONE_TIMEOUT_S):
+            raise Violation("somebody else than a worker came to a worker's failpoint")
+        return dead
+
+    def _hang(self, lives: Mapping[str, ProcessHandle], victims: set[str]) -> float:
+        """Stop a worker until another has taken its place, then let it go on, if it can."""
+        [victim] = victims
+        moment = time.monotonic()
+        lives[victim].send(signal.SIGSTOP)
+        try:
+            if not wait_until(lambda: self._are_back(victims), REPLACED_TIMEOUT_S, ASK_S):
+                raise Violation(f"{victim} hangs, and was not replaced\n{self._pool.last_words()}")
+        finally:
+            lives[victim].send(signal.SIGCONT)
+        return moment
+
+    def _see_ended(self, handles: Iterable[ProcessHandle]) -> None:
+        """Every life that was killed, or lost its coordinator, ends."""
+        for handle in handles:
+            if not handle.has_ended(GONE_TIMEOUT_S):
+                raise Violation(f"a worker lives on {GONE_TIMEOUT_S:g} s after it was given up")
+
+    def _are_back(self, victims: set[str]) -> bool:
+        """Whether all workers are alive, and none of these lives is among them."""
+        self._pool.check()
+        incarnations = frozenset(worker.incarnation for worker in self._pool.workers())
+        return len(incarnations) == self._num_workers and victims.isdisjoint(incarnations)
+
+    def _resume(self, moment: float, victims: set[str], patience: Patience) -> list[float | None]:
+        """Wait until everybody is alive, and for operations that finish then; `Record`'s three waits."""
+        self._pool.wait_ready()
+        if not wait_until(lambda: self._are_back(victims), REPLACED_TIMEOUT_S, ASK_S):
+            raise Violation(f"a killed worker was not replaced\n{self._pool.last_words()}")
+        self._note(self._pool.workers())
+        alive = time.monotonic()
+        resumed = self._progress.wait_after(alive, RESUMED_TIMEOUT_S)
+        resumed_by_all = resumed
+        if patience is Patience.ALL:
+            resumed_by_all = self._progress.wait_after(alive, RESUMED_TIMEOUT_S, of_all=True)
+        if resumed is None or resumed_by_all is None:
+            raise Violation(
+                f"{RESUMED_TIMEOUT_S:g} s after a kill nothing of {self._progress.without(alive)} has finished\n"
+                f"{self._pool.last_words()}"
+            )
+        self._is_owed = False
+        return [alive - moment, resumed - moment, resumed_by_all - moment if patience is Patience.ALL else None]
+
+
+def _is_workers(point: str) -> bool:
+    return point.startswith("worker.")

@@ -1,0 +1,302 @@
+"""A pool of processes for `chaos.py`: `tinkerpool serve` as an operator starts it, and as nobody should end it.
+
+Knows processes, files and the status of the pool; not who trains there, nor when something is killed. Touches no
+process but its own: the coordinator that it started, and workers that this coordinator named. What a killed coordinator
+leaves behind is its next life's to remove; that it did is checked at the end, by the folder for temporary files that is
+theirs alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from coordinator import background
+from coordinator.background import READY_FILE, Serving
+from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
+from workers.contract.failpoints import ENVIRONMENT, POINTS
+
+ROOT = Path(__file__).resolve().parents[3]
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 120.0
+CALL_TIMEOUT_S = 5.0
+POLL_S = 0.05
+LEFTOVERS_S = 10.0
+"""How long what a pool has told to end may take."""
+PORTS = range(20_000, 30_000)
+"""Below those that the kernel gives away by itself: nobody takes ours while the coordinator is dead."""
+
+
+class Violation(Exception):
+    """Something happened that must not; the text says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One life of a worker."""
+
+    worker_id: str
+    incarnation: str
+    pid: int
+
+
+class ServedPool:
+    """One data directory, and the coordinator that serves it, life after life."""
+
+    def __init__(self, folder: Path, serve_arguments: Sequence[str]) -> None:
+        self.folder = folder
+        self.data_dir = folder / "pool"
+        self.log = folder / "serve.log"
+        self.failpoints = folder / "failpoints"
+        self._arguments = list(serve_arguments)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: grpc.Channel | None = None
+        # Ray's sockets are below it, and their paths have 107 letters at most, wherever the run's folder is.
+        name = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]
+        self._temp_dir = Path("/tmp") / f"tp-{name}"
+        folder.mkdir(parents=True, exist_ok=True)
+        port_file = folder / "port"
+        if not port_file.exists():
+            port_file.write_text(str(_free_port()))
+        self.port = int(port_file.read_text())
+
+    @property
+    def url(self) -> str:
+        """Where clients find it, in every life."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def admin_key(self) -> str:
+        """Once it has been ready."""
+        return str(json.loads((self.folder / "credentials.json").read_text())["api_key"])
+
+    def begin(self) -> None:
+        """Start a coordinator, and do not wait for it. One that an interrupted harness left here is ended first."""
+        assert self._process is None, "it runs already"
+        if (pid := background.running_pid(self.data_dir)) is not None:
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: background.running_pid(self.data_dir) is None, STOP_TIMEOUT_S)
+        self._temp_dir.mkdir(mode=0o700, exist_ok=True)
+        self.failpoints.mkdir(exist_ok=True)
+        for file in self.failpoints.iterdir():
+            file.unlink()
+        (self.data_dir / READY_FILE).unlink(missing_ok=True)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TINKERPOOL_")}
+        environment |= {
+            "TINKERPOOL_HOME": str(self.folder.absolute()),
+            "TMPDIR": str(self._temp_dir),
+            ENVIRONMENT: str(self.failpoints.absolute()),
+            "PYTHONUNBUFFERED": "1",
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "tinkerpool.cli",
+            "serve",
+            "--port",
+            str(self.port),
+            "--no-http",
+            *self._arguments,
+        ]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, "--data-dir", str(self.data_dir.absolute())],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the terminal is the harness's business
+            )
+
+    def is_ready(self) -> bool:
+        """Whether the coordinator serves. Raises Violation if it has ended by itself."""
+        self.check()
+        serving = Serving.read(self.data_dir / READY_FILE)
+        return self._process is not None and serving is not None and serving.pid == self._process.pid
+
+    def wait_ready(self) -> None:
+        """Raises Violation if it does not start."""
+        if not wait_until(self.is_ready, START_TIMEOUT_S):
+            raise Violation(f"the coordinator was not ready after {START_TIMEOUT_S:g} s:\n{self.last_words()}")
+
+    def check(self) -> None:
+        """Raises Violation if the coordinator has ended without having been killed by us."""
+        if self._process is not None and (code := self._process.poll()) is not None:
+            raise Violation(f"the coordinator ended by itself, with exit code {code}:\n{self.last_words()}")
+
+    def kill(self) -> None:
+        """`kill -9` the coordinator."""
+        self.check()
+        assert self._process is not None
+        self._process.kill()
+        self.reap()
+
+    def reap(self) -> None:
+        """Take note of a coordinator that was killed."""
+        assert self._process is not None
+        code = self._process.wait(STOP_TIMEOUT_S)
+        if code != -signal.SIGKILL:
+            raise Violation(f"the coordinator ended by itself, with exit code {code}:\n{self.last_words()}")
+        self._process = None
+
+    def is_dead(self) -> bool:
+        """Whether the coordinator has ended, and nobody took note yet."""
+        return self._process is not None and self._process.poll() is not None
+
+    def stop(self) -> None:
+        """End it as an operator does, and clear up. Idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                raise Violation(f"the coordinator had not stopped after {STOP_TIMEOUT_S:g} s") from None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if process is not None:
+            self._check_nothing_left()
+        shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+    def workers(self) -> list[Worker]:
+        """The live workers, as the coordinator knows them; none while it does not answer."""
+        try:
+            return [Worker(w.worker_id, w.incarnation, w.pid) for w in self._status().workers if w.is_live]
+        except grpc.RpcError:
+            return []
+
+    def epoch(self) -> int:
+        """How often a coordinator has begun to live on the data directory."""
+        return self._status().epoch
+
+    def create_key(self, tenant: str) -> str:
+        """A key for a tenant."""
+        request = pool_pb2.CreateApiKeyRequest(tenant=tenant)
+        stub = pool_pb2_grpc.AdminServiceStub(self.channel())
+        return str(stub.CreateApiKey(request, metadata=self.metadata(), timeout=CALL_TIMEOUT_S).key)
+
+    def usage(self) -> list[pool_pb2.UsageRow]:
+        """What every tenant has been charged."""
+        rows = self._pool_stub().GetUsage(pool_pb2.GetUsageRequest(), metadata=self.metadata(), timeout=CALL_TIMEOUT_S)
+        return list(rows.rows)
+
+    def channel(self) -> grpc.Channel:
+        """A channel of the harness's own."""
+        if self._channel is None:
+            options = [("grpc.max_reconnect_backoff_ms", 500), ("grpc.max_receive_message_length", 1 << 28)]
+            self._channel = grpc.insecure_channel(f"127.0.0.1:{self.port}", options=options)
+        return self._channel
+
+    def metadata(self, key: str = "") -> tuple[tuple[str, str], ...]:
+        """What goes with a call; the administrator's key if none is given."""
+        return (("authorization", f"Bearer {key or self.admin_key}"),)
+
+    def arm(self, point: str) -> None:
+        """Whoever comes to the point next dies there."""
+        assert point in POINTS
+        (self.failpoints / point).touch()
+
+    def disarm(self, point: str) -> bool:
+        """Take a point back; False if somebody has died there."""
+        try:
+            (self.failpoints / point).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def was_hit(self, point: str) -> bool:
+        """Whether somebody has died there since it was armed."""
+        return (self.failpoints / f"{point}.hit").exists()
+
+    def last_words(self) -> str:
+        """The end of the log."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n".join(f"  {line}" for line in lines[-25:])
+
+    def tracebacks(self) -> int:
+        """How many errors that nobody foresaw are in the log."""
+        return self.log.read_text(errors="replace").count("Traceback (most recent call last)")
+
+    def _status(self) -> pool_pb2.GetPoolStatusResponse:
+        request = pool_pb2.GetPoolStatusRequest(num_cycles=1)
+        return self._pool_stub().GetPoolStatus(request, metadata=self.metadata(), timeout=CALL_TIMEOUT_S)
+
+    def _pool_stub(self) -> pool_pb2_grpc.PoolServiceStub:
+        return pool_pb2_grpc.PoolServiceStub(self.channel())
+
+    def _check_nothing_left(self) -> None:
+        """Raises Violation if anything of any life of the pool outlives its last one, which has ended in order."""
+        wait_until(lambda: not any(self._family()), LEFTOVERS_S)
+        if left := sorted(f"{name} ({pid})" for pid, name in self._family()):
+            raise Violation(f"the pool has stopped and left processes behind: {', '.join(left)}")
+        if folders := [path.name for path in self._temp_dir.iterdir() if path.name.startswith("tinkerpool-")]:
+            raise Violation(f"the pool has stopped and left folders behind in {self._temp_dir}: {', '.join(folders)}")
+
+    def _family(self) -> Iterator[tuple[int, str]]:
+        """Pid and name of the processes that were started with our folder for temporary files."""
+        mark = f"TMPDIR={self._temp_dir}\0".encode()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (folder / "environ").read_bytes():
+                    yield int(folder.name), (folder / "comm").read_text().strip()
+
+
+class ProcessHandle:
+    """A process that a pid named at one moment, whoever has the pid later."""
+
+    def __init__(self, pid: int) -> None:
+        self._pidfd: int | None = None
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            self._pidfd = os.pidfd_open(pid)
+
+    def send(self, signum: signal.Signals) -> None:
+        """Nothing happens if it has ended."""
+        if self._pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signum)
+
+    def has_ended(self, timeout_s: float) -> bool:
+        """Wait for its end."""
+        return self._pidfd is None or bool(select.select([self._pidfd], [], [], timeout_s)[0])
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, poll_s: float = POLL_S) -> bool:
+    """Whether the condition became true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(poll_s)
+    return True
+
+
+def _free_port() -> int:
+    start = os.getpid() % len(PORTS)
+    for i in range(len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", PORTS[(start + i) % len(PORTS)]))
+            return int(probe.getsockname()[1])
+    raise RuntimeError(f"no free port from {PORTS.start} to {PORTS.stop}")

@@ -1,0 +1,254 @@
+"""Remove the guards that durability stands on, one at a time, and show that a test fails for each.
+
+    make guards                       # all of them, some minutes
+    python -m scripts.reliability.guards rename   # those whose name has this word
+
+Works on a copy of the project in a temporary folder. For each guard: its tests pass on the copy as it is, the guard is
+taken out, the same tests fail, the guard is put back. A guard whose tests do not notice is not tested: exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 600
+TAKE_ALONG = ("coordinator", "protos", "scripts", "tests", "tinkerpool", "workers", "pyproject.toml", "README.md")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """Something without which a promise is broken."""
+
+    name: str
+    file: str
+    before: str
+    """A piece of the file, found in it once."""
+    after: str
+    """What stands there without the guard."""
+    tests: tuple[str, ...]
+    """Arguments of pytest."""
+
+
+GUARDS = (
+    Guard(
+        name="fsync of the log",
+        file="coordinator/storage/database.py",
+        before='db.execute("PRAGMA synchronous = FULL")',
+        after='db.execute("PRAGMA synchronous = OFF")',
+        tests=("tests/simulation/test_simulation.py", "-k", "no_history"),
+    ),
+    Guard(
+        name="fsync of a file",
+        file="coordinator/storage/folders.py",
+        before="                disk.sync(temporary / file_name)\n",
+        after="",
+        tests=("tests/simulation/test_simulation.py", "-k", "no_history"),
+    ),
+    Guard(
+        name="fsync of the folder that a state is renamed in",
+        file="coordinator/storage/folders.py",
+        before="            disk.sync(self._root)\n",
+        after="",
+        tests=("tests/simulation/test_simulation.py", "-k", "no_history"),
+    ),
+    Guard(
+        name="rename of a whole folder",
+        file="coordinator/storage/folders.py",
+        before="temporary, final = self._root / (_TEMPORARY + name), self._root / name",
+        after="temporary, final = self._root / name, self._root / name",
+        tests=("tests/unit/storage/test_folders.py",),
+    ),
+    Guard(
+        name="checksum of a folder",
+        file="coordinator/storage/folders.py",
+        before="if _digest(files) != sha256:",
+        after="if not files:",
+        tests=("tests/unit/storage/test_folders.py",),
+    ),
+    Guard(
+        name="hash of a body",
+        file="coordinator/operations/admission.py",
+        before="    if operation.body_hash != digest(_refused_body(draft), operation.kind.value):\n",
+        after="    if False:\n",
+        tests=("tests/unit/operations/test_admission.py",),
+    ),
+    Guard(
+        name="acknowledgement after the log",
+        file="coordinator/operations/admission.py",
+        before="            await self._store.append([_row(operation) for operation in operations])\n",
+        after="            self._store.append([_row(operation) for operation in operations])\n",
+        tests=("tests/unit/operations/test_admission.py",),
+    ),
+    Guard(
+        name="place in the order",
+        file="workers/training/progress.py",
+        before="if self.applied_seq != item.prev_seq or self.open_seq not in {None, item.seq} or not is_next:",
+        after="if False:",
+        tests=("tests/simulation/test_simulation.py", "-k", "no_history"),
+    ),
+    Guard(
+        name="seq exists once",
+        file="coordinator/storage/schema.py",
+        before="    PRIMARY KEY (target_id, seq),         -- exactly once: a seq exists once, whatever is sent\n",
+        after="    PRIMARY KEY (target_id, seq, kind, body_hash),\n",
+        tests=("tests/unit/storage/test_store.py",),
+    ),
+    Guard(
+        name="epoch of a batch",
+        file="workers/engine.py",
+        before="        if batch.epoch < self._epoch:\n",
+        after="        if False:\n",
+        tests=("tests/numerics/training/test_engine.py", "-k", "epoch"),
+    ),
+    Guard(
+        name="new epoch drops every adapter",
+        file="workers/engine.py",
+        before="        self.bank.clear()\n        self._progress.clear()\n",
+        after="",
+        tests=("tests/numerics/training/test_engine.py", "-k", "epoch"),
+    ),
+    Guard(
+        name="lock on the data directory",
+        file="coordinator/runtime/core.py",
+        before="            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        after="            pass\n",
+        tests=("tests/robustness/test_processes.py", "-k", "paused"),
+    ),
+    Guard(
+        name="nothing stored of what was never logged",
+        file="coordinator/storage/store.py",
+        before="lost = {row.target_id for row in commit.finished if row.is_withdrawn() or not _is_logged(db, row)}",
+        after="lost = set()",
+        tests=("tests/unit/storage/test_store.py", "tests/integration/cycles/test_recovery.py"),
+    ),
+    Guard(
+        name="closed gradient window",
+        file="coordinator/operations/adapter_log.py",
+        before="        if operation.kind is Kind.FORWARD_BACKWARD and operation.is_failed:\n",
+        after="        if False:\n",
+        tests=("tests/integration/cycles/test_recovery.py", "tests/integration/cycles/test_cycles.py"),
+    ),
+    Guard(
+        name="two deaths alone before a verdict",
+        file="coordinator/scheduling/quarantine.py",
+        before="        if not was_alone:\n",
+        after="        if len(dead) > 1:\n",
+        tests=("tests/unit/scheduling/test_quarantine.py",),
+    ),
+    Guard(
+        name="deadline of a batch",
+        file="coordinator/cycle/dispatch.py",
+        before="answer = await within(allowed_s, self._pool.run(worker_id, batch))",
+        after="answer = await self._pool.run(worker_id, batch)",
+        tests=("tests/integration/cycles/test_poison.py", "-k", "hangs"),
+    ),
+    Guard(
+        name="a snapshot that waits for what was published before it",
+        file="coordinator/checkpoints/saver.py",
+        before="        await self.publishing.until_written(adapter.adapter_id, state.applied_seq)\n",
+        after="",
+        tests=("tests/integration/checkpoints/test_publishing.py", "-k", "cuts_the_log"),
+    ),
+    Guard(
+        name="a log that is not cut at weights without a file",
+        file="coordinator/storage/schema.py",
+        before="BEFORE INSERT ON snapshots\n",
+        after="BEFORE INSERT ON plans\n",
+        tests=("tests/unit/storage/test_store.py", "-k", "without_a_file"),
+    ),
+    Guard(
+        name="a load that waits for what was published before it",
+        file="coordinator/scheduling/ready_set.py",
+        before="if not is_unsettled and not self._is_unwritten(adapter.adapter_id):",
+        after="if not is_unsettled:",
+        tests=("tests/integration/checkpoints/test_publishing.py", "-k", "load"),
+    ),
+    Guard(
+        name="a file that goes to the checkpoint it was written for, though another has its path",
+        file="coordinator/storage/store.py",
+        before="WHERE path = ? AND seq = ? AND folder = ''",
+        after="WHERE path = ? AND ? AND folder = ''",
+        tests=("tests/unit/storage/test_store.py", "-k", "without_a_file"),
+    ),
+    Guard(
+        name="weights that are let go when their checkpoint is deleted",
+        file="coordinator/checkpoints/saver.py",
+        before="        self.publishing.deleted(version_of(row))\n",
+        after="",
+        tests=("tests/integration/checkpoints/test_publishing_named.py", "-k", "deleted_before"),
+    ),
+    Guard(
+        name="weights without a file that are made again after a crash",
+        file="coordinator/operations/adapter_log.py",
+        before="(operation.kind.changes_state or operation.is_underived)",
+        after="operation.kind.changes_state",
+        tests=("tests/simulation/test_simulation.py", "-k", "no_history"),
+    ),
+    Guard(
+        name="a snapshot that is settled before its adapter is installed",
+        file="coordinator/scheduling/ready_set.py",
+        before="        is_unsettled = self._is_unsettled(adapter.adapter_id)\n",
+        after="        is_unsettled = False\n",
+        tests=("tests/simulation/test_simulation.py", "-k", "no_history"),
+    ),
+)
+
+
+def without(guard: Guard, source: str) -> str:
+    """The file's text without the guard. Raises ValueError if it is not there exactly once."""
+    if source.count(guard.before) != 1:
+        raise ValueError(f"{guard.name}: {guard.file} has {source.count(guard.before)} of {guard.before!r}, not 1")
+    return source.replace(guard.before, guard.after)
+
+
+def passes(copy: Path, tests: Sequence[str]) -> bool:
+    """Whether these tests pass on the copy."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, check=False, timeout=TIMEOUT_S)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"pytest did not run:\n{done.stdout.decode()[-2000:]}{done.stderr.decode()[-2000:]}")
+    return done.returncode == 0
+
+
+def main() -> int:
+    """0: a test fails for each guard. 1: some guard is not tested."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only guards whose name has one of these; default: all")
+    words = parser.parse_args().words
+    guards = [guard for guard in GUARDS if not words or any(word in guard.name for word in words)]
+    unnoticed = []
+    with tempfile.TemporaryDirectory(prefix="guards-") as folder:
+        copy = Path(folder)
+        for name in TAKE_ALONG:
+            source = ROOT / name
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / name)
+        sound: set[tuple[str, ...]] = set()
+        for guard in guards:
+            if guard.tests not in sound and not passes(copy, guard.tests):
+                print(f"{guard.name}: its tests fail with the guard in place: {' '.join(guard.tests)}")
+                return 1
+            sound.add(guard.tests)
+            file = copy / guard.file
+            text = file.read_text()
+            file.write_text(without(guard, text))
+            is_noticed = not passes(copy, guard.tests)
+            file.write_text(text)
+            print(f"{'noticed' if is_noticed else 'NOT NOTICED':<12} {guard.name:<60} {guard.tests[0]}", flush=True)
+            if not is_noticed:
+                unnoticed.append(guard.name)
+    print(f"{len(guards) - len(unnoticed)} of {len(guards)} guards are tested")
+    return 1 if unnoticed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
