@@ -1,42 +1,42 @@
-"""The one exception that use cases raise for callers.
+"""The kinds of errors in the coordinator, and the exception of the first kind.
 
-Doors turn it into their protocol's error; the text is for users.
+- Refusal: `ServiceError`, here. A use case does not accept a call; the door sends the refusal in its protocol's form.
+- Failed outcome: the message `OperationError`. An accepted operation ends in an error, which is committed as its
+  outcome and fetched like a result.
+- Lost worker: `WorkerLost` in `workers.contract.protocols`. A worker crashed, hangs or cannot be reached. Its
+  incarnation ends; the operations in flight there run again.
+- Storage: `StorageError` in `coordinator.storage.database`. A write did not become durable. The writer tries again, or
+  the call is refused.
+- Fatal: any other exception in a task of the coordinator. State in memory cannot be trusted any more: the process
+  stops, and the next start recovers from the operation log.
+
+Refusals and failed outcomes carry a `Code`, a constant `reason` for programs, and a message for people: what was wrong,
+and how to mend it. The client raises them as `ApiError` and `OperationFailed` of `tinkerpool.errors`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import IntEnum
+
+from tinkerpool.errors import Code
+
+__all__ = ["MESSAGE_LENGTH_MAX", "Code", "ServiceError", "invalid", "not_found", "sampler_exists"]
 
 MESSAGE_LENGTH_MAX = 1500
-"""Characters of a refusal's text: it may repeat what was sent, and is logged, kept in memory and sent."""
-
-
-class Code(IntEnum):
-    """Canonical status codes, with gRPC's numbers."""
-
-    CANCELLED = 1
-    UNKNOWN = 2
-    INVALID_ARGUMENT = 3
-    NOT_FOUND = 5
-    ALREADY_EXISTS = 6
-    PERMISSION_DENIED = 7
-    RESOURCE_EXHAUSTED = 8
-    FAILED_PRECONDITION = 9
-    ABORTED = 10
-    UNIMPLEMENTED = 12
-    INTERNAL = 13
-    UNAVAILABLE = 14
-    DATA_LOSS = 15
-    UNAUTHENTICATED = 16
+"""Characters of a refusal's message. It may repeat the request's contents, and it is logged, stored and sent."""
 
 
 class ServiceError(Exception):
-    """A refusal, as the caller shall see it: canonical code, constant for programs, sentence for people.
+    """A refusal, as the caller sees it.
 
-    `retry_delay_s` is set exactly when the same call may succeed later; nothing was consumed then. `operation` is set
-    once the refusal is on record: it names the failed operation that took the place that the request asked for. A
-    message above `MESSAGE_LENGTH_MAX` is cut.
+    Attributes:
+        code: canonical status code.
+        reason: a constant for programs, `QUEUE_FULL`.
+        message: a sentence for people; cut at `MESSAGE_LENGTH_MAX` characters.
+        retry_delay_s: set exactly when the same call may succeed later; then the call consumed nothing.
+        metadata: details by name, for example `expected_seq`.
+        operation: name of the failed operation that records this refusal under the requested sequence number; empty
+            unless there is one.
     """
 
     def __init__(
@@ -60,17 +60,17 @@ class ServiceError(Exception):
 
 
 def invalid(message: str, reason: str = "INVALID_ARGUMENT") -> ServiceError:
-    """The request itself is wrong."""
+    """Return the refusal of a request that is wrong in itself."""
     return ServiceError(Code.INVALID_ARGUMENT, reason, message)
 
 
 def not_found(what: str, name: str, reason: str = "NOT_FOUND") -> ServiceError:
-    """No such thing, or another tenant's: the two look the same."""
+    """Return the refusal for an object that does not exist or belongs to another tenant: the two look the same."""
     return ServiceError(Code.NOT_FOUND, reason, f"no {what} {name[:200]!r}: check the name and the API key")
 
 
 def sampler_exists(sampler_id: str) -> ServiceError:
-    """A number in a session that another sampler has."""
+    """Return the refusal of a sampler index that the session already uses for a sampler with other settings."""
     return ServiceError(
         Code.ALREADY_EXISTS,
         "SAMPLER_EXISTS",

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from coordinator.base.errors import Code
 from coordinator.operations.operation import Kind, Operation
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import AdapterSpec
@@ -315,7 +316,7 @@ def _named(operation: Operation) -> ops_pb.OperationError:
 def window_closed(first: ops_pb.OperationError) -> ops_pb.OperationError:
     """Why an operation of a closed gradient window is not run; `first` is the failure that closed it."""
     return ops_pb.OperationError(
-        code=9,
+        code=Code.FAILED_PRECONDITION,
         reason="GRADIENT_WINDOW_CLOSED",
         message=f"not run: an earlier operation of the same step failed and its gradient is gone; {first.message};"
         " submit the step again after the next optim_step",

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
 from coordinator.base.errors import Code, ServiceError
 from coordinator.operations.canonical import serialize
 from coordinator.operations.operation import Kind, Operation
 from coordinator.storage.store import OperationRow
 from tinkerpool import names
 from tinkerpool.convert import to_tensor
+from tinkerpool.metrics import merge_metrics
 from tinkerpool.v1 import checkpoints_pb2, training_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.contract.messages import ItemError, ItemResult
+from workers.contract.messages import ErrorCode, ItemError, ItemResult
 
 
 def fill_pass(operation: Operation, cycle_id: int) -> None:
@@ -20,7 +19,9 @@ def fill_pass(operation: Operation, cycle_id: int) -> None:
     result = operation.succeed(cycle_id).forward_backward
     for part in operation.parts:
         result.logprobs.extend(to_tensor(logprobs) for logprobs in part.logprobs)
-    for key, value in merged_metrics(operation.parts).items():
+    parts = operation.parts
+    metrics = merge_metrics([part.metrics for part in parts], [part.num_tokens for part in parts], keep_partial=True)
+    for key, value in metrics.items():
         result.metrics[key] = value
     result.metrics["tokens:sum"] = float(operation.num_tokens)
     result.metrics["clock_cycle:unique"] = float(cycle_id)
@@ -59,37 +60,15 @@ def save_path(operation: Operation, name: str) -> names.CheckpointPath:
     return names.CheckpointPath(operation.target_id, kind, name)
 
 
-def merged_metrics(parts: Iterable[ItemResult]) -> Mapping[str, float]:
-    """Metrics of a request's chunks as one, each by the reduction that its key names (means by tokens)."""
-    merged: dict[str, float] = {}
-    weights: dict[str, float] = {}
-    for part in parts:
-        for key, value in part.metrics.items():
-            reduction = key.rpartition(":")[2]
-            if key not in merged:
-                merged[key], weights[key] = value, float(part.num_tokens)
-            elif reduction == "sum":
-                merged[key] += value
-            elif reduction == "max":
-                merged[key] = max(merged[key], value)
-            elif reduction == "min":
-                merged[key] = min(merged[key], value)
-            elif reduction == "mean":
-                weight = weights[key] + part.num_tokens
-                merged[key] += (value - merged[key]) * part.num_tokens / weight if weight else 0.0
-                weights[key] = weight
-    return merged
-
-
 def service_error(error: ServiceError) -> ops_pb.OperationError:
     """A refusal as the outcome of an operation."""
-    return ops_pb.OperationError(code=int(error.code), reason=error.reason, message=error.message)
+    return ops_pb.OperationError(code=error.code, reason=error.reason, message=error.message)
 
 
 def worker_died(operation: Operation) -> ops_pb.OperationError:
     """Why an operation that ends its worker whenever it runs is run no more."""
     return ops_pb.OperationError(
-        code=int(Code.INTERNAL),
+        code=Code.INTERNAL,
         reason="WORKER_DIED",
         message=f"{operation.name} ended its worker each time that it ran, alone the last times: it does not fit into "
         "memory, takes far too long, or has found a fault of the engine; send less at once",
@@ -118,16 +97,16 @@ def finished_row(operation: Operation) -> OperationRow:
 
 
 _CODES = {
-    "invalid_argument": 3,
-    "non_finite": 9,
-    "out_of_memory": 8,
-    "data_loss": 15,
-    "out_of_order": 10,
-    "cancelled": 1,
-    "internal": 13,
+    ErrorCode.INVALID_ARGUMENT: Code.INVALID_ARGUMENT,
+    ErrorCode.NON_FINITE: Code.FAILED_PRECONDITION,
+    ErrorCode.OUT_OF_MEMORY: Code.RESOURCE_EXHAUSTED,
+    ErrorCode.DATA_LOSS: Code.DATA_LOSS,
+    ErrorCode.OUT_OF_ORDER: Code.ABORTED,
+    ErrorCode.CANCELLED: Code.CANCELLED,
+    ErrorCode.INTERNAL: Code.INTERNAL,
 }
 
 
 def item_error(error: ItemError) -> ops_pb.OperationError:
     """A worker's error as users see it."""
-    return ops_pb.OperationError(code=_CODES[error.code.value], reason=error.code.name, message=error.message)
+    return ops_pb.OperationError(code=_CODES[error.code], reason=error.code.name, message=error.message)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from coordinator.base.config import CoordinatorConfig
+from coordinator.base.errors import Code
 from coordinator.base.time import SystemTime, Time, within
 from coordinator.checkpoints.publishing import named, unnamed
 from coordinator.checkpoints.saver import Saver
@@ -483,7 +484,7 @@ class Core:
             adapter.gap_since = now
         elif now - adapter.gap_since > self.config.gap_timeout_s:
             error = ops_pb.OperationError(
-                code=10,
+                code=Code.ABORTED,
                 reason="SEQ_LOST",
                 message=f"operation {missing} of {adapter.adapter_id} never came: send it, then these again",
             )

@@ -125,7 +125,9 @@ class AdapterUseCases(UseCases):
         if row is not None and row["deleted_at"] is not None:
             return pb.DeleteAdapterResponse()
         if row is None or request.adapter_id not in self._deletions:
-            error = ops_pb.OperationError(code=1, reason="ADAPTER_DELETED", message="the adapter was deleted")
+            error = ops_pb.OperationError(
+                code=Code.CANCELLED, reason="ADAPTER_DELETED", message="the adapter was deleted"
+            )
             deletion = self._core.delete_adapter(self._adapter(principal, request.adapter_id), error)
             task = asyncio.ensure_future(self._core.uninterrupted(deletion))
             self._deletions[request.adapter_id] = task

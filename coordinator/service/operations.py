@@ -64,7 +64,9 @@ class OperationUseCases(UseCases):
         has_begun = operation.is_running or operation.is_deciding or bool(operation.next_chunk)
         if adapter is None or operation.is_final or has_begun:
             return
-        operation.fail(pb.OperationError(code=1, reason="CANCELLED", message=f"{operation.name} was cancelled"))
+        operation.fail(
+            pb.OperationError(code=Code.CANCELLED, reason="CANCELLED", message=f"{operation.name} was cancelled")
+        )
         adapter.decided.append(operation)
         self._core.touch(adapter)
 

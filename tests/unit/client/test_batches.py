@@ -43,33 +43,9 @@ def test_outputs_are_concatenated_in_order() -> None:
     assert [d["logprobs"].tolist() for d in merged.loss_fn_outputs] == [[0], [1], [2]]
 
 
-def test_every_reduction_merges_as_its_name_says() -> None:
-    first = {"a:sum": 1, "b:mean": 1, "c:min": 1, "d:max": 1, "e:slack": 1, "f:hash2": 2**63, "g:unique": 7}
-    second = {"a:sum": 2, "b:mean": 4, "c:min": 4, "d:max": 4, "e:slack": 4, "f:hash2": 2**63, "g:unique": 8}
-    merged = batches.merge([output(dict(first), 2), output(dict(second), 1)]).metrics
-    assert merged == {
-        "a:sum": 3,
-        "b:mean": 2,
-        "c:min": 1,
-        "d:max": 4,
-        "e:slack": 2,
-        "f:hash2": 0,
-        "g:unique": 7,
-        "g:unique_1": 8,
-    }
-
-
-def test_metrics_that_a_chunk_lacks_and_unknown_reductions_are_dropped() -> None:
-    assert batches.merge_metrics([{"a:sum": 1, "b:sum": 1, "c:odd": 1}, {"a:sum": 1, "c:odd": 1}], [1, 1]) == {
-        "a:sum": 2
-    }
-
-
-@pytest.mark.parametrize("key", ["loss", "a:b:sum"])
-def test_a_metric_without_exactly_one_colon_is_an_error(key: str) -> None:
-    with pytest.raises(ValueError, match="one colon"):
-        batches.merge_metrics([{key: 1.0}], [1])
-
-
 def test_a_single_chunk_is_merged_too() -> None:
     assert batches.merge([output({"loss:sum": 1.5, "x:last": 1.0})]).metrics == {"loss:sum": 1.5}
+
+
+def test_metrics_are_merged_with_datums_as_weights() -> None:
+    assert batches.merge([output({"a:mean": 1}, 2), output({"a:mean": 4}, 1)]).metrics == {"a:mean": 2}

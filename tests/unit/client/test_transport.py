@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.base.errors import Code as ServiceCode
-from coordinator.base.errors import ServiceError
+from coordinator.base.errors import Code, ServiceError
 from tests.support.doors.door_thread import open_door
 from tests.support.doors.fake_service import KEY, FakeService
 from tinkerpool import ServiceClient, errors
@@ -26,7 +25,7 @@ from tinkerpool.v1 import (
 )
 
 MODULES = (adapters_pb2, checkpoints_pb2, operations_pb2, pool_pb2, sampling_pb2, sessions_pb2, training_pb2)
-FULL = ServiceError(ServiceCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", "full", retry_delay_s=0.05)
+FULL = ServiceError(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "full", retry_delay_s=0.05)
 
 
 @pytest.fixture
@@ -94,7 +93,7 @@ async def test_a_call_carries_its_key(url: str) -> None:
 
 async def test_a_refusal_keeps_code_reason_message_and_details(url: str, service: FakeService) -> None:
     service.answers["get_capabilities"] = ServiceError(
-        ServiceCode.ALREADY_EXISTS, "SEQ_TAKEN", "seq 3 is taken", metadata={"expected_seq": "7"}
+        Code.ALREADY_EXISTS, "SEQ_TAKEN", "seq 3 is taken", metadata={"expected_seq": "7"}
     )
     with pytest.raises(errors.AlreadyExists) as raised:
         await call(url)
@@ -115,7 +114,7 @@ async def test_nobody_there_is_unavailable_and_says_where() -> None:
 
 async def test_a_stream_breaks_with_the_services_error(url: str, service: FakeService) -> None:
     first = operations_pb2.WaitOperationsResponse(operation=operations_pb2.Operation(name="a:1"))
-    ending = ServiceError(ServiceCode.UNAVAILABLE, "SHUTTING_DOWN", "later", retry_delay_s=1.0)
+    ending = ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "later", retry_delay_s=1.0)
     service.answers["wait_operations"] = [first, ending]
     transport = GrpcTransport(url, KEY)
     responses = transport.stream(methods.WAIT_OPERATIONS, operations_pb2.WaitOperationsRequest())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tinkerpool.client.calls.encoding import datum_bytes
+from tinkerpool.metrics import merge_metrics
 from tinkerpool.types import Datum, ForwardBackwardOutput
 
 CHUNK_DATUMS_MAX = 1024
@@ -32,7 +33,7 @@ def split(data: Sequence[Datum]) -> list[list[Datum]]:
 
 
 def merge(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """One output of those of the chunks, in order: datums concatenated, metrics merged by `merge_metrics`."""
+    """Return one output for a batch: datums of the chunks concatenated in order, metrics merged by their reductions."""
     assert outputs
     num_datums = [len(output.loss_fn_outputs) for output in outputs]
     return ForwardBackwardOutput(
@@ -40,45 +41,3 @@ def merge(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
         loss_fn_outputs=[datum for output in outputs for datum in output.loss_fn_outputs],
         metrics=merge_metrics([output.metrics for output in outputs], num_datums),
     )
-
-
-def merge_metrics(chunks: Sequence[dict[str, float]], num_datums: Sequence[int]) -> dict[str, float]:
-    """Merge metrics `name:reduction` by their reductions.
-
-    A metric that some chunk lacks is dropped, and so is an unknown reduction. `unique` keeps the first value under its
-    name and the others under `name:unique_1`, `name:unique_2`, ...
-    Raises ValueError for a name without exactly one colon.
-    """
-    merged: dict[str, float] = {}
-    for key in chunks[0]:
-        _, reduction = _name_and_reduction(key)
-        if not all(key in chunk for chunk in chunks):
-            continue
-        values = [chunk[key] for chunk in chunks]
-        if reduction == "unique":
-            merged[key] = values[0]
-            merged |= {f"{key}_{i}": value for i, value in enumerate(values[1:], start=1)}
-        elif reduction in _REDUCTIONS:
-            merged[key] = _REDUCTIONS[reduction](values, num_datums)
-    return merged
-
-
-def _name_and_reduction(key: str) -> tuple[str, str]:
-    name, colon, reduction = key.partition(":")
-    if not colon or ":" in reduction:
-        raise ValueError(f"a metric is called name:reduction, with one colon; the service sent {key!r}")
-    return name, reduction
-
-
-def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
-    return sum(v * w for v, w in zip(values, weights, strict=True)) / max(sum(weights), 1)
-
-
-_REDUCTIONS: dict[str, Callable[[Sequence[float], Sequence[int]], float]] = {
-    "sum": lambda values, _: sum(values),
-    "mean": _mean,
-    "min": lambda values, _: min(values),
-    "max": lambda values, _: max(values),
-    "slack": lambda values, weights: max(values) - _mean(values, weights),
-    "hash2": lambda values, _: float(sum(int(value) for value in values) % 2**64),
-}
