@@ -12,7 +12,7 @@ SMOLLM2_VERSION := 0.1.2
 OLDER_SDK := .venv/older-tinker/.installed
 COOKBOOK_READY := .venv-cookbook/.installed
 KILLS ?= 200
-ITEMS_WITH_MODELS := engine profile company lengths service swap publish sampling decoding shares
+ITEMS_WITH_MODELS := engine co_batching service swap publish sampling shares
 ITEMS ?= $(ITEMS_WITH_MODELS) durability planner memory
 
 # uv installs several times faster than pip, but does not read pip's settings: hand over its index and its folder of

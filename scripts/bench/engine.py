@@ -107,8 +107,8 @@ def measure_model(results: Results, model: Model, cells: dict[int, list[int]], a
                 processes = stack.enter_context(ProcessPerTenant(model, RANK, files))
             for num_tokens in tokens:
                 case = case_of(num_tenants, num_tokens)
-                company = processes if num_tenants <= num_processes else None
-                table.add(measure_cell(model, case, fused, peft, company, args))
+                peers = processes if num_tenants <= num_processes else None
+                table.add(measure_cell(model, case, fused, peft, peers, args))
     add_goals(results, table, model)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ def draw(results: Mapping[str, dict[str, Any]], folder: Path) -> list[Path]:
     pictures: dict[str, Callable[[Any, Mapping[str, dict[str, Any]]], bool]] = {
         "bench-engine": _engine,
         "bench-service": _service,
-        "bench-lengths": _lengths,
         "bench-memory": _memory,
         "bench-sampling": _sampling,
     }
@@ -163,40 +162,6 @@ def _service_bars(axis: Any, rows: Rows) -> None:
 
 def _legend_below(axis: Any) -> None:
     axis.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3)
-
-
-def _lengths(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
-    """Real tokens per second, packed and padded."""
-    rows: Sequence[dict[str, Any]] = _rows(results, "lengths", "lengths").get("lengths", [])
-    if not rows:
-        return False
-    figure.set_size_inches(7.5, 1.3 + 0.75 * len(rows))
-    axis = figure.subplots()
-    sides = {
-        "packed": ("packed: only tokens that there are", COLORS["fused"]),
-        "padded": ("the same engine, padded to the longest", "#a9c4e0"),
-        "peft": ("sequential PEFT, padded per tenant", COLORS["peft"]),
-    }
-    for index, (side, (label, color)) in enumerate(sides.items()):
-        places = [place + (index - 1) * 0.26 for place in range(len(rows))]
-        speeds = [row["tokens"] / row[side]["median_s"] for row in rows]
-        axis.barh(places, speeds, 0.24, color=color, label=label)
-        for place, speed, row in zip(places, speeds, rows, strict=True):
-            slower = row[side]["median_s"] / row["packed"]["median_s"]
-            text = f" {speed:,.0f}" + (f"  ({slower:.1f} x the time)" if side != "packed" else "")
-            axis.text(speed, place, text, va="center", fontsize=8, color=INK)
-    axis.set_yticks(range(len(rows)), [row["model"] for row in rows])
-    axis.invert_yaxis()
-    axis.margins(x=0.25)
-    axis.set_xlabel("real tokens per second (padding does not count)")
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    first = rows[0]
-    axis.set_title(
-        f"{first['tenants']} tenants x {first['seqs']} sequences of skewed lengths, {first['mean_length']:.0f} tokens "
-        "on average", loc="left", fontsize=9.5,
-    )  # fmt: skip
-    axis.legend(frameon=False, loc="lower right")
-    return True
 
 
 def _memory(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
