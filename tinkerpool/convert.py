@@ -47,9 +47,10 @@ def from_tensor(tensor: types_pb2.Tensor) -> NDArray[Any]:
         raise ValueError("the tensor's dtype is unset or unknown: use FLOAT32, INT32 or INT64")
     shape = checked_shape(tensor.shape, _ELEMENTS_MAX)
     expected = math.prod(shape) * dtype.itemsize
-    if len(tensor.data) != expected:
-        raise ValueError(f"the tensor has {len(tensor.data)} bytes where shape {shape} of {dtype} needs {expected}")
-    return np.frombuffer(tensor.data, dtype=dtype).reshape(shape)
+    data = tensor.data  # a copy at every access
+    if len(data) != expected:
+        raise ValueError(f"the tensor has {len(data)} bytes where shape {shape} of {dtype} needs {expected}")
+    return np.ndarray(shape, dtype, buffer=data)  # one object, where a reshaped `frombuffer` is two
 
 
 def checked_shape(shape: Sequence[int], elements_max: int) -> tuple[int, ...]:

@@ -172,5 +172,5 @@ class BatchBuilder:
 
     def _load_pass(self, operation: Operation) -> None:
         body = operation.body or self._store.read_body(operation.target_id, operation.seq)
-        loss_fn, loss_config, data = decode_pass(body)
-        operation.loss, operation.data = (loss_fn, loss_config), data
+        decoded = decode_pass(body)
+        operation.loss, operation.data = (decoded.loss_fn, dict(decoded.loss_config)), decoded.data

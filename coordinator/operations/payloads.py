@@ -1,16 +1,20 @@
-"""Canonical bodies: what an operation asks for, as bytes that are equal exactly when the request is the same.
+"""Payloads: the canonical bytes of a request, which are equal exactly when two requests ask for the same.
 
-A body is the contract's own request message without `seq` and `request_id`, every tensor in its one canonical dtype,
-serialized with sorted maps. It is what the log holds, what the idempotency hash covers, and what recovery decodes.
-Checks everything that can be checked without the model's weights; raises ServiceError INVALID_ARGUMENT, saying what to
-change. Samples have a module of their own, `sample_messages`.
+A payload is the contract's own request message without `seq` and `request_id`, with every default filled in, every
+tensor in its one canonical dtype, serialized with sorted maps. The operation log holds it, the idempotency hash covers
+it, and replay decodes it. `canonical_pass` returns a payload together with its decoded form, so that an admitted
+request is decoded once; `decode_pass` returns the same decoded form of the payload alone.
+
+Checks everything that can be checked without the model's weights, and raises ServiceError INVALID_ARGUMENT that says
+what to change. Samples have a module of their own, `sample_payloads`.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,21 +29,29 @@ from tinkerpool.v1 import training_pb2, types_pb2
 from workers.contract.messages import AdamParams, Datum, ModelInfo
 
 PassRequest = training_pb2.ForwardRequest | training_pb2.ForwardBackwardRequest | training_pb2.TrainStepRequest
+Inputs = Mapping[str, NDArray[np.float32] | NDArray[np.int32]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRule:
-    """What a loss takes."""
+    """The inputs and options of a loss."""
 
     required: frozenset[str]
     optional: frozenset[str] = frozenset()
+    filled: Mapping[str, float] = field(default_factory=dict)
+    """Inputs that a request may leave out: the payload then has this value for every target."""
     options: frozenset[str] = frozenset()
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """All inputs that a request may have."""
+        return self.required | self.optional | self.filled.keys()
 
 
 _RL = frozenset({"target_tokens", "logprobs", "advantages"})
 _CLIP = frozenset({"clip_low_threshold", "clip_high_threshold"})
 LOSS_RULES: Mapping[str, LossRule] = {
-    "cross_entropy": LossRule(required=frozenset({"target_tokens", "weights"})),
+    "cross_entropy": LossRule(required=frozenset({"target_tokens"}), filled={"weights": 1.0}),
     "importance_sampling": LossRule(required=_RL),
     "ppo": LossRule(required=_RL, optional=_CLIP, options=_CLIP),
     "cispo": LossRule(required=_RL, optional=_CLIP, options=_CLIP),
@@ -47,11 +59,72 @@ LOSS_RULES: Mapping[str, LossRule] = {
     "gspo": LossRule(required=_RL, optional=_CLIP | {"sequence_ratio_mask"}, options=_CLIP),
 }
 IGNORED_INPUT = "mask"
-"""Recipes carry it along for themselves."""
+"""An input that training recipes send and no loss reads."""
+
+PASS_BYTES, DATUM_BYTES, ARRAY_BYTES = 340, 260, 148
+"""Memory of the Python objects around decoded arrays: of a request, of each datum in it, of each array. Measured with
+CPython 3.11 and numpy 2; a test compares them with tracemalloc."""
+
+
+def decoded_bytes(num_datums: int, num_arrays: int, num_array_bytes: int) -> int:
+    """Return the memory in bytes that decoded data takes: its arrays, and the Python objects around them."""
+    return PASS_BYTES + DATUM_BYTES * num_datums + ARRAY_BYTES * num_arrays + num_array_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodedPass:
+    """A forward or forward_backward as numpy arrays. `decoded_pass` makes it, for admission and for replay alike."""
+
+    loss_fn: str
+    loss_config: Mapping[str, float]
+    """Sorted by name."""
+    data: tuple[Datum, ...]
+    """Loss inputs are sorted by name; arrays are read-only, contiguous, int32 or float32."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return [len(datum.tokens) for datum in self.data]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the data takes."""
+        num_arrays = sum(1 + len(datum.loss_inputs) for datum in self.data)
+        num_array_bytes = sum(
+            datum.tokens.nbytes + sum(array.nbytes for array in datum.loss_inputs.values()) for datum in self.data
+        )
+        return decoded_bytes(len(self.data), num_arrays, num_array_bytes)
+
+
+def decoded_pass(
+    loss_fn: str, loss_config: Mapping[str, float], data: Iterable[tuple[NDArray[Any], Mapping[str, NDArray[Any]]]]
+) -> DecodedPass:
+    """Make the decoded form of a pass from checked values; `data` has tokens and loss inputs of each sequence."""
+    return DecodedPass(
+        loss_fn=loss_fn,
+        loss_config={key: loss_config[key] for key in sorted(loss_config)},
+        data=tuple(
+            Datum(
+                tokens=frozen_array(tokens, np.int32),
+                loss_inputs={
+                    sys.intern(name): frozen_array(inputs[name], np.int32 if name == "target_tokens" else np.float32)
+                    for name in sorted(inputs)
+                },
+            )
+            for tokens, inputs in data
+        ),
+    )
+
+
+def frozen_array(array: NDArray[Any], dtype: type[np.generic]) -> NDArray[Any]:
+    """Return the array read-only, contiguous and of a dtype; not a copy if it has that dtype and layout already."""
+    frozen = array.astype(dtype, order="C", copy=False)
+    frozen.flags.writeable = False
+    return frozen
 
 
 def loss_name(value: int) -> str:
-    """The loss of an enum value. Raises ServiceError for an unset or unknown one."""
+    """Return the loss of an enum value. Raises ServiceError for an unset or unknown one."""
     try:
         name = types_pb2.LossFunction.Name(value).removeprefix("LOSS_FUNCTION_").lower()  # type: ignore[arg-type]
     except ValueError:
@@ -61,8 +134,8 @@ def loss_name(value: int) -> str:
     return name
 
 
-def canonical_pass(request: PassRequest, model: ModelInfo, limits: Limits) -> tuple[bytes, tuple[Datum, ...]]:
-    """Check a forward or forward_backward; returns its body and its decoded data."""
+def canonical_pass(request: PassRequest, model: ModelInfo, limits: Limits) -> tuple[bytes, DecodedPass]:
+    """Check a forward or forward_backward; return its payload and its decoded form."""
     name = loss_name(request.loss_function)
     rule = LOSS_RULES[name]
     if not request.data:
@@ -77,15 +150,26 @@ def canonical_pass(request: PassRequest, model: ModelInfo, limits: Limits) -> tu
             raise invalid(f"loss_config {key[:80]!r} is not an option of {name} (its options: {known})")
         if not math.isfinite(value):
             raise invalid(f"loss_config {key[:80]!r} must be finite, not {value}")
-    data = tuple(_datum(f"data[{i}]", datum, name, rule, model) for i, datum in enumerate(request.data))
-    body = training_pb2.ForwardBackwardRequest(
-        adapter_id=request.adapter_id, loss_function=request.loss_function, loss_config=dict(request.loss_config)
+    checked = (_checked_datum(f"data[{i}]", datum, name, rule, model) for i, datum in enumerate(request.data))
+    decoded = decoded_pass(name, request.loss_config, checked)
+    payload = training_pb2.ForwardBackwardRequest(
+        adapter_id=request.adapter_id, loss_function=request.loss_function, loss_config=decoded.loss_config
     )
-    for datum in data:
-        body.data.add(
+    for datum in decoded.data:
+        payload.data.add(
             tokens=to_tensor(datum.tokens), loss_inputs={key: to_tensor(v) for key, v in datum.loss_inputs.items()}
         )
-    return serialize(body), data
+    return serialize(payload), decoded
+
+
+def decode_pass(payload: bytes) -> DecodedPass:
+    """Return the decoded form of a pass's payload, equal to the one that `canonical_pass` returned with it."""
+    request = training_pb2.ForwardBackwardRequest.FromString(payload)
+    data = (
+        (from_tensor(datum.tokens), {key: from_tensor(tensor) for key, tensor in datum.loss_inputs.items()})
+        for datum in request.data
+    )
+    return decoded_pass(loss_name(request.loss_function), request.loss_config, data)
 
 
 def check_fits(chunks: Sequence[Chunk], model: ModelInfo) -> None:
@@ -103,21 +187,8 @@ def check_fits(chunks: Sequence[Chunk], model: ModelInfo) -> None:
         raise invalid(f"{what}, but the pool has memory for {most} tokens of {model.name} at once: {mend}", "NO_MEMORY")
 
 
-def decode_pass(body: bytes) -> tuple[str, dict[str, float], tuple[Datum, ...]]:
-    """Loss, its options and the data of a canonical body."""
-    request = training_pb2.ForwardBackwardRequest.FromString(body)
-    data = tuple(
-        Datum(
-            tokens=from_tensor(datum.tokens),
-            loss_inputs={key: from_tensor(datum.loss_inputs[key]) for key in sorted(datum.loss_inputs)},
-        )
-        for datum in request.data
-    )
-    return loss_name(request.loss_function), dict(request.loss_config), data
-
-
 def canonical_adam(adapter_id: str, adam: types_pb2.AdamParams) -> bytes:
-    """Check an optimizer step's hyperparameters and fill in the defaults; returns the body of the optim_step."""
+    """Check an optimizer step's hyperparameters and fill in the defaults; return the payload of the optim_step."""
     values = {key: getattr(adam, key) for key in AdamParams.__dataclass_fields__ if adam.HasField(key)}  # type: ignore[arg-type]
     params = AdamParams(**values)
     for key, limit in (
@@ -137,9 +208,9 @@ def canonical_adam(adapter_id: str, adam: types_pb2.AdamParams) -> bytes:
     return serialize(training_pb2.OptimStepRequest(adapter_id=adapter_id, adam=types_pb2.AdamParams(**filled)))
 
 
-def decode_adam(body: bytes) -> AdamParams:
-    """The hyperparameters of a canonical optim_step."""
-    adam = training_pb2.OptimStepRequest.FromString(body).adam
+def decode_adam(payload: bytes) -> AdamParams:
+    """Return the hyperparameters of an optim_step's payload."""
+    adam = training_pb2.OptimStepRequest.FromString(payload).adam
     return AdamParams(**{key: getattr(adam, key) for key in AdamParams.__dataclass_fields__})
 
 
@@ -153,7 +224,7 @@ def check_metadata(metadata: Mapping[str, str], limits: Limits) -> None:
 
 
 def checked_array(label: str, tensor: types_pb2.Tensor) -> NDArray[Any]:
-    """The array of a tensor message. Raises ServiceError INVALID_ARGUMENT; `label` says where it stands."""
+    """Return the array of a tensor message. Raises ServiceError INVALID_ARGUMENT; `label` names the field."""
     try:
         return from_tensor(tensor)
     except ValueError as error:
@@ -163,7 +234,10 @@ def checked_array(label: str, tensor: types_pb2.Tensor) -> NDArray[Any]:
 def checked_tokens(
     label: str, array: NDArray[Any], model: ModelInfo, num_dims: Sequence[int] = (1,), lowest: int = 0
 ) -> NDArray[np.int32]:
-    """Token ids of the model; with a `lowest` of -1, which is none, that too. Raises ServiceError INVALID_ARGUMENT."""
+    """Check that an array holds token ids of the model, and return it in int32. A `lowest` of -1 allows -1 for "none".
+
+    Raises ServiceError INVALID_ARGUMENT.
+    """
     if array.dtype.kind != "i" or array.ndim not in num_dims:
         raise invalid(f"{label} must be a vector of int32 or int64 token ids, got {array.dtype} of shape {array.shape}")
     if array.size == 0:
@@ -179,7 +253,10 @@ def checked_tokens(
     return array.astype(np.int32, copy=False)
 
 
-def _datum(where: str, datum: types_pb2.Datum, loss: str, rule: LossRule, model: ModelInfo) -> Datum:
+def _checked_datum(
+    where: str, datum: types_pb2.Datum, loss: str, rule: LossRule, model: ModelInfo
+) -> tuple[NDArray[np.int32], Inputs]:
+    """Check a datum; return its tokens and its loss inputs, with those that it left out filled in."""
     tokens = checked_tokens(f"{where}.tokens", checked_array(f"{where}.tokens", datum.tokens), model)
     if len(tokens) > model.max_seq_len:
         raise invalid(
@@ -203,24 +280,22 @@ def _datum(where: str, datum: types_pb2.Datum, loss: str, rule: LossRule, model:
                 "(position t of target_tokens is what should follow position t of tokens)",
                 "LENGTH_MISMATCH",
             )
-        if name != "target_tokens" and array.shape != datum_shape(datum):
+        if name != "target_tokens" and array.shape != inputs["target_tokens"].shape:
             raise invalid(
-                f"{label} has shape {array.shape} but target_tokens has {datum_shape(datum)}", "LENGTH_MISMATCH"
+                f"{label} has shape {array.shape} but target_tokens has {inputs['target_tokens'].shape}",
+                "LENGTH_MISMATCH",
             )
-    return Datum(tokens=tokens, loss_inputs=inputs)
-
-
-def datum_shape(datum: types_pb2.Datum) -> tuple[int, ...]:
-    """The shape of a datum's targets."""
-    return tuple(datum.loss_inputs["target_tokens"].shape)
+    for name in rule.filled.keys() - names:
+        inputs[name] = np.full(inputs["target_tokens"].shape, rule.filled[name], np.float32)
+    return tokens, inputs
 
 
 def _check_names(where: str, names: Iterable[str], loss: str, rule: LossRule) -> None:
     names = set(names)
     if missing := sorted(rule.required - names):
         raise invalid(f"{where}.loss_inputs lacks {', '.join(missing)}, which {loss} needs")
-    if unknown := sorted(names - rule.required - rule.optional):
-        allowed = ", ".join(sorted(rule.required | rule.optional))
+    if unknown := sorted(names - rule.inputs):
+        allowed = ", ".join(sorted(rule.inputs))
         raise invalid(f"{where}.loss_inputs has {', '.join(unknown)}, which {loss} does not take (it takes {allowed})")
 
 

@@ -1,5 +1,8 @@
-"""What a sample asks and what it answers: between the contract's messages, the log's canonical body and the workers'
-messages. Pure; knows neither turns nor workers.
+"""Samples: from the contract's request to its payload and to a worker's request, and from a worker's result to the
+contract's. Pure; depends neither on scheduling nor on workers.
+
+`canonical_sample` returns a payload together with its decoded form, so that an admitted request is decoded once;
+`decode_sample` returns the same decoded form of the payload alone.
 
 Legend: p tokens of the prompt, n of a continuation, k tokens wanted at a position.
 """
@@ -7,6 +10,7 @@ Legend: p tokens of the prompt, n of a continuation, k tokens wanted at a positi
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +20,7 @@ from coordinator.base.config import Limits
 from coordinator.base.errors import invalid
 from coordinator.operations.canonical import serialize
 from coordinator.operations.operation import Operation
-from coordinator.operations.payloads import checked_array, checked_tokens
+from coordinator.operations.payloads import ARRAY_BYTES, checked_array, checked_tokens, frozen_array
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2
@@ -33,11 +37,13 @@ from workers.contract.messages import (
 
 NOTE_BYTES_MAX = 256
 """Largest note on a request, in UTF-8."""
+SAMPLE_BYTES, STOP_TOKEN_BYTES, POINTER_BYTES = 290, 36, 8
+"""Memory of the Python objects of a decoded request, of each stop token, of each reference to a string."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleBody:
-    """A canonical body, decoded."""
+class DecodedSample:
+    """A sample request as numpy arrays and numbers. Made by `_decoded` alone, so that admission and replay agree."""
 
     prompt: NDArray[np.int32]
     """Token ids, (p,)."""
@@ -45,29 +51,42 @@ class SampleBody:
     params: SamplingParams
     prompt_logprobs: bool
     prompt_logprobs_last_n: int
-    """0: of all."""
+    """0: of all prompt tokens."""
     topk_prompt_logprobs: int
     topk_sample_logprobs: int
     prompt_targets: NDArray[np.int32] | None
-    """Token ids or -1, (p - 1, k)."""
+    """Token ids, or -1 for none, (p - 1, k)."""
     prompt_alt_tokens_k: int
     note: str
-    """Comes back with the result."""
+    """Returned with the result."""
 
     @property
     def num_tokens_max(self) -> int:
-        """The most tokens that the engine computes for it."""
+        """The most tokens that the engine computes for the request."""
         return len(self.prompt) + self.num_samples * self.params.max_tokens
 
     @property
     def num_cache_blocks_min(self) -> int:
-        """What it takes of a worker's memory for keys and values: its prompt, and one sequence after another."""
+        """Key-value blocks that the request needs at once: its prompt's, and those of one sequence after another."""
         return num_blocks_for(len(self.prompt)) + num_own_blocks(self.params.max_tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the decoded request takes."""
+        arrays = [self.prompt] if self.prompt_targets is None else [self.prompt, self.prompt_targets]
+        stops = self.params.stop_strings
+        return (
+            SAMPLE_BYTES
+            + sum(ARRAY_BYTES + array.nbytes for array in arrays)
+            + STOP_TOKEN_BYTES * len(self.params.stop_tokens)
+            + sum(map(sys.getsizeof, (*stops, self.note)))
+            + POINTER_BYTES * len(stops)
+        )
 
     def request(
         self, op_id: str, version: SamplerVersion, *, scope: str, stream: bool, removals: tuple[str, ...] = ()
     ) -> SampleRequest:
-        """What a worker is asked."""
+        """Return the request to send to a worker."""
         return SampleRequest(
             op_id=op_id,
             scope=scope,
@@ -86,8 +105,10 @@ class SampleBody:
         )
 
 
-def canonical_sample(request: sampling_pb2.SampleRequest, model: ModelInfo, limits: Limits, drawn_seed: int) -> bytes:
-    """Check a sample request; returns its body, with every default and the seed filled in."""
+def canonical_sample(
+    request: sampling_pb2.SampleRequest, model: ModelInfo, limits: Limits, drawn_seed: int
+) -> tuple[bytes, DecodedSample]:
+    """Check a sample request; return its payload, with every default and the seed filled in, and its decoded form."""
     prompt = checked_tokens("prompt", checked_array("prompt", request.prompt), model)
     num_samples = request.num_samples or 1
     if not 1 <= num_samples <= limits.num_samples_max:
@@ -104,7 +125,7 @@ def canonical_sample(request: sampling_pb2.SampleRequest, model: ModelInfo, limi
             raise invalid(f"{name} must be 0 (none) to {limits.topk_max}, not {value}")
     if len(request.note.encode()) > NOTE_BYTES_MAX:
         raise invalid(f"note has {len(request.note.encode())} bytes, at most {NOTE_BYTES_MAX}: keep the rest yourself")
-    body = sampling_pb2.SampleRequest(
+    payload = sampling_pb2.SampleRequest(
         sampler_id=request.sampler_id,
         prompt=to_tensor(prompt),
         num_samples=num_samples,
@@ -119,28 +140,30 @@ def canonical_sample(request: sampling_pb2.SampleRequest, model: ModelInfo, limi
     num_targets = 0
     if request.HasField("prompt_targets"):
         targets = _targets(request, len(prompt), model, limits)
-        body.prompt_targets.CopyFrom(to_tensor(targets))
+        payload.prompt_targets.CopyFrom(to_tensor(targets))
         num_targets = targets.size
-    _check_size(body, len(prompt), num_targets, limits)
-    return serialize(body)
+    _check_size(payload, len(prompt), num_targets, limits)
+    return serialize(payload), _decoded(payload)
 
 
-def check_sample_fits(request: sampling_pb2.SampleRequest, model: ModelInfo) -> None:
-    """Refuse a request, checked otherwise, that no worker of its base model has the memory to sample."""
+def check_sample_fits(sample: DecodedSample, model: ModelInfo) -> None:
+    """Refuse a request that no worker of its base model has the memory to sample."""
     if model.num_cache_blocks is None:
         return
-    num_prompt_tokens = request.prompt.shape[0]
-    max_tokens = request.params.max_tokens or model.max_seq_len - num_prompt_tokens
-    if too_large := what_is_too_large(num_prompt_tokens, max_tokens, model.num_cache_blocks):
+    if too_large := what_is_too_large(len(sample.prompt), sample.params.max_tokens, model.num_cache_blocks):
         raise invalid(too_large, "NO_MEMORY")
 
 
-def decode_sample(body: bytes) -> SampleBody:
-    """What a canonical body asks for."""
-    request = sampling_pb2.SampleRequest.FromString(body)
+def decode_sample(payload: bytes) -> DecodedSample:
+    """Return the decoded form of a sample's payload, equal to the one that `canonical_sample` returned with it."""
+    return _decoded(sampling_pb2.SampleRequest.FromString(payload))
+
+
+def _decoded(request: sampling_pb2.SampleRequest) -> DecodedSample:
     params = request.params
-    return SampleBody(
-        prompt=from_tensor(request.prompt),
+    targets = from_tensor(request.prompt_targets) if request.HasField("prompt_targets") else None
+    return DecodedSample(
+        prompt=frozen_array(from_tensor(request.prompt), np.int32),
         num_samples=request.num_samples,
         params=SamplingParams(
             max_tokens=params.max_tokens,
@@ -155,14 +178,14 @@ def decode_sample(body: bytes) -> SampleBody:
         prompt_logprobs_last_n=request.prompt_logprobs_last_n,
         topk_prompt_logprobs=request.topk_prompt_logprobs,
         topk_sample_logprobs=request.topk_sample_logprobs,
-        prompt_targets=from_tensor(request.prompt_targets) if request.HasField("prompt_targets") else None,
+        prompt_targets=frozen_array(targets, np.int32) if targets is not None else None,
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         note=request.note,
     )
 
 
 def fill_sample(operation: Operation, result: SampleResult) -> None:
-    """Decide a sample that has succeeded."""
+    """Decide a sample: succeeded, with a worker's result."""
     asked, sample = decode_sample(operation.body), operation.succeed(0).sample
     sample.note = asked.note
     for sequence in result.sequences:
@@ -179,7 +202,7 @@ def fill_sample(operation: Operation, result: SampleResult) -> None:
         sample.topk_prompt.CopyFrom(_token_logprobs(result.topk_prompt))
     if result.prompt_target_logprobs is not None:
         assert asked.prompt_targets is not None
-        # A log-probability may be 0 as well: what was not asked for must look like nothing else.
+        # NaN where no token was named: 0 would be a possible log-probability.
         logprobs = np.where(asked.prompt_targets < 0, np.float32(np.nan), result.prompt_target_logprobs)
         sample.prompt_target_logprobs.CopyFrom(to_tensor(logprobs))
     if result.prompt_alt_tokens is not None:
@@ -238,7 +261,7 @@ def _canonical_params(
 def _targets(
     request: sampling_pb2.SampleRequest, num_prompt_tokens: int, model: ModelInfo, limits: Limits
 ) -> NDArray[np.int32]:
-    """The token ids whose log-probabilities are wanted, (p - 1, k)."""
+    """Return the checked token ids whose log-probabilities are wanted, (p - 1, k)."""
     targets = checked_array("prompt_targets", request.prompt_targets)
     num_rows = num_prompt_tokens - 1
     if targets.ndim != 2 or len(targets) != num_rows or not 1 <= targets.shape[1] <= limits.topk_max:
@@ -251,19 +274,19 @@ def _targets(
     return checked_tokens("prompt_targets", targets, model, num_dims=(2,), lowest=-1)
 
 
-def _check_size(body: sampling_pb2.SampleRequest, num_prompt_tokens: int, num_targets: int, limits: Limits) -> None:
-    """Refuse what would answer with more than a message holds."""
+def _check_size(payload: sampling_pb2.SampleRequest, num_prompt_tokens: int, num_targets: int, limits: Limits) -> None:
+    """Refuse a request whose result would be larger than a message can be."""
     sizes = {
-        "topk_prompt_logprobs": body.topk_prompt_logprobs * num_prompt_tokens,
-        "topk_sample_logprobs": body.topk_sample_logprobs * body.num_samples * body.params.max_tokens,
+        "topk_prompt_logprobs": payload.topk_prompt_logprobs * num_prompt_tokens,
+        "topk_sample_logprobs": payload.topk_sample_logprobs * payload.num_samples * payload.params.max_tokens,
         "prompt_targets": num_targets,
-        "prompt_alt_tokens_k": body.prompt_alt_tokens_k * (num_prompt_tokens - 1),
+        "prompt_alt_tokens_k": payload.prompt_alt_tokens_k * (num_prompt_tokens - 1),
     }
     total = sum(sizes.values())
     if total > limits.sample_logprobs_max:
         largest = max(sizes, key=lambda name: sizes[name])
         raise invalid(
-            f"the request asks for up to {total} log-probabilities beside those of its tokens, at most "
+            f"the request asks for up to {total} log-probabilities in addition to those of its tokens, at most "
             f"{limits.sample_logprobs_max}: most of them by {largest}; ask for fewer at each position, fewer samples, "
             "or a smaller max_tokens"
         )

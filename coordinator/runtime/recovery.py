@@ -89,6 +89,6 @@ def _operation(row: Row) -> Operation:
     if not operation.is_final:
         operation.body = bytes(row["body"])
     if operation.kind in (Kind.FORWARD, Kind.FORWARD_BACKWARD):
-        _, _, data = decode_pass(bytes(row["body"]))
-        operation.chunks = cut_chunks([len(datum.tokens) for datum in data], operation.chunk_tokens)
+        lengths = decode_pass(bytes(row["body"])).lengths
+        operation.chunks = cut_chunks(lengths, operation.chunk_tokens)
     return operation

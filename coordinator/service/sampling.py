@@ -131,11 +131,13 @@ class SamplingUseCases(UseCases):
             raise invalid("seq is 0 and request_id is empty: set one of them, so that the call is safe to repeat")
         seed = _seed(request)
 
+        payload, sample = canonical_sample(request, model, self._core.config.limits, seed)
+
         def build() -> tuple[bytes, tuple[Chunk, ...]]:
-            return canonical_sample(request, model, self._core.config.limits, seed), ()
+            return payload, ()
 
         def check() -> None:
-            check_sample_fits(request, model)
+            check_sample_fits(sample, model)
 
         operation, is_new = await self._core.admission.to_sampler(
             principal.tenant_id,

@@ -129,8 +129,8 @@ class TrainingUseCases(UseCases):
 
     def _pass(self, request: PassRequest, model: ModelInfo, kind: Kind) -> Draft:
         def build() -> Built:
-            body, data = canonical_pass(request, model, self._core.config.limits)
-            return body, cut_chunks([len(datum.tokens) for datum in data], model.chunk_tokens)
+            payload, decoded = canonical_pass(request, model, self._core.config.limits)
+            return payload, cut_chunks(decoded.lengths, model.chunk_tokens)
 
         def check() -> None:
             lengths = [datum.tokens.shape[0] for datum in request.data]

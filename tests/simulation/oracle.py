@@ -130,8 +130,8 @@ def _pass(adapter: Expected, sent: Sent, kind: str, seq: int, outcome: ops_pb.Op
         return
     request = sent.request()
     body = training_pb2.ForwardBackwardRequest(data=request.data, loss_function=request.loss_function)
-    loss, config, data = decode_pass(body.SerializeToString())
-    chunks = cut_chunks([len(datum.tokens) for datum in data], MODEL.chunk_tokens)
+    decoded = decode_pass(body.SerializeToString())
+    chunks = cut_chunks(decoded.lengths, MODEL.chunk_tokens)
     if kind == "forward_backward":
         for index, chunk in enumerate(chunks):
             item = PassItem(
@@ -141,15 +141,15 @@ def _pass(adapter: Expected, sent: Sent, kind: str, seq: int, outcome: ops_pb.Op
                 seq=seq,
                 chunk_index=index,
                 num_chunks=len(chunks),
-                data=data[chunk.start : chunk.stop],
-                loss_fn=loss,
-                loss_config=config,
+                data=decoded.data[chunk.start : chunk.stop],
+                loss_fn=decoded.loss_fn,
+                loss_config=decoded.loss_config,
                 backward=True,
             )
             adapter.gradient = digest(adapter.gradient, item_digest(item))
     value = -int.from_bytes(adapter.chain[:2], "little") / 65536
     logprobs = [from_tensor(each).tolist() for each in outcome.forward_backward.logprobs]
-    if logprobs != [[value] * len(datum.tokens) for datum in data]:
+    if logprobs != [[value] * len(datum.tokens) for datum in decoded.data]:
         raise Wrong(f"{outcome.name} has log-probabilities of other weights")
 
 

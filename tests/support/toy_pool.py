@@ -363,8 +363,8 @@ def expected_chain(spec: AdapterSpec, windows: Sequence[tuple[Sequence[int], int
 
 
 def pass_items(adapter_id: str, seq: int) -> list[PassItem]:
-    loss_fn, config, data = decode_pass(pass_request(adapter_id, seq, LENGTHS).SerializeToString())
-    chunks = cut_chunks([len(each.tokens) for each in data], 16)
+    decoded = decode_pass(pass_request(adapter_id, seq, LENGTHS).SerializeToString())
+    chunks = cut_chunks(decoded.lengths, 16)
     return [
         PassItem(
             op_id="",
@@ -373,9 +373,9 @@ def pass_items(adapter_id: str, seq: int) -> list[PassItem]:
             seq=seq,
             chunk_index=index,
             num_chunks=len(chunks),
-            data=data[chunk.start : chunk.stop],
-            loss_fn=loss_fn,
-            loss_config=config,
+            data=decoded.data[chunk.start : chunk.stop],
+            loss_fn=decoded.loss_fn,
+            loss_config=decoded.loss_config,
             backward=True,
         )
         for index, chunk in enumerate(chunks)

@@ -241,7 +241,7 @@ async def _submit(pool: ToyPool, adapter: str, seq: int) -> str:
 
 
 def _pass_item(adapter: str, seq: int) -> PassItem:
-    loss_fn, loss_config, data = decode_pass(pass_request(adapter, seq, [5, 6]).SerializeToString())
+    decoded = decode_pass(pass_request(adapter, seq, [5, 6]).SerializeToString())
     return PassItem(
         op_id="",
         adapter_id=adapter,
@@ -249,9 +249,9 @@ def _pass_item(adapter: str, seq: int) -> PassItem:
         seq=seq,
         chunk_index=0,
         num_chunks=1,
-        data=data,
-        loss_fn=loss_fn,
-        loss_config=loss_config,
+        data=decoded.data,
+        loss_fn=decoded.loss_fn,
+        loss_config=decoded.loss_config,
         backward=True,
     )
 

@@ -1,6 +1,9 @@
-"""Canonical bodies: equal exactly when the request is the same, and every malformed one refused with what to change."""
+"""Payloads: equal exactly when the request is the same, decoded alike wherever they are decoded; every malformed
+request is refused with what to change.
+"""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +15,9 @@ from hypothesis import strategies as st
 
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError
-from coordinator.operations import payloads as bodies
+from coordinator.operations import payloads
 from coordinator.operations.canonical import digest
+from tests.support.memory import memory_of
 from tests.support.toy_engine import toy_model_info
 from tests.support.toy_pool import datum, pass_request
 from tinkerpool.convert import to_tensor
@@ -44,13 +48,13 @@ def request(*data: types_pb2.Datum, loss: str = "CROSS_ENTROPY", **config: float
     return Pass(adapter_id="a", seq=1, data=data or [datum(3)], loss_function=value, loss_config=config)
 
 
-def body(message: Any) -> bytes:
-    return bodies.canonical_pass(message, MODEL, LIMITS)[0]
+def payload(message: Any) -> bytes:
+    return payloads.canonical_pass(message, MODEL, LIMITS)[0]
 
 
 def refusal(message: Any) -> ServiceError:
     with pytest.raises(ServiceError) as raised:
-        body(message)
+        payload(message)
     assert raised.value.code is Code.INVALID_ARGUMENT
     assert raised.value.retry_delay_s is None
     return raised.value
@@ -62,21 +66,21 @@ def test_token_ids_of_either_width_are_the_same_request() -> None:
     for tensor in (wide.tokens, wide.loss_inputs["target_tokens"]):
         tensor.CopyFrom(to_tensor(tokens.astype(np.int64)))
     assert wide.tokens != narrow.tokens
-    assert body(request(narrow)) == body(request(wide))
+    assert payload(request(narrow)) == payload(request(wide))
 
 
 def test_integer_weights_and_a_carried_along_mask_change_nothing() -> None:
     plain, other = datum(5), datum(5)
     other.loss_inputs["weights"].CopyFrom(ints(1, 1, 1, 1, 1))
     other.loss_inputs["mask"].CopyFrom(floats(1, 0))
-    assert body(request(plain)) == body(request(other))
+    assert payload(request(plain)) == payload(request(other))
 
 
-def test_place_and_request_id_are_not_part_of_the_body_and_everything_else_is() -> None:
+def test_seq_and_request_id_are_not_part_of_the_payload_and_everything_else_is() -> None:
     first = request(datum(3))
     second = request(datum(3))
     second.seq, second.request_id = 9, "r"
-    assert body(first) == body(second)
+    assert payload(first) == payload(second)
     for other in (
         request(datum(4)),
         request(datum(3), datum(3)),
@@ -84,37 +88,107 @@ def test_place_and_request_id_are_not_part_of_the_body_and_everything_else_is() 
         request(rl_datum(), loss="PPO"),
         request(rl_datum(), loss="IMPORTANCE_SAMPLING"),
     ):
-        assert body(other) != body(first)
-    assert body(request(rl_datum(), loss="PPO")) != body(request(rl_datum(), loss="PPO", clip_low_threshold=0.9))
+        assert payload(other) != payload(first)
+    assert payload(request(rl_datum(), loss="PPO")) != payload(request(rl_datum(), loss="PPO", clip_low_threshold=0.9))
 
 
 def test_the_kind_is_part_of_the_hash() -> None:
-    same = body(request())
+    same = payload(request())
     assert digest(same, "forward") != digest(same, "forward_backward")
 
 
-def test_the_order_of_maps_does_not_change_the_body() -> None:
+def test_the_order_of_maps_does_not_change_the_payload() -> None:
     inputs = dict(rl_datum().loss_inputs)
     turned = types_pb2.Datum(tokens=rl_datum().tokens, loss_inputs=dict(reversed(inputs.items())))
     one = request(rl_datum(), loss="PPO", clip_low_threshold=0.5, clip_high_threshold=2.0)
     other = request(turned, loss="PPO", clip_high_threshold=2.0, clip_low_threshold=0.5)
-    assert body(one) == body(other)
+    assert payload(one) == payload(other)
 
 
-@given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=6), min_size=1, max_size=4))
-def test_what_is_decoded_is_what_was_checked(sequences: list[list[int]]) -> None:
+@st.composite
+def passes(draw: st.DrawFn) -> Pass:
+    """A valid pass of any loss, its tensors in any dtype that the contract takes, its maps in any order."""
+    loss = draw(st.sampled_from(sorted(payloads.LOSS_RULES)))
+    rule = payloads.LOSS_RULES[loss]
+    finite = st.floats(-1e6, 1e6, width=32)
+    given = rule.required | draw(st.sets(st.sampled_from(sorted(rule.optional | rule.filled.keys() | {"mask"}))))
+    is_soft = loss == "cross_entropy" and draw(st.booleans())
+    data = []
+    for length in draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)):
+        token_type = draw(st.sampled_from([np.int32, np.int64]))
+        shape = (length, 2) if is_soft else (length,)
+        tokens = np.array(draw(st.lists(st.integers(0, 99), min_size=length, max_size=length)), token_type)
+        inputs = {}
+        for name in draw(st.permutations(sorted(given))):
+            if name == "target_tokens":
+                array = np.full(shape, draw(st.integers(0, 99)), token_type)
+            else:
+                array = np.full(shape, draw(finite), draw(st.sampled_from([np.float32, np.int32, np.int64])))
+            inputs[name] = to_tensor(array)
+        data.append(types_pb2.Datum(tokens=to_tensor(tokens), loss_inputs=inputs))
+    options = {name: draw(finite) for name in draw(st.permutations(sorted(rule.options))) if draw(st.booleans())}
+    return request(*data, loss=loss.upper(), **options)
+
+
+def described(decoded: payloads.DecodedPass) -> Any:
+    """Everything about a decoded pass: values, order of names, dtypes, layout."""
+
+    def array(value: Any) -> Any:
+        flags = value.flags
+        return value.tolist(), value.shape, value.dtype.str, flags.c_contiguous, flags.writeable
+
     data = [
-        types_pb2.Datum(
-            tokens=ints(*each),
-            loss_inputs={"target_tokens": ints(*each), "weights": floats(*[0.5] * len(each))},
-        )
-        for each in sequences
+        (array(each.tokens), [(name, array(value)) for name, value in each.loss_inputs.items()])
+        for each in decoded.data
     ]
-    canonical, checked = bodies.canonical_pass(request(*data), MODEL, LIMITS)
-    name, config, decoded = bodies.decode_pass(canonical)
-    assert (name, config) == ("cross_entropy", {})
-    assert [each.tokens.tolist() for each in decoded] == [each.tokens.tolist() for each in checked] == sequences
-    assert bodies.canonical_pass(Pass.FromString(canonical), MODEL, LIMITS)[0] == canonical
+    return decoded.loss_fn, list(decoded.loss_config.items()), data
+
+
+@given(passes())
+def test_a_replayed_pass_is_decoded_exactly_as_the_admitted_one(message: Pass) -> None:
+    canonical, admitted = payloads.canonical_pass(message, MODEL, LIMITS)
+    replayed = payloads.decode_pass(canonical)
+    assert described(replayed) == described(admitted)
+    assert replayed.lengths == [len(each.tokens) for each in admitted.data]
+    for each in admitted.data:
+        assert list(each.loss_inputs) == sorted(each.loss_inputs)
+        assert not any(array.flags.writeable for array in (each.tokens, *each.loss_inputs.values()))
+    again, _ = payloads.canonical_pass(Pass.FromString(canonical), MODEL, LIMITS)
+    assert again == canonical
+
+
+@pytest.mark.parametrize("num_targets", [1, 2])
+def test_cross_entropy_without_weights_is_the_same_request_as_one_with_weights_of_one(num_targets: int) -> None:
+    shape = (3,) if num_targets == 1 else (3, num_targets)
+    targets = to_tensor(np.full(shape, 7, np.int32))
+    without = types_pb2.Datum(tokens=ints(1, 2, 3), loss_inputs={"target_tokens": targets})
+    spelled = types_pb2.Datum(
+        tokens=ints(1, 2, 3), loss_inputs={"target_tokens": targets, "weights": to_tensor(np.ones(shape, np.float32))}
+    )
+    assert payload(request(without)) == payload(request(spelled))
+    assert payload(request(without, spelled)) == payload(request(spelled, without))
+    [decoded] = payloads.canonical_pass(request(without), MODEL, LIMITS)[1].data
+    assert decoded.loss_inputs["weights"].tolist() == np.ones(shape).tolist()
+
+
+@pytest.mark.parametrize("length", [16, 64, 1024])
+@pytest.mark.parametrize("num_inputs", [2, 5])
+def test_the_memory_of_decoded_data_is_estimated_within_a_fifth(length: int, num_inputs: int) -> None:
+    model = dataclasses.replace(MODEL, max_seq_len=length)
+    names = ["target_tokens", "logprobs", "advantages", "clip_low_threshold", "clip_high_threshold"]
+    tokens, values = ints(*[1] * length), floats(*[1.0] * length)
+    if num_inputs == 2:
+        one, loss = types_pb2.Datum(tokens=tokens, loss_inputs={"target_tokens": tokens}), "CROSS_ENTROPY"
+    else:
+        inputs = {name: tokens if name == "target_tokens" else values for name in names}
+        one, loss = types_pb2.Datum(tokens=tokens, loss_inputs=inputs), "PPO"
+    message = request(*[one] * 200, loss=loss)
+    canonical, _ = payloads.canonical_pass(message, model, Limits())
+    admitted = memory_of(lambda: payloads.canonical_pass(message, model, Limits())[1])
+    replayed = memory_of(lambda: payloads.decode_pass(canonical))
+    estimate = payloads.decode_pass(canonical).num_bytes
+    assert estimate == pytest.approx(admitted, rel=0.2)
+    assert estimate == pytest.approx(replayed, rel=0.2)
 
 
 def test_soft_targets_have_a_second_dimension_in_cross_entropy_only() -> None:
@@ -122,7 +196,7 @@ def test_soft_targets_have_a_second_dimension_in_cross_entropy_only() -> None:
     soft = datum(3)
     soft.loss_inputs["target_tokens"].CopyFrom(to_tensor(targets))
     soft.loss_inputs["weights"].CopyFrom(to_tensor(weights))
-    [decoded] = bodies.canonical_pass(request(soft), MODEL, LIMITS)[1]
+    [decoded] = payloads.canonical_pass(request(soft), MODEL, LIMITS)[1].data
     assert decoded.loss_inputs["weights"].shape == (3, 2)
     soft.loss_inputs["weights"].CopyFrom(floats(1, 1, 1))
     assert refusal(request(soft)).reason == "LENGTH_MISMATCH"
@@ -161,7 +235,7 @@ BAD: dict[str, tuple[Pass, list[str]]] = {
         ["target_tokens", "100"],
     ),
     "too long": (request(datum(65)), ["data[0]", "65 tokens", "at most 64"]),
-    "missing input": (changed(lambda d: d.loss_inputs.pop("weights")), ["data[1]", "lacks weights"]),
+    "missing input": (changed(lambda d: d.loss_inputs.pop("target_tokens")), ["data[1]", "lacks target_tokens"]),
     "unknown input": (
         changed(lambda d: d.loss_inputs["reward"].CopyFrom(floats(1, 1, 1))),
         ["data[1]", "reward", "target_tokens, weights"],
@@ -203,18 +277,20 @@ def test_no_tensor_whatever_it_holds_gets_past_the_check_or_breaks_it(
     tensor = one.tokens if name == "tokens" else one.loss_inputs[name]
     tensor.CopyFrom(types_pb2.Tensor(data=data, dtype=dtype, shape=shape))  # type: ignore[arg-type]
     with contextlib.suppress(ServiceError):
-        [checked] = bodies.canonical_pass(request(one), MODEL, LIMITS)[1]
+        [checked] = payloads.canonical_pass(request(one), MODEL, LIMITS)[1].data
         assert checked.tokens.shape[:1] == checked.loss_inputs["weights"].shape[:1]
         assert np.isfinite(checked.loss_inputs["weights"]).all()
 
 
 def test_a_step_without_hyperparameters_has_the_documented_defaults() -> None:
-    empty = bodies.canonical_adam("a", types_pb2.AdamParams())
+    empty = payloads.canonical_adam("a", types_pb2.AdamParams())
     spelled = types_pb2.AdamParams(
         learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.0, grad_clip_norm=0.0
     )
-    assert empty == bodies.canonical_adam("a", spelled)
-    assert bodies.decode_adam(bodies.canonical_adam("a", types_pb2.AdamParams(learning_rate=0.0))).learning_rate == 0
+    assert empty == payloads.canonical_adam("a", spelled)
+    assert (
+        payloads.decode_adam(payloads.canonical_adam("a", types_pb2.AdamParams(learning_rate=0.0))).learning_rate == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,17 +309,17 @@ def test_a_step_without_hyperparameters_has_the_documented_defaults() -> None:
 )
 def test_bad_hyperparameters_are_refused_by_name(values: dict[str, float]) -> None:
     with pytest.raises(ServiceError, match=f"adam.{next(iter(values))}"):
-        bodies.canonical_adam("a", types_pb2.AdamParams(**values))
+        payloads.canonical_adam("a", types_pb2.AdamParams(**values))
 
 
 def test_metadata_is_counted_in_bytes() -> None:
-    bodies.check_metadata({"k": "v" * 100}, Limits(metadata_bytes_max=101))
+    payloads.check_metadata({"k": "v" * 100}, Limits(metadata_bytes_max=101))
     for metadata in ({"k": "v" * 101}, {"k": "é" * 51}):
         with pytest.raises(ServiceError, match="at most 101"):
-            bodies.check_metadata(metadata, Limits(metadata_bytes_max=101))
+            payloads.check_metadata(metadata, Limits(metadata_bytes_max=101))
 
 
-def test_a_train_step_has_the_body_of_its_pass() -> None:
+def test_a_train_step_has_the_payload_of_its_pass() -> None:
     whole = pass_request("a", 1, [3])
     step = training_pb2.TrainStepRequest(adapter_id="a", seq=4, data=whole.data, loss_function=whole.loss_function)
-    assert body(step) == body(whole)
+    assert payload(step) == payload(whole)

@@ -1,16 +1,20 @@
-"""A sample's canonical body and its result: every default filled in, every malformed request refused, nothing lost."""
+"""A sample's payload and its result: every default filled in, every malformed request refused, nothing lost."""
 
+import dataclasses
 import math
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError
 from coordinator.operations.operation import Kind, Operation
-from coordinator.operations.sample_payloads import SampleBody, canonical_sample, decode_sample, fill_sample
+from coordinator.operations.sample_payloads import DecodedSample, canonical_sample, decode_sample, fill_sample
+from tests.support.memory import memory_of
 from tests.support.toy_engine import toy_model_info
 from tests.support.toy_pool import sample_request
 from tinkerpool.convert import from_tensor, to_tensor
@@ -28,12 +32,12 @@ def asked(extras: dict[str, Any] | None = None, **values: Any) -> sampling_pb2.S
     return request
 
 
-def body(message: sampling_pb2.SampleRequest, seed: int = 5, limits: Limits = LIMITS) -> bytes:
-    return canonical_sample(message, MODEL, limits, seed)
+def payload(message: sampling_pb2.SampleRequest, seed: int = 5, limits: Limits = LIMITS) -> bytes:
+    return canonical_sample(message, MODEL, limits, seed)[0]
 
 
-def decoded(extras: dict[str, Any] | None = None, **values: Any) -> SampleBody:
-    return decode_sample(body(asked(extras, **values)))
+def decoded(extras: dict[str, Any] | None = None, **values: Any) -> DecodedSample:
+    return decode_sample(payload(asked(extras, **values)))
 
 
 def targets(*rows: list[int], dtype: Any = np.int64) -> Any:
@@ -50,6 +54,78 @@ def test_a_sample_is_logged_with_every_default_and_its_seed() -> None:
     assert sample.num_tokens_max == 64
     greedy = decoded(temperature=0.0, seed=0)
     assert (greedy.params.temperature, greedy.params.seed) == (0.0, 0)
+
+
+@given(
+    prompt=st.lists(st.integers(0, 99), min_size=2, max_size=40),
+    extras=st.fixed_dictionaries(
+        {},
+        optional={
+            "num_samples": st.integers(1, 8),
+            "include_prompt_logprobs": st.booleans(),
+            "topk_prompt_logprobs": st.integers(0, 5),
+            "topk_sample_logprobs": st.integers(0, 5),
+            "prompt_alt_tokens_k": st.integers(0, 5),
+            "note": st.text(max_size=20),
+        },
+    ),
+    params=st.fixed_dictionaries(
+        {},
+        optional={
+            "max_tokens": st.integers(0, 20),
+            "seed": st.integers(0, 2**62),
+            "temperature": st.floats(0, 3),
+            "top_k": st.integers(1, 9),
+            "top_p": st.floats(0.1, 1),
+            "stop": st.builds(
+                sampling_pb2.StopCondition,
+                tokens=st.lists(st.integers(0, 99), max_size=3),
+                strings=st.lists(st.text(min_size=1, max_size=9), max_size=3),
+            ),
+        },
+    ),
+    dtype=st.sampled_from([np.int32, np.int64]),
+    with_targets=st.booleans(),
+)
+def test_a_replayed_sample_is_decoded_exactly_as_the_admitted_one(
+    prompt: list[int], extras: dict[str, Any], params: dict[str, Any], dtype: Any, with_targets: bool
+) -> None:
+    message = sampling_pb2.SampleRequest(
+        sampler_id="s",
+        prompt=to_tensor(np.array(prompt, dtype)),
+        params=sampling_pb2.SamplingParams(**params),
+        prompt_targets=targets(*[[1, -1]] * (len(prompt) - 1), dtype=dtype) if with_targets else None,
+        **extras,
+    )
+    canonical, admitted = canonical_sample(message, MODEL, LIMITS, 5)
+    assert described(decode_sample(canonical)) == described(admitted)
+    assert not admitted.prompt.flags.writeable
+    assert canonical_sample(sampling_pb2.SampleRequest.FromString(canonical), MODEL, LIMITS, 6)[0] == canonical
+
+
+def described(sample: DecodedSample) -> Any:
+    """Everything about a decoded sample: values, dtypes, layout."""
+    return {
+        field.name: (value.tolist(), value.dtype.str, value.flags.c_contiguous, value.flags.writeable)
+        if isinstance(value := getattr(sample, field.name), np.ndarray)
+        else value
+        for field in dataclasses.fields(sample)
+    }
+
+
+@pytest.mark.parametrize("length", [16, 1024, 16384])
+def test_the_memory_of_a_decoded_sample_is_estimated_within_a_fifth(length: int) -> None:
+    model = dataclasses.replace(MODEL, max_seq_len=2 * length, vocab_size=10_000)
+    message = sampling_pb2.SampleRequest(
+        prompt=to_tensor(np.ones(length, np.int32)),
+        prompt_targets=targets(*[[1]] * (length - 1), dtype=np.int32),
+        params=sampling_pb2.SamplingParams(
+            stop=sampling_pb2.StopCondition(tokens=range(1000, 1020), strings=["stop"] * 8)
+        ),
+        note="n" * 100,
+    )
+    canonical, admitted = canonical_sample(message, model, LIMITS, 2**40)
+    assert admitted.num_bytes == pytest.approx(memory_of(lambda: decode_sample(canonical)), rel=0.2)
 
 
 def test_a_stop_condition_that_is_set_and_empty_stops_nothing() -> None:
@@ -74,9 +150,9 @@ def test_a_worker_is_asked_for_all_that_the_user_asked_for() -> None:
     assert request.prompt_targets.tolist() == [[7, -1], [8, 9]]
 
 
-def test_everything_that_is_asked_for_is_part_of_the_body_and_the_width_of_token_ids_is_not() -> None:
+def test_everything_that_is_asked_for_is_part_of_the_payload_and_the_width_of_token_ids_is_not() -> None:
     wide, narrow = ({"prompt_targets": targets([1], [2], dtype=dtype)} for dtype in (np.int64, np.int32))
-    assert body(asked(wide)) == body(asked(narrow))
+    assert payload(asked(wide)) == payload(asked(narrow))
     others: list[dict[str, Any]] = [
         {},
         wide,
@@ -87,7 +163,7 @@ def test_everything_that_is_asked_for_is_part_of_the_body_and_the_width_of_token
         {"prompt_alt_tokens_k": 1},
         {"note": "mine"},
     ]
-    assert len({body(asked(extras)) for extras in others}) == len(others)
+    assert len({payload(asked(extras)) for extras in others}) == len(others)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +205,7 @@ def test_everything_that_is_asked_for_is_part_of_the_body_and_the_width_of_token
 )
 def test_bad_samples_are_refused_with_what_is_allowed(values: dict[str, Any], expected: str) -> None:
     with pytest.raises(ServiceError, match=expected) as raised:
-        body(asked(**values))
+        payload(asked(**values))
     assert raised.value.code is Code.INVALID_ARGUMENT
     assert len(raised.value.message) < 400
 
@@ -137,13 +213,13 @@ def test_bad_samples_are_refused_with_what_is_allowed(values: dict[str, Any], ex
 def test_an_answer_that_no_message_holds_is_refused_with_what_makes_it_so_large() -> None:
     limits = Limits(sample_logprobs_max=100)
     few = asked({"topk_sample_logprobs": 2, "topk_prompt_logprobs": 4}, max_tokens=11, num_samples=4)
-    assert body(few, limits=limits)
+    assert payload(few, limits=limits)
     few.topk_sample_logprobs = 3
     with pytest.raises(ServiceError, match=r"up to 144 .* at most 100: most of them by topk_sample_logprobs"):
-        body(few, limits=limits)
+        payload(few, limits=limits)
     rows = {"prompt_targets": targets([1] * 40, [1] * 40), "prompt_alt_tokens_k": 11}
     with pytest.raises(ServiceError, match=r"up to 102 .* most of them by prompt_targets"):
-        body(asked(rows), limits=limits)
+        payload(asked(rows), limits=limits)
 
 
 def likeliest(num_rows: int) -> TokenLogprobs:
@@ -164,7 +240,7 @@ def operation(request: sampling_pb2.SampleRequest) -> Operation:
         target_id="s",
         seq=1,
         kind=Kind.SAMPLE,
-        body=body(request),
+        body=payload(request),
         body_hash=b"",
         request_id="",
         chunk_tokens=0,
