@@ -1,0 +1,92 @@
+"""The pages say what is there: links resolve, and tests, files and reasons of errors that they name exist."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from workers.contract.messages import ErrorCode
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMISES = ("README.md", "docs/promises.md", "docs/sampling.md", "docs/reliability.md")
+FOLDERS = ("coordinator", "workers", "tinkerpool", "scripts", "tests", "docs", "protos")
+
+REFUSALS = {"ServiceError", "OperationError", "UnreadableBody", "invalid", "not_found", "refused"}
+"""Functions and classes that take the reason of a refusal or failed outcome."""
+
+
+def pages() -> list[str]:
+    found = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))
+    names = (path.relative_to(ROOT).as_posix() for path in found if "node_modules" not in path.parts)
+    return ["README.md", *sorted(names)]
+
+
+def text_of(page: str) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, made as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_relative_link_of_a_page_resolves(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (ROOT / page).parent / path if path else ROOT / page
+        assert linked.exists(), f"{page} links {target}"
+        assert not anchor or anchor in anchors(linked), f"{page} links {target}, which has no such heading"
+
+
+@pytest.mark.parametrize("page", PROMISES)
+def test_every_test_that_a_promise_names_is_there(page: str) -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / page).read_text(encoding="utf-8")))
+    defined = {
+        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    assert not named - defined
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_file_that_a_page_names_is_there(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = set(re.findall(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w/?", text))
+    missing = {
+        name for name in named if not (ROOT / name).exists() and not (ROOT / page).parent.joinpath(name).exists()
+    }
+    assert not missing
+
+
+def strings(node: ast.AST) -> Iterator[str]:
+    for each in ast.walk(node):
+        if isinstance(each, ast.Constant) and isinstance(each.value, str):
+            yield each.value
+
+
+def reasons(node: ast.AST) -> Iterator[str]:
+    """Reasons that a syntax tree gives to refusals and outcomes: arguments, or defaults, in capitals."""
+    for each in ast.walk(node):
+        given: list[ast.expr] = []
+        if isinstance(each, ast.Call):
+            name = each.func.id if isinstance(each.func, ast.Name) else getattr(each.func, "attr", "")
+            if name in REFUSALS or any(keyword.arg == "reason" for keyword in each.keywords):
+                given = [*each.args, *(keyword.value for keyword in each.keywords)]
+        elif isinstance(each, ast.FunctionDef) and each.name in REFUSALS:
+            given = each.args.defaults
+        for expression in given:
+            yield from (text for text in strings(expression) if re.fullmatch(r"[A-Z][A-Z_]{3,}", text))
+
+
+def test_page_of_errors_names_every_reason_that_a_client_can_see_and_no_other() -> None:
+    named = set(re.findall(r"^\| `([A-Z_]+)` \|", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE))
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "coordinator").rglob("*.py")]
+    items = {code.name for code in ErrorCode}
+    assert {reason for tree in trees for reason in reasons(tree)} | items <= named
+    assert named <= {text for tree in trees for text in strings(tree)} | items
