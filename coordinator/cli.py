@@ -24,7 +24,7 @@ from tinkerpool.cli.errors import CliError
 from tinkerpool.credentials import credentials_file, home, kept_credentials
 
 if TYPE_CHECKING:
-    from coordinator.server import ServerConfig
+    from coordinator.base.config import ServerConfig
     from workers.contract.settings import PoolConfig
 
 _log = logging.getLogger(__name__)
@@ -176,11 +176,8 @@ def _serve_or_up(
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="What to log.")] = "info",
 ) -> None:
     _check_libraries()
-    from coordinator.base.config import CoordinatorConfig
+    from coordinator.base.config import CoordinatorConfig, GrpcConfig, HttpConfig, ServerConfig, is_loopback
     from coordinator.base_models import DEFAULT_MODEL, resolve_model
-    from coordinator.doors.grpc.server import GrpcConfig, is_loopback
-    from coordinator.doors.http_server import HttpConfig
-    from coordinator.server import ServerConfig
     from workers.contract.settings import ENGINE, PoolConfig
 
     data_dir = _data_dir(data_dir)

@@ -11,16 +11,15 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coordinator.background import READY_FILE, Serving
-from coordinator.base.config import CoordinatorConfig
+from coordinator.base.config import ServerConfig
 from coordinator.base.errors import ServiceError
 from coordinator.coordinator import DEFAULT_TENANT, Coordinator
-from coordinator.doors.grpc.server import DoorError, GrpcConfig, GrpcDoor
-from coordinator.doors.http_server import HttpConfig, HttpDoor, HttpDoorError
+from coordinator.doors.grpc.server import DoorError, GrpcDoor
+from coordinator.doors.http_server import HttpDoor, HttpDoorError
 from coordinator.runtime.core import DataDirInUse
 from tinkerpool.credentials import Credentials, credentials_file, kept_credentials, write_credentials
 from workers.contract.protocols import Pool, PoolStartError
@@ -35,31 +34,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 class StartError(Exception):
     """The pool cannot start; the text says why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """Settings of one process that serves a pool."""
-
-    coordinator: CoordinatorConfig
-    grpc: GrpcConfig
-    http: HttpConfig | None = None
-    """The door for the Tinker SDK; None: there is none."""
-    is_key_shown: bool = False
-    """Say the key that the Tinker SDK is to use, not only where it is: for a terminal, not for a log."""
-    ready_file: Path | None = None
-    """Written when the pool is ready, removed when it stops; one is in the data directory in any case."""
-    is_new_key_wanted: bool = False
-    """Make another administrator's key and leave it in the credentials file."""
-
-    def __post_init__(self) -> None:
-        announced = self.coordinator.limits.message_bytes_max
-        for door in (self.grpc, self.http):
-            if door is not None and door.message_bytes_max != announced:
-                raise ValueError(
-                    f"the coordinator announces {announced} bytes as the largest message, the door takes "
-                    f"{door.message_bytes_max}"
-                )
 
 
 class Server:

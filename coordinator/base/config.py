@@ -1,37 +1,44 @@
-"""What an operator can set, checked on construction. Knows nothing of the parts that read it."""
+"""Every option of a coordinator and its doors: default, unit and advice. Checked on construction.
+
+The options of the pool and of its engines are in `workers.contract.settings`. `tinkerpool serve` takes the defaults and
+the help texts of its options from both modules.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+MESSAGE_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What is refused, each with a message that says what to change."""
+    """Limits of requests and quotas of tenants. Each refusal says what to change."""
 
     datums_max: int = 1024
-    """Sequences in one request."""
-    message_bytes_max: int = 64 << 20
-    """Bytes of one request."""
+    """Most datums in one request."""
+    message_bytes_max: int = MESSAGE_BYTES_MAX
+    """Largest request in bytes, as announced to clients."""
     metadata_bytes_max: int = 16 << 10
-    """Bytes of keys and values of one `user_metadata`."""
+    """Most bytes of keys and values in one `user_metadata`."""
     pending_operations_max: int = 4096
-    """Unfinished operations of one adapter or sampler."""
+    """Most unfinished operations of one adapter or sampler."""
     pending_bytes_max: int = 512 << 20
-    """Bytes of unfinished requests of one tenant."""
+    """Most bytes of unfinished requests of one tenant."""
     window_bytes_max: int = 1 << 30
-    """Bytes of requests between two optimizer steps of one adapter: they are kept until the step is durable."""
+    """Most bytes of requests between two optimizer steps of one adapter: they are kept until the step is durable."""
     adapters_max: int = 1000
-    """Adapters of one tenant."""
+    """Most adapters of one tenant."""
     num_samples_max: int = 1024
-    """Continuations in one sample request."""
+    """Most continuations in one sample request."""
     topk_max: int = 100
-    """Likeliest tokens, targets or draws wanted at one position of a sample."""
+    """Most top-k tokens, targets or draws at one position of a sample."""
     sample_logprobs_max: int = 4 << 20
-    """Log-probabilities that one sample request may ask for beside those of its tokens: 8 bytes each in its answer."""
+    """Most log-probabilities in one sample's result besides those of its tokens; each takes 8 bytes."""
     wait_names_max: int = 10_000
-    """Operations in one wait."""
+    """Most operations in one wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,32 +46,33 @@ class CoordinatorConfig:
     """Settings of one coordinator."""
 
     data_dir: Path
-    """Everything durable is below it. One coordinator at a time."""
+    """Folder of everything durable: database, checkpoints, snapshots. One coordinator at a time."""
     cycle_tokens_max: int | None = None
-    """Token budget of one cycle on one worker; counts whole chunks, and a cycle always takes at least one. None: found
-    from measured cycles."""
+    """Token budget of one cycle on one worker. A larger budget raises throughput, and makes other tenants wait longer
+    for the next cycle. A cycle takes at least one chunk. None: measured, up to where more tokens gain little."""
     cycle_s_max: float = 2.0
-    """Seconds that the pass of a cycle may take by a measured budget: who has just missed one waits for no longer."""
+    """Longest pass of a cycle, in seconds, when the token budget is measured: the longest wait of a request that has
+    just missed a cycle."""
     linger_s: float = 0.03
-    """Longest wait for tenants of earlier cycles before the next one starts, however dear a cycle is; 0 never waits."""
+    """Longest wait, in seconds, for tenants of earlier cycles before the next cycle starts. 0: never wait."""
     session_timeout_s: float = 600.0
-    """Service time without a heartbeat after which a session expires."""
+    """Seconds of service time without a heartbeat after which a session expires."""
     gap_timeout_s: float = 300.0
-    """Service time after which operations behind a seq that never came are failed."""
+    """Seconds of service time after which operations behind a missing sequence number fail."""
     sweep_interval_s: float = 5.0
-    """How often sessions and gaps are looked at."""
+    """Seconds between two checks of sessions, gaps and retention."""
     replay_s_max: float = 10.0
-    """Engine seconds that a worker's loss may cost: snapshots are taken so that running again takes no longer."""
+    """Engine seconds that the loss of a worker may cost: snapshots keep the replay shorter than this."""
     stop_s_max: float = 10.0
-    """How long a stop waits for operations that have been run in part; after that the next start runs them again."""
+    """Seconds that a stop waits for operations that have run in part; the next start runs the rest again."""
     samples_per_worker_max: int = 128
-    """Sequences handed to one worker's sampler at a time, a request's counted up to a quarter of this; the rest wait
-    their tenant's turn here."""
+    """Most sequences on one worker's sampler at a time; one request counts as at most a quarter of this."""
     result_retention_s: float = 7 * 86400.0
-    """Service time for which a finished operation can be fetched."""
+    """Seconds of service time for which a finished operation can be fetched."""
     fetched_retention_s: float = 3600.0
-    """Service time for which it can be fetched again."""
+    """Seconds of service time for which a fetched operation can be fetched again."""
     limits: Limits = field(default_factory=Limits)
+    """Limits of requests and quotas of tenants."""
 
     def __post_init__(self) -> None:
         if self.cycle_tokens_max is not None and self.cycle_tokens_max < 1:
@@ -73,6 +81,130 @@ class CoordinatorConfig:
         for name in (*durations, "result_retention_s", "fetched_retention_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be a number of seconds, 0 or more, got {getattr(self, name)}")
-        for name in ("cycle_s_max", "sweep_interval_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be a number of seconds above 0, got {getattr(self, name)}")
+        _check_positive(self, "cycle_s_max", "sweep_interval_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorConfig:
+    """Settings that both doors have."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Addresses that other machines can reach need TLS, or plaintext allowed explicitly."""
+    tls_cert: Path | None = None
+    """Certificate chain (PEM); clients then use https://. None: no TLS."""
+    tls_key: Path | None = None
+    """Private key of the certificate (PEM)."""
+    tls_client_ca: Path | None = None
+    """Accept only clients with a certificate signed by these authorities (PEM). None: clients need none."""
+    allow_plaintext: bool = False
+    """Serve other machines without TLS. API keys and data can be read on the way."""
+    message_bytes_max: int = MESSAGE_BYTES_MAX
+    """Largest request in bytes; over gRPC also the largest response."""
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("TLS needs both a certificate and its key")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("client certificates are checked over TLS only: give a certificate and its key, too")
+        _check_positive(self, "message_bytes_max")
+
+    @property
+    def is_tls(self) -> bool:
+        """Whether clients connect over TLS."""
+        return self.tls_cert is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpcConfig(DoorConfig):
+    """Settings of the gRPC door."""
+
+    port: int = 7600
+    """Port for gRPC. 0: any free port."""
+    streams_max: int = 1000
+    """Most calls at a time on one connection; more wait at the client."""
+    keepalive_s: float = 60.0
+    """Seconds of silence after which a client is pinged; it is gone if it does not reply in 20 s."""
+    idle_s_max: float = 600.0
+    """Seconds after which a connection without calls is closed; clients open another by themselves."""
+    connection_age_s_max: float = 3600.0
+    """Seconds after which a connection takes no new calls."""
+    connection_grace_s: float = 600.0
+    """Seconds that the calls on such a connection may still take."""
+
+    def __post_init__(self) -> None:
+        DoorConfig.__post_init__(self)
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"the port must be 0 (any free one) to 65535, got {self.port}")
+        _check_positive(self, "streams_max", "keepalive_s", "idle_s_max", "connection_age_s_max", "connection_grace_s")
+        if not (self.is_tls or self.allow_plaintext or is_loopback(self.host)):
+            raise ValueError(
+                f"{self.host} can be reached from other machines, and without TLS the API keys could be read on the "
+                "way: give a certificate and its key, bind 127.0.0.1, or allow plaintext explicitly"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpConfig(DoorConfig):
+    """Settings of the HTTP door."""
+
+    port: int = 7601
+    """Port for the Tinker SDK and OpenAI's clients. 0: any free port."""
+    is_remote: bool = False
+    """Whether clients may be on other machines. Needs TLS, or plaintext allowed explicitly."""
+    connections_max: int = 4096
+    """Most connections at once; fewer where the process may not open twice as many files."""
+    head_s: float = 10.0
+    """Seconds that the first line and the headers of a request may take to arrive."""
+    body_s: float = 60.0
+    """Seconds that the body of a request may take to arrive."""
+    poll_s: float = 30.0
+    """Seconds for which a call for a result is held. The SDK ends such a call after 45 s."""
+
+    def __post_init__(self) -> None:
+        DoorConfig.__post_init__(self)
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"the HTTP port must be 0 (any free one) to 65535, got {self.port}")
+        if self.is_remote and not (self.is_tls or self.allow_plaintext):
+            raise ValueError(f"{self.host} can be reached from other machines: give a certificate, or allow plaintext")
+        _check_positive(self, "connections_max", "head_s", "body_s", "poll_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Settings of one process that serves a pool."""
+
+    coordinator: CoordinatorConfig
+    """Settings of the coordinator."""
+    grpc: GrpcConfig
+    """Settings of the gRPC door."""
+    http: HttpConfig | None = None
+    """Settings of the HTTP door. None: there is no such door."""
+    is_key_shown: bool = False
+    """Print the API key for the Tinker SDK, and not only where it is stored: for a terminal, not for a log."""
+    ready_file: Path | None = None
+    """File to write when the pool is ready, as JSON, and to remove when it stops. The data directory has one anyway."""
+    is_new_key_wanted: bool = False
+    """Create another administrator's key and write it to credentials.json."""
+
+    def __post_init__(self) -> None:
+        announced = self.coordinator.limits.message_bytes_max
+        for door in (self.grpc, self.http):
+            if door is not None and door.message_bytes_max != announced:
+                raise ValueError(
+                    f"the coordinator announces {announced} bytes as the largest message, the door takes "
+                    f"{door.message_bytes_max}"
+                )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach the address. Names are not resolved: only `localhost` is loopback."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_positive(config: object, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name} must be above 0, got {getattr(config, name)}")

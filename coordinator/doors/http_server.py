@@ -13,11 +13,11 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
 
+from coordinator.base.config import HttpConfig
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Surroundings
 from coordinator.doors.http.connections import Connection, connections_max
@@ -37,52 +37,6 @@ _DROP_S = 5.0
 
 class HttpDoorError(Exception):
     """The door cannot open; the text says why and what to change."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HttpConfig:
-    """Settings of the HTTP door."""
-
-    host: str = "127.0.0.1"
-    """Address to bind."""
-    port: int = 7601
-    """0: any free port."""
-    tls_cert: Path | None = None
-    """Certificate chain in PEM; None: no TLS."""
-    tls_key: Path | None = None
-    """Private key of `tls_cert`, in PEM."""
-    tls_client_ca: Path | None = None
-    """Authorities in PEM that must have signed every client's certificate; None: clients need none."""
-    is_remote: bool = False
-    """Clients may be on other machines: the address is not loopback. Needs TLS or `allow_plaintext`."""
-    allow_plaintext: bool = False
-    """Serve other machines without TLS: keys and data can be read on the way."""
-    message_bytes_max: int = 64 << 20
-    """Largest request, packed and unpacked."""
-    connections_max: int = 4096
-    """Most connections at once; fewer where the process may not open twice as many files."""
-    head_s: float = 10.0
-    """How long a request's first line and headers may take to come."""
-    body_s: float = 60.0
-    """How long a request's body may take to come."""
-    poll_s: float = 30.0
-    """How long a question for a result is held. The SDK gives up on one after 45 s."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"the HTTP port must be 0 (any free one) to 65535, got {self.port}")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("TLS needs both a certificate and its key")
-        if self.is_remote and not (self.is_tls or self.allow_plaintext):
-            raise ValueError(f"{self.host} can be reached from other machines: give a certificate, or allow plaintext")
-        for name in ("message_bytes_max", "connections_max", "head_s", "body_s", "poll_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-
-    @property
-    def is_tls(self) -> bool:
-        """Whether clients connect over TLS."""
-        return self.tls_cert is not None
 
 
 class HttpDoor:

@@ -9,8 +9,9 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coordinator.doors.grpc.server import GrpcConfig, GrpcDoor
-from coordinator.doors.http_server import HttpConfig, HttpDoor
+from coordinator.base.config import GrpcConfig, HttpConfig
+from coordinator.doors.grpc.server import GrpcDoor
+from coordinator.doors.http_server import HttpDoor
 from tests.support.toy_pool import ToyPool, running_pool
 
 T = TypeVar("T")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import tinkerpool
-from coordinator.base.config import CoordinatorConfig
+from coordinator.base.config import CoordinatorConfig, GrpcConfig, HttpConfig
 from coordinator.coordinator import Coordinator
-from coordinator.doors.grpc.server import GrpcConfig, GrpcDoor
-from coordinator.doors.http_server import HttpConfig, HttpDoor
+from coordinator.doors.grpc.server import GrpcDoor
+from coordinator.doors.http_server import HttpDoor
 from workers.contract.protocols import Pool
 
 SHIPPED_MODEL = Path(__file__).parents[2] / "workers" / "models" / "kjv-2m"

@@ -6,16 +6,14 @@ The port is bound before anything slow starts, so that a port in use is known at
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from coordinator.base.config import GrpcConfig
 from coordinator.doors.grpc.calls import SERVICES, Authenticate, Calls
 
 HEALTH_INTERVAL_S = 1.0
@@ -26,64 +24,6 @@ _FOR_EVER_S = 86400.0
 
 class DoorError(Exception):
     """The door cannot open; the text says why and what to change."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrpcConfig:
-    """Settings of the gRPC door."""
-
-    host: str = "127.0.0.1"
-    """Address to bind. Anything but loopback needs TLS or `allow_plaintext`."""
-    port: int = 7600
-    """0: any free port."""
-    tls_cert: Path | None = None
-    """Certificate chain in PEM; None: no TLS."""
-    tls_key: Path | None = None
-    """Private key of `tls_cert`, in PEM."""
-    tls_client_ca: Path | None = None
-    """Authorities in PEM that must have signed every client's certificate (mutual TLS); None: clients need none."""
-    allow_plaintext: bool = False
-    """Bind a public address without TLS: keys and data can be read on the way."""
-    message_bytes_max: int = 64 << 20
-    """Largest request and largest response."""
-    streams_max: int = 1000
-    """Calls at a time on one connection; more wait at the client."""
-    keepalive_s: float = 60.0
-    """After this long without a sign of life, a client is asked for one; it is gone if none comes in 20 s."""
-    idle_s_max: float = 600.0
-    """A connection without calls is closed after this; clients open another by themselves."""
-    connection_age_s_max: float = 3600.0
-    """A connection takes no new calls after this, and the calls on it end after `connection_grace_s`."""
-    connection_grace_s: float = 600.0
-    """See `connection_age_s_max`."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"the port must be 0 (any free one) to 65535, got {self.port}")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("TLS needs both a certificate and its key")
-        if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError("client certificates are checked over TLS only: give a certificate and its key, too")
-        for name in (
-            "message_bytes_max",
-            "streams_max",
-            "keepalive_s",
-            "idle_s_max",
-            "connection_age_s_max",
-            "connection_grace_s",
-        ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if not (self.is_tls or self.allow_plaintext or is_loopback(self.host)):
-            raise ValueError(
-                f"{self.host} can be reached from other machines, and without TLS everybody on the way could read the "
-                "API keys: give a certificate and its key, bind 127.0.0.1, or allow plaintext explicitly"
-            )
-
-    @property
-    def is_tls(self) -> bool:
-        """Whether clients connect over TLS."""
-        return self.tls_cert is not None
 
 
 class GrpcDoor:
@@ -152,14 +92,6 @@ class GrpcDoor:
         serving = health_pb2.HealthCheckResponse
         for name in names:
             await self._health.set(name, serving.SERVING if is_healthy else serving.NOT_SERVING)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address. A name is not looked up: of names, only `localhost` is."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _check_free(host: str, port: int) -> None:

@@ -20,10 +20,10 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from coordinator.base.config import CoordinatorConfig
+from coordinator.base.config import CoordinatorConfig, GrpcConfig
 from coordinator.coordinator import Coordinator
 from coordinator.doors.grpc.calls import SERVICES, use_case_name
-from coordinator.doors.grpc.server import GrpcConfig, GrpcDoor
+from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.service import Service
 from coordinator.service.auth import Principal
 from scripts.bench.models import Model

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.base.config import CoordinatorConfig
+from coordinator.base.config import CoordinatorConfig, GrpcConfig
 from coordinator.coordinator import Coordinator
-from coordinator.doors.grpc.server import GrpcConfig, GrpcDoor
+from coordinator.doors.grpc.server import GrpcDoor
 from workers.contract.settings import PoolConfig, PoolModel
 from workers.pool.factory import make_pool
 

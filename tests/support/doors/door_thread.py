@@ -7,7 +7,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from coordinator.doors.grpc.server import GrpcConfig, GrpcDoor
+from coordinator.base.config import GrpcConfig
+from coordinator.doors.grpc.server import GrpcDoor
 from tests.support.doors.fake_service import authenticate
 
 

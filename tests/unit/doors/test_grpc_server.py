@@ -18,9 +18,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
+from coordinator.base.config import GrpcConfig
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.grpc.calls import SERVICES, Calls, use_case_name
-from coordinator.doors.grpc.server import DoorError, GrpcConfig, GrpcDoor
+from coordinator.doors.grpc.server import DoorError, GrpcDoor
 from coordinator.service import Service
 from coordinator.service.auth import Principal
 from tests.support.doors.certificates import make_certificate

@@ -19,13 +19,14 @@ import numpy as np
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from coordinator.base.config import HttpConfig
 from coordinator.base.errors import Code, ServiceError
 from coordinator.cli import _http_port
 from coordinator.doors.http.calls import read_json
 from coordinator.doors.http.downloads import AT_ONCE_MAX, DOWNLOAD_S, Downloads
 from coordinator.doors.http.rendering import PiecewiseJson
 from coordinator.doors.http_app import HANDLERS, PREFIX
-from coordinator.doors.http_server import HttpConfig, HttpDoor, HttpDoorError
+from coordinator.doors.http_server import HttpDoor, HttpDoorError
 from coordinator.doors.tinker import shapes
 from coordinator.doors.tinker.checkpoints import CHECKPOINTS_MAX
 from coordinator.doors.tinker.results import JSON_RESULT_BYTES_MAX, PROTOBUF

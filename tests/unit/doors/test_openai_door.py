@@ -13,8 +13,9 @@ import httpx
 import numpy as np
 import pytest
 
+from coordinator.base.config import HttpConfig
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.http_server import HttpConfig, HttpDoor
+from coordinator.doors.http_server import HttpDoor
 from coordinator.doors.openai.answers import LOGPROB_MIN
 from coordinator.doors.openai.texts import read_text_model
 from tests.support.doors.fake_service import KEY, FakeService, authenticate

@@ -17,10 +17,8 @@ import httpx
 import pytest
 
 from coordinator.background import READY_FILE, Serving, running_pid
-from coordinator.base.config import CoordinatorConfig
-from coordinator.doors.grpc.server import GrpcConfig
-from coordinator.doors.http_server import HttpConfig
-from coordinator.server import Server, ServerConfig, StartError
+from coordinator.base.config import CoordinatorConfig, GrpcConfig, HttpConfig, ServerConfig
+from coordinator.server import Server, StartError
 from tests.support.toy_engine import ToyEngine
 from tinkerpool.credentials import Credentials, credentials_file, read_credentials, write_credentials
 from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
