@@ -56,7 +56,7 @@ class _LossFunctionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LossFunc
     LOSS_FUNCTION_UNSPECIFIED: _LossFunction.ValueType  # 0
     """Refused."""
     LOSS_FUNCTION_CROSS_ENTROPY: _LossFunction.ValueType  # 1
-    """sum(-p w). Inputs: `target_tokens` (n,) or (n, k), `weights` of the same shape."""
+    """sum(-p w). Inputs: `target_tokens` (n,) or (n, k), `weights` of the same shape (ones if left out)."""
     LOSS_FUNCTION_IMPORTANCE_SAMPLING: _LossFunction.ValueType  # 2
     """-sum(r A). Inputs of this and the following: `target_tokens`, `logprobs`, `advantages`."""
     LOSS_FUNCTION_PPO: _LossFunction.ValueType  # 3
@@ -78,7 +78,7 @@ class LossFunction(_LossFunction, metaclass=_LossFunctionEnumTypeWrapper):
 LOSS_FUNCTION_UNSPECIFIED: LossFunction.ValueType  # 0
 """Refused."""
 LOSS_FUNCTION_CROSS_ENTROPY: LossFunction.ValueType  # 1
-"""sum(-p w). Inputs: `target_tokens` (n,) or (n, k), `weights` of the same shape."""
+"""sum(-p w). Inputs: `target_tokens` (n,) or (n, k), `weights` of the same shape (ones if left out)."""
 LOSS_FUNCTION_IMPORTANCE_SAMPLING: LossFunction.ValueType  # 2
 """-sum(r A). Inputs of this and the following: `target_tokens`, `logprobs`, `advantages`."""
 LOSS_FUNCTION_PPO: LossFunction.ValueType  # 3

@@ -71,6 +71,22 @@ def test_both_libraries_get_the_same_bits(pool: ServedPool) -> None:
     assert np.array_equal(np.array(got[2], np.float32), np.array(expected[2], np.float32))
 
 
+@pytest.mark.parametrize("library", [tinkerpool, tinker], ids=["ours", "theirs"])
+def test_a_cross_entropy_without_weights_has_weights_of_one(pool: ServedPool, library: Any) -> None:
+    service = pool.client("ones") if library is tinkerpool else sdk(pool.http_url, pool.key("ones"))
+    with service as made:
+        client: Any = made.create_lora_training_client("kjv-2m", rank=4, seed=2)
+        client = client.result(WAIT_S) if hasattr(client, "result") else client
+        tokens = client.get_tokenizer().encode(TEXTS[0])
+        outputs = []
+        for given in ({}, {"weights": [1.0] * (len(tokens) - 1)}):
+            model_input, inputs = library.ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], **given}
+            data = [library.Datum(model_input=model_input, loss_fn_inputs=inputs)]
+            outputs.append(client.forward(data, "cross_entropy").result(WAIT_S))
+    assert outputs[0].metrics["loss:sum"] == outputs[1].metrics["loss:sum"] > 0
+    assert as_bytes(outputs[0].loss_fn_outputs[0]["logprobs"]) == as_bytes(outputs[1].loss_fn_outputs[0]["logprobs"])
+
+
 def test_a_loss_of_the_users_own_gives_the_gradient_of_the_built_in_one(pool: ServedPool) -> None:
     def negative_logprobs(_data: Any, logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
         return -sum(values.sum() for values in logprobs), {}

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import hypothesis
+import numpy as np
 import pytest
 import zstandard
 from hypothesis import strategies as st
@@ -22,6 +24,8 @@ from coordinator.doors.http_app import HANDLERS
 from tests.support.doors.sdk import API, Wire, pass_of
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tinkerpool.compat import tinker_pb2 as wire
+from tinkerpool.convert import to_tensor
+from tinkerpool.v1 import training_pb2, training_pb2_grpc, types_pb2
 
 POLL_S = 0.2
 LIMITS = Limits(pending_operations_max=6, message_bytes_max=2 << 20)
@@ -64,6 +68,35 @@ def test_the_same_request_again_is_the_same_promise_and_runs_once(wired: Wire, m
     assert len({answer["request_id"] for answer in first}) == len({answer["request_id"] for answer in second}) == 1
     assert wired.result(second[0]["request_id"]) == wired.result(second[0]["request_id"])
     assert wired.result(second[0]["request_id"])["metrics"]["num_datums:sum"] == 1
+
+
+def test_a_cross_entropy_without_weights_is_through_every_door_the_request_with_weights_of_one(
+    pool: RestartablePool, wired: Wire, model: str
+) -> None:
+    spelled, without = pass_of(model, 1, [1, 2, 3]), pass_of(model, 1, [1, 2, 3])
+    del without.data[0].loss_fn_inputs["weights"]
+    tensor = {"dtype": "int64", "data": [1, 2, 3], "shape": [3]}
+    chunk = {"type": "encoded_text", "tokens": [1, 2, 3]}
+    json_datum = {"model_input": {"chunks": [chunk]}, "loss_fn_inputs": {"target_tokens": tensor}}
+    json_pass = {"forward_backward_input": {"data": [json_datum], "loss_fn": "cross_entropy"}}
+    promises = [
+        wired.binary(spelled).json()["request_id"],
+        wired.binary(without).json()["request_id"],
+        wired.ok("/forward_backward", {**json_pass, "model_id": model, "seq_id": 1})["request_id"],
+    ]
+    tokens = to_tensor(np.array([1, 2, 3], np.int32))
+    request = training_pb2.ForwardBackwardRequest(
+        adapter_id=model,
+        seq=1,
+        data=[types_pb2.Datum(tokens=tokens, loss_inputs={"target_tokens": tokens})],
+        loss_function=types_pb2.LOSS_FUNCTION_CROSS_ENTROPY,
+    )
+    with grpc.insecure_channel(pool.url.removeprefix("http://")) as channel:
+        stub = training_pb2_grpc.TrainingServiceStub(channel)
+        key = (("authorization", f"Bearer {pool.key()}"),)
+        promises.append(stub.ForwardBackward(request, metadata=key).operation.name)
+    assert promises == [f"{model}:1"] * 4
+    assert wired.result(f"{model}:1")["metrics"]["tokens:sum"] == 3
 
 
 def test_another_request_at_a_taken_place_is_refused_for_good(wired: Wire, model: str) -> None:
