@@ -14,17 +14,77 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from workers.contract.messages import AdapterSpec
-from workers.model.lora import GroupShape, GroupViews, Kind
 
 RANK_CLASSES = (8, 16, 32, 64, 128)
 ALIGNMENT = 64
 """In values: 256 bytes, a whole number of cache lines and of vector registers."""
+
+
+ModuleKind = Literal["attn", "mlp", "unembed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupShape:
+    """Linear modules that read the same input (query, key and value; gate and up; the others alone)."""
+
+    index: int
+    """Place among the base model's groups."""
+    kind: ModuleKind
+    names: tuple[str, ...]
+    """Full module names, as `named_modules` gives them."""
+    d_in: int
+    d_outs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupViews:
+    """Views of a group's A and B in a bank: of one row, or of all S rows of a slab with S as the first dimension."""
+
+    A: Tensor
+    """(G * R, D): the A of every linear, one below the other."""
+    Bs: tuple[Tensor, ...]
+    """Per linear B^T (R, F): products with B in this layout are several times faster than with (F, R)."""
+    A_grad: Tensor | None
+    """As A, added to by the backward; None in rows that are only sampled from."""
+    B_grads: tuple[Tensor, ...]
+
+    def row(self, slot: int) -> GroupViews:
+        """The views of one row of a slab."""
+        return GroupViews(
+            A=self.A[slot],
+            Bs=tuple(B[slot] for B in self.Bs),
+            A_grad=None if self.A_grad is None else self.A_grad[slot],
+            B_grads=tuple(B_grad[slot] for B_grad in self.B_grads),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class AdapterViews:
+    """An adapter in its slot: what a `Segment` needs to know of it."""
+
+    slab: Sequence[GroupViews | None]
+    """Per group of the base model, over all rows of the slab; None where the group is not adapted."""
+    groups: Sequence[GroupViews | None]
+    """The same of this row alone."""
+    slot: int
+    """Index of the row in its slab."""
+    scaling: float = 0.0
+    """alpha / rank of the adapter in the slot."""
+
+    def occupy(self, spec: AdapterSpec) -> None:
+        """Let the views stand for this adapter, which now lies in the slot."""
+        self.scaling = spec.alpha / spec.rank
+
+    def can_follow(self, last: AdapterViews) -> bool:
+        """Return whether this adapter may come behind `last` in a batch."""
+        return self.slab is last.slab and self.slot > last.slot and self.scaling == last.scaling
 
 
 def rank_class(rank: int) -> int:
@@ -35,9 +95,9 @@ def rank_class(rank: int) -> int:
     raise ValueError(f"rank is {rank}; it must be between 1 and {RANK_CLASSES[-1]}")
 
 
-def trained_kinds(spec: AdapterSpec) -> tuple[Kind, ...]:
+def trained_kinds(spec: AdapterSpec) -> tuple[ModuleKind, ...]:
     """The kinds of modules that an adapter adapts. Raises ValueError if there are none."""
-    flags: tuple[tuple[Kind, bool], ...] = (
+    flags: tuple[tuple[ModuleKind, bool], ...] = (
         ("attn", spec.train_attn),
         ("mlp", spec.train_mlp),
         ("unembed", spec.train_unembed),
@@ -74,7 +134,7 @@ class GroupParts:
 class RowLayout:
     """The layout of one bank's rows."""
 
-    def __init__(self, shapes: Sequence[GroupShape], padded_rank: int, kinds: tuple[Kind, ...]) -> None:
+    def __init__(self, shapes: Sequence[GroupShape], padded_rank: int, kinds: tuple[ModuleKind, ...]) -> None:
         self.padded_rank = padded_rank
         self.kinds = kinds
         self.parts: list[GroupParts | None] = []

@@ -10,7 +10,8 @@ from workers.model.attention import Attend
 from workers.model.blocks import BLOCK_ROWS, are_rows_alike
 from workers.model.device_attention import FlashKernel, SdpaAttention, VarlenAttention
 from workers.model.grouped import MAJOR_CAPABILITIES, GroupedRun, group_segments
-from workers.model.lora import AdapterViews, GroupViews, Segment
+from workers.model.lora import Segment
+from workers.rows import AdapterViews, GroupViews
 
 pytestmark = pytest.mark.gpu
 

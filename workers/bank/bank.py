@@ -22,8 +22,7 @@ from torch import Tensor
 from workers.bank.transfers import Transfer, Transfers, transfers_for
 from workers.contract.messages import AdapterSpec
 from workers.host.allocator import is_out_of_memory
-from workers.model.lora import AdapterViews, GroupShape, Kind
-from workers.rows import RowLayout, rank_class, trained_kinds
+from workers.rows import AdapterViews, GroupShape, ModuleKind, RowLayout, rank_class, trained_kinds
 
 SLAB_ROWS = 32
 """Rows that are reserved at once, of one layout. On a CPU memory is taken as rows are used."""
@@ -186,7 +185,7 @@ class Bank:
         self._device = torch.device(device)
         self._compute_dtype = compute_dtype
         self._transfers = transfers_for(self._device) if transfers is None else transfers
-        self._layouts: dict[tuple[int, tuple[Kind, ...]], RowLayout] = {}
+        self._layouts: dict[tuple[int, tuple[ModuleKind, ...]], RowLayout] = {}
         self._slabs: list[Slab] = []
         self._entries: dict[str, Entry] = {}
         self._resident: dict[str, Entry] = {}
@@ -444,7 +443,7 @@ class Bank:
         return self._transfers.to_device(copies)
 
     def _occupy(self, entry: Entry, row: Row) -> None:
-        row.groups.scaling = entry.spec.alpha / entry.spec.rank
+        row.groups.occupy(entry.spec)
         entry.row, entry.host = row, None
         self._resident[entry.key] = entry
 

@@ -43,16 +43,17 @@ from workers.model.blocks import BLOCK_ROWS, are_rows_alike
 from workers.model.device_attention import attend_packed_for
 from workers.model.frozen import BlockProducts, PackedProducts, can_pack, kernel_rows
 from workers.model.grouped import VALUES_MULTIPLE, can_group, group_segments
-from workers.model.lora import CurrentPass, GroupShape, Kind, LinearGroup, MultiLoraLinear, Segment
+from workers.model.lora import CurrentPass, LinearGroup, MultiLoraLinear, Segment
 from workers.model.norms import fuse_rms_norms
 from workers.model.numerics import Elementwise, can_batch_segments, find_rows_min, fingerprint
 from workers.model.recompute import Recomputation
 from workers.model.rotary import fuse_rotary
+from workers.rows import GroupShape, ModuleKind
 
 ATTENTION_NAME = "tinkerpool"
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Leaf names of linears that read the same input and are computed together."""
-KIND_OF_PARENT: Mapping[str, Kind] = {"self_attn": "attn", "attention": "attn", "attn": "attn", "mlp": "mlp"}
+KIND_OF_PARENT: Mapping[str, ModuleKind] = {"self_attn": "attn", "attention": "attn", "attn": "attn", "mlp": "mlp"}
 MAX_RANK = 128
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -245,7 +246,7 @@ class BaseModel:
             is_exact=self.block_rows is not None or (self.rows_min is not None and not self.is_deferred),
         )
 
-    def _leaf_names(self, kind: Kind) -> tuple[str, ...]:
+    def _leaf_names(self, kind: ModuleKind) -> tuple[str, ...]:
         names = [name.rpartition(".")[2] for shape in self.group_shapes if shape.kind == kind for name in shape.names]
         return tuple(dict.fromkeys(names))
 
@@ -342,7 +343,7 @@ class BaseModel:
         groups.append(self._replace(len(groups), "unembed", (unembedding_name,)))
         return tuple(groups)
 
-    def _replace(self, index: int, kind: Kind, names: tuple[str, ...]) -> LinearGroup:
+    def _replace(self, index: int, kind: ModuleKind, names: tuple[str, ...]) -> LinearGroup:
         linears = [self.model.get_submodule(name) for name in names]
         shape = GroupShape(
             index=index,

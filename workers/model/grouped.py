@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from workers.model.lora import AdapterViews, GroupShape, GroupViews, Segment
+from workers.model.lora import Segment
+from workers.rows import AdapterViews, GroupShape, GroupViews
 
 VALUES_MULTIPLE = 8
 """Rows must be whole multiples of 16 bytes apart, in bf16."""

@@ -19,68 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.model.frozen import FrozenProducts, PlainProducts
-
-Kind = Literal["attn", "mlp", "unembed"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupShape:
-    """Linear modules that read the same input (query, key and value; gate and up; the others alone)."""
-
-    index: int
-    """Place among the base model's groups."""
-    kind: Kind
-    names: tuple[str, ...]
-    """Full module names, as `named_modules` gives them."""
-    d_in: int
-    d_outs: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupViews:
-    """Views of a group's A and B in a bank: of one row, or of all S rows of a slab with S as the first dimension."""
-
-    A: Tensor
-    """(G * R, D): the A of every linear, one below the other."""
-    Bs: tuple[Tensor, ...]
-    """Per linear B^T (R, F): products with B in this layout are several times faster than with (F, R)."""
-    A_grad: Tensor | None
-    """As A, added to by the backward; None in rows that are only sampled from."""
-    B_grads: tuple[Tensor, ...]
-
-    def row(self, slot: int) -> GroupViews:
-        """The views of one row of a slab."""
-        return GroupViews(
-            A=self.A[slot],
-            Bs=tuple(B[slot] for B in self.Bs),
-            A_grad=None if self.A_grad is None else self.A_grad[slot],
-            B_grads=tuple(B_grad[slot] for B_grad in self.B_grads),
-        )
-
-
-@dataclass(slots=True, eq=False)
-class AdapterViews:
-    """An adapter in its slot: what a `Segment` needs to know of it."""
-
-    slab: Sequence[GroupViews | None]
-    """Per group of the base model, over all rows of the slab; None where the group is not adapted."""
-    groups: Sequence[GroupViews | None]
-    """The same of this row alone."""
-    slot: int
-    """Index of the row in its slab."""
-    scaling: float = 0.0
-    """alpha / rank of the adapter in the slot."""
-
-    def can_follow(self, last: AdapterViews) -> bool:
-        """Whether it may come behind another in a batch."""
-        return self.slab is last.slab and self.slot > last.slot and self.scaling == last.scaling
+from workers.rows import AdapterViews, GroupShape, GroupViews
 
 
 @dataclass(frozen=True, slots=True)

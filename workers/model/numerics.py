@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from workers.model.frozen import FrozenProducts, PackedProducts, PlainProducts
-from workers.model.lora import AdapterViews, GroupViews, Run, backward_segments, forward_segments
+from workers.model.lora import Run, backward_segments, forward_segments
+from workers.rows import AdapterViews, GroupViews
 
 ROWS_MIN_CANDIDATES = (16, 32, 48, 64, 96, 128, 192, 240)
 MULTIPLES = (1, 2, 3, 4, 5, 7, 8, 11, 16)

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.model.lora import AdapterViews, FusedSaved, LinearGroup, Saved, Segment
+from workers.model.lora import FusedSaved, LinearGroup, Saved, Segment
+from workers.rows import AdapterViews
 from workers.training.losses import RequestLoss
 
 BLOCK_VALUES = 1 << 21

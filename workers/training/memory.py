@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from workers.model.lora import GroupShape
+from workers.rows import GroupShape
 from workers.training import device_logits, logits
 
 Recompute = Literal["off", "on", "auto"]

@@ -17,7 +17,8 @@ from tests.support.numerics.agreement import distance, observe
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from tests.support.numerics.tenants import TENANTS
 from workers.model.grouped import GroupedRun, can_group, group_segments
-from workers.model.lora import AdapterViews, GroupShape, Segment
+from workers.model.lora import Segment
+from workers.rows import AdapterViews, GroupShape
 
 
 @pytest.fixture(scope="module")

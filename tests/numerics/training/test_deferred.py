@@ -13,7 +13,7 @@ from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from tests.support.numerics.tenants import TENANTS
 from workers.bank.bank import Bank, Row
 from workers.contract.messages import AdamParams, ErrorCode
-from workers.model.lora import GroupShape
+from workers.rows import GroupShape
 from workers.training import device_logits, optim
 from workers.training.device_logits import DeviceLoss
 from workers.training.optim import NonFiniteStepError, Step, StepNorms, adamw_step, adamw_steps

@@ -8,7 +8,7 @@ import torch
 
 from workers.bank.bank import Bank, HostRow
 from workers.contract.messages import AdapterSpec
-from workers.model.lora import GroupShape
+from workers.rows import GroupShape
 
 SHAPES = (
     GroupShape(index=0, kind="attn", names=("l.q_proj", "l.k_proj"), d_in=48, d_outs=(48, 16)),
