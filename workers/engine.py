@@ -54,8 +54,10 @@ from workers.contract.messages import (
 from workers.contract.settings import num_cores
 from workers.host.allocator import keep_freed_memory, without_holes
 from workers.host.host_memory import free_bytes
+from workers.host.threads import ThreadChoice
 from workers.model.base_model import BaseModel
-from workers.selftest.threads import ThreadChoice, are_threads_alike
+from workers.selftest.loading import load_base_model
+from workers.selftest.threads import is_thread_count_invariant
 from workers.training.memory import Recompute
 from workers.training.optim import NonFiniteStepError, Step, StepNorms, adamw_step, adamw_steps, check_params
 from workers.training.packing import Request
@@ -174,7 +176,7 @@ class TrainingEngine:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self.config = config
-        self.base_model = BaseModel(
+        self.base_model = load_base_model(
             config.model, name=config.model_name, device=config.device, dtype=config.torch_dtype, exact=config.exact
         )
         self.bank = Bank(
@@ -193,10 +195,11 @@ class TrainingEngine:
             raise ValueError(f"{name} is loaded, but there is no memory for a pass: give the worker more")
         if fitting_tokens is not None:
             logger.warning("%s: memory is short; longer sequences than %d tokens are refused", name, fitting_tokens)
-        is_alike = fitting_tokens is None and are_threads_alike(self.base_model)
-        self._threads = ThreadChoice(torch.get_num_threads(), num_cores()) if is_alike else None
+        is_invariant = fitting_tokens is None and is_thread_count_invariant(self.base_model)
+        self._threads = ThreadChoice(torch.get_num_threads(), num_cores()) if is_invariant else None
         info = self.base_model.info(
-            are_threads_alike=is_alike, are_samples_alike=self.sampler is None or self.sampler.are_samples_alike
+            is_thread_count_invariant=is_invariant,
+            are_samples_batch_invariant=self.sampler is None or self.sampler.are_samples_alike,
         )
         num_cache_blocks = None if self.sampler is None else self.sampler.num_cache_blocks
         self._info = replace(info, fitting_tokens=fitting_tokens, num_cache_blocks=num_cache_blocks)

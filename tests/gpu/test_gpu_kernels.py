@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from workers.model.attention import Attend
-from workers.model.blocks import BLOCK_ROWS, are_rows_alike
+from workers.model.blocks import BLOCK_ROWS
 from workers.model.device_attention import FlashKernel, SdpaAttention, VarlenAttention
 from workers.model.grouped import MAJOR_CAPABILITIES, GroupedRun, group_segments
 from workers.model.lora import Segment
 from workers.rows import AdapterViews, GroupViews
+from workers.selftest.rows import are_blocks_invariant
 
 pytestmark = pytest.mark.gpu
 
@@ -136,4 +137,4 @@ def test_grouped_matmul_is_each_adapters_own_products(slots: tuple[int, ...]) ->
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_of_a_block_are_treated_alike(dtype: torch.dtype) -> None:
     weights = [torch.randn(shape, device="cuda", dtype=dtype) for shape in ((1024, 1024), (3072, 1024), (4096, 12288))]
-    assert are_rows_alike(weights, BLOCK_ROWS)
+    assert are_blocks_invariant(weights, BLOCK_ROWS)

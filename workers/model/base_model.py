@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +33,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.activations import ACT2FN
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from workers.contract.messages import ModelInfo
 from workers.model.attention import Attend
-from workers.model.blocks import BLOCK_ROWS, are_rows_alike
+from workers.model.blocks import BLOCK_ROWS
 from workers.model.device_attention import attend_packed_for
-from workers.model.frozen import BlockProducts, PackedProducts, can_pack, kernel_rows
-from workers.model.grouped import VALUES_MULTIPLE, can_group, group_segments
+from workers.model.frozen import kernel_rows
+from workers.model.grouped import can_group, group_segments
 from workers.model.lora import CurrentPass, LinearGroup, MultiLoraLinear, Segment
 from workers.model.norms import fuse_rms_norms
-from workers.model.numerics import Elementwise, can_batch_segments, find_rows_min, fingerprint
+from workers.model.numerics import Numerics, fingerprint
 from workers.model.recompute import Recomputation
 from workers.model.rotary import fuse_rotary
 from workers.rows import GroupShape, ModuleKind
@@ -78,6 +78,16 @@ of independent values do."""
 
 class UnsupportedModelError(ValueError):
     """The model has something that the fused pass would silently get wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """Two packed sequences as the model's own code computes them, before anything in the model is replaced."""
+
+    tokens: Tensor
+    lengths: list[int]
+    logprobs: list[Tensor]
+    """(length, V) of each sequence."""
 
 
 class BaseModel:
@@ -118,10 +128,6 @@ class BaseModel:
         self.is_deferred = self.device.type == "cuda" or dtype != torch.float32
         """Whether results are fetched when a pass or a phase is over, instead of each when it is computed."""
         self.current = CurrentPass()
-        self.block_rows = BLOCK_ROWS if exact else None
-        """Exact mode: products with frozen weights run over exactly so many rows at a time; see `blocks`."""
-        self.is_packed = False
-        """Whether products with frozen weights are oneDNN's; see `frozen`."""
         self.num_params = sum(parameter.numel() for parameter in model.parameters())
         self.num_layers = int(config.num_hidden_layers)
         self.hidden_size = int(config.hidden_size)
@@ -132,7 +138,7 @@ class BaseModel:
         self.max_seq_len = int(config.max_position_embeddings)
         self.attend_packed = attend_packed_for(self.device, dtype, self.head_dim, exact=exact)
         """Makes the `Attend` of whole sequences that stand one behind the other."""
-        reference = self._probe_reference()
+        self._reference: _Reference | None = self._own_logprobs()
         self.groups = self._put_linears_in()
         self.group_shapes = tuple(group.shape for group in self.groups)
         self._unembedding = self.groups[-1]
@@ -144,8 +150,17 @@ class BaseModel:
             if hasattr(module, "layer_idx"):
                 module.tinkerpool_pass = self.current
         self._recomputation = Recomputation(self._layers(), self.current)
-        self._test_numerics()
-        self._probe(*reference)
+        self.numerics = Numerics()
+        """How products are computed; see `use`."""
+        self.use(Numerics(block_rows=BLOCK_ROWS, can_batch=False) if exact else Numerics())
+
+    def use(self, numerics: Numerics) -> None:
+        """Compute products this way from now on."""
+        self.numerics = numerics
+        is_fused = numerics.block_rows is None and can_group(self.device, self.dtype, self.group_shapes)
+        self.current.use(numerics, group_segments if is_fused else None)
+        for group in self.groups:
+            group.use(numerics)
 
     # ------------------------------------------------------------------ forward
 
@@ -169,9 +184,7 @@ class BaseModel:
         padding = self.pad_rows(num_rows) - num_rows
         if padding:
             tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
-        current = self.current
-        current.routing = current.route(segments, needs_grad=torch.is_grad_enabled())
-        current.attend = attend
+        self.current.begin(segments, attend)
         self._recomputation.is_on = recompute
         for group in self.groups:
             group.forget()
@@ -197,9 +210,9 @@ class BaseModel:
 
     def pad_rows(self, num_rows: int) -> int:
         """The number of rows that a pass of `num_rows` runs with: whole multiples of `rows_min`, or of exact blocks."""
-        if self.is_packed:
+        if self.numerics.is_packed:
             return kernel_rows(num_rows, self.current.rows_min)
-        multiple = self.block_rows or self.current.rows_min
+        multiple = self.numerics.block_rows or self.current.rows_min
         return -(-num_rows // multiple) * multiple
 
     @property
@@ -219,8 +232,10 @@ class BaseModel:
         """The largest power of two that is allowed as a rank."""
         return min(MAX_RANK, 1 << (self.hidden_size.bit_length() - 1))
 
-    def info(self, *, are_threads_alike: bool, are_samples_alike: bool) -> ModelInfo:
+    def info(self, *, is_thread_count_invariant: bool, are_samples_batch_invariant: bool) -> ModelInfo:
         """The facts that the coordinator and clients need; see `fingerprint`."""
+        # A deferred loss does not pad its blocks of logits to `rows_min`.
+        numerics = replace(self.numerics, rows_min=None) if self.is_deferred else self.numerics
         files = [self.path / file_name for file_name in TOKENIZER_FILES]
         return ModelInfo(
             name=self.name,
@@ -235,15 +250,13 @@ class BaseModel:
             unembed_modules=self._leaf_names("unembed"),
             tokenizer_files={file.name: file.read_bytes() for file in files if file.is_file()},
             fingerprint=fingerprint(
-                None if self.is_deferred else self.rows_min,
+                numerics,
                 self.device,
                 self.dtype,
-                self.block_rows,
-                is_packed=self.is_packed,
-                are_threads_alike=are_threads_alike,
-                are_samples_alike=are_samples_alike,
+                is_thread_count_invariant=is_thread_count_invariant,
+                are_samples_batch_invariant=are_samples_batch_invariant,
             ),
-            is_exact=self.block_rows is not None or (self.rows_min is not None and not self.is_deferred),
+            is_exact=numerics.block_rows is not None or numerics.rows_min is not None,
         )
 
     def _leaf_names(self, kind: ModuleKind) -> tuple[str, ...]:
@@ -270,51 +283,6 @@ class BaseModel:
                 f"{self.num_layers} layers in its config.json; its architecture is not supported"
             )
         return layers
-
-    def _test_numerics(self) -> None:
-        groups = [group.weights for group in self.groups]
-        weights = [weight for group in groups for weight in group]
-        self.rows_min: int | None = None
-        """Rows from which bits are independent of other rows; None: never, and only exact mode makes a promise."""
-        if self.block_rows is not None:
-            self.current.can_batch = False
-            # Rows of logits must begin alike in memory, or a GPU's softmax adds them up in different orders.
-            is_aligned = self.device.type == "cpu" or self.vocab_size % VALUES_MULTIPLE == 0
-            if not (is_aligned and are_rows_alike(weights, self.block_rows)):
-                raise UnsupportedModelError(
-                    "exact mode is not possible with this model on this device: in products of "
-                    f"{self.block_rows} rows a row's bits depend on its place; load it without exact"
-                )
-            for group in self.groups:
-                group.products = BlockProducts(group.weights, group.biases, self.block_rows)
-            return
-        if self.device.type == "cuda":
-            if can_group(self.device, self.dtype, self.group_shapes):
-                self.current.fuse = group_segments
-            return
-        if can_pack(groups):
-            self.rows_min = find_rows_min(groups, self._elementwise(), is_packed=True)
-            self.is_packed = self.rows_min is not None
-        if self.is_packed:
-            for group in self.groups:
-                group.products = PackedProducts(group.weights, group.biases)
-        else:
-            self.rows_min = find_rows_min(groups, self._elementwise(), is_packed=False)
-        self.current.rows_min = self.rows_min or self.current.rows_min
-        self.current.can_batch = can_batch_segments(weights, self.current.rows_min)
-
-    def _elementwise(self) -> list[Elementwise]:
-        """The transcendental functions that layers apply to all rows at once: activation and rotary embedding."""
-        activation = ACT2FN[getattr(self.config, "hidden_activation", None) or self.config.hidden_act]
-        widths = {shape.d_outs[0] for shape in self.group_shapes if shape.kind == "mlp"}
-
-        def derivative(values: Tensor) -> Tensor:
-            with torch.enable_grad():
-                values = values.clone().requires_grad_()
-                return torch.autograd.grad(activation(values).sum(), values)[0]
-
-        functions = [(width, function) for width in widths for function in (activation, derivative)]
-        return [*functions, (self.head_dim, torch.cos), (self.head_dim, torch.sin)]
 
     def _put_linears_in(self) -> tuple[LinearGroup, ...]:
         """Replace the linears of every layer and the unembedding; groups in the order of the forward."""
@@ -360,31 +328,37 @@ class BaseModel:
         return group
 
     @torch.no_grad()
-    def _probe_reference(self) -> tuple[Tensor, list[int], list[Tensor]]:
-        """Tokens of two packed sequences, their lengths, and the log-probabilities that the model itself gives."""
+    def _own_logprobs(self) -> _Reference:
+        """Return the log-probabilities of two sequences, computed by the model's own code."""
         lengths = [min(24, self.max_seq_len), min(11, self.max_seq_len)]
         num_tokens = int(self.model.get_input_embeddings().num_embeddings)
         tokens = (torch.arange(sum(lengths), device=self.device) * 7919 + 13) % min(num_tokens, self.vocab_size)
-        expected = [
+        logprobs = [
             self.model(input_ids=part.unsqueeze(0), use_cache=False).logits[0].float().log_softmax(-1)
             for part in tokens.split(lengths)
         ]
-        return tokens, lengths, expected
+        return _Reference(tokens, lengths, logprobs)
 
     @torch.no_grad()
-    def _probe(self, tokens: Tensor, lengths: list[int], expected: list[Tensor]) -> None:
-        """Refuse a model whose packed forward differs from its own, sequence by sequence."""
+    def probe(self) -> None:
+        """Compare the packed forward with the model's own, sequence by sequence. Called once, when the model is loaded.
+
+        Raises UnsupportedModelError if they differ.
+        """
+        reference, self._reference = self._reference, None
+        assert reference is not None, "the model has been probed already"
+        lengths = reference.lengths
         positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
-        hidden = self.forward(tokens, positions, (), self.attend_packed(lengths, [1] * len(lengths)))
+        hidden = self.forward(reference.tokens, positions, (), self.attend_packed(lengths, [1] * len(lengths)))
         actual = self.unembed(hidden, ()).float().log_softmax(-1)
-        for logprobs, own in zip(actual.split(lengths), expected, strict=True):
+        for logprobs, own in zip(actual.split(lengths), reference.logprobs, strict=True):
             difference, tolerance = self._difference(logprobs, own)
             if not difference <= tolerance:
                 raise UnsupportedModelError(
                     f"the fused pass gives other log-probabilities than the model's own code (by {difference:.2g}, "
                     f"allowed are {tolerance:.2g}); this architecture has a feature that is not supported"
                 )
-        self.current.num_base_matmuls = 0
+        self.current.reset()
 
     def _difference(self, logprobs: Tensor, own: Tensor) -> tuple[float, float]:
         """How far log-probabilities (N, V) are from the model's own, and how far they may be.

@@ -6,14 +6,14 @@ every call has the same number, whatever is in the pass: the last block is fille
 Knows matrices; not whose rows they are.
 
 Main invariant: a row's result depends on that row, the weights and the size of a block alone, provided that a kernel
-treats all rows of a block alike, which `are_rows_alike` checks with the very weights in use.
+treats all rows of a block alike, which a trial checks with the very weights in use when a model is loaded.
 
 Dimensions: N rows, D inputs, F outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,8 +21,6 @@ from torch.nn import functional as F
 
 BLOCK_ROWS = 256
 """On an H200 a product with bf16 weights is bound by arithmetic from 184 rows on; larger blocks waste more on zeros."""
-MOVES = (1, 8, 37)
-"""How many rows further down `are_rows_alike` puts the same rows."""
 
 
 def linear(x: Tensor, weight_t: Tensor, bias: Tensor | None, out: Tensor | None, block_rows: int) -> Tensor:
@@ -48,24 +46,6 @@ def add_up(dys: Sequence[Tensor], weights: Sequence[Tensor], block_rows: int) ->
             target.addmm_(_filled_up(dy[rows], block_rows), weight)
         _keep(target, dx[rows])
     return dx
-
-
-@torch.no_grad()
-def are_rows_alike(weights: Iterable[Tensor], block_rows: int) -> bool:
-    """Whether rows have the same bits wherever they stand in a block and whatever else does, for weights (F, D)."""
-    by_shape = {tuple(weight.shape): weight for weight in weights}
-    return all(_is_alike(matrix, block_rows) for weight in by_shape.values() for matrix in (weight.t(), weight))
-
-
-def _is_alike(matrix: Tensor, block_rows: int) -> bool:
-    generator = torch.Generator().manual_seed(len(matrix))
-    block = torch.randn(block_rows, len(matrix), generator=generator).to(matrix.device, matrix.dtype)
-    expected = block @ matrix
-    for move in MOVES:
-        moved = torch.cat([block[:move] * 3, block[:-move]])
-        if not torch.equal((moved @ matrix)[move:], expected[:-move]):
-            return False
-    return True
 
 
 def _blocks(num_rows: int, block_rows: int) -> Iterator[slice]:

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from workers.model.frozen import FrozenProducts, PlainProducts
+from workers.model.frozen import BlockProducts, FrozenProducts, PackedProducts, PlainProducts
+from workers.model.numerics import ROWS_MIN, Numerics
 from workers.rows import AdapterViews, GroupShape, GroupViews
 
 
@@ -159,6 +160,10 @@ class FusedRun(Protocol):
         """Add to the adapters' gradients, and to dx (T, D) if given; `xa` is what `forward` gave."""
 
 
+Fuse = Callable[[Sequence[Segment]], Sequence[FusedRun]]
+"""Makes fused runs of a pass's segments."""
+
+
 class Routing:
     """Which rows of a pass go through which adapter. Rows in no segment see the base model alone.
 
@@ -172,7 +177,7 @@ class Routing:
         *,
         can_batch: bool = True,
         can_batch_short: bool = False,
-        fuse: Callable[[Sequence[Segment]], Sequence[FusedRun]] | None = None,
+        fuse: Fuse | None = None,
     ) -> None:
         """With `fuse` all segments are computed by what it returns, and `runs` is empty."""
         self.runs: list[Run] = []
@@ -215,19 +220,34 @@ class Routing:
 class CurrentPass:
     """What the layers of one base model share during a pass. One per base model; used by one thread."""
 
-    def __init__(self, rows_min: int = 16) -> None:
-        self.routing = Routing((), rows_min)
-        self.attend: Any = None
-        self.rows_min = rows_min
+    def __init__(self) -> None:
+        self.rows_min = ROWS_MIN
         """Matmuls with fewer rows are padded to this many; below it, the bits of a row depend on the others."""
         self.can_batch = True
-        """Whether segments in one batch have the bits of each alone; see the self-test."""
-        self.fuse: Callable[[Sequence[Segment]], Sequence[FusedRun]] | None = None
+        """Whether segments in one batch have the bits that each has solo; see `Numerics`."""
+        self.fuse: Fuse | None = None
         """`grouped.group_segments` where the device has such a kernel."""
+        self.routing = Routing((), self.rows_min)
+        self.attend: Any = None
         self.num_base_matmuls = 0
         """Products of activations with frozen weights so far, forward only."""
         self.anchor = torch.zeros((), requires_grad=True)
         """Makes outputs require a gradient although neither the embeddings nor the frozen weights do."""
+
+    def use(self, numerics: Numerics, fuse: Fuse | None) -> None:
+        """Compute segments this way from now on."""
+        self.rows_min = numerics.rows_min or ROWS_MIN
+        self.can_batch = numerics.can_batch
+        self.fuse = fuse
+
+    def begin(self, segments: Sequence[Segment], attend: Any) -> None:
+        """Set the segments and the attention of the next forward, and of its backward."""
+        self.routing = self.route(segments, needs_grad=torch.is_grad_enabled())
+        self.attend = attend
+
+    def reset(self) -> None:
+        """Drop the last pass and the count of products."""
+        self.routing, self.attend, self.num_base_matmuls = self.route(()), None, 0
 
     def route(self, segments: Sequence[Segment], *, needs_grad: bool = True) -> Routing:
         """How these segments are computed; there are more ways without a gradient."""
@@ -261,10 +281,20 @@ class LinearGroup:
         self.shape = shape
         self.weights = [linear.weight.detach() for linear in linears]  # (F, D) each
         self.biases = [cast("Tensor | None", linear.bias) for linear in linears]
-        self.products: FrozenProducts = PlainProducts(self.weights, self.biases)
+        self.products: FrozenProducts
+        self.use(Numerics())
         self.current = current
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
+
+    def use(self, numerics: Numerics) -> None:
+        """Compute products with the frozen weights this way from now on."""
+        if numerics.block_rows is not None:
+            self.products = BlockProducts(self.weights, self.biases, numerics.block_rows)
+        elif numerics.is_packed:
+            self.products = PackedProducts(self.weights, self.biases)
+        else:
+            self.products = PlainProducts(self.weights, self.biases)
 
     def output(self, x: Tensor, position: int) -> Tensor:
         """The output of linear `position` for x (..., D). The first call of a group computes its siblings' too."""

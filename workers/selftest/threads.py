@@ -1,28 +1,21 @@
-"""How many threads the next pass or decode step runs with: as many as there are cores that nobody else uses.
+"""Trial of threads: whether passes, steps and samples have the same bits on one thread and on several.
 
-Threads that meet after every operation go at the pace of the last of them. Where another process holds one of two
-cores, a pass on two threads takes several times as long as on one. So passes give way, and take the cores back when
-they are free. Only where bits do not depend on the number of threads: `are_threads_alike` tries that when a model is
-loaded.
+If they have, the number of threads may follow the load of the machine (`host.threads`). The trial runs a small pass of
+several adapters, their steps and some samples, twice.
 
-Knows cores, times and, for that trial, one small pass and some samples; not batches or order.
+Main invariant: a base model that was not tried, or had no memory for the trial, counts as depending on the number.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from workers.bank.bank import Bank
+from workers.bank.bank import Bank, Row
 from workers.contract.messages import (
     AdamParams,
     AdapterSpec,
@@ -34,27 +27,17 @@ from workers.contract.messages import (
     SamplingParams,
 )
 from workers.host.host_memory import free_bytes
-from workers.host.kernel_files import read_kernel_file
 from workers.model.base_model import BaseModel
 from workers.sampling.sampler import Sampler
 from workers.training.optim import Step, StepNorms, adamw_step, adamw_steps
+from workers.training.packing import Request
 from workers.training.passes import PassRunner
-
-PROC_STAT = Path("/proc/stat")
-NUM_CORES, CORE_BYTES = os.cpu_count() or 1, 256
-"""Of the machine, and how long a core's line in that file may be: ten numbers of 64 bits."""
-WINDOW_S = 0.25
-"""Length of passes over which the cores are watched before deciding. The kernel counts in hundredths of a second."""
-MARGIN_DOWN, MARGIN_UP = 0.4, 0.2
-"""In cores: others may use so much of a thread's core before the thread is given up, and only so much when it is taken
-back. Two margins, so that a load between them does not make the number swing."""
-
 
 TRIAL_LENGTHS = {
     "few": (5,),
     "odd": (11,),
     "mixed": (24, 24, 11),
-    "beside": (24, 24, 11),
+    "equal": (24, 24, 11),
     "many": (256,),
     "long": (1024,),
 }
@@ -69,120 +52,58 @@ TRIAL_SHORT_PARAMS_MIN, TRIAL_SHORT_LENGTH = 50_000_000, 128
 TRIAL_PARAMS_MAX = 1_000_000_000
 """A larger base model is not tried: it would take minutes, and its operations are so long that meeting costs little."""
 _TRIED: dict[object, bool] = {}
-"""What trials in this process have shown, by all that kernels are chosen by."""
+"""Results of trials in this process, by all that kernels are chosen by."""
 
 
-@dataclass(frozen=True, slots=True)
-class CoreTimes:
-    """Seconds so far."""
+def is_thread_count_invariant(base_model: BaseModel) -> bool:
+    """Return whether passes, steps and samples have the same bits on one thread and on the number in use.
 
-    wall_s: float
-    used_s: float
-    """By anybody, on the cores that this process may use, summed over them."""
-    own_s: float
-    """By this process, all threads."""
-
-
-def read_core_times() -> CoreTimes | None:
-    """The present state; None where the system does not tell."""
-    try:
-        lines = read_kernel_file(PROC_STAT, (NUM_CORES + 1) * CORE_BYTES).split("\n")
-        cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    except (OSError, AttributeError):
-        return None
-    ticks = 0
-    for line in lines[1:]:  # the first is of all cores
-        name, *fields = line.split(" ")
-        if not name.startswith("cpu"):
-            break
-        if name in cores:
-            user, nice, system, _idle, _iowait, irq, softirq, steal = (int(field) for field in fields[:8])
-            ticks += user + nice + system + irq + softirq + steal
-    return CoreTimes(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
-
-
-class ThreadChoice:
-    """Chooses for one engine. One thread only."""
-
-    def __init__(
-        self, num_threads: int, num_cores: int, read: Callable[[], CoreTimes | None] = read_core_times
-    ) -> None:
-        """At most `num_threads`, on a machine that gives this process `num_cores`."""
-        self.num_threads = num_threads
-        self._num_threads_max = num_threads
-        self._num_cores = num_cores
-        self._read = read
-        self._wall_s = self._foreign_s = 0.0
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around a pass: the chosen number of threads inside, the number there was before afterwards."""
-        if self._num_threads_max == 1:
-            yield
-            return
-        before, num_before = self._read(), torch.get_num_threads()
-        torch.set_num_threads(self.num_threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(num_before)
-            after = self._read()
-            if before is not None and after is not None:
-                self._observe(before, after)
-
-    def _observe(self, before: CoreTimes, after: CoreTimes) -> None:
-        """Add a pass to the window; decide at its end."""
-        self._wall_s += after.wall_s - before.wall_s
-        self._foreign_s += (after.used_s - before.used_s) - (after.own_s - before.own_s)
-        if self._wall_s < WINDOW_S:
-            return
-        num_free = self._num_cores - self._foreign_s / self._wall_s
-        num_kept, num_taken = int(num_free + MARGIN_DOWN), int(num_free + MARGIN_UP)
-        chosen = max(num_taken, min(num_kept, self.num_threads))
-        self.num_threads = max(1, min(chosen, self._num_threads_max))
-        self._wall_s = self._foreign_s = 0.0
-
-
-def are_threads_alike(base_model: BaseModel) -> bool:
-    """Whether passes, steps and samples have the same bits on one thread and on the number of threads in use.
-
-    False without trying if that is one thread, if the device is no CPU, or if the model is very large.
+    False without a trial if that number is one, if the device is no CPU, or if the model is very large.
     """
     num_threads = torch.get_num_threads()
     if num_threads == 1 or base_model.device.type != "cpu" or base_model.num_params > TRIAL_PARAMS_MAX:
         return False
-    current = base_model.current
     sizes = (base_model.group_shapes, base_model.num_heads, base_model.head_dim)
-    ways = (
-        num_threads,
-        base_model.dtype,
-        base_model.block_rows,
-        base_model.is_packed,
-        current.rows_min,
-        current.can_batch,
-    )
-    if (sizes, ways) not in _TRIED:
-        num_matmuls = base_model.num_base_matmuls
+    key = (sizes, num_threads, base_model.dtype, base_model.numerics)
+    if key not in _TRIED:
         several = _trial(base_model)
         torch.set_num_threads(1)
         try:
             single = _trial(base_model)
         finally:
             torch.set_num_threads(num_threads)
-            current.routing, current.attend, current.num_base_matmuls = current.route(()), None, num_matmuls
-        is_alike = all(torch.equal(left, right) for left, right in zip(several, single, strict=True))
-        _TRIED[sizes, ways] = bool(several) and is_alike
-    return _TRIED[sizes, ways]
+            base_model.current.reset()
+        is_equal = all(torch.equal(left, right) for left, right in zip(several, single, strict=True))
+        _TRIED[key] = bool(several) and is_equal
+    return _TRIED[key]
 
 
 def _trial(base_model: BaseModel) -> list[Tensor]:
-    """Everything that a pass and a step of some adapters compute; nothing if there was no memory for it."""
+    """Return all numbers that a pass, a step and samples of some adapters compute; none if the memory was too small."""
     longest = base_model.max_seq_len
     if base_model.num_params >= TRIAL_SHORT_PARAMS_MIN:
         longest = min(longest, TRIAL_SHORT_LENGTH)
     num_slots = len(TRIAL_LENGTHS)
     bank = Bank(base_model.group_shapes, num_slots, base_model.device, compute_dtype=base_model.dtype)
     passes = PassRunner(base_model, bank, time.perf_counter, lambda: free_bytes(base_model.device))
+    results = []
+    for outcome in passes.run(_requests(base_model, bank, passes, longest)):
+        if outcome.part is None:
+            return []
+        results += [outcome.part.logprobs, torch.tensor(outcome.part.loss_sum)]
+    for row in bank.acquire(list(TRIAL_LENGTHS)):
+        assert row.grad is not None
+        results.append(row.grad.clone())
+        norms = _step(row, is_deferred=base_model.is_deferred)
+        if norms is None:
+            return []
+        results += [row.weights, torch.tensor([norms.gradient, norms.update, norms.adapter], dtype=torch.float64)]
+    sampled = _sampled(base_model, bank, min(TRIAL_PROMPT_TOKENS, longest - TRIAL_DRAWN_TOKENS))
+    return results + sampled if sampled else []
+
+
+def _requests(base_model: BaseModel, bank: Bank, passes: PassRunner, longest: int) -> list[Request]:
+    """Add the adapters of a trial to the bank; return one request of each."""
     rng = np.random.default_rng(0)
     requests = []
     for name, lengths in TRIAL_LENGTHS.items():
@@ -213,30 +134,22 @@ def _trial(base_model: BaseModel) -> list[Tensor]:
             backward=True,
         )
         requests.append(passes.checked(item))
-    results = []
-    for outcome in passes.run(requests):
-        if outcome.part is None:
-            return []
-        results += [outcome.part.logprobs, torch.tensor(outcome.part.loss_sum)]
-    for row in bank.acquire(list(TRIAL_LENGTHS)):
-        assert row.grad is not None
-        results.append(row.grad.clone())
-        params = AdamParams(learning_rate=1e-2, grad_clip_norm=1.0)
-        if base_model.is_deferred:
-            [norms] = adamw_steps([Step(row=row, params=params, num_steps=1)])
-        else:
-            norms = adamw_step(row, params, 1)
-        if not isinstance(norms, StepNorms):
-            return []
-        results += [row.weights, torch.tensor([norms.gradient, norms.update, norms.adapter], dtype=torch.float64)]
-    sampled = _sampled(base_model, bank, min(TRIAL_PROMPT_TOKENS, longest - TRIAL_DRAWN_TOKENS))
-    return results + sampled if sampled else []
+    return requests
+
+
+def _step(row: Row, *, is_deferred: bool) -> StepNorms | None:
+    """Take a step; return its norms, None if it failed."""
+    params = AdamParams(learning_rate=1e-2, grad_clip_norm=1.0)
+    if not is_deferred:
+        return adamw_step(row, params, 1)
+    [norms] = adamw_steps([Step(row=row, params=params, num_steps=1)])
+    return norms if isinstance(norms, StepNorms) else None
 
 
 def _sampled(base_model: BaseModel, bank: Bank, prompt_tokens: int) -> list[Tensor]:
-    """Log-probabilities of samples of a trial's adapters: several of one prompt, and of different ones together.
+    """Return log-probabilities of samples: several of one prompt, and of different adapters in one step.
 
-    Nothing if there was no memory for them.
+    None if the memory was too small.
     """
     sampler = Sampler(base_model, bank, cache_bytes_max=TRIAL_CACHE_BYTES)
     rng = np.random.default_rng(1)

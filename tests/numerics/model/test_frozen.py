@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.numerics.harness import Driver, make_data, make_spec
-from workers.model import frozen, numerics
-from workers.model.base_model import BaseModel
+from workers.model import frozen
 from workers.model.frozen import PackedProducts, PlainProducts, can_pack, kernel_rows
+from workers.selftest import rows
+from workers.selftest.loading import load_base_model
 
 SHAPES = ((768, 256), (256, 768), (200, 97), (64, 64), (258, 48))
 """(F, D); some that no vector length divides."""
@@ -99,13 +100,13 @@ def test_engine_does_not_pack_what_depends_on_its_neighbours(qwen3: Path, monkey
         return real(self, x, weight, bias) * (1 + 2.0**-20 * len(x))
 
     monkeypatch.setattr(PackedProducts, "_multiply", uneven)
-    numerics._has_independent_products.cache_clear()  # what was tried in this process is not tried again
+    rows._has_independent_products.cache_clear()  # what was tried in this process is not tried again
     try:
-        model = BaseModel(qwen3)
+        model = load_base_model(qwen3)
     finally:
-        numerics._has_independent_products.cache_clear()
-    assert not model.is_packed
-    assert model.rows_min is not None
+        rows._has_independent_products.cache_clear()
+    assert not model.numerics.is_packed
+    assert model.numerics.rows_min is not None
 
 
 def test_wrong_products_large_models_and_other_types_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:

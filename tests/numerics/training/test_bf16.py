@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import workers.model.base_model
 from tests.support.numerics.agreement import GRADIENTS, LOGPROBS, SMOOTH, distance, observe
 from tests.support.numerics.harness import Driver, make_data, make_spec
 from workers.contract.messages import AdamParams
 from workers.model.base_model import UnsupportedModelError
+from workers.selftest.loading import load_base_model
 
 
 def assert_compute_copies_are_fresh(driver: Driver, *keys: str) -> None:
@@ -72,4 +72,4 @@ def test_model_that_the_fused_pass_gets_wrong_is_refused_in_bf16_too(
 ) -> None:
     monkeypatch.setattr("workers.model.attention.PackedAttention._mask", lambda *_: None)  # no sliding window
     with pytest.raises(UnsupportedModelError, match="other log-probabilities"):
-        workers.model.base_model.BaseModel(model_directories["gemma3"], dtype=torch.bfloat16)
+        load_base_model(model_directories["gemma3"], dtype=torch.bfloat16)

@@ -24,9 +24,10 @@ from workers.contract.messages import (
     SaveItem,
 )
 from workers.engine import EngineConfig
-from workers.model.base_model import BaseModel, UnsupportedModelError
+from workers.model.base_model import UnsupportedModelError
 from workers.model.lora import Segment
 from workers.selftest import threads
+from workers.selftest.loading import load_base_model
 from workers.training.logits import ChunkedLoss
 
 
@@ -344,11 +345,11 @@ def test_model_that_the_fused_pass_would_get_wrong_is_refused(tmp_path: Path, mo
         config.replace('"attn_logit_softcapping": null', '"attn_logit_softcapping": 50.0')
     )
     with pytest.raises(UnsupportedModelError, match="soft-capping"):
-        BaseModel(directory)
+        load_base_model(directory)
     (directory / "config.json").write_text(config)
     monkeypatch.setattr("workers.model.attention.PackedAttention._mask", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="other log-probabilities"):
-        BaseModel(directory)
+        load_base_model(directory)
 
 
 SMALL: dict[str, Any] = {
@@ -398,7 +399,7 @@ def test_other_dense_models_give_the_naive_gradients_too(tmp_path: Path, config:
 def test_mixture_of_experts_is_refused_with_what_to_take_instead(tmp_path: Path, config: Any, name: str) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=rf"{name} is a mixture of 4 experts .* take a dense model: .*Qwen"):
-        BaseModel(tmp_path)
+        load_base_model(tmp_path)
 
 
 @pytest.mark.parametrize("field", ["num_slots", "num_threads", "pass_tokens_max"])

@@ -13,8 +13,10 @@ from torch import Tensor
 from tests.support.numerics.harness import Driver, Trace, make_spec
 from tests.support.numerics.tenants import TENANTS, assert_same, train
 from workers.model import blocks
-from workers.model.base_model import BaseModel, UnsupportedModelError
+from workers.model.base_model import UnsupportedModelError
 from workers.model.lora import Segment
+from workers.selftest import rows
+from workers.selftest.loading import load_base_model
 
 FEW = TENANTS[:3]
 
@@ -111,20 +113,20 @@ def test_device_whose_rows_depend_on_their_place_is_refused(qwen3: Path, monkeyp
         return torch.matmul(x, matrix) * (1 + 2.0**-20 * torch.arange(len(x)).unsqueeze(1))
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", uneven)
-    assert not blocks.are_rows_alike([torch.ones(8, 8)], 64)
+    assert not rows.are_blocks_invariant([torch.ones(8, 8)], 64)
     monkeypatch.undo()
-    assert blocks.are_rows_alike([torch.ones(8, 8)], 64)
-    monkeypatch.setattr("workers.model.base_model.are_rows_alike", lambda *_: False)
+    assert rows.are_blocks_invariant([torch.ones(8, 8)], 64)
+    monkeypatch.setattr("workers.selftest.rows.are_blocks_invariant", lambda *_: False)
     with pytest.raises(UnsupportedModelError, match="load it without exact"):
-        BaseModel(qwen3, exact=True)
+        load_base_model(qwen3, exact=True)
 
 
 def test_segments_of_equal_length_are_not_computed_as_one_batch(qwen3: Path) -> None:
     """A batched product may depend on how many there are, and that is the neighbours' doing."""
     driver = Driver(qwen3, exact=True)
     driver.install(make_spec("a"), make_spec("b"))
-    rows = driver.engine.bank.acquire(["a", "b"])
-    segments = [Segment(0, 32, rows[0].groups), Segment(32, 64, rows[1].groups)]
+    acquired = driver.engine.bank.acquire(["a", "b"])
+    segments = [Segment(0, 32, acquired[0].groups), Segment(32, 64, acquired[1].groups)]
     assert len(driver.engine.base_model.current.route(segments).runs) == 2
     driver.engine.base_model.current.can_batch = True
     assert len(driver.engine.base_model.current.route(segments).runs) == 1

@@ -243,6 +243,6 @@ def test_what_an_engine_tries_while_it_loads_is_not_kept(qwen3: Path, monkeypatc
         grown.append(kept_bytes() - before)
         return len(filling) == 64 and float(last[0]) == 1
 
-    monkeypatch.setattr(engine, "are_threads_alike", trial)
+    monkeypatch.setattr(engine, "is_thread_count_invariant", trial)
     TrainingEngine(EngineConfig(model=str(qwen3)))
     assert grown[0] < 1 << 20

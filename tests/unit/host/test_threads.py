@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from workers.selftest.threads import WINDOW_S, CoreTimes, ThreadChoice, read_core_times
+from workers.host.threads import WINDOW_S, CoreTimes, ThreadChoice, read_core_times
 
 
 @dataclass(slots=True)
