@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.generate_configuration import PAGE, page
 from workers.contract.messages import ErrorCode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,3 +91,7 @@ def test_page_of_errors_names_every_reason_that_a_client_can_see_and_no_other() 
     items = {code.name for code in ErrorCode}
     assert {reason for tree in trees for reason in reasons(tree)} | items <= named
     assert named <= {text for tree in trees for text in strings(tree)} | items
+
+
+def test_page_of_configuration_is_generated_from_the_settings() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run `.venv/bin/python -m scripts.generate_configuration`"

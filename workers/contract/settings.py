@@ -48,6 +48,7 @@ class PoolModel:
     path: str
     """A Hugging Face directory, or a name in the local hub cache, on every node that may run its workers."""
     num_workers: int = 1
+    """Workers of this base model."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.path:
@@ -61,6 +62,7 @@ class PoolConfig:
     """Settings of a pool."""
 
     models: tuple[PoolModel, ...]
+    """The base models, each under its own name."""
     kind: Literal["ray", "local"] = "ray"
     """"ray": every worker is a process, an actor of Ray. "local": all of them are threads of this process."""
     num_slots: int = 0

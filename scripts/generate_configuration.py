@@ -1,0 +1,97 @@
+"""Write docs/configuration.md from the settings' attribute docstrings: every option with its default, unit and advice.
+
+With --check nothing is written: the exit status is 1 if the page differs from the settings.
+"""
+
+import argparse
+import ast
+import inspect
+import sys
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from types import ModuleType
+
+from coordinator.base import config
+from workers.contract import settings
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+SECTIONS: tuple[tuple[str, type, str], ...] = (
+    ("Coordinator", config.CoordinatorConfig, "`CoordinatorConfig`: cycles, timeouts, retention."),
+    ("Limits", config.Limits, "`Limits`: sizes of requests, and quotas of tenants."),
+    ("Doors", config.DoorConfig, "`DoorConfig`: settings of both doors."),
+    ("gRPC", config.GrpcConfig, "`GrpcConfig`: the gRPC door."),
+    ("HTTP", config.HttpConfig, "`HttpConfig`: the door for the Tinker SDK and OpenAI's clients."),
+    ("Process", config.ServerConfig, "`ServerConfig`: the process that serves a pool."),
+    ("Workers", settings.PoolConfig, "`PoolConfig`: the pool, and the engine on each of its workers."),
+    ("Base models", settings.PoolModel, "`PoolModel`: one base model and its workers."),
+)
+HEAD = """# Configuration
+
+Every setting of a pool, with its default. Most are options of `tinkerpool serve` (see its `--help`); the others are for
+programs that start a pool themselves. Names end with their unit: `_s` is seconds.
+
+This page is generated: `.venv/bin/python -m scripts.generate_configuration` writes it from the docstrings in
+`coordinator/base/config.py` and `workers/contract/settings.py`.
+"""
+
+
+GROUPS = {"coordinator", "grpc", "http", "limits"}
+"""Fields that hold the settings of another section."""
+
+
+def docstrings(module: ModuleType) -> dict[tuple[str, str], str]:
+    """Attribute docstrings of a module's classes, as one line, by class and attribute."""
+    found = {}
+    for item in ast.parse(inspect.getsource(module)).body:
+        if not isinstance(item, ast.ClassDef):
+            continue
+        for field, text in zip(item.body, item.body[1:], strict=False):
+            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+                continue
+            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                found[item.name, field.target.id] = " ".join(str(text.value.value).split())
+    return found
+
+
+def default_of(field: "Field[object]") -> str:
+    """A default as the page shows it; empty for required settings and for groups of settings."""
+    value = field.default
+    if value is MISSING:
+        return ""
+    if isinstance(value, int) and field.name.endswith("bytes_max"):
+        for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+            if value % (1 << shift) == 0:
+                return f"{value >> shift} {unit}"
+    if isinstance(value, float):
+        return f"{value:g}" if value < 1e5 else f"{value:.0f}"
+    return f"`{value}`" if isinstance(value, str) else str(value)
+
+
+def page() -> str:
+    """The whole page."""
+    texts = docstrings(config) | docstrings(settings)
+    parts = [HEAD]
+    for title, section, about in SECTIONS:
+        parts.append(f"\n## {title}\n\n{about}\n\n| setting | default | meaning |\n|---|---|---|\n")
+        parts += [
+            f"| `{field.name}` | {default_of(field)} | {texts[section.__name__, field.name]} |\n"
+            for field in fields(section)
+            if field.name in section.__annotations__ and field.name not in GROUPS
+        ]
+    return "".join(parts)
+
+
+def main() -> int:
+    """Write or check the page; return the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
+    if not parser.parse_args().check:
+        PAGE.write_text(page(), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != page():
+        print(f"{PAGE} is out of date: run `.venv/bin/python -m scripts.generate_configuration`")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
