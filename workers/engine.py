@@ -409,8 +409,6 @@ class TrainingEngine:
         metrics = {"loss:sum": part.loss_sum}
         if part.num_clipped is not None:
             metrics["clipped_tokens:sum"] = float(part.num_clipped)
-        if request.loss.has_ignored_input:
-            metrics["ignored_input_mask:max"] = 1.0
         return ItemResult(
             op_id=item.op_id,
             logprobs=request.loss.split_logprobs(part.logprobs),

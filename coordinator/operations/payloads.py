@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,40 +26,12 @@ from coordinator.operations.canonical import serialize
 from coordinator.operations.chunks import Chunk
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import training_pb2, types_pb2
+from workers.contract.losses import IGNORED_INPUT, LOSS_RULES, LossRule
 from workers.contract.messages import AdamParams, Datum, ModelInfo
 
 PassRequest = training_pb2.ForwardRequest | training_pb2.ForwardBackwardRequest | training_pb2.TrainStepRequest
 Inputs = Mapping[str, NDArray[np.float32] | NDArray[np.int32]]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossRule:
-    """The inputs and options of a loss."""
-
-    required: frozenset[str]
-    optional: frozenset[str] = frozenset()
-    filled: Mapping[str, float] = field(default_factory=dict)
-    """Inputs that a request may leave out: the payload then has this value for every target."""
-    options: frozenset[str] = frozenset()
-
-    @property
-    def inputs(self) -> frozenset[str]:
-        """All inputs that a request may have."""
-        return self.required | self.optional | self.filled.keys()
-
-
-_RL = frozenset({"target_tokens", "logprobs", "advantages"})
-_CLIP = frozenset({"clip_low_threshold", "clip_high_threshold"})
-LOSS_RULES: Mapping[str, LossRule] = {
-    "cross_entropy": LossRule(required=frozenset({"target_tokens"}), filled={"weights": 1.0}),
-    "importance_sampling": LossRule(required=_RL),
-    "ppo": LossRule(required=_RL, optional=_CLIP, options=_CLIP),
-    "cispo": LossRule(required=_RL, optional=_CLIP, options=_CLIP),
-    "dro": LossRule(required=_RL, options=frozenset({"beta"})),
-    "gspo": LossRule(required=_RL, optional=_CLIP | {"sequence_ratio_mask"}, options=_CLIP),
-}
-IGNORED_INPUT = "mask"
-"""An input that training recipes send and no loss reads."""
 
 PASS_BYTES, DATUM_BYTES, ARRAY_BYTES = 340, 260, 148
 """Memory of the Python objects around decoded arrays: of a request, of each datum in it, of each array. Measured with
@@ -270,7 +242,7 @@ def _checked_datum(
         label = f"{where}.loss_inputs[{name[:80]!r}]"
         array = checked_array(label, datum.loss_inputs[name])
         if name == "target_tokens":
-            inputs[name] = checked_tokens(label, array, model, num_dims=(1, 2) if loss == "cross_entropy" else (1,))
+            inputs[name] = checked_tokens(label, array, model, num_dims=(1, 2) if rule.allows_many_targets else (1,))
         else:
             inputs[name] = _floats(label, array)
         length = len(array) if array.ndim else 0

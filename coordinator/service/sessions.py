@@ -6,11 +6,12 @@ import json
 import uuid
 
 from coordinator.base.version import VERSION
-from coordinator.operations.payloads import LOSS_RULES, check_metadata
+from coordinator.operations.payloads import check_metadata
 from coordinator.service.auth import Principal
 from coordinator.service.base import UseCases, metadata_of, timestamp, uninterrupted
 from coordinator.storage.database import ConflictError, Row
 from tinkerpool.v1 import sessions_pb2 as pb
+from workers.contract.losses import LOSS_RULES
 
 
 class SessionUseCases(UseCases):

@@ -21,9 +21,9 @@ from coordinator.doors.tinker.places import takes_place
 from coordinator.doors.tinker.results import PROTOBUF
 from coordinator.doors.tinker.tensors import ELEMENTS_MAX, dense, shape_of, tokens
 from coordinator.operations.operation import Kind
-from coordinator.operations.payloads import LOSS_RULES
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.v1 import checkpoints_pb2, training_pb2, types_pb2
+from workers.contract.losses import LOSS_RULES
 
 PassRequest = training_pb2.ForwardRequest | training_pb2.ForwardBackwardRequest
 _ELSEWHERE = {

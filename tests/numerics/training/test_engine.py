@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -18,7 +17,6 @@ from workers.contract.messages import (
     AdamParams,
     AdapterInstall,
     Batch,
-    Datum,
     ErrorCode,
     Item,
     SaveItem,
@@ -286,13 +284,6 @@ def test_engine_time_is_shared_by_tokens_and_tokens_are_counted(qwen3: Path) -> 
     )
     assert (small.num_tokens, large.num_tokens) == (10, 30)
     assert large.engine_s == pytest.approx(3 * small.engine_s)
-
-
-def test_ignored_mask_is_noted_in_the_metrics(driver: Driver) -> None:
-    datum = DATA[0]
-    masked = Datum(tokens=datum.tokens, loss_inputs={**datum.loss_inputs, "mask": np.ones(20, np.float32)})
-    (result,) = driver.train(driver.backward("a", [masked]))
-    assert result.metrics["ignored_input_mask:max"] == 1
 
 
 def test_empty_batch_is_an_answer_too(driver: Driver) -> None:

@@ -70,7 +70,7 @@ def test_cross_entropy_takes_several_targets_of_different_number_per_datum() -> 
     assert [part.shape for part in request.split_logprobs(p.detach())] == [(5, 3), (4, 2)]
 
 
-@pytest.mark.parametrize("loss_fn", ["ppo", "cispo"])
+@pytest.mark.parametrize("loss_fn", ["ppo", "cispo", "gspo"])
 def test_clip_thresholds_may_be_given_per_token(loss_fn: str) -> None:
     rng = np.random.default_rng(0)
     (datum,) = make_data(loss_fn, [12])
@@ -110,6 +110,7 @@ def _changed(loss_fn: str = "ppo", **changes: Any) -> tuple[Datum, ...]:
         (_changed(), "ppo", {"clip_low_threshold": float("nan")}, "expected a finite number"),
         (_changed(advantages=None), "ppo", {}, "datum 0 has no advantages"),
         (_changed(weights=np.ones(4, np.float32)), "ppo", {}, "unknown loss inputs weights"),
+        (_changed("cross_entropy", weights=None), "cross_entropy", {}, "datum 0 has no weights"),
         (_changed(advantages=np.ones(3, np.float32)), "ppo", {}, r"advantages has shape \(3,\), expected \(4,\)"),
         (_changed(target_tokens=np.zeros(3, np.int32)), "ppo", {}, "target_tokens of shape"),
         (_changed(target_tokens=np.zeros((4, 2), np.int32)), "ppo", {}, "only cross_entropy takes"),
@@ -126,8 +127,3 @@ def test_bad_loss_inputs_are_refused_with_what_to_change(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         prepare(data, loss_fn, config, VOCAB_SIZE)
-
-
-def test_mask_is_the_one_unknown_input_that_is_ignored() -> None:
-    assert prepare(_changed(mask=np.ones(4, np.float32)), "ppo", {}, VOCAB_SIZE).has_ignored_input
-    assert not prepare(_changed(), "ppo", {}, VOCAB_SIZE).has_ignored_input

@@ -22,6 +22,7 @@ from tests.support.toy_engine import toy_model_info
 from tests.support.toy_pool import datum, pass_request
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import training_pb2, types_pb2
+from workers.contract.losses import LOSS_RULES
 
 MODEL, LIMITS = toy_model_info(), Limits(datums_max=4)
 Pass = training_pb2.ForwardBackwardRequest
@@ -108,8 +109,8 @@ def test_the_order_of_maps_does_not_change_the_payload() -> None:
 @st.composite
 def passes(draw: st.DrawFn) -> Pass:
     """A valid pass of any loss, its tensors in any dtype that the contract takes, its maps in any order."""
-    loss = draw(st.sampled_from(sorted(payloads.LOSS_RULES)))
-    rule = payloads.LOSS_RULES[loss]
+    loss = draw(st.sampled_from(sorted(LOSS_RULES)))
+    rule = LOSS_RULES[loss]
     finite = st.floats(-1e6, 1e6, width=32)
     given = rule.required | draw(st.sets(st.sampled_from(sorted(rule.optional | rule.filled.keys() | {"mask"}))))
     is_soft = loss == "cross_entropy" and draw(st.booleans())
