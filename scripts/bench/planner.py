@@ -3,11 +3,10 @@
     python -m scripts.bench.planner            # every queue 50 times
     python -m scripts.bench.planner --quick    # a smoke test
 
-Runs what the cycle loop runs over adapters and operations in each cycle, on real queues and without workers or a log:
-who is ready, whether the budget is full, the plan of the pass, who is due in the step phase, and the looks at commit
-and for snapshots. Last, what adapters cost that are registered and have nothing to do: with and without them, turn
-about. Prints Markdown tables: medians of processor time, so that whoever else uses the machine does not count, and in
-brackets the quartiles.
+Runs the cycle loop's work over adapters and operations in each cycle, on real adapter logs, without workers or a log: the
+ready set, the check of the budget, the plan of the pass, the adapters due in the step phase, and the looks at commit and for
+snapshots. Then the cost of idle adapters: with and without them, alternating. Prints Markdown tables: medians of processor
+time, so that other work on the machine does not count, with quartiles in brackets.
 """
 
 from __future__ import annotations
@@ -79,8 +78,8 @@ class Cycle:
     def parts(self) -> dict[str, Callable[[], object]]:
         """By name, in the loop's order."""
         return {
-            "who is ready": self._roster.is_ready,
-            "whom to linger for": self._look,
+            "ready set": self._roster.is_ready,
+            "linger": self._look,
             "the pass": self._plan,
             "the step phase": lambda: list(self._roster.due_steps()),
             "commit and snapshots": self._close,
@@ -174,7 +173,7 @@ def main() -> None:
             "planner",
             (
                 Column("tenants, 10 operations each", lambda r: f"{r['tenants']:,}"),
-                Column("queue of each", lambda r: r["queue"]),
+                Column("queued by each", lambda r: r["queue"]),
                 Column("budget, tokens", lambda r: f"{r['budget']:,}"),
                 *map(part_column, parts),
                 Column("all", lambda r: shown_time(r["all"])),
