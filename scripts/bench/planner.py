@@ -3,10 +3,10 @@
     python -m scripts.bench.planner            # every queue 50 times
     python -m scripts.bench.planner --quick    # a smoke test
 
-Runs the cycle loop's work over adapters and operations in each cycle, on real adapter logs, without workers or a log: the
-ready set, the check of the budget, the plan of the pass, the adapters due in the step phase, and the looks at commit and for
-snapshots. Then the cost of idle adapters: with and without them, alternating. Prints Markdown tables: medians of processor
-time, so that other work on the machine does not count, with quartiles in brackets.
+Runs the cycle loop's work over adapters and operations in each cycle, on real adapter logs, without workers or a log:
+the ready set, the check of the budget, the plan of the pass, the adapters due in the step phase, and the looks at
+commit and for snapshots. Then the cost of idle adapters: with and without them, alternating. Prints Markdown tables:
+medians of processor time, so that other work on the machine does not count, with quartiles in brackets.
 """
 
 from __future__ import annotations
