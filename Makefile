@@ -26,7 +26,7 @@ endef
 
 SEEDS ?= 2000
 
-.PHONY: help demo test test-gpu bench-gpu sim chaos guards check protos up down status logs bench cookbook real-model clean setup
+.PHONY: help demo test test-gpu bench-gpu sim chaos guards trace check protos up down status logs bench cookbook real-model clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -56,6 +56,9 @@ sim: $(READY) ## simulate crashes, power cuts and lying workers on a virtual clo
 
 guards: $(READY) ## remove one guard after another from a copy, and show that a test fails for each
 	@$(BIN)/python -m scripts.reliability.guards
+
+trace: $(READY) ## print the files that a step and a sample execute, in order of first call, through both doors
+	@$(BIN)/python -m scripts.trace $(ARGS)
 
 check: $(READY) $(PROTOS_READY) ## formatting, lint, types, import directions, the contract and its generated code
 	@$(BIN)/ruff format --check --quiet . || { echo "mend with: $(BIN)/ruff format ."; exit 1; }
