@@ -315,12 +315,7 @@ class TrainingEngine:
             self._broken[spec.adapter_id] = ItemError(code=code, message=str(error))
             return
         self.bank.add(spec.adapter_id, spec, host)
-        progress = Progress()
-        if state is not None:
-            progress.applied_seq = state.applied_seq
-            progress.num_steps = 0 if state.optimizer is None else state.num_steps
-            progress.num_datums = 0 if state.gradient is None else state.num_datums
-        self._progress[spec.adapter_id] = progress
+        self._progress[spec.adapter_id] = Progress.of(state)
 
     # ------------------------------------------------------------------ items
 
@@ -448,7 +443,6 @@ class TrainingEngine:
         """A step ends its gradient window, however it went, if it consumed its seq."""
         if item.adapter_id in self._progress and _is_applied(error):
             self.bank.drop_grad(item.adapter_id)
-            self._progress[item.adapter_id].num_datums = 0
 
     def _step(self, item: OptimStepItem) -> dict[str, float]:
         check_params(item.params)
@@ -462,12 +456,12 @@ class TrainingEngine:
         entry = self.bank.entry(item.adapter_id)
         entry.has_grad = False
         entry.has_moments = True
-        progress.num_steps += 1
+        num_datums = progress.stepped()
         return {
             "grad_norm:last": norms.gradient,
             "update_norm:last": norms.update,
             "adapter_norm:last": norms.adapter,
-            "num_datums:sum": float(progress.num_datums),
+            "num_datums:sum": float(num_datums),
         }
 
     def _steps_from(self, items: Sequence[Item], index: int) -> list[OptimStepItem]:
@@ -553,7 +547,7 @@ class TrainingEngine:
         optimizer = item.state.optimizer if item.with_optimizer else None
         host: HostRow = read_state(entry.layout, entry.spec, item.state.weights, optimizer)
         self.bank.replace(item.adapter_id, host)
-        self._progress[item.adapter_id].num_steps = 0 if optimizer is None else item.state.num_steps
+        self._progress[item.adapter_id].loaded(0 if optimizer is None else item.state.num_steps)
 
 
 def engine_factory(

@@ -10,6 +10,8 @@ import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from workers.contract.capacity import SEQUENCE_SLOTS
+
 MESSAGE_BYTES_MAX = 64 << 20
 
 
@@ -65,7 +67,7 @@ class CoordinatorConfig:
     """Engine seconds that the loss of a worker may cost: snapshots keep the replay shorter than this."""
     stop_s_max: float = 10.0
     """Seconds that a stop waits for operations that have run in part; the next start runs the rest again."""
-    samples_per_worker_max: int = 128
+    samples_per_worker_max: int = SEQUENCE_SLOTS
     """Most sequences on one worker's sampler at a time; one request counts as at most a quarter of this."""
     result_retention_s: float = 7 * 86400.0
     """Seconds of service time for which a finished operation can be fetched."""

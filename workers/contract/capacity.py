@@ -1,28 +1,31 @@
-"""What a sample takes of a worker's memory for keys and values, in blocks, and whether that can ever fit.
+"""The sampling capacity of a worker: concurrently decoded sequences, and the memory for their keys and values.
 
-Knows numbers; neither tensors nor who has which block. So the coordinator can ask before it takes a request in, and the
-worker asks again: both refuse with the same words.
+Has numbers and formulas; neither tensors nor the state of any block. The coordinator asks before it accepts a request,
+the worker asks again, and both refuse with the same message.
 """
 
 from __future__ import annotations
 
+SEQUENCE_SLOTS = 128
+"""Sequences that a worker decodes at a time, at most; a worker announces its own number as
+`ModelInfo.num_sequence_slots`."""
 BLOCK_TOKENS = 64
 """Larger blocks share less of a prompt and waste more at its end; smaller ones make more and smaller products. 64
 queries of a block are two slices of the CPU's kernel, whose results then depend on no other length."""
 
 
 def num_blocks_for(num_tokens: int) -> int:
-    """Blocks that so many tokens take."""
+    """Return the number of blocks for this many tokens."""
     return -(-num_tokens // BLOCK_TOKENS)
 
 
 def num_own_blocks(max_tokens: int) -> int:
-    """Blocks that a sequence takes at most behind its prompt; the last token's keys are never needed."""
+    """Return the most blocks that a sequence needs behind its prompt; the last token's keys are never needed."""
     return num_blocks_for(max(0, max_tokens - 1))
 
 
 def what_is_too_large(num_prompt_tokens: int, max_tokens: int, num_blocks: int) -> str:
-    """What is wrong with a request of which not even one sequence fits into `num_blocks`; empty if one does."""
+    """Return why not even one sequence of a request fits into `num_blocks`; empty if one fits."""
     num_left = num_blocks - num_blocks_for(num_prompt_tokens)
     if num_own_blocks(max_tokens) <= num_left:
         return ""

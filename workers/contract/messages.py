@@ -16,6 +16,8 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from workers.contract.capacity import SEQUENCE_SLOTS
+
 
 class ErrorCode(Enum):
     """Why an item failed; the coordinator maps it to a canonical status code."""
@@ -385,8 +387,10 @@ class ModelInfo:
     """The most tokens of a sequence, and of a canonical chunk, that the worker has memory to train, found when it
     started; None: any that the model takes."""
     num_cache_blocks: int | None = None
-    """What the worker's sampler has for keys and values, in blocks as in `cache_room`, found when it started; None: not
-    known, or it does not sample."""
+    """Blocks of memory for keys and values, as in `capacity`, found when the worker started; None: not known, or the
+    worker does not sample."""
+    num_sequence_slots: int = SEQUENCE_SLOTS
+    """Most sequences that the worker decodes at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

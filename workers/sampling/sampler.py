@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from workers.bank.bank import Bank
 from workers.bank.snapshot import DamagedStateError, OtherAdapterError, read_state
-from workers.contract.capacity import what_is_too_large
+from workers.contract.capacity import SEQUENCE_SLOTS, what_is_too_large
 from workers.contract.messages import ErrorCode, ItemError, SampleEvent, SampleRequest, SampleResult
 from workers.host.allocator import is_out_of_memory
 from workers.host.host_memory import free_bytes
@@ -75,7 +75,7 @@ class Sampler:
         base_model: BaseModel,
         bank: Bank,
         *,
-        num_rows_max: int = 128,
+        num_rows_max: int = SEQUENCE_SLOTS,
         prefill_tokens_max: int = 512,
         cache_bytes_max: int = 2 << 30,
         clock: Callable[[], float] = time.perf_counter,

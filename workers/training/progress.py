@@ -1,22 +1,22 @@
-"""Where each adapter stands in its order on this worker, and what happens to its gradient window when something fails.
+"""The fence of an adapter's copy on this worker: its place in the adapter's order, and its gradient window.
 
-Knows seqs, chunks and windows; not weights or arithmetic.
+Has sequence numbers, chunks and failures; neither weights nor arithmetic.
 
-Main invariant: an item runs only if the adapter is exactly at the item's `prev_seq` (and at its chunk), so nothing is
-applied twice or skipped. A failed operation consumes its seq. If it was to add a gradient it closes its window: nothing
-is added and no step is taken until the next step, load or `drop_gradient`.
+Main invariant: an item runs only if the copy is exactly at the item's `prev_seq` (and at its chunk), so no item is
+applied twice or skipped. A failed operation consumes its sequence number. `contract.windows` defines the window.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workers.contract.messages import ErrorCode, Item, ItemError, LoadItem, OptimStepItem, PassItem
+from workers.contract.messages import AdapterState, ErrorCode, Item, ItemError, PassItem
+from workers.contract.windows import WindowRole, role_of
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An operation that failed, by its seq."""
+    """A failed operation."""
 
     seq: int
     error: ItemError
@@ -24,7 +24,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Progress:
-    """One adapter's place in its order."""
+    """The place of one adapter's copy in the adapter's order."""
 
     applied_seq: int = 0
     num_steps: int = 0
@@ -32,17 +32,28 @@ class Progress:
     num_datums: int = 0
     """Sequences whose gradients are in the window."""
     open_seq: int | None = None
-    """The chunked operation that has begun and not ended."""
+    """The chunked operation of which some chunks have run and others have not."""
     next_chunk: int = 0
     failed: Failure | None = None
-    """The last operation that failed; later chunks of it answer the same."""
+    """The last operation that failed; its later chunks fail with the same error."""
     window: Failure | None = None
-    """The failure that closed the gradient window."""
+    """The failure that closed the gradient window; None: the window is open."""
+
+    @classmethod
+    def of(cls, state: AdapterState | None) -> Progress:
+        """Return the place of a fresh copy (None), or of one installed from a state."""
+        if state is None:
+            return cls()
+        return cls(
+            applied_seq=state.applied_seq,
+            num_steps=0 if state.optimizer is None else state.num_steps,
+            num_datums=0 if state.gradient is None else state.num_datums,
+        )
 
     def admit(self, item: Item) -> ItemError | None:
-        """Move to where the adapter is after the item, or say why it must not run.
+        """Advance over the item; or return why it must not run.
 
-        OUT_OF_ORDER changes nothing. An item of a closed window, or of an operation that failed, consumes its seq.
+        OUT_OF_ORDER changes nothing. Any other error consumes the item's sequence number.
         """
         if isinstance(item, PassItem):
             if self.failed is not None and self.failed.seq == item.seq and item.chunk_index > 0:
@@ -52,31 +63,26 @@ class Progress:
             is_next = self.open_seq is None
         if self.applied_seq != item.prev_seq or self.open_seq not in {None, item.seq} or not is_next:
             return self._out_of_order(item)
-        if item.drop_gradient or isinstance(item, LoadItem):
+        role = role_of(item)
+        if item.drop_gradient or role is WindowRole.RESET:
             self.window = None
             self.num_datums = 0
         self._advance(item)
-        if self.window is None:
+        if self.window is None or not role.needs_open_window:
             return None
-        if isinstance(item, OptimStepItem):
-            error = self._in_closed_window()
-            self.window = None
-            return error
-        if isinstance(item, PassItem) and item.backward:
-            error = self._in_closed_window()
-            self.fail(item, error)
-            return error
-        return None
+        error = _in_closed_window(self.window)
+        self.fail(item, error)
+        return error
 
     def settle(self, item: PassItem, error: ItemError | None) -> ItemError | None:
-        """Take note of how an admitted pass went, in the order of the items; returns the error that it answers with.
+        """Record the outcome of an admitted pass, in the order of the items; return the error of its result.
 
-        An item that went well still answers with an error if an earlier one of its operation or window has failed.
+        An item that succeeded fails with its operation or its window, if an earlier item of it has failed.
         """
         if self.failed is not None and self.failed.seq == item.seq:
             return self.failed.error
         if item.backward and error is None and self.window is not None:
-            error = self._in_closed_window()
+            error = _in_closed_window(self.window)
         if error is not None:
             self.fail(item, error)
         elif item.backward:
@@ -84,15 +90,25 @@ class Progress:
         return error
 
     def fail(self, item: Item, error: ItemError) -> None:
-        """An admitted item failed: its seq is consumed, and if it was a backward pass its window is closed."""
+        """Record that an admitted item failed: its sequence number is consumed, and its window may close."""
         self.failed = Failure(item.seq, error)
         if self.open_seq == item.seq:
             self.open_seq = None
             self.applied_seq = item.seq
-        if isinstance(item, PassItem) and item.backward:
+        role = role_of(item)
+        self.window = role.closed_by(self.window, self.failed)
+        if role is not WindowRole.NONE:
             self.num_datums = 0
-            if self.window is None:
-                self.window = self.failed
+
+    def stepped(self) -> int:
+        """Count an optimizer step and end the window; return the number of sequences that were in it."""
+        num_datums, self.num_datums = self.num_datums, 0
+        self.num_steps += 1
+        return num_datums
+
+    def loaded(self, num_steps: int) -> None:
+        """Record that weights were replaced; the optimizer has taken `num_steps` steps."""
+        self.num_steps = num_steps
 
     def _advance(self, item: Item) -> None:
         if isinstance(item, PassItem) and item.chunk_index + 1 < item.num_chunks:
@@ -102,16 +118,6 @@ class Progress:
             self.open_seq = None
             self.applied_seq = item.seq
 
-    def _in_closed_window(self) -> ItemError:
-        assert self.window is not None
-        return ItemError(
-            code=self.window.error.code,
-            message=(
-                "not applied, because an earlier operation since the last optimizer step failed: "
-                f"{self.window.error.message}"
-            ),
-        )
-
     def _out_of_order(self, item: Item) -> ItemError:
         chunk = f", chunk {item.chunk_index}" if isinstance(item, PassItem) else ""
         at = f"{self.applied_seq}" + (f" (chunk {self.next_chunk} of {self.open_seq} is next)" if self.open_seq else "")
@@ -119,3 +125,12 @@ class Progress:
             code=ErrorCode.OUT_OF_ORDER,
             message=f"the item follows seq {item.prev_seq}{chunk}; this worker's copy of the adapter is at {at}",
         )
+
+
+def _in_closed_window(closed_by: Failure) -> ItemError:
+    return ItemError(
+        code=closed_by.error.code,
+        message=(
+            f"not applied, because an earlier operation since the last optimizer step failed: {closed_by.error.message}"
+        ),
+    )

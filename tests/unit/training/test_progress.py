@@ -134,6 +134,29 @@ def test_drop_gradient_and_load_open_a_new_window() -> None:
         assert progress.admit(opener) is None
 
 
+def test_failed_load_closes_the_window() -> None:
+    state = AdapterState(weights=b"", optimizer=None, num_steps=0, applied_seq=0, fingerprint="")
+    load = LoadItem(op_id="", adapter_id="a", prev_seq=0, seq=1, state=state, with_optimizer=False)
+    progress = Progress()
+    assert progress.admit(load) is None
+    progress.fail(load, FAILURE)
+    done(progress, a_pass(2, backward=False))
+    assert code(progress.admit(a_pass(3))) == FAILURE.code
+    done(progress, a_pass(4, drop=True))
+
+
+def test_step_ends_a_window_whether_it_succeeds_or_fails() -> None:
+    for is_failing in (False, True):
+        progress = Progress()
+        done(progress, a_pass(1))
+        assert progress.admit(a_step(2)) is None
+        if is_failing:
+            progress.fail(a_step(2), FAILURE)
+        else:
+            assert progress.stepped() == 0
+        done(progress, a_pass(3))
+
+
 def test_save_runs_in_a_closed_window_and_at_the_seq_it_stands_at() -> None:
     progress = Progress()
     failing = a_pass(1)

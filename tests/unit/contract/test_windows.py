@@ -1,0 +1,35 @@
+"""The definition of gradient windows, row by row."""
+
+from __future__ import annotations
+
+import pytest
+
+from workers.contract.windows import WindowRole
+
+
+@pytest.mark.parametrize(
+    ("role", "needs_open", "open_and_succeeded", "open_and_failed", "closed_and_failed"),
+    [
+        (WindowRole.NONE, False, None, None, "first"),
+        (WindowRole.ADD, True, None, "second", "first"),
+        (WindowRole.STEP, True, None, None, None),
+        (WindowRole.RESET, False, None, "second", "first"),
+    ],
+)
+def test_window_after_an_operation(
+    role: WindowRole,
+    needs_open: bool,
+    open_and_succeeded: str | None,
+    open_and_failed: str | None,
+    closed_and_failed: str | None,
+) -> None:
+    assert role.needs_open_window is needs_open
+    assert role.closed_by(None, None) == open_and_succeeded
+    assert role.closed_by(None, "second") == open_and_failed
+    assert role.closed_by("first", "second") == closed_and_failed
+    assert role.leaves_gradient(has_failed=True) is (role is not WindowRole.NONE)
+    assert not role.leaves_gradient(has_failed=False)
+
+
+def test_load_opens_a_closed_window() -> None:
+    assert WindowRole.RESET.closed_by("first", None) is None
