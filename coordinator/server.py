@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from coordinator.background import READY_FILE, Serving
 from coordinator.base.config import ServerConfig
 from coordinator.base.errors import ServiceError
 from coordinator.coordinator import DEFAULT_TENANT, Coordinator
 from coordinator.doors.grpc.server import DoorError, GrpcDoor
 from coordinator.doors.http_server import HttpDoor, HttpDoorError
 from coordinator.runtime.core import DataDirInUse
+from coordinator.serving import READY_FILE, Serving
 from tinkerpool.credentials import Credentials, credentials_file, kept_credentials, write_credentials
 from workers.contract.protocols import Pool, PoolStartError
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.background import Serving
 from coordinator.base_models import DEFAULT_MODEL
+from coordinator.serving import Serving
 from workers.contract.settings import SHIPPED_MODELS_DIR
 
 MODEL = str(SHIPPED_MODELS_DIR / DEFAULT_MODEL)

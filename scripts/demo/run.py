@@ -31,13 +31,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from coordinator import background
 from coordinator.base_models import DEFAULT_MODEL, resolve_model
+from coordinator.cli import process
 from scripts.demo.clock import NUM_COMPANIONS, AddedLatency, LoopCost, measure_latency, measure_loops
 from scripts.demo.plots import Curve, draw
 from scripts.demo.tenants import TENANTS, Judge, Poet, Scribe, Settings, Tenant
 from scripts.terminal import interrupt_at_sigterm, shown_path, uninterrupted
 from tinkerpool import ServiceClient, types
+from tinkerpool.cli.errors import CliError
 from tinkerpool.credentials import read_credentials
 from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
 from workers.contract.settings import num_cores
@@ -67,8 +68,8 @@ class EmbeddedPool:
 
     def check(self) -> None:
         """Raises DemoError if it has ended: clients would wait for its return for ever."""
-        if background.running_pid(self.data_dir) is None:
-            log = "".join(background.tail(self.data_dir, 20, follow=False))
+        if process.running_pid(self.data_dir) is None:
+            log = "".join(process.tail(self.data_dir, 20, follow=False))
             raise DemoError(f"the pool has ended; the end of its log:\n{log}")
 
 
@@ -98,7 +99,7 @@ def embedded_pool(serve_arguments: Sequence[str]) -> Iterator[EmbeddedPool]:
         os.environ["TINKERPOOL_HOME"] = folder  # its key is no business of this user's other pools
         try:
             with console.status("Starting a pool ...") as spinner:
-                background.start(
+                process.start(
                     data_dir,
                     ["--port", "0", *serve_arguments],
                     lambda line: spinner.update(_dim(line)),
@@ -107,12 +108,12 @@ def embedded_pool(serve_arguments: Sequence[str]) -> Iterator[EmbeddedPool]:
             credentials = read_credentials()
             assert credentials is not None
             yield EmbeddedPool(url=credentials.url, api_key=credentials.api_key, data_dir=data_dir)
-        except background.BackgroundError as error:
+        except CliError as error:
             raise DemoError(str(error)) from None
         finally:
             with uninterrupted():
-                if background.running_pid(data_dir) is not None:
-                    background.stop(data_dir, STOP_TIMEOUT_S)
+                if process.running_pid(data_dir) is not None:
+                    process.stop(data_dir, STOP_TIMEOUT_S)
 
 
 def create_key(pool: EmbeddedPool, tenant: str) -> str:

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import tinkerpool
-from coordinator.background import Serving
+from coordinator.serving import Serving
 from tests.support.serving import TOY, Terminal
 from tinkerpool import TrainingClient, types
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.background import Serving
+from coordinator.serving import Serving
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ("--pool", "local", "--engine", "tests.support.toy_engine:toy_factory", "--port", "0")

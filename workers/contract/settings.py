@@ -48,7 +48,7 @@ class PoolModel:
     path: str
     """A Hugging Face directory, or a name in the local hub cache, on every node that may run its workers."""
     num_workers: int = 1
-    """Workers of this base model."""
+    """Workers per base model."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.path:
@@ -64,28 +64,29 @@ class PoolConfig:
     models: tuple[PoolModel, ...]
     """The base models, each under its own name."""
     kind: Literal["ray", "local"] = "ray"
-    """"ray": every worker is a process, an actor of Ray. "local": all of them are threads of this process."""
+    """How workers run. ray: each is a process, an actor of Ray. local: they are threads of this process."""
     num_slots: int = 0
-    """Adapters and sampler versions in the bank of each worker at once; more wait in its host memory. 0: as many as
-    `SLOTS` has for the kind of device."""
+    """Adapters and sampler versions in the bank of each worker at once; more are kept in its host memory. 0: 64 on a
+    CPU, 16 on a GPU."""
     num_threads: int = 0
-    """Threads of each worker; 0: this machine's cores divided by the workers, or `num_cpus` on a cluster."""
+    """Threads of each worker. 0: this machine's cores divided by the workers; on a cluster, the CPUs it claims."""
     num_cpus: float = 1.0
-    """CPUs that each worker claims from Ray, for placement on a cluster; 0 claims none. It limits nothing."""
+    """CPUs that each worker claims from Ray, for placement on a cluster. 0: none. This limits nothing."""
     num_gpus: float = 0.0
     """GPUs that each worker claims from Ray and may use; a fraction shares one. 0: none."""
     device: str = "cpu"
-    """Torch device of each worker. With Ray, "cuda" is the GPU that the worker has claimed."""
+    """Torch device of each worker. With Ray, cuda is the GPU that the worker claimed."""
     recompute: Literal["off", "on", "auto"] = "auto"
-    """Whether layers run again in the backward instead of keeping what they computed (gradient checkpointing), which
-    takes a third longer and far less memory; "auto": where a pass would not fit otherwise."""
+    """Whether layers run again in the backward pass instead of keeping their activations (gradient checkpointing),
+    which takes a third longer and far less memory. auto: where a pass would not fit otherwise."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of the base models' weights and activations; adapters are fp32. "auto": bfloat16 on cuda, float32 on a CPU."""
+    """Type of the base models' weights and activations; adapters are float32. auto: bfloat16 on cuda, float32 on a
+    CPU."""
     exact: bool = False
-    """An adapter's bits in training depend on no neighbour, also on cuda and in bfloat16, at a cost in speed."""
+    """The bits of an adapter's training never depend on co-batched tenants, also on cuda and in bfloat16; slower."""
     ray_address: str | None = None
-    """A Ray cluster to join, `host:port`, its token in `RAY_AUTH_TOKEN` or `~/.ray/auth_token`; None: a private one on
-    this machine, which ends with the pool."""
+    """Ray cluster to join, host:port; its token is in RAY_AUTH_TOKEN or ~/.ray/auth_token. None: a private one on this
+    machine, which ends with the pool."""
     ray_temp_dir: str | None = None
     """Where the private Ray keeps sockets and logs, a short path; None: a temporary folder, removed at the end."""
     owner_file: Path | None = None

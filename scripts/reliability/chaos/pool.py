@@ -25,8 +25,8 @@ from pathlib import Path
 
 import grpc
 
-from coordinator import background
-from coordinator.background import READY_FILE, Serving
+from coordinator.cli.process import running_pid
+from coordinator.serving import READY_FILE, Serving
 from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
 from workers.contract.failpoints import ENVIRONMENT, POINTS
 
@@ -87,9 +87,9 @@ class ServedPool:
     def begin(self) -> None:
         """Start a coordinator, and do not wait for it. One that an interrupted harness left here is ended first."""
         assert self._process is None, "it runs already"
-        if (pid := background.running_pid(self.data_dir)) is not None:
+        if (pid := running_pid(self.data_dir)) is not None:
             os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: background.running_pid(self.data_dir) is None, STOP_TIMEOUT_S)
+            wait_until(lambda: running_pid(self.data_dir) is None, STOP_TIMEOUT_S)
         self._temp_dir.mkdir(mode=0o700, exist_ok=True)
         self.failpoints.mkdir(exist_ok=True)
         for file in self.failpoints.iterdir():

@@ -19,7 +19,7 @@ import pytest
 import ray
 
 import tinkerpool
-from coordinator.cli import RAY_FILE
+from coordinator.cli.options import RAY_FILE
 from tests.support.batches import batch
 from tests.support.serving import Terminal
 from workers.contract.protocols import WorkerLost

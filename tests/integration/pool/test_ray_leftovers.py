@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tinkerpool
-from coordinator.cli import RAY_FILE
+from coordinator.cli.options import RAY_FILE
 from tests.support.serving import Terminal
 from workers.pool.processes import find_marked
 from workers.pool.ray_host import Belongings

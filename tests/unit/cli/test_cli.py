@@ -298,7 +298,7 @@ def test_version_needs_no_pool(run: Run) -> None:
 
 
 def test_a_missing_library_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.cli._LIBRARIES", ("json", "no_such_library"))
+    monkeypatch.setattr("coordinator.cli.options._LIBRARIES", ("json", "no_such_library"))
     done = run("serve")
     assert (done.code, "no_such_library not found" in done.err, "tinkerpool[pool]" in done.err) == (1, True, True)
     monkeypatch.delitem(sys.modules, "tinkerpool.cli.app", raising=False)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import background
-from coordinator.background import READY_FILE, Serving, running_pid
 from coordinator.base_models import resolve_model
+from coordinator.cli import process
+from coordinator.cli.process import running_pid
+from coordinator.serving import READY_FILE, Serving
 from tests.support.doors.certificates import make_certificate
 from tests.support.serving import ROOT, TOY, Terminal
 from tinkerpool.credentials import FILE_NAME
@@ -175,10 +176,10 @@ def test_a_pool_with_tls_is_reached_by_those_who_trust_its_certificate(terminal:
 
 def test_logs_follow_goes_on_with_new_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal.data_dir.mkdir(parents=True)
-    log = terminal.data_dir / background.LOG_FILE
+    log = terminal.data_dir / process.LOG_FILE
     log.write_text("one\ntwo\nthree\n")
     monkeypatch.setattr(time, "sleep", lambda _: log.write_text(log.read_text() + "four\n"))
-    lines = background.tail(terminal.data_dir, 2, follow=True)
+    lines = process.tail(terminal.data_dir, 2, follow=True)
     assert [next(lines) for _ in range(3)] == ["two\n", "three\n", "four\n"]
     assert "there is no log at" in terminal.run("logs", "--data-dir", str(terminal.home / "other")).stderr
 

@@ -21,7 +21,6 @@ from pydantic import BaseModel, ValidationError
 
 from coordinator.base.config import HttpConfig
 from coordinator.base.errors import Code, ServiceError
-from coordinator.cli import _http_port
 from coordinator.doors.http.calls import read_json
 from coordinator.doors.http.downloads import AT_ONCE_MAX, DOWNLOAD_S, Downloads
 from coordinator.doors.http.rendering import PiecewiseJson
@@ -257,10 +256,6 @@ async def test_a_certificate_that_is_none_is_said(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         HttpConfig(**options)
-
-
-def test_the_http_port_follows_the_other_one() -> None:
-    assert [_http_port(port) for port in (7600, 0, 65535)] == [7601, 0, 0]
 
 
 async def test_what_runs_is_finished_while_nothing_new_is_taken(opened: Open) -> None:

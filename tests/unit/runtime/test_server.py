@@ -16,9 +16,10 @@ import grpc
 import httpx
 import pytest
 
-from coordinator.background import READY_FILE, Serving, running_pid
 from coordinator.base.config import CoordinatorConfig, GrpcConfig, HttpConfig, ServerConfig
+from coordinator.cli.process import running_pid
 from coordinator.server import Server, StartError
+from coordinator.serving import READY_FILE, Serving
 from tests.support.toy_engine import ToyEngine
 from tinkerpool.credentials import Credentials, credentials_file, read_credentials, write_credentials
 from tinkerpool.v1 import pool_pb2, pool_pb2_grpc

@@ -1,14 +1,13 @@
-"""A pool in the background: start it, find it, end it, read its log. Knows processes and files, not what a pool does.
+"""The process of a pool in the background: start it, find it, stop it, read its log.
 
-Whether a pool runs on a data directory is known by the lock that its coordinator holds for life, never by a process id
-that may be somebody else's by now.
+The lock that a coordinator holds on its data directory tells whether a pool runs there; a process id alone does not,
+because another process may have it by now.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import signal
 import subprocess
@@ -16,49 +15,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from coordinator.serving import READY_FILE, Serving
+from tinkerpool.cli.errors import CliError
 
 LOG_FILE = "serve.log"
 LOG_BYTES_MAX = 16 << 20
-READY_FILE = "serving.json"
+"""A start renames a log that is longer."""
 POLL_S = 0.1
 
 
-class BackgroundError(Exception):
-    """What was asked cannot be done; the text says why and what to do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """What a pool that is ready says of itself."""
-
-    url: str
-    pid: int
-    data_dir: str
-    models: tuple[str, ...]
-    http_url: str = ""
-    """Where the Tinker SDK finds it; empty if there is no such door."""
-
-    def write(self, path: Path) -> None:
-        """Write it so that a reader sees all of it or nothing."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{self.pid}")
-        temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
-        temporary.rename(path)
-
-    @classmethod
-    def read(cls, path: Path) -> Serving | None:
-        """What is there, None if nothing or nothing of ours."""
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**{**fields, "models": tuple(fields["models"])})
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-
 def running_pid(data_dir: Path) -> int | None:
-    """Process id of the coordinator on a data directory; None if there is none."""
+    """Return the process id of the coordinator on a data directory; None if there is none."""
     try:
         with (data_dir / "lock").open(encoding="utf-8") as lock:
             try:
@@ -71,14 +40,14 @@ def running_pid(data_dir: Path) -> int | None:
 
 
 def start(data_dir: Path, serve_arguments: Sequence[str], on_wait: Callable[[str], None], timeout_s: float) -> Serving:
-    """Start `tinkerpool serve` in a session of its own and wait until it is ready. Raises BackgroundError.
+    """Start `tinkerpool serve` in a session of its own and wait until it is ready. Raises CliError.
 
-    `on_wait` is called all the while with the last line of the log.
+    While it waits, it calls `on_wait` with the last line of the log.
     """
     if (pid := running_pid(data_dir)) is not None:
         serving = Serving.read(data_dir / READY_FILE)
         where = f"at {serving.url} " if serving else ""
-        raise BackgroundError(
+        raise CliError(
             f"a pool is already running {where}on {data_dir} (process {pid}); stop it with `tinkerpool down`, or give "
             "another --data-dir and --port"
         )
@@ -101,31 +70,31 @@ def start(data_dir: Path, serve_arguments: Sequence[str], on_wait: Callable[[str
             if (serving := Serving.read(ready_file)) is not None and serving.pid == process.pid:
                 return serving
             if process.poll() is not None:
-                raise BackgroundError(_last_words(log_file, log_start, process.returncode))
+                raise CliError(_start_failure(log_file, log_start, process.returncode))
             on_wait(_last_line(log_file, log_start))
             time.sleep(POLL_S)
     except KeyboardInterrupt:
-        _end(process)
+        _terminate(process)
         raise
-    _end(process)
-    raise BackgroundError(f"the pool was not ready after {timeout_s:.0f} s and was stopped; its log is {log_file}")
+    _terminate(process)
+    raise CliError(f"the pool was not ready after {timeout_s:.0f} s and was stopped; its log is {log_file}")
 
 
 def stop(data_dir: Path, timeout_s: float) -> int:
-    """End the pool on a data directory and wait for it; returns its process id. Raises BackgroundError."""
+    """Stop the pool on a data directory and wait until it has ended; return its process id. Raises CliError."""
     pid = running_pid(data_dir)
     if pid is None:
-        raise BackgroundError(f"no pool is running on {data_dir}; `tinkerpool up` starts one")
+        raise CliError(f"no pool is running on {data_dir}; `tinkerpool up` starts one")
     try:
         os.kill(pid, signal.SIGTERM)
     except PermissionError:
-        raise BackgroundError(f"the pool on {data_dir} (process {pid}) belongs to another user") from None
+        raise CliError(f"the pool on {data_dir} (process {pid}) belongs to another user") from None
     except ProcessLookupError:
         pass
     deadline = time.monotonic() + timeout_s
     while running_pid(data_dir) == pid or _is_alive(pid):
         if time.monotonic() > deadline:
-            raise BackgroundError(
+            raise CliError(
                 f"the pool (process {pid}) has not stopped after {timeout_s:.0f} s; it may still be finishing a cycle. "
                 f"`tinkerpool logs` says more; `kill -9 {pid}` ends it at once, and nothing acknowledged is lost"
             )
@@ -134,12 +103,12 @@ def stop(data_dir: Path, timeout_s: float) -> int:
 
 
 def tail(data_dir: Path, num_lines: int, *, follow: bool) -> Iterator[str]:
-    """The last lines of the log, then, if asked to follow, each new one for ever. Raises BackgroundError."""
+    """Yield the last lines of the log and then, with `follow`, each new line without end. Raises CliError."""
     path = data_dir / LOG_FILE
     try:
         log = path.open(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        raise BackgroundError(
+        raise CliError(
             f"there is no log at {path}: only `tinkerpool up` writes one; `tinkerpool serve` logs to its own terminal"
         ) from None
     with log:
@@ -152,7 +121,7 @@ def tail(data_dir: Path, num_lines: int, *, follow: bool) -> Iterator[str]:
 
 
 def _fresh_log(data_dir: Path) -> Path:
-    """The log file; a long one is put aside first, and the one put aside before it dropped."""
+    """Return the path of the log. A long log is renamed first, and replaces the one renamed before it."""
     path = data_dir / LOG_FILE
     if path.exists() and path.stat().st_size > LOG_BYTES_MAX:
         path.rename(path.with_suffix(".log.1"))
@@ -164,8 +133,8 @@ def _last_line(log_file: Path, start: int) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def _last_words(log_file: Path, start: int, returncode: int) -> str:
-    """Why a pool that ended while starting did so: the end of what it said."""
+def _start_failure(log_file: Path, start: int, returncode: int) -> str:
+    """Return the message for a pool that ended while it started: the end of its log."""
     lines = [line for line in _text_from(log_file, start).split("\n") if line.strip()]
     ending = "\n".join(f"  {line}" for line in lines[-12:])
     return f"the pool ended while it started (exit code {returncode}). The end of its log, {log_file}:\n{ending}"
@@ -179,7 +148,7 @@ def _text_from(path: Path, start: int) -> str:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether the process is there and not merely a zombie of a parent that does not wait for it."""
+    """Return whether the process exists and is no zombie."""
     try:
         os.kill(pid, 0)
         stat = Path(f"/proc/{pid}/stat")
@@ -190,7 +159,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _terminate(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         process.wait(30)

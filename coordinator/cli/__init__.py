@@ -1,0 +1,33 @@
+"""The commands that run a pool: `serve`, `up`, `down` and `logs`.
+
+Public interface: `register`, which the `tinkerpool` command finds through an entry point. The pool's libraries are
+imported only when a command needs them, so that `tinkerpool --help` is quick and works without them.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from coordinator.cli import up
+from coordinator.cli.options import KeepsArguments, with_options
+from coordinator.cli.serve import serve
+from tinkerpool.cli.app import RUN_PANEL
+
+_SERVE_HELP = (
+    "Run a pool in this terminal, until Ctrl-C or SIGTERM.\n\n"
+    "The first start on a data directory creates an administrator's key and writes it, with the address, to "
+    "~/.tinkerpool/credentials.json, where programs on this machine find it. The pool is ready after the line "
+    "'tinkerpool is ready at URL'; scripts use --ready-file."
+)
+_UP_HELP = (
+    "Start a pool in the background, and wait until it is ready.\n\n"
+    "Takes the options of 'tinkerpool serve'. Its log is serve.log in the data directory: see 'tinkerpool logs'."
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the `tinkerpool` command."""
+    for name, run, text in (("up", up.up, _UP_HELP), ("serve", serve, _SERVE_HELP)):
+        app.command(name, help=text, cls=KeepsArguments, rich_help_panel=RUN_PANEL)(with_options(run))
+    app.command("down", rich_help_panel=RUN_PANEL)(up.down)
+    app.command("logs", rich_help_panel=RUN_PANEL)(up.logs)

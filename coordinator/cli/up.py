@@ -1,0 +1,88 @@
+"""`up`, `down` and `logs`: a pool in the background."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from coordinator.cli import process
+from coordinator.cli.options import DATA_DIR_HELP, Settings, data_dir_of
+from coordinator.serving import Serving
+from tinkerpool.cli import show
+from tinkerpool.credentials import credentials_file, kept_credentials
+
+EXAMPLE = """\
+import tinkerpool
+client = tinkerpool.ServiceClient().create_lora_training_client("{model}", rank=8)
+tokens = client.get_tokenizer().encode("The LORD is my shepherd; I shall not want.")
+datum = tinkerpool.Datum(tokens[:-1], {{"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}})
+adam = tinkerpool.AdamParams(learning_rate=1e-2)
+steps = [client.train_step([datum], "cross_entropy", adam) for _ in range(10)]
+print([round(step.result().forward_backward.metrics["loss:sum"], 3) for step in steps])
+sampler = client.save_weights_and_get_sampling_client()
+prompt, params = tinkerpool.ModelInput.from_ints(tokens[:3]), tinkerpool.SamplingParams(max_tokens=12, temperature=0.0)
+print(client.get_tokenizer().decode(sampler.sample(prompt, 1, params).result().sequences[0].tokens))
+"""
+"""A first program, to paste into Python."""
+
+
+DataDirOption = Annotated[Path | None, typer.Option("--data-dir", help=DATA_DIR_HELP)]
+
+
+def up(settings: Settings, arguments: Sequence[str]) -> None:
+    """Start the pool in the background, and print how to use it. Raises CliError."""
+    with Console(stderr=True, highlight=False).status("Starting a pool ...") as spinner:
+
+        def on_wait(line: str) -> None:
+            spinner.update(f"Starting a pool ... [dim]{line[:90]}[/dim]")
+
+        serving = process.start(settings.data_dir, arguments, on_wait, settings.pool.start_timeout_s + 60)
+    other_dir = "" if settings.data_dir == data_dir_of(None) else f" --data-dir {shlex.quote(str(settings.data_dir))}"
+    show.say(
+        f"tinkerpool is ready at {serving.url} (process {serving.pid}), serving {', '.join(serving.models)}.\n"
+        f"{_other_clients(serving)}"
+        f"Its log: tinkerpool logs -f. Stop it: tinkerpool down{other_dir}\n\n"
+        f"Try it in Python:\n"
+    )
+    show.say("\n".join(f"    {line}" for line in EXAMPLE.format(model=serving.models[0]).splitlines()))
+
+
+def down(
+    data_dir: DataDirOption = None,
+    timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for it.")] = 120.0,
+) -> None:
+    """Stop the pool on this machine: it finishes its cycle and keeps everything for the next start."""
+    with Console(stderr=True, highlight=False).status("Stopping the pool ..."):
+        pid = process.stop(data_dir_of(data_dir), timeout)
+    show.say(f"Stopped (process {pid}).")
+
+
+def logs(
+    data_dir: DataDirOption = None,
+    num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of last lines.")] = 50,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines, until Ctrl-C.")] = False,
+) -> None:
+    """Show the log of the pool that `tinkerpool up` started."""
+    try:
+        for line in process.tail(data_dir_of(data_dir), num_lines, follow=follow):
+            print(line, end="", flush=follow)
+    except KeyboardInterrupt:
+        pass
+
+
+def _other_clients(serving: Serving) -> str:
+    """Return the lines with the environment of the Tinker SDK and of OpenAI's clients, if there is an HTTP door."""
+    if not serving.http_url:
+        return ""
+    keys = [found.api_key for found in kept_credentials() if found.url == serving.url]
+    key = keys[0] if keys and sys.stdout.isatty() else f"<the key in {credentials_file()}>"
+    return (
+        f"For the Tinker SDK: export TINKER_BASE_URL={serving.http_url} TINKER_API_KEY=tml-{key}\n"
+        f"For OpenAI's clients: export OPENAI_BASE_URL={serving.http_url}/v1 OPENAI_API_KEY=tml-{key}\n"
+    )

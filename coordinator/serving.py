@@ -1,0 +1,38 @@
+"""The ready file: what a pool that is ready says of itself to scripts and to `tinkerpool up`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+READY_FILE = "serving.json"
+"""In the data directory, while the pool serves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """Address, process and base models of a pool that is ready."""
+
+    url: str
+    pid: int
+    data_dir: str
+    models: tuple[str, ...]
+    http_url: str = ""
+    """Address for the Tinker SDK and OpenAI's clients; empty if there is no HTTP door."""
+
+    def write(self, path: Path) -> None:
+        """Write the file, so that a reader sees all of it or nothing."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{self.pid}")
+        temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        temporary.rename(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Serving | None:
+        """Read the file; None if there is none, or if its contents are something else."""
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**{**fields, "models": tuple(fields["models"])})
+        except (OSError, ValueError, KeyError, TypeError):
+            return None

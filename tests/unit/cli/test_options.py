@@ -1,0 +1,66 @@
+"""The options of `serve` and `up`: defaults and help texts come from the settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from coordinator.base.config import CoordinatorConfig, GrpcConfig, HttpConfig
+from coordinator.cli.options import RAY_FILE, KeepsArguments, Settings, http_port_after, with_options
+from workers.contract.settings import PoolConfig
+
+
+def settings_of(monkeypatch: pytest.MonkeyPatch, home: Path, *arguments: str) -> Settings:
+    """What a command gets that is called with these arguments."""
+    monkeypatch.setenv("TINKERPOOL_HOME", str(home))
+    found: list[Settings] = []
+
+    def run(settings: Settings, given: Sequence[str]) -> None:
+        assert given == list(arguments)
+        found.append(settings)
+
+    app = typer.Typer()
+    app.command(cls=KeepsArguments)(with_options(run))
+    done = CliRunner().invoke(app, arguments)
+    assert done.exception is None, done.output
+    return found[0]
+
+
+def test_without_options_every_setting_has_its_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = settings_of(monkeypatch, tmp_path)
+    assert settings.server.coordinator == CoordinatorConfig(data_dir=tmp_path / "pool")
+    assert settings.server.grpc == GrpcConfig()
+    assert settings.server.http == HttpConfig()
+    [model] = settings.pool.models
+    assert (model.name, model.num_workers) == ("kjv-2m", 1)
+    assert settings.pool == PoolConfig(models=(model,), owner_file=tmp_path / "pool" / RAY_FILE)
+
+
+def test_each_option_sets_its_own_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = settings_of(
+        monkeypatch, tmp_path, "--host", "::1", "--port", "80", "--cycle-tokens", "512", "--cycle-seconds", "1.5",
+        "--workers", "3", "--gpus", "0.5", "--exact", "--log-level", "debug", "--new-key",
+    )  # fmt: skip
+    coordinator = settings.server.coordinator
+    assert (coordinator.cycle_tokens_max, coordinator.cycle_s_max) == (512, 1.5)
+    assert settings.server.grpc == GrpcConfig(host="::1", port=80)
+    assert settings.server.http == HttpConfig(host="::1", port=81)
+    assert settings.server.is_new_key_wanted
+    [model] = settings.pool.models
+    assert dataclasses.replace(settings.pool, owner_file=None) == PoolConfig(
+        models=(model,), num_gpus=0.5, device="cuda", exact=True
+    )
+    assert (model.num_workers, settings.log_level) == (3, "debug")
+
+
+def test_without_an_http_door_there_are_no_settings_of_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert settings_of(monkeypatch, tmp_path, "--no-http").server.http is None
+
+
+def test_the_http_port_follows_the_other_one() -> None:
+    assert [http_port_after(port) for port in (7600, 0, 65535)] == [7601, 0, 0]
