@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coordinator.background import Serving
+from coordinator.serving import Serving
 from scripts.trace.recorder import ROOT, RemoteRecorder, answer_in
 
 if TYPE_CHECKING:
