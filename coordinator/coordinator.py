@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from coordinator.base.config import CoordinatorConfig
@@ -40,8 +39,7 @@ class Coordinator:
 
     async def failed(self) -> None:
         """Raise what makes going on unsafe, as soon as it happens."""
-        assert self.core.failure is not None
-        await asyncio.shield(self.core.failure)
+        await self.core.failure.wait()
 
     def health(self) -> bool:
         """Whether cycles can make progress."""

@@ -17,13 +17,13 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.storage.database import Row, StorageError, StoreBrokenError
+from coordinator.storage.database import StorageError, StoreBrokenError
 from coordinator.storage.folders import Saved, StateFiles
+from coordinator.storage.rows import CheckpointRow, SamplerRow
 from coordinator.storage.store import Store
 from tinkerpool import names
 from workers.contract.messages import AdapterSpec, AdapterState, ModelInfo
@@ -86,19 +86,19 @@ class Version:
                 waiter.set_exception(error)
 
 
-def unnamed(row: Mapping[str, Any] | Row, spec: AdapterSpec, state: AdapterState | None = None) -> Version:
+def unnamed(row: SamplerRow, spec: AdapterSpec, state: AdapterState | None = None) -> Version:
     """The version of an unnamed sampler's row."""
-    return Version(row["version"], row["sampler_id"], row["session_id"], row["base_model"], spec, state)
+    return Version(row.version, row.sampler_id, row.session_id, row.base_model, spec, state)
 
 
-def named(row: Mapping[str, Any] | Row, spec: AdapterSpec, state: AdapterState | None = None) -> Version:
+def named(row: CheckpointRow, spec: AdapterSpec, state: AdapterState | None = None) -> Version:
     """The version of a checkpoint's row."""
-    return Version(version_of(row), row["path"], "", row["base_model"], spec, state)
+    return Version(version_of(row), row.path, "", row.base_model, spec, state)
 
 
-def version_of(checkpoint: Mapping[str, Any] | Row) -> str:
+def version_of(checkpoint: CheckpointRow) -> str:
     """What the weights of a checkpoint are called: as the operation that saved them."""
-    return names.operation_name(checkpoint["adapter_id"], checkpoint["seq"])
+    return names.operation_name(checkpoint.adapter_id, checkpoint.seq)
 
 
 class Publishing:
@@ -249,17 +249,17 @@ class Publishing:
 
         Raises ServiceError if they are damaged, could not be made again, or have gone with their session.
         """
-        row = self._store.read_one("SELECT version, folder, sha256 FROM samplers WHERE sampler_id = ?", (sampler_id,))
+        row = self._store.samplers.get(sampler_id)
         assert row is not None
-        if (state := self.held(row["version"])) is not None:
+        if (state := self.held(row.version)) is not None:
             return state
-        if not row["folder"]:
+        if not row.folder:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
                 "SESSION_ENDED",
                 f"the session of {sampler_id} has ended, and its weights with it: save them under a name to keep them",
             )
-        return await asyncio.to_thread(self._samplers.read, row["folder"], row["sha256"])
+        return await asyncio.to_thread(self._samplers.read, row.folder, row.sha256)
 
     # ---- writing
 
@@ -338,10 +338,10 @@ class Publishing:
         """Give its row the folder; the future has how many rows that were."""
         if version.is_named:
             assert version.state is not None
-            return self._store.commit_checkpoint_file(
+            return self._store.checkpoints.commit_file(
                 version.label, version.seq, saved.folder, saved.sha256, saved.size_bytes, version.state.fingerprint
             )
-        return self._store.commit_sampler_file(version.label, saved.folder, saved.sha256)
+        return self._store.samplers.commit_file(version.label, saved.folder, saved.sha256)
 
 
 def _not_made_again(label: str) -> ServiceError:

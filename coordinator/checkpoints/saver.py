@@ -10,20 +10,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from coordinator.base.errors import Code, ServiceError, not_found, sampler_exists
 from coordinator.checkpoints.publishing import Publishing, named, unnamed, version_of
 from coordinator.operations.adapter_log import AdapterQueue
 from coordinator.operations.operation import Operation
-from coordinator.operations.outcomes import finished_row, save_path, save_request, service_error
-from coordinator.storage.database import ConflictError, Row, StorageError, StoreBrokenError
+from coordinator.operations.outcomes import decided_row, save_path, save_request, service_error
+from coordinator.storage.cycles import CycleCommit
+from coordinator.storage.database import ConflictError, StorageError, StoreBrokenError
 from coordinator.storage.disk import Disk
 from coordinator.storage.folders import Saved, StateFiles
-from coordinator.storage.store import CycleCommit, SnapshotRow, Store
+from coordinator.storage.rows import CheckpointRow, SamplerRow, SnapshotRow
+from coordinator.storage.store import Store
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2
 from workers.contract.messages import AdapterState, ItemResult, ModelInfo
@@ -76,28 +77,26 @@ class Saver:
         state = result.state
         if not (isinstance(request, checkpoints_pb2.SaveStateRequest) and request.overwrite):
             self._check_free(commit, str(path))
-        row: dict[str, Any] = {
-            "path": str(path),
-            "tenant_id": adapter.tenant_id,
-            "adapter_id": adapter.adapter_id,
-            "kind": path.kind,
-            "folder": "",
-            "size_bytes": len(state.weights),
-            "sha256": "",
-            "seq": operation.seq,
-            "base_model": adapter.base_model,
-            "rank": adapter.spec.rank,
-            "fingerprint": state.fingerprint,
-            "user_metadata": json.dumps(dict(request.user_metadata)),
-            "created_at": self._wall(),
-            "expires_at": self._wall() + request.ttl_seconds if request.ttl_seconds else None,
-            "expires_service_s": self._store.service_time() + request.ttl_seconds if request.ttl_seconds else None,
-        }
+        row = CheckpointRow(
+            path=str(path),
+            tenant_id=adapter.tenant_id,
+            adapter_id=adapter.adapter_id,
+            kind=path.kind,
+            size_bytes=len(state.weights),
+            seq=operation.seq,
+            base_model=adapter.base_model,
+            rank=adapter.spec.rank,
+            fingerprint=state.fingerprint,
+            user_metadata=json.dumps(dict(request.user_metadata)),
+            created_at=self._wall(),
+            expires_at=self._wall() + request.ttl_seconds if request.ttl_seconds else None,
+            expires_service_s=self._store.service_time() + request.ttl_seconds if request.ttl_seconds else None,
+        )
         if path.kind == names.SAMPLER and self.publishing.can_hold(adapter.base_model, state):
             self.publishing.hold(named(row, adapter.spec, state))
         else:
             saved = await self._write(self.checkpoints, adapter, state)
-            row |= {"folder": saved.folder, "sha256": saved.sha256, "size_bytes": saved.size_bytes}
+            row = replace(row, folder=saved.folder, sha256=saved.sha256, size_bytes=saved.size_bytes)
         self._make_free(commit, adapter.adapter_id, str(path))  # not before there is something in its place
         commit.checkpoints.append(row)
         outcome = operation.succeed(cycle_id)
@@ -118,27 +117,23 @@ class Saver:
         """Let the weights be sampled from as soon as the cycle has committed; their file follows."""
         wanted = request.sampler_index if request.HasField("sampler_index") else None
         index = self._new_sampler_index(adapter.session_id, operation.name, wanted)
-        row: dict[str, Any] = {
-            "sampler_id": names.sampler_id(adapter.session_id, index),
-            "tenant_id": adapter.tenant_id,
-            "session_id": adapter.session_id,
-            "body": b"",
-            "base_model": adapter.base_model,
-            "model_path": "",
-            "adapter_id": adapter.adapter_id,
-            "version": operation.name,
-            "folder": "",
-            "sha256": "",
-            "created_at": self._wall(),
-            "is_inflight": request.is_inflight,
-        }
+        row = SamplerRow(
+            sampler_id=names.sampler_id(adapter.session_id, index),
+            tenant_id=adapter.tenant_id,
+            session_id=adapter.session_id,
+            base_model=adapter.base_model,
+            adapter_id=adapter.adapter_id,
+            version=operation.name,
+            created_at=self._wall(),
+            is_inflight=request.is_inflight,
+        )
         if self.publishing.can_hold(adapter.base_model, state):
             self.publishing.hold(unnamed(row, adapter.spec, state))
         else:
             saved = await self._write(self.samplers, adapter, state)
-            row |= {"folder": saved.folder, "sha256": saved.sha256}
+            row = replace(row, folder=saved.folder, sha256=saved.sha256)
         commit.samplers.append(row)
-        operation.succeed(cycle_id).save_weights_for_sampler.sampler_id = row["sampler_id"]
+        operation.succeed(cycle_id).save_weights_for_sampler.sampler_id = row.sampler_id
 
     async def write_snapshot(self, adapter: AdapterQueue, state: AdapterState, window_error: bytes) -> str | None:
         """Make a snapshot durable and cut the log there, once no version needs it any more.
@@ -157,7 +152,7 @@ class Saver:
             window_error=window_error,
         )
         try:
-            replaced = await self._store.commit_snapshot(row)
+            replaced = await self._store.snapshots.commit(row)
         except StoreBrokenError:
             raise  # the row may be durable: the next start sees what is an orphan
         except StorageError:
@@ -175,11 +170,11 @@ class Saver:
     async def save_loaded(self, commit: CycleCommit, adapter: AdapterQueue, result: ItemResult) -> None:
         """Make what was just loaded the adapter's snapshot, in the same commit. Raises ServiceError if it cannot be."""
         assert result.state is not None
-        old = self._store.read_one("SELECT folder FROM snapshots WHERE adapter_id = ?", (adapter.adapter_id,))
+        old = self._store.snapshots.get(adapter.adapter_id)
         start = await self.write_start(adapter, result.state)
         commit.snapshots.append(replace(start, seq=result.state.applied_seq))
         if old is not None:
-            commit.replaced_snapshots.append((adapter.adapter_id, old["folder"]))
+            commit.replaced_snapshots.append((adapter.adapter_id, old.folder))
 
     async def persist(self, commit: CycleCommit, finished: Sequence[Operation]) -> frozenset[str]:
         """`Store.persist`, with the outcomes of `finished`.
@@ -187,7 +182,7 @@ class Saver:
         A commit is everybody's: a save whose sampler another row has got to first fails alone. Raises StorageError.
         """
         while True:
-            commit.finished = [finished_row(operation) for operation in finished]
+            commit.finished = [decided_row(operation) for operation in finished]
             try:
                 return await self._store.persist(commit)
             except ConflictError:
@@ -197,17 +192,17 @@ class Saver:
     def committed(self, commit: CycleCommit, lost: Collection[str]) -> None:
         """The commit is durable, but for the adapters `lost`: what it overwrites goes, what it publishes is written."""
         for row in commit.samplers:
-            if row["adapter_id"] in lost:
+            if row.adapter_id in lost:
                 self._discard(row)
             else:
-                self.publishing.committed(row["version"])
-        for row in commit.checkpoints:
-            if row["adapter_id"] not in lost:
-                self.publishing.committed(version_of(row))
-            elif row["folder"]:
-                self.checkpoints.remove(row["folder"])
+                self.publishing.committed(row.version)
+        for checkpoint in commit.checkpoints:
+            if checkpoint.adapter_id not in lost:
+                self.publishing.committed(version_of(checkpoint))
+            elif checkpoint.folder:
+                self.checkpoints.remove(checkpoint.folder)
             else:
-                self.publishing.drop(version_of(row))
+                self.publishing.drop(version_of(checkpoint))
         for adapter_id, overwritten in commit.replaced_checkpoints:
             if adapter_id not in lost:
                 self.checkpoints.remove(overwritten)
@@ -215,94 +210,83 @@ class Saver:
             if adapter_id not in lost:
                 self.snapshots.remove(covered)
 
-    async def read_checkpoint(self, row: Row) -> AdapterState:
+    async def read_checkpoint(self, row: CheckpointRow) -> AdapterState:
         """What a checkpoint holds, from its file or before that is there.
 
         Raises ServiceError if it cannot be had, or not now, or was deleted since its row was read.
         """
-        if not row["folder"]:
+        if not row.folder:
             if (state := self.publishing.held(version_of(row))) is not None:
                 return state
             row = self._again(row)
-        return await asyncio.to_thread(self.checkpoints.read, row["folder"], row["sha256"])
+        return await asyncio.to_thread(self.checkpoints.read, row.folder, row.sha256)
 
-    async def with_file(self, row: Row) -> Row:
+    async def with_file(self, row: CheckpointRow) -> CheckpointRow:
         """A checkpoint's row as it is when its file is there. Raises ServiceError as `read_checkpoint`, StorageError if
         its file cannot be written."""
-        if row["folder"]:
+        if row.folder:
             return row
         await self.publishing.until_file(version_of(row))
         return self._again(row)
 
-    async def delete_checkpoint(self, row: Row) -> None:
+    async def delete_checkpoint(self, row: CheckpointRow) -> None:
         """Delete a checkpoint: the row first, so that a crash leaves an orphaned folder and not a broken checkpoint.
 
         Raises StorageError.
         """
-        folder = await self._store.delete_checkpoint(row["path"], row["seq"])
+        folder = await self._store.checkpoints.delete(row.path, row.seq)
         self.publishing.deleted(version_of(row))
         if folder:
             await asyncio.to_thread(self.checkpoints.remove, folder)
 
     async def remove_expired(self) -> None:
         """Delete checkpoints past their time to live. Raises StorageError."""
-        sql = "SELECT * FROM checkpoints WHERE expires_service_s <= ?"
-        for row in self._store.read(sql, (self._store.service_time(),)):
+        for row in self._store.checkpoints.expired():
             await self.delete_checkpoint(row)
 
     def remove_orphans(self) -> None:
         """Delete folders that a crash left without a row."""
-        for files, rows in (
-            (self.checkpoints, "checkpoints"),
-            (self.snapshots, "snapshots"),
-            (self.samplers, "samplers JOIN sessions USING (session_id) WHERE ended_at IS NULL"),
-        ):
-            files.remove_orphans({row["folder"] for row in self._store.read(f"SELECT folder FROM {rows}")})  # noqa: S608
+        self.checkpoints.remove_orphans(self._store.checkpoints.folders())
+        self.snapshots.remove_orphans(self._store.snapshots.folders())
+        self.samplers.remove_orphans(self._store.samplers.folders())
 
     async def remove_samplers(self, session_id: str) -> None:
         """A session has ended, and with it the weights of its unnamed samplers."""
         self.publishing.end_session(session_id)
-        rows = self._store.read("SELECT folder FROM samplers WHERE session_id = ? AND folder != ''", (session_id,))
-        for row in rows:
-            await asyncio.to_thread(self.samplers.remove, row["folder"])
+        for folder in self._store.samplers.folders_of_session(session_id):
+            await asyncio.to_thread(self.samplers.remove, folder)
 
     def _refuse_taken(self, commit: CycleCommit, finished: Iterable[Operation]) -> bool:
         """Fail the saves whose samplers cannot be stored; whether there are any."""
-        sql = "SELECT 1 FROM samplers WHERE sampler_id = ?"
-        taken = {
-            row["version"]: row
-            for row in commit.samplers
-            if self._store.read_one(sql, (row["sampler_id"],)) is not None
-        }
+        taken = {row.version: row for row in commit.samplers if self._store.samplers.get(row.sampler_id) is not None}
         for operation in finished:
             if (row := taken.get(operation.name)) is not None:
-                logger.error("%s: %s was there before", operation.name, row["sampler_id"])
+                logger.error("%s: %s was there before", operation.name, row.sampler_id)
                 assert operation.outcome is not None
                 cycle_id = operation.outcome.cycle_id
                 operation.undecide()
-                operation.fail(service_error(sampler_exists(row["sampler_id"])), cycle_id=cycle_id)
+                operation.fail(service_error(sampler_exists(row.sampler_id)), cycle_id=cycle_id)
                 self._discard(row)
-        commit.samplers = [row for row in commit.samplers if row["version"] not in taken]
+        commit.samplers = [row for row in commit.samplers if row.version not in taken]
         return bool(taken)
 
-    def _discard(self, row: Mapping[str, Any]) -> None:
+    def _discard(self, row: SamplerRow) -> None:
         """An unnamed sampler's row was not stored."""
-        self.publishing.drop(row["version"])
-        if row["folder"]:
-            self.samplers.remove(row["folder"])
+        self.publishing.drop(row.version)
+        if row.folder:
+            self.samplers.remove(row.folder)
 
-    def _again(self, row: Row) -> Row:
+    def _again(self, row: CheckpointRow) -> CheckpointRow:
         """A checkpoint's row as it is now, with its folder. Raises ServiceError if it was deleted."""
-        sql = "SELECT * FROM checkpoints WHERE path = ? AND seq = ?"
-        if (found := self._store.read_one(sql, (row["path"], row["seq"]))) is None:
-            raise not_found("checkpoint", row["path"])
-        assert found["folder"], f"{row['path']} is neither in a file nor in memory"
+        if (found := self._store.checkpoints.of_save(row.path, row.seq)) is None:
+            raise not_found("checkpoint", row.path)
+        assert found.folder, f"{row.path} is neither in a file nor in memory"
         return found
 
     def _check_free(self, commit: CycleCommit, path: str) -> None:
         """Raises ServiceError if something has this path."""
-        is_taken = any(row["path"] == path for row in commit.checkpoints)
-        if is_taken or self._store.read_one("SELECT 1 FROM checkpoints WHERE path = ?", (path,)) is not None:
+        is_taken = any(row.path == path for row in commit.checkpoints)
+        if is_taken or self._store.checkpoints.by_path(path) is not None:
             raise ServiceError(
                 Code.ALREADY_EXISTS,
                 "CHECKPOINT_EXISTS",
@@ -311,12 +295,13 @@ class Saver:
 
     def _make_free(self, commit: CycleCommit, adapter_id: str, path: str) -> None:
         """Let what has this path go when the commit adds another."""
-        earlier = [row for row in commit.checkpoints if row["path"] == path]
-        commit.checkpoints = [row for row in commit.checkpoints if row["path"] != path]
-        stored = self._store.read("SELECT folder FROM checkpoints WHERE path = ?", (path,))
-        for folder in [row["folder"] for row in earlier] + [row["folder"] for row in stored]:
-            assert folder, "only states are overwritten, and they have their file first"
-            commit.replaced_checkpoints.append((adapter_id, folder))
+        replaced = [row for row in commit.checkpoints if row.path == path]
+        commit.checkpoints = [row for row in commit.checkpoints if row.path != path]
+        if (stored := self._store.checkpoints.by_path(path)) is not None:
+            replaced.append(stored)
+        for row in replaced:
+            assert row.folder, "only states are overwritten, and they have their file first"
+            commit.replaced_checkpoints.append((adapter_id, row.folder))
 
     async def _write(self, files: StateFiles, adapter: AdapterQueue, state: AdapterState) -> Saved:
         try:

@@ -44,13 +44,13 @@ class BatchBuilder:
         It raises ServiceError DATA_LOSS.
         """
         spec = adapter.spec
-        row = self._store.read_one("SELECT * FROM snapshots WHERE adapter_id = ?", (adapter.adapter_id,))
+        row = self._store.snapshots.get(adapter.adapter_id)
 
         def install() -> AdapterInstall:
             if row is None:
                 return AdapterInstall(spec=spec, state=None)
-            state = self._snapshots.read(row["folder"], row["sha256"])
-            return AdapterInstall(spec=spec, state=replace(state, applied_seq=row["seq"]))
+            state = self._snapshots.read(row.folder, row.sha256)
+            return AdapterInstall(spec=spec, state=replace(state, applied_seq=row.seq))
 
         return install
 
@@ -128,7 +128,7 @@ class BatchBuilder:
         )
 
     def _state_item(self, adapter: AdapterQueue, operation: Operation, prev_seq: int) -> Item:
-        body = operation.body or self._store.read_body(operation.target_id, operation.seq)
+        body = operation.body or self._store.operations.payload(operation.target_id, operation.seq)
         ids = {"op_id": operation.name, "adapter_id": adapter.adapter_id}
         drop = adapter.must_drop_gradient
         match operation.kind:
@@ -156,21 +156,21 @@ class BatchBuilder:
                 )
             case Kind.LOAD_STATE:
                 request = training_pb2.LoadStateRequest.FromString(body)
-                row = self._store.read_one("SELECT * FROM checkpoints WHERE path = ?", (request.path,))
-                if row is None or not (row["tenant_id"] == adapter.tenant_id or row["is_public"]):
+                row = self._store.checkpoints.by_path(request.path)
+                if row is None or not (row.tenant_id == adapter.tenant_id or row.is_public):
                     raise ServiceError(Code.NOT_FOUND, "NOT_FOUND", f"no checkpoint {request.path!r} any more")
                 return LoadItem(
                     **ids,
                     prev_seq=prev_seq,
                     seq=operation.seq,
                     drop_gradient=drop,
-                    state=self._checkpoints.read(row["folder"], row["sha256"]),
+                    state=self._checkpoints.read(row.folder, row.sha256),
                     with_optimizer=request.with_optimizer,
                 )
             case _:
                 raise AssertionError(f"{operation.kind} has no place in the step phase")
 
     def _load_pass(self, operation: Operation) -> None:
-        body = operation.body or self._store.read_body(operation.target_id, operation.seq)
+        body = operation.body or self._store.operations.payload(operation.target_id, operation.seq)
         decoded = decode_pass(body)
         operation.loss, operation.data = (decoded.loss_fn, dict(decoded.loss_config)), decoded.data

@@ -257,7 +257,7 @@ class CycleLoop:
     def _log(self, cycle: Running, plan: PassPlan) -> None:
         """Note who is about to run where. It rides the next commit: no barrier, only a hint after a crash."""
         placements = {adapter_id: plan.placements[adapter_id] for adapter_id in plan.num_chunks}
-        self._store.note_plan(cycle.cycle_id, placements)
+        self._store.cycles.note_plan(cycle.cycle_id, placements)
 
     # ---- run
 

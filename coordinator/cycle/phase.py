@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from coordinator.operations.adapter_log import AdapterQueue
 from coordinator.operations.operation import Operation
-from coordinator.storage.store import CycleCommit
+from coordinator.storage.cycles import CycleCommit
 from tinkerpool.v1 import pool_pb2
 from workers.contract.messages import AdapterInstall, Batch, Item
 

@@ -120,7 +120,6 @@ class AdapterQueue:
 
     def retract(self, operation: Operation) -> None:
         """Take back one whose append failed. If a worker may have seen it, its copy is given up."""
-        operation.is_withdrawn = True
         self.operations.pop(operation.seq, None)
         while self.next_seq - 1 > self.snapshot_seq and self.next_seq - 1 not in self.operations:
             self.next_seq -= 1  # or a place that the server gives would leave a gap

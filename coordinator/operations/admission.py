@@ -21,15 +21,15 @@ from coordinator.operations.chunks import Chunk
 from coordinator.operations.in_flight import OperationTable
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.outcomes import service_error
-from coordinator.storage.database import ConflictError, Row, StorageError, StoreBrokenError
-from coordinator.storage.store import OperationRow, Store
+from coordinator.storage.database import ConflictError, StorageError, StoreBrokenError
+from coordinator.storage.rows import NewOperation, OperationRow
+from coordinator.storage.store import Store
 from tinkerpool.names import operation_name
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 RETRY_DELAY_S = 1.0
 SAMPLER_SEQ_MAX = 4 * 10**18
 """So that the numbers that the server gives after it still fit everywhere."""
-_COLUMNS = "tenant_id, target_id, seq, kind, body_hash, request_id, chunk_tokens, num_bytes, outcome"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Admission:
                 touch()
             raise
         operations = [
-            _operation(adapter.tenant_id, adapter.adapter_id, seq + i, request_id if i == 0 else "", draft, *body)
+            self._operation(adapter.tenant_id, adapter.adapter_id, seq + i, request_id if i == 0 else "", draft, *body)
             for i, (draft, body) in enumerate(zip(drafts, built, strict=True))
         ]
         self._take_in(adapter, operations)
@@ -127,7 +127,7 @@ class Admission:
             return existing, False
         draft.check()
         self._check_room(tenant_id, sampler_id, len(body))
-        operation = _operation(tenant_id, sampler_id, seq, request_id, draft, body, chunks)
+        operation = self._operation(tenant_id, sampler_id, seq, request_id, draft, body, chunks)
         self._table.add(operation)
         await self._append([operation])
         return operation, True
@@ -137,17 +137,14 @@ class Admission:
         live = self._table.get(f"{target_id}:{seq}")
         if live is not None:
             return live
-        sql = f"SELECT {_COLUMNS} FROM operations WHERE target_id = ? AND seq = ?"  # noqa: S608 (our names)
-        row = self._store.read_one(sql, (target_id, seq))
+        row = self._store.operations.find(target_id, seq)
         return operation_of_row(row) if row is not None else None
 
     def owner(self, target_id: str, seq: int) -> str | None:
         """The tenant of the operation at a place; None if there is none."""
         if (live := self._table.get(f"{target_id}:{seq}")) is not None:
             return live.tenant_id
-        sql = "SELECT tenant_id FROM operations WHERE target_id = ? AND seq = ? AND (outcome IS NULL OR outcome != x'')"
-        row = self._store.read_one(sql, (target_id, seq))
-        return row["tenant_id"] if row is not None else None
+        return self._store.operations.owner(target_id, seq)
 
     def _find_from(self, adapter: AdapterQueue, seq: int) -> Operation | None:
         return self.find(adapter.adapter_id, seq) if seq < adapter.next_seq else None
@@ -161,10 +158,8 @@ class Admission:
             raise invalid("seq is 0 and request_id is empty: set one of them, so that the call is safe to repeat")
         if (live := self._table.of_request(target_id, request_id)) is not None:
             return live.seq
-        row = self._store.read_one(
-            "SELECT seq FROM operations WHERE target_id = ? AND request_id = ?", (target_id, request_id)
-        )
-        return row["seq"] if row is not None else next_seq
+        found = self._store.operations.seq_of_request(target_id, request_id)
+        return found if found is not None else next_seq
 
     async def _again(
         self, adapter: AdapterQueue, existing: Sequence[Operation | None], drafts: Sequence[Draft]
@@ -197,7 +192,7 @@ class Admission:
         if all(operation.is_durable for operation in operations):
             return
         try:
-            await self._store.execute("SELECT 1")  # handed in after their append: done after it
+            await self._store.barrier()  # handed in after their append: done after it
         except StorageError as error:
             raise storage_error(error) from None
         if not all(operation.is_durable for operation in operations):
@@ -231,7 +226,8 @@ class Admission:
         failure = service_error(error)
         operations = []
         for i, draft in enumerate(drafts):
-            operation = _operation(adapter.tenant_id, adapter.adapter_id, seq + i, "", draft, _refused_body(draft), ())
+            body = _refused_body(draft)
+            operation = self._operation(adapter.tenant_id, adapter.adapter_id, seq + i, "", draft, body, ())
             operation.fail(failure if i == 0 else window_closed(failure))
             operations.append(operation)
         self._take_in(adapter, operations)
@@ -258,7 +254,7 @@ class Admission:
 
     async def _append(self, operations: Sequence[Operation]) -> None:
         try:
-            await self._store.append([_row(operation) for operation in operations])
+            await self._store.operations.append([_row(operation) for operation in operations])
         except ConflictError:
             for operation in operations:
                 self._table.remove(operation)
@@ -269,6 +265,30 @@ class Admission:
             raise storage_error(error) from None
         for operation in operations:
             operation.is_durable = True
+
+    def _operation(
+        self,
+        tenant_id: str,
+        target_id: str,
+        seq: int,
+        request_id: str,
+        draft: Draft,
+        body: bytes,
+        chunks: tuple[Chunk, ...],
+    ) -> Operation:
+        return Operation(
+            tenant_id=tenant_id,
+            target_id=target_id,
+            seq=seq,
+            kind=draft.kind,
+            body=body,
+            body_hash=digest(body, draft.kind.value),
+            request_id=request_id,
+            chunk_tokens=draft.chunk_tokens,
+            num_bytes=len(body),
+            append_id=self._store.new_append_id(),
+            chunks=chunks,
+        )
 
 
 def storage_error(error: object) -> ServiceError:
@@ -288,19 +308,20 @@ def storage_error(error: object) -> ServiceError:
     )
 
 
-def operation_of_row(row: Row) -> Operation:
-    """An operation as the store has it."""
-    outcome = row["outcome"]
+def operation_of_row(row: OperationRow) -> Operation:
+    """Return an operation as the store has it, without its payload."""
+    outcome = row.outcome
     return Operation(
-        tenant_id=row["tenant_id"],
-        target_id=row["target_id"],
-        seq=row["seq"],
-        kind=Kind(row["kind"]),
+        tenant_id=row.tenant_id,
+        target_id=row.target_id,
+        seq=row.seq,
+        kind=Kind(row.kind),
         body=b"",
-        body_hash=bytes(row["body_hash"]),
-        request_id=row["request_id"] or "",
-        chunk_tokens=row["chunk_tokens"],
-        num_bytes=row["num_bytes"],
+        body_hash=row.payload_hash,
+        request_id=row.request_id or "",
+        chunk_tokens=row.chunk_tokens,
+        num_bytes=row.num_bytes,
+        append_id=row.append_id,
         is_durable=True,
         is_committed=outcome is not None,
         is_dropped=outcome == b"",
@@ -308,38 +329,16 @@ def operation_of_row(row: Row) -> Operation:
     )
 
 
-def _operation(
-    tenant_id: str,
-    target_id: str,
-    seq: int,
-    request_id: str,
-    draft: Draft,
-    body: bytes,
-    chunks: tuple[Chunk, ...],
-) -> Operation:
-    return Operation(
-        tenant_id=tenant_id,
-        target_id=target_id,
-        seq=seq,
-        kind=draft.kind,
-        body=body,
-        body_hash=digest(body, draft.kind.value),
-        request_id=request_id,
-        chunk_tokens=draft.chunk_tokens,
-        num_bytes=len(body),
-        chunks=chunks,
-    )
-
-
-def _row(operation: Operation) -> OperationRow:
-    return OperationRow(
+def _row(operation: Operation) -> NewOperation:
+    return NewOperation(
         target_id=operation.target_id,
         seq=operation.seq,
+        append_id=operation.append_id,
         tenant_id=operation.tenant_id,
         kind=operation.kind.value,
-        request_id=operation.request_id,
-        body=operation.body,
-        body_hash=operation.body_hash,
+        request_id=operation.request_id or None,
+        payload=operation.body,
+        payload_hash=operation.body_hash,
         chunk_tokens=operation.chunk_tokens,
         outcome=serialize(operation.outcome) if operation.outcome is not None else None,
         is_failed=operation.is_failed,

@@ -62,6 +62,8 @@ class Operation:
     num_bytes: int
     """Size of the body, for the quotas."""
     chunks: tuple[Chunk, ...] = ()
+    append_id: int = 0
+    """Identifies its append to the log: an outcome is stored only for that append."""
     loss: tuple[str, dict[str, float]] = ("", {})
     """Decoded loss and its options, once `data` is."""
     data: tuple[Datum, ...] = ()
@@ -75,8 +77,6 @@ class Operation:
     """It has run, and its state is being written: nobody else decides it, whatever happens to its worker."""
     is_durable: bool = False
     """The append has committed."""
-    is_withdrawn: bool = False
-    """The append has failed: it was never accepted, and its place may be another's by now."""
     is_committed: bool = False
     """The outcome has committed."""
     is_underived: bool = False

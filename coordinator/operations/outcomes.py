@@ -5,7 +5,7 @@ from __future__ import annotations
 from coordinator.base.errors import Code, ServiceError
 from coordinator.operations.canonical import serialize
 from coordinator.operations.operation import Kind, Operation
-from coordinator.storage.store import OperationRow
+from coordinator.storage.rows import DecidedOperation
 from tinkerpool import names
 from tinkerpool.convert import to_tensor
 from tinkerpool.metrics import merge_metrics
@@ -75,24 +75,20 @@ def worker_died(operation: Operation) -> ops_pb.OperationError:
     )
 
 
-def finished_row(operation: Operation) -> OperationRow:
-    """A decided operation as the store wants it."""
+def decided_row(operation: Operation) -> DecidedOperation:
+    """Return a decided operation as the store commits it."""
     outcome = operation.outcome
     assert outcome is not None
-    return OperationRow(
+    return DecidedOperation(
         target_id=operation.target_id,
         seq=operation.seq,
+        append_id=operation.append_id,
         tenant_id=operation.tenant_id,
         kind=operation.kind.value,
-        request_id=operation.request_id,
-        body=operation.body,
-        body_hash=operation.body_hash,
-        chunk_tokens=operation.chunk_tokens,
         outcome=serialize(outcome),
         is_failed=operation.is_failed,
         num_tokens=outcome.num_tokens,
         engine_s=outcome.engine_seconds,
-        is_withdrawn=lambda: operation.is_withdrawn,
     )
 
 

@@ -7,12 +7,12 @@ invariant: a session leaves only once its end is durable, so what has ended neve
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from coordinator.base.errors import Code, ServiceError, sampler_exists
-from coordinator.storage.database import Row
+from coordinator.storage.rows import SessionRow
 from coordinator.storage.store import Store
 from tinkerpool import names
 
@@ -59,15 +59,14 @@ class SessionTable:
 
     def load(self) -> None:
         """Take up the sessions that were live when the last coordinator ended."""
-        for row in self._store.read("SELECT session_id, tenant_id FROM sessions WHERE ended_at IS NULL"):
+        for row in self._store.sessions.live():
             self._take_up(row)
 
     def add(self, session_id: str) -> None:
         """A session whose creation is durable, now or for long: one that has ended stays so."""
         if session_id in self._live:
             return
-        sql = "SELECT session_id, tenant_id FROM sessions WHERE session_id = ? AND ended_at IS NULL"
-        if (row := self._store.read_one(sql, (session_id,))) is not None:
+        if (row := self._store.sessions.get_live(session_id)) is not None:
             self._take_up(row)
 
     def get(self, session_id: str) -> Session | None:
@@ -120,19 +119,18 @@ class SessionTable:
         self._live.pop(session_id, None)
 
     def _has_sampler(self, session_id: str, index: int) -> bool:
-        sampler_id = names.sampler_id(session_id, index)
-        return self._store.read_one("SELECT 1 FROM samplers WHERE sampler_id = ?", (sampler_id,)) is not None
+        return self._store.samplers.get(names.sampler_id(session_id, index)) is not None
 
-    def _take_up(self, row: Row) -> None:
-        session_id = row["session_id"]
-        self._live[session_id] = Session(
-            session_id,
-            row["tenant_id"],
+    def _take_up(self, row: SessionRow) -> None:
+        self._live[row.session_id] = Session(
+            row.session_id,
+            row.tenant_id,
             self._monotonic(),
-            self._next("adapters", "adapter_id", session_id),
-            self._next("samplers", "sampler_id", session_id),
+            _next_index(self._store.adapters.ids_of_session(row.session_id, with_deleted=True)),
+            _next_index(self._store.samplers.ids_of_session(row.session_id)),
         )
 
-    def _next(self, table: str, column: str, session_id: str) -> int:
-        rows = self._store.read(f"SELECT {column} FROM {table} WHERE session_id = ?", (session_id,))  # noqa: S608
-        return max((int(row[0].rpartition(":")[2]) for row in rows), default=-1) + 1
+
+def _next_index(ids: Iterable[str]) -> int:
+    """Return the index after the highest one of these ids of adapters or samplers."""
+    return max((int(each.rpartition(":")[2]) for each in ids), default=-1) + 1

@@ -19,6 +19,7 @@ from typing import IO, Any, TypeVar
 
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Code
+from coordinator.base.failure import Failure
 from coordinator.base.time import SystemTime, Time, within
 from coordinator.checkpoints.publishing import named, unnamed
 from coordinator.checkpoints.saver import Saver
@@ -28,7 +29,7 @@ from coordinator.operations.adapter_log import AdapterQueue
 from coordinator.operations.admission import Admission, storage_error
 from coordinator.operations.finished_samples import Followers
 from coordinator.operations.in_flight import OperationTable
-from coordinator.operations.outcomes import finished_row
+from coordinator.operations.outcomes import decided_row
 from coordinator.operations.sessions import SessionTable
 from coordinator.runtime import recovery
 from coordinator.sampling.scheduler import Sampling
@@ -79,8 +80,7 @@ class Core:
         self.adapters: dict[str, AdapterQueue] = {}
         self.cycles: deque[pool_pb2.Cycle] = deque(maxlen=CYCLES_SHOWN_MAX)
         self.cycle_watchers: set[asyncio.Queue[pool_pb2.Cycle | None]] = set()
-        self.failure: asyncio.Future[None] | None = None
-        """Raises what makes going on unsafe; whoever runs the coordinator awaits it."""
+        self.failure = Failure()
         self.started_at = 0.0
         self._last_cycle_id = 0
         self._lock: IO[str] | None = None
@@ -96,15 +96,9 @@ class Core:
         """Take the data directory, recover, start the pool, begin cycles. Raises DataDirInUse."""
         self.config.data_dir.mkdir(parents=True, exist_ok=True)
         self._take_lock()
-        self.failure = asyncio.get_running_loop().create_future()
-        self.store = Store(
-            self.config.data_dir / "tinkerpool.db",
-            monotonic=self.time.monotonic,
-            connect=self._connect,
-            on_broken=self._fail,
-        )
+        self.store = Store(self.config.data_dir / "tinkerpool.db", self.time, self.failure, connect=self._connect)
         self.epoch = await self.store.raise_epoch()
-        self._last_cycle_id = self.store.last_cycle_id()
+        self._last_cycle_id = self.store.cycles.last_id()
         self.followers = Followers(self.epoch)
         self.table = OperationTable(self.followers.note)
         self.sessions = SessionTable(self.store, self.time.monotonic)
@@ -119,7 +113,7 @@ class Core:
             self.sessions.take_sampler_index,
             on_settled=self._settled,
             on_derived=self._derived,
-            fatal=self._fail,
+            fatal=self.failure.report,
         )
         self.saver.remove_orphans()
         self.sampling = Sampling(
@@ -133,7 +127,7 @@ class Core:
             live_workers=self._live_workers,
             suspects_of=self._suspects.__getitem__,
             worker_lost=self._worker_lost,
-            fatal=self._fail,
+            fatal=self.failure.report,
         )
         await self.pool.start()
         for worker in self.pool.workers():
@@ -175,9 +169,8 @@ class Core:
         self._lock.close()
 
     async def _finish_loop(self, loop: CycleLoop) -> None:
-        assert self.failure is not None
         await loop.stop()
-        if self.failure.done():
+        if self.failure.is_reported:
             return
         try:
             await loop.snapshot_all()
@@ -201,8 +194,7 @@ class Core:
         """Whether cycles can make progress: nothing has failed and every base model has a live worker."""
         return (
             not self._is_stopping
-            and self.failure is not None
-            and not self.failure.done()
+            and not self.failure.is_reported
             and bool(self.loops)
             and all(loop.workers() and not loop.is_stuck for loop in self.loops.values())
         )
@@ -232,9 +224,8 @@ class Core:
                 operation.fail(error)
         try:
             await self.saver.publishing.until_written(adapter.adapter_id)
-            folder = await self.store.delete_adapter(
-                adapter.adapter_id, [finished_row(o) for o in unfinished], self.time.wall()
-            )
+            finished = [decided_row(operation) for operation in unfinished]
+            folder = await self.store.adapters.delete(adapter.adapter_id, finished, self.time.wall())
         except StorageError:
             adapter.decided = unfinished
             self._put_back(adapter)
@@ -249,9 +240,8 @@ class Core:
 
     def _put_back(self, adapter: AdapterQueue) -> None:
         """Its deletion has failed. What a cycle or a snapshot did meanwhile, the queue was not told."""
-        sql = "SELECT seq, window_error FROM snapshots WHERE adapter_id = ?"
-        if (row := self.store.read_one(sql, (adapter.adapter_id,))) is not None:
-            adapter.covered(row["seq"], bytes(row["window_error"]), math.inf)
+        if (row := self.store.snapshots.get(adapter.adapter_id)) is not None:
+            adapter.covered(row.seq, row.window_error, math.inf)
         adapter.lose_copy()  # its worker may have been lost, too
         adapter.is_deleted = False
         self.add_adapter(adapter)
@@ -266,7 +256,7 @@ class Core:
         """What makes an adapter, also a deleted one."""
         if (adapter := self.adapters.get(adapter_id)) is not None:
             return adapter.spec
-        row = self.store.read_one("SELECT * FROM adapters WHERE adapter_id = ?", (adapter_id,))
+        row = self.store.adapters.get(adapter_id)
         assert row is not None
         return recovery.spec_of_row(row)
 
@@ -275,11 +265,10 @@ class Core:
 
         Raises StorageError, and then it goes on.
         """
-        sql = "UPDATE sessions SET ended_at = ? WHERE session_id = ? AND ended_at IS NULL"
         with self.sessions.ending(session_id):
-            await self.store.execute(sql, (self.time.wall(), session_id))
-        for row in self.store.read("SELECT sampler_id FROM samplers WHERE session_id = ?", (session_id,)):
-            self.sampling.end_sampler(row["sampler_id"])
+            await self.store.sessions.end(session_id, self.time.wall())
+        for sampler_id in self.store.samplers.ids_of_session(session_id):
+            self.sampling.end_sampler(sampler_id)
         await self.saver.remove_samplers(session_id)
 
     # ---- start
@@ -330,11 +319,10 @@ class Core:
             )
 
     def _recover(self) -> None:
-        for cycle_id, adapter_ids in self.store.plans().items():
+        for cycle_id, adapter_ids in self.store.cycles.plans().items():
             logger.warning("the last life ended in cycle %d, which ran %s", cycle_id, ", ".join(adapter_ids))
-        rows = [(unnamed, row) for row in self.store.unwritten_samplers()]
-        rows += [(named, row) for row in self.store.unwritten_checkpoints()]
-        versions = [version(row, self.spec_of(row["adapter_id"])) for version, row in rows]
+        versions = [unnamed(row, self.spec_of(row.adapter_id)) for row in self.store.samplers.unwritten()]
+        versions += [named(row, self.spec_of(row.adapter_id)) for row in self.store.checkpoints.unwritten()]
         underived: set[str] = set()
         for adapter in recovery.load_adapters(self.store, {version.name for version in versions}):
             self.add_adapter(adapter)
@@ -347,7 +335,7 @@ class Core:
             self.saver.publishing.expect(version, is_in_log=version.name in underived)
         for operation in recovery.load_samples(self.store):
             self.table.add(operation)
-            sampler = self.store.read_one("SELECT * FROM samplers WHERE sampler_id = ?", (operation.target_id,))
+            sampler = self.store.samplers.get(operation.target_id)
             assert sampler is not None
             self.sampling.submit(operation, sampler)
 
@@ -468,7 +456,7 @@ class Core:
                     await self.end_session(session.session_id)
                 await self.saver.remove_expired()
                 now = self.store.service_time()
-                await self.store.drop_results(
+                await self.store.operations.drop_results(
                     fetched_before=now - self.config.fetched_retention_s,
                     finished_before=now - self.config.result_retention_s,
                 )
@@ -508,13 +496,7 @@ class Core:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        """Going on would be unsafe: let whoever runs the coordinator know."""
-        logger.critical("the coordinator cannot go on", exc_info=error)
-        if self.failure is not None and not self.failure.done():
-            self.failure.set_exception(error)
+            self.failure.report(error)
 
 
 def _backoff_s(num_deaths: int) -> float:

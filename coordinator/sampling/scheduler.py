@@ -22,13 +22,14 @@ from coordinator.checkpoints.publishing import version_of
 from coordinator.checkpoints.saver import Saver
 from coordinator.operations.in_flight import OperationTable
 from coordinator.operations.operation import Operation
-from coordinator.operations.outcomes import finished_row, item_error, service_error, worker_died
+from coordinator.operations.outcomes import decided_row, item_error, service_error, worker_died
 from coordinator.operations.sample_payloads import decode_sample, fill_sample
 from coordinator.scheduling.fair_queue import SampleTurns
 from coordinator.scheduling.planner import Share
 from coordinator.scheduling.quarantine import Suspects
-from coordinator.storage.database import Row
-from coordinator.storage.store import CycleCommit, Store
+from coordinator.storage.cycles import CycleCommit
+from coordinator.storage.rows import CheckpointRow, SamplerRow
+from coordinator.storage.store import Store
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2
 from workers.contract.messages import (
@@ -59,7 +60,7 @@ Event = sampling_pb2.SampledToken | ops_pb.Operation
 @dataclass(slots=True, eq=False)
 class _Request:
     operation: Operation
-    sampler: Row
+    sampler: SamplerRow
     num_places: int
     """How many of a worker's places it takes: one per sequence, but never so many that others find none."""
     num_tokens_max: int
@@ -75,7 +76,7 @@ class _Request:
 
     @property
     def base_model(self) -> str:
-        return str(self.sampler["base_model"])
+        return str(self.sampler.base_model)
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +135,7 @@ class Sampling:
         """Requests that are not finished."""
         return len(self._requests)
 
-    def submit(self, operation: Operation, sampler: Row) -> None:
+    def submit(self, operation: Operation, sampler: SamplerRow) -> None:
         """Queue a durable sample operation."""
         asked = decode_sample(operation.body)
         num_places = min(asked.num_samples, max(1, self._config.samples_per_worker_max // PLACES_FRACTION))
@@ -143,8 +144,8 @@ class Sampling:
         )
         self._last_seq[operation.target_id] = max(operation.seq, self._last_seq.get(operation.target_id, 0))
         self._requests[operation.name] = request
-        if self._saver.publishing.is_awaited(request.sampler["version"]):
-            self._awaiting.setdefault(request.sampler["version"], []).append(request)
+        if self._saver.publishing.is_awaited(request.sampler.version):
+            self._awaiting.setdefault(request.sampler.version, []).append(request)
             return
         self._enqueue(request)
         self.dispatch(request.base_model)
@@ -156,22 +157,18 @@ class Sampling:
                 self._enqueue(request)
                 self.dispatch(request.base_model)
 
-    def _current(self, sampler: Row) -> Row:
+    def _current(self, sampler: SamplerRow) -> SamplerRow:
         """The sampler whose weights it samples from now: itself, or the newest that follows the same adapter."""
-        if not sampler["is_inflight"]:
+        if not sampler.is_inflight:
             return sampler
-        newest = self._store.read_one(
-            "SELECT * FROM samplers WHERE adapter_id = ? AND is_inflight ORDER BY rowid DESC LIMIT 1",
-            (sampler["adapter_id"],),
-        )
+        newest = self._store.samplers.newest_inflight(sampler.adapter_id)
         assert newest is not None
         return newest
 
     def next_seq(self, sampler_id: str) -> int:
         """A number that no request to this sampler has had."""
         if sampler_id not in self._last_seq:
-            row = self._store.read_one("SELECT MAX(seq) AS seq FROM operations WHERE target_id = ?", (sampler_id,))
-            self._last_seq[sampler_id] = (row["seq"] if row else None) or 0
+            self._last_seq[sampler_id] = self._store.operations.last_seq(sampler_id)
         self._last_seq[sampler_id] += 1
         return self._last_seq[sampler_id]
 
@@ -319,7 +316,7 @@ class Sampling:
 
     def _choose_worker(self, base_model: str, request: _Request) -> str | None:
         """A worker with room: of those with the memory for it, one that knows the version, then the least busy."""
-        version = request.sampler["version"]
+        version = request.sampler.version
         live = self._live_workers(base_model)
         candidates = [
             (version not in worker.versions, worker.num_places_taken, worker_id)
@@ -343,7 +340,7 @@ class Sampling:
         worker.versions.move_to_end(version)
         if version in worker.removals:
             worker.removals.remove(version)
-        in_use = {request.sampler["version"] for request in worker.running.values()}
+        in_use = {request.sampler.version for request in worker.running.values()}
         for old in [v for v in worker.versions if v not in in_use and v != version]:
             if len(worker.versions) <= VERSIONS_MAX:
                 break
@@ -376,30 +373,30 @@ class Sampling:
             logger.warning("worker %s lost: %s", worker_id, error)
             self._worker_lost(worker_id, worker.incarnation)
 
-    async def _version(self, worker: _Worker, sampler: Row) -> SamplerVersion:
-        key = sampler["version"]
+    async def _version(self, worker: _Worker, sampler: SamplerRow) -> SamplerVersion:
+        key = sampler.version
         if not key:
             return SamplerVersion(key="")
-        spec = self._spec_of(sampler["adapter_id"])
+        spec = self._spec_of(sampler.adapter_id)
         # First, so that it does not depend on the worker whether a sampler whose checkpoint was deleted goes on.
-        checkpoint = self._checkpoint(sampler) if sampler["model_path"] else None
+        checkpoint = self._checkpoint(sampler) if sampler.model_path else None
         if key in worker.versions:
             self._remember(worker, key)
             return SamplerVersion(key=key, spec=spec)
         if checkpoint is None:
-            state = await self._saver.publishing.state(sampler["sampler_id"])
+            state = await self._saver.publishing.state(sampler.sampler_id)
         else:
             state = await self._saver.read_checkpoint(checkpoint)
         self._remember(worker, key)
         return SamplerVersion(key=key, spec=spec, state=state)
 
-    def _checkpoint(self, sampler: Row) -> Row:
+    def _checkpoint(self, sampler: SamplerRow) -> CheckpointRow:
         """The checkpoint that a sampler was made of. Raises ServiceError if it is gone."""
-        found = self._store.read_one("SELECT * FROM checkpoints WHERE path = ?", (sampler["model_path"],))
+        found = self._store.checkpoints.by_path(sampler.model_path)
         # Another checkpoint may have taken the path since: a sampler's weights never change.
-        if found is None or version_of(found) != sampler["version"]:
+        if found is None or version_of(found) != sampler.version:
             raise ServiceError(
-                Code.NOT_FOUND, "NOT_FOUND", f"the sampler's checkpoint {sampler['model_path']} was deleted"
+                Code.NOT_FOUND, "NOT_FOUND", f"the sampler's checkpoint {sampler.model_path} was deleted"
             )
         return found
 
@@ -419,7 +416,7 @@ class Sampling:
                     self._stream(request, event)
                 elif _is_version_unknown(event) and request.num_refused < REFUSALS_MAX:
                     request.num_refused += 1
-                    worker.versions.pop(request.sampler["version"], None)
+                    worker.versions.pop(request.sampler.version, None)
                     self._done_on(worker, request)
                     self._again(request)
                     self.dispatch(request.base_model)
@@ -460,7 +457,7 @@ class Sampling:
 
     async def _commit(self, request: _Request) -> None:
         operation = request.operation
-        await self._store.persist(CycleCommit(finished=[finished_row(operation)]))
+        await self._store.persist(CycleCommit(finished=[decided_row(operation)]))
         operation.drop_body()
         self._requests.pop(operation.name, None)
         self._suspects_of(request.base_model).clear(operation.name)

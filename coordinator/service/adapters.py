@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 from dataclasses import replace
@@ -22,8 +23,8 @@ from coordinator.service.base import (
     timestamp,
     uninterrupted,
 )
-from coordinator.storage.database import ConflictError, Row, StorageError
-from coordinator.storage.store import SnapshotRow
+from coordinator.storage.database import ConflictError, StorageError
+from coordinator.storage.rows import AdapterRow, CheckpointRow, SnapshotRow
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2 as pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -53,41 +54,42 @@ class AdapterUseCases(UseCases):
         canonical = pb.CreateAdapterRequest()
         canonical.CopyFrom(request)
         canonical.ClearField("request_id")
-        body = serialize(canonical)
+        payload = serialize(canonical)
         async with session.creating:
-            return await self._create_adapter(principal, request, session, body)
+            return await self._create_adapter(principal, request, session, payload)
 
     async def _create_adapter(
-        self, principal: Principal, request: pb.CreateAdapterRequest, session: Session, body: bytes
+        self, principal: Principal, request: pb.CreateAdapterRequest, session: Session, payload: bytes
     ) -> pb.CreateAdapterResponse:
         if existing := self._existing_adapter(request):
-            return pb.CreateAdapterResponse(adapter=self._message(self._same(existing, body)))
+            return pb.CreateAdapterResponse(adapter=self._message(self._same(existing, payload)))
         source = self._readable_checkpoint(principal, request.from_path) if request.from_path else None
-        model, values = self._values(request, source)
+        model, spec = self._spec(request, source)
         self._check_quota(principal)
         index = request.index if request.HasField("index") else session.next_adapter
         session.next_adapter = max(session.next_adapter, index + 1)
         adapter_id = names.adapter_id(session.session_id, index)
-        row_values = {
-            "adapter_id": adapter_id,
-            "tenant_id": principal.tenant_id,
-            "session_id": session.session_id,
-            "request_id": request.request_id or None,
-            "body": body,
-            "base_model": model.name,
-            "user_metadata": json.dumps(dict(request.user_metadata)),
-            "created_at": self._core.time.wall(),
-            **values,
-        }
-        adapter = AdapterQueue(
-            principal.tenant_id,
-            session.session_id,
-            model.name,
-            AdapterSpec(adapter_id=adapter_id, **values),  # type: ignore[arg-type]  # _values has them all
+        spec = replace(spec, adapter_id=adapter_id)
+        row = AdapterRow(
+            adapter_id=adapter_id,
+            tenant_id=principal.tenant_id,
+            session_id=session.session_id,
+            request_id=request.request_id or None,
+            payload=payload,
+            base_model=model.name,
+            rank=spec.rank,
+            alpha=spec.alpha,
+            seed=spec.seed,
+            train_attn=spec.train_attn,
+            train_mlp=spec.train_mlp,
+            train_unembed=spec.train_unembed,
+            user_metadata=json.dumps(dict(request.user_metadata)),
+            created_at=self._core.time.wall(),
         )
+        adapter = AdapterQueue(principal.tenant_id, session.session_id, model.name, spec)
         start = await self._write_start(adapter, source, request.with_optimizer) if source is not None else None
         try:
-            await self._core.store.insert_adapter(row_values, start)
+            await self._core.store.adapters.insert(row, start)
         except StorageError as error:
             if start is not None:
                 self._core.saver.snapshots.remove(start.folder)
@@ -96,7 +98,7 @@ class AdapterUseCases(UseCases):
             existing = self._existing_adapter(request)
             if existing is None:
                 raise request_id_taken() from None
-            return pb.CreateAdapterResponse(adapter=self._message(self._same(existing, body)))
+            return pb.CreateAdapterResponse(adapter=self._message(self._same(existing, payload)))
         self._core.add_adapter(adapter)
         return pb.CreateAdapterResponse(adapter=self._message(self._row(adapter_id)))
 
@@ -107,22 +109,16 @@ class AdapterUseCases(UseCases):
 
     async def list_adapters(self, principal: Principal, request: pb.ListAdaptersRequest) -> pb.ListAdaptersResponse:
         """The tenant's adapters, newest first."""
-        rows, token, total = self._page(
-            "SELECT * FROM adapters WHERE tenant_id = ? AND deleted_at IS NULL ORDER BY created_at DESC, adapter_id",
-            (principal.tenant_id,),
-            request,
-            20,
-        )
+        page = functools.partial(self._core.store.adapters.page, principal.tenant_id)
+        rows, token, total = self._page(page, request, 20)
         return pb.ListAdaptersResponse(
             adapters=[self._message(row) for row in rows], next_page_token=token, total_size=total
         )
 
     async def delete_adapter(self, principal: Principal, request: pb.DeleteAdapterRequest) -> pb.DeleteAdapterResponse:
         """Delete an adapter; what it has queued fails."""
-        row = self._core.store.read_one(
-            "SELECT * FROM adapters WHERE adapter_id = ? AND tenant_id = ?", (request.adapter_id, principal.tenant_id)
-        )
-        if row is not None and row["deleted_at"] is not None:
+        row = self._core.store.adapters.of_tenant(principal.tenant_id, request.adapter_id)
+        if row is not None and row.deleted_at is not None:
             return pb.DeleteAdapterResponse()
         if row is None or request.adapter_id not in self._deletions:
             error = ops_pb.OperationError(
@@ -135,35 +131,31 @@ class AdapterUseCases(UseCases):
         await asyncio.shield(self._deletions[request.adapter_id])
         return pb.DeleteAdapterResponse()
 
-    def _existing_adapter(self, request: pb.CreateAdapterRequest) -> Row | None:
+    def _existing_adapter(self, request: pb.CreateAdapterRequest) -> AdapterRow | None:
         if request.HasField("index"):
             adapter_id = names.adapter_id(request.session_id, request.index)
-            return self._core.store.read_one("SELECT * FROM adapters WHERE adapter_id = ?", (adapter_id,))
+            return self._core.store.adapters.get(adapter_id)
         if not request.request_id:
             return None
-        return self._core.store.read_one(
-            "SELECT * FROM adapters WHERE session_id = ? AND request_id = ?", (request.session_id, request.request_id)
-        )
+        return self._core.store.adapters.of_request(request.session_id, request.request_id)
 
-    def _same(self, row: Row, body: bytes) -> Row:
-        if bytes(row["body"]) != body:
+    def _same(self, row: AdapterRow, payload: bytes) -> AdapterRow:
+        if row.payload != payload:
             raise ServiceError(
                 Code.ALREADY_EXISTS,
                 "ADAPTER_EXISTS",
-                f"{row['adapter_id']} was created before with other settings: use another index or request_id",
+                f"{row.adapter_id} was created before with other settings: use another index or request_id",
             )
         return row
 
-    def _values(
-        self, request: pb.CreateAdapterRequest, source: Row | None
-    ) -> tuple[ModelInfo, dict[str, int | float | bool]]:
-        """The columns that make the adapter, with every default filled in."""
+    def _spec(self, request: pb.CreateAdapterRequest, source: CheckpointRow | None) -> tuple[ModelInfo, AdapterSpec]:
+        """Return the base model and the spec of the new adapter, with every default but without its id."""
         if not request.base_model and source is None:
             raise invalid(f"base_model is empty: name one of {', '.join(self._core.models)}")
-        if source is not None and request.base_model not in ("", source["base_model"]):
-            raise invalid(f"the checkpoint belongs to base model {source['base_model']}, not {request.base_model}")
-        model = self._model(request.base_model or (source["base_model"] if source else ""))
-        origin = self._core.spec_of(source["adapter_id"]) if source is not None else None
+        if source is not None and request.base_model not in ("", source.base_model):
+            raise invalid(f"the checkpoint belongs to base model {source.base_model}, not {request.base_model}")
+        model = self._model(request.base_model or (source.base_model if source else ""))
+        origin = self._core.spec_of(source.adapter_id) if source is not None else None
         rank = request.rank or (origin.rank if origin else min(DEFAULT_RANK, model.max_rank))
         if rank < 1 or rank > model.max_rank or rank & (rank - 1):
             allowed = ", ".join(str(1 << i) for i in range(model.max_rank.bit_length()) if 1 << i <= model.max_rank)
@@ -184,7 +176,7 @@ class AdapterUseCases(UseCases):
             origin.train_unembed,
         ):
             raise invalid("rank and train_* must be those of the checkpoint: leave them out")
-        return model, {"rank": rank, "alpha": alpha, "seed": seed, **flags}
+        return model, AdapterSpec(adapter_id="", rank=rank, alpha=alpha, seed=seed, **flags)
 
     def _check_quota(self, principal: Principal) -> None:
         limit = self._core.config.limits.adapters_max
@@ -195,38 +187,38 @@ class AdapterUseCases(UseCases):
                 f"you have {limit} adapters, the most allowed: delete some first",
             )
 
-    async def _write_start(self, adapter: AdapterQueue, source: Row, with_optimizer: bool) -> SnapshotRow:
+    async def _write_start(self, adapter: AdapterQueue, source: CheckpointRow, with_optimizer: bool) -> SnapshotRow:
         """Copy a checkpoint as the new adapter's first snapshot, so that it does not depend on it any more."""
         state = await self._core.saver.read_checkpoint(source)
         if not with_optimizer:
             state = replace(state, optimizer=None, num_steps=0)
         return await self._core.saver.write_start(adapter, state)
 
-    def _row(self, adapter_id: str) -> Row:
-        row = self._core.store.read_one("SELECT * FROM adapters WHERE adapter_id = ?", (adapter_id,))
+    def _row(self, adapter_id: str) -> AdapterRow:
+        row = self._core.store.adapters.get(adapter_id)
         assert row is not None
         return row
 
-    def _message(self, row: Row) -> pb.Adapter:
-        adapter = self._core.adapters.get(row["adapter_id"])
-        if adapter is None and row["deleted_at"] is not None:
-            raise ServiceError(Code.FAILED_PRECONDITION, "ADAPTER_DELETED", f"{row['adapter_id']} was deleted")
+    def _message(self, row: AdapterRow) -> pb.Adapter:
+        adapter = self._core.adapters.get(row.adapter_id)
+        if adapter is None and row.deleted_at is not None:
+            raise ServiceError(Code.FAILED_PRECONDITION, "ADAPTER_DELETED", f"{row.adapter_id} was deleted")
         if adapter is None:
             raise ServiceError(
-                Code.UNAVAILABLE, "ADAPTER_CHANGING", f"{row['adapter_id']} is being deleted", retry_delay_s=1.0
+                Code.UNAVAILABLE, "ADAPTER_CHANGING", f"{row.adapter_id} is being deleted", retry_delay_s=1.0
             )
         return pb.Adapter(
-            adapter_id=row["adapter_id"],
-            base_model=row["base_model"],
-            rank=row["rank"],
-            alpha=row["alpha"],
-            seed=row["seed"],
-            train_attn=bool(row["train_attn"]),
-            train_mlp=bool(row["train_mlp"]),
-            train_unembed=bool(row["train_unembed"]),
+            adapter_id=row.adapter_id,
+            base_model=row.base_model,
+            rank=row.rank,
+            alpha=row.alpha,
+            seed=row.seed,
+            train_attn=row.train_attn,
+            train_mlp=row.train_mlp,
+            train_unembed=row.train_unembed,
             next_seq=adapter.next_seq,
             applied_seq=adapter.applied_seq,
             user_metadata=metadata_of(row),
-            create_time=timestamp(row["created_at"]),
-            session_id=row["session_id"],
+            create_time=timestamp(row.created_at),
+            session_id=row.session_id,
         )

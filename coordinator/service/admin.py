@@ -5,7 +5,7 @@ from __future__ import annotations
 from coordinator.base.errors import Code, ServiceError
 from coordinator.service.auth import Principal
 from coordinator.service.base import UseCases, timestamp, uninterrupted
-from coordinator.storage.database import Row
+from coordinator.storage.rows import ApiKeyRow
 from tinkerpool.v1 import pool_pb2 as pb
 
 
@@ -43,11 +43,11 @@ def _check_admin(principal: Principal) -> None:
         )
 
 
-def _message(row: Row) -> pb.ApiKey:
+def _message(row: ApiKeyRow) -> pb.ApiKey:
     return pb.ApiKey(
-        key_id=row["key_id"],
-        tenant=row["name"],
-        is_admin=bool(row["is_admin"]),
-        create_time=timestamp(row["created_at"]),
-        is_revoked=row["revoked_at"] is not None,
+        key_id=row.key_id,
+        tenant=row.tenant_name,
+        is_admin=row.is_admin,
+        create_time=timestamp(row.created_at),
+        is_revoked=row.revoked_at is not None,
     )

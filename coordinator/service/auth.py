@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
-from coordinator.storage.database import Row
+from coordinator.storage.rows import ApiKeyRow
 from coordinator.storage.store import Store
 from tinkerpool.names import is_tenant_name
 
@@ -37,14 +37,14 @@ class Authenticator:
     def __init__(self, store: Store, wall: Callable[[], float]) -> None:
         self._store = store
         self._wall = wall
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, ApiKeyRow] = {}
 
     def authenticate(self, key: str) -> Principal:
         """The principal of a key. Raises ServiceError UNAUTHENTICATED, the same for every wrong key."""
         match = _KEY.fullmatch(key.strip())
         row = self._row(match[1]) if match else None
         # Compare against something even for an unknown id, so that timing says nothing about which ids exist.
-        expected = bytes(row["secret_sha256"]) if row else bytes(32)
+        expected = row.secret_sha256 if row else bytes(32)
         secret_hash = hashlib.sha256((match[2] if match else "").encode()).digest()
         if not hmac.compare_digest(expected, secret_hash) or row is None:
             raise ServiceError(
@@ -65,40 +65,29 @@ class Authenticator:
             )
         return _principal(row)
 
-    async def create_key(self, tenant: str, *, is_admin: bool = False) -> tuple[str, Row]:
+    async def create_key(self, tenant: str, *, is_admin: bool = False) -> tuple[str, ApiKeyRow]:
         """A new key, which exists only in the return value, and its row. Creates the tenant if there is none."""
         if not is_tenant_name(tenant):
             raise invalid(f"a tenant's name is 1 to 64 of letters, digits, '-' and '_', not {tenant[:80]!r}")
         key_id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
         now = self._wall()
-        await self._store.execute(
-            "INSERT INTO tenants (tenant_id, name, created_at) VALUES (?, ?, ?) ON CONFLICT (name) DO NOTHING",
-            (secrets.token_hex(8), tenant, now),
-        )
-        await self._store.execute(
-            "INSERT INTO api_keys SELECT ?, tenant_id, ?, ?, ?, NULL FROM tenants WHERE name = ?",
-            (key_id, hashlib.sha256(secret.encode()).digest(), is_admin, now, tenant),
-        )
+        secret_sha256 = hashlib.sha256(secret.encode()).digest()
+        await self._store.tenants.create(secrets.token_hex(8), tenant, now)
+        await self._store.api_keys.create(key_id, tenant, secret_sha256, is_admin=is_admin, wall=now)
         row = self._row(key_id)
         assert row is not None
         return f"tp_{key_id}_{secret}", row
 
-    def list_keys(self) -> list[Row]:
+    def list_keys(self) -> list[ApiKeyRow]:
         """Every key's row, oldest first."""
-        return self._store.read(f"{_SELECT} ORDER BY k.created_at, k.key_id")
+        return self._store.api_keys.all()
 
     async def revoke_key(self, key_id: str) -> None:
         """Refuse a key from now on. Raises ServiceError if it is unknown or the last administrator's."""
-        row = self._store.read_one(f"{_SELECT} WHERE k.key_id = ?", (key_id,))
-        if row is None:
+        if self._store.api_keys.get(key_id) is None:
             raise not_found("API key", key_id)
         self._rows.pop(key_id, None)
-        num_revoked = await self._store.execute(
-            "UPDATE api_keys SET revoked_at = COALESCE(revoked_at, ?) WHERE key_id = ? AND (NOT is_admin OR"
-            " revoked_at IS NOT NULL OR EXISTS (SELECT 1 FROM api_keys other WHERE other.is_admin"
-            " AND other.revoked_at IS NULL AND other.key_id != api_keys.key_id))",
-            (self._wall(), key_id),
-        )
+        num_revoked = await self._store.api_keys.revoke(key_id, self._wall())
         self._rows.pop(key_id, None)
         if not num_revoked:
             raise ServiceError(
@@ -107,17 +96,15 @@ class Authenticator:
                 "this is the last administrator's key: create another one first",
             )
 
-    def _row(self, key_id: str) -> Row | None:
+    def _row(self, key_id: str) -> ApiKeyRow | None:
         row = self._rows.get(key_id)
         if row is None:
-            row = self._store.read_one(f"{_SELECT} WHERE k.key_id = ? AND k.revoked_at IS NULL", (key_id,))
-            if row is not None:
-                self._rows[key_id] = row
+            row = self._store.api_keys.get(key_id)
+            if row is None or row.revoked_at is not None:
+                return None
+            self._rows[key_id] = row
         return row
 
 
-def _principal(row: Row) -> Principal:
-    return Principal(row["tenant_id"], row["name"], row["key_id"], bool(row["is_admin"]))
-
-
-_SELECT = "SELECT k.*, t.name FROM api_keys k JOIN tenants t USING (tenant_id)"
+def _principal(row: ApiKeyRow) -> Principal:
+    return Principal(row.tenant_id, row.tenant_name, row.key_id, row.is_admin)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -14,7 +14,7 @@ from coordinator.operations.adapter_log import AdapterQueue
 from coordinator.operations.sessions import Session
 from coordinator.runtime.core import Core
 from coordinator.service.auth import Authenticator, Principal
-from coordinator.storage.database import Row
+from coordinator.storage.rows import AdapterRow, CheckpointRow, Page, SessionRow
 from tinkerpool.v1.adapters_pb2 import CreateAdapterRequest, ListAdaptersRequest
 from tinkerpool.v1.checkpoints_pb2 import ListCheckpointsRequest
 from tinkerpool.v1.sampling_pb2 import CreateSamplerRequest
@@ -22,6 +22,7 @@ from tinkerpool.v1.sessions_pb2 import ListSessionsRequest
 from workers.contract.messages import ModelInfo
 
 P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 ListRequest = ListAdaptersRequest | ListCheckpointsRequest | ListSessionsRequest
 PAGE_TOKEN_LENGTH_MAX = 16
@@ -69,24 +70,19 @@ class UseCases:
             f"{self._core.config.session_timeout_s:.0f} s): create a new one; adapters and checkpoints are still there",
         )
 
-    def _session_row(self, principal: Principal, session_id: str, reason: str = "NOT_FOUND") -> Row:
-        row = self._core.store.read_one(
-            "SELECT * FROM sessions WHERE session_id = ? AND tenant_id = ?", (session_id, principal.tenant_id)
-        )
+    def _session_row(self, principal: Principal, session_id: str, reason: str = "NOT_FOUND") -> SessionRow:
+        row = self._core.store.sessions.of_tenant(principal.tenant_id, session_id)
         if row is None:
             raise not_found("session", session_id, reason)
         return row
 
-    def _checkpoint(self, principal: Principal, path: str) -> Row:
+    def _checkpoint(self, principal: Principal, path: str) -> CheckpointRow:
         """A checkpoint of the tenant's own, to change."""
         return self._readable_checkpoint(principal, path, is_public_enough=False)
 
-    def _readable_checkpoint(self, principal: Principal, path: str, *, is_public_enough: bool = True) -> Row:
+    def _readable_checkpoint(self, principal: Principal, path: str, *, is_public_enough: bool = True) -> CheckpointRow:
         """A checkpoint of the tenant's own or a public one."""
-        row = self._core.store.read_one(
-            "SELECT * FROM checkpoints WHERE path = ? AND (tenant_id = ? OR (? AND is_public))",
-            (path, principal.tenant_id, is_public_enough),
-        )
+        row = self._core.store.checkpoints.readable(principal.tenant_id, path, is_public_enough=is_public_enough)
         if row is None:
             raise not_found("checkpoint", path)
         return row
@@ -101,11 +97,11 @@ class UseCases:
         return model
 
     def _page(
-        self, sql: str, parameters: Sequence[Any], request: ListRequest, default_size: int
-    ) -> tuple[list[Row], str, int]:
-        """One page of a query that ends in ORDER BY, the next page's token, and the number of rows on all pages.
+        self, read: Callable[[int, int], Page[R]], request: ListRequest, default_size: int
+    ) -> tuple[list[R], str, int]:
+        """Return a page of a list, the next page's token, and the number of rows on all pages.
 
-        The token is the offset.
+        `read` takes the page's limit and offset. The token is the offset.
         """
         token, size = request.page_token, request.page_size
         if token and not (token.isascii() and token.isdecimal() and len(token) < PAGE_TOKEN_LENGTH_MAX):
@@ -115,10 +111,8 @@ class UseCases:
         if request.skip < 0:
             raise invalid(f"skip must be 0 or more, not {request.skip}")
         limit, offset = min(size or default_size, 1000), int(token or 0) + request.skip
-        counted = self._core.store.read_one(f"SELECT COUNT(*) AS total FROM ({sql})", parameters)  # noqa: S608
-        assert counted is not None
-        rows = self._core.store.read(f"{sql} LIMIT ? OFFSET ?", (*parameters, limit + 1, offset))
-        return rows[:limit], str(offset + limit) if len(rows) > limit else "", counted["total"]
+        page = read(limit, offset)
+        return page.rows, str(offset + limit) if page.has_more else "", page.num_total
 
 
 def check_index(request: CreateAdapterRequest | CreateSamplerRequest) -> None:
@@ -157,7 +151,7 @@ def timestamp(seconds: float) -> Timestamp:
     return message
 
 
-def metadata_of(row: Row) -> dict[str, str]:
+def metadata_of(row: SessionRow | AdapterRow | CheckpointRow) -> dict[str, str]:
     """A row's user metadata."""
-    metadata: dict[str, str] = json.loads(row["user_metadata"])
+    metadata: dict[str, str] = json.loads(row.user_metadata)
     return metadata

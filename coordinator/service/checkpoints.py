@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
 from coordinator.base.errors import Code, ServiceError, not_found
 from coordinator.operations.admission import storage_error
 from coordinator.service.auth import Principal
 from coordinator.service.base import UseCases, check_ttl, metadata_of, timestamp, uninterrupted
-from coordinator.storage.database import Row, StorageError
+from coordinator.storage.database import StorageError
 from coordinator.storage.folders import CONFIG, WEIGHTS
+from coordinator.storage.rows import CheckpointRow
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as pb
 
@@ -31,15 +33,9 @@ class CheckpointUseCases(UseCases):
     ) -> pb.ListCheckpointsResponse:
         """Checkpoints of an adapter, or all the tenant's, newest first."""
         kinds = [kind for kind, value in _KINDS.items() if request.kind in (pb.CHECKPOINT_KIND_UNSPECIFIED, value)]
-        of_adapter = [request.adapter_id] if request.adapter_id else []
-        rows, token, total = self._page(
-            f"SELECT * FROM checkpoints WHERE tenant_id = ? AND kind IN ({_marks(kinds)})"  # noqa: S608
-            f"{' AND adapter_id = ?' if of_adapter else ''} ORDER BY created_at DESC, path",
-            (principal.tenant_id, *kinds, *of_adapter),
-            request,
-            100,
-        )
-        if sum(len(row["user_metadata"]) for row in rows) > _INLINE_BYTES_MAX:
+        page = functools.partial(self._core.store.checkpoints.page, principal.tenant_id, kinds, request.adapter_id)
+        rows, token, total = self._page(page, request, 100)
+        if sum(len(row.user_metadata) for row in rows) > _INLINE_BYTES_MAX:
             messages = await asyncio.to_thread(lambda: [_message(row) for row in rows])
         else:
             messages = [_message(row) for row in rows]
@@ -49,17 +45,12 @@ class CheckpointUseCases(UseCases):
         self, principal: Principal, adapter_ids: Sequence[str]
     ) -> dict[tuple[str, pb.CheckpointKind.ValueType], pb.Checkpoint]:
         """The newest checkpoint of each kind of each of these adapters, as far as there are any, in one query."""
-        rows = self._core.store.read(
-            # With MAX the other columns are those of the row that has it.
-            f"SELECT *, MAX(created_at) FROM checkpoints WHERE adapter_id IN ({_marks(adapter_ids)})"  # noqa: S608
-            " AND tenant_id = ? GROUP BY adapter_id, kind",
-            (*adapter_ids, principal.tenant_id),
-        )
-        return {(row["adapter_id"], _KINDS[row["kind"]]): _message(row) for row in rows}
+        rows = self._core.store.checkpoints.newest(principal.tenant_id, adapter_ids)
+        return {(row.adapter_id, _KINDS[row.kind]): _message(row) for row in rows}
 
     async def trained_modules(self, principal: Principal, path: str) -> dict[str, bool]:
         """Which groups of modules a readable checkpoint's adapter trained, be it deleted or another tenant's."""
-        spec = self._core.spec_of(self._readable_checkpoint(principal, path)["adapter_id"])
+        spec = self._core.spec_of(self._readable_checkpoint(principal, path).adapter_id)
         return {"train_unembed": spec.train_unembed, "train_mlp": spec.train_mlp, "train_attn": spec.train_attn}
 
     async def get_checkpoint(self, principal: Principal, request: pb.GetCheckpointRequest) -> pb.GetCheckpointResponse:
@@ -82,12 +73,9 @@ class CheckpointUseCases(UseCases):
         check_ttl(request.ttl_seconds)
         self._checkpoint(principal, request.path)
         core, ttl_s = self._core, request.ttl_seconds
-        await core.store.execute(
-            "UPDATE checkpoints SET expires_at = ?, expires_service_s = ? WHERE path = ?",
-            (core.time.wall() + ttl_s, core.store.service_time() + ttl_s, request.path)
-            if ttl_s
-            else (None, None, request.path),
-        )
+        expires_at = core.time.wall() + ttl_s if ttl_s else None
+        expires_service_s = core.store.service_time() + ttl_s if ttl_s else None
+        await core.store.checkpoints.set_expiry(request.path, expires_at, expires_service_s)
         return pb.SetCheckpointTtlResponse(checkpoint=_message(self._checkpoint(principal, request.path)))
 
     @uninterrupted
@@ -96,9 +84,7 @@ class CheckpointUseCases(UseCases):
     ) -> pb.SetCheckpointAccessResponse:
         """Who may read a checkpoint."""
         self._checkpoint(principal, request.path)
-        await self._core.store.execute(
-            "UPDATE checkpoints SET is_public = ? WHERE path = ?", (request.is_public, request.path)
-        )
+        await self._core.store.checkpoints.set_public(request.path, is_public=request.is_public)
         return pb.SetCheckpointAccessResponse(checkpoint=_message(self._checkpoint(principal, request.path)))
 
     async def export_checkpoint(
@@ -106,7 +92,7 @@ class CheckpointUseCases(UseCases):
     ) -> AsyncIterator[pb.ExportCheckpointResponse]:
         """A checkpoint as a tar archive of a PEFT directory."""
         row = await self._with_file(self._readable_checkpoint(principal, request.path))
-        async for piece in _read(self._core.saver.checkpoints.tar(row["folder"], row["sha256"]), request.path):
+        async for piece in _read(self._core.saver.checkpoints.tar(row.folder, row.sha256), request.path):
             yield pb.ExportCheckpointResponse(data=piece)
 
     async def export_file(self, principal: Principal, path: str, file: str) -> AsyncGenerator[bytes]:
@@ -115,10 +101,10 @@ class CheckpointUseCases(UseCases):
         if file not in (CONFIG, WEIGHTS):
             raise not_found("file", file)
         row = await self._with_file(row)
-        async for piece in _read(self._core.saver.checkpoints.piecewise(row["folder"], row["sha256"], file), path):
+        async for piece in _read(self._core.saver.checkpoints.piecewise(row.folder, row.sha256, file), path):
             yield piece
 
-    async def _with_file(self, row: Row) -> Row:
+    async def _with_file(self, row: CheckpointRow) -> CheckpointRow:
         try:
             return await self._core.saver.with_file(row)
         except StorageError as error:
@@ -138,23 +124,19 @@ async def _read(pieces: Iterator[bytes], path: str) -> AsyncIterator[bytes]:
         ) from None
 
 
-def _marks(values: Sequence[str]) -> str:
-    return ", ".join("?" * len(values))
-
-
-def _message(row: Row) -> pb.Checkpoint:
+def _message(row: CheckpointRow) -> pb.Checkpoint:
     return pb.Checkpoint(
-        path=row["path"],
-        adapter_id=row["adapter_id"],
-        kind=_KINDS[row["kind"]],
-        size_bytes=row["size_bytes"],
-        sha256=row["sha256"],
-        create_time=timestamp(row["created_at"]),
-        seq=row["seq"],
-        base_model=row["base_model"],
-        rank=row["rank"],
+        path=row.path,
+        adapter_id=row.adapter_id,
+        kind=_KINDS[row.kind],
+        size_bytes=row.size_bytes,
+        sha256=row.sha256,
+        create_time=timestamp(row.created_at),
+        seq=row.seq,
+        base_model=row.base_model,
+        rank=row.rank,
         user_metadata=metadata_of(row),
-        fingerprint=row["fingerprint"],
-        is_public=bool(row["is_public"]),
-        expire_time=timestamp(row["expires_at"]) if row["expires_at"] is not None else None,
+        fingerprint=row.fingerprint,
+        is_public=row.is_public,
+        expire_time=timestamp(row.expires_at) if row.expires_at is not None else None,
     )

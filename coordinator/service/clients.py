@@ -14,7 +14,7 @@ class SamplingClientUseCases(SamplingUseCases):
     async def join_sampler(self, principal: Principal, sampler_id: str) -> int:
         """A number for one more client of a sampler: its seqs are those after number x `CLIENT_SEQS`."""
         sampler = self._sampler(principal, sampler_id)
-        self._live_session(principal, sampler["session_id"])
+        self._live_session(principal, sampler.session_id)
         return self._core.followers.new_client()
 
     async def finished_samples(
@@ -28,15 +28,8 @@ class SamplingClientUseCases(SamplingUseCases):
 
     def _unfetched(self, sampler_id: str, client: int) -> list[Finished]:
         """What has finished and was not fetched, oldest first. What is about to be told is not among it."""
-        rows = self._core.store.read(
-            "SELECT seq, is_failed, LENGTH(outcome) AS num_bytes FROM operations WHERE target_id = ?"
-            " AND seq BETWEEN ? AND ? AND outcome != x'' AND fetched_service_s IS NULL"
-            " ORDER BY finished_service_s, seq",
-            (sampler_id, client * CLIENT_SEQS + 1, (client + 1) * CLIENT_SEQS),
-        )
-        found = [(names.operation_name(sampler_id, row["seq"]), row) for row in rows]
+        rows = self._core.store.operations.unfetched(sampler_id, client * CLIENT_SEQS + 1, (client + 1) * CLIENT_SEQS)
+        found = [(names.operation_name(sampler_id, row.seq), row) for row in rows]
         return [
-            Finished(name, bool(row["is_failed"]), row["num_bytes"])
-            for name, row in found
-            if self._core.table.get(name) is None
+            Finished(name, row.is_failed, row.num_bytes) for name, row in found if self._core.table.get(name) is None
         ]

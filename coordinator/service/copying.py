@@ -10,7 +10,7 @@ from coordinator.service.checkpoints import CheckpointUseCases
 from coordinator.service.operations import OperationUseCases
 from coordinator.service.sessions import SessionUseCases
 from coordinator.service.training import TrainingUseCases
-from coordinator.storage.database import Row
+from coordinator.storage.rows import CheckpointRow
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -36,7 +36,7 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
             index=request.index if request.HasField("index") else None,
             request_id=request.request_id,
             from_path=request.path,
-            with_optimizer=source["kind"] == names.TRAINING,
+            with_optimizer=source.kind == names.TRAINING,
         )
         adapter = (await self.create_adapter(principal, create)).adapter
         saving = await self._save_as(principal, adapter.adapter_id, source, request.ttl_seconds)
@@ -44,10 +44,12 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
         found = await self.get_checkpoint(principal, checkpoints_pb2.GetCheckpointRequest(path=path))
         return checkpoints_pb2.CopyCheckpointResponse(checkpoint=found.checkpoint)
 
-    async def _save_as(self, principal: Principal, adapter_id: str, source: Row, ttl_seconds: int) -> ops_pb.Operation:
+    async def _save_as(
+        self, principal: Principal, adapter_id: str, source: CheckpointRow, ttl_seconds: int
+    ) -> ops_pb.Operation:
         """Save an adapter that was made from a checkpoint as what that was: its name, kind and metadata."""
-        name, metadata = names.CheckpointPath.parse(source["path"]).name, metadata_of(source)
-        if source["kind"] == names.TRAINING:
+        name, metadata = names.CheckpointPath.parse(source.path).name, metadata_of(source)
+        if source.kind == names.TRAINING:
             state = checkpoints_pb2.SaveStateRequest(
                 adapter_id=adapter_id, seq=1, name=name, user_metadata=metadata, ttl_seconds=ttl_seconds
             )
@@ -58,7 +60,7 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
             name=name,
             user_metadata=metadata,
             ttl_seconds=ttl_seconds,
-            for_export=source["kind"] == names.EXTERNAL,
+            for_export=source.kind == names.EXTERNAL,
         )
         return (await self.save_weights_for_sampler(principal, weights)).operation
 

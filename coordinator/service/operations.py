@@ -57,7 +57,7 @@ class OperationUseCases(UseCases):
 
     def _note_fetched(self, operation: pb.Operation) -> None:
         if operation.state in (pb.OPERATION_STATE_SUCCEEDED, pb.OPERATION_STATE_FAILED):
-            self._core.store.note_fetched(operation.target_id, operation.seq)
+            self._core.store.operations.note_fetched(operation.target_id, operation.seq)
 
     def _cancel_queued(self, operation: Operation) -> None:
         adapter = self._core.adapters.get(operation.target_id)

@@ -61,19 +61,15 @@ class PoolUseCases(UseCases):
 
     async def get_usage(self, principal: Principal, request: pb.GetUsageRequest) -> pb.GetUsageResponse:
         """Metering, by tenant and kind of operation."""
-        rows = self._core.store.read(
-            "SELECT u.*, t.name FROM usage u JOIN tenants t USING (tenant_id) WHERE ? OR tenant_id = ?"
-            " ORDER BY t.name, u.kind",
-            (principal.is_admin, principal.tenant_id),
-        )
+        rows = self._core.store.tenants.usage(None if principal.is_admin else principal.tenant_id)
         return pb.GetUsageResponse(
             rows=[
                 pb.UsageRow(
-                    tenant=row["name"],
-                    kind=row["kind"],
-                    num_operations=row["num_operations"],
-                    num_tokens=row["num_tokens"],
-                    engine_seconds=row["engine_s"],
+                    tenant=row.tenant_name,
+                    kind=row.kind,
+                    num_operations=row.num_operations,
+                    num_tokens=row.num_tokens,
+                    engine_seconds=row.engine_s,
                 )
                 for row in rows
             ]
@@ -91,5 +87,5 @@ class PoolUseCases(UseCases):
         return shown
 
     def _tenant_name(self, tenant_id: str) -> str:
-        row = self._core.store.read_one("SELECT name FROM tenants WHERE tenant_id = ?", (tenant_id,))
-        return str(row["name"]) if row is not None else ""
+        row = self._core.store.tenants.get(tenant_id)
+        return row.name if row is not None else ""

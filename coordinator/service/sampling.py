@@ -16,7 +16,8 @@ from coordinator.operations.sessions import Session
 from coordinator.sampling.scheduler import Event
 from coordinator.service.auth import Principal
 from coordinator.service.base import UseCases, check_index, request_id_taken, uninterrupted
-from coordinator.storage.database import ConflictError, Row
+from coordinator.storage.database import ConflictError
+from coordinator.storage.rows import SamplerRow
 from tinkerpool import names
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2 as pb
@@ -36,41 +37,39 @@ class SamplingUseCases(UseCases):
         canonical = pb.CreateSamplerRequest()
         canonical.CopyFrom(request)
         canonical.ClearField("request_id")
-        body = serialize(canonical)
+        payload = serialize(canonical)
         async with session.creating:
-            return await self._create_sampler(principal, request, session, body)
+            return await self._create_sampler(principal, request, session, payload)
 
     async def _create_sampler(
-        self, principal: Principal, request: pb.CreateSamplerRequest, session: Session, body: bytes
+        self, principal: Principal, request: pb.CreateSamplerRequest, session: Session, payload: bytes
     ) -> pb.CreateSamplerResponse:
         if existing := self._existing_sampler(request):
-            return pb.CreateSamplerResponse(sampler=_message(_same(existing, body)))
+            return pb.CreateSamplerResponse(sampler=_message(_same(existing, payload)))
         source = self._readable_checkpoint(principal, request.model_path) if request.model_path else None
-        model = self._model(source["base_model"] if source else request.base_model)
+        model = self._model(source.base_model if source else request.base_model)
         index = request.index if request.HasField("index") else session.next_sampler
         sampler_id = names.sampler_id(session.session_id, index)
         try:
             with session.reserving(index):
-                await self._core.store.insert(
-                    "samplers",
+                row = SamplerRow(
                     sampler_id=sampler_id,
                     tenant_id=principal.tenant_id,
                     session_id=session.session_id,
                     request_id=request.request_id or None,
-                    body=body,
+                    payload=payload,
                     base_model=model.name,
                     model_path=request.model_path,
-                    adapter_id=source["adapter_id"] if source else "",
-                    version=names.operation_name(source["adapter_id"], source["seq"]) if source else "",
-                    folder="",
-                    sha256="",
+                    adapter_id=source.adapter_id if source else "",
+                    version=names.operation_name(source.adapter_id, source.seq) if source else "",
                     created_at=self._core.time.wall(),
                 )
+                await self._core.store.samplers.insert(row)
         except ConflictError:
             existing = self._existing_sampler(request)
             if existing is None:
                 raise request_id_taken() from None
-            return pb.CreateSamplerResponse(sampler=_message(_same(existing, body)))
+            return pb.CreateSamplerResponse(sampler=_message(_same(existing, payload)))
         return pb.CreateSamplerResponse(sampler=_message(self._sampler(principal, sampler_id)))
 
     async def get_sampler(self, principal: Principal, request: pb.GetSamplerRequest) -> pb.GetSamplerResponse:
@@ -123,10 +122,10 @@ class SamplingUseCases(UseCases):
             )
         return event
 
-    async def _admit(self, principal: Principal, request: pb.SampleRequest) -> tuple[Operation, Row, bool]:
+    async def _admit(self, principal: Principal, request: pb.SampleRequest) -> tuple[Operation, SamplerRow, bool]:
         sampler = self._sampler(principal, request.sampler_id)
-        self._live_session(principal, sampler["session_id"])
-        model = self._model(sampler["base_model"])
+        self._live_session(principal, sampler.session_id)
+        model = self._model(sampler.base_model)
         if not request.seq and not request.request_id:
             raise invalid("seq is 0 and request_id is empty: set one of them, so that the call is safe to repeat")
         seed = _seed(request)
@@ -149,23 +148,19 @@ class SamplingUseCases(UseCases):
         )
         return operation, sampler, is_new
 
-    def _sampler(self, principal: Principal, sampler_id: str) -> Row:
-        row = self._core.store.read_one(
-            "SELECT * FROM samplers WHERE sampler_id = ? AND tenant_id = ?", (sampler_id, principal.tenant_id)
-        )
+    def _sampler(self, principal: Principal, sampler_id: str) -> SamplerRow:
+        row = self._core.store.samplers.of_tenant(principal.tenant_id, sampler_id)
         if row is None:
             raise not_found("sampler", sampler_id)
         return row
 
-    def _existing_sampler(self, request: pb.CreateSamplerRequest) -> Row | None:
+    def _existing_sampler(self, request: pb.CreateSamplerRequest) -> SamplerRow | None:
         if request.HasField("index"):
             sampler_id = names.sampler_id(request.session_id, request.index)
-            return self._core.store.read_one("SELECT * FROM samplers WHERE sampler_id = ?", (sampler_id,))
+            return self._core.store.samplers.get(sampler_id)
         if not request.request_id:
             return None
-        return self._core.store.read_one(
-            "SELECT * FROM samplers WHERE session_id = ? AND request_id = ?", (request.session_id, request.request_id)
-        )
+        return self._core.store.samplers.of_request(request.session_id, request.request_id)
 
 
 def _seed(request: pb.SampleRequest) -> int:
@@ -174,11 +169,11 @@ def _seed(request: pb.SampleRequest) -> int:
     return int.from_bytes(digest.digest()[:8], "little") >> 1
 
 
-def _same(row: Row, body: bytes) -> Row:
-    if bytes(row["body"]) != body:
-        raise sampler_exists(row["sampler_id"])
+def _same(row: SamplerRow, payload: bytes) -> SamplerRow:
+    if row.payload != payload:
+        raise sampler_exists(row.sampler_id)
     return row
 
 
-def _message(row: Row) -> pb.Sampler:
-    return pb.Sampler(sampler_id=row["sampler_id"], base_model=row["base_model"], model_path=row["model_path"])
+def _message(row: SamplerRow) -> pb.Sampler:
+    return pb.Sampler(sampler_id=row.sampler_id, base_model=row.base_model, model_path=row.model_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import uuid
 
@@ -9,7 +10,8 @@ from coordinator.base.version import VERSION
 from coordinator.operations.payloads import check_metadata
 from coordinator.service.auth import Principal
 from coordinator.service.base import UseCases, metadata_of, timestamp, uninterrupted
-from coordinator.storage.database import ConflictError, Row
+from coordinator.storage.database import ConflictError
+from coordinator.storage.rows import SessionRow
 from tinkerpool.v1 import sessions_pb2 as pb
 from workers.contract.losses import LOSS_RULES
 
@@ -53,22 +55,19 @@ class SessionUseCases(UseCases):
         self._core.admission.check_open()
         check_metadata(request.user_metadata, self._core.config.limits)
         session_id = str(uuid.uuid4())
+        row = SessionRow(
+            session_id=session_id,
+            tenant_id=principal.tenant_id,
+            request_id=request.request_id or None,
+            user_metadata=json.dumps(dict(request.user_metadata)),
+            created_at=self._core.time.wall(),
+        )
         try:
-            await self._core.store.insert(
-                "sessions",
-                session_id=session_id,
-                tenant_id=principal.tenant_id,
-                request_id=request.request_id or None,
-                user_metadata=json.dumps(dict(request.user_metadata)),
-                created_at=self._core.time.wall(),
-            )
+            await self._core.store.sessions.insert(row)
         except ConflictError:
-            row = self._core.store.read_one(
-                "SELECT session_id FROM sessions WHERE tenant_id = ? AND request_id = ?",
-                (principal.tenant_id, request.request_id),
-            )
-            assert row is not None
-            session_id = row["session_id"]
+            existing = self._core.store.sessions.of_request(principal.tenant_id, request.request_id)
+            assert existing is not None
+            session_id = existing.session_id
         self._core.sessions.add(session_id)
         return pb.CreateSessionResponse(session=self._session(self._session_row(principal, session_id)))
 
@@ -90,29 +89,19 @@ class SessionUseCases(UseCases):
 
     async def list_sessions(self, principal: Principal, request: pb.ListSessionsRequest) -> pb.ListSessionsResponse:
         """The tenant's live sessions, newest first."""
-        rows, token, total = self._page(
-            "SELECT * FROM sessions WHERE tenant_id = ? AND ended_at IS NULL ORDER BY created_at DESC, session_id",
-            (principal.tenant_id,),
-            request,
-            20,
-        )
+        page = functools.partial(self._core.store.sessions.page, principal.tenant_id)
+        rows, token, total = self._page(page, request, 20)
         return pb.ListSessionsResponse(
             sessions=[self._session(row) for row in rows], next_page_token=token, total_size=total
         )
 
-    def _session(self, row: Row) -> pb.Session:
-        session_id = row["session_id"]
+    def _session(self, row: SessionRow) -> pb.Session:
         store = self._core.store
-        adapters = store.read(
-            "SELECT adapter_id FROM adapters WHERE session_id = ? AND deleted_at IS NULL ORDER BY created_at",
-            (session_id,),
-        )
-        samplers = store.read("SELECT sampler_id FROM samplers WHERE session_id = ? ORDER BY created_at", (session_id,))
         return pb.Session(
-            session_id=session_id,
+            session_id=row.session_id,
             user_metadata=metadata_of(row),
-            adapter_ids=[r["adapter_id"] for r in adapters],
-            sampler_ids=[r["sampler_id"] for r in samplers],
-            create_time=timestamp(row["created_at"]),
-            is_live=row["ended_at"] is None,
+            adapter_ids=store.adapters.ids_of_session(row.session_id),
+            sampler_ids=store.samplers.ids_of_session(row.session_id),
+            create_time=timestamp(row.created_at),
+            is_live=row.ended_at is None,
         )

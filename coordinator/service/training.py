@@ -65,10 +65,10 @@ class TrainingUseCases(UseCases):
 
         def check() -> None:
             row = self._readable_checkpoint(principal, request.path)
-            if row["kind"] != names.TRAINING:
+            if row.kind != names.TRAINING:
                 raise invalid(f"{request.path} has weights for sampling only: load a checkpoint made by save_state")
-            if row["base_model"] != adapter.base_model:
-                raise invalid(f"{request.path} belongs to base model {row['base_model']}, not {adapter.base_model}")
+            if row.base_model != adapter.base_model:
+                raise invalid(f"{request.path} belongs to base model {row.base_model}, not {adapter.base_model}")
 
         def build() -> Built:
             body = pb.LoadStateRequest(

@@ -1,12 +1,11 @@
-"""The database file: SQLite in WAL mode, one writer, group commit. The only module that imports SQLite; knows no tables
-but `meta`.
+"""The database file: SQLite in WAL mode, one writer, group commit. The only module that imports SQLite.
 
-A write is a function on the connection; all writes that wait are committed as one transaction with one fsync, in the
-order they were handed in. So what is handed in later never becomes durable earlier. Readers use a connection of their
-own and see committed data only.
+A write is a function on the connection; all queued writes are committed as one transaction with one fsync, in the order
+they were handed in. So a later write is never durable before an earlier one. Reads use a connection of their own and
+see committed rows only. Of the tables this module uses `meta` alone.
 
-A disk that is full refuses writes, and later takes them again. A disk that fails to sync, or whose data is damaged,
-ends this life of the database: what the last commit left on it is not known, and syncing again would not tell.
+A full disk refuses writes, and takes them again once it has room. A disk that fails to sync, or returns damaged data,
+ends this incarnation: it is unknown how much of the last commit is durable, and another sync would not tell.
 """
 
 from __future__ import annotations
@@ -21,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coordinator.storage.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
+from coordinator.base.failure import Failure
+from coordinator.base.time import Time
+from coordinator.storage.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 from workers.contract.failpoints import failpoint
 
 T = TypeVar("T")
@@ -31,17 +32,17 @@ Connection = sqlite3.Connection
 Write = Callable[[Connection], Any]
 
 WAL_BYTES_KEPT = 64 << 20
-"""The write-ahead log shrinks to this when it has been copied into the database."""
+"""The write-ahead log shrinks to this size when it was copied into the database."""
 LINGER_S = 0.002
-"""How long an append waits for another, unless something comes that cannot wait."""
+"""How long an append waits for further writes, unless one is queued that cannot wait."""
 CHECKPOINT_COMMITS, CHECKPOINT_BYTES = 100, 4 << 20
-"""Commits, or bytes of requests in them, after which the write-ahead log is copied into the database."""
+"""Commits, or bytes of payloads in them, after which the write-ahead log is copied into the database."""
 RIDING_MAX = 1000
-"""Writes that wait for others after which they wait no more."""
+"""Riding writes (see `ride`) after which a commit is made for them alone."""
 SERVICE_TIME_STEP_S = 1.0
-"""How much service time a crash may forget."""
+"""How much service time a crash may lose."""
 _NO_ROOM = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
-"""What a full disk gives, or a quota, or a limit on a file's size. Everything is as it was before the write."""
+"""Errors of a full disk, a quota, or a limit on file sizes. The database is as it was before the write."""
 
 
 class StorageError(Exception):
@@ -49,64 +50,60 @@ class StorageError(Exception):
 
 
 class DiskFullError(StorageError):
-    """There is no room for it."""
+    """The disk has no room for the write."""
 
 
 class ConflictError(StorageError):
-    """A constraint forbids the row: something of that key exists."""
+    """A constraint forbids the row: its key exists."""
 
 
 class StoreBrokenError(StorageError):
-    """The disk fails. Whether the write is durable is not known; this life of the store is over."""
+    """The disk fails. It is unknown whether the write is durable; this incarnation takes no more writes."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _Queued:
     """A write that waits for the next commit."""
 
     write: Write
     kind: str
-    """What failpoints call it; empty: nothing."""
+    """The prefix of its failpoints; empty: it has none."""
     future: asyncio.Future[Any]
     can_linger: bool
-    """It would rather share a commit with what comes next than be durable at once."""
+    """Whether sharing a commit with the next writes is worth a short wait."""
 
 
 class Database:
     """The database in a data directory. Open it, await its writes, close it."""
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        monotonic: Callable[[], float],
-        connect: Callable[[Path], Connection] | None = None,
-        on_broken: Callable[[StoreBrokenError], None] = lambda error: None,
+        self, path: Path, time: Time, failure: Failure, *, connect: Callable[[Path], Connection] | None = None
     ) -> None:
-        """Open or create the database. Raises ValueError if it was written by a newer version.
+        """Open or create the database. Raises ValueError if another version of tinkerpool wrote it.
 
-        `on_broken` is called once if the disk fails; nothing is written after that.
+        If the disk fails, that is reported to `failure`, and nothing is written afterwards. `connect` opens a
+        connection; a simulation passes one whose disk it controls.
         """
         self.num_commits = 0
-        """Transactions committed in this life, one fsync each."""
+        """Transactions committed in this incarnation, one fsync each."""
         self._checkpointed_commits = 0
         self._bytes_since_checkpoint = 0
         self._path = path
-        self._monotonic = monotonic
-        self._on_broken = on_broken
+        self._time = time
+        self._failure = failure
         self._writer = (connect or open_connection)(path)
         try:
-            self._migrate()
-            # The log of a life whose disk failed may have holes on the disk that only the page cache hides: begin anew.
+            self._prepare()
+            # After a failed sync the write-ahead log may have holes on the disk that the page cache hides: empty it.
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._service_s = self._service_s_kept = read_meta(self._writer, "service_ms") / 1000
         except BaseException:
             self._writer.close()
             raise
-        self._opened = monotonic()
+        self._opened = time.monotonic()
         self._reader = (connect or open_connection)(path)
         self._reader.execute("PRAGMA query_only = ON")
-        self._waiting: list[_Waiting] = []
+        self._queued: list[_Queued] = []
         self._riding: dict[str, tuple[str, Write]] = {}
         self._hurry = asyncio.Event()
         self._committing: asyncio.Task[None] | None = None
@@ -116,7 +113,7 @@ class Database:
         self._is_closed = False
 
     async def close(self) -> None:
-        """Commit what waits, then close; what is handed in later is refused. Idempotent."""
+        """Commit the queued writes, then close; later writes are refused. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -130,17 +127,17 @@ class Database:
         self._reader.close()
 
     def service_time(self) -> float:
-        """Seconds that the service has run in all its lives: it knows neither downtime nor steps of the wall clock."""
-        return self._service_s + self._monotonic() - self._opened
+        """Return the seconds that the service has run in all incarnations, without downtime and steps of the clock."""
+        return self._service_s + self._time.monotonic() - self._opened
 
     def write(self, write: Callable[[Connection], T], kind: str = "", *, can_linger: bool = False) -> asyncio.Future[T]:
-        """Hand in a write; the future is done when it is durable. A write that raises is undone alone."""
+        """Hand in a write; the future is done when it is durable. A write that raises is rolled back alone."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         if self._broken is not None or self._is_closed:
             future.set_exception(self._broken or StorageError("the database is closed"))
             return future
-        self._waiting.append(_Waiting(write, kind, future, can_linger))
+        self._queued.append(_Queued(write, kind, future, can_linger))
         if not can_linger:
             self._hurry.set()
         if self._committing is None:
@@ -148,81 +145,84 @@ class Database:
         return future
 
     def expect_bytes(self, num_bytes: int) -> None:
-        """So many are about to be written: after enough of them the log is copied into the database."""
+        """Note that the next write has so many bytes: after enough of them the write-ahead log is copied."""
         self._bytes_since_checkpoint += num_bytes
 
     def ride(self, key: str, write: Write, kind: str = "") -> None:
-        """Hand in a write that may be lost: it becomes durable with the next one that may not."""
+        """Hand in a write that a crash may lose: it becomes durable with the next write. A key's last one counts."""
         self._riding[key] = (kind, write)
         if len(self._riding) >= RIDING_MAX and self._committing is None:
             self.write(lambda db: None)
 
     def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
-        """Rows of a query over committed data."""
+        """Return the rows of a query over committed data."""
         return self._reader.execute(sql, parameters).fetchall()
 
     def read_one(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None:
-        """The first row of a query over committed data."""
+        """Return the first row of a query over committed data."""
         row: Row | None = self._reader.execute(sql, parameters).fetchone()
         return row
 
     def meta(self, key: str) -> int:
-        """A committed value of the table `meta`."""
+        """Return a committed value of the table `meta`."""
         return read_meta(self._reader, key)
 
-    def insert(self, table: str, **values: Any) -> asyncio.Future[None]:
-        """Insert one row. Raises ConflictError through the future if a constraint forbids it."""
-        return self.write(lambda db: insert_row(db, table, values))
-
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> asyncio.Future[int]:
-        """Run one statement; the future has the number of rows it changed."""
+        """Hand in one statement as a write; the future has the number of rows it changed."""
         return self.write(lambda db: db.execute(sql, parameters).rowcount)
 
-    def _migrate(self) -> None:
+    def _prepare(self) -> None:
+        """Create the tables in a new file. Raises ValueError if the file has another format."""
         db = self._writer
         version = db.execute("PRAGMA user_version").fetchone()[0]
+        application_id = db.execute("PRAGMA application_id").fetchone()[0]
+        if version and application_id != APPLICATION_ID:
+            raise ValueError(
+                f"{self._path} was written by a version of tinkerpool before 0.2, whose data this version cannot read: "
+                "use another data directory, or go on with that version"
+            )
         if version > SCHEMA_VERSION:
             raise ValueError(
                 f"{self._path} was written by a newer tinkerpool (schema {version}, this one knows {SCHEMA_VERSION}): "
                 "upgrade tinkerpool, or use another data directory"
             )
-        scripts = [SCHEMA] if version == 0 else [MIGRATIONS[older] for older in range(version, SCHEMA_VERSION)]
-        if not scripts:
+        if version:
             return
         db.execute("BEGIN IMMEDIATE")
-        for statement in ";\n".join(scripts).split(";\n"):
+        for statement in SCHEMA.split(";\n"):
             if statement.strip():
                 db.execute(statement)
+        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         db.execute("COMMIT")
 
     async def _commit_all(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while self._waiting:
+            while self._queued:
                 await self._linger()
-                waiting, self._waiting = self._waiting, []
+                queued, self._queued = self._queued, []
                 riding, self._riding = list(self._riding.values()), {}
-                outcomes = await loop.run_in_executor(self._thread, self._commit, waiting, riding)
+                outcomes = await loop.run_in_executor(self._thread, self._commit, queued, riding)
                 if self._broken is not None:
-                    self._on_broken(self._broken)
+                    self._failure.report(self._broken)
                 self._note_room(outcomes)
-                for each, (value, failure) in zip(waiting, outcomes, strict=True):
-                    _resolve(each.future, value, failure)
+                for each, (value, error) in zip(queued, outcomes, strict=True):
+                    _resolve(each.future, value, error)
                 if self._broken is None and self._is_checkpoint_due():
                     await loop.run_in_executor(self._thread, self._checkpoint)
                     if self._broken is not None:
-                        self._on_broken(self._broken)
+                        self._failure.report(self._broken)
                 if self._broken is not None:
-                    waiting, self._waiting = self._waiting, []
-                    for each in waiting:
+                    queued, self._queued = self._queued, []
+                    for each in queued:
                         _resolve(each.future, None, self._broken)
         finally:
             self._committing = None
 
     def _note_room(self, outcomes: Iterable[tuple[Any, Exception | None]]) -> None:
-        """Tell the operator when the disk is full, and when it is not any more."""
-        reason = next((failure for _, failure in outcomes if _is_full(failure)), None)
+        """Log when the disk becomes full, and when it has room again."""
+        reason = next((error for _, error in outcomes if _is_full(error)), None)
         if reason is not None and not self._is_full:
             logger.error("the disk is full (%s): nothing new is accepted until there is room", reason)
         elif reason is None and self._is_full:
@@ -230,31 +230,31 @@ class Database:
         self._is_full = reason is not None
 
     async def _linger(self) -> None:
-        """Give what belongs together the time to come: a pass and its step are two calls, and one append."""
+        """Wait shortly for related writes: a pass and its step are two calls, and one append."""
         if not self._hurry.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), LINGER_S)
         self._hurry.clear()
 
     def _commit(
-        self, waiting: Sequence[_Waiting], riding: Sequence[tuple[str, Write]]
+        self, queued: Sequence[_Queued], riding: Sequence[tuple[str, Write]]
     ) -> list[tuple[Any, Exception | None]]:
-        """One transaction for all; a write that fails is rolled back to its savepoint and fails alone."""
+        """Commit all writes in one transaction; a write that raises is rolled back to its savepoint and fails alone."""
         db = self._writer
         outcomes: list[tuple[Any, Exception | None]] = []
-        kinds = dict.fromkeys([kind for kind, _ in riding if kind] + [each.kind for each in waiting if each.kind])
+        kinds = dict.fromkeys([kind for kind, _ in riding if kind] + [each.kind for each in queued if each.kind])
         try:
             db.execute("BEGIN IMMEDIATE")
             for _, write in riding:
                 write(db)
             self._note_service_time(db)
-            for each in waiting:
+            for each in queued:
                 db.execute("SAVEPOINT one")
                 try:
                     outcomes.append((each.write(db), None))
                 except Exception as error:
                     if not db.in_transaction:
-                        raise  # a full disk, for example, has undone everything
+                        raise  # some errors, as a full disk, roll the whole transaction back
                     db.execute("ROLLBACK TO one")
                     outcomes.append((None, error))
                 db.execute("RELEASE one")
@@ -263,13 +263,13 @@ class Database:
             db.execute("COMMIT")
         except sqlite3.Error as error:
             if _is_fatal(error):
-                self._broken = self._failure(error)
-                return [(None, self._broken)] * len(waiting)
+                self._broken = self._broken_by(error)
+                return [(None, self._broken)] * len(queued)
             if db.in_transaction:
                 db.execute("ROLLBACK")
-            if len(waiting) == 1:
+            if len(queued) == 1:
                 return [(None, error)]
-            alone = [self._commit([each], ()) for each in waiting]  # whoever needs less room may still find it
+            alone = [self._commit([each], ()) for each in queued]  # there may be room for the smaller ones
             return [outcome for [outcome] in alone]
         self.num_commits += 1
         for kind in kinds:
@@ -281,17 +281,17 @@ class Database:
         return num_commits >= CHECKPOINT_COMMITS or self._bytes_since_checkpoint >= CHECKPOINT_BYTES
 
     def _checkpoint(self) -> None:
-        """Copy the log into the database. Commits are durable without; where a full disk forbids it, the log grows."""
+        """Copy the write-ahead log into the database. Commits are durable without it; on a full disk the log grows."""
         self._checkpointed_commits, self._bytes_since_checkpoint = self.num_commits, 0
         try:
             self._writer.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         except sqlite3.Error as error:
             if _is_fatal(error):
-                self._broken = self._failure(error)
+                self._broken = self._broken_by(error)
             else:
-                logger.warning("the log cannot be copied into the database: %s; trying on", error)
+                logger.warning("the write-ahead log cannot be copied into the database: %s; retrying later", error)
 
-    def _failure(self, error: sqlite3.Error) -> StoreBrokenError:
+    def _broken_by(self, error: sqlite3.Error) -> StoreBrokenError:
         return StoreBrokenError(f"the disk of {self._path} fails: {error}")
 
     def _keep_service_time(self) -> None:
@@ -306,7 +306,7 @@ class Database:
 
 
 def open_connection(path: Path) -> Connection:
-    """A connection as the store needs it: every commit is synced."""
+    """Open a connection whose commits are synced."""
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
     db.row_factory = sqlite3.Row
     set_pragmas(db)
@@ -314,12 +314,12 @@ def open_connection(path: Path) -> Connection:
 
 
 def set_pragmas(db: Connection) -> None:
-    """What makes a commit durable, and the log bounded."""
+    """Make commits durable and the write-ahead log bounded."""
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")  # in WAL mode nothing less syncs at commit
     db.execute("PRAGMA foreign_keys = ON")
     db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES_KEPT}")
-    # Else SQLite would copy the log at the end of a COMMIT, and report a failure of that as one of the commit.
+    # Otherwise SQLite copies the log at the end of a COMMIT, and reports a failure of the copy as one of the commit.
     db.execute("PRAGMA wal_autocheckpoint = 0")
 
 
@@ -328,31 +328,25 @@ def _is_full(error: Exception | None) -> bool:
 
 
 def _is_fatal(error: sqlite3.Error) -> bool:
-    """Whether what is on the disk is no longer known."""
+    """Return whether the durable content of the database is unknown after this error."""
     code = getattr(error, "sqlite_errorcode", 0)
     is_failure = code & 0xFF in {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
     return is_failure and not _is_full(error)
 
 
-def _resolve(future: asyncio.Future[Any], value: Any, failure: Exception | None) -> None:
+def _resolve(future: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
     if future.cancelled():
         return
-    if failure is None:
+    if error is None:
         future.set_result(value)
-    elif isinstance(failure, sqlite3.IntegrityError):
-        future.set_exception(ConflictError(str(failure)))
-    elif isinstance(failure, sqlite3.Error):
-        future.set_exception((DiskFullError if _is_full(failure) else StorageError)(str(failure)))
+    elif isinstance(error, sqlite3.IntegrityError):
+        future.set_exception(ConflictError(str(error)))
+    elif isinstance(error, sqlite3.Error):
+        future.set_exception((DiskFullError if _is_full(error) else StorageError)(str(error)))
     else:
-        future.set_exception(failure)
-
-
-def insert_row(db: Connection, table: str, values: dict[str, Any]) -> None:
-    """Insert a row, by column."""
-    columns, marks = ", ".join(values), ", ".join("?" * len(values))
-    db.execute(f"INSERT INTO {table} ({columns}) VALUES ({marks})", tuple(values.values()))  # noqa: S608 (our names)
+        future.set_exception(error)
 
 
 def read_meta(db: Connection, key: str) -> int:
-    """A value of the table `meta`."""
+    """Return a value of the table `meta`."""
     return int(db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])

@@ -115,7 +115,7 @@ class StateFiles:
             applied_seq=state["applied_seq"],
             fingerprint=state["fingerprint"],
             gradient=files.get(GRADIENT),
-            num_datums=state.get("num_datums", 0),  # folders from before gradients were kept do not say
+            num_datums=state["num_datums"],
         )
 
     def tar(self, folder: str, sha256: str, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:

@@ -1,33 +1,35 @@
-"""The tables of the durable log, with the reason beside each constraint. Text only: `store` runs it.
+"""The format of the database, with the reason for each constraint beside it. Text only: `database` runs it.
 
-Times named `_at` are of the wall clock, for people to read; what is decided by time is in service time (`_service_s`):
-seconds that the service has run, in all its lives.
+Times named `_at` are of the wall clock, for people to read; decisions by time use service time (`_service_s`): the
+seconds that the service has run, in all incarnations of the coordinator. A request is stored as its payload, its
+canonical serialization; outcomes and errors are serialized messages of the contract `tinkerpool.v1`.
+
+| table | one row for | written when |
+|---|---|---|
+| meta | a number: `epoch` of the coordinator, `last_cycle_id`, `service_ms` | the coordinator starts; a cycle commits |
+| tenants | a tenant with its fair-share weight and counter | a key is created for it; a cycle of it commits |
+| api_keys | an API key, as the hash of its secret | it is created or revoked |
+| sessions | a client process | it is created or ends; the row stays |
+| adapters | an adapter: what makes it, not its state | it is created or deleted; the row stays |
+| samplers | a sampler | it is created, or weights are saved without a name; the row stays |
+| operations | an operation: its payload, then its outcome | it is appended, decided, and later emptied |
+| cycles | one of the last cycles, as a serialized v1.Cycle | it commits |
+| plans | an adapter in a planned cycle | with the write after the plan; the cycle's commit deletes it |
+| snapshots | an adapter's newest snapshot | its folder is durable |
+| checkpoints | a checkpoint | its save commits; it is overwritten or deleted |
+| usage | what a tenant's finished operations of one kind used | an operation finishes |
+
+Folders (see `folders`) are named below `checkpoints/`, `snapshots/` and `samplers/` of the data directory.
 """
 
-SCHEMA_VERSION = 5
+APPLICATION_ID = 0x74706F6C
+"""`tpol`, in the header of the file: a database of this format and its successors."""
+SCHEMA_VERSION = 1
 
-UNWRITTEN = "folder = '' AND samplers.body = x''"
-"""Of an unnamed sampler whose weights are in no file so far. A checkpoint's folder says it alone."""
+UNWRITTEN = "folder = '' AND samplers.payload = x''"
+"""Condition for unnamed samplers whose weights have no file so far. For a checkpoint an empty folder is enough."""
 
-_INDEX_OF_SAMPLERS = """
-CREATE INDEX samplers_unwritten ON samplers (adapter_id) WHERE folder = '' AND body = x'';"""
-_INDEX_OF_CHECKPOINTS = """
-CREATE INDEX checkpoints_unwritten ON checkpoints (adapter_id) WHERE folder = '';"""
-_SNAPSHOTS_KEEP_THE_LOG = f"""
-CREATE TRIGGER snapshots_keep_the_log     -- a snapshot cuts the log, and only the log can make such weights again
-BEFORE INSERT ON snapshots
-WHEN EXISTS (
-    SELECT 1 FROM samplers JOIN sessions USING (session_id)
-    WHERE samplers.adapter_id = NEW.adapter_id AND {UNWRITTEN} AND ended_at IS NULL
-    AND CAST(substr(version, length(samplers.adapter_id) + 2) AS INTEGER) <= NEW.seq
-) OR EXISTS (
-    SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
-)
-BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
-"""  # noqa: S608 (our names)
-
-SCHEMA = (
-    """
+SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 INSERT INTO meta VALUES ('epoch', 0), ('last_cycle_id', 0), ('service_ms', 0);
 CREATE TABLE tenants (
@@ -49,9 +51,9 @@ CREATE TABLE sessions (
     session_id TEXT PRIMARY KEY,
     tenant_id TEXT NOT NULL REFERENCES tenants,
     request_id TEXT,
-    user_metadata TEXT NOT NULL,
+    user_metadata TEXT NOT NULL,          -- a JSON object
     created_at REAL NOT NULL,
-    ended_at REAL,
+    ended_at REAL,                        -- NULL: it is live
     UNIQUE (tenant_id, request_id)        -- makes CreateSession safe to repeat
 );
 CREATE TABLE adapters (
@@ -59,7 +61,7 @@ CREATE TABLE adapters (
     tenant_id TEXT NOT NULL REFERENCES tenants,
     session_id TEXT NOT NULL REFERENCES sessions,
     request_id TEXT,
-    body BLOB NOT NULL,                   -- the canonical CreateAdapterRequest
+    payload BLOB NOT NULL,                -- the canonical CreateAdapterRequest
     base_model TEXT NOT NULL,
     rank INTEGER NOT NULL,
     alpha REAL NOT NULL,
@@ -67,10 +69,10 @@ CREATE TABLE adapters (
     train_attn INTEGER NOT NULL,
     train_mlp INTEGER NOT NULL,
     train_unembed INTEGER NOT NULL,
-    user_metadata TEXT NOT NULL,
+    user_metadata TEXT NOT NULL,          -- a JSON object
     created_at REAL NOT NULL,
-    deleted_at REAL,
-    UNIQUE (session_id, request_id)
+    deleted_at REAL,                      -- NULL: it has training state
+    UNIQUE (session_id, request_id)       -- makes CreateAdapter safe to repeat
 );
 CREATE INDEX adapters_by_tenant ON adapters (tenant_id, created_at);
 CREATE TABLE samplers (
@@ -78,33 +80,34 @@ CREATE TABLE samplers (
     tenant_id TEXT NOT NULL REFERENCES tenants,
     session_id TEXT NOT NULL REFERENCES sessions,
     request_id TEXT,
-    body BLOB NOT NULL,                   -- the canonical CreateSamplerRequest; empty for an unnamed save
+    payload BLOB NOT NULL,                -- the canonical CreateSamplerRequest; empty for an unnamed save
     base_model TEXT NOT NULL,
-    model_path TEXT NOT NULL,
-    adapter_id TEXT NOT NULL,             -- whose weights; empty for the bare base model
-    version TEXT NOT NULL,                -- names the weights, for workers that hold them already; empty: base model
-    folder TEXT NOT NULL,                 -- its weights, below the data directory; empty: those of model_path, if any,
-                                          -- or of an unnamed save whose file is still to come
+    model_path TEXT NOT NULL,             -- the checkpoint whose weights it has; empty: none
+    adapter_id TEXT NOT NULL,             -- the adapter of its weights; empty: the bare base model
+    version TEXT NOT NULL,                -- names the weights, for workers that hold them; empty: the bare base model
+    folder TEXT NOT NULL,                 -- the weights of an unnamed save; empty: no file so far, or another sampler
     sha256 TEXT NOT NULL,
     created_at REAL NOT NULL,
     is_inflight INTEGER NOT NULL DEFAULT 0, -- samples from the newest such row of its adapter
-    UNIQUE (session_id, request_id)
+    UNIQUE (session_id, request_id)       -- makes CreateSampler safe to repeat
 );
 CREATE INDEX samplers_inflight ON samplers (adapter_id) WHERE is_inflight;
+CREATE INDEX samplers_unwritten ON samplers (adapter_id) WHERE folder = '' AND payload = x'';
 CREATE TABLE operations (
     target_id TEXT NOT NULL,              -- an adapter or a sampler
     seq INTEGER NOT NULL CHECK (seq >= 1),
+    append_id INTEGER NOT NULL,           -- epoch << 32 | counter: an outcome is stored only for its own append
     tenant_id TEXT NOT NULL REFERENCES tenants,
     kind TEXT NOT NULL,
     request_id TEXT,
-    body BLOB,                            -- the canonical request; NULL once a snapshot covers it
-    body_hash BLOB NOT NULL,
-    num_bytes INTEGER NOT NULL,
-    chunk_tokens INTEGER NOT NULL,        -- canonical chunks are a function of the body and this
-    outcome BLOB,                         -- the finished v1.Operation; NULL while unfinished, empty once dropped
+    payload BLOB,                         -- the canonical request; NULL once a snapshot covers it
+    payload_hash BLOB NOT NULL,
+    num_bytes INTEGER NOT NULL,           -- of the payload
+    chunk_tokens INTEGER NOT NULL,        -- canonical chunks are a function of the payload and this
+    outcome BLOB,                         -- the finished v1.Operation; NULL while undecided, empty once dropped
     is_failed INTEGER NOT NULL DEFAULT 0,
     finished_service_s REAL,
-    fetched_service_s REAL,               -- when its owner first had the result
+    fetched_service_s REAL,               -- when its owner first fetched the result
     engine_s REAL NOT NULL DEFAULT 0,
     PRIMARY KEY (target_id, seq),         -- exactly once: a seq exists once, whatever is sent
     UNIQUE (target_id, request_id)
@@ -113,14 +116,14 @@ CREATE INDEX operations_unfinished ON operations (target_id, seq) WHERE outcome 
 CREATE INDEX operations_finished ON operations (finished_service_s) WHERE finished_service_s IS NOT NULL;
 CREATE INDEX operations_fetched ON operations (fetched_service_s) WHERE fetched_service_s IS NOT NULL;
 CREATE TABLE cycles (cycle_id INTEGER PRIMARY KEY, summary BLOB NOT NULL);
-CREATE TABLE plans (                      -- cycles that were about to run: after a crash, who was in them
+CREATE TABLE plans (                      -- read after a crash: the adapters of a cycle that did not commit
     cycle_id INTEGER NOT NULL,
     adapter_id TEXT NOT NULL,
     worker_id TEXT NOT NULL
 );
 CREATE TABLE snapshots (
-    adapter_id TEXT PRIMARY KEY,          -- the newest one; the folder of the one before goes once this row is durable
-    seq INTEGER NOT NULL,
+    adapter_id TEXT PRIMARY KEY,          -- the replaced folder is deleted once this row is durable
+    seq INTEGER NOT NULL,                 -- covers all operations up to here
     folder TEXT NOT NULL,
     sha256 TEXT NOT NULL,
     window_error BLOB NOT NULL DEFAULT x'' -- the failure that has closed the gradient window; empty: it is open
@@ -130,21 +133,22 @@ CREATE TABLE checkpoints (
     tenant_id TEXT NOT NULL REFERENCES tenants,
     adapter_id TEXT NOT NULL,
     kind TEXT NOT NULL,
-    folder TEXT NOT NULL,                 -- below the data directory; empty: weights whose file is still to come
+    folder TEXT NOT NULL,                 -- empty: weights for sampling without a file so far
     size_bytes INTEGER NOT NULL,
     sha256 TEXT NOT NULL,
-    seq INTEGER NOT NULL,
+    seq INTEGER NOT NULL,                 -- of the save
     base_model TEXT NOT NULL,
     rank INTEGER NOT NULL,
     fingerprint TEXT NOT NULL,
-    user_metadata TEXT NOT NULL,
+    user_metadata TEXT NOT NULL,          -- a JSON object
     created_at REAL NOT NULL,
     expires_at REAL,                      -- as its owner is told; NULL: never
-    expires_service_s REAL,               -- when it is deleted: a wall clock that jumps must not do that
+    expires_service_s REAL,               -- when it is deleted: a step of the wall clock must not do that
     is_public INTEGER NOT NULL DEFAULT 0  -- whether every tenant may read it
 );
 CREATE INDEX checkpoints_by_tenant ON checkpoints (tenant_id, created_at);
 CREATE INDEX checkpoints_by_adapter ON checkpoints (adapter_id, kind, created_at);
+CREATE INDEX checkpoints_unwritten ON checkpoints (adapter_id) WHERE folder = '';
 CREATE TABLE usage (
     tenant_id TEXT NOT NULL REFERENCES tenants,
     kind TEXT NOT NULL,
@@ -153,32 +157,14 @@ CREATE TABLE usage (
     engine_s REAL NOT NULL,
     PRIMARY KEY (tenant_id, kind)
 ) WITHOUT ROWID;
-"""
-    + _INDEX_OF_SAMPLERS
-    + _INDEX_OF_CHECKPOINTS
-    + _SNAPSHOTS_KEEP_THE_LOG
+CREATE TRIGGER snapshots_keep_the_log     -- a snapshot cuts the log, and only the log can make such weights again
+BEFORE INSERT ON snapshots
+WHEN EXISTS (
+    SELECT 1 FROM samplers JOIN sessions USING (session_id)
+    WHERE samplers.adapter_id = NEW.adapter_id AND {UNWRITTEN} AND ended_at IS NULL
+    AND CAST(substr(version, length(samplers.adapter_id) + 2) AS INTEGER) <= NEW.seq
+) OR EXISTS (
+    SELECT 1 FROM checkpoints WHERE adapter_id = NEW.adapter_id AND folder = '' AND seq <= NEW.seq
 )
-
-MIGRATIONS = {
-    1: """
-INSERT INTO meta VALUES ('service_ms', 0);
-DROP INDEX operations_finished;
-ALTER TABLE operations RENAME COLUMN finished_at TO finished_service_s;
-UPDATE operations SET finished_service_s = 0 WHERE finished_service_s IS NOT NULL;
-ALTER TABLE operations ADD COLUMN fetched_service_s REAL;
-CREATE INDEX operations_finished ON operations (finished_service_s) WHERE finished_service_s IS NOT NULL;
-CREATE INDEX operations_fetched ON operations (fetched_service_s) WHERE fetched_service_s IS NOT NULL;
-ALTER TABLE snapshots ADD COLUMN window_error BLOB NOT NULL DEFAULT x'';
-ALTER TABLE checkpoints ADD COLUMN expires_service_s REAL;
-UPDATE checkpoints SET expires_service_s = MAX(0, expires_at - CAST(strftime('%s', 'now') AS REAL));
-""",
-    2: """
-ALTER TABLE checkpoints ADD COLUMN is_public INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE samplers ADD COLUMN is_inflight INTEGER NOT NULL DEFAULT 0;
-CREATE INDEX samplers_inflight ON samplers (adapter_id) WHERE is_inflight;
-CREATE INDEX checkpoints_by_adapter ON checkpoints (adapter_id, kind, created_at);
-""",
-    3: _INDEX_OF_SAMPLERS,
-    4: f"DROP TRIGGER IF EXISTS snapshots_keep_the_log;{_INDEX_OF_CHECKPOINTS}{_SNAPSHOTS_KEEP_THE_LOG}",
-}
-"""From each version to the next."""
+BEGIN SELECT RAISE(ABORT, 'weights saved there have no file yet'); END;
+"""  # noqa: S608 (our names)

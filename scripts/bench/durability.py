@@ -68,10 +68,10 @@ def main() -> None:
         for _ in range(WARM_UP):
             durable.step()
             forgetful.step()
-        num_commits = service.coordinator.core.store.num_commits
+        num_commits = service.coordinator.core.store.database.num_commits
         effort = Effort(seconds=0, rounds_min=args.steps, rounds_max=args.steps, warm_up=0)
         timings = turn_about({"durable": durable.step, "in_memory": forgetful.step}, effort)
-        num_commits = service.coordinator.core.store.num_commits - num_commits
+        num_commits = service.coordinator.core.store.database.num_commits - num_commits
         pairs = zip(timings["durable"].seconds, timings["in_memory"].seconds, strict=True)
         table = results.table(
             "durability",

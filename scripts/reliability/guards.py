@@ -84,8 +84,8 @@ GUARDS = (
     Guard(
         name="acknowledgement after the log",
         file="coordinator/operations/admission.py",
-        before="            await self._store.append([_row(operation) for operation in operations])\n",
-        after="            self._store.append([_row(operation) for operation in operations])\n",
+        before="            await self._store.operations.append([_row(operation) for operation in operations])\n",
+        after="            self._store.operations.append([_row(operation) for operation in operations])\n",
         tests=("tests/unit/operations/test_admission.py",),
     ),
     Guard(
@@ -99,7 +99,7 @@ GUARDS = (
         name="seq exists once",
         file="coordinator/storage/schema.py",
         before="    PRIMARY KEY (target_id, seq),         -- exactly once: a seq exists once, whatever is sent\n",
-        after="    PRIMARY KEY (target_id, seq, kind, body_hash),\n",
+        after="    PRIMARY KEY (target_id, seq, kind, payload_hash),\n",
         tests=("tests/unit/storage/test_store.py",),
     ),
     Guard(
@@ -125,9 +125,9 @@ GUARDS = (
     ),
     Guard(
         name="nothing stored of what was never logged",
-        file="coordinator/storage/store.py",
-        before="lost = {row.target_id for row in commit.finished if row.is_withdrawn() or not _is_logged(db, row)}",
-        after="lost = set()",
+        file="coordinator/storage/cycles.py",
+        before="lost = lost_targets(db, commit.finished, commit.depends_on)",
+        after="lost = frozenset()",
         tests=("tests/unit/storage/test_store.py", "tests/integration/cycles/test_recovery.py"),
     ),
     Guard(
@@ -174,7 +174,7 @@ GUARDS = (
     ),
     Guard(
         name="a file that goes to the checkpoint it was written for, though another has its path",
-        file="coordinator/storage/store.py",
+        file="coordinator/storage/checkpoints.py",
         before="WHERE path = ? AND seq = ? AND folder = ''",
         after="WHERE path = ? AND ? AND folder = ''",
         tests=("tests/unit/storage/test_store.py", "-k", "without_a_file"),

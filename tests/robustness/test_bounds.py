@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.database import query
 from tests.support.toy_pool import LENGTHS, ToyPool, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import PassItem
@@ -35,18 +36,18 @@ async def test_ten_thousand_steps_leave_a_log_as_small_as_a_thousand(tmp_path: P
         tmp_path, replay_s_max=0.01, fetched_retention_s=0.1, sweep_interval_s=0.1, cycle_tokens_max=10_000
     ) as pool:
         adapter = await pool.adapter()
-        store, queue = pool.coordinator.core.store, pool.coordinator.core.adapters[adapter]
+        queue = pool.coordinator.core.adapters[adapter]
         sizes: list[int] = []
         for start in range(0, NUM_STEPS, 1000):
             await train(pool, adapter, start, 1000)
             await asyncio.sleep(0.3)
             sizes.append(log_bytes(tmp_path))
         await pool.written()
-        [num_rows] = store.read("SELECT COUNT(*) FROM operations")[0]
-        [num_bodies] = store.read("SELECT COUNT(*) FROM operations WHERE body IS NOT NULL")[0]
+        [num_rows] = query(tmp_path, "SELECT COUNT(*) FROM operations")[0]
+        [num_payloads] = query(tmp_path, "SELECT COUNT(*) FROM operations WHERE payload IS NOT NULL")[0]
     assert max(sizes[1:]) <= 1.5 * sizes[1], sizes
     assert num_rows < 3000
-    assert num_bodies < 3000
+    assert num_payloads < 3000
     assert len(queue.operations) < 3000
 
 
@@ -83,9 +84,9 @@ async def test_a_pair_submitted_together_takes_two_transactions_at_most_and_so_t
         adapter = await pool.adapter()
         store = pool.coordinator.core.store
         for step in range(5):
-            before = store.num_commits
+            before = store.database.num_commits
             names = await asyncio.gather(
                 pool.forward_backward(adapter, 2 * step + 1, *LENGTHS), pool.optim_step(adapter, 2 * step + 2)
             )
             await pool.wait(*names)
-            assert 1 <= store.num_commits - before <= 2
+            assert 1 <= store.database.num_commits - before <= 2

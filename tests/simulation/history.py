@@ -26,6 +26,7 @@ from coordinator.coordinator import Coordinator
 from coordinator.runtime.core import Core
 from coordinator.storage import database as coordinator_database
 from coordinator.storage.database import Connection, StorageError, set_pragmas
+from coordinator.storage.store import Store
 from tests.simulation.client import Broken, Client, Manners
 from tests.simulation.disk import SimDisk
 from tests.simulation.loop import Crash, Deadlock, SimLoop, TooLong
@@ -184,7 +185,7 @@ class History:
             self.world.trace(f"the coordinator does not start: {type(error).__name__}")
             return
         store = coordinator.core.store
-        self.world.work["weights to make again"] += len(store.unwritten_samplers()) + len(store.unwritten_checkpoints())
+        self.world.work["weights to make again"] += _num_unwritten(store)
         loop = asyncio.get_running_loop()
         failed = loop.create_task(coordinator.failed())
         work = loop.create_task(self._work(coordinator))
@@ -328,11 +329,11 @@ class History:
             listed = (await coordinator.service.list_checkpoints(client.principal, request)).checkpoints
             stored = {}
             for each in listed:
-                row = core.store.read_one("SELECT * FROM checkpoints WHERE path = ?", (each.path,))
+                row = core.store.checkpoints.by_path(each.path)
                 assert row is not None
-                stored[each.path] = each.seq, core.saver.checkpoints.read(row["folder"], row["sha256"])
+                stored[each.path] = each.seq, core.saver.checkpoints.read(row.folder, row.sha256)
             check_checkpoints(expected, stored)
-            while core.store.unwritten_samplers() or core.store.unwritten_checkpoints():  # noqa: ASYNC110 (nothing tells)
+            while _num_unwritten(core.store):  # noqa: ASYNC110 (nothing tells)
                 await asyncio.sleep(0.01)
             unnamed, named = _unnamed(core, client.session_id), _named(core, client.adapter_id)
             check_published(expected.unnamed, unnamed, expected)
@@ -340,7 +341,7 @@ class History:
             for kind in {step.kind for step in client.script}:
                 self.world.work[kind] += sum(1 for step in client.script if step.kind == kind)
             self.world.work["sample"] += len(client.samples)
-        check = core.store.read_one("PRAGMA integrity_check")
+        check = core.store.database.read_one("PRAGMA integrity_check")
         if check is None or check[0] != "ok":
             raise Wrong(f"the database is damaged: {check}")
         self.world.trace("all is well")
@@ -348,16 +349,21 @@ class History:
 
 def _unnamed(core: Core, session_id: str) -> dict[int, AdapterState]:
     """What the files of a session's unnamed samplers have, by the seq of the save."""
-    rows = core.store.read("SELECT * FROM samplers WHERE session_id = ? AND model_path = ''", (session_id,))
-    return {
-        int(row["version"].rpartition(":")[2]): core.saver.samplers.read(row["folder"], row["sha256"]) for row in rows
-    }
+    found = [core.store.samplers.get(sampler_id) for sampler_id in core.store.samplers.ids_of_session(session_id)]
+    rows = [row for row in found if row is not None and not row.model_path]
+    return {int(row.version.rpartition(":")[2]): core.saver.samplers.read(row.folder, row.sha256) for row in rows}
 
 
 def _named(core: Core, adapter_id: str) -> dict[int, AdapterState]:
     """What the files of an adapter's checkpoints for sampling have, by the seq of the save."""
-    rows = core.store.read("SELECT * FROM checkpoints WHERE adapter_id = ? AND kind = ?", (adapter_id, names.SAMPLER))
-    return {row["seq"]: core.saver.checkpoints.read(row["folder"], row["sha256"]) for row in rows}
+    tenant_id = core.adapters[adapter_id].tenant_id
+    page = core.store.checkpoints.page(tenant_id, [names.SAMPLER], adapter_id, limit=1000, offset=0)
+    return {row.seq: core.saver.checkpoints.read(row.folder, row.sha256) for row in page.rows}
+
+
+def _num_unwritten(store: Store) -> int:
+    """Versions of weights that no file has."""
+    return len(store.samplers.unwritten()) + len(store.checkpoints.unwritten())
 
 
 def _draw_worker_faults(random: Random) -> WorkerFaults:

@@ -108,17 +108,16 @@ async def sampled(pool: ToyPool, sampler: str, seq: int) -> list[list[int]]:
 
 def folder_of(pool: ToyPool, sampler: str) -> str:
     """Where a sampler's weights are on disk, empty if nowhere."""
-    sql = """
-        SELECT COALESCE(checkpoints.folder, samplers.folder) AS folder
-        FROM samplers LEFT JOIN checkpoints ON path = model_path WHERE sampler_id = ?"""
-    row = pool.coordinator.core.store.read_one(sql, (sampler,))
+    store = pool.coordinator.core.store
+    row = store.samplers.get(sampler)
     assert row is not None
-    return str(row["folder"])
+    checkpoint = store.checkpoints.by_path(row.model_path)
+    return checkpoint.folder if checkpoint is not None else row.folder
 
 
 def snapshot_seq(pool: ToyPool, adapter: str) -> int:
-    row = pool.coordinator.core.store.read_one("SELECT seq FROM snapshots WHERE adapter_id = ?", (adapter,))
-    return 0 if row is None else int(row["seq"])
+    row = pool.coordinator.core.store.snapshots.get(adapter)
+    return 0 if row is None else row.seq
 
 
 async def until(is_so: Callable[[], bool]) -> None:

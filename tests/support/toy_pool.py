@@ -21,7 +21,8 @@ from coordinator.coordinator import Coordinator
 from coordinator.operations.chunks import cut_chunks
 from coordinator.operations.payloads import decode_pass
 from coordinator.service.auth import Principal
-from coordinator.storage.store import OperationRow, Store
+from coordinator.storage.rows import NewOperation
+from coordinator.storage.store import Store
 from tests.support.toy_engine import ToyEngine, digest, fresh_chain, item_digest, toy_token
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import (
@@ -112,9 +113,8 @@ class ToyPool:
     async def take_over(self, *tenants: str) -> None:
         """Act as tenants of the life before."""
         for tenant in tenants or ("alice",):
-            row = self.coordinator.core.store.read_one("SELECT * FROM tenants WHERE name = ?", (tenant,))
-            assert row is not None
-            self.principals[tenant] = Principal(row["tenant_id"], tenant, "key", is_admin=False)
+            [row] = [row for row in self.coordinator.core.store.tenants.all() if row.name == tenant]
+            self.principals[tenant] = Principal(row.tenant_id, tenant, "key", is_admin=False)
 
     async def session(self, tenant: str = "alice") -> str:
         """A new session's id."""
@@ -275,18 +275,18 @@ class FakeTime:
 
 def fail_appends(monkeypatch: pytest.MonkeyPatch, store: Store, *seqs: int) -> None:
     """Let the store refuse to log operations at these places, as a full disk would."""
-    append = store.append
+    append = store.operations.append
 
-    def failing(rows: Iterable[OperationRow]) -> asyncio.Future[None]:
+    def failing(rows: Iterable[NewOperation]) -> asyncio.Future[None]:
         rows = list(rows)
         if any(row.seq in seqs for row in rows):
-            return store.write(_full)
+            return store.database.write(_full)
         return append(rows)
 
     def _full(_db: sqlite3.Connection) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr(store, "append", failing)
+    monkeypatch.setattr(store.operations, "append", failing)
 
 
 def sample_request(

@@ -181,7 +181,7 @@ async def test_a_checkpoint_goes_when_its_time_to_live_is_over(tmp_path: Path) -
         assert len(await checkpoints(pool)) == 2, "a wall clock that jumps ends nothing"
         time.now += 3600
         store = pool.coordinator.core.store
-        await time.until(lambda: len(store.read("SELECT 1 FROM checkpoints")) == 1, 100)
+        await time.until(lambda: len(store.checkpoints.folders()) == 1, 100)
         [left] = await checkpoints(pool)
         refused = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=3, ttl_seconds=5)
         with pytest.raises(ServiceError, match="with a name"):

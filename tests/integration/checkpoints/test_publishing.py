@@ -116,8 +116,7 @@ async def test_no_snapshot_cuts_the_log_before_the_file_is_there_and_then_one_do
             [loop] = pool.coordinator.core.loops.values()
             await until(lambda: bool(loop._snapshots._writing))
             assert snapshot_seq(pool, adapter) < ROUND
-            bodies = pool.coordinator.core.store.read("SELECT body FROM operations WHERE seq = ?", (ROUND,))
-            assert [row["body"] for row in bodies] != [None]
+            assert pool.coordinator.core.store.operations.payload(adapter, ROUND)
             may_write.set()
             await pool.written()
         assert not loop._snapshots._num_failures, "a snapshot waits, and is not refused"
@@ -194,8 +193,8 @@ async def test_a_row_that_the_database_does_not_take_is_tried_again_and_leaves_n
     monkeypatch.setattr("coordinator.checkpoints.publishing.RETRY_S", 0.001)
     async with running_pool(tmp_path) as pool:
         adapter, store = await pool.adapter(), pool.coordinator.core.store
-        method = "commit_checkpoint_file" if is_named else "commit_sampler_file"
-        commit_file: Callable[..., asyncio.Future[int]] = getattr(store, method)
+        table: Any = store.checkpoints if is_named else store.samplers
+        commit_file: Callable[..., asyncio.Future[int]] = table.commit_file
         refused = []
 
         def refuse(*arguments: Any) -> asyncio.Future[int]:
@@ -206,7 +205,7 @@ async def test_a_row_that_the_database_does_not_take_is_tried_again_and_leaves_n
             future.set_exception(StorageError("database or disk is full"))
             return future
 
-        monkeypatch.setattr(store, method, refuse)
+        monkeypatch.setattr(table, "commit_file", refuse)
         sampler = await train(pool, adapter, 0, is_named=is_named)
         await pool.written()
         root = tmp_path / ("checkpoints" if is_named else "samplers")
@@ -451,7 +450,7 @@ async def save_behind_a_failed_append(
     may_commit = threading.Event()
     with monkeypatch.context() as patch:
         fail_appends(patch, store, 3)
-        is_busy = store.write(lambda db: may_commit.wait(10))
+        is_busy = store.database.write(lambda db: may_commit.wait(10))
         step = asyncio.create_task(pool.optim_step(adapter, 3, learning_rate=0.5))
         save = asyncio.create_task(begin_to_publish(pool, adapter, 4, is_named=is_named))
         await until(lambda: bool(publishing_of(pool)._versions))
@@ -547,8 +546,7 @@ async def test_a_load_that_comes_while_a_copy_is_read_waits_for_the_file_too(
             may_go.set()
             await asyncio.wait_for(pool.wait(await pool.forward_backward(third, 3, 3)), 10)  # a cycle later
             assert not folder_of(pool, sampler)
-            assert core.failure is not None
-            assert not core.failure.done()
+            assert not core.failure.is_reported
             may_write.set()
             [*_, loaded] = await asyncio.wait_for(pool.wait(*names), 10)
         assert loaded.state == SUCCEEDED
@@ -572,8 +570,7 @@ async def test_a_writer_that_fails_as_nobody_expected_lets_a_deletion_and_the_st
             may_fail.set()
             with pytest.raises((StorageError, ServiceError)):
                 await asyncio.wait_for(deletion, 5)
-            assert core.failure is not None
-            await asyncio.wait_for(core.failure, 5)
+            await asyncio.wait_for(core.failure.wait(), 5)
 
     with pytest.raises(MemoryError):
         await asyncio.wait_for(delete_while_it_fails(), 20)

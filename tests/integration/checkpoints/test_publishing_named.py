@@ -171,7 +171,7 @@ async def test_deleted_while_its_row_gets_the_file_it_leaves_none(tmp_path: Path
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         store = pool.coordinator.core.store
-        commit, delays = store.commit_checkpoint_file, iter((0.0, 0.002, 0.004, 0.0, 0.001))
+        commit, delays = store.checkpoints.commit_file, iter((0.0, 0.002, 0.004, 0.0, 0.001))
         deletions: list[asyncio.Task[None]] = []
 
         def commit_while_deleting(path: str, *values: Any) -> asyncio.Future[int]:
@@ -182,7 +182,7 @@ async def test_deleted_while_its_row_gets_the_file_it_leaves_none(tmp_path: Path
             deletions.append(asyncio.create_task(delete_soon(next(delays))))
             return commit(path, *values)
 
-        store.commit_checkpoint_file = commit_while_deleting  # type: ignore[method-assign,assignment]
+        store.checkpoints.commit_file = commit_while_deleting  # type: ignore[method-assign,assignment]
         for index in range(5):
             await train(pool, adapter, index, is_named=True)
             await pool.written()
@@ -198,7 +198,7 @@ async def test_a_file_that_no_row_takes_is_removed(tmp_path: Path) -> None:
         adapter = await pool.adapter()
         with held_files(pool):
             await train(pool, adapter, 0, is_named=True)
-            await pool.coordinator.core.store.delete_checkpoint(path_of(adapter), ROUND)
+            await pool.coordinator.core.store.checkpoints.delete(path_of(adapter), ROUND)
         await pool.written()
         assert list((tmp_path / "checkpoints").iterdir()) == []
 

@@ -7,7 +7,6 @@ import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.operations.payloads import decode_pass
-from coordinator.service.auth import Principal
 from tests.support.toy_engine import KILL_TOKEN, POISON_TOKEN, digest, fresh_chain, item_digest
 from tests.support.toy_pool import ToyPool, datum, pass_request, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -263,9 +262,7 @@ def _step_item(adapter: str, seq: int) -> OptimStepItem:
 
 async def _take_over(pool: ToyPool) -> None:
     """Act as the tenant of the life before."""
-    row = pool.coordinator.core.store.read_one("SELECT tenant_id, name FROM tenants WHERE name = 'alice'")
-    assert row is not None
-    pool.principals["alice"] = Principal(row["tenant_id"], row["name"], "key", is_admin=False)
+    await pool.take_over("alice")
 
 
 async def test_a_lost_worker_is_replaced_and_its_adapters_end_in_the_same_state(tmp_path: Path) -> None:
@@ -313,8 +310,8 @@ async def test_snapshots_bound_the_log_and_the_state_survives_a_restart(tmp_path
             await pool.wait(await pool.forward_backward(adapter, seq, 5), await pool.optim_step(adapter, seq + 1))
             await pool.written()
         store = pool.coordinator.core.store
-        kept = store.read("SELECT seq FROM operations WHERE target_id = ? AND body IS NOT NULL", (adapter,))
-        assert [row["seq"] for row in kept] in ([], [10]), "the last step may have come while a snapshot was written"
+        kept = [row.seq for row, payload in store.operations.since(adapter, 0) if payload is not None]
+        assert kept in ([], [10]), "the last step may have come while a snapshot was written"
         chain = pool.chain(adapter)
         assert len(list((tmp_path / "snapshots").iterdir())) == 1
     async with running_pool(tmp_path) as pool:

@@ -93,7 +93,7 @@ async def test_an_adapter_whose_deletion_fails_goes_on_from_the_snapshot_that_be
 
         with monkeypatch.context() as patch:
             patch.setattr(snapshots, "write", slow)
-            patch.setattr(core.store, "delete_adapter", full)
+            patch.setattr(core.store.adapters, "delete", full)
             await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
             await asyncio.to_thread(is_writing.wait, 10)
             request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)

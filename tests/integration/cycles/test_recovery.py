@@ -12,6 +12,7 @@ import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.cycle.dispatch import TakenOver
+from tests.support.database import query
 from tests.support.toy_engine import POISON_TOKEN
 from tests.support.toy_pool import (
     LENGTHS,
@@ -212,7 +213,7 @@ async def test_an_append_that_fails_while_its_operation_runs_leaves_no_trace(
         with monkeypatch.context() as patch:
             fail_appends(patch, store, 6)
             has_snapshot = snapshot_event(pool)
-            is_busy = store.write(lambda db: has_snapshot.wait(10))
+            is_busy = store.database.write(lambda db: has_snapshot.wait(10))
             with pytest.raises(ServiceError, match="nothing was accepted"):
                 await pool.optim_step(adapter, 6, learning_rate=0.5)
             await is_busy
@@ -373,9 +374,9 @@ async def test_forwards_alone_do_not_grow_memory_and_log_for_ever(
             await pool.wait((await pool.service.forward(principal, request)).operation.name)
             await pool.written()
         queue = pool.coordinator.core.adapters[adapter]
-        bodies = pool.coordinator.core.store.read("SELECT 1 FROM operations WHERE body IS NOT NULL")
+        payloads = query(tmp_path, "SELECT 1 FROM operations WHERE payload IS NOT NULL")
         assert len(queue.operations) <= 22
-        assert len(bodies) <= 22
+        assert len(payloads) <= 22
         assert len(pool.coordinator.core.table) == 0
         assert all(each.body == b"" and not each.data and not each.parts for each in queue.operations.values())
 
@@ -390,7 +391,7 @@ async def test_results_leave_memory_and_are_dropped_from_the_log_after_their_tim
             await pool.wait(names[-1])
             await pool.written()
         store = pool.coordinator.core.store
-        await time.until(lambda: not store.read("SELECT 1 FROM operations"), 300)
+        await time.until(lambda: not store.operations.last_seq(adapter), 300)
         with pytest.raises(ServiceError) as gone:
             await pool.wait(names[0])
         with pytest.raises(ServiceError) as repeated:
@@ -422,9 +423,9 @@ async def test_a_commit_that_fails_ends_the_coordinator_and_stopping_it_still_wo
         store = pool.coordinator.core.store
 
         def broken(_commit: object) -> Any:
-            return store.write(lambda db: db.execute("SELECT * FROM nothing"))
+            return store.database.write(lambda db: db.execute("SELECT * FROM nothing"))
 
-        monkeypatch.setattr(store, "commit_cycle", broken)
+        monkeypatch.setattr(store.cycles, "commit", broken)
         name = await pool.submit(adapter, 1)
         with pytest.raises(Exception, match="nothing"):
             await asyncio.wait_for(pool.coordinator.failed(), 5)
@@ -461,8 +462,7 @@ async def test_a_request_whose_result_was_dropped_is_known_and_not_run_again(tmp
         names.append(await pool.sample(sampler, 7))
         await pool.wait(*names)
         await pool.written()
-        store = pool.coordinator.core.store
-        while len(store.read("SELECT 1 FROM operations WHERE outcome = x''")) < 3:  # noqa: ASYNC110 (nothing tells)
+        while len(query(tmp_path, "SELECT 1 FROM operations WHERE outcome = x''")) < 3:  # noqa: ASYNC110 (nothing tells)
             await asyncio.sleep(0.01)
     async with running_pool(tmp_path) as pool:
         await pool.take_over()

@@ -1,7 +1,6 @@
 """Sessions over the service: idempotent creation, heartbeats, and expiry in service time alone."""
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.database import DiskFullError
+from coordinator.storage.rows import SamplerRow
 from tests.support.toy_pool import FakeTime, ToyPool, running_pool
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -142,15 +142,14 @@ async def test_a_session_created_again_while_it_ends_is_not_revived(
         request = adapters_pb2.CreateAdapterRequest(session_id=session, base_model="toy", rank=8, index=0)
         adapter = (await pool.service.create_adapter(principal, request)).adapter.adapter_id
         assert (await pool.publish(adapter, 1)).state == SUCCEEDED
-        execute = store.execute
+        end = store.sessions.end
 
-        async def slow(sql: str, parameters: Sequence[Any] = ()) -> int:
-            if sql.startswith("UPDATE sessions"):
-                is_ending.set()
-                await may_end.wait()
-            return await execute(sql, parameters)
+        async def slow(session_id: str, wall: float) -> int:
+            is_ending.set()
+            await may_end.wait()
+            return await end(session_id, wall)
 
-        monkeypatch.setattr(store, "execute", slow)
+        monkeypatch.setattr(store.sessions, "end", slow)
         finish = sessions_pb2.FinishSessionRequest(session_id=session)
         finishing = asyncio.create_task(pool.service.finish_session(principal, finish))
         await is_ending.wait()
@@ -180,7 +179,7 @@ async def test_a_session_whose_end_finds_the_disk_full_goes_on_and_can_be_ended_
             raise DiskFullError("no room")
 
         with monkeypatch.context() as patch:
-            patch.setattr(store, "execute", full)
+            patch.setattr(store.sessions, "end", full)
             with pytest.raises(ServiceError, match="nothing was accepted"):
                 await pool.service.finish_session(principal, finish)
         await heartbeat(pool, session)
@@ -205,19 +204,19 @@ async def test_a_sampler_being_made_and_a_save_under_way_never_get_the_same_numb
         core = pool.coordinator.core
         adapter = await pool.adapter()
         begun, may_go = asyncio.Event(), asyncio.Event()
-        insert, write = core.store.insert, core.saver._write
+        insert, write = core.store.samplers.insert, core.saver._write
 
-        async def slow_insert(table: str, **values: Any) -> None:
+        async def slow_insert(row: SamplerRow) -> None:
             begun.set()
             await may_go.wait()
-            await insert(table, **values)
+            await insert(row)
 
         async def late_write(*args: Any) -> Any:
             may_go.set()
             await creating
             return await write(*args)
 
-        monkeypatch.setattr(core.store, "insert", slow_insert)
+        monkeypatch.setattr(core.store.samplers, "insert", slow_insert)
         monkeypatch.setattr(core.saver, "_write", late_write)
         creating = asyncio.create_task(pool.sampler(adapter.partition(":")[0], index=5))
         await begun.wait()

@@ -11,6 +11,7 @@ import pytest
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.operations.operation import Kind
 from coordinator.service.auth import Principal
+from tests.support.database import query
 from tests.support.toy_pool import ToyPool, datum, pass_request, running_pool, sample_request
 from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import (
@@ -118,7 +119,7 @@ async def test_every_method_answers_for_anothers_thing_as_for_none(tmp_path: Pat
     async with running_pool(tmp_path) as pool:
         alices, eve = await things_of(pool, "alice"), await pool.principal("eve")
         nobodys = absent(alices)
-        before = pool.coordinator.core.store.read("SELECT COUNT(*) FROM operations")[0][0]
+        before = query(tmp_path, "SELECT COUNT(*) FROM operations")[0][0]
         for method in CALLS:
             foreign, missing = [await answer(pool, eve, method, things) for things in (alices, nobodys)]
             assert foreign.code is missing.code is Code.NOT_FOUND, method
@@ -131,7 +132,7 @@ async def test_every_method_answers_for_anothers_thing_as_for_none(tmp_path: Pat
             shown = [value for value in dataclasses.asdict(alices).values() if value in foreign.message]
             assert len(hidden) == len(shown)
             assert foreign.message.replace(alices.session, "X") == missing.message.replace(nobodys.session, "X")
-        after = pool.coordinator.core.store.read("SELECT COUNT(*) FROM operations")[0][0]
+        after = query(tmp_path, "SELECT COUNT(*) FROM operations")[0][0]
         assert before == after
         assert (await pool.wait(alices.operation, alices.sample))[0].state == ops_pb.OPERATION_STATE_SUCCEEDED
         await pool.service.heartbeat(await pool.principal(), CALLS["heartbeat"](alices))

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from coordinator.base.config import Limits
 from coordinator.doors.openai import samplers
+from tests.support.database import query
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tinkerpool.convert import from_tensor
 from tinkerpool.v1 import checkpoints_pb2
@@ -65,7 +66,7 @@ def call(pool: RestartablePool, work: Any) -> Any:
 
 
 def rows(pool: RestartablePool, sql: str) -> list[Any]:
-    return list(pool.pool.coordinator.core.store.read(sql))
+    return list(query(pool.pool.coordinator.core.config.data_dir, sql))
 
 
 def until(holds: Callable[[], Any]) -> None:

@@ -76,15 +76,15 @@ def test_a_page_of_runs_takes_as_many_queries_as_one_run(
 ) -> None:
     wired = Wire(pool.http_url, pool.key("carol"))
     session = wired.session()
-    store = pool.pool.coordinator.core.store
+    database = pool.pool.coordinator.core.store.database
     queries: list[str] = []
-    read = store.read
+    read = database.read
 
     def counted(sql: str, *values: Any) -> Any:
         queries.append(sql)
         return read(sql, *values)
 
-    monkeypatch.setattr(store, "read", counted)
+    monkeypatch.setattr(database, "read", counted)
     counts = []
     for index in range(3):
         wired.model(session, index)

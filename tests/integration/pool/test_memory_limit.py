@@ -115,7 +115,7 @@ async def test_a_sample_that_can_never_fit_is_refused_before_it_is_logged_with_w
             await anext(stream)
         core = pool.coordinator.core
         assert (core.sampling.num_requests, len(core.table)) == (0, 0)
-        assert not core.store.read("SELECT * FROM operations")
+        assert core.store.operations.last_seq(sampler) == 0
         await pool.release()
         [operation] = await pool.wait(await pool.sample(sampler, 1, max_tokens=1))
     assert operation.state == ops_pb.OPERATION_STATE_SUCCEEDED

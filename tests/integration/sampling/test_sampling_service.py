@@ -10,8 +10,8 @@ import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.sampling.scheduler import VERSIONS_MAX
+from coordinator.storage.cycles import CycleCommit
 from coordinator.storage.database import DiskFullError
-from coordinator.storage.store import CycleCommit
 from tests.support.toy_pool import FakeTime, ToyPool, fail_appends, running_pool, sample_request
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import checkpoints_pb2, sampling_pb2, sessions_pb2
@@ -69,9 +69,7 @@ async def test_a_missing_seed_is_drawn_logged_and_used_again_after_a_crash(tmp_p
         sampler = await pool.sampler(await pool.session())
         pool.hold()
         name = await pool.sample(sampler, 1)
-        row = pool.coordinator.core.store.read_one("SELECT body FROM operations")
-        assert row is not None
-        logged = sampling_pb2.SampleRequest.FromString(row["body"])
+        logged = sampling_pb2.SampleRequest.FromString(pool.coordinator.core.store.operations.payload(sampler, 1))
         other = await pool.sample(sampler, 2)
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
@@ -476,8 +474,9 @@ async def test_batches_say_how_much_of_the_time_sampling_gets_beside_them(tmp_pa
     async with running_pool(tmp_path) as pool:
         for tenant in tenants:
             await pool.principal(tenant)
-        await pool.coordinator.core.store.execute("UPDATE tenants SET weight = 3 WHERE name = 'bob'")
-        await pool.coordinator.core.store.execute("UPDATE tenants SET weight = 40 WHERE name = 'carol'")
+        database = pool.coordinator.core.store.database  # nothing in the service sets weights
+        await database.execute("UPDATE tenants SET weight = 3 WHERE name = 'bob'")
+        await database.execute("UPDATE tenants SET weight = 40 WHERE name = 'carol'")
     async with running_pool(tmp_path) as pool:
         await pool.take_over(*tenants)
         adapter, engine = await pool.adapter(), pool.engines["w0"][-1]
@@ -597,7 +596,7 @@ async def test_a_sample_that_waits_for_its_commit_can_be_cancelled_when_its_work
             raise DiskFullError("no room")
 
         with monkeypatch.context() as patch:
-            patch.setattr(core.store, "commit_cycle", full)
+            patch.setattr(core.store.cycles, "commit", full)
             name = await pool.sample(sampler, 1)
             await asyncio.wait_for(is_decided.wait(), 5)
             core._worker_lost("w0", core._incarnation("w0"))

@@ -15,6 +15,7 @@ from coordinator.operations.chunks import Chunk
 from coordinator.operations.in_flight import OperationTable
 from coordinator.operations.operation import Kind, Operation
 from coordinator.storage.store import Store
+from tests.support.database import open_store
 from tests.support.toy_pool import fail_appends
 from tinkerpool.v1 import training_pb2, types_pb2
 from workers.contract.messages import AdapterSpec
@@ -47,13 +48,12 @@ class Desk:
         return raised.value
 
     def logged(self) -> list[int]:
-        return [row["seq"] for row in self.store.read("SELECT seq FROM operations WHERE target_id = 'a' ORDER BY seq")]
+        return [row.seq for row, _ in self.store.operations.since("a", 0)]
 
 
 @pytest.fixture
 async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
-    store = Store(tmp_path / "log.db", monotonic=lambda: 1.0)
-    await store.insert("tenants", tenant_id="t", name="alice", created_at=0.0)
+    store = await open_store(tmp_path / "log.db")
     yield Desk(store)
     await store.close()
 

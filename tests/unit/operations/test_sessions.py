@@ -9,7 +9,9 @@ import pytest
 from coordinator.base.errors import ServiceError
 from coordinator.operations.sessions import SessionTable
 from coordinator.storage.database import StorageError
+from coordinator.storage.rows import SamplerRow
 from coordinator.storage.store import Store
+from tests.support.database import open_store, session_row
 
 
 class Clock:
@@ -21,29 +23,19 @@ class Clock:
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    store = Store(tmp_path / "log.db", monotonic=lambda: 1.0)
-    await store.insert("tenants", tenant_id="t", name="alice", created_at=0.0)
+    store = await open_store(tmp_path / "log.db")
     yield store
     await store.close()
 
 
 async def add_row(store: Store, session_id: str, ended_at: float | None = None) -> None:
-    await store.insert(
-        "sessions", session_id=session_id, tenant_id="t", user_metadata="{}", created_at=0.0, ended_at=ended_at
-    )
+    await store.sessions.insert(session_row(session_id, ended_at=ended_at))
 
 
 async def add_sampler(store: Store, session_id: str, index: int) -> None:
-    columns = ("base_model", "model_path", "adapter_id", "version", "folder", "sha256")
-    await store.insert(
-        "samplers",
-        sampler_id=f"{session_id}:sample:{index}",
-        tenant_id="t",
-        session_id=session_id,
-        body=b"",
-        created_at=0.0,
-        **dict.fromkeys(columns, ""),
-    )
+    sampler_id = f"{session_id}:sample:{index}"
+    row = SamplerRow(sampler_id=sampler_id, tenant_id="t", session_id=session_id, base_model="toy", created_at=0.0)
+    await store.samplers.insert(row)
 
 
 async def test_a_session_expires_when_it_is_not_heard_of_for_the_time_allowed(store: Store) -> None:

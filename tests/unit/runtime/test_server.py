@@ -255,9 +255,7 @@ async def test_what_keeps_the_pool_from_starting_is_said(data_dir: Path) -> None
 
 async def test_what_makes_going_on_unsafe_ends_it_with_that_error(start: Start) -> None:
     running = await start()
-    failure = running.server._coordinator.core.failure
-    assert failure is not None
-    failure.set_exception(OSError("the disk is gone"))
+    running.server._coordinator.core.failure.report(OSError("the disk is gone"))
     async with asyncio.timeout(10):
         with pytest.raises(OSError, match="the disk is gone"):
             await running.task

@@ -9,11 +9,12 @@ import pytest
 from coordinator.base.errors import Code, ServiceError
 from coordinator.service.auth import Authenticator
 from coordinator.storage.store import Store
+from tests.support.database import open_store
 
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    store = Store(tmp_path / "log.db", monotonic=lambda: 1.0)
+    store = await open_store(tmp_path / "log.db")
     yield store
     await store.close()
 
@@ -62,7 +63,7 @@ async def test_every_wrong_key_gets_the_same_answer(keys: Authenticator) -> None
     wrong = [
         key[:-1] + ("A" if key[-1] != "A" else "B"),
         f"tp_{'0' * 12}_{key.split('_', 2)[2]}",
-        f"tp_{row['key_id']}_{'A' * 43}",
+        f"tp_{row.key_id}_{'A' * 43}",
         "sk-of-somebody-else",
         "tp_" + "x" * 10_000,
         key.upper(),
@@ -72,7 +73,7 @@ async def test_every_wrong_key_gets_the_same_answer(keys: Authenticator) -> None
     assert len(answers) == 1
     [(code, reason, message)] = answers
     assert (code, reason) == (Code.UNAUTHENTICATED, "API_KEY_INVALID")
-    assert row["key_id"] not in message
+    assert row.key_id not in message
 
 
 def test_no_key_at_all_is_told_how_to_send_one(keys: Authenticator) -> None:
@@ -82,15 +83,15 @@ def test_no_key_at_all_is_told_how_to_send_one(keys: Authenticator) -> None:
 async def test_a_revoked_key_is_refused_at_once_and_like_an_unknown_one(keys: Authenticator, store: Store) -> None:
     key, row = await keys.create_key("alice")
     keys.authenticate(key)
-    await keys.revoke_key(row["key_id"])
-    await keys.revoke_key(row["key_id"])
+    await keys.revoke_key(row.key_id)
+    await keys.revoke_key(row.key_id)
     assert refusal(keys, key) == refusal(keys, "tp_unknown")
     assert refusal(Authenticator(store, lambda: 2.0), key)[0] is Code.UNAUTHENTICATED
 
 
 async def test_a_key_that_is_used_while_it_is_revoked_does_not_come_back(keys: Authenticator) -> None:
     key, row = await keys.create_key("alice")
-    revoking = asyncio.create_task(keys.revoke_key(row["key_id"]))
+    revoking = asyncio.create_task(keys.revoke_key(row.key_id))
     await asyncio.sleep(0)  # the revocation is not yet durable ...
     keys.authenticate(key)  # ... and this remembers the key
     await revoking
@@ -100,18 +101,18 @@ async def test_a_key_that_is_used_while_it_is_revoked_does_not_come_back(keys: A
 async def test_the_last_administrators_key_stays(keys: Authenticator) -> None:
     _, first = await keys.create_key("alice", is_admin=True)
     _, second = await keys.create_key("bob", is_admin=True)
-    await keys.revoke_key(first["key_id"])
+    await keys.revoke_key(first.key_id)
     with pytest.raises(ServiceError) as raised:
-        await keys.revoke_key(second["key_id"])
+        await keys.revoke_key(second.key_id)
     assert raised.value.reason == "LAST_ADMIN_KEY"
-    await keys.revoke_key(first["key_id"])
+    await keys.revoke_key(first.key_id)
 
 
 async def test_two_administrators_cannot_revoke_each_other_at_once(keys: Authenticator) -> None:
     rows = [(await keys.create_key(name, is_admin=True))[1] for name in ("alice", "bob")]
-    answers = await asyncio.gather(*(keys.revoke_key(row["key_id"]) for row in rows), return_exceptions=True)
+    answers = await asyncio.gather(*(keys.revoke_key(row.key_id) for row in rows), return_exceptions=True)
     assert sum(isinstance(answer, ServiceError) for answer in answers) == 1
-    assert sum(row["revoked_at"] is None for row in keys.list_keys()) == 1
+    assert sum(row.revoked_at is None for row in keys.list_keys()) == 1
 
 
 async def test_an_unknown_key_cannot_be_revoked_and_a_tenants_name_is_checked(keys: Authenticator) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.disk import RealDisk
-from coordinator.storage.folders import StateFiles, _digest
+from coordinator.storage.folders import StateFiles
 from tests.support.toy_engine import toy_model_info
 from workers.contract.messages import AdapterSpec, AdapterState
 
@@ -83,16 +83,6 @@ def test_a_damaged_or_missing_gradient_is_data_loss(files: StateFiles, tmp_path:
     with pytest.raises(ServiceError) as missing:
         files.read(saved.folder, saved.sha256)
     assert damaged.value.code is missing.value.code is Code.DATA_LOSS
-
-
-def test_a_folder_from_before_gradients_were_kept_is_read_as_one_without(files: StateFiles, tmp_path: Path) -> None:
-    saved = files.write(SPEC, MODEL, STATE)
-    folder = tmp_path / "states" / saved.folder
-    fields = json.loads((folder / "state.json").read_bytes())
-    assert fields.pop("num_datums") == 0
-    (folder / "state.json").write_bytes(json.dumps(fields).encode())
-    contents = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert files.read(saved.folder, _digest(contents)) == STATE
 
 
 @pytest.mark.parametrize("step", ["write", "rename", "sync"])

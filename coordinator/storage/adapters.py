@@ -1,0 +1,78 @@
+"""The adapters: what makes each of them, also after its deletion."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from coordinator.storage.checkpoints import put_snapshot
+from coordinator.storage.database import Connection, Database
+from coordinator.storage.operations import drop_payloads, finish_logged
+from coordinator.storage.rows import AdapterRow, DecidedOperation, Page, SnapshotRow
+from coordinator.storage.tables import Table, insert
+
+
+class Adapters(Table[AdapterRow]):
+    """The adapters of all tenants. Rows of deleted ones stay."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database, AdapterRow, "adapters")
+
+    def insert(self, row: AdapterRow, start: SnapshotRow | None) -> asyncio.Future[None]:
+        """Insert an adapter together with the snapshot that it starts from; None: it starts from its seed.
+
+        Raises ConflictError through the future if its id or request id exists.
+        """
+
+        def write(db: Connection) -> None:
+            insert(db, "adapters", row)
+            if start is not None:
+                put_snapshot(db, start)
+
+        return self._database.write(write)
+
+    def delete(self, adapter_id: str, finished: Sequence[DecidedOperation], wall: float) -> asyncio.Future[str | None]:
+        """Delete an adapter's training state and commit the outcomes of its last operations. `wall`: the time of day.
+
+        The future has the folder of its snapshot, which no row names from then on; None if it had none.
+        """
+        now = self._database.service_time()
+
+        def write(db: Connection) -> str | None:
+            finish_logged(db, finished, now)
+            row = db.execute("SELECT folder FROM snapshots WHERE adapter_id = ?", (adapter_id,)).fetchone()
+            db.execute("UPDATE adapters SET deleted_at = ? WHERE adapter_id = ?", (wall, adapter_id))
+            db.execute("DELETE FROM snapshots WHERE adapter_id = ?", (adapter_id,))
+            drop_payloads(db, adapter_id)
+            return str(row["folder"]) if row is not None else None
+
+        return self._database.write(write)
+
+    def get(self, adapter_id: str) -> AdapterRow | None:
+        """Return an adapter, also a deleted one."""
+        return self._one("WHERE adapter_id = ?", (adapter_id,))
+
+    def of_tenant(self, tenant_id: str, adapter_id: str) -> AdapterRow | None:
+        """Return an adapter of this tenant, also a deleted one."""
+        return self._one("WHERE adapter_id = ? AND tenant_id = ?", (adapter_id, tenant_id))
+
+    def of_request(self, session_id: str, request_id: str) -> AdapterRow | None:
+        """Return the adapter that a request id created."""
+        return self._one("WHERE session_id = ? AND request_id = ?", (session_id, request_id))
+
+    def not_deleted(self) -> list[AdapterRow]:
+        """Return the adapters that are not deleted, oldest first."""
+        return self._all("WHERE deleted_at IS NULL ORDER BY created_at, adapter_id")
+
+    def page(self, tenant_id: str, limit: int, offset: int) -> Page[AdapterRow]:
+        """Return a page of a tenant's adapters that are not deleted, newest first."""
+        rest = "WHERE tenant_id = ? AND deleted_at IS NULL ORDER BY created_at DESC, adapter_id"
+        return self._page(rest, (tenant_id,), limit, offset)
+
+    def ids_of_session(self, session_id: str, *, with_deleted: bool = False) -> list[str]:
+        """Return the ids of a session's adapters, oldest first."""
+        rows = self._database.read(
+            "SELECT adapter_id FROM adapters WHERE session_id = ? AND (? OR deleted_at IS NULL) ORDER BY created_at",
+            (session_id, with_deleted),
+        )
+        return [row["adapter_id"] for row in rows]

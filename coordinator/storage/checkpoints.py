@@ -1,0 +1,211 @@
+"""Stored states: users' checkpoints, samplers, and the snapshots that recovery starts from.
+
+A row names a folder of `folders`. Weights for sampling are committed before their folder is durable; until then their
+rows have no folder, and the log must be able to make the weights again (trigger `snapshots_keep_the_log` of `schema`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from coordinator.storage.database import Connection, Database
+from coordinator.storage.operations import drop_covered_payloads
+from coordinator.storage.rows import CheckpointRow, Page, SamplerRow, SnapshotRow
+from coordinator.storage.schema import UNWRITTEN
+from coordinator.storage.tables import Table, columns, insert, typed
+
+
+class Checkpoints(Table[CheckpointRow]):
+    """The checkpoints of all tenants."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database, CheckpointRow, "checkpoints")
+
+    def by_path(self, path: str) -> CheckpointRow | None:
+        """Return the checkpoint that has a path now."""
+        return self._one("WHERE path = ?", (path,))
+
+    def of_save(self, path: str, seq: int) -> CheckpointRow | None:
+        """Return the checkpoint of the save `seq`; None if it was deleted or overwritten."""
+        return self._one("WHERE path = ? AND seq = ?", (path, seq))
+
+    def readable(self, tenant_id: str, path: str, *, is_public_enough: bool) -> CheckpointRow | None:
+        """Return a checkpoint of this tenant; also a public one of another tenant if that is enough."""
+        condition = "WHERE path = ? AND (tenant_id = ? OR (? AND is_public))"
+        return self._one(condition, (path, tenant_id, is_public_enough))
+
+    def page(
+        self, tenant_id: str, kinds: Sequence[str], adapter_id: str, limit: int, offset: int
+    ) -> Page[CheckpointRow]:
+        """Return a page of a tenant's checkpoints of some kinds, newest first. `adapter_id`: empty for any adapter."""
+        condition = f"WHERE tenant_id = ? AND kind IN ({_marks(kinds)})"
+        of_adapter = " AND adapter_id = ?" if adapter_id else ""
+        parameters = (tenant_id, *kinds, *([adapter_id] if adapter_id else []))
+        return self._page(f"{condition}{of_adapter} ORDER BY created_at DESC, path", parameters, limit, offset)
+
+    def newest(self, tenant_id: str, adapter_ids: Sequence[str]) -> list[CheckpointRow]:
+        """Return the newest checkpoint of each kind of each of these adapters of a tenant."""
+        rows = self._database.read(
+            # With MAX the other columns are those of the row that has it.
+            f"SELECT {columns(CheckpointRow)}, MAX(created_at) FROM checkpoints"  # noqa: S608 (our names)
+            f" WHERE adapter_id IN ({_marks(adapter_ids)}) AND tenant_id = ? GROUP BY adapter_id, kind",
+            (*adapter_ids, tenant_id),
+        )
+        return [typed(CheckpointRow, row) for row in rows]
+
+    def expired(self) -> list[CheckpointRow]:
+        """Return the checkpoints whose time to live has passed, in service time."""
+        return self._all("WHERE expires_service_s <= ?", (self._database.service_time(),))
+
+    def unwritten(self) -> list[CheckpointRow]:
+        """Return the checkpoints without a folder."""
+        return self._all("WHERE folder = ''")
+
+    def folders(self) -> set[str]:
+        """Return the folders that rows name."""
+        return {row["folder"] for row in self._database.read("SELECT folder FROM checkpoints")}
+
+    def set_expiry(self, path: str, expires_at: float | None, expires_service_s: float | None) -> asyncio.Future[int]:
+        """Set when a checkpoint is deleted; None: never."""
+        return self._database.execute(
+            "UPDATE checkpoints SET expires_at = ?, expires_service_s = ? WHERE path = ?",
+            (expires_at, expires_service_s, path),
+        )
+
+    def set_public(self, path: str, *, is_public: bool) -> asyncio.Future[int]:
+        """Set whether every tenant may read a checkpoint."""
+        return self._database.execute("UPDATE checkpoints SET is_public = ? WHERE path = ?", (is_public, path))
+
+    def commit_file(
+        self, path: str, seq: int, folder: str, sha256: str, size_bytes: int, fingerprint: str
+    ) -> asyncio.Future[int]:
+        """Give the checkpoint of the save `seq` its durable folder, if it has none; another save may have its path.
+
+        `fingerprint`: of the numerics that computed these weights, which may have been a replay. The future has the
+        number of changed rows, 0 or 1.
+        """
+        sql = (
+            "UPDATE checkpoints SET folder = ?, sha256 = ?, size_bytes = ?, fingerprint = ?"
+            " WHERE path = ? AND seq = ? AND folder = ''"
+        )
+        values = (folder, sha256, size_bytes, fingerprint, path, seq)
+        return self._database.write(lambda db: db.execute(sql, values).rowcount, "publish")
+
+    def delete(self, path: str, seq: int) -> asyncio.Future[str]:
+        """Delete the checkpoint of the save `seq`. The future has its folder; empty if it, or the row, is missing."""
+
+        def write(db: Connection) -> str:
+            key = (path, seq)
+            row = db.execute("SELECT folder FROM checkpoints WHERE path = ? AND seq = ?", key).fetchone()
+            db.execute("DELETE FROM checkpoints WHERE path = ? AND seq = ?", key)
+            return str(row["folder"]) if row is not None else ""
+
+        return self._database.write(write)
+
+
+class Samplers(Table[SamplerRow]):
+    """The samplers of all sessions. Rows of ended sessions stay, without folders."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database, SamplerRow, "samplers")
+
+    def insert(self, row: SamplerRow) -> asyncio.Future[None]:
+        """Insert a sampler. Raises ConflictError through the future if its id or request id exists."""
+        return self._database.write(lambda db: insert(db, "samplers", row))
+
+    def get(self, sampler_id: str) -> SamplerRow | None:
+        """Return a sampler."""
+        return self._one("WHERE sampler_id = ?", (sampler_id,))
+
+    def of_tenant(self, tenant_id: str, sampler_id: str) -> SamplerRow | None:
+        """Return a sampler of this tenant."""
+        return self._one("WHERE sampler_id = ? AND tenant_id = ?", (sampler_id, tenant_id))
+
+    def of_request(self, session_id: str, request_id: str) -> SamplerRow | None:
+        """Return the sampler that a request id created."""
+        return self._one("WHERE session_id = ? AND request_id = ?", (session_id, request_id))
+
+    def ids_of_session(self, session_id: str) -> list[str]:
+        """Return the ids of a session's samplers, oldest first."""
+        sql = "SELECT sampler_id FROM samplers WHERE session_id = ? ORDER BY created_at"
+        return [row["sampler_id"] for row in self._database.read(sql, (session_id,))]
+
+    def folders_of_session(self, session_id: str) -> list[str]:
+        """Return the folders of a session's unnamed samplers."""
+        sql = "SELECT folder FROM samplers WHERE session_id = ? AND folder != ''"
+        return [row["folder"] for row in self._database.read(sql, (session_id,))]
+
+    def newest_inflight(self, adapter_id: str) -> SamplerRow | None:
+        """Return the newest of an adapter's samplers that follow its training."""
+        return self._one("WHERE adapter_id = ? AND is_inflight ORDER BY rowid DESC LIMIT 1", (adapter_id,))
+
+    def unwritten(self) -> list[SamplerRow]:
+        """Return the unnamed samplers of live sessions without a folder."""
+        condition = f"WHERE {UNWRITTEN} AND session_id IN (SELECT session_id FROM sessions WHERE ended_at IS NULL)"  # noqa: S608
+        return self._all(condition)
+
+    def folders(self) -> set[str]:
+        """Return the folders that samplers of live sessions name."""
+        rows = self._database.read(
+            "SELECT folder FROM samplers JOIN sessions USING (session_id) WHERE ended_at IS NULL"
+        )
+        return {row["folder"] for row in rows}
+
+    def commit_file(self, sampler_id: str, folder: str, sha256: str) -> asyncio.Future[int]:
+        """Give an unnamed sampler its durable folder, if it has none. The future has the number of changed rows."""
+        sql = f"UPDATE samplers SET folder = ?, sha256 = ? WHERE sampler_id = ? AND {UNWRITTEN}"  # noqa: S608
+        return self._database.write(lambda db: db.execute(sql, (folder, sha256, sampler_id)).rowcount, "publish")
+
+
+class Snapshots(Table[SnapshotRow]):
+    """The newest snapshot of each adapter."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database, SnapshotRow, "snapshots")
+
+    def get(self, adapter_id: str) -> SnapshotRow | None:
+        """Return an adapter's snapshot; None if it starts from its seed."""
+        return self._one("WHERE adapter_id = ?", (adapter_id,))
+
+    def all(self) -> list[SnapshotRow]:
+        """Return every snapshot."""
+        return self._all("")
+
+    def folders(self) -> set[str]:
+        """Return the folders that rows name."""
+        return {row.folder for row in self.all()}
+
+    def commit(self, snapshot: SnapshotRow) -> asyncio.Future[str | None]:
+        """Replace an adapter's snapshot and drop the payloads that the new one covers.
+
+        The future has the folder of the replaced snapshot, empty if there was none; None if nothing was stored, because
+        the adapter was deleted or has a later snapshot. Raises ConflictError through the future while weights that were
+        saved up to `snapshot.seq` have no folder.
+        """
+
+        def write(db: Connection) -> str | None:
+            sql = "SELECT 1 FROM adapters WHERE adapter_id = ? AND deleted_at IS NULL"
+            exists = db.execute(sql, (snapshot.adapter_id,)).fetchone() is not None
+            old = db.execute(
+                "SELECT seq, folder FROM snapshots WHERE adapter_id = ?", (snapshot.adapter_id,)
+            ).fetchone()
+            if not exists or (old is not None and old["seq"] >= snapshot.seq):
+                return None
+            put_snapshot(db, snapshot)
+            return str(old["folder"]) if old is not None else ""
+
+        return self._database.write(write, "snapshot")
+
+
+def put_snapshot(db: Connection, snapshot: SnapshotRow) -> None:
+    """Replace an adapter's snapshot and drop the payloads that the new one covers."""
+    db.execute(
+        "INSERT OR REPLACE INTO snapshots (adapter_id, seq, folder, sha256, window_error) VALUES (?, ?, ?, ?, ?)",
+        (snapshot.adapter_id, snapshot.seq, snapshot.folder, snapshot.sha256, snapshot.window_error),
+    )
+    drop_covered_payloads(db, snapshot.adapter_id, snapshot.seq)
+
+
+def _marks(values: Sequence[str]) -> str:
+    return ", ".join("?" * len(values))

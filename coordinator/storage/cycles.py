@@ -1,0 +1,115 @@
+"""Cycles: the notes of planned ones, and the commit of everything that a cycle did, in one transaction."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from coordinator.storage.checkpoints import put_snapshot
+from coordinator.storage.database import Connection, Database
+from coordinator.storage.operations import finish, lost_targets
+from coordinator.storage.rows import CheckpointRow, DecidedOperation, SamplerRow, SnapshotRow
+from coordinator.storage.tables import insert
+
+CYCLES_KEPT = 10_000
+"""Summaries of the last cycles that stay in the database."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CycleCommit:
+    """Everything that one cycle makes durable, in one transaction."""
+
+    cycle_id: int = 0
+    """0: no cycle, only decided operations."""
+    summary: bytes = b""
+    finished: list[DecidedOperation] = field(default_factory=list)
+    depends_on: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    """By adapter, operations that its copy ran or passed since the last commit and that are not in `finished`, each as
+    its seq and append id. Operations that are known to be durable may be left out."""
+    checkpoints: list[CheckpointRow] = field(default_factory=list)
+    samplers: list[SamplerRow] = field(default_factory=list)
+    snapshots: list[SnapshotRow] = field(default_factory=list)
+    """Of loads: no recovery could run them again once their checkpoint is deleted."""
+    replaced_snapshots: list[tuple[str, str]] = field(default_factory=list)
+    """Adapter and folder of snapshots that no row names once this is durable; not stored."""
+    replaced_checkpoints: list[tuple[str, str]] = field(default_factory=list)
+    """Adapter and folder of checkpoints that are overwritten: their rows are deleted."""
+    virtual_tokens: dict[str, float] = field(default_factory=dict)
+    """Fair-share counters by tenant."""
+
+
+class Cycles:
+    """The cycles of all base models."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def commit(self, commit: CycleCommit) -> asyncio.Future[frozenset[str]]:
+        """Store a cycle's outcomes, checkpoints, samplers, snapshots, fair-share counters and metering.
+
+        The future has the lost adapters (and samplers): those with an operation in `finished` or `depends_on` whose
+        append has failed. Nothing of theirs is stored, for it may hold the effect of that operation: no outcome,
+        snapshot, checkpoint or sampler. The commit is handed in behind the appends, so it is never durable before them.
+        """
+        now = self._database.service_time()
+
+        def write(db: Connection) -> frozenset[str]:
+            lost = lost_targets(db, commit.finished, commit.depends_on)
+            for operation in commit.finished:
+                if operation.target_id not in lost:
+                    finish(db, operation, now)
+            _store_states(db, commit, lost)
+            for tenant_id, counter in commit.virtual_tokens.items():
+                db.execute("UPDATE tenants SET virtual_tokens = ? WHERE tenant_id = ?", (counter, tenant_id))
+            if commit.cycle_id:
+                _end_cycle(db, commit.cycle_id, commit.summary)
+            return lost
+
+        return self._database.write(write, "cycle")
+
+    def note_plan(self, cycle_id: int, placements: Mapping[str, str]) -> None:
+        """Note which adapters a cycle runs on which workers.
+
+        Becomes durable with the next write; the commit of the cycle removes it.
+        """
+
+        def write(db: Connection) -> None:
+            for adapter_id, worker_id in placements.items():
+                db.execute("INSERT INTO plans VALUES (?, ?, ?)", (cycle_id, adapter_id, worker_id))
+
+        self._database.ride(f"plan {cycle_id}", write, "plan")
+
+    def plans(self) -> dict[int, list[str]]:
+        """Return the noted cycles that never committed, with their adapters. Notes of the last ones may be missing."""
+        found: dict[int, list[str]] = {}
+        for row in self._database.read("SELECT cycle_id, adapter_id FROM plans ORDER BY cycle_id, adapter_id"):
+            found.setdefault(row["cycle_id"], []).append(row["adapter_id"])
+        return found
+
+    def last_id(self) -> int:
+        """Return the highest id of a committed cycle; 0 before the first."""
+        return self._database.meta("last_cycle_id")
+
+
+def _store_states(db: Connection, commit: CycleCommit, lost: frozenset[str]) -> None:
+    for adapter_id, folder in commit.replaced_checkpoints:
+        if adapter_id not in lost:
+            db.execute("DELETE FROM checkpoints WHERE folder = ?", (folder,))
+    for checkpoint in commit.checkpoints:
+        if checkpoint.adapter_id not in lost:
+            insert(db, "checkpoints", checkpoint)
+    for sampler in commit.samplers:
+        if sampler.adapter_id not in lost:
+            insert(db, "samplers", sampler)
+    for snapshot in commit.snapshots:
+        if snapshot.adapter_id not in lost:
+            put_snapshot(db, snapshot)
+
+
+def _end_cycle(db: Connection, cycle_id: int, summary: bytes) -> None:
+    db.execute("INSERT INTO cycles VALUES (?, ?)", (cycle_id, summary))
+    db.execute("DELETE FROM cycles WHERE cycle_id <= ?", (cycle_id - CYCLES_KEPT,))
+    db.execute("DELETE FROM plans WHERE cycle_id <= ?", (cycle_id,))
+    # Loops of different base models commit out of order; the ids must not run backwards after a restart.
+    db.execute("UPDATE meta SET value = MAX(value, ?) WHERE key = 'last_cycle_id'", (cycle_id,))

@@ -1,0 +1,190 @@
+"""The operation log: appended operations, their payloads and outcomes, and metering."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+
+from coordinator.storage.database import Connection, Database, Row
+from coordinator.storage.rows import DecidedOperation, NewOperation, OperationRow, UnfetchedOperation
+from coordinator.storage.tables import Table, columns, insert, typed
+
+
+class Operations(Table[OperationRow]):
+    """The operations of all adapters and samplers."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database, OperationRow, "operations")
+
+    def append(self, rows: Iterable[NewOperation]) -> asyncio.Future[None]:
+        """Log operations, all or none. Raises ConflictError through the future if a seq or request id exists.
+
+        An adapter's operations run before they are durable, so their append may wait for more writes; samples are
+        started only after that, so theirs does not.
+        """
+        rows = list(rows)
+        now = self._database.service_time()
+        self._database.expect_bytes(sum(len(row.payload) for row in rows))
+
+        def write(db: Connection) -> None:
+            for row in rows:
+                _append(db, row, now)
+
+        return self._database.write(write, "append", can_linger=all(row.kind != "sample" for row in rows))
+
+    def find(self, target_id: str, seq: int) -> OperationRow | None:
+        """Return an operation."""
+        return self._one("WHERE target_id = ? AND seq = ?", (target_id, seq))
+
+    def owner(self, target_id: str, seq: int) -> str | None:
+        """Return the tenant of an operation; None if there is none, or its result was dropped."""
+        row = self._database.read_one(
+            "SELECT tenant_id FROM operations WHERE target_id = ? AND seq = ? AND (outcome IS NULL OR outcome != x'')",
+            (target_id, seq),
+        )
+        return str(row["tenant_id"]) if row is not None else None
+
+    def seq_of_request(self, target_id: str, request_id: str) -> int | None:
+        """Return the sequence number that a request id got."""
+        row = self._database.read_one(
+            "SELECT seq FROM operations WHERE target_id = ? AND request_id = ?", (target_id, request_id)
+        )
+        return int(row["seq"]) if row is not None else None
+
+    def last_seq(self, target_id: str) -> int:
+        """Return the highest sequence number of an adapter or sampler; 0 if it has no operation."""
+        row = self._database.read_one("SELECT MAX(seq) AS seq FROM operations WHERE target_id = ?", (target_id,))
+        assert row is not None
+        return int(row["seq"] or 0)
+
+    def payload(self, target_id: str, seq: int) -> bytes:
+        """Return the payload of an operation that recovery still needs."""
+        row = self._database.read_one(
+            "SELECT payload FROM operations WHERE target_id = ? AND seq = ?", (target_id, seq)
+        )
+        assert row is not None, f"{target_id}:{seq} is not in the log"
+        assert row["payload"] is not None, f"{target_id}:{seq} has left the log too early"
+        return bytes(row["payload"])
+
+    def since(self, target_id: str, seq: int) -> list[tuple[OperationRow, bytes | None]]:
+        """Return the operations above a sequence number, in order, each with its payload if it is still logged."""
+        return self._with_payloads("target_id = ? AND seq > ? ORDER BY seq", (target_id, seq))
+
+    def unfinished_samples(self) -> list[tuple[OperationRow, bytes | None]]:
+        """Return the sample operations without an outcome, each with its payload."""
+        return self._with_payloads("outcome IS NULL AND kind = 'sample' ORDER BY target_id, seq", ())
+
+    def unfetched(self, target_id: str, first_seq: int, last_seq: int) -> list[UnfetchedOperation]:
+        """Return the finished operations of a range of sequence numbers that were not fetched, oldest first."""
+        rows = self._database.read(
+            "SELECT seq, is_failed, LENGTH(outcome) AS num_bytes FROM operations WHERE target_id = ?"
+            " AND seq BETWEEN ? AND ? AND outcome != x'' AND fetched_service_s IS NULL"
+            " ORDER BY finished_service_s, seq",
+            (target_id, first_seq, last_seq),
+        )
+        return [typed(UnfetchedOperation, row) for row in rows]
+
+    def note_fetched(self, target_id: str, seq: int) -> None:
+        """Note that a result was fetched, if it was not before. Becomes durable with the next write."""
+        now = self._database.service_time()
+        sql = (
+            "UPDATE operations SET fetched_service_s = ? WHERE target_id = ? AND seq = ? AND fetched_service_s IS NULL"
+        )
+        self._database.ride(f"fetched {target_id}:{seq}", lambda db: db.execute(sql, (now, target_id, seq)))
+
+    def drop_results(self, *, fetched_before: float, finished_before: float) -> asyncio.Future[int]:
+        """Drop results that were fetched or finished before these moments of service time, if no recovery needs the
+        operation. The future has their number.
+
+        Until the second moment a seq or request id that no other row records stays taken, with an empty outcome.
+        """
+
+        def write(db: Connection) -> int:
+            emptied = db.execute(
+                "UPDATE operations SET outcome = x'', fetched_service_s = NULL WHERE payload IS NULL"
+                " AND fetched_service_s < ? AND (request_id IS NOT NULL OR kind = 'sample')",
+                (fetched_before,),
+            )
+            dropped = db.execute(
+                "DELETE FROM operations WHERE payload IS NULL AND (fetched_service_s < ? OR finished_service_s < ?)",
+                (fetched_before, finished_before),
+            )
+            return int(emptied.rowcount + dropped.rowcount)
+
+        return self._database.write(write)
+
+    def _with_payloads(self, condition: str, parameters: Sequence[object]) -> list[tuple[OperationRow, bytes | None]]:
+        sql = f"SELECT {columns(OperationRow)}, payload FROM operations WHERE {condition}"  # noqa: S608 (our names)
+        rows: list[Row] = self._database.read(sql, parameters)
+        return [(typed(OperationRow, row), row["payload"]) for row in rows]
+
+
+def lost_targets(
+    db: Connection, decided: Iterable[DecidedOperation], depends_on: Mapping[str, Sequence[tuple[int, int]]]
+) -> frozenset[str]:
+    """Return the adapters and samplers with an operation here whose append is not in the log.
+
+    `depends_on`: by adapter, further operations as pairs of seq and append id. Run inside the transaction that stores
+    the outcomes: an append may fail until then, and its seq may belong to another operation afterwards.
+    """
+    operations = [(each.target_id, each.seq, each.append_id) for each in decided]
+    operations += [(target_id, *each) for target_id, pairs in depends_on.items() for each in pairs]
+    return frozenset(operation[0] for operation in operations if not _is_logged(db, *operation))
+
+
+def finish_logged(db: Connection, decided: Iterable[DecidedOperation], now: float) -> None:
+    """Store the outcomes of those operations whose appends are in the log."""
+    for operation in decided:
+        if _is_logged(db, operation.target_id, operation.seq, operation.append_id):
+            finish(db, operation, now)
+
+
+def finish(db: Connection, operation: DecidedOperation, now: float) -> None:
+    """Store the outcome of a logged operation and charge it to its tenant. An operation is decided at most once."""
+    key = (operation.target_id, operation.seq, operation.append_id)
+    changed = db.execute(
+        "UPDATE operations SET outcome = ?, is_failed = ?, finished_service_s = ?, engine_s = ?"
+        " WHERE target_id = ? AND seq = ? AND append_id = ? AND outcome IS NULL",
+        (operation.outcome, operation.is_failed, now, operation.engine_s, *key),
+    ).rowcount
+    assert changed == 1, f"{operation.target_id}:{operation.seq} was finished before"
+    if operation.kind == "sample":  # no replay runs a finished sample
+        db.execute("UPDATE operations SET payload = NULL WHERE target_id = ? AND seq = ?", key[:2])
+    _charge(db, operation.tenant_id, operation.kind, operation.num_tokens, operation.engine_s)
+
+
+def drop_payloads(db: Connection, adapter_id: str) -> None:
+    """Drop all payloads of an adapter that is deleted."""
+    db.execute("UPDATE operations SET payload = NULL WHERE target_id = ?", (adapter_id,))
+
+
+def drop_covered_payloads(db: Connection, adapter_id: str, seq: int) -> None:
+    """Drop the payloads of decided operations up to `seq`: a snapshot replaces them in a recovery."""
+    db.execute(
+        "UPDATE operations SET payload = NULL WHERE target_id = ? AND seq <= ? AND outcome IS NOT NULL",
+        (adapter_id, seq),
+    )
+
+
+def _append(db: Connection, row: NewOperation, now: float) -> None:
+    is_finished = row.outcome is not None
+    insert(db, "operations", row, num_bytes=len(row.payload), finished_service_s=now if is_finished else None)
+    if is_finished:
+        _charge(db, row.tenant_id, row.kind, num_tokens=0, engine_s=0.0)
+
+
+def _is_logged(db: Connection, target_id: str, seq: int, append_id: int) -> bool:
+    found = db.execute(
+        "SELECT 1 FROM operations WHERE target_id = ? AND seq = ? AND append_id = ?", (target_id, seq, append_id)
+    )
+    return found.fetchone() is not None
+
+
+def _charge(db: Connection, tenant_id: str, kind: str, num_tokens: int, engine_s: float) -> None:
+    """Add a finished operation to its tenant's usage."""
+    db.execute(
+        "INSERT INTO usage VALUES (?, ?, 1, ?, ?) ON CONFLICT (tenant_id, kind) DO UPDATE SET"
+        " num_operations = num_operations + 1, num_tokens = num_tokens + excluded.num_tokens,"
+        " engine_s = engine_s + excluded.engine_s",
+        (tenant_id, kind, num_tokens, engine_s),
+    )

@@ -1,0 +1,218 @@
+"""The rows of the database as frozen dataclasses. Fields are named as the columns; `schema` has each table's format.
+
+A row with all columns of its table can be inserted and is read back as it was. Rows that are part of a table, or of
+several, say so. Times named `_at` are seconds of the wall clock, `_service_s` are seconds of service time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[R]):
+    """Some consecutive rows of a list."""
+
+    rows: list[R]
+    has_more: bool
+    """Whether rows follow these."""
+    num_total: int
+    """Rows of the whole list."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantRow:
+    """A tenant and its fair-share counter."""
+
+    tenant_id: str
+    name: str
+    weight: float
+    virtual_tokens: float
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKeyRow:
+    """An API key with its tenant's name."""
+
+    key_id: str
+    tenant_id: str
+    secret_sha256: bytes
+    is_admin: bool
+    created_at: float
+    revoked_at: float | None
+    tenant_name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRow:
+    """What a tenant's finished operations of one kind have used."""
+
+    tenant_name: str
+    kind: str
+    num_operations: int
+    num_tokens: int
+    engine_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRow:
+    """A session; it is live while `ended_at` is None."""
+
+    session_id: str
+    tenant_id: str
+    request_id: str | None
+    user_metadata: str
+    """A JSON object."""
+    created_at: float
+    ended_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRow:
+    """An adapter; `deleted_at` is None until its training state is deleted."""
+
+    adapter_id: str
+    tenant_id: str
+    session_id: str
+    request_id: str | None
+    payload: bytes
+    """The canonical CreateAdapterRequest."""
+    base_model: str
+    rank: int
+    alpha: float
+    seed: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    user_metadata: str
+    """A JSON object."""
+    created_at: float
+    deleted_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerRow:
+    """A sampler: of the base model alone, of a checkpoint (`model_path`), or of an unnamed save (neither)."""
+
+    sampler_id: str
+    tenant_id: str
+    session_id: str
+    request_id: str | None = None
+    payload: bytes = b""
+    """The canonical CreateSamplerRequest; empty for an unnamed save."""
+    base_model: str
+    model_path: str = ""
+    adapter_id: str = ""
+    """The adapter of the weights; empty for the bare base model."""
+    version: str = ""
+    """Names the weights: the operation that saved them; empty for the bare base model."""
+    folder: str = ""
+    """Folder of an unnamed save; empty until its file is durable, and for other samplers."""
+    sha256: str = ""
+    created_at: float
+    is_inflight: bool = False
+    """Whether it samples from the newest such sampler of its adapter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRow:
+    """A checkpoint. Its folder is empty while weights for sampling have no durable file."""
+
+    path: str
+    tenant_id: str
+    adapter_id: str
+    kind: str
+    folder: str = ""
+    size_bytes: int
+    sha256: str = ""
+    seq: int
+    """Sequence number of the save."""
+    base_model: str
+    rank: int
+    fingerprint: str
+    user_metadata: str
+    """A JSON object."""
+    created_at: float
+    expires_at: float | None = None
+    """As shown to the owner; None: never."""
+    expires_service_s: float | None = None
+    """When it is deleted, in service time, so that a step of the wall clock deletes nothing."""
+    is_public: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotRow:
+    """A durable snapshot folder that replaces everything of its adapter up to `seq` in a recovery."""
+
+    adapter_id: str
+    seq: int
+    folder: str
+    sha256: str
+    window_error: bytes = b""
+    """The failure that has closed the gradient window there, a serialized v1.OperationError; empty: it is open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewOperation:
+    """An operation to append to the log; with an outcome if it was refused."""
+
+    target_id: str
+    """An adapter or a sampler."""
+    seq: int
+    append_id: int
+    """Identifies this append, see `Store.new_append_id`."""
+    tenant_id: str
+    kind: str
+    request_id: str | None
+    payload: bytes
+    payload_hash: bytes
+    chunk_tokens: int
+    outcome: bytes | None = None
+    is_failed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecidedOperation:
+    """An operation's outcome, to commit. It applies to the operation of this `append_id` only."""
+
+    target_id: str
+    seq: int
+    append_id: int
+    tenant_id: str
+    kind: str
+    outcome: bytes
+    is_failed: bool = False
+    num_tokens: int = 0
+    engine_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationRow:
+    """A logged operation, without its payload."""
+
+    target_id: str
+    seq: int
+    append_id: int
+    tenant_id: str
+    kind: str
+    request_id: str | None
+    payload_hash: bytes
+    num_bytes: int
+    """Size of the payload when it was appended."""
+    chunk_tokens: int
+    outcome: bytes | None
+    """The serialized v1.Operation; None while undecided, empty once dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnfetchedOperation:
+    """A finished operation whose result was not fetched."""
+
+    seq: int
+    is_failed: bool
+    num_bytes: int
+    """Size of the outcome."""

@@ -1,0 +1,77 @@
+"""The tenants with their fair-share counters and usage, and their API keys."""
+
+from __future__ import annotations
+
+import asyncio
+
+from coordinator.storage.database import Database
+from coordinator.storage.rows import ApiKeyRow, TenantRow, UsageRow
+from coordinator.storage.tables import Table, typed
+
+
+class Tenants(Table[TenantRow]):
+    """All tenants."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database, TenantRow, "tenants")
+
+    def create(self, tenant_id: str, name: str, wall: float) -> asyncio.Future[int]:
+        """Insert a tenant, unless its name exists. `wall`: the time of day."""
+        return self._database.execute(
+            "INSERT INTO tenants (tenant_id, name, created_at) VALUES (?, ?, ?) ON CONFLICT (name) DO NOTHING",
+            (tenant_id, name, wall),
+        )
+
+    def all(self) -> list[TenantRow]:
+        """Return every tenant."""
+        return self._all("")
+
+    def get(self, tenant_id: str) -> TenantRow | None:
+        """Return a tenant."""
+        return self._one("WHERE tenant_id = ?", (tenant_id,))
+
+    def usage(self, tenant_id: str | None) -> list[UsageRow]:
+        """Return a tenant's usage by kind of operation; None: the usage of every tenant."""
+        rows = self._database.read(
+            "SELECT name AS tenant_name, kind, num_operations, num_tokens, engine_s"
+            " FROM usage JOIN tenants USING (tenant_id) WHERE ? IS NULL OR tenant_id = ? ORDER BY name, kind",
+            (tenant_id, tenant_id),
+        )
+        return [typed(UsageRow, row) for row in rows]
+
+
+class ApiKeys(Table[ApiKeyRow]):
+    """All API keys, also revoked ones."""
+
+    def __init__(self, database: Database) -> None:
+        keys = "(SELECT api_keys.*, name AS tenant_name FROM api_keys JOIN tenants USING (tenant_id))"
+        super().__init__(database, ApiKeyRow, keys)
+
+    def create(
+        self, key_id: str, tenant_name: str, secret_sha256: bytes, *, is_admin: bool, wall: float
+    ) -> asyncio.Future[int]:
+        """Insert a key of a tenant that exists. `wall`: the time of day."""
+        return self._database.execute(
+            "INSERT INTO api_keys SELECT ?, tenant_id, ?, ?, ?, NULL FROM tenants WHERE name = ?",
+            (key_id, secret_sha256, is_admin, wall, tenant_name),
+        )
+
+    def all(self) -> list[ApiKeyRow]:
+        """Return every key, oldest first."""
+        return self._all("ORDER BY created_at, key_id")
+
+    def get(self, key_id: str) -> ApiKeyRow | None:
+        """Return a key, also a revoked one."""
+        return self._one("WHERE key_id = ?", (key_id,))
+
+    def revoke(self, key_id: str, wall: float) -> asyncio.Future[int]:
+        """Revoke a key, unless it is the last administrator's. The future has the number of revoked keys, 0 or 1.
+
+        `wall`: the time of day. A key that was revoked before counts as revoked.
+        """
+        return self._database.execute(
+            "UPDATE api_keys SET revoked_at = COALESCE(revoked_at, ?) WHERE key_id = ? AND (NOT is_admin OR"
+            " revoked_at IS NOT NULL OR EXISTS (SELECT 1 FROM api_keys other WHERE other.is_admin"
+            " AND other.revoked_at IS NULL AND other.key_id != api_keys.key_id))",
+            (wall, key_id),
+        )

@@ -1,0 +1,57 @@
+"""A store for tests of one part, and raw rows for tests that must look at what is in the file."""
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from coordinator.base.failure import Failure
+from coordinator.storage.rows import AdapterRow, SessionRow
+from coordinator.storage.store import Store
+from tests.support.toy_pool import FakeTime
+
+TENANT = "t"
+
+
+async def open_store(path: Path) -> Store:
+    """A store whose time stands still, in a new epoch, with the tenant `TENANT`."""
+    store = Store(path, FakeTime(now=1.0), Failure())
+    await store.raise_epoch()
+    await store.tenants.create(TENANT, "alice", 0.0)
+    return store
+
+
+def query(path: Path, sql: str, *parameters: Any) -> list[sqlite3.Row]:
+    """Rows of a query over a database, or the database of a data directory, opened read-only."""
+    file = path / "tinkerpool.db" if path.is_dir() else path
+    db = sqlite3.connect(f"file:{file}?mode=ro", uri=True)
+    try:
+        db.row_factory = sqlite3.Row
+        return db.execute(sql, parameters).fetchall()
+    finally:
+        db.close()
+
+
+def session_row(session_id: str, **values: Any) -> SessionRow:
+    """A session of the tenant."""
+    fields: dict[str, Any] = {"request_id": None, "user_metadata": "{}", "created_at": 0.0}
+    return SessionRow(session_id=session_id, tenant_id=TENANT, **fields | values)
+
+
+def adapter_row(adapter_id: str, session_id: str) -> AdapterRow:
+    """An adapter of the tenant."""
+    return AdapterRow(
+        adapter_id=adapter_id,
+        tenant_id=TENANT,
+        session_id=session_id,
+        request_id=None,
+        payload=b"",
+        base_model="toy",
+        rank=8,
+        alpha=32.0,
+        seed=0,
+        train_attn=True,
+        train_mlp=True,
+        train_unembed=True,
+        user_metadata="{}",
+        created_at=0.0,
+    )

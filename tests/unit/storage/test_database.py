@@ -1,0 +1,141 @@
+"""Group commit and the format of the file: order, atomicity, and which files are refused."""
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.base.failure import Failure
+from coordinator.storage.database import Connection, Database, StorageError
+from coordinator.storage.schema import SCHEMA_VERSION
+from tests.support.database import query
+from tests.support.toy_pool import FakeTime
+
+
+def opened(path: Path) -> Database:
+    return Database(path, FakeTime(), Failure())
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    database = opened(tmp_path / "log.db")
+    yield database
+    await database.close()
+
+
+def insert_cycle(database: Database, cycle_id: int, summary: bytes = b"") -> asyncio.Future[int]:
+    return database.execute("INSERT INTO cycles VALUES (?, ?)", (cycle_id, summary))
+
+
+def cycle_ids(database: Database) -> list[int]:
+    return [row["cycle_id"] for row in database.read("SELECT cycle_id FROM cycles ORDER BY cycle_id")]
+
+
+async def test_a_write_is_on_disk_when_its_future_is_done(database: Database, tmp_path: Path) -> None:
+    await insert_cycle(database, 1)
+    assert [tuple(row) for row in query(tmp_path / "log.db", "SELECT cycle_id FROM cycles")] == [(1,)]
+
+
+async def test_every_commit_is_synced(database: Database) -> None:
+    # `synchronous` is a setting of a connection: only the writer itself can tell it.
+    assert database._writer.execute("PRAGMA synchronous").fetchone()[0] == 2
+    assert database._writer.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+
+
+async def test_queued_writes_share_a_commit_and_keep_their_order(database: Database) -> None:
+    is_free = threading.Event()
+    busy = database.write(lambda db: is_free.wait(10))
+    order: list[int] = []
+    writes = [database.write(lambda db, i=i: order.append(i)) for i in range(20)]  # type: ignore[misc]
+    is_free.set()
+    await asyncio.gather(busy, *writes)
+    assert order == list(range(20))
+    assert database.num_commits <= 2
+
+
+async def test_a_write_that_fails_fails_alone(database: Database) -> None:
+    is_free = threading.Event()
+    busy = database.write(lambda db: is_free.wait(10))
+
+    def half(db: Connection) -> None:
+        db.execute("INSERT INTO cycles VALUES (7, '')")
+        raise ValueError("half-way")
+
+    good, bad, last = insert_cycle(database, 1), database.write(half), insert_cycle(database, 3)
+    is_free.set()
+    await asyncio.gather(busy, good, last)
+    with pytest.raises(ValueError, match="half-way"):
+        await bad
+    assert cycle_ids(database) == [1, 3]
+
+
+async def test_a_closed_database_refuses_instead_of_never_answering(tmp_path: Path) -> None:
+    database = opened(tmp_path / "log.db")
+    await database.close()
+    with pytest.raises(StorageError):
+        await asyncio.wait_for(insert_cycle(database, 1), 5)
+
+
+def test_a_newer_schema_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "log.db"
+    asyncio.run(opened(path).close())
+    with sqlite3.connect(path) as db:
+        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    db.close()
+    with pytest.raises(ValueError, match=r"newer tinkerpool .* upgrade"):
+        opened(path)
+
+
+@pytest.mark.parametrize("version", [1, 5])
+def test_a_file_of_the_numbering_before_is_refused_with_what_to_do(tmp_path: Path, version: int) -> None:
+    with sqlite3.connect(tmp_path / "log.db") as db:
+        db.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID")
+        db.execute(f"PRAGMA user_version = {version}")
+    db.close()
+    with pytest.raises(ValueError, match=r"before 0\.2.* use another data directory"):
+        opened(tmp_path / "log.db")
+    assert query(tmp_path / "log.db", "SELECT name FROM sqlite_master WHERE name = 'operations'") == []
+
+
+async def test_readers_see_only_what_is_committed(database: Database) -> None:
+    is_written, may_commit = threading.Event(), threading.Event()
+
+    def write(db: Connection) -> None:
+        db.execute("INSERT INTO cycles VALUES (1, '')")
+        is_written.set()
+        may_commit.wait(10)
+
+    future = database.write(write)
+    await asyncio.to_thread(is_written.wait, 10)
+    assert cycle_ids(database) == []
+    may_commit.set()
+    await future
+    assert cycle_ids(database) == [1]
+
+
+async def test_the_reader_cannot_write(database: Database) -> None:
+    with pytest.raises(sqlite3.OperationalError):
+        database.read("DELETE FROM tenants")
+
+
+async def test_a_full_disk_fails_the_writes_that_need_room_and_takes_more_afterwards(database: Database) -> None:
+    # `max_page_count` is a setting of a connection: it makes the writer's file as full as a disk.
+    num_pages = database._writer.execute("PRAGMA page_count").fetchone()[0]
+    database._writer.execute(f"PRAGMA max_page_count = {num_pages}")
+    is_free = threading.Event()
+    busy = database.write(lambda db: is_free.wait(10))
+    small, large, other = (
+        insert_cycle(database, 1),
+        insert_cycle(database, 2, bytes(1 << 20)),
+        insert_cycle(database, 3),
+    )
+    is_free.set()
+    await asyncio.gather(busy, small, other)
+    with pytest.raises(StorageError, match="full"):
+        await large
+    database._writer.execute("PRAGMA max_page_count = 1000000")
+    await insert_cycle(database, 2, bytes(1 << 20))
+    assert cycle_ids(database) == [1, 2, 3]
