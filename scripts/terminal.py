@@ -1,4 +1,4 @@
-"""What the scripts that start a pool share at a terminal: paths as a reader wants them, and a clean end at Ctrl-C."""
+"""Terminal behaviour of the scripts that start a pool: short paths, and a clean end at Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from types import FrameType
 
 
 def shown_path(path: Path) -> str:
-    """A path as it is shortest from here."""
+    """Return a path relative to the current folder if it is inside it."""
     with contextlib.suppress(ValueError):
         return str(path.absolute().relative_to(Path.cwd()))
     return str(path)
 
 
 def interrupt_at_sigterm() -> None:
-    """From now on SIGTERM is like Ctrl-C: what was started is stopped."""
+    """Handle SIGTERM as Ctrl-C, so that the pool is stopped."""
     signal.signal(signal.SIGTERM, _interrupt)
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """While inside, another Ctrl-C does not keep the pool from being stopped."""
+    """Ignore Ctrl-C until the block ends, so that stopping a pool is not interrupted."""
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

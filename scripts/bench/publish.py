@@ -33,7 +33,7 @@ from scripts.bench.common import (
 from scripts.bench.models import Case, Model, add_model_options, chosen_models, open_models
 from scripts.bench.sides.pools import Tenants, serve_arguments
 from scripts.bench.sides.training import Fused, Memcpy
-from scripts.demo.run import embedded_pool
+from scripts.embedded_pool import embedded_pool
 from scripts.terminal import interrupt_at_sigterm
 from tinkerpool import ServiceClient, types
 

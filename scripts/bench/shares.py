@@ -25,7 +25,7 @@ from typing import Any
 from scripts.bench.common import Column, Results, Row, Timing, parser, shown_ms
 from scripts.bench.models import Case, Model, add_model_options, chosen_models, open_models
 from scripts.bench.sides.pools import ADAM, serve_arguments, to_user_data
-from scripts.demo.run import create_key, embedded_pool
+from scripts.embedded_pool import create_key, embedded_pool
 from scripts.terminal import interrupt_at_sigterm
 from tinkerpool import APIFuture, SamplingClient, ServiceClient, TrainingClient, types
 

@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.base_models import DEFAULT_MODEL
-from coordinator.serving import Serving
+from scripts.embedded_pool import EmbeddedPool, embedded_pool
 from workers.contract.settings import SHIPPED_MODELS_DIR
 
 MODEL = str(SHIPPED_MODELS_DIR / DEFAULT_MODEL)
 COMMON = ("renderer_name=role_colon", "eval_every=0", "behavior_if_log_dir_exists=delete")
-START_S = 180
 RECIPE_S = 900
 Metrics = list[dict[str, Any]]
 
@@ -117,34 +116,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="tinkerpool-cookbook-") as scratch:
         environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TINKER_TELEMETRY": "0"}
         print("starting a pool ...", flush=True)
-        with serving(Path(scratch)) as variables:
-            failed = [r.name for r in chosen if not run(r, options.python, Path(scratch), environment | variables)]
+        with serving() as pool:
+            environment |= {"TINKER_BASE_URL": pool.http_url, "TINKER_API_KEY": f"tml-{pool.api_key}"}
+            failed = [r.name for r in chosen if not run(r, options.python, Path(scratch), environment)]
     if failed:
         print(f"failed: {'; '.join(failed)}")
     return 1 if failed else 0
 
 
 @contextlib.contextmanager
-def serving(scratch: Path) -> Iterator[dict[str, str]]:
-    """A pool, and the variables by which the SDK finds it."""
-    ready, log = scratch / "ready.json", scratch / "serve.log"
-    arguments = ["--pool", "local", "--port", "0", "--model", f"{MODEL}={MODEL}", "--ready-file", str(ready)]
-    environment = os.environ | {"TINKERPOOL_HOME": str(scratch / "home")}
-    with log.open("w") as output:
-        pool = subprocess.Popen(
-            [sys.executable, "-m", "tinkerpool.cli", "serve", *arguments], env=environment, stdout=output, stderr=output
-        )
-    try:
-        deadline = time.monotonic() + START_S
-        while (found := Serving.read(ready)) is None:
-            if pool.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the pool did not start:\n{log.read_text()}")
-            time.sleep(0.2)
-        key = json.loads((scratch / "home" / "credentials.json").read_text())["api_key"]
-        yield {"TINKER_BASE_URL": found.http_url, "TINKER_API_KEY": f"tml-{key}"}
-    finally:
-        pool.terminate()
-        pool.wait()
+def serving() -> Iterator[EmbeddedPool]:
+    """Run a pool with one local worker, whose base model has the name of its directory."""
+    with embedded_pool(["--pool", "local", "--model", f"{MODEL}={MODEL}"]) as pool:
+        yield pool
 
 
 def run(recipe: Recipe, python: Path, scratch: Path, environment: dict[str, str]) -> bool:

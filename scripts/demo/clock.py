@@ -1,11 +1,11 @@
-"""The demo's clock demonstration: what a step costs in cycles and seconds, by how a training loop submits it.
+"""The demo's clock demonstration: the cost of a step in cycles and seconds, by how a training loop submits it.
 
 naive      await the forward_backward, then submit the optim_step and await that
 paired     submit both, then await both: they share a cycle
-pipelined  submit the next step's before awaiting this one's: there is always something for the next cycle
+pipelined  submit the next step before awaiting this one: the next cycle always has work
 
-Each loop runs alone, then in the company of two other tenants that train all the while. The engine alone, in this
-process, runs the same step without a service around it: the difference is what the service adds.
+Each loop runs alone, then beside two tenants that train continuously. An engine in this process runs the same step
+without the service: the difference is the latency that the service adds.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from workers.pool.factory import engine_factory
 
 ADAM = types.AdamParams(learning_rate=1e-4)
 PIPELINE_DEPTH = 2
-"""Steps under way at a time in the pipelined loop."""
+"""Steps in flight in the pipelined loop."""
 NUM_COMPANIONS = 2
 NUM_ROUNDS = 3
-"""The loops are measured turn about, so that a busy moment of the machine does not fall on one of them alone."""
+"""The loops take turns, so that a busy moment of the machine affects all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopCost:
-    """What a step cost."""
+    """The cost of a step."""
 
     loop: str
-    company: int
-    """Other tenants that trained meanwhile."""
+    num_others: int
+    """Other tenants that trained at the same time."""
     cycles_per_step: float
     seconds_per_step: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedLatency:
-    """Medians over steps of one batch, alone in the pool; service and engine take turns."""
+    """Medians over steps of one batch, with no other tenant; service and engine take turns."""
 
     service_s: float
     """forward_backward and optim_step over gRPC, submitted together, with their results durable."""
@@ -60,7 +60,7 @@ Cycles = list[float]
 
 
 def naive(training: TrainingClient, batch: Sequence[types.Datum], num_steps: int) -> Cycles:
-    """Await everything before submitting anything."""
+    """Await each operation before submitting the next."""
     cycles = []
     for _ in range(num_steps):
         cycles.append(_cycle(training.forward_backward(batch, "cross_entropy").result()))
@@ -69,7 +69,7 @@ def naive(training: TrainingClient, batch: Sequence[types.Datum], num_steps: int
 
 
 def paired(training: TrainingClient, batch: Sequence[types.Datum], num_steps: int) -> Cycles:
-    """Submit both halves of a step, then await them."""
+    """Submit both operations of a step, then await them."""
     cycles = []
     for _ in range(num_steps):
         halves = training.forward_backward(batch, "cross_entropy"), training.optim_step(ADAM)
@@ -99,30 +99,32 @@ def measure_loops(
     batch: Sequence[types.Datum],
     steps: int,
 ) -> list[LoopCost]:
-    """Each loop alone, then each in company."""
+    """Measure each loop alone, then each with the companions."""
     training = service.create_lora_training_client(base_model, rank=rank).result()
     paired(training, batch, 2)
-    costs = _measure_all(training, batch, steps, company=0)
-    with _company([c.create_lora_training_client(base_model, rank=rank).result() for c in companions], batch):
-        costs += _measure_all(training, batch, steps, company=len(companions))
+    costs = _measure_all(training, batch, steps, num_others=0)
+    with _co_batched([c.create_lora_training_client(base_model, rank=rank).result() for c in companions], batch):
+        costs += _measure_all(training, batch, steps, num_others=len(companions))
     return costs
 
 
 def measure_latency(
     service: ServiceClient, model: PoolModel, num_threads: int, rank: int, batch: Sequence[types.Datum], steps: int
 ) -> AddedLatency:
-    """The paired loop's steps one by one, then the engine's."""
+    """Measure single steps of the paired loop and of an engine, alternating."""
     training = service.create_lora_training_client(model.name, rank=rank).result()
     step = _engine_step(model, num_threads, rank, batch)
     service_s, engine_s = [], []
     for _ in range(steps + 2):
         service_s.append(_seconds(lambda: paired(training, batch, 1)))
         engine_s.append(_seconds(step))
-    # The first ones warm up.
+    # The first two of each are warm-up.
     return AddedLatency(service_s=statistics.median(service_s[2:]), engine_s=statistics.median(engine_s[2:]))
 
 
-def _measure_all(training: TrainingClient, batch: Sequence[types.Datum], steps: int, *, company: int) -> list[LoopCost]:
+def _measure_all(
+    training: TrainingClient, batch: Sequence[types.Datum], steps: int, *, num_others: int
+) -> list[LoopCost]:
     num_steps = max(2, steps // NUM_ROUNDS)
     seconds: dict[str, list[float]] = {loop.__name__: [] for loop in LOOPS}
     cycles: dict[str, list[float]] = {loop.__name__: [] for loop in LOOPS}
@@ -135,7 +137,7 @@ def _measure_all(training: TrainingClient, batch: Sequence[types.Datum], steps: 
     return [
         LoopCost(
             loop=name,
-            company=company,
+            num_others=num_others,
             cycles_per_step=statistics.mean(cycles[name]),
             seconds_per_step=statistics.median(seconds[name]),
         )
@@ -144,8 +146,8 @@ def _measure_all(training: TrainingClient, batch: Sequence[types.Datum], steps: 
 
 
 @contextmanager
-def _company(trainings: Sequence[TrainingClient], batch: Sequence[types.Datum]) -> Iterator[None]:
-    """While inside, others train."""
+def _co_batched(trainings: Sequence[TrainingClient], batch: Sequence[types.Datum]) -> Iterator[None]:
+    """Let other tenants train until the block ends."""
     done = threading.Event()
 
     def keep_training(training: TrainingClient) -> None:
@@ -171,7 +173,7 @@ def _seconds(step: Callable[[], object]) -> float:
 
 
 def _engine_step(model: PoolModel, num_threads: int, rank: int, batch: Sequence[types.Datum]) -> Callable[[], object]:
-    """An engine in this process, and one step on it: the two phases of a cycle, as a worker runs them."""
+    """Return a step on an engine in this process: the two phases of a cycle, as a worker runs them."""
     settings = EngineSettings(
         model_name=model.name, model_path=model.path, num_slots=4, num_threads=num_threads, device="cpu"
     )

@@ -1,4 +1,4 @@
-"""The demo's picture: who was in which cycle on which worker, how three tenants got better, and what a step cost."""
+"""The demo's picture: tenants by cycle and worker, the progress of each tenant, and the cost of a step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def draw(
 
 
 def shown(cycles: Sequence[pool_pb2.Cycle], num_tenants: int) -> Sequence[pool_pb2.Cycle]:
-    """A few cycles in a row, from the stretch in which everybody trains, that have the most going on."""
+    """Return the run of consecutive cycles with the most tenants."""
 
     def num_busy(start: int) -> int:
         window = cycles[start : start + CYCLES_SHOWN]
@@ -64,7 +64,7 @@ def shown(cycles: Sequence[pool_pb2.Cycle], num_tenants: int) -> Sequence[pool_p
 
 
 def _draw_timeline(axes: Any, cycles: Sequence[pool_pb2.Cycle], colors: Mapping[str, str]) -> None:
-    """A lane for each tenant on each worker; full colour is the pass, dark the step phase."""
+    """Draw a lane per tenant and worker: the pass in the tenant's colour, the step phase in black."""
     workers = sorted({entry.worker_id for cycle in cycles for entry in cycle.entries})
     lanes = [(worker, tenant) for worker in workers for tenant in colors]
     origin = start_s(cycles[0]) if cycles else 0.0
@@ -90,15 +90,15 @@ def _draw_timeline(axes: Any, cycles: Sequence[pool_pb2.Cycle], colors: Mapping[
     axes.set_ylim(len(lanes) - 0.45, -0.75)
     axes.set_xlabel("milliseconds")
     axes.set_title(
-        f"{len(cycles)} clock cycles in a row, with their numbers: in colour a tenant's tokens in the pass that all in "
-        "the cycle share, in black its optimizer step",
+        f"{len(cycles)} clock cycles in a row, with their numbers: in colour a tenant's tokens in the pass that the "
+        "cycle's tenants share, in black its optimizer step",
         loc="left", fontsize=9.5,
     )  # fmt: skip
     axes.tick_params(left=False)
 
 
 def _draw_tokens(axes: Any, cycles: Sequence[pool_pb2.Cycle], colors: Mapping[str, str]) -> None:
-    """Every cycle of the run as a column."""
+    """Draw every cycle of the run as a column."""
     origin = start_s(cycles[0]) if cycles else 0.0
     begins = [start_s(cycle) - origin for cycle in cycles]
     widths = [cycle.pass_seconds + cycle.step_seconds for cycle in cycles]
@@ -110,7 +110,7 @@ def _draw_tokens(axes: Any, cycles: Sequence[pool_pb2.Cycle], colors: Mapping[st
     axes.set_title(
         f"All {len(cycles)} cycles in which they trained: tokens in each pass, by tenant", loc="left", fontsize=9.5
     )
-    axes.set_xlabel("seconds (where nobody trains, the worker samples)")
+    axes.set_xlabel("seconds (in gaps the worker samples)")
     axes.set_ylabel("tokens")
     axes.margins(x=0.005)
     axes.legend(loc="upper right", ncols=len(colors), frameon=False)
@@ -128,9 +128,9 @@ def _draw_curve(axes: Any, curve: Curve, color: str) -> None:
 
 
 def _draw_costs(axes: Any, costs: Sequence[LoopCost]) -> None:
-    labels = [f"{cost.loop}\n{f'with {cost.company} others' if cost.company else 'alone'}" for cost in costs]
+    labels = [f"{cost.loop}\n{f'with {cost.num_others} others' if cost.num_others else 'alone'}" for cost in costs]
     values = [1e3 * cost.seconds_per_step for cost in costs]
-    axes.barh(range(len(costs)), values, 0.6, color=["#777777" if cost.company else "#bbbbbb" for cost in costs])
+    axes.barh(range(len(costs)), values, 0.6, color=["#777777" if cost.num_others else "#bbbbbb" for cost in costs])
     for index, cost in enumerate(costs):
         axes.text(values[index], index, f" {cost.cycles_per_step:.1f} cycles", va="center", fontsize=8)
     axes.set_yticks(range(len(costs)), labels, fontsize=8)
@@ -142,5 +142,5 @@ def _draw_costs(axes: Any, costs: Sequence[LoopCost]) -> None:
 
 
 def start_s(cycle: pool_pb2.Cycle) -> float:
-    """When a cycle was planned, in seconds since the epoch."""
+    """Return when a cycle was planned, in seconds since the Unix epoch."""
     return cycle.start_time.ToNanoseconds() / 1e9

@@ -1,8 +1,8 @@
-"""The demo's three tenants: what each wants to learn, its training loop, and how its progress is measured.
+"""The demo's three tenants: the task of each, its training loop, and the measure of its progress.
 
-Each is an ordinary program against `tinkerpool.ServiceClient`, with a key of its own, in a thread of its own. They know
-nothing of each other; that they share cycles is the pool's business. Everything random has a fixed seed, and a tenant's
-numbers do not depend on who shares its cycles, so a run on the same machine gives the same numbers again.
+Each is an ordinary program against `tinkerpool.ServiceClient`, with its own key, in its own thread, independent of the
+others. All randomness has a fixed seed, and a tenant's numbers do not depend on co-batched tenants, so a run repeats
+its numbers on the same machine.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ class Settings:
     poet_samples: int = 10
     """Samples of each prompt: the group whose mean reward is the baseline."""
     poet_tokens: int = 14
-    """Most tokens of a sample."""
+    """Maximum per sample."""
     judge_steps: int = 50
     judge_pairs: int = 12
     """Preferences in a step, of two sequences each."""
     judge_preferences: int = 240
-    """Different preferences altogether."""
+    """Number of different preferences."""
     test_pairs: int = 52
     clock_steps: int = 20
     """Steps of each loop of the clock demonstration."""
     rank: int = 16
     learning_rate: float = 1e-2
-    """Of the supervised run; the other two take a part of it."""
+    """Of the supervised run; the other two use a fraction of it."""
     seed: int = 0
 
     @classmethod
     def of(cls, model: types.SupportedModel, seed: int, *, is_quick: bool) -> Settings:
-        """What suits a base model of this size."""
+        """Return settings for a base model of this size."""
         settings = cls(seed=seed)
         settings = replace(settings, rank=min(settings.rank, model.max_rank))
         if is_quick:
@@ -82,21 +82,21 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Where a tenant was after a step."""
+    """A tenant's progress after a step."""
 
     step: int
     """From 1."""
     cycle: int
     """The clock cycle of its forward_backward."""
     seconds: float
-    """Since the three began."""
+    """Since the tenants began to train."""
     value: float
-    """What the tenant follows: a loss, a reward, a margin."""
+    """The tenant's measure: a loss, a reward or a margin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A sample before and after."""
+    """A sample before and after training."""
 
     prompt: str
     before: str
@@ -104,15 +104,15 @@ class Example:
 
 
 class Tenant(ABC):
-    """One user's program. `run` it in a thread; the rest may be read meanwhile."""
+    """One user's program. Call `run` in a thread; other threads may read the attributes meanwhile."""
 
     name: ClassVar[str]
     task: ClassVar[str]
-    """What it does, for people."""
+    """One line for the report."""
     measure: ClassVar[str]
-    """What `Point.value` is."""
+    """Meaning of `Point.value`."""
     look_params: ClassVar[types.SamplingParams] = types.SamplingParams(max_tokens=32, temperature=0, stop=[LINE_END])
-    """How the samples before and after are drawn."""
+    """Sampling parameters of the examples."""
 
     def __init__(self, service: ServiceClient, base_model: str, settings: Settings, num_steps: int) -> None:
         self.settings = settings
@@ -122,14 +122,14 @@ class Tenant(ABC):
         """Numbers for the report, by name."""
         self.examples: list[Example] = []
         self.checkpoint = ""
-        """Path of the trained weights, when there are any."""
+        """Path of the trained weights; empty before they are saved."""
         self.error = ""
         self._service = service
         self._base_model = base_model
         self._rng = np.random.default_rng(settings.seed)
 
     def run(self, barrier: threading.Barrier) -> None:
-        """Prepare, wait for the others, train, and look at the outcome. An error ends up in `error`."""
+        """Prepare, wait for the other tenants, train, and evaluate. An error is stored in `error`."""
         try:
             self.training = self._service.create_lora_training_client(
                 self._base_model, rank=self.settings.rank, seed=self.settings.seed
@@ -146,39 +146,39 @@ class Tenant(ABC):
             after = self.look(trained)
             self.examples = [Example(prompt=p, before=b, after=after[p]) for p, b in before.items()]
             self.conclude()
-        except Exception:  # noqa: BLE001  # a thread's errors are the report's business
+        except Exception:  # noqa: BLE001  # the main thread reports it
             barrier.abort()
             self.error = traceback.format_exc()
 
     @abstractmethod
     def prepare(self) -> None:
-        """Data, and measurements before the first step."""
+        """Load data, and measure before the first step."""
 
     @abstractmethod
     def train(self) -> None:
-        """All steps."""
+        """Take all steps."""
 
     @abstractmethod
     def conclude(self) -> None:
-        """Measurements after the last step."""
+        """Measure after the last step."""
 
     @abstractmethod
     def example_prompts(self) -> Sequence[str]:
-        """What to sample before and after."""
+        """Return the prompts of the examples."""
 
     def look(self, sampler: SamplingClient) -> dict[str, str]:
-        """Prompts and their continuations, up to the end of the line."""
+        """Return each prompt with its continuation up to the end of the line."""
         prompts = self.example_prompts()
         futures = [sampler.sample(types.ModelInput.from_ints(self.encode(p)), 1, self.look_params) for p in prompts]
         texts = [self.tokenizer.decode(future.result().sequences[0].tokens) for future in futures]
         return {prompt: text.rstrip(LINE_END) for prompt, text in zip(prompts, texts, strict=True)}
 
     def encode(self, prompt: str) -> list[int]:
-        """A prompt with whatever the model expects at the beginning of a text."""
+        """Return a prompt's tokens, with the model's special tokens for the beginning of a text."""
         return list(self.tokenizer.encode(prompt))
 
     def datum(self, prompt: str | list[int], completion: str | list[int], **values: Any) -> types.Datum:
-        """A sequence whose prompt has zeros in all `values`; those of the completion are given, one number or many."""
+        """Return a sequence. Each of `values` is 0 over the prompt and as given over the completion."""
         prompt = self.encode(prompt) if isinstance(prompt, str) else prompt
         if isinstance(completion, str):
             completion = list(self.tokenizer.encode(completion, add_special_tokens=False))
@@ -190,12 +190,12 @@ class Tenant(ABC):
         return types.Datum(types.ModelInput.from_ints(tokens[:-1]), inputs)
 
     def adam(self, step: int, part: float = 1.0) -> types.AdamParams:
-        """Step number `step`, from 0, with a part of the learning rate, which falls to a tenth on the way."""
+        """Return the parameters of step `step` (from 0): `part` of the learning rate, which decays to a tenth."""
         decay = 1 - 0.9 * step / self.num_steps
         return types.AdamParams(learning_rate=self.settings.learning_rate * part * decay)
 
     def record(self, output: types.ForwardBackwardOutput, value: float) -> None:
-        """Note a finished step."""
+        """Record a finished step."""
         self.points.append(
             Point(
                 step=len(self.points) + 1,
@@ -207,7 +207,7 @@ class Tenant(ABC):
 
 
 class Scribe(Tenant):
-    """Supervised fine-tuning: says clauses of 1611 in plainer English. Its loop is pipelined."""
+    """Supervised fine-tuning: rewrites clauses of 1611 in plainer English, in a pipelined loop."""
 
     name = "scribe"
     task = "supervised: rewrite old clauses in plain English"
@@ -218,14 +218,14 @@ class Scribe(Tenant):
         self._test = read_pairs("test")[: settings.test_pairs]
 
     def prepare(self) -> None:
-        """Batches, and the loss on clauses that are never trained on."""
+        """Draw batches, and measure the loss on held-out clauses."""
         self._train = [self._pair(pair) for pair in read_pairs("train")]
         self._order = endless(self._rng, len(self._train), self.settings.scribe_pairs, self.num_steps)
         self._test_data = [self._pair(pair) for pair in self._test]
         self.results["test_loss_start"] = self._test_loss()
 
     def train(self) -> None:
-        """One step is submitted before the one before it is awaited."""
+        """Submit each step before awaiting the previous one."""
         waiting: list[tuple[Any, list[types.Datum]]] = []
         for step, indices in enumerate(self._order):
             batch = [self._train[i] for i in indices]
@@ -241,16 +241,16 @@ class Scribe(Tenant):
         self.record(output, output.metrics["loss:sum"] / num_weighted(batch))
 
     def conclude(self) -> None:
-        """Loss at the end, and on unseen clauses."""
+        """Measure the loss at the end, and on held-out clauses."""
         self.results |= ends("loss", self.points)
         self.results["test_loss_end"] = self._test_loss()
 
     def example_prompts(self) -> Sequence[str]:
-        """Unseen clauses."""
+        """Return held-out clauses."""
         return [pair["prompt"] for pair in self._test[:: max(1, len(self._test) // 4)]][:4]
 
     def some_data(self, num_pairs: int) -> list[types.Datum]:
-        """Training pairs, always the same."""
+        """Return the first training pairs."""
         return self._train[:num_pairs]
 
     def _pair(self, pair: dict[str, str]) -> types.Datum:
@@ -262,7 +262,7 @@ class Scribe(Tenant):
 
 
 class Poet(Tenant):
-    """Reinforcement learning: writes lines whose words begin with S. On-policy: publish, sample, score, step."""
+    """Reinforcement learning, on-policy: writes lines whose words begin with S."""
 
     name = "poet"
     task = "reinforcement: write lines whose words begin with S"
@@ -274,14 +274,14 @@ class Poet(Tenant):
         super().__init__(service, base_model, settings, settings.poet_steps)
 
     def prepare(self) -> None:
-        """Prompts."""
+        """Encode the prompts, and set up the reward."""
         texts = [text for pair in read_pairs("train") for text in pair.values()]
         self._reward = LetterReward(frozenset(word for text in texts for word in words_of(text)))
         self._prompts = [self.encode(prompt) for prompt in self.PROMPTS[: self.settings.poet_prompts]]
         self._kl: list[float] = []
 
     def train(self) -> None:
-        """On-policy steps: publish, sample, score, train."""
+        """Repeat: publish, sample, score, train."""
         for step in range(self.num_steps):
             with self._timed("publishing"):
                 sampler = self.training.save_weights_and_get_sampling_client()
@@ -296,7 +296,7 @@ class Poet(Tenant):
                 step_taken.result()
 
     def _sample(self, sampler: SamplingClient, step: int) -> tuple[list[types.Datum], list[float]]:
-        """A group of samples of every prompt, to be trained on, and the reward of each."""
+        """Draw a group of samples for every prompt; return them as training data with their rewards."""
         groups = [
             sampler.sample(
                 types.ModelInput.from_ints(prompt),
@@ -327,25 +327,25 @@ class Poet(Tenant):
         self.results[name] = self.results.get(name, 0.0) + time.perf_counter() - begin_s
 
     def conclude(self) -> None:
-        """Reward, and how far sampler and trainer are apart."""
+        """Compute the reward, and the difference between sampler and trainer."""
         self.results |= ends("reward", self.points)
         self.results["kl_sample_train"] = float(np.mean(self._kl))
         self.results["kl_sample_train_max"] = max(map(abs, self._kl))
 
     def example_prompts(self) -> Sequence[str]:
-        """Beginnings of lines."""
+        """Return beginnings of lines."""
         return self.PROMPTS[:4]
 
 
 class Judge(Tenant):
-    """A loss of one's own: direct preference optimisation, for plain wording over old."""
+    """A custom loss: direct preference optimization, for plain wording over old."""
 
     name = "judge"
     task = "custom loss (DPO): prefer plain wording to old"
     measure = "preference margin"
     BETA = 0.1
     LIKELIHOOD = 0.5
-    """Weight of the chosen ending's log-probability per token, which keeps the model's language in order."""
+    """Weight of the chosen ending's log-probability per token, which keeps the language intact."""
     PROMPT_WORDS = 2
 
     def __init__(self, service: ServiceClient, base_model: str, settings: Settings) -> None:
@@ -353,13 +353,13 @@ class Judge(Tenant):
         self._test = [p for p in map(self._preference, read_pairs("test")) if p][: settings.test_pairs]
 
     def prepare(self) -> None:
-        """Preferences, and the reference: log-probabilities before the first step."""
+        """Load preferences, and compute the reference: log-probabilities before the first step."""
         found = [p for p in map(self._preference, read_pairs("train")) if p]
         found = found[:: max(1, len(found) // self.settings.judge_preferences)][: self.settings.judge_preferences]
         steps = endless(self._rng, len(found), self.settings.judge_pairs, self.num_steps)
         used = sorted({index for indices in steps for index in indices})
         data = {index: self._two(found[index]) for index in used}
-        # An adapter begins as its base model, so before the first step it is its own reference.
+        # A new adapter computes what its base model computes, so it is its own reference here.
         flat = [datum for index in used for datum in data[index]]
         logprobs = sums(flat, self.training.forward(flat, "cross_entropy").result())
         self._data = data
@@ -369,7 +369,7 @@ class Judge(Tenant):
         self.results["accuracy_start"] = self._accuracy()
 
     def train(self) -> None:
-        """Steps whose loss is computed here, between two passes in the pool."""
+        """Take steps whose loss is computed in this process, between two passes in the pool."""
         for step, indices in enumerate(self._steps):
             batch = [datum for index in indices for datum in self._data[index]]
             reference = np.concatenate([self._reference[index] for index in indices])
@@ -378,7 +378,7 @@ class Judge(Tenant):
             self.record(future.result(), future.result().metrics["margin:mean"])
 
     def _dpo(self, reference: NDArray[np.float32]) -> TorchLoss:
-        """Rafailov et al. 2023: -log sigmoid(beta (log-ratio of the chosen - that of the other)); and a likelihood."""
+        """Return Rafailov et al. 2023: -log sigmoid(beta (log-ratio chosen - rejected)), plus a likelihood."""
         import torch
 
         def loss_fn(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
@@ -393,16 +393,16 @@ class Judge(Tenant):
         return loss_fn
 
     def conclude(self) -> None:
-        """Margin, and how often it is right about unseen clauses."""
+        """Compute the margin, and the accuracy on held-out clauses."""
         self.results |= ends("margin", self.points)
         self.results["accuracy_end"] = self._accuracy()
 
     def example_prompts(self) -> Sequence[str]:
-        """Beginnings of unseen clauses."""
+        """Return beginnings of held-out clauses."""
         return list(dict.fromkeys(prompt for prompt, _, _ in self._test))[:4]
 
     def _preference(self, pair: dict[str, str]) -> tuple[str, str, str] | None:
-        """Beginning, plain ending and old ending of a clause; None if they differ from the start."""
+        """Return a clause's beginning, plain ending and old ending; None if the beginnings differ."""
         old, plain = pair["prompt"].split(" "), pair["completion"].split(" ")
         start, prompt = self.PROMPT_WORDS, " ".join(old[: self.PROMPT_WORDS])
         if old[:start] != plain[:start] or len(old) < start + 2:
@@ -414,7 +414,7 @@ class Judge(Tenant):
         return [self.datum(prompt, completion, weights=1.0) for completion in (chosen, rejected)]
 
     def _accuracy(self) -> float:
-        """How often the plain ending of an unseen clause is likelier than the old one."""
+        """Return the share of held-out clauses whose plain ending is likelier than the old one."""
         logprobs = sums(self._test_data, self.training.forward(self._test_data, "cross_entropy").result())
         return float(np.mean(logprobs[0::2] > logprobs[1::2]))
 
@@ -424,16 +424,16 @@ TENANTS = (Scribe, Poet, Judge)
 
 @dataclass(frozen=True, slots=True)
 class LetterReward:
-    """The share of a line's words that begin with a letter; each word counts once, and only if there is such a word."""
+    """The share of a line's words that begin with a letter. A word counts once, and only if it is a known word."""
 
     known: frozenset[str]
-    """The words that there are. A poet that is paid for anything invents words."""
+    """Words of the training text. Without this limit the model invents words."""
     letter: str = "s"
     words_min: int = 6
-    """Lines of fewer words lose by it."""
+    """Shorter lines are scored as if they had this many words."""
 
     def __call__(self, line: str) -> float:
-        """From 0 to 1."""
+        """Return the reward, 0 to 1."""
         words = words_of(line)
         return len({w for w in words if w.startswith(self.letter) and w in self.known}) / max(
             len(words), self.words_min
@@ -441,39 +441,39 @@ class LetterReward:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text, in lower case."""
+    """Return the words of a text, in lower case."""
     return re.findall(r"[a-z]+", text.lower())
 
 
 def read_pairs(name: str) -> list[dict[str, str]]:
-    """Pairs of a clause and its rewriting."""
+    """Read pairs of a clause (prompt) and its plain wording (completion)."""
     lines = (DATA / f"plain_english.{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
 def endless(rng: np.random.Generator, num_items: int, batch: int, num_steps: int) -> list[list[int]]:
-    """Batches of indices, epoch after epoch in new orders."""
+    """Return batches of indices, with a new order in each epoch."""
     num_epochs = -(-batch * num_steps // num_items)
     order = np.concatenate([rng.permutation(num_items) for _ in range(num_epochs)])
     return [order[step * batch : (step + 1) * batch].tolist() for step in range(num_steps)]
 
 
 def num_weighted(data: Sequence[types.Datum]) -> float:
-    """How many tokens count in a loss."""
+    """Return the sum of the weights: the number of tokens in the loss."""
     return float(sum(datum.loss_fn_inputs["weights"].data.sum() for datum in data))
 
 
 def sums(data: Sequence[types.Datum], output: types.ForwardBackwardOutput) -> NDArray[np.float32]:
-    """Log-probability of each sequence's weighted part."""
+    """Return the log-probability of each sequence's weighted part."""
     weighted = zip(data, output.loss_fn_outputs, strict=True)
     values = [float(o["logprobs"].data @ datum.loss_fn_inputs["weights"].data) for datum, o in weighted]
     return np.array(values, np.float32)
 
 
 def kl_sample_train(data: Sequence[types.Datum], output: types.ForwardBackwardOutput) -> float:
-    """Mean over sampled tokens of (log-probability when sampled - log-probability in the pass that trains on it).
+    """Return the mean over sampled tokens of (log-probability when sampled - log-probability in the training pass).
 
-    0 if sampler and trainer agree: the pass sees the weights that were sampled from, for its step is taken afterwards.
+    0 if sampler and trainer agree: the pass runs before its optimizer step, so on the weights that were sampled.
     """
     differences = []
     for datum, o in zip(data, output.loss_fn_outputs, strict=True):
@@ -483,6 +483,6 @@ def kl_sample_train(data: Sequence[types.Datum], output: types.ForwardBackwardOu
 
 
 def ends(name: str, points: Sequence[Point], num: int = 3) -> dict[str, float]:
-    """Means of the first and of the last few steps."""
+    """Return the means of the first and of the last `num` steps."""
     values = [point.value for point in points]
     return {f"{name}_start": float(np.mean(values[:num])), f"{name}_end": float(np.mean(values[-num:]))}

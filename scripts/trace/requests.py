@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
-
-os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import tinker
 
 import tinkerpool
+from scripts.clients.steps import TOKENS, own_step, sdk_step
 from scripts.trace.processes import TracedPool
 
 STEP = "forward_backward + optim_step"
 SAMPLE = "sample"
-TOKENS = list(range(10, 26))
-WEIGHTS = [1.0] * (len(TOKENS) - 1)
 NUM_DRAWN = 4
 RANK = 8
 
@@ -45,29 +41,10 @@ def open_requests(pool: TracedPool) -> Iterator[Requests]:
         }
 
 
-def own_step(client: tinkerpool.TrainingClient) -> None:
-    """Take a step through the pool's own client, both operations submitted together."""
-    inputs = {"target_tokens": TOKENS[1:], "weights": WEIGHTS}
-    passed = client.forward_backward([tinkerpool.Datum(TOKENS[:-1], inputs)], "cross_entropy")
-    stepped = client.optim_step(tinkerpool.AdamParams(learning_rate=1e-4))
-    passed.result()
-    stepped.result()
-
-
 def own_sample(client: tinkerpool.SamplingClient) -> None:
     """Draw a sample through the pool's own client."""
     params = tinkerpool.SamplingParams(max_tokens=NUM_DRAWN, seed=1)
     client.sample(tinkerpool.ModelInput.from_ints(TOKENS), 1, params).result()
-
-
-def sdk_step(client: Any) -> None:
-    """Take a step through the official SDK, both operations submitted together."""
-    inputs: Any = {"target_tokens": TOKENS[1:], "weights": WEIGHTS}
-    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs=inputs)
-    passed = client.forward_backward([datum], "cross_entropy")
-    stepped = client.optim_step(tinker.AdamParams(learning_rate=1e-4))
-    passed.result()
-    stepped.result()
 
 
 def sdk_sample(client: Any) -> None:

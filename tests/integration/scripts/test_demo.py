@@ -1,4 +1,4 @@
-"""`make demo` in its quick mode, as a user runs it: a pool in Ray, three tenants over gRPC."""
+"""`make demo --quick` as a user runs it: a pool in Ray, three tenants over gRPC."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_demo(output: Path) -> dict[str, Any]:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True")  # peft's advice on merging; nothing is merged
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True")  # advice on merging
 def test_the_demo_trains_three_tenants_and_leaves_a_picture_and_adapters(tmp_path: Path) -> None:
     output = tmp_path / "demo-output"
     summary = run_demo(output)
@@ -42,7 +42,7 @@ def test_the_demo_trains_three_tenants_and_leaves_a_picture_and_adapters(tmp_pat
     assert judge["accuracy_end"] >= judge["accuracy_start"]
     assert summary["num_shared_cycles"] >= 5
 
-    alone = {cost["loop"]: cost["cycles_per_step"] for cost in summary["clock"] if cost["company"] == 0}
+    alone = {cost["loop"]: cost["cycles_per_step"] for cost in summary["clock"] if cost["num_others"] == 0}
     assert alone["naive"] == 2
     assert alone["paired"] == 1
     assert alone["pipelined"] == 1
