@@ -17,8 +17,9 @@ from typing import Any
 from coordinator.base.config import ServerConfig
 from coordinator.base.errors import ServiceError
 from coordinator.coordinator import DEFAULT_TENANT, Coordinator
-from coordinator.doors.grpc.server import DoorError, GrpcDoor
-from coordinator.doors.http_server import HttpDoor, HttpDoorError
+from coordinator.doors.errors import DoorError
+from coordinator.doors.grpc.server import GrpcDoor
+from coordinator.doors.http_server import HttpDoor
 from coordinator.runtime.core import DataDirInUse
 from coordinator.serving import READY_FILE, Serving
 from tinkerpool.credentials import Credentials, credentials_file, kept_credentials, write_credentials
@@ -72,7 +73,7 @@ class Server:
             if self._http_door is not None:
                 self._http_door.bind()
             return await _before(stopping.wait(), self._start())
-        except (DoorError, HttpDoorError, DataDirInUse, PoolStartError) as error:
+        except (DoorError, DataDirInUse, PoolStartError) as error:
             raise StartError(str(error)) from error
         except OSError as error:
             raise StartError(f"the pool cannot start: {error}") from error

@@ -1,6 +1,7 @@
-"""Which path is answered by whom, and what holds for every call: first a good key, and an answer in JSON always.
+"""The ASGI application: the handler of each path, and the rules for every call.
 
-The paths are the Tinker protocol's, and OpenAI's. Ids in them have colons, and a checkpoint's has a slash.
+Every call is authenticated before its body is read, and every response has a JSON body, errors too. Paths are those of
+the Tinker and OpenAI protocols. Ids in paths contain colons; a checkpoint's id contains a slash.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.http.calls import Call, Surroundings, api_key
+from coordinator.doors.http.calls import Call, DoorContext, api_key
 from coordinator.doors.openai import endpoints as openai
 from coordinator.doors.openai.errors import error_response as openai_error_response
-from coordinator.doors.tinker import checkpoints, clients, futures, models, runs, sampling, sessions, training
+from coordinator.doors.tinker import checkpoints, futures, models, runs, sampling, sessions, training
 from coordinator.doors.tinker.errors import error_response
 
 PREFIX = "/api/v1"
 Handler = Callable[[Call], Awaitable[Response]]
-Tell = Callable[[Exception, str], Response]
+ErrorResponse = Callable[[Exception, str], Response]
+"""Makes a protocol's response of an exception and the name of the call."""
 METHODS = ["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"]
 
 _CHECKPOINTS = "/training_runs/{run}/checkpoints"
 _CHECKPOINT = f"{_CHECKPOINTS}/{{kind}}/{{name}}"
-"""Two parts, so that what stands behind is no name: a checkpoint may be called `publish`."""
+"""A checkpoint's id has two parts, so that a checkpoint named `publish` is not taken for the endpoint."""
 
 HANDLERS: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/client/config", sessions.client_config),
@@ -49,9 +51,9 @@ HANDLERS: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/create_sampling_session", sampling.create_sampling_session),
     ("GET", "/samplers/{sampler}", sampling.get_sampler),
     ("POST", "/asample", sampling.asample),
-    ("POST", "/join_sampling_session", clients.join_sampling_session),
+    ("POST", "/join_sampling_session", sampling.join_sampling_session),
     ("POST", "/retrieve_future", futures.retrieve_future),
-    ("POST", "/retrieve_futures", clients.retrieve_futures),
+    ("POST", "/retrieve_futures", futures.retrieve_futures),
     ("POST", "/cancel_future", futures.cancel_future),
     ("GET", "/sessions", runs.list_sessions),
     ("GET", "/sessions/{session}", runs.get_session),
@@ -66,12 +68,16 @@ HANDLERS: tuple[tuple[str, str, Handler], ...] = (
     ("POST", f"{_CHECKPOINT}/publish", checkpoints.publish),
     ("DELETE", f"{_CHECKPOINT}/publish", checkpoints.unpublish),
     ("PUT", f"{_CHECKPOINT}/ttl", checkpoints.set_ttl),
-    ("DELETE", f"{_CHECKPOINTS}/{{checkpoint:path}}", checkpoints.delete),  # also what is no checkpoint's id
+    (
+        "DELETE",
+        f"{_CHECKPOINTS}/{{checkpoint:path}}",
+        checkpoints.delete,
+    ),  # also for a path that is not a checkpoint's id
 )
 
 
-def make_app(door: Surroundings) -> Starlette:
-    """The ASGI application."""
+def make_app(door: DoorContext) -> Starlette:
+    """Make the ASGI application."""
     routes: list[BaseRoute] = [Route("/healthz", _healthz), Route("/download/{file}", _download(door), name="download")]
     routes += [Route(path, _guarded(handler, door), methods=[method]) for method, path, handler in HANDLERS]
     routes.append(Route("/{path:path}", _guarded(_unknown, door), methods=METHODS))
@@ -83,7 +89,7 @@ def make_app(door: Surroundings) -> Starlette:
     )
 
 
-def _openai_routes(door: Surroundings) -> list[BaseRoute]:
+def _openai_routes(door: DoorContext) -> list[BaseRoute]:
     own = openai.OpenAi()
     handlers: tuple[tuple[list[str], str, Handler], ...] = (
         (["POST"], "/completions", own.completions),
@@ -99,11 +105,11 @@ def _openai_routes(door: Surroundings) -> list[BaseRoute]:
 
 
 def _guarded(
-    handler: Handler, door: Surroundings, tell: Tell = error_response
+    handler: Handler, door: DoorContext, to_response: ErrorResponse = error_response
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Run a handler for a caller whose key is good. The body is not read before that."""
+    """Authenticate a call, then run its handler; turn exceptions into responses."""
 
-    async def answer(request: Request) -> Response:
+    async def respond(request: Request) -> Response:
         try:
             door.check_open()
             key = api_key(request)
@@ -116,18 +122,19 @@ def _guarded(
                 )
             return await handler(Call(request, door.authenticate(key), door))
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has left: never sent
         except Exception as error:  # noqa: BLE001  # from here its text would reach the client
-            return tell(error, f"{request.method} {request.url.path}")
+            return to_response(error, f"{request.method} {request.url.path}")
 
-    return answer
+    return respond
 
 
 async def _unknown(call: Call) -> Response:
     raise ServiceError(
         Code.NOT_FOUND,
         "NO_SUCH_ENDPOINT",
-        f"{call.request.method} {call.request.url.path[:200]} is not part of the Tinker protocol as it is spoken here",
+        f"{call.request.method} {call.request.url.path[:200]} is not an endpoint of this pool: check the path and the "
+        "version of the SDK",
     )
 
 
@@ -135,17 +142,17 @@ async def _healthz(_request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-def _download(door: Surroundings) -> Callable[[Request], Awaitable[Response]]:
-    """Hand out a file to whoever has its address, which was signed for who has the key."""
+def _download(door: DoorContext) -> Callable[[Request], Awaitable[Response]]:
+    """Serve downloads. Their signed URLs take the place of an API key."""
 
-    async def answer(request: Request) -> Response:
+    async def respond(request: Request) -> Response:
         try:
             door.check_open()
             return await checkpoints.download(request, door)
         except Exception as error:  # noqa: BLE001  # from here its text would reach the client
             return error_response(error, "a download")
 
-    return answer
+    return respond
 
 
 async def _fault(request: Request, error: Exception) -> Response:

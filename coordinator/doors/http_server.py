@@ -1,7 +1,7 @@
-"""The HTTP server: binds, serves `app` in the coordinator's own event loop, stops. Knows no path and no tenant.
+"""The HTTP server: binds a port, serves `http_app` on the coordinator's event loop, stops.
 
-The port is bound before anything slow starts, so that a port in use is known at once; calls are served after `start`.
-Whoever waits for a result costs a coroutine, not a thread.
+The port is bound before anything slow starts, so that a port in use is reported at once; calls are served after
+`start`. A call that waits for a result holds a coroutine, not a thread.
 """
 
 from __future__ import annotations
@@ -19,31 +19,26 @@ import uvicorn
 
 from coordinator.base.config import HttpConfig
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.http.calls import Surroundings
+from coordinator.doors.errors import DoorError, listen_error
+from coordinator.doors.http.calls import DoorContext
 from coordinator.doors.http.connections import Connection, connections_max
 from coordinator.doors.http.downloads import Downloads
-from coordinator.doors.http.tokenizers import leave_tokenizers
+from coordinator.doors.http.tokenizers import write_tokenizers
 from coordinator.doors.http_app import make_app
 from coordinator.service import Service
 from coordinator.service.auth import Principal
 
 _KEEP_ALIVE_S = 75
-"""Longer than the SDK keeps a connection that it does not use."""
-
-
+"""Longer than the SDK keeps an idle connection."""
 _DROP_S = 5.0
-"""How long connections that were dropped may take to end."""
-
-
-class HttpDoorError(Exception):
-    """The door cannot open; the text says why and what to change."""
+"""Seconds that aborted connections may take to end."""
 
 
 class HttpDoor:
-    """One HTTP server: `bind`, `start`, then `refuse` if something is to be done before `stop`; each once."""
+    """One HTTP server. Call `bind`, `start`, optionally `refuse`, and `stop`, each once and in this order."""
 
     def __init__(self, config: HttpConfig, wall: Callable[[], float] = time.time) -> None:
-        """`wall` is the time of day, in seconds."""
+        """Take the time of day in seconds from `wall`."""
         self._config = config
         self._wall = wall
         self._socket: socket.socket | None = None
@@ -60,29 +55,26 @@ class HttpDoor:
 
     @property
     def url(self) -> str:
-        """Where clients on this machine find it: what TINKER_BASE_URL is set to."""
+        """The address for clients on this machine: the value of TINKER_BASE_URL."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._config.host, self._config.host)  # noqa: S104  # compared
         host = f"[{host}]" if ":" in host else host
         return f"{'https' if self._config.is_tls else 'http'}://{host}:{self.port}"
 
     def bind(self) -> None:
-        """Take the port. Raises HttpDoorError if it is in use or not to be had."""
+        """Bind the port. Raises DoorError if it is in use or not available."""
         host, port = self._config.host, self._config.port
         try:
             found = socket.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
             )
             family, kind, protocol, _, address = found[0]
-            # Only with the protocol named does asyncio send small answers at once; else each waits some 40 ms.
+            # asyncio sets TCP_NODELAY on sockets with a named protocol alone; without it, small responses take 40 ms.
             self._socket = socket.socket(family, kind, protocol)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind(address)
         except OSError as error:
             self._close_socket()
-            raise HttpDoorError(
-                f"cannot listen on port {port} of {host} for HTTP: {(error.strerror or str(error)).lower()}; stop what "
-                "uses it, or choose another port with --http-port (0 takes any free one)"
-            ) from error
+            raise listen_error(host, port, error, "--http-port") from error
 
     async def start(
         self,
@@ -91,15 +83,15 @@ class HttpDoor:
         is_healthy: Callable[[], bool],
         tokenizers_dir: Path,
     ) -> None:
-        """Serve. Tokenizers are left in `tokenizers_dir` for clients on this machine. Raises HttpDoorError, OSError."""
+        """Serve. Tokenizers are written to `tokenizers_dir` for clients on this machine. Raises DoorError, OSError."""
         assert self._socket is not None, "bind first"
         config = self._config
         tokenizers: Mapping[str, Path] = {}
         if not config.is_remote:
-            tokenizers = await leave_tokenizers(service, tokenizers_dir)
+            tokenizers = await write_tokenizers(service, tokenizers_dir)
 
         app = make_app(
-            Surroundings(
+            DoorContext(
                 service=service,
                 authenticate=authenticate,
                 is_healthy=is_healthy,
@@ -118,17 +110,17 @@ class HttpDoor:
         while not self._server.started:
             if self._serving.done():
                 self._serving.result()
-                raise HttpDoorError("the HTTP server ended while it started; its log says why")
+                raise DoorError("the HTTP server ended during its start; the log of the coordinator has the reason")
             await asyncio.sleep(0.01)
 
     async def refuse(self) -> None:
-        """Take no new calls; those that run go on."""
+        """Accept no new calls; running calls continue."""
         self._is_refusing = True
         if self._server is not None:
             self._server.should_exit = True
 
     async def stop(self, grace_s: float) -> None:
-        """End the calls that run when they are done, at the latest after `grace_s`. Idempotent."""
+        """Wait up to `grace_s` seconds for running calls, then abort them. Idempotent."""
         await self.refuse()
         if self._server is not None and self._serving is not None:
             done, _ = await asyncio.wait((self._serving,), timeout=grace_s)
@@ -150,14 +142,14 @@ class HttpDoor:
 
 
 class _Server(uvicorn.Server):
-    """A server whose process has other owners: signals are theirs."""
+    """A server that leaves signals to the process that it runs in."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     def drop_calls(self) -> None:
-        """End what still runs: its clients see a closed connection, and nothing goes on behind their backs."""
+        """Cancel running calls and close their connections."""
         self.force_exit = True
         for task in self.server_state.tasks:
             task.cancel()
@@ -172,7 +164,7 @@ def _uvicorn_config(app: object, config: HttpConfig) -> uvicorn.Config:
     )
     uvicorn_config = uvicorn.Config(
         app,  # type: ignore[arg-type]  # any ASGI application
-        http=connection,  # type: ignore[arg-type]  # whatever makes a protocol
+        http=connection,  # type: ignore[arg-type]  # a factory of protocols
         ws="none",
         lifespan="off",
         log_config=None,
@@ -188,7 +180,7 @@ def _uvicorn_config(app: object, config: HttpConfig) -> uvicorn.Config:
     try:
         uvicorn_config.load()
     except (OSError, ssl.SSLError) as error:
-        raise HttpDoorError(
+        raise DoorError(
             f"are {config.tls_cert} and {config.tls_key} a certificate and its key, in PEM? {error}"
         ) from error
     return uvicorn_config

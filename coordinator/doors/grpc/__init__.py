@@ -1,1 +1,1 @@
-"""The gRPC door."""
+"""The gRPC door. Public interface: `server.GrpcDoor`; `calls.SERVICES`, the services of the contract."""

@@ -1,15 +1,13 @@
-"""From a gRPC call to a use case and back: who calls, what they ask, and how a refusal looks on the wire.
+"""From a gRPC call to a use case and back: authentication, parsing, and refusals on the wire.
 
-Every RPC of the contract is served by the method of `service` that has its name in snake_case; which RPCs there are is
-read from the contract's own descriptors, so this file knows none of them. Main invariants: no use case runs, and no
-request body is read, before the API key is checked; no text of an exception that is not a `ServiceError` leaves here.
+The method of `service` with an RPC's name in snake_case serves that RPC. The list of RPCs comes from the contract's
+descriptors, so this file names none. Main invariants: no use case runs and no request is read before the API key is
+checked; text of an exception that is not a `ServiceError` never reaches a client.
 """
 
 from __future__ import annotations
 
-import logging
 import re
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -23,7 +21,8 @@ from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from coordinator.base.errors import Code, ServiceError, invalid
+from coordinator.base.errors import ServiceError, invalid
+from coordinator.doors.errors import refusal_of
 from coordinator.service.auth import Principal
 from tinkerpool.v1 import (
     adapters_pb2,
@@ -35,11 +34,10 @@ from tinkerpool.v1 import (
     training_pb2,
 )
 
-_log = logging.getLogger(__name__)
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Authenticate = Callable[[str], Principal]
-"""From an API key, perhaps empty, to whose it is. Raises ServiceError UNAUTHENTICATED."""
+"""Returns the principal of an API key, which may be empty. Raises ServiceError UNAUTHENTICATED."""
 
 SERVICES: tuple[ServiceDescriptor, ...] = tuple(
     service
@@ -60,7 +58,7 @@ ERROR_DOMAIN = "tinkerpool"
 """`ErrorInfo.domain` of every refusal."""
 
 MESSAGE_BYTES_MAX = 1500
-"""Longest error text: it travels twice in HTTP/2 headers, which clients limit to 8 KiB, and may triple on the way."""
+"""Longest error text: HTTP/2 headers carry it twice, encoding can triple it, and clients limit headers to 8 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +72,21 @@ class _Rpc:
     is_streaming: bool
 
     def parse(self, body: bytes) -> Message:
-        """The request message. Raises ServiceError INVALID_ARGUMENT."""
+        """Return the request message. Raises ServiceError INVALID_ARGUMENT."""
         try:
             return self.request_type.FromString(body)
         except DecodeError:
             name = self.request_type.DESCRIPTOR.full_name
-            raise invalid(f"the request is not a valid {name} message: are both sides on the same version?") from None
+            raise invalid(
+                f"the request is not a valid {name} message: use the same version of client and pool"
+            ) from None
 
 
 class Calls(grpc.GenericRpcHandler):
-    """Finds the use case of a call, for a caller whose key is good."""
+    """Authenticates each call and runs its use case."""
 
     def __init__(self, service: object, authenticate: Authenticate) -> None:
-        """Raises AttributeError if `service` lacks a method for an RPC of the contract."""
+        """Look up the use cases. Raises AttributeError if `service` lacks a method for an RPC of the contract."""
         self._authenticate = authenticate
         self._rpcs: Mapping[str, _Rpc] = {
             f"/{method.containing_service.full_name}/{method.name}": _rpc(method, service)
@@ -95,19 +95,19 @@ class Calls(grpc.GenericRpcHandler):
         }
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
-        """Called by grpc for every call, when its metadata is there and its body is not."""
+        """Return the handler of a call. grpc calls this with the call's metadata, before its body is read."""
         rpc = self._rpcs.get(handler_call_details.method)
         if rpc is None:
             return None
         try:
             principal = self._authenticate(_api_key(handler_call_details))
         except Exception as error:  # noqa: BLE001  # from here its text would reach the client
-            return _refusing(_refusal(error, rpc.name))
+            return _refusing(refusal_of(error, rpc.name))
         return _streaming(rpc, principal) if rpc.is_streaming else _unary(rpc, principal)
 
 
 def use_case_name(method: MethodDescriptor) -> str:
-    """`CreateAdapter` is served by `create_adapter`."""
+    """Return the name of an RPC's use case: `create_adapter` for `CreateAdapter`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower()
 
 
@@ -121,31 +121,31 @@ def _rpc(method: MethodDescriptor, service: object) -> _Rpc:
 
 
 def _unary(rpc: _Rpc, principal: Principal) -> grpc.RpcMethodHandler[bytes, bytes]:
-    async def respond(body: bytes) -> bytes:
+    async def run(body: bytes) -> bytes:
         return _serialize(await rpc.use_case(principal, rpc.parse(body)))
 
     async def handle(body: bytes, context: Context) -> bytes:
-        return await _answer(rpc, context, respond(body))
+        return await _respond(rpc, context, run(body))
 
     return grpc.unary_unary_rpc_method_handler(handle)
 
 
 def _streaming(rpc: _Rpc, principal: Principal) -> grpc.RpcMethodHandler[bytes, bytes]:
-    async def respond(body: bytes) -> AsyncIterator[bytes]:
+    async def run(body: bytes) -> AsyncIterator[bytes]:
         responses: AsyncIterator[Message] = rpc.use_case(principal, rpc.parse(body))
         async for response in responses:
             yield _serialize(response)
 
     async def handle(body: bytes, context: Context) -> None:
-        async with aclosing(respond(body)) as responses:  # type: ignore[type-var]
-            while (response := await _answer(rpc, context, anext(responses, None))) is not None:
+        async with aclosing(run(body)) as responses:  # type: ignore[type-var]
+            while (response := await _respond(rpc, context, anext(responses, None))) is not None:
                 await context.write(response)
 
     return grpc.unary_stream_rpc_method_handler(handle)
 
 
 def _refusing(error: ServiceError) -> grpc.RpcMethodHandler[bytes, bytes]:
-    """Refuses without reading the body: on the wire every call is a stream each way, and this one never reads."""
+    """Return a handler that refuses without reading the request: it is declared as a stream and never read."""
 
     async def handle(_bodies: AsyncIterator[bytes], context: Context) -> None:
         await _abort(context, error)
@@ -154,26 +154,16 @@ def _refusing(error: ServiceError) -> grpc.RpcMethodHandler[bytes, bytes]:
 
 
 def _serialize(response: Message) -> bytes:
-    """Its bytes, the same in every life of the process: a map's entries would lie in an order that each life draws."""
+    """Return deterministic bytes: the default order of a map's entries changes with every process."""
     return response.SerializeToString(deterministic=True)
 
 
-async def _answer(rpc: _Rpc, context: Context, response: Awaitable[T]) -> T:
-    """What the use case answers, or the call's end with its refusal. A cancelled call passes as CancelledError."""
+async def _respond(rpc: _Rpc, context: Context, response: Awaitable[T]) -> T:
+    """Return a use case's response, or end the call with its refusal. CancelledError passes, for a cancelled call."""
     try:
         return await response
     except Exception as error:  # noqa: BLE001  # from here its text would reach the client
-        await _abort(context, _refusal(error, rpc.name))
-
-
-def _refusal(error: Exception, rpc_name: str) -> ServiceError:
-    """What the caller is told. A fault of ours is logged under a new id, and the id is all that the caller sees."""
-    if isinstance(error, ServiceError):
-        return error
-    error_id = secrets.token_hex(6)
-    _log.error("error %s in %s", error_id, rpc_name, exc_info=error)
-    message = f"internal error {error_id}: a fault of the pool's; its log has more under this id"
-    return ServiceError(Code.INTERNAL, "INTERNAL", message, metadata={"error_id": error_id})
+        await _abort(context, refusal_of(error, rpc.name))
 
 
 async def _abort(context: Context, error: ServiceError) -> NoReturn:
@@ -182,7 +172,7 @@ async def _abort(context: Context, error: ServiceError) -> NoReturn:
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:
-    """A refusal on the wire: `ErrorInfo` always, `RetryInfo` exactly when the same call may succeed later."""
+    """Return a refusal's status: with `ErrorInfo` always, with `RetryInfo` exactly if the call may succeed later."""
     message = error.message
     if len(message.encode()) > MESSAGE_BYTES_MAX:
         message = message.encode()[: MESSAGE_BYTES_MAX - 4].decode(errors="ignore") + " ..."
@@ -202,7 +192,7 @@ def to_status(error: ServiceError) -> status_pb2.Status:
 
 
 def _api_key(details: grpc.HandlerCallDetails) -> str:
-    """The key of `authorization: Bearer <key>`; empty if there is none."""
+    """Return the key of `authorization: Bearer <key>`; empty if the call has none."""
     for name, value in details.invocation_metadata:
         if name == "authorization":
             scheme, _, key = (value if isinstance(value, str) else value.decode("latin-1")).partition(" ")

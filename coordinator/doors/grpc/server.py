@@ -1,6 +1,7 @@
-"""The gRPC server: binds, serves the calls, tells health, stops. Knows no RPC and no tenant.
+"""The gRPC server: binds a port, serves calls, reports health, stops. Does not depend on RPCs or tenants.
 
-The port is bound before anything slow starts, so that a port in use is known at once; calls are served after `start`.
+The port is bound before anything slow starts, so that a port in use is reported at once; calls are served after
+`start`.
 """
 
 from __future__ import annotations
@@ -14,20 +15,17 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from coordinator.base.config import GrpcConfig
+from coordinator.doors.errors import DoorError, listen_error
 from coordinator.doors.grpc.calls import SERVICES, Authenticate, Calls
 
 HEALTH_INTERVAL_S = 1.0
-"""How often the health service asks."""
-_FOR_EVER_S = 86400.0
-"""Grace of calls while the coordinator stops; it tells them to end."""
-
-
-class DoorError(Exception):
-    """The door cannot open; the text says why and what to change."""
+"""Seconds between two updates of the health service."""
+_STOPPING_S = 86400.0
+"""Grace of running calls while the coordinator stops: unlimited, for the coordinator itself ends them."""
 
 
 class GrpcDoor:
-    """One gRPC server: `bind`, `start`, then `refuse` if something is to be done before `stop`; each once."""
+    """One gRPC server. Call `bind`, `start`, optionally `refuse`, and `stop`, each once and in this order."""
 
     def __init__(self, config: GrpcConfig) -> None:
         self._config = config
@@ -43,7 +41,7 @@ class GrpcDoor:
         return self._port
 
     def bind(self) -> None:
-        """Take the port, on the running loop. Raises DoorError if it is in use or not to be had."""
+        """Bind the port, on the running loop. Raises DoorError if it is in use or not available."""
         config = self._config
         self._server = grpc.aio.server(options=_options(config))
         _check_free(config.host, config.port)
@@ -58,26 +56,26 @@ class GrpcDoor:
             raise DoorError(f"cannot listen on {address}{hint if config.is_tls else f': {error}'}") from error
 
     async def start(self, service: object, authenticate: Authenticate, is_healthy: Callable[[], bool]) -> None:
-        """Serve. `service` has a method for every RPC, see `grpc_calls`; `is_healthy` is asked every second."""
+        """Serve. `service` has a method for every RPC (see `Calls`); `is_healthy` is called every second."""
         self._server.add_generic_rpc_handlers((Calls(service, authenticate),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [service.full_name for service in SERVICES]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
-        await self._tell_health(["", *names], is_healthy())
+        await self._report_health(["", *names], is_healthy())
         await self._server.start()
         self._health_task = asyncio.create_task(self._watch_health(["", *names], is_healthy), name="grpc health")
 
     async def refuse(self) -> None:
-        """Say NOT_SERVING and take no new calls; those that run go on."""
+        """Report NOT_SERVING and accept no new calls; running calls continue."""
         if self._health_task is None or self._closing is not None:
             return
         self._health_task.cancel()
         await self._health.enter_graceful_shutdown()
-        self._closing = asyncio.create_task(self._server.stop(_FOR_EVER_S), name="grpc closing")
+        self._closing = asyncio.create_task(self._server.stop(_STOPPING_S), name="grpc closing")
         await asyncio.sleep(0)
 
     async def stop(self, grace_s: float) -> None:
-        """End the calls that run when they are done, at the latest after `grace_s`. Idempotent."""
+        """Wait up to `grace_s` seconds for running calls, then cancel them. Idempotent."""
         await self.refuse()
         if self._closing is not None:
             await self._server.stop(grace_s)
@@ -86,26 +84,23 @@ class GrpcDoor:
     async def _watch_health(self, names: list[str], is_healthy: Callable[[], bool]) -> None:
         while True:
             await asyncio.sleep(HEALTH_INTERVAL_S)
-            await self._tell_health(names, is_healthy())
+            await self._report_health(names, is_healthy())
 
-    async def _tell_health(self, names: list[str], is_healthy: bool) -> None:
+    async def _report_health(self, names: list[str], is_healthy: bool) -> None:
         serving = health_pb2.HealthCheckResponse
         for name in names:
             await self._health.set(name, serving.SERVING if is_healthy else serving.NOT_SERVING)
 
 
 def _check_free(host: str, port: int) -> None:
-    """Find out why a port cannot be had; grpc itself only says that it cannot. Raises DoorError."""
+    """Bind and release the port, for the reason of a failure: grpc reports none. Raises DoorError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        raise DoorError(
-            f"cannot listen on port {port} of {host}: {(error.strerror or str(error)).lower()}; stop what uses it, or "
-            "choose another port with --port (0 takes any free one)"
-        ) from error
+        raise listen_error(host, port, error, "--port") from error
 
 
 def _credentials(config: GrpcConfig) -> grpc.ServerCredentials:
@@ -121,7 +116,7 @@ def _credentials(config: GrpcConfig) -> grpc.ServerCredentials:
 
 def _options(config: GrpcConfig) -> list[tuple[str, int]]:
     return [
-        ("grpc.so_reuseport", 0),  # on by default: two servers would share one port silently
+        ("grpc.so_reuseport", 0),  # on by default: two servers would silently share one port
         ("grpc.max_receive_message_length", config.message_bytes_max),
         ("grpc.max_send_message_length", config.message_bytes_max),
         ("grpc.max_concurrent_streams", config.streams_max),
@@ -129,7 +124,7 @@ def _options(config: GrpcConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", round(config.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients may ask this often, too
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients may ping this often, too
         ("grpc.max_connection_idle_ms", round(config.idle_s_max * 1000)),
         ("grpc.max_connection_age_ms", round(config.connection_age_s_max * 1000)),
         ("grpc.max_connection_age_grace_ms", round(config.connection_grace_s * 1000)),

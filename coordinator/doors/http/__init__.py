@@ -1,1 +1,5 @@
-"""What the HTTP protocols share: calls, connections, downloads, rendering, tokenizers."""
+"""Parts of the HTTP server that the Tinker and the OpenAI protocol share.
+
+Public interface: `calls` (a call and its body), `connections`, `downloads` (signed URLs), `encoding` (large JSON
+bodies), `errors` (status and headers), `schemas`, `tokenizers`.
+"""

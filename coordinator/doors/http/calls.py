@@ -1,4 +1,4 @@
-"""One HTTP call on its way in: who makes it and what it carries. Knows limits and encodings, not what is asked."""
+"""An HTTP call: its caller and its body. Applies limits and encodings; does not depend on the protocol of the body."""
 
 from __future__ import annotations
 
@@ -18,63 +18,63 @@ from coordinator.service import Service
 from coordinator.service.auth import Principal
 
 SMALL_BYTES_MAX = 1 << 20
-"""Largest body of a call that carries no data to train or sample on."""
+"""Largest body of a call without data for training or sampling."""
 JSON_BYTES_MAX = 8 << 20
-"""Largest body in JSON: everybody else waits while it is parsed, and in memory it is many times as large."""
+"""Largest body in JSON: parsing holds the interpreter's lock, and the parsed body is many times as large."""
 INLINE_BYTES_MAX = 256 << 10
-"""What is above is unpacked, read or rendered beside the event loop."""
+"""Larger bodies are decompressed, parsed and encoded on a thread."""
 _FAULTS_SHOWN = 5
 _PIECE_BYTES = 1 << 10
-"""Packed bytes at a time: they can become 32,768 times as many before these are counted."""
+"""Compressed bytes that are decompressed at a time. They can expand 32,768 times before the limit is checked."""
 _WINDOW_BYTES = 8 << 20
-"""How far back a packed body may refer, whatever the limit."""
-_BEGUN_BYTES = 64 << 10
-"""What is kept of a body that is too large: who sent it, and at which place, stands in front."""
+"""Smallest window of a compressed body that is accepted, for any limit."""
+_HEAD_BYTES = 64 << 10
+"""Length of the head that is kept of a body that is too large: it names the model and the sequence number."""
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
 class UnreadableBody(ServiceError):
-    """A body that is refused for good: too large, or not what it says. `begun` is what was read of it, unpacked."""
+    """A body that is refused permanently: too large or malformed. `head` is its beginning, decompressed."""
 
-    def __init__(self, reason: str, message: str, begun: bytes = b"") -> None:
+    def __init__(self, reason: str, message: str, head: bytes = b"") -> None:
         super().__init__(Code.INVALID_ARGUMENT, reason, message)
-        self.begun = begun
+        self.head = head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What the handlers of a door share."""
+class DoorContext:
+    """The parts and settings that all handlers of the HTTP door share."""
 
     service: Service
     authenticate: Callable[[str], Principal]
-    """From an API key, perhaps empty, to whose it is. Raises ServiceError UNAUTHENTICATED."""
+    """Returns the principal of an API key, which may be empty. Raises ServiceError UNAUTHENTICATED."""
     is_healthy: Callable[[], bool]
     """Whether cycles can make progress."""
     message_bytes_max: int
     """Largest body, also after it is unpacked."""
     body_s: float
-    """How long a body may take to come, in seconds."""
+    """Seconds within which a body must arrive."""
     check_open: Callable[[], None]
-    """Raises ServiceError UNAVAILABLE once the door takes nothing new."""
+    """Raises ServiceError UNAVAILABLE once the door accepts no new calls."""
     poll_s: float
-    """How long a question for a result is held."""
+    """Seconds for which a request for a result is held open."""
     tokenizers: Mapping[str, Path]
-    """Base model to a directory with its tokenizer, for clients on this machine; empty if there may be others."""
+    """Base model to the directory of its tokenizer, for clients on this machine; empty if clients may be remote."""
     downloads: Downloads
     is_remote: bool
     """Whether clients may be on other machines."""
     wall: Callable[[], float]
-    """The time of day, in seconds."""
+    """Returns the time of day in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call whose key is good."""
+    """A call of an authenticated principal."""
 
     request: Request
     principal: Principal
-    door: Surroundings
+    door: DoorContext
 
     @property
     def service(self) -> Service:
@@ -83,25 +83,25 @@ class Call:
 
     @property
     def content_type(self) -> str:
-        """What the body says it is."""
+        """The media type of the body, in lower case; empty if the call has none."""
         return self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
     def path(self, name: str) -> str:
-        """A part of the URL's path."""
+        """Return a parameter of the URL's path."""
         value: str = self.request.path_params[name]
         return value
 
     def number(self, name: str, default: int) -> int:
-        """A number of the URL's query, 0 or more. Raises ServiceError INVALID_ARGUMENT."""
+        """Return a number from the URL's query, 0 or more. Raises ServiceError INVALID_ARGUMENT."""
         text = self.request.query_params.get(name, str(default))
         if not (text.isascii() and text.isdecimal() and len(text) < 10):
             raise invalid(f"{name} must be a number, 0 or more, not {text[:40]!r}")
         return int(text)
 
     async def json(self, model: type[Body], *, bytes_max: int = SMALL_BYTES_MAX) -> Body:
-        """The body as JSON of that shape, of so many bytes at most.
+        """Return the body, JSON of at most `bytes_max` bytes, parsed as `model`.
 
-        Raises UnreadableBody, naming the fields that are wrong, and what `body` raises.
+        Raises UnreadableBody, which names the wrong fields, and the errors of `body`.
         """
         body = await self.body(bytes_max=min(bytes_max, JSON_BYTES_MAX))
         if len(body) > INLINE_BYTES_MAX:
@@ -109,29 +109,29 @@ class Call:
         return read_json(model, body)
 
     async def body(self, *, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
-        """The body, unpacked, of so many bytes at most.
+        """Return the body, decompressed, of at most `bytes_max` bytes.
 
-        Raises UnreadableBody if it is larger or cannot be unpacked, ServiceError BODY_TOO_SLOW, INVALID_ARGUMENT if its
-        encoding is not known, or UNAVAILABLE if the door was closed meanwhile.
+        Raises UnreadableBody if it is larger or cannot be decompressed; ServiceError BODY_TOO_SLOW, INVALID_ARGUMENT
+        for an unknown encoding, or UNAVAILABLE if the door has closed in the meantime.
         """
         limit = min(bytes_max, self.door.message_bytes_max)
         try:
             async with asyncio.timeout(self.door.body_s):
-                packed = await self._packed(limit)
+                compressed = await self._received(limit)
         except TimeoutError:
             raise _too_slow(self.door.body_s) from None
         self.door.check_open()
         encoding = self.request.headers.get("content-encoding", "identity").strip().lower()
         if encoding == "identity":
-            if len(packed) > limit:
-                raise _too_large(limit, packed)
-            return packed
+            if len(compressed) > limit:
+                raise _too_large(limit, compressed)
+            return compressed
         if encoding != "zstd":
-            raise invalid(f"content-encoding {encoding[:40]!r} is not known: send zstd, or leave it out")
-        return await asyncio.to_thread(_unpacked, packed, limit)
+            raise invalid(f"content-encoding {encoding[:40]!r} is not supported: send zstd, or leave the header out")
+        return await asyncio.to_thread(_decompressed, compressed, limit)
 
-    async def _packed(self, limit: int) -> bytes:
-        """The body as it comes; if it is above `limit`, its beginning, of more than `limit` bytes."""
+    async def _received(self, limit: int) -> bytes:
+        """Return the body as it was sent; of a body above `limit`, a head of more than `limit` bytes."""
         pieces = bytearray()
         async for piece in self.request.stream():
             pieces += piece
@@ -141,7 +141,7 @@ class Call:
 
 
 def read_json(model: type[Body], body: bytes) -> Body:
-    """JSON of that shape; no bytes are an empty object. Raises UnreadableBody, naming what is wrong."""
+    """Parse JSON as `model`; an empty body is an empty object. Raises UnreadableBody, which names the wrong fields."""
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:
@@ -154,39 +154,39 @@ def read_json(model: type[Body], body: bytes) -> Body:
 
 
 def api_key(request: Request) -> str:
-    """The key of a request; empty if there is none."""
+    """Return the API key of a request; empty if it has none."""
     if key := request.headers.get("x-api-key", ""):
         return key.strip()
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-def unreadable(message: str, begun: bytes | bytearray) -> UnreadableBody:
-    """The refusal of a body that is not what it says."""
-    return UnreadableBody("INVALID_ARGUMENT", message, bytes(begun))
+def unreadable(message: str, head: bytes | bytearray) -> UnreadableBody:
+    """Return the refusal of a malformed body."""
+    return UnreadableBody("INVALID_ARGUMENT", message, bytes(head))
 
 
-def _unpacked(packed: bytes, limit: int) -> bytes:
+def _decompressed(compressed: bytes, limit: int) -> bytes:
     pieces = bytearray()
     reader = zstandard.ZstdDecompressor(max_window_size=max(limit, _WINDOW_BYTES)).decompressobj()
     try:
-        is_too_large = len(packed) > limit or zstandard.frame_content_size(packed) > limit
-        for start in range(0, len(packed), _PIECE_BYTES):
-            pieces += reader.decompress(packed[start : start + _PIECE_BYTES])
+        is_too_large = len(compressed) > limit or zstandard.frame_content_size(compressed) > limit
+        for start in range(0, len(compressed), _PIECE_BYTES):
+            pieces += reader.decompress(compressed[start : start + _PIECE_BYTES])
             if len(pieces) > limit or (is_too_large and pieces):
                 raise _too_large(limit, pieces)
     except zstandard.ZstdError as error:
         raise unreadable(f"the request's body is not zstd: {error}", pieces) from None
     if not reader.eof or reader.unused_data:
-        raise unreadable("the request's body is not zstd: it is no whole frame, or has something behind it", pieces)
+        raise unreadable("the request's body is not zstd: the frame is incomplete, or bytes follow it", pieces)
     return bytes(pieces)
 
 
-def _too_large(limit: int, begun: bytes | bytearray) -> UnreadableBody:
+def _too_large(limit: int, head: bytes | bytearray) -> UnreadableBody:
     return UnreadableBody(
         "REQUEST_TOO_LARGE",
-        f"the request's body is above {limit} bytes: send fewer or shorter sequences at once",
-        bytes(begun[:_BEGUN_BYTES]),
+        f"the request's body has more than {limit} bytes: send fewer or shorter sequences at once",
+        bytes(head[:_HEAD_BYTES]),
     )
 
 
@@ -194,6 +194,6 @@ def _too_slow(body_s: float) -> ServiceError:
     return ServiceError(
         Code.UNAVAILABLE,
         "BODY_TOO_SLOW",
-        f"the request's body did not come within {body_s:g} s: try again, or send less at once",
+        f"the request's body did not arrive within {body_s:g} s: try again, or send less at once",
         retry_delay_s=1.0,
     )

@@ -1,7 +1,7 @@
-"""Addresses of files that work without a key, for a while. Knows no checkpoints and no HTTP.
+"""Signed download URLs, which work without an API key for a limited time. Does not depend on checkpoints or HTTP.
 
-An address carries which key it was given to, what it is for and until when, under a signature with a secret that only
-this life of the door has: after a restart addresses are asked for again.
+A URL names the key that requested it, the file and its expiry. The secret of its signature is in memory alone, so a
+restart of the coordinator invalidates all URLs.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from urllib.parse import urlencode
 from coordinator.base.errors import Code, ServiceError
 
 DOWNLOAD_S = 3600
-"""How long an address works."""
+"""Lifetime of a URL in seconds."""
 AT_ONCE_MAX = 4
-"""Files that a tenant may be sent at once."""
+"""Downloads of a tenant at once."""
 
 
 class Downloads:
-    """Signs addresses and checks them."""
+    """Signs and checks URLs, and limits the downloads of a tenant."""
 
     def __init__(self, wall: Callable[[], float]) -> None:
-        """`wall` is the time of day, in seconds."""
+        """Take the time of day in seconds from `wall`."""
         self._wall = wall
         self._secret = secrets.token_bytes(32)
         self._num_running: Counter[str] = Counter()
 
     def expiry(self) -> int:
-        """Until when an address that is signed now works, in seconds since 1970."""
+        """Return the expiry of a URL that is signed now, in seconds since 1970."""
         return int(self._wall()) + DOWNLOAD_S
 
     def query(self, key_id: str, path: str, file: str, expires: int) -> str:
-        """The query of an address. The id of a key is no secret."""
+        """Return the query of a URL. It holds the id of the API key, which is not secret."""
         signature = self._signature(key_id, path, file, str(expires))
         return urlencode({"path": path, "key": key_id, "expires": expires, "signature": signature})
 
     def check(self, query: Mapping[str, str], file: str) -> tuple[str, str]:
-        """Key id and path of an address that is good. Raises ServiceError PERMISSION_DENIED."""
+        """Check the query of a URL; return its key id and path. Raises ServiceError PERMISSION_DENIED."""
         key_id, path, expires = query.get("key", ""), query.get("path", ""), query.get("expires", "")
         expected = self._signature(key_id, path, file, expires)
         if not hmac.compare_digest(expected.encode(), query.get("signature", "").encode()):
-            raise _refused("was not given out by this pool since it started")
+            raise _refused("was not made by this pool since its last start")
         if int(expires) < self._wall():
             raise _refused("has expired")
         return key_id, path
 
     @contextmanager
     def running(self, tenant_id: str) -> Iterator[None]:
-        """A file is sent while the block runs. Raises ServiceError RESOURCE_EXHAUSTED if enough are."""
+        """Count a download while the block runs. Raises ServiceError RESOURCE_EXHAUSTED above the limit."""
         if self._num_running[tenant_id] >= AT_ONCE_MAX:
             raise ServiceError(
                 Code.RESOURCE_EXHAUSTED,
                 "DOWNLOADS_BUSY",
-                f"{AT_ONCE_MAX} downloads are running, the most at once: wait for one to end, then try again",
+                f"{AT_ONCE_MAX} downloads of yours are running, the maximum: wait for one to end, then try again",
                 retry_delay_s=1.0,
             )
         self._num_running[tenant_id] += 1
@@ -74,5 +74,5 @@ class Downloads:
 
 def _refused(why: str) -> ServiceError:
     return ServiceError(
-        Code.PERMISSION_DENIED, "DOWNLOAD_REFUSED", f"this download address {why}: ask for the checkpoint's URLs again"
+        Code.PERMISSION_DENIED, "DOWNLOAD_REFUSED", f"this download URL {why}: request the checkpoint's URLs again"
     )

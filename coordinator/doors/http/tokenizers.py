@@ -1,4 +1,6 @@
-"""Base models' tokenizers as directories: the SDK loads a tokenizer by its place, and no hub has everybody's."""
+"""Tokenizers of the base models as directories on this machine: the SDK loads a tokenizer by path or from a hub, and a
+hub does not have those of private models.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +15,28 @@ from coordinator.service.auth import Principal
 from coordinator.storage.disk import Disk, RealDisk
 from tinkerpool.v1 import sessions_pb2 as pb
 
-_NOBODY = Principal(tenant_id="", tenant_name="", key_id="", is_admin=False)
-"""What is asked here is the same for everybody."""
+_NO_TENANT = Principal(tenant_id="", tenant_name="", key_id="", is_admin=False)
+"""Capabilities and tokenizers do not depend on the tenant."""
 
 
-async def leave_tokenizers(service: Service, root: Path, disk: Disk | None = None) -> dict[str, Path]:
-    """Write every base model's tokenizer below `root` unless it is there; base model to directory. Raises OSError.
+async def write_tokenizers(service: Service, root: Path, disk: Disk | None = None) -> dict[str, Path]:
+    """Write every base model's tokenizer below `root` unless it exists; return the directory of each base model.
 
-    `disk` holds them; by default it is the machine's.
+    `disk` is the machine's by default. Raises OSError.
     """
     directories = {}
-    capabilities = await service.get_capabilities(_NOBODY, pb.GetCapabilitiesRequest())
+    capabilities = await service.get_capabilities(_NO_TENANT, pb.GetCapabilitiesRequest())
     for model in capabilities.base_models:
-        found = await service.get_tokenizer(_NOBODY, pb.GetTokenizerRequest(base_model=model.name))
+        found = await service.get_tokenizer(_NO_TENANT, pb.GetTokenizerRequest(base_model=model.name))
         if found.files:
             directories[model.name] = await asyncio.to_thread(
-                _leave, disk or RealDisk(), root, model.name, dict(found.files)
+                _write, disk or RealDisk(), root, model.name, dict(found.files)
             )
     return directories
 
 
-def _leave(disk: Disk, root: Path, name: str, files: Mapping[str, bytes]) -> Path:
-    """Write files under a name that changes with them, in one step: a reader sees all of them or none, ever."""
+def _write(disk: Disk, root: Path, name: str, files: Mapping[str, bytes]) -> Path:
+    """Write files into a directory named after their digest, atomically: a reader sees all of them or none."""
     digest = hashlib.sha256()
     for file_name in sorted(files):
         digest.update(f"{file_name}\0{len(files[file_name])}\0".encode())
@@ -49,6 +51,6 @@ def _leave(disk: Disk, root: Path, name: str, files: Mapping[str, bytes]) -> Pat
         path = temporary / Path(file_name).name
         disk.write(path, content)
         disk.sync(path)
-    disk.sync(temporary)  # or after a power cut the name could be there, and the files not
+    disk.sync(temporary)  # else the rename could become durable before the files
     disk.rename(temporary, directory)
     return directory

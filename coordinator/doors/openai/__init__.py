@@ -1,6 +1,6 @@
-"""OpenAI's completions, chat completions and models, thin over the same use cases as the other doors.
+"""OpenAI's completions, chat completions and models.
 
-Every choice is a sample of the service: durable, fair among tenants, and by its seed the same as through the other
-doors. Only the modules here know OpenAI's shapes, and only here does the coordinator know text: tokenizers and chat
-templates are files that a base model brings along.
+Public interface: `endpoints.OpenAi`, with a handler for each path, and `errors.error_response`. Every choice is a
+sample of the service: durable, fair among tenants, and with the same seed the same as through the other doors. The
+coordinator handles text in this package alone; tokenizers and chat templates are files of the base model.
 """

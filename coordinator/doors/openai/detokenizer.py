@@ -1,10 +1,9 @@
-"""From tokens to text, piece by piece. What was handed out is never taken back.
+"""From tokens to text, piece by piece. A piece is final once it is returned.
 
-A character may be cut into several tokens, and a stop string, too: so text is held back until no later token can change
-it. Special tokens have no text that is shown, but they are part of what a stop string is looked for in, as in the
-sampler. Knows the tokenizer; not sampling, JSON or requests.
+A character or a stop string may span several tokens, so text is held back until no later token can change it. Special
+tokens have no visible text, but stop strings match their text too, as in the sampler. Depends on the tokenizer alone.
 
-Main invariant: the pieces of a sequence, put together, are the same however they are handed out.
+Main invariant: the joined pieces of a sequence do not depend on how the sequence was split.
 """
 
 from __future__ import annotations
@@ -14,27 +13,27 @@ from collections.abc import Collection, Sequence
 from tokenizers import Tokenizer
 
 BROKEN = "\ufffd"
-"""What bytes decode to that are no character, or not yet."""
+"""The replacement character, which invalid or incomplete bytes decode to."""
 _WAITING_MAX = 32
-"""Tokens that may wait for the rest of a character, which has 4 bytes at most: more are bytes that are no text."""
+"""Tokens to hold back for the rest of a character. A character has at most 4 bytes: more tokens are invalid bytes."""
 
 
 class Pieces:
     """The text of one sequence of tokens, in pieces of whole characters."""
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
-        """`before` are tokens that stand before the sequence: some decoders take the space from a text's beginning."""
+        """Decode after the tokens `before`, because some decoders strip a text's leading space."""
         self._tokenizer = tokenizer
         self._before = list(before)
         self._window: list[int] = []
-        """Tokens whose text was handed out last, for the ones behind them to be decoded after; then those."""
+        """Tokens of the last piece, which give later tokens their context, and then tokens without a piece so far."""
         self._num_read = 0
         self._read = ""
         """The text of the window's first `_num_read` tokens."""
         self._begin(self._before)
 
     def push(self, token: int) -> str:
-        """The text that is certain since this token."""
+        """Add a token; return the text that became final."""
         self._window.append(token)
         text = self._decode(self._window)
         if text.endswith(BROKEN) and len(self._window) - self._num_read < _WAITING_MAX:
@@ -45,7 +44,7 @@ class Pieces:
         return piece
 
     def flush(self) -> str:
-        """The text of bytes that were waiting for the rest of their character. What comes next is decoded anew."""
+        """Return the text of incomplete bytes, and decode later tokens from the start again."""
         piece = self._decode(self._window)[len(self._read) :]
         self._begin(self._before)
         return piece
@@ -59,43 +58,43 @@ class Pieces:
 
 
 class Detokenizer:
-    """The text of one sampled sequence as it is shown: without special tokens, and not beyond its first stop string."""
+    """The visible text of one sampled sequence: without special tokens, up to its first stop string."""
 
     def __init__(
         self, tokenizer: Tokenizer, hidden: Collection[int], stops: Sequence[str], before: Sequence[int]
     ) -> None:
-        """`hidden` are the tokens that are not shown, `before` some that stand before the sequence."""
+        """Decode after the tokens `before`, without the text of `hidden` tokens."""
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._stops = tuple(stops)
         self._reach = max((len(stop) for stop in stops), default=1) - 1
-        """The longest beginning of a stop string that is none yet, in characters."""
+        """Characters of the longest incomplete stop string."""
         self._pieces = Pieces(tokenizer, before)
         self._held: list[tuple[str, bool]] = []
-        """Characters that may begin a stop string, and whether each is shown."""
+        """Characters that may begin a stop string, and whether each is visible."""
         self.is_stopped = False
-        """A stop string was completed: nothing more is shown."""
+        """A stop string was completed: no more text is visible."""
 
     def push(self, token: int) -> str:
-        """What is to be shown since this token."""
+        """Add a token; return the visible text that became final."""
         if token not in self._hidden:
             return self._take(self._pieces.push(token), is_shown=True)
         before = self._take(self._pieces.flush(), is_shown=True)
         return before + self._take(self._tokenizer.decode([token], skip_special_tokens=False), is_shown=False)
 
     def finish(self) -> str:
-        """What is to be shown at the end."""
+        """Return the visible text that was still held back."""
         return self._take(self._pieces.flush(), is_shown=True) + self._show(len(self._held))
 
     def _take(self, text: str, *, is_shown: bool) -> str:
-        """More text; what of all that is held is to be shown now."""
+        """Add text; return the visible text that became final."""
         if self.is_stopped:
             return ""
         if not self._stops:
             return text if is_shown else ""
         self._held += [(character, is_shown) for character in text]
         held = "".join(character for character, _ in self._held)
-        found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        found = [start for stop in self._stops if (start := held.find(stop)) >= 0]
         if not found:
             return self._show(self._certain(held))
         self.is_stopped = True
@@ -104,11 +103,11 @@ class Detokenizer:
         return shown
 
     def _certain(self, held: str) -> int:
-        """How many characters no stop string can begin in."""
-        for place in range(max(0, len(held) - self._reach), len(held)):
-            rest = held[place:]
+        """Return the number of characters in front of the first possible stop string."""
+        for start in range(max(0, len(held) - self._reach), len(held)):
+            rest = held[start:]
             if any(stop.startswith(rest) for stop in self._stops):
-                return place
+                return start
         return len(held)
 
     def _show(self, num_characters: int) -> str:

@@ -1,4 +1,4 @@
-"""The endpoints: from a call to prompts in tokens, to samples, to the answer."""
+"""The endpoints: from a call to prompts in tokens, to samples, to the response."""
 
 from __future__ import annotations
 
@@ -10,67 +10,67 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call
-from coordinator.doors.openai import shapes, weights
-from coordinator.doors.openai.answers import Answer, Asked, ChatStyle, CompletionStyle, Style
-from coordinator.doors.openai.clients import EventStream, unless_gone
+from coordinator.doors.openai import schemas, weights
 from coordinator.doors.openai.errors import refused
-from coordinator.doors.openai.runs import events, numbers, outcomes
+from coordinator.doors.openai.event_stream import EventStream, cancel_on_disconnect
+from coordinator.doors.openai.responses import ChatStyle, CompletionStyle, ResponseOptions, ResponseWriter, Style
 from coordinator.doors.openai.samplers import Sampler, Samplers
-from coordinator.doors.openai.texts import TextModel, Texts
+from coordinator.doors.openai.samples import draw_seqs, events, outcomes
+from coordinator.doors.openai.text_models import TextModel, TextModels
 from coordinator.doors.openai.weights import Weights
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import sampling_pb2 as pb
 
 PREFIXES = ("/v1", "/oai/api/v1")
-"""Where OpenAI's clients look, and where Tinker has it."""
+"""Path prefixes: OpenAI's, and Tinker's for the same API."""
 CHOICES_MAX = 2048
-"""In one answer."""
+"""Most choices in one response."""
 
 
 class OpenAi:
     """The endpoints of one door."""
 
     def __init__(self) -> None:
-        self._texts = Texts()
+        self._texts = TextModels()
         self._samplers = Samplers()
 
     async def completions(self, call: Call) -> Response:
         """POST /completions."""
-        asked = await shapes.read(call, shapes.Completion)
+        asked = await schemas.read(call, schemas.Completion)
         found = await weights.find(call, asked.model)
         model = await self._texts.of(call, found.base_model)
-        given = shapes.prompts_of(asked.prompt, model.vocab_size)
+        given = schemas.prompts_of(asked.prompt, model.vocab_size)
         encoded = iter(await model.encode([each for each in given if isinstance(each, str)], add_special_tokens=True))
         prompts = [next(encoded) if isinstance(each, str) else each for each in given]
-        wanted = Asked(
+        options = ResponseOptions(
             prompts=prompts,
             echoes=[each if isinstance(each, str) else model.text_of(each) for each in given] if asked.echo else None,
             num_choices=asked.n,
-            max_tokens=max(asked.max_tokens, 1),  # the service samples one at least; nobody is told of it
+            max_tokens=max(asked.max_tokens, 1),  # the service samples at least one token; `is_empty` drops it
             stops=asked.stops,
-            num_likeliest=asked.logprobs,
+            num_top=asked.logprobs,
             is_empty=asked.max_tokens == 0,
             wants_usage=_wants_usage(asked),
         )
-        return await self._answer(call, asked, found, model, wanted, CompletionStyle())
+        return await self._respond(call, asked, found, model, options, CompletionStyle())
 
     async def chat(self, call: Call) -> Response:
         """POST /chat/completions."""
-        asked = await shapes.read(call, shapes.Chat)
+        asked = await schemas.read(call, schemas.Chat)
         found = await weights.find(call, asked.model)
         model = await self._texts.of(call, found.base_model)
-        prompt = await model.encode_chat(shapes.messages_of(asked.messages), asked.chat_template_kwargs)
-        wanted = Asked(
+        prompt = await model.encode_chat(schemas.messages_of(asked.messages), asked.chat_template_kwargs)
+        options = ResponseOptions(
             prompts=[prompt],
             echoes=None,
             num_choices=asked.n,
             max_tokens=asked.max_completion_tokens or asked.max_tokens or 0,
             stops=asked.stops,
-            num_likeliest=asked.top_logprobs if asked.logprobs else None,
+            num_top=asked.top_logprobs if asked.logprobs else None,
             is_empty=False,
             wants_usage=_wants_usage(asked),
         )
-        return await self._answer(call, asked, found, model, wanted, ChatStyle())
+        return await self._respond(call, asked, found, model, options, ChatStyle())
 
     async def list_models(self, call: Call) -> Response:
         """GET /models."""
@@ -80,88 +80,100 @@ class OpenAi:
         """GET /models/{model}."""
         return JSONResponse(await weights.describe(call, call.path("model")))
 
-    async def _answer(
-        self, call: Call, asked: shapes.Common, found: Weights, model: TextModel, wanted: Asked, style: Style
+    async def _respond(
+        self,
+        call: Call,
+        asked: schemas.Common,
+        found: Weights,
+        model: TextModel,
+        options: ResponseOptions,
+        style: Style,
     ) -> Response:
-        _check_size(wanted, model, style.prompt_param)
+        _check_size(options, model, style.prompt_param)
         sampler = await self._samplers.of(call, found)
-        seqs, is_kept = numbers(call, len(wanted.prompts), is_repeatable=not asked.stream)
-        params = _params(asked, model, wanted.max_tokens)
+        seqs, is_kept = draw_seqs(call, len(options.prompts), is_repeatable=not asked.stream)
+        params = _params(asked, model, options.max_tokens)
         requests = [
-            _request(sampler, seq, prompt, wanted, params) for seq, prompt in zip(seqs, wanted.prompts, strict=True)
+            _request(sampler, seq, prompt, options, params) for seq, prompt in zip(seqs, options.prompts, strict=True)
         ]
-        answer = Answer(
+        writer = ResponseWriter(
             name=uuid.uuid4().hex,
             created_s=int(call.door.wall()),
             model_name=found.name,
             model=model,
             style=style,
-            asked=wanted,
+            options=options,
         )
         if not asked.stream:
             operations = await outcomes(call, sampler, requests, is_kept=is_kept)
-            return Response(await answer.whole(operations), media_type="application/json")
-        happening = events(call, sampler, requests)
+            return Response(await writer.whole(operations), media_type="application/json")
+        stream = events(call, sampler, requests)
         try:
-            # What is refused is refused with its status: nothing is sent before something has come.
-            first = await unless_gone(call.request.receive, anext(happening))
+            # The response begins with the first event, so that a refusal can have its status.
+            first = await cancel_on_disconnect(call.request.receive, anext(stream))
         except BaseException:
-            await happening.aclose()
+            await stream.aclose()
             raise
-        return EventStream(answer.stream(first, happening))
+        return EventStream(writer.stream(first, stream))
 
 
 async def unknown(call: Call) -> Response:
-    """Any other path."""
+    """Refuse any other path."""
     raise ServiceError(
         Code.NOT_FOUND,
         "UNKNOWN_URL",
-        f"{call.request.method} {call.request.url.path[:200]} is not there: this pool has POST completions, POST "
+        f"{call.request.method} {call.request.url.path[:200]} is not an endpoint: this pool has POST completions, POST "
         "chat/completions, GET models and GET models/{model}",
     )
 
 
-def _wants_usage(asked: shapes.Common) -> bool:
+def _wants_usage(asked: schemas.Common) -> bool:
     return asked.stream_options is not None and asked.stream_options.include_usage
 
 
-def _check_size(wanted: Asked, model: TextModel, param: str) -> None:
-    if len(wanted.prompts) * wanted.num_choices > CHOICES_MAX:
-        raise refused("n", f"{len(wanted.prompts)} prompts with n={wanted.num_choices}: at most {CHOICES_MAX} choices")
-    for prompt in wanted.prompts:
+def _check_size(options: ResponseOptions, model: TextModel, param: str) -> None:
+    if len(options.prompts) * options.num_choices > CHOICES_MAX:
+        raise refused(
+            "n",
+            f"{len(options.prompts)} prompts with n={options.num_choices}: at most {CHOICES_MAX} choices are allowed",
+        )
+    for prompt in options.prompts:
         if not prompt:
-            raise refused(param, f"{param} is empty: there must be a token to go on from")
-        if len(prompt) + max(wanted.max_tokens, 1) > model.max_tokens:
+            raise refused(param, f"{param} is empty: send at least one token")
+        if len(prompt) + max(options.max_tokens, 1) > model.max_tokens:
             raise refused(
                 param,
                 f"{model.name} takes {model.max_tokens} tokens in all, and the prompt has {len(prompt)}"
-                + (f" while max_tokens is {wanted.max_tokens}" if wanted.max_tokens else "")
-                + ": shorten the prompt, or ask for fewer tokens",
+                + (f" while max_tokens is {options.max_tokens}" if options.max_tokens else "")
+                + ": shorten the prompt, or request fewer tokens",
                 "CONTEXT_LENGTH_EXCEEDED",
             )
 
 
-def _params(asked: shapes.Common, model: TextModel, max_tokens: int) -> pb.SamplingParams:
-    params = pb.SamplingParams(
-        max_tokens=max_tokens, temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, seed=asked.seed
+def _params(asked: schemas.Common, model: TextModel, max_tokens: int) -> pb.SamplingParams:
+    # In OpenAI's API, stop strings are added to the model's own end of a text; in the contract they replace it.
+    stop = pb.StopCondition(strings=asked.stops, tokens=model.eos_tokens) if asked.stops else None
+    return pb.SamplingParams(
+        max_tokens=max_tokens,
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        seed=asked.seed,
+        stop=stop,
     )
-    if asked.stops:
-        # With OpenAI they come on top of what ends a text by itself.
-        params.stop.CopyFrom(pb.StopCondition(strings=asked.stops, tokens=model.eos_tokens))
-    return params
 
 
 def _request(
-    sampler: Sampler, seq: int, prompt: Sequence[int], wanted: Asked, params: pb.SamplingParams
+    sampler: Sampler, seq: int, prompt: Sequence[int], options: ResponseOptions, params: pb.SamplingParams
 ) -> pb.SampleRequest:
-    num_likeliest, is_echoed = wanted.num_likeliest, wanted.echoes is not None
+    num_top, is_echoed = options.num_top, options.echoes is not None
     return pb.SampleRequest(
         sampler_id=sampler.sampler_id,
         seq=seq,
         prompt=to_tensor(np.array(prompt, np.int32)),
-        num_samples=wanted.num_choices,
+        num_samples=options.num_choices,
         params=params,
-        include_prompt_logprobs=is_echoed and num_likeliest is not None,
-        topk_prompt_logprobs=(num_likeliest or 0) if is_echoed else 0,
-        topk_sample_logprobs=num_likeliest or 0,
+        include_prompt_logprobs=is_echoed and num_top is not None,
+        topk_prompt_logprobs=(num_top or 0) if is_echoed else 0,
+        topk_sample_logprobs=num_top or 0,
     )

@@ -1,4 +1,4 @@
-"""Refusals as OpenAI's clients expect them: `{"error": {message, type, param, code}}`, and a status to act on."""
+"""Refusals in the form of OpenAI's API: `{"error": {message, type, param, code}}`, with a status."""
 
 from __future__ import annotations
 
@@ -9,39 +9,40 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.tinker.errors import headers_of, refusal_of, status_of
+from coordinator.doors.errors import refusal_of
+from coordinator.doors.http.errors import headers_of, status_of
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 _PARAM = "param"
-"""Where a refusal's metadata has the name of the parameter."""
+"""Key of a refusal's metadata that holds the name of the wrong parameter."""
 _CODES = {
     "API_KEY_MISSING": "invalid_api_key",
     "API_KEY_INVALID": "invalid_api_key",
     "QUEUE_FULL": "rate_limit_exceeded",
 }
-"""Where OpenAI has a word of its own."""
+"""Reasons that OpenAI's API has a different name for."""
 _TYPES: dict[int, str] = {HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error"}
-"""By status, but for the rest of its hundred."""
+"""Types by status; other statuses below 500 are `invalid_request_error`."""
 
 
 def refused(param: str, message: str, reason: str = "INVALID_VALUE") -> ServiceError:
-    """A parameter that cannot be as it is."""
+    """Return the refusal of a parameter's value."""
     return ServiceError(Code.INVALID_ARGUMENT, reason, message, metadata={_PARAM: param})
 
 
 def unsupported(param: str, instead: str) -> ServiceError:
-    """A parameter of OpenAI's that does nothing here. `instead` says what to do."""
+    """Return the refusal of a parameter that this pool does not support. `instead` tells what to do."""
     return refused(param, f"{param} is not supported by this pool: {instead}", "UNSUPPORTED_PARAMETER")
 
 
 def no_model(name: str, why: str) -> ServiceError:
-    """A model that cannot be sampled from because it is not there."""
+    """Return the refusal of a model that does not exist."""
     message = f"the model {name[:200]!r} does not exist: {why}"
     return ServiceError(Code.NOT_FOUND, "MODEL_NOT_FOUND", message, metadata={_PARAM: "model"})
 
 
 def failure(error: ops_pb.OperationError) -> ServiceError:
-    """Why a sample failed."""
+    """Return a failed outcome as a refusal."""
     try:
         code = Code(error.code)
     except ValueError:
@@ -50,7 +51,7 @@ def failure(error: ops_pb.OperationError) -> ServiceError:
 
 
 def error_response(error: Exception, where: str) -> Response:
-    """The answer to a call that failed."""
+    """Return the response to a call that raised; `where` names the call, for the log."""
     refusal = refusal_of(error, where)
     headers = headers_of(refusal)
     if refusal.retry_delay_s is not None:
@@ -59,7 +60,7 @@ def error_response(error: Exception, where: str) -> Response:
 
 
 def error_body(refusal: ServiceError) -> dict[str, Any]:
-    """A refusal in JSON."""
+    """Return the JSON body of a refusal."""
     status = status_of(refusal)
     return {
         "error": {

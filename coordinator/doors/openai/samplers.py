@@ -1,8 +1,8 @@
-"""The samplers that the door samples from: one for each set of weights, in one session of each tenant.
+"""The samplers that the door uses: one for each set of weights, in one session of each tenant.
 
-A sampler is found again by its request id and the session by its metadata, so a restart of the coordinator changes
-nothing, and a thousand requests for the same weights share a sampler. Being used keeps the session alive. Left alone it
-expires like any other, and its samplers with it; the next request begins a new one.
+A sampler is identified by its request id and the session by its metadata. So both are found again after a restart of
+the coordinator, and all requests for the same weights share a sampler. Requests keep the session alive; an unused
+session expires like any other, with its samplers, and the next request creates a new one.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from coordinator.doors.openai.weights import Weights
 from tinkerpool.v1 import sampling_pb2, sessions_pb2
 
 METADATA = {"tinkerpool:door": "openai"}
-"""What the door's own sessions are known by."""
+"""Metadata of the door's own sessions."""
 HEARTBEAT_S = 10.0
 _PAGE_SIZE = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Where to sample."""
+    """A sampler and its session."""
 
     session_id: str
     sampler_id: str
 
 
 class Samplers:
-    """The sessions of all tenants. Who has them not at hand asks the service for them."""
+    """The door's session of each tenant, cached; the service has them all."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, str] = {}
-        """By tenant."""
+        """Session id by tenant."""
         self._finding = asyncio.Lock()
 
     async def of(self, call: Call, weights: Weights) -> Sampler:
-        """The tenant's sampler of these weights. Raises ServiceError."""
+        """Return the tenant's sampler of these weights, created if needed. Raises ServiceError."""
         session_id = await self._session(call)
         try:
             return await _create(call, session_id, weights)
         except ServiceError as error:
             if error.reason != "SESSION_ENDED":
                 raise
-        # It expired, or its tenant finished it.
+        # The cached session expired, or its tenant finished it.
         self._sessions.pop(call.principal.tenant_id, None)
         return await _create(call, await self._session(call), weights)
 
@@ -62,7 +62,7 @@ class Samplers:
 
 @contextlib.asynccontextmanager
 async def kept_alive(call: Call, session_id: str) -> AsyncIterator[None]:
-    """The session does not expire while the block runs."""
+    """Send heartbeats for the session while the block runs."""
     beating = asyncio.create_task(_beat(call, session_id))
     try:
         yield
@@ -89,7 +89,7 @@ async def _create(call: Call, session_id: str, weights: Weights) -> Sampler:
 
 
 async def _live_session(call: Call) -> str:
-    """The one of the coordinator's life before; empty if there is none."""
+    """Return the door's session that an earlier run of the coordinator created; empty if there is none."""
     token = ""
     while True:
         request = sessions_pb2.ListSessionsRequest(page_size=_PAGE_SIZE, page_token=token)

@@ -1,7 +1,7 @@
-"""A base model's own chat template: from messages to the text that it was trained on.
+"""A base model's chat template: from messages to the prompt format that the model was trained on.
 
-Rendered as transformers renders them, without transformers: the same extensions, filters and globals. A template comes
-with a model, so it is code of strangers, and runs in jinja2's sandbox. Knows nothing of tokens and requests.
+Renders as transformers does, without transformers: with the same extensions, filters and globals. A template is
+untrusted code that comes with a model, so it runs in jinja2's sandbox.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 
 class ChatTemplateError(ValueError):
-    """These messages cannot be rendered; the text is the template's own, for the user."""
+    """The template cannot render these messages. The text is the template's own, for the user."""
 
 
 class ChatTemplate:
     """One model's template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`source` is not looked at before there is something to render: a faulty one stands in nobody else's way."""
+        """Keep the source. It is compiled at its first use, so a faulty one fails chat calls of its model alone."""
         self._source = source
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """The text that the model goes on from. `options` are more variables for the template.
+        """Return the prompt of messages. `options` are more variables for the template.
 
         Raises ChatTemplateError.
         """
@@ -57,7 +57,7 @@ class ChatTemplate:
 
 
 def read_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
-    """The template among a model's tokenizer files; None if there is none. Raises ValueError for damaged files."""
+    """Return the template among a model's tokenizer files, or None. Raises ValueError for damaged files."""
     config = _read_object(files, CONFIG_FILE)
     source: Any = config.get("chat_template")
     if isinstance(source, list):
@@ -72,12 +72,12 @@ def read_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant says, for training; here it is rendered like the rest."""
+    """The block `{% generation %}`, which marks the assistant's messages for training; rendered like other text."""
 
-    tags = {"generation"}  # noqa: RUF012  # jinja2's own way
+    tags = {"generation"}  # noqa: RUF012  # declared so by jinja2
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The block's statements."""
+        """Return the block's statements."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -88,7 +88,7 @@ def _read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str:
-    """A special token is a string, or an object with its text."""
+    """Return the text of a special token, which is a string or an object with its text."""
     return str(token["content"] if isinstance(token, dict) else token)
 
 
@@ -103,7 +103,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON for a prompt: jinja2's own would write `<` and `'` as they are written in HTML."""
+    """Return JSON for a prompt; jinja2's own filter would escape `<` and `'` for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,7 +1,8 @@
-"""Which weights the name of a model means to a tenant: a base model, an adapter's newest saved weights, a checkpoint.
+"""The weights that a model's name stands for: a base model, an adapter's newest saved weights, or a checkpoint.
 
-Looked up anew at every request: so what was deleted, or is public no longer, is not sampled from, and a name that was
-saved over means the new weights. Nothing is saved here: that would take a place in the order of whoever trains.
+Names are resolved at every request: so deleted or unpublished checkpoints are never sampled from, and an overwritten
+name stands for the new weights. The door saves no weights itself: a save needs a sequence number of the adapter, and
+those belong to the training client.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from tinkerpool.v1 import checkpoints_pb2, sessions_pb2
 from tinkerpool.v1.adapters_pb2 import GetAdapterRequest
 
 LISTED_MAX = 1000
-"""Checkpoints in a listing of models, the newest of them."""
+"""Most checkpoints in a listing of models, newest first."""
 _SAMPLED = (checkpoints_pb2.CHECKPOINT_KIND_TRAINING, checkpoints_pb2.CHECKPOINT_KIND_SAMPLER)
-"""What an adapter's newest weights are looked for among."""
+"""Kinds of checkpoints that an adapter's name can stand for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """What a name means now."""
+    """The weights that a name stands for at the moment."""
 
     base_model: sessions_pb2.BaseModel
     checkpoint: checkpoints_pb2.Checkpoint | None
@@ -32,17 +33,17 @@ class Weights:
 
     @property
     def name(self) -> str:
-        """The one name that means these weights: a base model's, or a checkpoint's path."""
+        """The base model's name, or the checkpoint's path."""
         return self.checkpoint.path if self.checkpoint is not None else self.base_model.name
 
     @property
     def version(self) -> str:
-        """Changes with the weights behind the name."""
+        """A string that changes when the name stands for other weights."""
         return f"{self.name}@{self.checkpoint.seq}" if self.checkpoint is not None else self.name
 
 
 async def find(call: Call, name: str) -> Weights:
-    """What a name means. Raises ServiceError: NOT_FOUND, or INVALID_ARGUMENT for an adapter that has saved nothing."""
+    """Resolve a name. Raises ServiceError: NOT_FOUND, or INVALID_ARGUMENT for an adapter without saved weights."""
     served = await _base_models(call)
     if name in served:
         return Weights(base_model=served[name], checkpoint=None)
@@ -53,8 +54,8 @@ async def find(call: Call, name: str) -> Weights:
     else:
         raise no_model(
             name,
-            f"this pool serves {', '.join(served) or 'no base model'}; beside these it takes the id of an adapter of "
-            f"yours, and {names.SCHEME}<adapter id>/sampler_weights/<name>",
+            f"this pool serves {', '.join(served) or 'no base model'}; a model is one of these, the id of one of your "
+            f"adapters, or {names.SCHEME}<adapter id>/sampler_weights/<name>",
         )
     if checkpoint.base_model not in served:
         raise no_model(name, f"its base model {checkpoint.base_model} is not served by this pool")
@@ -62,7 +63,7 @@ async def find(call: Call, name: str) -> Weights:
 
 
 async def describe(call: Call, name: str) -> dict[str, Any]:
-    """A model as OpenAI's API shows it, under the name that was asked for. Raises what `find` raises."""
+    """Return a model in the form of OpenAI's API, under the requested name. Raises the errors of `find`."""
     weights = await find(call, name)
     if weights.checkpoint is None:
         return _base_model(call, weights.base_model)
@@ -70,7 +71,7 @@ async def describe(call: Call, name: str) -> dict[str, Any]:
 
 
 async def listing(call: Call) -> list[dict[str, Any]]:
-    """Everything that the tenant may name, but for others' public checkpoints: base models, adapters, checkpoints."""
+    """Return all models of the tenant: base models, adapters with saved weights, checkpoints."""
     served = await _base_models(call)
     request = checkpoints_pb2.ListCheckpointsRequest(page_size=LISTED_MAX)
     saved = (await call.service.list_checkpoints(call.principal, request)).checkpoints
@@ -115,8 +116,8 @@ async def _newest(call: Call, adapter_id: str) -> checkpoints_pb2.Checkpoint:
         raise no_model(adapter_id, "there is no such adapter: check the id and the API key") from None
     raise refused(
         "model",
-        f"{adapter_id} has saved no weights yet, and only saved ones can be sampled from: call "
-        "save_weights_for_sampler(name) where it is trained; its id then means the newest weights that were saved",
+        f"{adapter_id} has no saved weights, and only saved weights can be sampled from: call "
+        "save_weights_for_sampler(name) in the program that trains it; the id then stands for the newest saved weights",
         "NO_SAVED_WEIGHTS",
     )
 

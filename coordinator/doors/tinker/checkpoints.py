@@ -1,4 +1,4 @@
-"""Checkpoints that exist: listed, published, kept or let go, deleted, downloaded."""
+"""Checkpoints: list, publish, set the time to live, copy, delete, download."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from coordinator.doors.http.calls import Call, Surroundings
-from coordinator.doors.http.rendering import PiecewiseJson, rendered
-from coordinator.doors.tinker import shapes
+from coordinator.doors.http.calls import Call, DoorContext
+from coordinator.doors.http.encoding import PiecewiseJson, make_response
+from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.models import ADAMW, adapter_of
 from coordinator.doors.tinker.training import no_access_tokens
 from coordinator.service.auth import Principal
@@ -23,9 +23,9 @@ from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as pb
 
 CHECKPOINTS_MAX = 1000
-"""Most checkpoints on a page; `limit` in its cursor says so."""
+"""Most checkpoints on a page; a page's cursor has the limit that was applied."""
 ARCHIVE = "checkpoint.tar"
-"""The name under which a checkpoint is downloaded whole."""
+"""File name of the download of a whole checkpoint."""
 _KINDS = {
     pb.CHECKPOINT_KIND_TRAINING: "training",
     pb.CHECKPOINT_KIND_SAMPLER: "sampler",
@@ -34,14 +34,15 @@ _KINDS = {
 
 
 async def list_all(call: Call) -> Response:
-    """GET /checkpoints: all the tenant's."""
+    """GET /checkpoints: all checkpoints of the tenant."""
     response, _ = await _list(call, "", call.number("limit", 100), call.number("offset", 0))
     return response
 
 
 async def list_of_run(call: Call) -> Response:
-    """GET /training_runs/{run}/checkpoints: the newest thousand, which the SDK takes for all. A run that is deleted may
-    still have some.
+    """GET /training_runs/{run}/checkpoints: the newest thousand, which the SDK takes for all.
+
+    A deleted run may still have checkpoints, so the run is looked up only if there are none.
     """
     run, limit, offset = call.path("run"), call.number("limit", CHECKPOINTS_MAX), call.number("offset", 0)
     response, total = await _list(call, run, limit, offset)
@@ -51,8 +52,8 @@ async def list_of_run(call: Call) -> Response:
 
 
 async def weights_info(call: Call) -> Response:
-    """POST /weights_info: what a model made from a checkpoint will be."""
-    asked = await call.json(shapes.OfPath)
+    """POST /weights_info: the settings of a model that is created from a checkpoint."""
+    asked = await call.json(schemas.OfPath)
     found = await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=asked.tinker_path))
     checkpoint = found.checkpoint
     body = {
@@ -65,8 +66,8 @@ async def weights_info(call: Call) -> Response:
 
 
 async def copy_weights(call: Call) -> Response:
-    """POST /copy_weights: to a run of the caller's own. The SDK's idempotency key makes it safe to repeat."""
-    asked = await call.json(shapes.CopyWeights)
+    """POST /copy_weights: into a new run of the caller. The SDK's idempotency key makes it safe to repeat."""
+    asked = await call.json(schemas.CopyWeights)
     if asked.weights_access_token or call.request.headers.get("x-tinker-weights-access-token"):
         raise no_access_tokens()
     request = pb.CopyCheckpointRequest(
@@ -81,32 +82,32 @@ async def copy_weights(call: Call) -> Response:
 
 
 async def publish(call: Call) -> Response:
-    """POST on a checkpoint's /publish. It may be public already."""
+    """POST /training_runs/{run}/checkpoints/{checkpoint}/publish. Does nothing to a public checkpoint."""
     return await _set_access(call, is_public=True)
 
 
 async def unpublish(call: Call) -> Response:
-    """DELETE on a checkpoint's /publish. It may be private already."""
+    """Handle DELETE of a checkpoint's /publish. Does nothing to a private checkpoint."""
     return await _set_access(call, is_public=False)
 
 
 async def set_ttl(call: Call) -> Response:
-    """PUT on a checkpoint's /ttl: delete it so many seconds from now; null keeps it."""
-    ttl_seconds = (await call.json(shapes.SetTtl)).ttl_seconds
+    """PUT of a checkpoint's /ttl: its time to live from now in seconds; null keeps it."""
+    ttl_seconds = (await call.json(schemas.SetTtl)).ttl_seconds
     request = pb.SetCheckpointTtlRequest(path=_path(call), ttl_seconds=ttl_seconds or 0)
     await call.service.set_checkpoint_ttl(call.principal, request)
     return JSONResponse({})
 
 
 async def delete(call: Call) -> Response:
-    """DELETE on a checkpoint."""
+    """Handle DELETE of a checkpoint."""
     path = f"{names.SCHEME}{call.path('run')}/{call.path('checkpoint')}"
     await call.service.delete_checkpoint(call.principal, pb.DeleteCheckpointRequest(path=path))
     return Response(status_code=HTTPStatus.NO_CONTENT)
 
 
 async def download_urls(call: Call) -> Response:
-    """GET on a checkpoint's /external_weights_urls: an address for each file of its PEFT directory."""
+    """GET of a checkpoint's /external_weights_urls: a URL for each file of its PEFT directory."""
     path = _path(call)
     await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=path))
     expires = call.door.downloads.expiry()
@@ -115,7 +116,7 @@ async def download_urls(call: Call) -> Response:
 
 
 async def download_archive(call: Call) -> Response:
-    """GET on a checkpoint's /archive, as clients up to 0.35 ask for it."""
+    """GET of a checkpoint's /archive, for clients up to 0.35."""
     path = _path(call)
     await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=path))
     expires = call.door.downloads.expiry()
@@ -126,24 +127,24 @@ async def download_archive(call: Call) -> Response:
     return Response(status_code=HTTPStatus.FOUND, headers=headers)
 
 
-async def download(request: Request, door: Surroundings) -> Response:
-    """GET /download/{file}: a file of a checkpoint, for who has its address while the key that asked for it is good."""
+async def download(request: Request, door: DoorContext) -> Response:
+    """GET /download/{file}: a file of a checkpoint, while the API key that requested its URL is valid."""
     file = request.path_params["file"]
     key_id, path = door.downloads.check(request.query_params, file)
     reader = await door.service.holder_of_key(key_id)
-    with ExitStack() as place:
-        place.enter_context(door.downloads.running(reader.tenant_id))
+    with ExitStack() as download_slot:
+        download_slot.enter_context(door.downloads.running(reader.tenant_id))
         pieces = _archive(door, reader, path) if file == ARCHIVE else door.service.export_file(reader, path, file)
-        first = await anext(pieces)  # a refusal is told as one; later the connection can only be cut
-        return _Download(first, pieces, place.pop_all())
+        first = await anext(pieces)  # after the first piece, an error could only cut the connection
+        return _Download(first, pieces, download_slot.pop_all())
 
 
 class _Download(StreamingResponse):
-    """A file on its way; it holds its place among the tenant's downloads until it has ended, however it ends."""
+    """A download in progress. It counts among the tenant's downloads until it ends."""
 
-    def __init__(self, first: bytes, pieces: AsyncGenerator[bytes], place: ExitStack) -> None:
+    def __init__(self, first: bytes, pieces: AsyncGenerator[bytes], download_slot: ExitStack) -> None:
         self._pieces = pieces
-        self._place = place
+        self._download_slot = download_slot
 
         async def content() -> AsyncIterator[bytes]:
             yield first
@@ -153,18 +154,18 @@ class _Download(StreamingResponse):
         super().__init__(content(), media_type="application/octet-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._place:
+        with self._download_slot:
             async with aclosing(self._pieces):
                 await super().__call__(scope, receive, send)
 
 
-async def _archive(door: Surroundings, reader: Principal, path: str) -> AsyncGenerator[bytes]:
+async def _archive(door: DoorContext, reader: Principal, path: str) -> AsyncGenerator[bytes]:
     async for response in door.service.export_checkpoint(reader, pb.ExportCheckpointRequest(path=path)):
         yield response.data
 
 
 def checkpoint_json(checkpoint: pb.Checkpoint) -> dict[str, Any]:
-    """A checkpoint as the protocol has it."""
+    """Return a checkpoint in the protocol's form."""
     parsed = names.CheckpointPath.parse(checkpoint.path)
     body: dict[str, Any] = {
         "checkpoint_id": f"{parsed.kind}/{parsed.name}",
@@ -181,12 +182,12 @@ def checkpoint_json(checkpoint: pb.Checkpoint) -> dict[str, Any]:
 
 
 def cursor(limit: int, offset: int, total: int) -> dict[str, int]:
-    """Where a page stands."""
+    """Return the cursor of a page."""
     return {"offset": offset, "limit": limit, "total_count": total}
 
 
 async def _list(call: Call, run: str, limit: int, offset: int) -> tuple[Response, int]:
-    """A page of a run's checkpoints, or of all, and how many there are."""
+    """Return a page of a run's checkpoints, or of all for an empty `run`, and the number on all pages."""
     limit = min(limit, CHECKPOINTS_MAX)
     request = pb.ListCheckpointsRequest(adapter_id=run, page_size=limit, skip=offset)
     found = await call.service.list_checkpoints(call.principal, request)
@@ -195,7 +196,7 @@ async def _list(call: Call, run: str, limit: int, offset: int) -> tuple[Response
         checkpoints = [checkpoint_json(checkpoint) for checkpoint in found.checkpoints]
         return PiecewiseJson({"checkpoints": checkpoints, "cursor": cursor(limit, offset, found.total_size)})
 
-    return await rendered(found.ByteSize(), make), found.total_size
+    return await make_response(found.ByteSize(), make), found.total_size
 
 
 async def _set_access(call: Call, *, is_public: bool) -> Response:

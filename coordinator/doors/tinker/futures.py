@@ -1,7 +1,8 @@
-"""Promises: their ids, and waiting for what they promise.
+"""Promises: the ids that the SDK polls, and their results.
 
-The id of a promise is the operation's name. What is done when it returns (a new model) is promised, too, because the
-SDK expects that; its id says what it was. So a promise needs no state here, and holds in every life of the coordinator.
+The id of a promise is the name of its operation. Work that is done at once (a new model) gets a promise too, because
+the SDK expects one; its id tells the kind and the model. So a promise needs no state in the door, and survives restarts
+of the coordinator.
 """
 
 from __future__ import annotations
@@ -16,34 +17,34 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call
-from coordinator.doors.http.rendering import rendered
+from coordinator.doors.http.encoding import make_response
+from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.results import PROTOBUF, result_response
-from coordinator.doors.tinker.shapes import RetrieveFuture
 from tinkerpool.v1 import adapters_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 CREATED, LOADED, UNLOADED = "create_model", "load_weights", "unload_model"
-"""Kinds of promises of what was done at once, to a model."""
+"""Kinds of promises of work on a model that is done at once."""
 METADATA_BYTES_MIN = 1 << 20
-"""What is larger is announced first, to who can do with that: it makes room for it then."""
-NO_WORKER = "no worker of the pool can make progress at the moment; it is being replaced"
+"""Larger results are announced by their size first, to clients that accept that, so that they can make room."""
+NO_WORKER = "no worker of the pool can make progress at the moment; the pool is replacing it"
 
 
 def promise(request_id: str, **more: Any) -> Response:
-    """The answer to a request whose result is to be asked for."""
+    """Return the response to a request whose result is fetched later."""
     return JSONResponse({"request_id": request_id, **more})
 
 
 def promise_of_model(kind: str, adapter_id: str) -> Response:
-    """The same, for a model that is there already."""
+    """Return the promise of work on a model that is already done."""
     return promise(f"{kind}={adapter_id}")
 
 
 async def submit(call: Call, use_case: Callable[..., Awaitable[Any]], *request: Any) -> Response:
-    """Hand an operation in; the answer is its promise.
+    """Submit an operation; return its promise.
 
-    A refusal that took the operation's place is promised as well, and is its result: so the SDK goes on with the next
-    place, also where it sends the parts of one batch apart from each other.
+    A refusal that consumed the sequence number gets a promise too, whose result is the refusal: so the SDK goes on with
+    the next sequence number, also while it sends the parts of one batch independently.
     """
     try:
         response = await use_case(call.principal, *request)
@@ -55,8 +56,8 @@ async def submit(call: Call, use_case: Callable[..., Awaitable[Any]], *request: 
 
 
 async def retrieve_future(call: Call) -> Response:
-    """POST /retrieve_future: the result, its size if it is large, or after a while the request to ask again."""
-    asked = await call.json(RetrieveFuture)
+    """POST /retrieve_future: the result, its size if it is large, or after `poll_s` seconds the answer to ask again."""
+    asked = await call.json(schemas.RetrieveFuture)
     request_id = asked.request_id
     kind, _, adapter_id = request_id.partition("=")
     if kind in (CREATED, LOADED, UNLOADED):
@@ -69,12 +70,37 @@ async def retrieve_future(call: Call) -> Response:
     size = operation.ByteSize()
     if is_binary and asked.allow_metadata_only and size > METADATA_BYTES_MIN:
         return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
-    return await rendered(size, lambda: result_response(operation, is_binary=is_binary))
+    return await make_response(size, lambda: result_response(operation, is_binary=is_binary))
+
+
+async def retrieve_futures(call: Call) -> Response:
+    """POST /retrieve_futures: the samples of one client that have finished since its cursor.
+
+    A client asks with one open call for all its samples, and fetches the finished ones one by one. The call is held
+    while none has finished, but no longer than the client wants.
+    """
+    asked = await call.json(schemas.RetrieveFutures)
+    timeout_s = call.door.poll_s if asked.timeout is None else min(asked.timeout, call.door.poll_s)
+    target = asked.target
+    samples, cursor = await call.service.finished_samples(
+        call.principal, target.sampling_session_id, target.cloned_sampler_id, asked.prev_cursor, timeout_s
+    )
+    completions = [
+        {"state": "failed", "request_id": sample.name}
+        if sample.is_failed
+        else {
+            "state": "finished",
+            "request_id": sample.name,
+            "response_payload_uncompressed_size": sample.num_bytes,
+        }
+        for sample in samples
+    ]
+    return JSONResponse({"completions": completions, "cursor": cursor})
 
 
 async def cancel_future(call: Call) -> Response:
-    """POST /cancel_future. A promise that is gone needs no cancelling."""
-    request_id = (await call.json(RetrieveFuture)).request_id
+    """POST /cancel_future. Succeeds for an unknown promise, too."""
+    request_id = (await call.json(schemas.RetrieveFuture)).request_id
     try:
         await call.service.cancel_operation(call.principal, ops_pb.CancelOperationRequest(name=request_id))
     except ServiceError as error:
@@ -84,7 +110,7 @@ async def cancel_future(call: Call) -> Response:
 
 
 async def finished(call: Call, name: str, timeout_s: float) -> ops_pb.Operation | None:
-    """The operation once it is finished; None after `timeout_s` seconds. Raises ServiceError."""
+    """Return the operation once it is finished, or None after `timeout_s` seconds. Raises ServiceError."""
     found = None
     try:
         async with asyncio.timeout(timeout_s):
@@ -100,7 +126,8 @@ async def finished(call: Call, name: str, timeout_s: float) -> ops_pb.Operation 
         raise ServiceError(
             Code.NOT_FOUND,
             "PROMISE_GONE",
-            f"no result of {name[:200]!r}: it was never promised to this API key, or was kept its time and dropped",
+            f"no result of {name[:200]!r}: this API key was never promised it, or its lifetime is over and it was "
+            "dropped",
         ) from None
     return found
 

@@ -1,4 +1,4 @@
-"""From the outcome of an operation to the body that the SDK waits for. Pure."""
+"""From an operation's outcome to the body that the SDK fetches. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from starlette.responses import JSONResponse, Response
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.http.rendering import PiecewiseJson
+from coordinator.doors.http.encoding import PiecewiseJson
 from coordinator.doors.tinker.errors import failure
 from coordinator.doors.tinker.tensors import array_records, dense_floats, sparse_rows
 from tinkerpool.compat import tinker_pb2 as wire
@@ -19,19 +19,18 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 
 PROTOBUF = "application/x-protobuf"
 OUTPUT_TYPE = "TorchLossReturn"
-"""What the protocol calls the outputs of every built-in loss."""
+"""The protocol's name for the outputs of every built-in loss."""
 JSON_RESULT_BYTES_MAX = 8 << 20
-"""Largest result in JSON, as the log has it; as text it is some ten times as large. Who sends a pass as JSON never gets
-more."""
+"""Largest outcome that is sent in JSON; the text is about ten times as large. Results of passes in JSON are smaller."""
 _STOP_REASONS = {ops_pb.STOP_REASON_STOP: "stop", ops_pb.STOP_REASON_LENGTH: "length"}
 NOTHING_LOGPROB = -99999.0
-"""What stands, beside token 0, where there are no likeliest tokens."""
+"""Log-probability of token 0 at positions without most likely tokens."""
 SPARSE = "sparse"
-"""The note on a sample whose targets came as sparse rows: their log-probabilities go back so."""
+"""Note on a sample whose targets were sparse rows: their log-probabilities are returned as sparse rows."""
 
 
 def result_response(operation: ops_pb.Operation, *, is_binary: bool) -> Response:
-    """The answer to who asks for a finished operation; `is_binary`: passes and samples as protobuf.
+    """Return the response with a finished operation; with `is_binary`, passes and samples as protobuf.
 
     Raises ServiceError RESULT_TOO_LARGE for JSON of more than `JSON_RESULT_BYTES_MAX`.
     """
@@ -45,7 +44,7 @@ def result_response(operation: ops_pb.Operation, *, is_binary: bool) -> Response
         raise ServiceError(
             Code.RESOURCE_EXHAUSTED,
             "RESULT_TOO_LARGE",
-            f"the result is above {JSON_RESULT_BYTES_MAX} bytes: ask for it as protobuf, with 'accept: {PROTOBUF}'",
+            f"the result has over {JSON_RESULT_BYTES_MAX} bytes: request it as protobuf, with 'accept: {PROTOBUF}'",
         )
     return PiecewiseJson(_json(operation))
 
@@ -63,29 +62,37 @@ def _output(result: ops_pb.ForwardBackwardResult) -> wire.ForwardBackwardOutput:
 
 
 def _sample(result: ops_pb.SampleResult) -> wire.SampleResponse:
-    response = wire.SampleResponse(prompt_cache_hit_tokens=result.num_cached_prompt_tokens)
-    for sequence in result.sequences:
-        is_stop = sequence.stop_reason == ops_pb.STOP_REASON_STOP
-        response.sequences.add(
-            stop_reason=wire.STOP_REASON_STOP if is_stop else wire.STOP_REASON_LENGTH,
-            tokens=from_tensor(sequence.tokens).astype("<i4").tobytes(),
-            logprobs=sequence.logprobs.data,
-            topk_sampled_logprobs=_topk(sequence.topk) if sequence.HasField("topk") else None,
-        )
-    if result.HasField("prompt_logprobs"):
-        response.prompt_logprobs = result.prompt_logprobs.data
-    if result.HasField("topk_prompt"):
-        response.topk_prompt_logprobs.CopyFrom(_topk(result.topk_prompt))
-    if result.HasField("prompt_target_logprobs"):
-        logprobs = from_tensor(result.prompt_target_logprobs)  # (p - 1, k)
-        rows = sparse_rows(logprobs) if result.note == SPARSE else dense_floats(_filled(logprobs, 0.0))
-        response.target_prompt_logprobs.CopyFrom(rows)
-    if result.HasField("prompt_alt_tokens"):
-        tokens, logprobs = map(from_tensor, (result.prompt_alt_tokens.token_ids, result.prompt_alt_tokens.logprobs))
-        drawn = wire.Tensor(dense=tokens.astype("<i4").tobytes(), dtype=wire.DATA_TYPE_INT32, shape=tokens.shape)
-        response.prompt_alt_tokens.tokens.CopyFrom(drawn)
-        response.prompt_alt_tokens.logprobs.CopyFrom(dense_floats(logprobs))
-    return response
+    return wire.SampleResponse(
+        sequences=[_sequence(sequence) for sequence in result.sequences],
+        prompt_cache_hit_tokens=result.num_cached_prompt_tokens,
+        prompt_logprobs=result.prompt_logprobs.data if result.HasField("prompt_logprobs") else None,
+        topk_prompt_logprobs=_topk(result.topk_prompt) if result.HasField("topk_prompt") else None,
+        target_prompt_logprobs=_targets(result) if result.HasField("prompt_target_logprobs") else None,
+        prompt_alt_tokens=_alternatives(result.prompt_alt_tokens) if result.HasField("prompt_alt_tokens") else None,
+    )
+
+
+def _sequence(sequence: ops_pb.SampledSequence) -> wire.SampledSequence:
+    is_stop = sequence.stop_reason == ops_pb.STOP_REASON_STOP
+    return wire.SampledSequence(
+        stop_reason=wire.STOP_REASON_STOP if is_stop else wire.STOP_REASON_LENGTH,
+        tokens=from_tensor(sequence.tokens).astype("<i4").tobytes(),
+        logprobs=sequence.logprobs.data,
+        topk_sampled_logprobs=_topk(sequence.topk) if sequence.HasField("topk") else None,
+    )
+
+
+def _targets(result: ops_pb.SampleResult) -> wire.Tensor:
+    logprobs = from_tensor(result.prompt_target_logprobs)  # (p - 1, k)
+    return sparse_rows(logprobs) if result.note == SPARSE else dense_floats(_filled(logprobs, 0.0))
+
+
+def _alternatives(found: ops_pb.TokenLogprobs) -> wire.PromptAltTokens:
+    tokens = from_tensor(found.token_ids)  # (p - 1, k)
+    return wire.PromptAltTokens(
+        tokens=wire.Tensor(dense=tokens.astype("<i4").tobytes(), dtype=wire.DATA_TYPE_INT32, shape=tokens.shape),
+        logprobs=dense_floats(from_tensor(found.logprobs)),
+    )
 
 
 def _topk(found: ops_pb.TokenLogprobs) -> wire.TopkLogprobs:
@@ -100,7 +107,7 @@ def _topk(found: ops_pb.TokenLogprobs) -> wire.TopkLogprobs:
 
 
 def _filled(array: NDArray[np.float32], value: float) -> NDArray[np.float32]:
-    """The array with `value` where it is NaN."""
+    """Return the array with `value` in place of NaN."""
     return np.where(np.isnan(array), np.float32(value), array)
 
 
@@ -135,7 +142,7 @@ def _json_floats(array: np.ndarray[Any, np.dtype[Any]]) -> dict[str, Any]:
 
 
 def _json_sample(result: ops_pb.SampleResult) -> dict[str, Any]:
-    """As clients before protobuf read it, who ask for no more than is here."""
+    """Return a sample as clients before protobuf read it. They request nothing that is missing here."""
     body: dict[str, Any] = {
         "type": "sample",
         "sequences": [

@@ -1,4 +1,4 @@
-"""Sessions and training runs, listed and looked up. A run is a model, under another name."""
+"""Listings of sessions and training runs. A training run of the protocol is an adapter of the contract."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from coordinator.doors.http.calls import Call
-from coordinator.doors.http.rendering import PiecewiseJson, rendered
+from coordinator.doors.http.encoding import PiecewiseJson, make_response
 from coordinator.doors.tinker.checkpoints import checkpoint_json, cursor
 from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.models import adapter_of
-from coordinator.doors.tinker.sessions import own_and_users
+from coordinator.doors.tinker.sessions import split_metadata
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sessions_pb2
 
 RUNS_MAX = 100
-"""Most runs on a page; `limit` in its cursor says so."""
+"""Most runs on a page; a page's cursor has the limit that was applied."""
 _SESSIONS_AT_ONCE = 100
-"""Sessions looked up in one go: each names all that was made in it."""
+"""Sessions that are read in one query: each lists its adapters and samplers."""
 Newest = Mapping[tuple[str, checkpoints_pb2.CheckpointKind.ValueType], checkpoints_pb2.Checkpoint]
-"""By run and kind."""
+"""By adapter and kind."""
 
 
 async def list_runs(call: Call) -> Response:
-    """GET /training_runs: the tenant's, newest first."""
+    """GET /training_runs: runs of the tenant, newest first."""
     limit, offset = min(call.number("limit", 20), RUNS_MAX), call.number("offset", 0)
     if call.request.query_params.get("project_id"):
         raise unsupported("a listing by project", "leave project_id out: the runs of all your sessions are listed")
@@ -37,7 +37,7 @@ async def list_runs(call: Call) -> Response:
         runs = [_run_json(call, adapter, newest) for adapter in found.adapters]
         return PiecewiseJson({"training_runs": runs, "cursor": cursor(limit, offset, found.total_size)})
 
-    return await rendered(found.ByteSize(), make)
+    return await make_response(found.ByteSize(), make)
 
 
 async def get_run(call: Call) -> Response:
@@ -47,7 +47,7 @@ async def get_run(call: Call) -> Response:
 
 
 async def list_sessions(call: Call) -> Response:
-    """GET /sessions: the live ones, newest first."""
+    """GET /sessions: live sessions of the tenant, newest first."""
     limit, offset = call.number("limit", 20), call.number("offset", 0)
     found: list[str] = []
     is_more = True
@@ -57,15 +57,15 @@ async def list_sessions(call: Call) -> Response:
         page = await call.service.list_sessions(call.principal, request)
         found += [session.session_id for session in page.sessions]
         is_more = bool(page.next_page_token)
-        await asyncio.sleep(0)  # others have their turn
-    return JSONResponse({"sessions": list(dict.fromkeys(found))})  # who came meanwhile has moved the others on
+        await asyncio.sleep(0)  # let other calls run
+    return JSONResponse({"sessions": list(dict.fromkeys(found))})  # a session created meanwhile shifts the pages
 
 
 async def get_session(call: Call) -> Response:
     """GET /sessions/{session}."""
     request = sessions_pb2.GetSessionRequest(session_id=call.path("session"))
     session = (await call.service.get_session(call.principal, request)).session
-    own, users = own_and_users(session.user_metadata)
+    own, users = split_metadata(session.user_metadata)
     body: dict[str, Any] = {
         "training_run_ids": list(session.adapter_ids),
         "sampler_ids": list(session.sampler_ids),

@@ -1,13 +1,13 @@
-"""Sampling sessions and samples."""
+"""Sampling sessions and samples. A sampling session of the protocol is a sampler of the contract."""
 
 from __future__ import annotations
 
 import numpy as np
 from starlette.responses import JSONResponse, Response
 
-from coordinator.base.errors import ServiceError, invalid
+from coordinator.base.errors import invalid
 from coordinator.doors.http.calls import JSON_BYTES_MAX, Call
-from coordinator.doors.tinker import shapes
+from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.futures import promise
 from coordinator.doors.tinker.results import SPARSE
@@ -19,11 +19,11 @@ from tinkerpool.v1 import types_pb2
 
 async def create_sampling_session(call: Call) -> Response:
     """POST /create_sampling_session."""
-    asked = await call.json(shapes.CreateSamplingSession)
+    asked = await call.json(schemas.CreateSamplingSession)
     request = pb.CreateSamplerRequest(
         session_id=asked.session_id,
         index=asked.sampling_session_seq_id,
-        base_model="" if asked.model_path else asked.base_model or "",  # a path says which by itself
+        base_model="" if asked.model_path else asked.base_model or "",  # a path determines its base model
         model_path=asked.model_path or "",
     )
     created = await call.service.create_sampler(call.principal, request)
@@ -40,16 +40,26 @@ async def get_sampler(call: Call) -> Response:
     return JSONResponse(body)
 
 
+async def join_sampling_session(call: Call) -> Response:
+    """POST /join_sampling_session: the number of one more client of a sampling session; the first client has 0.
+
+    A client that was pickled, or made from a handle, numbers its samples in a range of its own.
+    """
+    asked = await call.json(schemas.OfSampler)
+    number = await call.service.join_sampler(call.principal, asked.sampling_session_id)
+    return JSONResponse({"type": "join_sampling_session", "client_counter": number})
+
+
 async def asample(call: Call) -> Response:
-    """POST /asample. The ids of the sequences are the promise's, each with its number."""
-    asked = await call.json(shapes.Sample, bytes_max=JSON_BYTES_MAX)
+    """POST /asample. The id of a sequence is the promise's id and the sequence's index."""
+    asked = await call.json(schemas.Sample, bytes_max=JSON_BYTES_MAX)
     request = _request(asked)
     operation = (await call.service.sample(call.principal, request)).operation
     sequences = [f"{operation.name}:{index}" for index in range(request.num_samples)]
     return promise(operation.name, sample_sequence_ids=sequences)
 
 
-def _request(asked: shapes.Sample) -> pb.SampleRequest:
+def _request(asked: schemas.Sample) -> pb.SampleRequest:
     if asked.sampling_session_id is None or asked.seq_id is None:
         raise unsupported("sampling without a session", "send sampling_session_id and seq_id")
     if asked.record_stability_info:
@@ -62,7 +72,7 @@ def _request(asked: shapes.Sample) -> pb.SampleRequest:
         seq=asked.seq_id + 1,  # the protocol counts from 0, the contract from 1
         prompt=to_tensor(prompt),
         num_samples=asked.num_samples,
-        params=_params(asked.sampling_params),
+        params=sampling_params(asked.sampling_params),
         include_prompt_logprobs=bool(asked.prompt_logprobs),
         prompt_logprobs_last_n=asked.prompt_logprobs_last_n or 0,
         topk_prompt_logprobs=asked.topk_prompt_logprobs or 0,
@@ -73,8 +83,8 @@ def _request(asked: shapes.Sample) -> pb.SampleRequest:
     )
 
 
-def _prompt(prompt: shapes.ModelInput) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Token ids, int64 (p,)."""
+def _prompt(prompt: schemas.ModelInput) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return token ids, int64 (p,)."""
     pieces: list[int] = []
     for chunk in prompt.chunks:
         if chunk.type != "encoded_text" or chunk.tokens is None:
@@ -83,41 +93,41 @@ def _prompt(prompt: shapes.ModelInput) -> np.ndarray[tuple[int], np.dtype[np.int
     try:
         return np.array(pieces, np.int64)
     except OverflowError:
-        raise invalid("prompt has a number that is no token id") from None
+        raise invalid("prompt has a number beyond 64 bits: send token ids of the model") from None
 
 
-def _targets(asked: shapes.JsonTensor, num_prompt_tokens: int) -> types_pb2.Tensor:
-    """Token ids, int64 (p - 1, k); -1 where a sparse tensor has no entry. A few bytes of it may claim any shape."""
+def _targets(asked: schemas.JsonTensor, num_prompt_tokens: int) -> types_pb2.Tensor:
+    """Return token ids, int64 (p - 1, k); -1 where a sparse tensor has no entry. Checks the shape first."""
     name = "target_prompt_logprobs"
     tensor = binary_tensor(name, asked)
     shape, num_rows = shape_of(name, tensor), num_prompt_tokens - 1
     if asked.dtype != "int64" or len(shape) != 2 or shape[0] != num_rows:
         raise invalid(
-            f"{name} is {asked.dtype} of shape {shape}: give int64 token ids of shape ({num_rows}, k), a row for each "
+            f"{name} is {asked.dtype} of shape {shape}: send int64 token ids of shape ({num_rows}, k), a row for each "
             "token of the prompt but the first"
         )
     return dense(name, tensor, missing=-1)
 
 
-def _params(asked: shapes.SamplingParams) -> pb.SamplingParams:
-    params = pb.SamplingParams(
+def sampling_params(asked: schemas.SamplingParams) -> pb.SamplingParams:
+    """Return the contract's parameters. Raises ServiceError INVALID_ARGUMENT."""
+    return pb.SamplingParams(
         max_tokens=asked.max_tokens or 0,
         temperature=asked.temperature,
         top_k=asked.top_k,
         top_p=asked.top_p,
         seed=asked.seed,
+        stop=_stop(asked.stop) if asked.stop is not None else None,
     )
-    if asked.stop is None:
-        return params
-    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
+
+
+def _stop(stop: str | list[int] | list[str]) -> pb.StopCondition:
+    """Return the stop condition: stop strings, token ids, or nothing but the length for an empty list."""
+    items = [stop] if isinstance(stop, str) else stop
     try:
-        params.stop.SetInParent()
-        for item in stop:
-            params.stop.strings.append(item) if isinstance(item, str) else params.stop.tokens.append(item)
+        return pb.StopCondition(
+            strings=[item for item in items if isinstance(item, str)],
+            tokens=[item for item in items if isinstance(item, int)],
+        )
     except ValueError:
-        raise _no_token() from None
-    return params
-
-
-def _no_token() -> ServiceError:
-    return invalid("sampling_params.stop has a number that is no token id")
+        raise invalid("sampling_params.stop has a number beyond 32 bits: send token ids of the model") from None

@@ -1,4 +1,4 @@
-"""How a client begins, goes on and ends: its settings, its session, what the pool serves."""
+"""A client's settings, its session, and the pool's capabilities."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.base.errors import ServiceError
 from coordinator.doors.http.calls import Call
-from coordinator.doors.tinker import shapes
+from coordinator.doors.tinker import schemas
 from tinkerpool.v1 import sessions_pb2 as pb
 
 _PREFIX = "tinker:"
-"""Of the keys under which a session's metadata holds what the protocol has beside them: tags, display name, project."""
+"""Prefix of metadata keys under which a session holds fields of the protocol: tags, display name, project."""
 
 
 async def client_config(call: Call) -> Response:
-    """POST /client/config: how the client shall send."""
-    await call.json(shapes.Nothing)
+    """POST /client/config: how the client is to send."""
+    await call.json(schemas.Nothing)
     capabilities = await call.service.get_capabilities(call.principal, pb.GetCapabilitiesRequest())
     return JSONResponse(
         {
             "pjwt_auth_enabled": False,
             "parallel_fwdbwd_chunks": True,
-            "proto_compress_fwdbwd": call.door.is_remote,  # costs more time than it saves where nothing is far
+            "proto_compress_fwdbwd": call.door.is_remote,  # on one machine, compression costs more time than it saves
             "fwdbwd_max_chunk_len": capabilities.max_datums,
-            "sample_use_retrieve_futures": True,  # one call is held for each sampling client, not for each sample
+            "sample_use_retrieve_futures": True,  # one open call for each sampling client, not for each sample
             "sample_join_sampling_session": True,
             "custom_loss_server_side": False,
         }
@@ -34,21 +34,21 @@ async def client_config(call: Call) -> Response:
 
 async def dynamic_config(call: Call) -> Response:
     """POST /client/dynamic_config."""
-    await call.json(shapes.Nothing)
+    await call.json(schemas.Nothing)
     return JSONResponse(
         {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
     )
 
 
 async def telemetry(call: Call) -> Response:
-    """POST /telemetry: taken, and dropped."""
+    """POST /telemetry: accepted and dropped."""
     await call.body()
     return JSONResponse({"status": "accepted"})
 
 
 async def create_session(call: Call) -> Response:
     """POST /create_session. The SDK's idempotency key makes it safe to repeat."""
-    asked = await call.json(shapes.CreateSession)
+    asked = await call.json(schemas.CreateSession)
     own = {"tags": ",".join(asked.tags), "display_name": asked.display_name, "project_id": asked.project_id}
     metadata = {**(asked.user_metadata or {}), **{_PREFIX + key: text for key, text in own.items() if text}}
     request_id = call.request.headers.get("x-idempotency-key", "")
@@ -57,15 +57,15 @@ async def create_session(call: Call) -> Response:
     return JSONResponse({"type": "create_session", "session_id": created.session.session_id})
 
 
-def own_and_users(metadata: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """A session's metadata as the protocol has it: what is its own, and the user's."""
+def split_metadata(metadata: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Split a session's metadata into fields of the protocol and the user's metadata."""
     own = {key.removeprefix(_PREFIX): text for key, text in metadata.items() if key.startswith(_PREFIX)}
     return own, {key: text for key, text in metadata.items() if not key.startswith(_PREFIX)}
 
 
 async def heartbeat(call: Call) -> Response:
-    """POST /session_heartbeat. A session that has ended is gone: the SDK stops its heart then."""
-    asked = await call.json(shapes.OfSession)
+    """POST /session_heartbeat. For an ended session the status is 410, which ends the SDK's heartbeats."""
+    asked = await call.json(schemas.OfSession)
     try:
         await call.service.heartbeat(call.principal, pb.HeartbeatRequest(session_id=asked.session_id))
     except ServiceError as error:
@@ -77,7 +77,7 @@ async def heartbeat(call: Call) -> Response:
 
 async def finish_session(call: Call) -> Response:
     """POST /sessions/{session}/finish."""
-    await call.json(shapes.Nothing)
+    await call.json(schemas.Nothing)
     await call.service.finish_session(call.principal, pb.FinishSessionRequest(session_id=call.path("session")))
     return JSONResponse({})
 

@@ -1,7 +1,7 @@
-"""Operations on a model: passes, steps, saves, loads. From the SDK's bodies to the contract's.
+"""Operations on a model: passes, steps, saves, loads. From the SDK's bodies to the contract's requests.
 
-A body that names its place but cannot be made a request of the contract is refused at that place, so that what comes
-after it need not wait for it.
+A body that names its sequence number but cannot be converted is refused at that sequence number, so that later
+operations do not wait for it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from starlette.responses import Response
 
 from coordinator.base.errors import ServiceError, invalid
 from coordinator.doors.http.calls import JSON_BYTES_MAX, Call, unreadable
-from coordinator.doors.tinker import older, shapes
+from coordinator.doors.tinker import json_passes, schemas
 from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.futures import submit
-from coordinator.doors.tinker.places import takes_place
 from coordinator.doors.tinker.results import PROTOBUF
 from coordinator.doors.tinker.tensors import ELEMENTS_MAX, dense, shape_of, tokens
+from coordinator.doors.tinker.unreadable import consumes_seq
 from coordinator.operations.operation import Kind
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.v1 import checkpoints_pb2, training_pb2, types_pb2
@@ -28,21 +28,21 @@ from workers.contract.losses import LOSS_RULES
 PassRequest = training_pb2.ForwardRequest | training_pb2.ForwardBackwardRequest
 _ELSEWHERE = {
     "stable_reinforce": "its formula is not public; use importance_sampling, ppo or cispo",
-    "custom": "use forward_backward_custom, which computes the loss where you are",
+    "custom": "use forward_backward_custom, which computes the loss in the client",
 }
-"""Losses that the SDK names and no pool but Tinker's has."""
+"""Losses that the SDK names and this pool does not have, each with its replacement."""
 
 
-@takes_place(Kind.FORWARD_BACKWARD, training_pb2.ForwardBackwardRequest)
+@consumes_seq(Kind.FORWARD_BACKWARD, training_pb2.ForwardBackwardRequest)
 async def forward_backward(call: Call) -> Response:
-    """POST /forward_backward, also without gradient; POST /forward of clients before 0.25."""
+    """POST /forward_backward, with or without gradient; POST /forward of clients before 0.25."""
     if call.content_type == PROTOBUF:
         asked = _parsed(await call.body(bytes_max=call.door.message_bytes_max))
     elif call.content_type == "application/json":
-        return await _json_pass(call, await call.json(shapes.JsonPass, bytes_max=JSON_BYTES_MAX))
+        return await _json_pass(call, await call.json(schemas.JsonPass, bytes_max=JSON_BYTES_MAX))
     else:
         raise invalid(
-            f"content-type {call.content_type[:80]!r}: forward_backward takes {PROTOBUF}, or JSON of clients < 0.25"
+            f"content-type {call.content_type[:80]!r} is not supported: send {PROTOBUF}, or JSON as clients before 0.25"
         )
     return await _pass(call, asked)
 
@@ -54,11 +54,11 @@ def _parsed(body: bytes) -> wire.ForwardBackwardRequest:
         raise unreadable("the body is not a forward_backward request of the Tinker protocol", body) from None
 
 
-async def _json_pass(call: Call, given: shapes.JsonPass) -> Response:
+async def _json_pass(call: Call, given: schemas.JsonPass) -> Response:
     try:
-        asked = older.binary_pass(given)
+        asked = json_passes.binary_pass(given)
     except ServiceError as error:
-        kind, make = _kind(is_forward=older.is_forward(given))
+        kind, make = _kind(is_forward=json_passes.is_forward(given))
         return await submit(call, call.service.refuse, kind, make(adapter_id=given.model_id, seq=given.seq_id), error)
     return await _pass(call, asked)
 
@@ -80,10 +80,10 @@ def _kind(*, is_forward: bool) -> tuple[Kind, type[PassRequest]]:
     return Kind.FORWARD_BACKWARD, training_pb2.ForwardBackwardRequest
 
 
-@takes_place(Kind.OPTIM_STEP, training_pb2.OptimStepRequest)
+@consumes_seq(Kind.OPTIM_STEP, training_pb2.OptimStepRequest)
 async def optim_step(call: Call) -> Response:
     """POST /optim_step."""
-    asked = await call.json(shapes.OptimStep)
+    asked = await call.json(schemas.OptimStep)
     request = training_pb2.OptimStepRequest(adapter_id=asked.model_id, seq=asked.seq_id)
     if asked.optimizer_params is not None:
         name = str(asked.optimizer_params.get("type", ""))[:40]
@@ -94,10 +94,10 @@ async def optim_step(call: Call) -> Response:
     return await submit(call, call.service.optim_step, request)
 
 
-@takes_place(Kind.SAVE_STATE, checkpoints_pb2.SaveStateRequest)
+@consumes_seq(Kind.SAVE_STATE, checkpoints_pb2.SaveStateRequest)
 async def save_weights(call: Call) -> Response:
     """POST /save_weights."""
-    asked = await call.json(shapes.SaveWeights)
+    asked = await call.json(schemas.SaveWeights)
     request = checkpoints_pb2.SaveStateRequest(
         adapter_id=asked.model_id,
         seq=asked.seq_id,
@@ -109,10 +109,10 @@ async def save_weights(call: Call) -> Response:
     return await submit(call, call.service.save_state, request)
 
 
-@takes_place(Kind.SAVE_WEIGHTS_FOR_SAMPLER, checkpoints_pb2.SaveWeightsForSamplerRequest)
+@consumes_seq(Kind.SAVE_WEIGHTS_FOR_SAMPLER, checkpoints_pb2.SaveWeightsForSamplerRequest)
 async def save_weights_for_sampler(call: Call) -> Response:
     """POST /save_weights_for_sampler."""
-    asked = await call.json(shapes.SaveWeightsForSampler)
+    asked = await call.json(schemas.SaveWeightsForSampler)
     request = checkpoints_pb2.SaveWeightsForSamplerRequest(
         adapter_id=asked.model_id,
         seq=asked.seq_id,
@@ -125,10 +125,10 @@ async def save_weights_for_sampler(call: Call) -> Response:
     return await submit(call, call.service.save_weights_for_sampler, request)
 
 
-@takes_place(Kind.SAVE_WEIGHTS_FOR_SAMPLER, checkpoints_pb2.SaveWeightsForSamplerRequest)
+@consumes_seq(Kind.SAVE_WEIGHTS_FOR_SAMPLER, checkpoints_pb2.SaveWeightsForSamplerRequest)
 async def save_weights_external(call: Call) -> Response:
     """POST /save_weights_external."""
-    asked = await call.json(shapes.SaveWeightsExternal)
+    asked = await call.json(schemas.SaveWeightsExternal)
     request = checkpoints_pb2.SaveWeightsForSamplerRequest(
         adapter_id=asked.model_id,
         seq=asked.seq_id,
@@ -144,10 +144,10 @@ async def save_weights_external(call: Call) -> Response:
     return await submit(call, call.service.save_weights_for_sampler, request)
 
 
-async def load_into(call: Call, model_id: str, asked: shapes.LoadWeights) -> Response:
-    """POST /load_weights into a model that is there."""
+async def load_into(call: Call, model_id: str, asked: schemas.LoadWeights) -> Response:
+    """POST /load_weights into an existing model."""
     if asked.seq_id is None:
-        raise invalid("seq_id is missing: say at which place in the model's order to load")
+        raise invalid("seq_id is missing: send the sequence number of the load")
     request = training_pb2.LoadStateRequest(
         adapter_id=model_id, seq=asked.seq_id, path=asked.path, with_optimizer=asked.optimizer
     )
@@ -157,12 +157,17 @@ async def load_into(call: Call, model_id: str, asked: shapes.LoadWeights) -> Res
 
 
 def no_access_tokens() -> ServiceError:
-    """The refusal of a token for another's checkpoint."""
-    return unsupported("weights_access_token", "let its owner publish the checkpoint, or use a key of the same tenant")
+    """Return the refusal of a token for another tenant's checkpoint."""
+    return unsupported(
+        "weights_access_token", "ask the owner to publish the checkpoint, or use a key of the same tenant"
+    )
 
 
 def _fill(request: PassRequest, asked: wire.ForwardBackwardRequest) -> None:
-    """Fill in loss and data. Raises ServiceError INVALID_ARGUMENT."""
+    """Fill in loss and data. The refusal of a request has the fields that were converted before the error.
+
+    Raises ServiceError INVALID_ARGUMENT.
+    """
     request.loss_function = loss_function(asked.loss_fn)
     for key, value in _options(asked).items():
         request.loss_config[key] = value
@@ -175,14 +180,15 @@ def _fill(request: PassRequest, asked: wire.ForwardBackwardRequest) -> None:
                 claimed += math.prod(shape_of(label, tensor))
                 if claimed > ELEMENTS_MAX:
                     raise invalid(
-                        f"{label}: the sparse inputs of a request have at most {ELEMENTS_MAX} elements in all"
+                        f"{label}: the sparse inputs of a request have at most {ELEMENTS_MAX} elements in all: send "
+                        "less at once"
                     )
             inputs[key] = dense(label, tensor)
         request.data.add(tokens=tokens(datum.model_input, f"data[{index}].model_input"), loss_inputs=inputs)
 
 
 def loss_function(name: str) -> types_pb2.LossFunction.ValueType:
-    """The contract's loss of that name. Raises ServiceError INVALID_ARGUMENT."""
+    """Return the contract's loss of a name. Raises ServiceError INVALID_ARGUMENT."""
     if name in _ELSEWHERE:
         raise unsupported(f"loss {name!r}", _ELSEWHERE[name])
     if name not in LOSS_RULES:
@@ -195,5 +201,5 @@ def _options(asked: wire.ForwardBackwardRequest) -> Mapping[str, float]:
         return asked.loss_fn_config
     for key, option in asked.loss_fn_config_v2.items():
         if option.WhichOneof("value") != "number":
-            raise invalid(f"loss_fn_config {key[:80]!r} must be a number: no loss of this pool takes a text")
+            raise invalid(f"loss_fn_config {key[:80]!r} must be a number: the losses of this pool have no text options")
     return {key: option.number for key, option in asked.loss_fn_config_v2.items()}

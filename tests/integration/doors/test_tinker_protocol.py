@@ -326,8 +326,8 @@ def test_bodies_that_are_not_what_they_say_and_name_no_place_are_refused(wired: 
     for body, headers, told in (
         (b"\xff\xff\xff", {}, "not a forward_backward request"),
         (b"not packed", {"content-encoding": "zstd"}, "not zstd"),
-        (zstandard.compress(request.SerializeToString())[:-1], {"content-encoding": "zstd"}, "no whole frame"),
-        (zstandard.compress(request.SerializeToString()) + b"more", {"content-encoding": "zstd"}, "behind it"),
+        (zstandard.compress(request.SerializeToString())[:-1], {"content-encoding": "zstd"}, "frame is incomplete"),
+        (zstandard.compress(request.SerializeToString()) + b"more", {"content-encoding": "zstd"}, "bytes follow it"),
         (None, {"content-encoding": "br"}, "send zstd"),
         (b"{}", {"content-type": "text/plain"}, "content-type"),
     ):
@@ -450,12 +450,15 @@ def targets_of(shape: list[int], **values: Any) -> dict[str, Any]:
     [
         (targets_of([2, 1 << 30]), "has more than"),
         (targets_of([1 << 30, 1]), "has more than"),
-        (targets_of([3, 1]), "of shape (3, 1): give int64 token ids of shape (2, k)"),
+        (targets_of([3, 1]), "of shape (3, 1): send int64 token ids of shape (2, k)"),
         (targets_of([2]), "of shape (2,)"),
-        (targets_of([2, 1], dtype="float32"), "is float32 of shape (2, 1): give int64"),
+        (targets_of([2, 1], dtype="float32"), "is float32 of shape (2, 1): send int64"),
         (targets_of([2, 1]), "names no token"),
         (targets_of([2, 101]), "k at most 100"),
-        (targets_of([2, 1], data=[1 << 64], sparse_crow_indices=[0, 0, 1], sparse_col_indices=[0]), "no int64"),
+        (
+            targets_of([2, 1], data=[1 << 64], sparse_crow_indices=[0, 0, 1], sparse_col_indices=[0]),
+            "not a valid int64",
+        ),
         (targets_of([2, 1], data=[5], sparse_crow_indices=[0, 0, 1], sparse_col_indices=[1]), "is sparse"),
         (targets_of([2, 1], sparse_crow_indices=None), "has 0 elements but shape (2, 1)"),
         ({"data": [[1]], "dtype": "int64"}, "target_prompt_logprobs.data"),

@@ -286,7 +286,7 @@ def test_an_export_is_downloaded_file_by_file_and_an_address_is_good_for_its_fil
         with pytest.raises(urllib.error.HTTPError) as raised:
             read(wrong)
         assert raised.value.code == 403
-        assert "ask for" in raised.value.read().decode()
+        assert "request the checkpoint's URLs again" in raised.value.read().decode()
     stranger = Wire(pool.http_url, pool.key("mallory"))
     run, kind, name = path.removeprefix("tinker://").split("/")
     response = stranger.get(f"/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")

@@ -20,8 +20,9 @@ from grpc_status import rpc_status
 
 from coordinator.base.config import GrpcConfig
 from coordinator.base.errors import Code, ServiceError
+from coordinator.doors.errors import DoorError
 from coordinator.doors.grpc.calls import SERVICES, Calls, use_case_name
-from coordinator.doors.grpc.server import DoorError, GrpcDoor
+from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.service import Service
 from coordinator.service.auth import Principal
 from tests.support.doors.certificates import make_certificate

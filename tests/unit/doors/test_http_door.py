@@ -21,12 +21,13 @@ from pydantic import BaseModel, ValidationError
 
 from coordinator.base.config import HttpConfig
 from coordinator.base.errors import Code, ServiceError
+from coordinator.doors.errors import DoorError
 from coordinator.doors.http.calls import read_json
 from coordinator.doors.http.downloads import AT_ONCE_MAX, DOWNLOAD_S, Downloads
-from coordinator.doors.http.rendering import PiecewiseJson
+from coordinator.doors.http.encoding import PiecewiseJson
 from coordinator.doors.http_app import HANDLERS, PREFIX
-from coordinator.doors.http_server import HttpDoor, HttpDoorError
-from coordinator.doors.tinker import shapes
+from coordinator.doors.http_server import HttpDoor
+from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.checkpoints import CHECKPOINTS_MAX
 from coordinator.doors.tinker.results import JSON_RESULT_BYTES_MAX, PROTOBUF
 from coordinator.service.auth import Principal
@@ -107,15 +108,15 @@ async def test_no_path_is_answered_without_a_key(opened: Open, method: str, path
     ("model", "body"),
     [
         (
-            shapes.Sample,
+            schemas.Sample,
             {"prompt": {"chunks": [{"tokens": ["x"] * 100_000}]}, "sampling_params": {"stop": [[]] * 9999}},
         ),
-        (shapes.Sample, {"prompt": {"chunks": [{"type": 1}] * 100_000}, "sampling_params": {}}),
-        (shapes.Sample, {"prompt": {"chunks": [{}] * 1001}, "sampling_params": {}}),
-        (shapes.CreateSession, {"tags": [1] * 100_000, "user_metadata": dict.fromkeys(map(str, range(100_000)), 1)}),
-        (shapes.JsonPassInput, {"data": [{"model_input": 1}] * 100_000, "loss_fn": "x" * 100_000}),
-        (shapes.JsonDatum, {"model_input": {"chunks": []}, "loss_fn_inputs": dict.fromkeys(["a" * 10**5, "b"], 1)}),
-        (shapes.JsonTensor, {"data": ["x"] * 100_000, "dtype": "int64", "shape": [-1] * 100_000}),
+        (schemas.Sample, {"prompt": {"chunks": [{"type": 1}] * 100_000}, "sampling_params": {}}),
+        (schemas.Sample, {"prompt": {"chunks": [{}] * 1001}, "sampling_params": {}}),
+        (schemas.CreateSession, {"tags": [1] * 100_000, "user_metadata": dict.fromkeys(map(str, range(100_000)), 1)}),
+        (schemas.JsonPassInput, {"data": [{"model_input": 1}] * 100_000, "loss_fn": "x" * 100_000}),
+        (schemas.JsonDatum, {"model_input": {"chunks": []}, "loss_fn_inputs": dict.fromkeys(["a" * 10**5, "b"], 1)}),
+        (schemas.JsonTensor, {"data": ["x"] * 100_000, "dtype": "int64", "shape": [-1] * 100_000}),
     ],
 )
 def test_of_a_million_wrong_items_few_are_told(model: type[BaseModel], body: dict[str, Any]) -> None:
@@ -223,7 +224,7 @@ async def test_a_port_in_use_is_said_with_what_to_do() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(HttpDoorError, match="--http-port"):
+        with pytest.raises(DoorError, match="--http-port"):
             HttpDoor(HttpConfig(port=taken.getsockname()[1])).bind()
 
 
@@ -239,7 +240,7 @@ async def test_a_certificate_that_is_none_is_said(tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("nonsense")
     door = HttpDoor(HttpConfig(port=0, is_remote=True, tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "cert.pem"))
     door.bind()
-    with pytest.raises(HttpDoorError, match="in PEM"):
+    with pytest.raises(DoorError, match="in PEM"):
         await door.start(FakeService(), authenticate, lambda: True, tmp_path)  # type: ignore[arg-type]
     await door.stop(0)
 
@@ -416,9 +417,9 @@ def test_a_download_address_works_until_it_expires_for_its_file_alone() -> None:
         ("a.json", {"expires": "99999"}),
         ("a.json", {"signature": ""}),
     ):
-        with pytest.raises(ServiceError, match="since it started"):
+        with pytest.raises(ServiceError, match="since its last start"):
             downloads.check({**query, **changed}, file)
-    with pytest.raises(ServiceError, match="since it started"):
+    with pytest.raises(ServiceError, match="since its last start"):
         Downloads(lambda: now[0]).check(query, "a.json")
     now[0] += DOWNLOAD_S + 1
     with pytest.raises(ServiceError, match="has expired"):

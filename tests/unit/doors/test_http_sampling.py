@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.doors.tinker.sampling import _params
-from coordinator.doors.tinker.shapes import SamplingParams
+from coordinator.doors.tinker.sampling import sampling_params
+from coordinator.doors.tinker.schemas import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -22,11 +22,11 @@ from coordinator.doors.tinker.shapes import SamplingParams
 def test_a_stop_is_a_text_or_texts_or_token_ids_or_nothing_at_all(
     stop: Any, strings: list[str], tokens: list[int]
 ) -> None:
-    params = _params(SamplingParams(stop=stop))
+    params = sampling_params(SamplingParams(stop=stop))
     assert params.HasField("stop")
     assert (list(params.stop.strings), list(params.stop.tokens)) == (strings, tokens)
 
 
 def test_no_stop_leaves_the_models_own_end() -> None:
-    assert not _params(SamplingParams(stop=None)).HasField("stop")
-    assert not _params(SamplingParams()).HasField("stop")
+    assert not sampling_params(SamplingParams(stop=None)).HasField("stop")
+    assert not sampling_params(SamplingParams()).HasField("stop")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
 from coordinator.base.errors import ServiceError
-from coordinator.doors.tinker.shapes import JsonTensor
+from coordinator.doors.tinker.schemas import JsonTensor
 from coordinator.doors.tinker.tensors import ELEMENTS_MAX, array_records, binary_tensor, dense, sparse_rows, tokens
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.convert import from_tensor, to_tensor
@@ -118,7 +118,7 @@ def test_a_tensor_in_json_is_the_binary_one_and_what_is_no_number_of_its_type_is
     assert from_tensor(dense("x", binary_tensor("x", tensor))).tolist() == [[1, 2]]
     rows = JsonTensor(data=[5], dtype="int64", shape=[2, 3], sparse_crow_indices=[0, 0, 1], sparse_col_indices=[2])
     assert from_tensor(dense("x", binary_tensor("x", rows))).tolist() == [[0, 0, 0], [0, 0, 5]]
-    with pytest.raises(ServiceError, match="x has a number that is no int64"):
+    with pytest.raises(ServiceError, match="x has a number that is not a valid int64"):
         binary_tensor("x", JsonTensor(data=[1 << 70], dtype="int64"))
     with pytest.raises(ServiceError, match="x is sparse"):
         dense("x", binary_tensor("x", JsonTensor(data=[5], dtype="int64", shape=[1, 1], sparse_crow_indices=[0, 1])))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.doors.http.tokenizers import leave_tokenizers
+from coordinator.doors.http.tokenizers import write_tokenizers
 from tests.simulation.disk import SimDisk
 from tests.support.doors.fake_service import FakeService
 from tinkerpool.v1 import sessions_pb2
@@ -48,7 +48,7 @@ def leave(disk: SimDisk) -> Path:
     capabilities = sessions_pb2.GetCapabilitiesResponse(base_models=[sessions_pb2.BaseModel(name="org/model")])
     tokenizer = sessions_pb2.GetTokenizerResponse(files=FILES)
     service: Any = FakeService(get_capabilities=capabilities, get_tokenizer=tokenizer)
-    return asyncio.run(leave_tokenizers(service, ROOT, disk))["org/model"]
+    return asyncio.run(write_tokenizers(service, ROOT, disk))["org/model"]
 
 
 def contents(disk: SimDisk, folder: Path) -> dict[str, bytes]:

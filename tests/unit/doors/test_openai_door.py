@@ -16,8 +16,8 @@ import pytest
 from coordinator.base.config import HttpConfig
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http_server import HttpDoor
-from coordinator.doors.openai.answers import LOGPROB_MIN
-from coordinator.doors.openai.texts import read_text_model
+from coordinator.doors.openai.responses import LOGPROB_MIN
+from coordinator.doors.openai.text_models import read_text_model
 from tests.support.doors.fake_service import KEY, FakeService, authenticate
 from tests.support.served_pool import SHIPPED_MODEL
 from tinkerpool.convert import from_tensor, to_tensor
@@ -327,9 +327,9 @@ TEXT = {"prompt": "And"}
         (TEXT | {"stream_options": {"include_usage": True}}, "stream_options", "invalid_value", "stream=true"),
         (TEXT | {"max_tokens": 64}, "prompt", "context_length_exceeded", "64 tokens in all"),
         ({"prompt": ""}, "prompt", "invalid_value", "prompt is empty"),
-        ({"prompt": []}, "prompt", "invalid_value", "not empty"),
+        ({"prompt": []}, "prompt", "invalid_value", "non-empty"),
         ({"prompt": ["a", 1]}, "prompt", "invalid_value", r"prompt\[1\]"),
-        ({"prompt": [1, 1 << 70], "echo": True}, "prompt", "invalid_value", "no token id"),
+        ({"prompt": [1, 1 << 70], "echo": True}, "prompt", "invalid_value", "not a token id"),
         ({"prompt": [[1], [2, -1]], "echo": True}, "prompt", "invalid_value", "0 to 2047"),
         ({"prompt": ["a"] * 1025}, "prompt", "invalid_value", "at most 1024"),
         (CHAT | {"top_logprobs": 2}, "top_logprobs", "invalid_value", "logprobs=true"),

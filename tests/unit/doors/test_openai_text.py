@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from coordinator.doors.openai.detokenizer import BROKEN, Detokenizer
 from coordinator.doors.openai.templates import ChatTemplateError, read_template
-from coordinator.doors.openai.texts import read_text_model
+from coordinator.doors.openai.text_models import read_text_model
 from tests.support.served_pool import SHIPPED_MODEL
 from tinkerpool.v1 import sessions_pb2
 

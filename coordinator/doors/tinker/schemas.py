@@ -1,30 +1,24 @@
-"""The JSON bodies of the Tinker protocol, as far as they are read. What nobody here needs is ignored.
-
-Fields that are absent and fields that are null mean the same.
-"""
+"""JSON bodies of the Tinker protocol. Fields that are not listed are ignored; null means the same as absent."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
+
+from coordinator.doors.http.schemas import Items, Named
 
 Seq = Annotated[int, Field(ge=1, lt=1 << 62)]
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Index = Annotated[int, Field(ge=0, lt=10**9)]
 Ttl = Annotated[int, Field(ge=1, lt=1 << 63)] | None
-"""Seconds to live; None: for good."""
-Item = TypeVar("Item")
-Items = Annotated[list[Item], Field(fail_fast=True)]
-"""Of a million wrong items the first is told: all of them would be gigabytes of reasons."""
-Named = Annotated[dict[str, Item], Field(fail_fast=True)]
-"""The same, by name."""
+"""Time to live in seconds; None: unlimited."""
 Metadata = Named[str] | None
 NumTokens = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class Nothing(BaseModel):
-    """A body in which nothing matters."""
+    """A body without fields that are read."""
 
 
 class CreateSession(BaseModel):
@@ -49,7 +43,7 @@ class OfModel(BaseModel):
 
 
 class JsonTensor(BaseModel):
-    """A tensor: targets of a sample, and whatever is in a pass of clients before 0.25."""
+    """A tensor: targets of a sample, or data of a pass of clients before 0.25."""
 
     data: Items[int] | Items[float]
     dtype: Literal["float32", "int64"]
@@ -72,14 +66,14 @@ class ModelInput(BaseModel):
 
 
 class JsonDatum(BaseModel):
-    """A sequence of such a pass."""
+    """A sequence of a pass of clients before 0.25."""
 
     model_input: ModelInput
     loss_fn_inputs: Named[JsonTensor]
 
 
 class JsonPassInput(BaseModel):
-    """Loss and data of such a pass."""
+    """Loss and data of a pass of clients before 0.25."""
 
     data: Items[JsonDatum]
     loss_fn: str
@@ -96,7 +90,7 @@ class JsonPass(BaseModel):
 
 
 class LoraConfig(BaseModel):
-    """What an adapter is made of."""
+    """Settings of an adapter."""
 
     rank: Annotated[int, Field(gt=0, lt=1 << 31)]
     seed: Int64 | None = None
@@ -106,7 +100,7 @@ class LoraConfig(BaseModel):
 
 
 class OptimizerConfig(BaseModel):
-    """Which optimizer."""
+    """The optimizer of a model."""
 
     type: str = "adamw"
 
@@ -123,7 +117,7 @@ class CreateModel(BaseModel):
 
 
 class LoadWeights(BaseModel):
-    """POST /load_weights: into the model `model_id`, or into a new one of `session_id`."""
+    """POST /load_weights: into the model `model_id`, or into a new model of `session_id`."""
 
     path: str
     optimizer: bool = False
@@ -169,7 +163,7 @@ class SaveWeights(BaseModel):
 
 
 class SaveWeightsForSampler(BaseModel):
-    """POST /save_weights_for_sampler: a checkpoint with a name, or a sampler with a number."""
+    """POST /save_weights_for_sampler: a checkpoint with a name, or a sampler with an index."""
 
     model_id: str
     seq_id: Seq
@@ -191,7 +185,7 @@ class SaveWeightsExternal(BaseModel):
 
 
 class SetTtl(BaseModel):
-    """PUT on a checkpoint's /ttl."""
+    """PUT of a checkpoint's /ttl."""
 
     ttl_seconds: Ttl
 
@@ -204,14 +198,14 @@ class RetrieveFuture(BaseModel):
 
 
 class FuturesTarget(BaseModel):
-    """Whose promises: one client's of a sampling session."""
+    """One client of a sampling session, by its number."""
 
     sampling_session_id: str
     cloned_sampler_id: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
 
 
 class RetrieveFutures(BaseModel):
-    """POST /retrieve_futures. Which results have come is known from their retrieval."""
+    """POST /retrieve_futures. Acknowledgements of fetched results are ignored: each fetch is recorded by itself."""
 
     target: FuturesTarget
     prev_cursor: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
@@ -234,7 +228,7 @@ class CreateSamplingSession(BaseModel):
 
 
 class SamplingParams(BaseModel):
-    """How to draw."""
+    """Parameters of drawing tokens."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     seed: Int64 | None = None

@@ -1,7 +1,4 @@
-"""A client that may go away before its answer is there: what was begun for it ends then.
-
-Knows HTTP; not what is asked.
-"""
+"""Clients that disconnect before their response is complete, and server-sent events."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 
-async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """What the work gives. Raises ClientDisconnect, and ends the work, if the client goes away before that.
+async def cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientDisconnect.
 
     The request's body must have been read to its end.
     """
-    working, leaving = asyncio.ensure_future(work), asyncio.create_task(_gone(receive))
+    working, leaving = asyncio.ensure_future(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -35,21 +32,21 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """Server-sent events: an answer whose body is made while it is sent."""
+    """Server-sent events: a response whose body is made while it is sent."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
-        """`events` is closed when all was sent, or when nobody reads any more."""
+        """Send `events`; close them at the end, or when the client disconnects."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, or as much of it as is taken."""
+        """Send the events until their end or until the client disconnects."""
         async with contextlib.aclosing(self._events):
             with contextlib.suppress(ClientDisconnect):
-                await unless_gone(receive, self._send(send))
+                await cancel_on_disconnect(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -58,6 +55,6 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,7 +1,7 @@
-"""The JSON bodies of OpenAI's protocol, and which of their parameters mean anything here.
+"""JSON bodies of OpenAI's protocol, and the parameters that this pool supports.
 
-Fields that are absent and fields that are null mean the same. What would change the answer and cannot be done is
-refused by name; nothing is dropped in silence but what says nothing about the answer.
+Null means the same as absent. A parameter that would change the response and is not supported is refused by name;
+parameters that do not affect the response are ignored.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from coordinator.base.errors import ServiceError
 from coordinator.doors.http.calls import INLINE_BYTES_MAX, JSON_BYTES_MAX, Call
+from coordinator.doors.http.schemas import Items
 from coordinator.doors.openai.errors import refused, unsupported
-from coordinator.doors.tinker.shapes import Items
 
 STOPS_MAX = 4
 STOP_CHARACTERS_MAX = 1000
-"""Of one stop string: at every token it is looked for."""
+"""Length of one stop string; each is searched for at every token."""
 TOP_LOGPROBS_MAX = 20
 PROMPTS_MAX = 1024
 
 _IGNORED = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier"})
-"""Says who asks, or how the answer is to be billed."""
+"""Parameters that identify the user or concern billing."""
 _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -44,7 +44,7 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "store": (False,),
 }
-"""Parameters of OpenAI's that cannot be done, each with the values that ask for nothing."""
+"""Parameters that are not supported, each with the values that have no effect and are accepted."""
 
 Integer = Annotated[int, Field(ge=0, lt=1 << 31)]
 Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -52,15 +52,15 @@ Body = TypeVar("Body", bound="Common")
 
 
 class StreamOptions(BaseModel):
-    """What a stream has beside the text."""
+    """Options of a stream."""
 
-    model_config = ConfigDict(extra="ignore")  # include_obfuscation pads chunks against listeners; TLS is not here
+    model_config = ConfigDict(extra="ignore")  # include_obfuscation, which hides the lengths of tokens, is ignored
 
     include_usage: bool = False
 
 
 class Common(BaseModel):
-    """What both endpoints take."""
+    """Parameters of both endpoints."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -69,7 +69,7 @@ class Common(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = -1
-    """Not OpenAI's own: the likeliest tokens to draw from; -1: all."""
+    """Not in OpenAI's API: draw from this many most likely tokens; -1: from all."""
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: str | Items[str] = []
     stream: bool = False
@@ -120,11 +120,11 @@ class Chat(Common):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)] = 0
     chat_template_kwargs: dict[str, Any] = {}
-    """Not OpenAI's own: more variables for the chat template."""
+    """Not in OpenAI's API: more variables for the chat template."""
 
 
 async def read(call: Call, shape: type[Body]) -> Body:
-    """The body of a call. Raises ServiceError, naming the parameter that is wrong."""
+    """Return the body of a call. Raises ServiceError, which names the wrong parameter."""
     body = await call.body(bytes_max=JSON_BYTES_MAX)
     if len(body) > INLINE_BYTES_MAX:
         return await asyncio.to_thread(parse, shape, body)
@@ -132,7 +132,7 @@ async def read(call: Call, shape: type[Body]) -> Body:
 
 
 def parse(shape: type[Body], body: bytes) -> Body:
-    """A body of that shape in which everything means something here. Raises ServiceError INVALID_ARGUMENT."""
+    """Parse a body and check its parameters. Raises ServiceError INVALID_ARGUMENT."""
     try:
         asked = shape.model_validate_json(body or b"{}")
     except ValidationError as error:
@@ -141,40 +141,45 @@ def parse(shape: type[Body], body: bytes) -> Body:
         if name not in _IGNORED:
             _check_without_effect(name, value)
     if len(asked.stops) > STOPS_MAX:
-        raise refused("stop", f"stop has {len(asked.stops)} strings, at most {STOPS_MAX} are looked for")
+        raise refused("stop", f"stop has {len(asked.stops)} strings: send at most {STOPS_MAX}")
     if any(not 1 <= len(stop) <= STOP_CHARACTERS_MAX for stop in asked.stops):
-        raise refused("stop", f"a stop string has 1 to {STOP_CHARACTERS_MAX} characters")
+        raise refused(
+            "stop",
+            f"stop has a string of another length than 1 to {STOP_CHARACTERS_MAX} characters: shorten or remove it",
+        )
     if asked.stream_options is not None and not asked.stream:
-        raise refused("stream_options", "stream_options goes only with stream=true")
+        raise refused("stream_options", "stream_options needs stream=true: set it, or leave stream_options out")
     if isinstance(asked, Completion) and asked.best_of not in (None, asked.n):
-        raise unsupported("best_of", "ask for n choices and choose among them by their log-probabilities")
+        raise unsupported("best_of", "request n choices with logprobs, and choose among them")
     if isinstance(asked, Chat) and asked.top_logprobs and not asked.logprobs:
-        raise refused("top_logprobs", "top_logprobs goes only with logprobs=true")
+        raise refused("top_logprobs", "top_logprobs needs logprobs=true: set it, or leave top_logprobs out")
     return asked
 
 
 def prompts_of(value: Any, vocab_size: int) -> list[str | list[int]]:
-    """The prompts of a completion: texts, and token ids below `vocab_size`. Raises ServiceError INVALID_ARGUMENT."""
+    """Return a completion's prompts: texts, or token ids below `vocab_size`. Raises ServiceError INVALID_ARGUMENT."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise refused("prompt", "prompt must be a text, a list of token ids, or a list of either that is not empty")
+        raise refused("prompt", "prompt must be a text, a list of token ids, or a non-empty list of either")
     prompts = [value] if _are_integers(value) else value
     if len(prompts) > PROMPTS_MAX:
         raise refused("prompt", f"prompt has {len(prompts)} entries, at most {PROMPTS_MAX}: send several requests")
-    for place, entry in enumerate(prompts):
+    for index, entry in enumerate(prompts):
         if isinstance(entry, str):
             continue
         if not (isinstance(entry, list) and entry and _are_integers(entry)):
-            raise refused("prompt", f"prompt[{place}] is neither a text nor a list of token ids that is not empty")
+            raise refused("prompt", f"prompt[{index}] must be a text or a non-empty list of token ids")
         if not 0 <= min(entry) <= max(entry) < vocab_size:
-            raise refused("prompt", f"prompt has a number that is no token id: these are 0 to {vocab_size - 1}")
+            raise refused(
+                "prompt", f"prompt has a number that is not a token id: send numbers from 0 to {vocab_size - 1}"
+            )
     return prompts
 
 
 def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: contents are texts. Raises ServiceError INVALID_ARGUMENT."""
-    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    """Convert messages for chat templates: contents are texts. Raises ServiceError INVALID_ARGUMENT."""
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def _message(message: Message, where: str) -> dict[str, Any]:
@@ -195,12 +200,12 @@ def _content(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise refused(where, f"{where} has no content: a text, or a list of parts of type text")
+        raise refused(where, f"{where} has no content: send a text, or a list of parts of type text")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            raise refused(where, f"{where} has a part of type {str(kind)[:40]!r}: the base models take text alone")
+            raise refused(where, f"{where} has a part of type {str(kind)[:40]!r}: the base models take text only")
         if not isinstance(part.get("text"), str):
             raise refused(where, f"{where} has a part of type text without a text")
         texts.append(part["text"])
@@ -213,7 +218,7 @@ def _are_integers(value: list[Any]) -> bool:
 
 def _check_without_effect(name: str, value: Any) -> None:
     if name not in _WITHOUT_EFFECT:
-        raise refused(name[:80], f"{name[:80]!r} is not known here: leave it out", "UNKNOWN_PARAMETER")
+        raise refused(name[:80], f"{name[:80]!r} is not a known parameter: leave it out", "UNKNOWN_PARAMETER")
     if value not in _WITHOUT_EFFECT[name]:
         allowed = " or ".join(repr(allowed) for allowed in _WITHOUT_EFFECT[name])
         raise unsupported(name, f"leave it out{f', or send {allowed}' if allowed else ''}")

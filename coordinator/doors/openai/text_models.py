@@ -1,7 +1,4 @@
-"""What the coordinator knows of a base model's text: its tokenizer, its chat template, its special tokens.
-
-Read once from the files that the pool hands to clients, too. Knows nothing of requests.
-"""
+"""Text of a base model: its tokenizer, chat template and special tokens, read from the files that clients get too."""
 
 from __future__ import annotations
 
@@ -20,47 +17,47 @@ from coordinator.doors.openai.templates import ChatTemplate, ChatTemplateError, 
 from tinkerpool.v1 import sessions_pb2 as pb
 
 _INLINE_CHARACTERS_MAX = 4096
-"""What is longer is made tokens of beside the event loop."""
+"""Longer texts are encoded on a thread."""
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTES = {chr(value): value for value in _PRINTABLE} | {
-    chr(256 + place): value for place, value in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))
+    chr(256 + index): value for index, value in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))
 }
-"""How byte-level vocabularies spell bytes: those that print as themselves, the others from U+0100 up."""
+"""Bytes by their character in byte-level vocabularies: printable ones stand for themselves, others follow U+0100."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-"""How the other vocabularies spell them."""
+"""A byte in other vocabularies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextModel:
-    """A base model, with its text."""
+    """A base model and its text."""
 
     name: str
     vocab_size: int
-    """Token ids are 0 to one less."""
+    """Token ids are 0 to `vocab_size` - 1."""
     max_tokens: int
     """Prompt and sample together."""
     eos_tokens: tuple[int, ...]
     fingerprint: str
-    """The numerics that compute with it."""
+    """Fingerprint of the numerics that compute with the model."""
     tokenizer: Tokenizer
     template: ChatTemplate | None
     hidden: frozenset[int]
-    """Tokens that are not shown: the special ones, and those that end a text."""
+    """Tokens without visible text: special tokens and end-of-sequence tokens."""
     anchor: tuple[int, ...]
-    """One token with text, if there is one: what is decoded behind it keeps the space that it begins with."""
+    """A token with text, if there is one. Tokens that are decoded after it keep their leading space."""
     _token_texts: dict[int, tuple[str, bytes | None]] = field(default_factory=dict, init=False)
 
     def detokenizer(self, stops: Sequence[str] = (), *, is_prompt: bool = False) -> Detokenizer:
-        """For the text of one sampled sequence, or of a prompt, which nothing stands before."""
+        """Return the detokenizer of one sampled sequence, or of a prompt."""
         return Detokenizer(self.tokenizer, self.hidden, stops, () if is_prompt else self.anchor)
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """Text, special tokens included."""
+        """Return the text of tokens, special tokens included."""
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=False)
         return text
 
     def token_text(self, token: int) -> tuple[str, bytes | None]:
-        """The text of one token, and its bytes if it has any. Bytes of half a character are spelled out."""
+        """Return the text of one token, and its bytes if known. Bytes of an incomplete character are escaped."""
         if token not in self._token_texts:
             text = self.text_of([*self.anchor, token])[len(self.text_of(self.anchor)) :]
             data: bytes | None = text.encode()
@@ -71,24 +68,24 @@ class TextModel:
         return self._token_texts[token]
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """The tokens of texts."""
+        """Return the tokens of texts."""
         if sum(map(len, texts)) > _INLINE_CHARACTERS_MAX:
             return await asyncio.to_thread(self._encode, texts, add_special_tokens)
         return self._encode(texts, add_special_tokens)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
-        """The tokens of a conversation that the assistant is to go on with. Raises ServiceError INVALID_ARGUMENT."""
+        """Return the prompt for the assistant's next message. Raises ServiceError INVALID_ARGUMENT."""
         if self.template is None:
             raise refused(
                 "model",
-                f"{self.name} has no chat template: use /v1/completions, with the prompt as the model expects it",
+                f"{self.name} has no chat template: use /v1/completions, with a prompt in the model's format",
                 "NO_CHAT_TEMPLATE",
             )
         try:
             text = await asyncio.to_thread(self.template.render, messages, options)
         except ChatTemplateError as error:
             raise refused(
-                "messages", f"the chat template of {self.name} does not take these messages: {error}"
+                "messages", f"the chat template of {self.name} does not accept these messages: {error}"
             ) from None
         [tokens] = await self.encode([text], add_special_tokens=False)
         return tokens
@@ -97,30 +94,30 @@ class TextModel:
         return [self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
 
 
-class Texts:
-    """The base models of a pool, each read when it is first asked for."""
+class TextModels:
+    """The base models of a pool, each read at its first use."""
 
     def __init__(self) -> None:
         self._models: dict[str, TextModel] = {}
 
     async def of(self, call: Call, model: pb.BaseModel) -> TextModel:
-        """A base model's. Raises ServiceError NOT_FOUND if its tokenizer cannot be read here."""
+        """Return a base model's text. Raises ServiceError NOT_FOUND if its tokenizer cannot be read."""
         if model.name not in self._models:
             found = await call.service.get_tokenizer(call.principal, pb.GetTokenizerRequest(base_model=model.name))
             try:
                 self._models[model.name] = await asyncio.to_thread(read_text_model, model, dict(found.files))
             except ValueError as error:
-                raise no_model(model.name, f"for this API, at least: {error}; use gRPC or the Tinker API") from None
+                raise no_model(model.name, f"in this API, because {error}; use gRPC or the Tinker API") from None
         return self._models[model.name]
 
 
 def read_text_model(model: pb.BaseModel, files: Mapping[str, bytes]) -> TextModel:
-    """A base model of its tokenizer files. Raises ValueError, saying what is missing or damaged."""
+    """Make a base model's text from its tokenizer files. Raises ValueError for missing or damaged files."""
     if "tokenizer.json" not in files:
         raise ValueError("it has no tokenizer.json")
     try:
         tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
-    except Exception as error:  # noqa: BLE001  # the library raises nothing narrower
+    except Exception as error:  # noqa: BLE001  # the library raises no narrower class
         raise ValueError(f"its tokenizer.json cannot be read: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -1,10 +1,8 @@
-"""The samples of one call, from submission to outcome. A client that goes away takes its samples with it.
+"""The samples of one call, from submission to outcome. If the client disconnects, its samples are cancelled.
 
-Numbers are drawn from all that a sampler has, so a sample's name is known before it is submitted, whatever other
-lives of the coordinator have numbered. With an `Idempotency-Key` the number follows from the key: the same request
-again finds the same sample, finished or not, also after a restart; so it goes on although its client went away.
-
-Knows the service and who has asked; not texts.
+Sequence numbers are drawn at random, so a sample has a name before it is submitted, without any state that a restart
+of the coordinator would lose. With an `Idempotency-Key`, the sequence number follows from the key: the same request
+finds the same sample again, finished or not, also after a restart; so such a sample runs on when its client leaves.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from contextlib import aclosing
 
 from coordinator.base.errors import ServiceError
 from coordinator.doors.http.calls import Call
-from coordinator.doors.openai.clients import unless_gone
 from coordinator.doors.openai.errors import failure, refused
+from coordinator.doors.openai.event_stream import cancel_on_disconnect
 from coordinator.doors.openai.samplers import Sampler, kept_alive
 from coordinator.operations.admission import SAMPLER_SEQ_MAX
 from tinkerpool.names import operation_name
@@ -29,37 +27,39 @@ from tinkerpool.v1 import sampling_pb2 as pb
 KEY_HEADER = "idempotency-key"
 
 Event = tuple[int, pb.StreamSampleResponse]
-"""Which of the requests, and what happened."""
+"""Index of the request, and a message of its stream."""
 
 
-def numbers(call: Call, count: int, *, is_repeatable: bool) -> tuple[list[int], bool]:
-    """The numbers of a call's samples, and whether the same call again has the same.
+def draw_seqs(call: Call, count: int, *, is_repeatable: bool) -> tuple[list[int], bool]:
+    """Return the sequence numbers of a call's samples, and whether a repeated call gets the same ones.
 
-    A stream's tokens are sent once, so a stream is not taken up again: `is_repeatable` is False for it.
+    `is_repeatable` is False for a stream: its tokens are sent once, so a repeated call cannot resume it.
     """
     key = call.request.headers.get(KEY_HEADER, "") if is_repeatable else ""
     if not key:
         return [secrets.randbelow(SAMPLER_SEQ_MAX) + 1 for _ in range(count)], False
-    digests = [hashlib.sha256(f"{place}\0{key}".encode()).digest() for place in range(count)]
+    digests = [hashlib.sha256(f"{index}\0{key}".encode()).digest() for index in range(count)]
     return [int.from_bytes(digest[:8], "little") % SAMPLER_SEQ_MAX + 1 for digest in digests], True
 
 
 async def outcomes(
     call: Call, sampler: Sampler, requests: Sequence[pb.SampleRequest], *, is_kept: bool
 ) -> list[ops_pb.Operation]:
-    """The finished samples, in the order of the requests.
+    """Submit the samples; return their outcomes, in the order of the requests.
 
-    They are cancelled if the client goes away, unless `is_kept`. Raises ServiceError if one is refused or fails,
-    ClientDisconnect.
+    If the client disconnects, cancels them unless `is_kept`. Raises ClientDisconnect, and ServiceError if a sample is
+    refused or fails.
     """
     await _submit(call, requests, is_kept=is_kept)
-    is_over = is_kept
+    must_cancel = not is_kept
     try:
         async with kept_alive(call, sampler.session_id):
-            operations = await unless_gone(call.request.receive, _finished(call, [_name(each) for each in requests]))
-        is_over = True
+            operations = await cancel_on_disconnect(
+                call.request.receive, _finished(call, [_name(each) for each in requests])
+            )
+        must_cancel = False
     finally:
-        if not is_over:
+        if must_cancel:
             await _cancel(call, requests)
     for operation in operations:
         check(operation)
@@ -67,32 +67,32 @@ async def outcomes(
 
 
 async def events(call: Call, sampler: Sampler, requests: Sequence[pb.SampleRequest]) -> AsyncGenerator[Event]:
-    """Tokens as they are drawn, and each request's finished operation after its tokens. Close it to cancel the rest.
+    """Submit the samples; yield tokens as they are drawn, and each request's outcome after its tokens.
 
-    Raises ServiceError if one is refused.
+    Closing the generator cancels unfinished samples. Raises ServiceError if a sample is refused.
     """
     queue: asyncio.Queue[tuple[int, pb.StreamSampleResponse | Exception]] = asyncio.Queue()
 
-    async def follow(place: int, request: pb.SampleRequest) -> None:
+    async def follow(index: int, request: pb.SampleRequest) -> None:
         try:
             stream = call.service.stream_sample(call.principal, pb.StreamSampleRequest(request=request))
             async with aclosing(stream) as responses:  # type: ignore[type-var]
                 async for response in responses:
-                    queue.put_nowait((place, response))
-        except Exception as error:  # noqa: BLE001  # it is raised where the queue is read
-            queue.put_nowait((place, error))
+                    queue.put_nowait((index, response))
+        except Exception as error:  # noqa: BLE001  # raised again by the reader of the queue
+            queue.put_nowait((index, error))
 
     unfinished = dict(enumerate(requests))
-    following = [asyncio.create_task(follow(place, request)) for place, request in unfinished.items()]
+    following = [asyncio.create_task(follow(index, request)) for index, request in unfinished.items()]
     try:
         async with kept_alive(call, sampler.session_id):
             while unfinished:
-                place, event = await queue.get()
+                index, event = await queue.get()
                 if isinstance(event, Exception):
                     raise event
                 if event.HasField("operation"):
-                    del unfinished[place]
-                yield place, event
+                    del unfinished[index]
+                yield index, event
     finally:
         await _cancel(call, list(unfinished.values()))
         for task in following:
@@ -101,13 +101,13 @@ async def events(call: Call, sampler: Sampler, requests: Sequence[pb.SampleReque
 
 
 def check(operation: ops_pb.Operation) -> None:
-    """Raise ServiceError if the sample has failed."""
+    """Raise ServiceError if the sample failed."""
     if operation.state == ops_pb.OPERATION_STATE_FAILED:
         raise failure(operation.error)
 
 
 async def _submit(call: Call, requests: Sequence[pb.SampleRequest], *, is_kept: bool) -> None:
-    """All of them or none: together, so that they share a commit."""
+    """Submit all samples or none. They are submitted together, so that they share a commit."""
     submitting = (call.service.sample(call.principal, request) for request in requests)
     results = await asyncio.gather(*submitting, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
@@ -116,7 +116,7 @@ async def _submit(call: Call, requests: Sequence[pb.SampleRequest], *, is_kept: 
     if not is_kept:
         await _cancel(call, requests)
     if isinstance(errors[0], ServiceError) and errors[0].reason == "SEQ_TAKEN":
-        message = "this Idempotency-Key was used before, for a request that is not the same: use a new one"
+        message = "this Idempotency-Key was used before, for another request: use a new key"
         raise refused("Idempotency-Key", message, "IDEMPOTENCY_KEY_REUSED")
     raise errors[0]
 
@@ -131,7 +131,7 @@ async def _finished(call: Call, names: Sequence[str]) -> list[ops_pb.Operation]:
 
 
 async def _cancel(call: Call, requests: Sequence[pb.SampleRequest]) -> None:
-    """End what nobody waits for any more, at the next token. What a stop of the pool cuts off goes on afterwards."""
+    """Cancel samples, at their next token; but not while the pool stops, for the samples resume after its restart."""
     with contextlib.suppress(ServiceError):
         call.door.check_open()
         for request in requests:

@@ -1,0 +1,36 @@
+"""Errors that all doors share: a door that cannot open, and what a caller may be told of an exception."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from coordinator.base.errors import Code, ServiceError
+
+_log = logging.getLogger(__name__)
+
+
+class DoorError(Exception):
+    """The door cannot open. The text says why, and what to change."""
+
+
+def listen_error(host: str, port: int, error: OSError, option: str) -> DoorError:
+    """Return the error of a port that cannot be bound; `option` is the command line's option for the port."""
+    return DoorError(
+        f"cannot listen on port {port} of {host}: {(error.strerror or str(error)).lower()}; stop the process that uses "
+        f"it, or choose another port with {option} (0 takes any free one)"
+    )
+
+
+def refusal_of(error: Exception, where: str) -> ServiceError:
+    """Return the refusal to send for an exception; `where` names the call, for the log.
+
+    Text of an exception that is not a ServiceError never leaves the pool: it is logged under a new id, and the caller
+    gets the id.
+    """
+    if isinstance(error, ServiceError):
+        return error
+    error_id = secrets.token_hex(6)
+    _log.error("error %s in %s", error_id, where, exc_info=error)
+    message = f"internal error {error_id}: a fault of the pool; its log has the details under this id"
+    return ServiceError(Code.INTERNAL, "INTERNAL", message, metadata={"error_id": error_id})
