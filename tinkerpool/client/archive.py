@@ -1,4 +1,4 @@
-"""A tar archive from the pool becomes a directory, whole or not at all. The pool is not trusted with paths."""
+"""Unpacks a tar archive from the pool into a directory, whole or not at all. Paths in it are not trusted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Self
 
 
 class ArchiveFile:
-    """Collects an archive beside `directory`, then unpacks it there. A context manager; leaves nothing else behind."""
+    """Collects an archive next to `directory`, then unpacks it there. A context manager, which removes the rest."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises FileExistsError if the directory is there and not empty."""
+        """Raises FileExistsError if the directory exists and is not empty."""
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise FileExistsError(f"{directory} exists and is not an empty directory: choose another one")
         self._directory = directory
@@ -32,11 +32,11 @@ class ArchiveFile:
         shutil.rmtree(self._work, ignore_errors=True)
 
     def write(self, data: bytes) -> None:
-        """The next bytes of the archive."""
+        """Append the next bytes of the archive."""
         self._file.write(data)
 
     def unpack(self) -> None:
-        """Make the directory. Raises ValueError for an archive with anything but plain files inside it."""
+        """Create the directory. Raises ValueError for an archive with anything but plain files inside it."""
         content = self._work / "content"
         content.mkdir()
         self._file.seek(0)

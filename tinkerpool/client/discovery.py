@@ -1,4 +1,4 @@
-"""Where the pool is and which key opens it: from arguments, the environment, and what a pool left on this machine."""
+"""Address and API key of a pool: from arguments, the environment, or the credentials file of this machine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tinkerpool.errors import ConfigurationError
 
 
 def find_service(base_url: str | None, api_key: str | None) -> tuple[str, str]:
-    """Address and key, from arguments, environment and what a pool left on this machine. Raises ConfigurationError.
+    """Return address and key: each from its argument, else the environment, else the credentials file.
 
-    A key from the file goes only to the address in the file.
+    A key from the file is sent only to the address in the file. Raises ConfigurationError if there is no key.
     """
     base_url = base_url or os.environ.get("TINKERPOOL_BASE_URL")
     api_key = api_key or os.environ.get("TINKERPOOL_API_KEY")

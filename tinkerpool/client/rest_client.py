@@ -1,6 +1,6 @@
-"""Everything about a pool that is not training or sampling: checkpoints, listings, its state. The name is the SDK's.
+"""Checkpoints, listings and the state of a pool. The name is the SDK's.
 
-Every method returns a future at once; `await` it or take its `result()`. What the SDK has no type for comes as a
+Every method returns a future at once; `await` it, or call its `result()`. Where the SDK has no type, the result is a
 message of the contract.
 """
 
@@ -30,25 +30,25 @@ PAGE_SIZE_MAX = 1000
 
 
 class RestClient:
-    """Made by `ServiceClient.create_rest_client`, which lends it its connection."""
+    """Created by `ServiceClient.create_rest_client`; shares its connection."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def get_server_capabilities(self) -> APIFuture[types.GetServerCapabilitiesResponse]:
-        """The pool's base models and limits."""
+        """Return the pool's base models and limits."""
         return self._start(fetch_capabilities(self._connection))
 
     def list_training_runs(self, limit: int = 20, offset: int = 0) -> APIFuture[types.TrainingRunsResponse]:
-        """Your adapters, newest first."""
+        """List your adapters, newest first."""
         return self._start(self._list_training_runs(limit, offset))
 
     def get_training_run(self, training_run_id: str) -> APIFuture[types.TrainingRun]:
-        """An adapter. Raises NotFound."""
+        """Return an adapter. Raises NotFound."""
         return self._start(self._get_training_run(training_run_id))
 
     def get_training_run_by_tinker_path(self, tinker_path: str) -> APIFuture[types.TrainingRun]:
-        """The adapter that a checkpoint was saved from. Raises NotFound, and ValueError for what is no path."""
+        """Return the adapter of a checkpoint. Raises NotFound, and ValueError for a malformed path."""
         return self.get_training_run(CheckpointPath.parse(tinker_path).adapter_id)
 
     def delete_training_run(self, training_run_id: str) -> APIFuture[None]:
@@ -56,15 +56,15 @@ class RestClient:
         return self._start(self._delete_training_run(training_run_id))
 
     def list_checkpoints(self, training_run_id: str) -> APIFuture[types.CheckpointsListResponse]:
-        """All checkpoints of an adapter, newest first."""
+        """List all checkpoints of an adapter, newest first."""
         return self._start(self._list_checkpoints(training_run_id, None, 0))
 
     def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> APIFuture[types.CheckpointsListResponse]:
-        """Your checkpoints, newest first."""
+        """List your checkpoints, newest first."""
         return self._start(self._list_checkpoints("", limit, offset))
 
     def get_checkpoint(self, tinker_path: str) -> APIFuture[types.Checkpoint]:
-        """A checkpoint. Raises NotFound."""
+        """Return a checkpoint. Raises NotFound."""
         return self._start(self._get_checkpoint(tinker_path))
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> APIFuture[None]:
@@ -78,7 +78,7 @@ class RestClient:
     def set_checkpoint_ttl_from_tinker_path(
         self, tinker_path: str, ttl_seconds: int | None
     ) -> APIFuture[types.Checkpoint]:
-        """Delete a checkpoint so many seconds from now; None keeps it. Raises NotFound."""
+        """Delete a checkpoint `ttl_seconds` from now; None keeps it. Raises NotFound."""
         request = checkpoints_pb2.SetCheckpointTtlRequest(path=tinker_path, ttl_seconds=ttl_seconds or 0)
         return self._start(self._changed(methods.SET_CHECKPOINT_TTL, request))
 
@@ -88,14 +88,14 @@ class RestClient:
         return self._start(self._changed(methods.SET_CHECKPOINT_ACCESS, request))
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[types.Checkpoint]:
-        """Keep a checkpoint to yourself again. Raises NotFound."""
+        """Make a published checkpoint private again. Raises NotFound."""
         request = checkpoints_pb2.SetCheckpointAccessRequest(path=tinker_path)
         return self._start(self._changed(methods.SET_CHECKPOINT_ACCESS, request))
 
     def copy_weights(self, tinker_path: str, *, ttl_seconds: int | None = None) -> APIFuture[types.Checkpoint]:
         """Copy a training checkpoint, yours or a public one, with its moments, to a new adapter of yours.
 
-        Raises NotFound, InvalidArgument for what is no training checkpoint.
+        Raises NotFound, and InvalidArgument for any other checkpoint.
         """
         request = checkpoints_pb2.CopyCheckpointRequest(
             path=tinker_path, request_id=uuid.uuid4().hex, ttl_seconds=ttl_seconds or 0
@@ -105,40 +105,40 @@ class RestClient:
     def export_checkpoint(self, tinker_path: str, directory: str | Path) -> APIFuture[Path]:
         """Write a checkpoint as a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`); returns it.
 
-        The directory appears whole or not at all. Raises FileExistsError if it is there and not empty, NotFound,
-        DataLoss if the pool's file is damaged.
+        The directory is created whole or not at all. Raises FileExistsError if it exists and is not empty, NotFound,
+        and DataLoss if the pool's file is damaged.
         """
         return self._start(self._export(tinker_path, Path(directory)))
 
     def list_sessions(self, limit: int = 20, offset: int = 0) -> APIFuture[types.ListSessionsResponse]:
-        """Ids of your live sessions, newest first."""
+        """List the ids of your live sessions, newest first."""
         return self._start(self._list_sessions(limit, offset))
 
     def get_session(self, session_id: str) -> APIFuture[types.SessionInfo]:
-        """A session, live or not. Raises NotFound."""
+        """Return a session, live or not. Raises NotFound."""
         return self._start(self._get_session(session_id))
 
     def get_operation(self, name: str) -> APIFuture[operations_pb2.Operation]:
-        """An operation as it is now. Raises NotFound, also when its result is past its retention."""
+        """Return an operation in its current state. Raises NotFound, also after its retention."""
         return self._start(self._get_operation(name))
 
     def cancel_operation(self, name: str) -> APIFuture[operations_pb2.Operation]:
-        """Ask that an operation not be finished; returns it as it is after that. Raises NotFound."""
+        """Ask to cancel an operation; return its state after that. Raises NotFound."""
         return self._start(self._cancel_operation(name))
 
     def get_pool_status(self, num_cycles: int = 20) -> APIFuture[pool_pb2.GetPoolStatusResponse]:
-        """Workers, queues, and the last cycles with who was in them."""
+        """Return workers, queued operations, and the last cycles with their tenants."""
         request = pool_pb2.GetPoolStatusRequest(num_cycles=num_cycles)
         return self._start(self._connection.call(methods.GET_POOL_STATUS, request))
 
     def get_usage(self) -> APIFuture[pool_pb2.GetUsageResponse]:
-        """Tokens, operations and engine seconds per tenant and kind of operation."""
+        """Return tokens, operations and engine seconds per tenant and kind of operation."""
         return self._start(self._connection.call(methods.GET_USAGE, pool_pb2.GetUsageRequest()))
 
     def watch_cycles(self) -> BackgroundStream[pool_pb2.Cycle]:
-        """Every clock cycle when it has committed, from now on, for ever: `for` or `async for`.
+        """Yield every clock cycle when it has committed, from now on, without end: `for` or `async for`.
 
-        A reader that is too slow, and one whose connection broke, misses some, as the cycle ids show.
+        A slow reader, or one whose connection broke, misses cycles; the cycle ids show it.
         """
         return self._connection.stream_of(self._watch_cycles)
 
@@ -269,7 +269,7 @@ class RestClient:
         await self._connection.call(methods.DELETE_CHECKPOINT, request)
 
     async def _export(self, path: str, directory: Path) -> Path:
-        backoff = self._connection.make_backoff()
+        backoff = self._connection.start_retries()
         request = checkpoints_pb2.ExportCheckpointRequest(path=path)
         while True:
             with ArchiveFile(directory) as archive:
@@ -305,7 +305,7 @@ class RestClient:
         return (await self._connection.call(methods.CANCEL_OPERATION, request)).operation
 
     async def _watch_cycles(self) -> AsyncGenerator[pool_pb2.Cycle, None]:
-        backoff = self._connection.make_backoff()
+        backoff = self._connection.start_retries()
         while True:
             try:
                 stream = self._connection.stream(methods.WATCH_CYCLES, pool_pb2.WatchCyclesRequest())
@@ -320,7 +320,7 @@ class RestClient:
 
 
 async def fetch_capabilities(connection: Connection) -> types.GetServerCapabilitiesResponse:
-    """The pool's base models and limits."""
+    """Return the pool's base models and limits."""
     response = await connection.call(methods.GET_CAPABILITIES, sessions_pb2.GetCapabilitiesRequest())
     models = [
         types.SupportedModel(
@@ -343,7 +343,7 @@ async def fetch_capabilities(connection: Connection) -> types.GetServerCapabilit
 
 
 async def _list(page: Callable[[int, str], Awaitable[tuple[list[T], str]]], limit: int | None, offset: int) -> list[T]:
-    """Items `offset` to `offset + limit` of a listing in pages; all from `offset` on if `limit` is None."""
+    """Return items `offset` to `offset + limit` of a listing in pages; all from `offset` on if `limit` is None."""
     if offset < 0 or (limit is not None and limit < 1):
         raise ValueError(f"limit must be at least 1 and offset at least 0, got {limit} and {offset}")
     items: list[T] = []

@@ -1,9 +1,10 @@
-"""The way in: from an address and a key to training clients, sampling clients and the rest client."""
+"""The entry point: from an address and an API key to training, sampling and rest clients."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -22,12 +23,15 @@ from tinkerpool.v1 import adapters_pb2
 
 CLOSE_TIMEOUT_S = 5.0
 
+_MakeRequest = Callable[..., adapters_pb2.CreateAdapterRequest]
+"""Returns the request once base model, session and request id are known."""
+
 
 class ServiceClient:
-    """A client of one pool. Makes no call by itself: the session is created when something first needs it.
+    """A client of one pool. The constructor makes no call: the session is created when it is first needed.
 
-    Usable from any thread and any asyncio loop, and as a context manager. `close` ends the session; without it the pool
-    notices after 10 minutes.
+    Usable from any thread and any asyncio loop, and as a context manager. `close` ends the session; without `close` it
+    expires after 10 minutes.
     """
 
     def __init__(
@@ -39,15 +43,15 @@ class ServiceClient:
         root_certificates: bytes | None = None,
         transport: Transport | None = None,
     ) -> None:
-        """Raises ConfigurationError if there is no key, or the URL makes no sense.
+        """Raises ConfigurationError if there is no key, or for a malformed URL.
 
         Args:
             base_url: `http://host:port`, `https://host:port` (TLS) or `host:port`. None: `$TINKERPOOL_BASE_URL`, else
                 the pool that was last started on this machine, else 127.0.0.1:7600.
-            api_key: None: `$TINKERPOOL_API_KEY`, else the key that the pool at this address left on this machine.
-            user_metadata: anything that helps you to recognise the session.
-            root_certificates: in PEM; the authorities to trust instead of this machine's. Asks for TLS.
-            transport: another way to reach the pool than gRPC, for tests.
+            api_key: None: `$TINKERPOOL_API_KEY`, else the key of this address in this machine's credentials file.
+            user_metadata: labels for the session.
+            root_certificates: the authorities (PEM) to trust instead of this machine's. Implies TLS.
+            transport: instead of gRPC, for tests.
         """
         if transport is None:
             transport = GrpcTransport(*find_service(base_url, api_key), root_certificates=root_certificates)
@@ -66,25 +70,25 @@ class ServiceClient:
         *,
         alpha: float | None = None,
     ) -> TrainingClient:
-        """A new adapter, and the client that trains it.
+        """Create an adapter, and return the client that trains it.
 
         Args:
-            base_model: None: the pool's, if it has only one.
+            base_model: name of a base model. None: the only one of the pool.
             rank: LoRA rank, a power of two. None: 32, or the model's largest where that is smaller.
             seed: of the initial weights. None: 0.
             train_mlp: adapt the MLP projections.
             train_attn: adapt the attention projections.
             train_unembed: adapt the unembedding.
-            user_metadata: anything that helps you to recognise the adapter.
+            user_metadata: labels for the adapter.
             alpha: LoRA scaling numerator. None: 32.
 
         Raises:
             NotFound: the pool does not serve that model.
-            InvalidArgument: a rank that is not allowed, nothing to train.
+            InvalidArgument: the rank is not allowed, or all three `train_*` are false.
             ValueError: no `base_model`, and the pool has several.
         """
-        request = _adapter_request(rank, seed, train_mlp, train_attn, train_unembed, user_metadata, alpha)
-        return self._connection.start(self._create_adapter(request, base_model)).result()
+        make_request = _new_adapter(rank, seed, train_mlp, train_attn, train_unembed, user_metadata, alpha)
+        return self._connection.start(self._create_adapter(make_request, base_model)).result()
 
     async def create_lora_training_client_async(
         self,
@@ -99,13 +103,13 @@ class ServiceClient:
         alpha: float | None = None,
     ) -> TrainingClient:
         """`create_lora_training_client`, awaited."""
-        request = _adapter_request(rank, seed, train_mlp, train_attn, train_unembed, user_metadata, alpha)
-        return await self._connection.start(self._create_adapter(request, base_model))
+        make_request = _new_adapter(rank, seed, train_mlp, train_attn, train_unembed, user_metadata, alpha)
+        return await self._connection.start(self._create_adapter(make_request, base_model))
 
     def create_training_client_from_state(
         self, path: str, user_metadata: Mapping[str, str] | None = None
     ) -> TrainingClient:
-        """A new adapter with the weights of a checkpoint by `save_state`; moments start afresh. Raises NotFound."""
+        """Create an adapter with a checkpoint's weights and fresh moments; return its client. Raises NotFound."""
         return self._from_state(path, user_metadata, with_optimizer=False).result()
 
     async def create_training_client_from_state_async(
@@ -117,7 +121,7 @@ class ServiceClient:
     def create_training_client_from_state_with_optimizer(
         self, path: str, user_metadata: Mapping[str, str] | None = None
     ) -> TrainingClient:
-        """A new adapter that goes on where a checkpoint made by `save_state` was taken. Raises NotFound."""
+        """Create an adapter with a checkpoint's weights and moments; return its client. Raises NotFound."""
         return self._from_state(path, user_metadata, with_optimizer=True).result()
 
     async def create_training_client_from_state_with_optimizer_async(
@@ -127,9 +131,9 @@ class ServiceClient:
         return await self._from_state(path, user_metadata, with_optimizer=True)
 
     def get_training_client(self, model_id: str) -> TrainingClient:
-        """A client that goes on with an adapter of yours, say after a crash of its first client. Raises NotFound.
+        """Return a client of an existing adapter, for example after a crash of its first client. Raises NotFound.
 
-        An adapter has one writer: as soon as this one writes, the other's calls raise AlreadyExists.
+        An adapter has one writer: once this client writes, calls of the other one raise AlreadyExists.
         """
         return self._connection.start(self._attach(model_id)).result()
 
@@ -138,7 +142,7 @@ class ServiceClient:
         return await self._connection.start(self._attach(model_id))
 
     def create_sampling_client(self, model_path: str | None = None, base_model: str | None = None) -> SamplingClient:
-        """A sampler of a checkpoint or of a bare base model; of the pool's only base model if neither is given.
+        """Create a sampler of a checkpoint or of a base model; of the pool's only base model if neither is given.
 
         Raises NotFound, InvalidArgument if both are given, ValueError if neither is and the pool has several models.
         """
@@ -151,7 +155,7 @@ class ServiceClient:
         return await self._connection.start(self._create_sampler(model_path, base_model))
 
     def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
-        """The pool's base models and limits."""
+        """Return the pool's base models and limits."""
         return self._connection.start(fetch_capabilities(self._connection)).result()
 
     async def get_server_capabilities_async(self) -> types.GetServerCapabilitiesResponse:
@@ -159,11 +163,11 @@ class ServiceClient:
         return await self._connection.start(fetch_capabilities(self._connection))
 
     def create_rest_client(self) -> RestClient:
-        """For checkpoints, listings and the state of the pool. Makes no call."""
+        """Return a client for checkpoints, listings and the state of the pool. Makes no call."""
         return RestClient(self._connection)
 
     def close(self) -> None:
-        """End the session and everything that still waits. Idempotent."""
+        """End the session and all waits. Idempotent."""
         self._connection.start(self._close()).result(CLOSE_TIMEOUT_S)
 
     async def close_async(self) -> None:
@@ -189,17 +193,20 @@ class ServiceClient:
     def _from_state(
         self, path: str, user_metadata: Mapping[str, str] | None, *, with_optimizer: bool
     ) -> APIFuture[TrainingClient]:
-        request = adapters_pb2.CreateAdapterRequest(
-            from_path=path, with_optimizer=with_optimizer, user_metadata=string_map(user_metadata)
+        make_request = partial(
+            adapters_pb2.CreateAdapterRequest,
+            from_path=path,
+            with_optimizer=with_optimizer,
+            user_metadata=string_map(user_metadata),
         )
-        return self._connection.start(self._create_adapter(request, ""))
+        return self._connection.start(self._create_adapter(make_request, ""))
 
-    async def _create_adapter(
-        self, request: adapters_pb2.CreateAdapterRequest, base_model: str | None
-    ) -> TrainingClient:
-        request.base_model = await self._only_model() if base_model is None else base_model
-        request.session_id = await self._session.id()
-        request.request_id = uuid.uuid4().hex
+    async def _create_adapter(self, make_request: _MakeRequest, base_model: str | None) -> TrainingClient:
+        request = make_request(
+            base_model=await self._only_model() if base_model is None else base_model,
+            session_id=await self._session.id(),
+            request_id=uuid.uuid4().hex,
+        )
         response = await self._connection.call(methods.CREATE_ADAPTER, request)
         return TrainingClient(self._session, response.adapter)
 
@@ -224,7 +231,7 @@ class ServiceClient:
         await self._connection.close()
 
 
-def _adapter_request(
+def _new_adapter(
     rank: int | None,
     seed: int | None,
     train_mlp: bool,
@@ -232,8 +239,9 @@ def _adapter_request(
     train_unembed: bool,
     user_metadata: Mapping[str, str] | None,
     alpha: float | None,
-) -> adapters_pb2.CreateAdapterRequest:
-    return adapters_pb2.CreateAdapterRequest(
+) -> _MakeRequest:
+    return partial(
+        adapters_pb2.CreateAdapterRequest,
         rank=rank or 0,
         seed=seed,
         train_mlp=train_mlp,

@@ -1,4 +1,4 @@
-"""One client process's lifetime, as the service sees it: created when first needed, kept alive, finished at the end."""
+"""A session: one client process at the service. Created when first needed, kept alive by heartbeats, finished."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger("tinkerpool")
 HEARTBEAT_INTERVAL_S = 10.0
 HEARTBEAT_TIMEOUT_S = 10.0
 SILENCE_MAX_S = 120.0
-"""After this long without an answered heartbeat the log says so."""
+"""A warning is logged after this long without a reply to a heartbeat."""
 FINISH_TIMEOUT_S = 2.0
 
 
@@ -33,13 +33,13 @@ class Session:
         self._heartbeats: asyncio.Task[None] | None = None
 
     async def id(self) -> str:
-        """The session's id; the first call creates it. Raises ApiError."""
+        """Return the session's id; the first call creates it. Raises ApiError."""
         if self._creation is None or (self._creation.done() and self._creation.exception()):
             self._creation = asyncio.create_task(self._create())
         return await asyncio.shield(self._creation)
 
     async def close(self) -> None:
-        """Tell the service that nobody needs the session any more, if it answers soon. Idempotent."""
+        """Finish the session, unless the service does not reply soon. Idempotent."""
         if self._heartbeats is None or self._creation is None:
             return
         self._heartbeats.cancel()
@@ -48,7 +48,7 @@ class Session:
         try:
             await self.connection.call_once(methods.FINISH_SESSION, request, timeout_s=FINISH_TIMEOUT_S)
         except TinkerpoolError as error:
-            _log.info("the session was left to expire: %s", error)
+            _log.info("the session could not be finished and will expire: %s", error)
 
     async def _create(self) -> str:
         request = sessions_pb2.CreateSessionRequest(user_metadata=self._user_metadata, request_id=self._request_id)
@@ -70,6 +70,6 @@ class Session:
             except ApiError as error:
                 silence_s += HEARTBEAT_INTERVAL_S
                 if silence_s >= SILENCE_MAX_S:
-                    _log.warning("no heartbeat was answered for %.0f s; the session may expire: %s", silence_s, error)
+                    _log.warning("no reply to a heartbeat for %.0f s; the session may expire: %s", silence_s, error)
             else:
                 silence_s = 0.0

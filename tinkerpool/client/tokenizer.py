@@ -1,11 +1,12 @@
 """A base model's tokenizer, fetched from the pool, so that a user needs no model hub.
 
-The files are kept below the user's tinkerpool folder, in a folder named after their contents. `transformers` reads them
-if it is installed, else `tokenizers`.
+The files are cached in the user's tinkerpool folder, under a hash of their contents. `transformers` reads them if it is
+installed, else `tokenizers`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib
 import importlib.util
@@ -17,11 +18,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tinkerpool.client.calls import methods
+from tinkerpool.client.calls.connection import Connection
 from tinkerpool.credentials import home
+from tinkerpool.v1 import sessions_pb2
+
+
+async def fetch_tokenizer(connection: Connection, base_model: str) -> Any:
+    """Fetch a base model's tokenizer. Raises NotFound, ImportError."""
+    request = sessions_pb2.GetTokenizerRequest(base_model=base_model)
+    response = await connection.call(methods.GET_TOKENIZER, request)
+    return await asyncio.to_thread(load_tokenizer, dict(response.files))
 
 
 def load_tokenizer(files: Mapping[str, bytes]) -> Any:
-    """A tokenizer of its files. Raises ImportError that says what to install if no library is there to read them."""
+    """Return the tokenizer of these files. Raises ImportError, naming the libraries that could read them."""
     directory = keep(files, home() / "tokenizers")
     if importlib.util.find_spec("transformers") is not None:
         return importlib.import_module("transformers").AutoTokenizer.from_pretrained(str(directory))
@@ -31,7 +42,7 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Any:
 
 
 def keep(files: Mapping[str, bytes], cache: Path) -> Path:
-    """The folder that holds exactly these files. Raises ValueError for a file name that is a path."""
+    """Return a folder in the cache with exactly these files. Raises ValueError for a file name that is a path."""
     digest = hashlib.sha256()
     for name in sorted(files):
         if name != Path(name).name or name in {"", ".", ".."}:
@@ -44,14 +55,14 @@ def keep(files: Mapping[str, bytes], cache: Path) -> Path:
         for name, content in files.items():
             (temporary / name).write_bytes(content)
         try:
-            os.rename(temporary, directory)  # noqa: PTH104  # Path.rename says nothing else
-        except OSError:  # somebody else was faster
+            os.rename(temporary, directory)  # noqa: PTH104  # Path.rename raises the same errors
+        except OSError:  # another process was faster
             shutil.rmtree(temporary)
     return directory
 
 
 class PlainTokenizer:
-    """`tokenizers.Tokenizer` with the few methods that a training loop needs, named as in transformers."""
+    """Wraps `tokenizers.Tokenizer` with the methods that a training loop needs, named as in transformers."""
 
     def __init__(self, directory: Path) -> None:
         self.name_or_path = str(directory)
@@ -86,20 +97,20 @@ class PlainTokenizer:
         return int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         ids = [token_ids] if isinstance(token_ids, int) else [int(token) for token in token_ids]
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def convert_tokens_to_ids(self, token: str | None) -> int | None:
-        """Id of a token, None if there is no such token."""
+        """Return the id of a token; None if there is no such token."""
         return None if token is None else self._tokenizer.token_to_id(token)
 
 
 def _content(token: Any) -> str | None:
-    """A token of the configuration is a string, or an object with its text."""
+    """Return the text of a token in the configuration, which is a string or an object."""
     content: str | None = token["content"] if isinstance(token, dict) else token
     return content

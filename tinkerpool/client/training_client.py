@@ -1,8 +1,8 @@
-"""Training one adapter. Every method takes the next place in the adapter's order, sends, and returns a future at once.
+"""Training one adapter. Every method reserves the next sequence number, sends, and returns a future at once.
 
-The places travel with the requests: however they overtake each other or are sent again, the service runs each once, in
-order.
-What cannot be sent at all raises ValueError and takes no place; whatever else goes wrong is raised by the future.
+Requests carry their sequence numbers: even if they overtake each other or are sent again, the service runs each once,
+in order. A request that cannot be sent raises ValueError and uses no sequence number; other errors are raised by the
+future.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from tinkerpool import types
 from tinkerpool.client.calls import encoding, methods
 from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.futures import APIFuture, Ready
-from tinkerpool.client.sampling_client import SamplingClient, create_sampler, fetch_tokenizer
+from tinkerpool.client.sampling_client import SamplingClient, create_sampler
 from tinkerpool.client.session import Session
+from tinkerpool.client.tokenizer import fetch_tokenizer
 from tinkerpool.client.training import batches, custom_loss, passes
-from tinkerpool.client.training.ordering import AdapterOrder
+from tinkerpool.client.training.sequence import AdapterSequence
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, operations_pb2, training_pb2
 
 
 class TrainingClient(Ready):
-    """Made by the `create_*` methods of ServiceClient."""
+    """Created by the `create_*` methods of ServiceClient."""
 
     def __init__(self, session: Session, adapter: adapters_pb2.Adapter) -> None:
         self._session = session
         self._connection: Connection = session.connection
         self._adapter = adapter
-        self._order = AdapterOrder(self._connection, adapter.next_seq)
+        self._sequence = AdapterSequence(self._connection, adapter.next_seq)
 
     @property
     def model_id(self) -> str:
@@ -39,31 +40,28 @@ class TrainingClient(Ready):
     def forward(
         self, data: Sequence[types.Datum], loss_fn: types.LossFnType, loss_fn_config: Mapping[str, float] | None = None
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        """Log-probabilities and the loss; changes nothing. Large batches travel as several requests.
+        """Compute log-probabilities and the loss; change nothing. A large batch is sent as several requests.
 
         Raises ValueError for an empty batch, an unknown loss, or a datum that is too large to send.
         """
-        build = partial(passes.build_request, adapter_id=self.model_id, loss_fn=loss_fn, loss_fn_config=loss_fn_config)
-        requests = [build(training_pb2.ForwardRequest, chunk) for chunk in batches.split(data)]
-        return self._order.take(len(requests), lambda seq: passes.run(self._order, methods.FORWARD, requests, seq))
+        requests = self._requests(training_pb2.ForwardRequest, batches.split(data), loss_fn, loss_fn_config)
+        return self._run(methods.FORWARD, requests)
 
     def forward_backward(
         self, data: Sequence[types.Datum], loss_fn: types.LossFnType, loss_fn_config: Mapping[str, float] | None = None
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        """Like `forward`, and adds the loss's gradient to the adapter's pending gradient, until `optim_step`."""
-        build = partial(passes.build_request, adapter_id=self.model_id, loss_fn=loss_fn, loss_fn_config=loss_fn_config)
-        requests = [build(training_pb2.ForwardBackwardRequest, chunk) for chunk in batches.split(data)]
-        return self._order.take(
-            len(requests), lambda seq: passes.run(self._order, methods.FORWARD_BACKWARD, requests, seq)
-        )
+        """Run `forward`, and add the gradient of the loss to the adapter's pending gradient, until `optim_step`."""
+        requests = self._requests(training_pb2.ForwardBackwardRequest, batches.split(data), loss_fn, loss_fn_config)
+        return self._run(methods.FORWARD_BACKWARD, requests)
 
     def optim_step(self, adam_params: types.AdamParams | None = None) -> APIFuture[types.OptimStepResponse]:
-        """One AdamW step on the pending gradient, which is zero afterwards. Submit it without awaiting the
-        `forward_backward` before it: then both run in the same clock cycle.
+        """Take one AdamW step with the pending gradient, which is zero afterwards.
+
+        Submit it without awaiting the `forward_backward` before it: then both run in the same clock cycle.
         """
         adam = encoding.adam_params(adam_params or types.AdamParams())
         request = training_pb2.OptimStepRequest(adapter_id=self.model_id, adam=adam)
-        return self._order.take(1, lambda seq: self._optim_step(request, seq))
+        return self._sequence.reserve(1, lambda seq: self._optim_step(request, seq))
 
     def train_step(
         self,
@@ -72,13 +70,14 @@ class TrainingClient(Ready):
         adam_params: types.AdamParams | None = None,
         loss_fn_config: Mapping[str, float] | None = None,
     ) -> APIFuture[types.TrainStepResponse]:
-        """`forward_backward` and `optim_step` in one message: the cheapest step. tinkerpool's own, not in the SDK."""
+        """Run `forward_backward` and `optim_step` in one message, the cheapest step. Not in the SDK."""
         *first, last = batches.split(data)
-        build = partial(passes.build_request, adapter_id=self.model_id, loss_fn=loss_fn, loss_fn_config=loss_fn_config)
-        requests = [build(training_pb2.ForwardBackwardRequest, chunk) for chunk in first]
-        step = build(training_pb2.TrainStepRequest, last)
+        requests = self._requests(training_pb2.ForwardBackwardRequest, first, loss_fn, loss_fn_config)
+        [step] = self._requests(training_pb2.TrainStepRequest, [last], loss_fn, loss_fn_config)
         step.adam.CopyFrom(encoding.adam_params(adam_params or types.AdamParams()))
-        return self._order.take(len(requests) + 2, lambda seq: passes.run_train_step(self._order, requests, step, seq))
+        return self._sequence.reserve(
+            len(requests) + 2, lambda seq: passes.run_train_step(self._sequence, requests, step, seq)
+        )
 
     @overload
     def forward_backward_custom(
@@ -93,17 +92,17 @@ class TrainingClient(Ready):
     def forward_backward_custom(
         self, data: Sequence[types.Datum], loss_fn: Callable[..., Any], *, with_gradients: bool = False
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        """`forward_backward` with a loss of your own, which runs here, on a thread, between two passes in the pool.
+        """Run `forward_backward` with a loss of your own, evaluated in this process between two passes in the pool.
 
-        `loss_fn(data, logprobs)` gets one torch tensor of log-probabilities per datum, in the shape of its
-        `target_tokens`, and returns `(loss, metrics)`. With `with_gradients` it gets numpy arrays and returns
-        `(loss, gradients, metrics)`; that way needs no torch. Submit `optim_step` without awaiting this: its place is
-        behind both passes. If `loss_fn` raises, the future raises that, and the `optim_step` behind it fails instead of
-        stepping on a part of the gradient.
+        `loss_fn(data, logprobs)` runs on a thread. It gets one torch tensor of log-probabilities per datum, in the
+        shape of its `target_tokens`, and returns `(loss, metrics)`. With `with_gradients` it gets numpy arrays and
+        returns `(loss, gradients, metrics)`, without torch. Submit `optim_step` without awaiting this: its sequence
+        number follows those of both passes. If `loss_fn` raises, the future raises the same error, and the next
+        `optim_step` fails instead of stepping on a part of the gradient.
         """
         evaluate = custom_loss.evaluate_numpy if with_gradients else custom_loss.evaluate_torch
         custom = passes.CustomPass(self.model_id, data, partial(evaluate, loss_fn))
-        return self._order.take(custom.num_seqs, lambda seq: custom.run(self._order, seq))
+        return self._sequence.reserve(custom.num_seqs, lambda seq: custom.run(self._sequence, seq))
 
     def save_state(
         self,
@@ -112,10 +111,10 @@ class TrainingClient(Ready):
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> APIFuture[types.SaveWeightsResponse]:
-        """Save weights, moments and step count as checkpoint `weights/<name>`, as they are at this place in the order.
+        """Save weights, moments and step count, as they are after all earlier calls, as checkpoint `weights/<name>`.
 
-        The pool deletes it after `ttl_seconds`; None keeps it. The future raises OperationFailed (ALREADY_EXISTS) if
-        there is a checkpoint of that name, unless it is to `overwrite` it.
+        The pool deletes it after `ttl_seconds`; None keeps it. Without `overwrite`, the future raises OperationFailed
+        (ALREADY_EXISTS) if a checkpoint of that name exists.
         """
         request = checkpoints_pb2.SaveStateRequest(
             adapter_id=self.model_id,
@@ -124,15 +123,15 @@ class TrainingClient(Ready):
             overwrite=overwrite,
             user_metadata=encoding.string_map(user_metadata),
         )
-        return self._order.take(1, lambda seq: self._save_state(request, seq))
+        return self._sequence.reserve(1, lambda seq: self._save_state(request, seq))
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
     ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
         """Save the weights as checkpoint `sampler_weights/<name>`, for `create_sampling_client`.
 
-        They can be sampled from when the future has its result; their file follows. The pool deletes the checkpoint
-        after `ttl_seconds`; None keeps it.
+        They can be sampled from once the future is done; their file may be written later. The pool deletes the
+        checkpoint after `ttl_seconds`; None keeps it.
         """
         if not name:
             raise ValueError(
@@ -144,35 +143,35 @@ class TrainingClient(Ready):
             ttl_seconds=ttl_seconds or 0,
             user_metadata=encoding.string_map(user_metadata),
         )
-        return self._order.take(1, lambda seq: self._named_sampler_weights(request, seq))
+        return self._sequence.reserve(1, lambda seq: self._named_sampler_weights(request, seq))
 
     def load_state(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
-        """Replace the weights by a checkpoint's; moments start afresh, and the pending gradient is discarded."""
+        """Replace the weights by a checkpoint's, reset the moments, and discard the pending gradient."""
         request = training_pb2.LoadStateRequest(adapter_id=self.model_id, path=path)
-        return self._order.take(1, lambda seq: self._load_state(request, seq))
+        return self._sequence.reserve(1, lambda seq: self._load_state(request, seq))
 
     def load_state_with_optimizer(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
-        """Replace weights, moments and step count by a checkpoint's; the pending gradient is discarded."""
+        """Replace weights, moments and step count by a checkpoint's, and discard the pending gradient."""
         request = training_pb2.LoadStateRequest(adapter_id=self.model_id, path=path, with_optimizer=True)
-        return self._order.take(1, lambda seq: self._load_state(request, seq))
+        return self._sequence.reserve(1, lambda seq: self._load_state(request, seq))
 
     def save_weights_and_get_sampling_client(
         self, name: str | None = None, *, kind: types.SamplerKind = "snapshot"
     ) -> SamplingClient:
-        """A sampler of the weights as they are at this place in the order; waits until it is there.
+        """Create a sampler of the weights as they are after all earlier calls, and wait for it.
 
-        Without a name there is no checkpoint, no file is waited for, and the sampler lives as long as its session, over
-        restarts of the service too. An "inflight" one, which has no name, takes for each new sample the newest weights
-        of this adapter that were saved as inflight, by this call or a later one; a sample that runs keeps its weights.
+        Without a name there is no checkpoint and no wait for a file, and the sampler lives as long as its session, also
+        across restarts of the service. An "inflight" sampler has no name: each new sample uses the newest weights of
+        this adapter that were saved as inflight, by this call or a later one; running samples keep their weights.
         """
         return self._sampling_client(name, kind).result()
 
     def create_sampling_client(self, model_path: str) -> SamplingClient:
-        """A sampler of a saved checkpoint. Raises NotFound, InvalidArgument."""
+        """Create a sampler of a checkpoint. Raises NotFound, InvalidArgument."""
         return self._connection.start(create_sampler(self._session, model_path=model_path)).result()
 
     def get_info(self) -> types.GetInfoResponse:
-        """What this adapter is; answered without asking the pool."""
+        """Describe this adapter, without a call to the pool."""
         return types.GetInfoResponse(
             model_id=self.model_id,
             model_data=types.ModelData(model_name=self._adapter.base_model),
@@ -182,33 +181,33 @@ class TrainingClient(Ready):
         )
 
     def get_tokenizer(self) -> Any:
-        """The base model's tokenizer: of transformers if installed, else of tokenizers. Raises ImportError."""
+        """Return the base model's tokenizer: of transformers if installed, else of tokenizers. Raises ImportError."""
         return self._connection.start(fetch_tokenizer(self._connection, self._adapter.base_model)).result()
 
-    # The twins of the SDK's older idiom: awaited once they have taken their place, awaited twice they give the result.
+    # The SDK's older form of each call: the first await sends it and returns the future, the second one the result.
 
     async def forward_async(
         self, data: Sequence[types.Datum], loss_fn: types.LossFnType, loss_fn_config: Mapping[str, float] | None = None
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        """`forward`."""
+        """`forward`, as a future."""
         return self.forward(data, loss_fn, loss_fn_config)
 
     async def forward_backward_async(
         self, data: Sequence[types.Datum], loss_fn: types.LossFnType, loss_fn_config: Mapping[str, float] | None = None
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        """`forward_backward`."""
+        """`forward_backward`, as a future."""
         return self.forward_backward(data, loss_fn, loss_fn_config)
 
     async def forward_backward_custom_async(
         self, data: Sequence[types.Datum], loss_fn: Callable[..., Any], *, with_gradients: bool = False
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        """`forward_backward_custom`."""
+        """`forward_backward_custom`, as a future."""
         if with_gradients:
             return self.forward_backward_custom(data, loss_fn, with_gradients=True)
         return self.forward_backward_custom(data, loss_fn)
 
     async def optim_step_async(self, adam_params: types.AdamParams | None = None) -> APIFuture[types.OptimStepResponse]:
-        """`optim_step`."""
+        """`optim_step`, as a future."""
         return self.optim_step(adam_params)
 
     async def train_step_async(
@@ -218,7 +217,7 @@ class TrainingClient(Ready):
         adam_params: types.AdamParams | None = None,
         loss_fn_config: Mapping[str, float] | None = None,
     ) -> APIFuture[types.TrainStepResponse]:
-        """`train_step`."""
+        """`train_step`, as a future."""
         return self.train_step(data, loss_fn, adam_params, loss_fn_config)
 
     async def save_state_async(
@@ -228,21 +227,21 @@ class TrainingClient(Ready):
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> APIFuture[types.SaveWeightsResponse]:
-        """`save_state`; the future."""
+        """`save_state`, as a future."""
         return self.save_state(name, ttl_seconds, overwrite, user_metadata)
 
     async def save_weights_for_sampler_async(
         self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
     ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
-        """`save_weights_for_sampler`; the future."""
+        """`save_weights_for_sampler`, as a future."""
         return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
 
     async def load_state_async(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
-        """`load_state`."""
+        """`load_state`, as a future."""
         return self.load_state(path)
 
     async def load_state_with_optimizer_async(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
-        """`load_state_with_optimizer`."""
+        """`load_state_with_optimizer`, as a future."""
         return self.load_state_with_optimizer(path)
 
     async def save_weights_and_get_sampling_client_async(
@@ -256,21 +255,34 @@ class TrainingClient(Ready):
         return await self._connection.start(create_sampler(self._session, model_path=model_path))
 
     async def get_info_async(self) -> types.GetInfoResponse:
-        """`get_info`."""
+        """`get_info`, awaited."""
         return self.get_info()
 
+    def _requests(
+        self,
+        request_type: type[passes.RequestT],
+        chunks: Sequence[Sequence[types.Datum]],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float] | None,
+    ) -> list[passes.RequestT]:
+        build = partial(passes.build_request, adapter_id=self.model_id, loss_fn=loss_fn, loss_fn_config=loss_fn_config)
+        return [build(request_type, chunk) for chunk in chunks]
+
+    def _run(self, method: methods.Unary[Any, Any], requests: Sequence[Any]) -> APIFuture[types.ForwardBackwardOutput]:
+        return self._sequence.reserve(len(requests), lambda seq: passes.run(self._sequence, method, requests, seq))
+
     async def _optim_step(self, request: training_pb2.OptimStepRequest, seq: int) -> types.OptimStepResponse:
-        operation = await self._order.run(methods.OPTIM_STEP, request, seq)
+        operation = await self._sequence.run(methods.OPTIM_STEP, request, seq)
         return types.OptimStepResponse(metrics=dict(operation.optim_step.metrics))
 
     async def _save_state(self, request: checkpoints_pb2.SaveStateRequest, seq: int) -> types.SaveWeightsResponse:
-        operation = await self._order.run(methods.SAVE_STATE, request, seq)
+        operation = await self._sequence.run(methods.SAVE_STATE, request, seq)
         return types.SaveWeightsResponse(path=operation.save_state.path)
 
     async def _save_weights_for_sampler(
         self, request: checkpoints_pb2.SaveWeightsForSamplerRequest, seq: int
     ) -> operations_pb2.SaveWeightsForSamplerResult:
-        operation = await self._order.run(methods.SAVE_WEIGHTS_FOR_SAMPLER, request, seq)
+        operation = await self._sequence.run(methods.SAVE_WEIGHTS_FOR_SAMPLER, request, seq)
         return operation.save_weights_for_sampler
 
     async def _named_sampler_weights(
@@ -279,7 +291,7 @@ class TrainingClient(Ready):
         return types.SaveWeightsForSamplerResponse(path=(await self._save_weights_for_sampler(request, seq)).path)
 
     async def _load_state(self, request: training_pb2.LoadStateRequest, seq: int) -> types.LoadWeightsResponse:
-        operation = await self._order.run(methods.LOAD_STATE, request, seq)
+        operation = await self._sequence.run(methods.LOAD_STATE, request, seq)
         return types.LoadWeightsResponse(path=operation.load_state.path)
 
     def _sampling_client(self, name: str | None, kind: types.SamplerKind) -> APIFuture[SamplingClient]:
@@ -297,4 +309,4 @@ class TrainingClient(Ready):
                 return SamplingClient(self._connection, saved.sampler_id, self._adapter.base_model)
             return await create_sampler(self._session, model_path=saved.path)
 
-        return self._order.take(1, create)
+        return self._sequence.reserve(1, create)

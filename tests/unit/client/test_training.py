@@ -12,7 +12,7 @@ import torch
 
 from tests.support.doors.fake_transport import UNREACHABLE, FakePool
 from tinkerpool import AdamParams, Datum, ModelInput, OperationFailed, ServiceClient, TrainingClient, errors
-from tinkerpool.client.training import batches, ordering
+from tinkerpool.client.training import batches, sequence
 from tinkerpool.convert import from_tensor
 from tinkerpool.v1 import operations_pb2, training_pb2
 
@@ -200,11 +200,11 @@ def test_requests_are_sent_ahead_of_acknowledgements_but_not_without_end(
     pool: FakePool, client: TrainingClient
 ) -> None:
     pool.delay_of = lambda name, request: 0.3 if getattr(request, "seq", 0) == 1 else 0.0
-    futures = [client.optim_step() for _ in range(3 * ordering.WINDOW)]
+    futures = [client.optim_step() for _ in range(3 * sequence.WINDOW)]
     time.sleep(0.15)
-    assert max(seqs(pool, "OptimStep")) == ordering.WINDOW
+    assert max(seqs(pool, "OptimStep")) == sequence.WINDOW
     futures[-1].result(10)
-    assert pool.applied == list(range(1, 3 * ordering.WINDOW + 1))
+    assert pool.applied == list(range(1, 3 * sequence.WINDOW + 1))
 
 
 def custom_loss_torch(data: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:

@@ -7,12 +7,23 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tinkerpool.client.calls.retry import Backoff, RetryPolicy
+from tinkerpool.client.calls.retry import Backoff, Retries
 from tinkerpool.client.calls.waiter import STREAMS_MAX, Waiter
 from tinkerpool.errors import ApiError, ClientClosed, Code, NotFound, Unauthenticated, api_error
 from tinkerpool.v1.operations_pb2 import Operation, WaitOperationsRequest, WaitOperationsResponse
 
 BROKEN = api_error(Code.UNAVAILABLE, "connection lost")
+
+
+class CountedRetries(Retries):
+    """Retries without delays."""
+
+    num_pauses = 0
+
+    async def pause(self, backoff: Backoff, error: ApiError) -> None:
+        self.num_pauses += 1
+        backoff.next_delay_s(error, has_connected=True)
+        await asyncio.sleep(0)
 
 
 @dataclass
@@ -25,7 +36,6 @@ class Service:
     requests: list[list[str]] = field(default_factory=list)
     num_open: int = 0
     num_open_max: int = 0
-    num_pauses: int = 0
 
     def __post_init__(self) -> None:
         self.changed = asyncio.Condition()
@@ -55,14 +65,9 @@ class Service:
         finally:
             self.num_open -= 1
 
-    async def pause(self, backoff: Backoff, error: ApiError) -> None:
-        self.num_pauses += 1
-        backoff.next_delay_s(error, has_connected=True)
-        await asyncio.sleep(0)
-
     def waiter(self) -> Waiter:
-
-        return Waiter(self.stream, lambda: Backoff(RetryPolicy(), clock=lambda: 0.0, rng=random.Random(0)), self.pause)
+        self.retries = CountedRetries()
+        return Waiter(self.stream, self.retries)
 
 
 async def settle() -> None:
@@ -98,7 +103,7 @@ async def test_a_broken_stream_is_opened_again_with_what_is_missing() -> None:
     await service.finish("a:0", "a:1", "a:2", "a:3")
     await asyncio.gather(*waits)
     assert service.requests == [["a:0", "a:1", "a:2", "a:3"], ["a:1", "a:2", "a:3"], ["a:2", "a:3"]]
-    assert service.num_pauses == 2
+    assert service.retries.num_pauses == 2
 
 
 async def test_streams_that_were_opened_one_by_one_are_merged_when_they_are_many() -> None:

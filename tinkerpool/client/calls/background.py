@@ -1,9 +1,8 @@
-"""The thread that all clients of a process do their input and output on.
+"""The thread for input and output of all clients of a process: one daemon thread with one asyncio loop.
 
-One daemon thread with one asyncio loop. The user's code never runs there, so it cannot stall heartbeats, and blocking
-on a future from any thread or loop of the user's is safe.
-
-Forking: gRPC does not survive a fork. A client belongs to the process that made it; a child process makes its own.
+The user's code never runs there, so it cannot stall heartbeats, and the user may block on a future from any thread or
+loop. gRPC does not survive a fork: a client belongs to the process that created it, and a child process creates its
+own.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ class BackgroundLoop:
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller is on the loop's own thread, where blocking would wait for ever."""
+        """Whether the caller is on the loop's own thread, where blocking would never end."""
         return threading.current_thread() is self._thread
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine on the loop; those submitted one after another start in that order."""
+        """Start a coroutine on the loop; coroutines start in the order of these calls."""
         if os.getpid() != self._pid or self.loop.is_closed():
             work.close()
             raise ClientClosed("this client belongs to another process: make a new ServiceClient after a fork")
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def stop(self) -> None:
-        """Cancel what still runs, then end the thread. Idempotent."""
+        """Cancel all tasks, then end the thread. Idempotent."""
         if os.getpid() != self._pid or self.loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self._cancel_all(), self.loop)
@@ -68,7 +67,7 @@ _shared_pid = 0
 
 
 def shared_loop() -> BackgroundLoop:
-    """The loop of this process, started when it is first wanted."""
+    """Return the loop of this process; the first call starts it."""
     global _shared, _shared_pid  # one per process, on purpose
     with _lock:
         if _shared is None or _shared_pid != os.getpid():

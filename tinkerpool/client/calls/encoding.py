@@ -1,4 +1,4 @@
-"""Between the user's types and the contract's messages, both ways. Pure; ValueError for what cannot be said."""
+"""The user's types to and from the contract's messages. Pure; ValueError for values that no message can hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOSS_FN_OUTPUT_TYPE = "TorchLossReturn"
 
 
 def loss_function(name: str) -> types_pb2.LossFunction.ValueType:
-    """The contract's number of a loss. Raises ValueError with the names that there are."""
+    """Return the contract's number of a loss. Raises ValueError, which names the losses."""
     known = {
         key.removeprefix(_LOSS_PREFIX).lower(): value
         for key, value in types_pb2.LossFunction.items()
@@ -42,12 +42,12 @@ def add_datum(data: Any, datum: types.Datum) -> None:
 
 
 def datum_bytes(datum: types.Datum) -> int:
-    """About how many bytes a datum takes in a request."""
+    """Return approximately how many bytes a datum takes in a request."""
     return 4 * datum.model_input.length + sum(tensor.data.nbytes for tensor in datum.loss_fn_inputs.values())
 
 
 def adam_params(params: types.AdamParams) -> types_pb2.AdamParams:
-    """The message, with every field set, so that it means the same to every version of the service."""
+    """Return the message with every field set, so that it means the same to every version of the service."""
     return types_pb2.AdamParams(
         learning_rate=params.learning_rate,
         beta1=params.beta1,
@@ -59,7 +59,7 @@ def adam_params(params: types.AdamParams) -> types_pb2.AdamParams:
 
 
 def sampling_params(params: types.SamplingParams) -> sampling_pb2.SamplingParams:
-    """The message; a missing seed is drawn by the service."""
+    """Return the message; the service draws a missing seed."""
     message = sampling_pb2.SamplingParams(
         max_tokens=params.max_tokens or 0,
         temperature=params.temperature,
@@ -76,7 +76,7 @@ def sampling_params(params: types.SamplingParams) -> sampling_pb2.SamplingParams
 
 
 def check_succeeded(operation: operations_pb2.Operation) -> operations_pb2.Operation:
-    """The operation, if it succeeded. Raises OperationFailed with its error."""
+    """Return the operation if it succeeded. Raises OperationFailed with its error."""
     if operation.state == operations_pb2.OPERATION_STATE_FAILED:
         error = operation.error
         raise OperationFailed(error.message, code=Code.of(error.code), reason=error.reason, operation=operation.name)
@@ -84,12 +84,12 @@ def check_succeeded(operation: operations_pb2.Operation) -> operations_pb2.Opera
 
 
 def is_finished(operation: operations_pb2.Operation) -> bool:
-    """Whether the message carries an outcome."""
+    """Return whether the message has an outcome."""
     return operation.WhichOneof("result") is not None or operation.HasField("error")
 
 
 def forward_backward_output(operation: operations_pb2.Operation) -> types.ForwardBackwardOutput:
-    """The result of a succeeded forward or forward_backward."""
+    """Return the result of a succeeded forward or forward_backward."""
     result = operation.forward_backward
     return types.ForwardBackwardOutput(
         loss_fn_output_type=LOSS_FN_OUTPUT_TYPE,
@@ -99,7 +99,7 @@ def forward_backward_output(operation: operations_pb2.Operation) -> types.Forwar
 
 
 def sample_response(operation: operations_pb2.Operation) -> types.SampleResponse:
-    """The result of a succeeded sample."""
+    """Return the result of a succeeded sample."""
     result = operation.sample
     prompt_logprobs = target_logprobs = alt_tokens = None
     if result.HasField("prompt_logprobs"):
@@ -125,18 +125,18 @@ def sample_response(operation: operations_pb2.Operation) -> types.SampleResponse
 
 
 def prompt_targets(values: Any) -> types_pb2.Tensor:
-    """Token ids, or -1, of shape (p - 1, k). Raises ValueError for anything that is no matrix of whole numbers."""
+    """Return token ids, or -1, of shape (p - 1, k). Raises ValueError for anything but an integer matrix."""
     array = values.to_numpy() if isinstance(values, types.TensorData) else types.as_array(values)
     if array.ndim != 2 or array.dtype.kind not in "iu":
         raise ValueError(
-            "target_prompt_logprobs are token ids of shape (prompt length - 1, k), with -1 where nothing is wanted; "
+            "target_prompt_logprobs are token ids of shape (prompt length - 1, k), with -1 for no target; "
             f"got {array.dtype} of shape {array.shape}"
         )
     return to_tensor(array.astype(np.int64))
 
 
 def sampled_token(token: sampling_pb2.SampledToken) -> types.SampledToken:
-    """A token of a stream."""
+    """Return a token of a stream."""
     return types.SampledToken(sequence_index=token.sequence_index, token=token.token, logprob=token.logprob)
 
 
@@ -155,7 +155,7 @@ def _topk(found: operations_pb2.TokenLogprobs) -> types.TopkLogprobs:
 
 
 def loss_config(config: Mapping[str, float] | None) -> dict[str, float]:
-    """Options of a loss. Raises ValueError for one that is not a number."""
+    """Return the options of a loss. Raises ValueError for an option that is not a number."""
     values = dict(config or {})
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float | np.number):
@@ -164,7 +164,7 @@ def loss_config(config: Mapping[str, float] | None) -> dict[str, float]:
 
 
 def string_map(metadata: Mapping[str, str] | None) -> dict[str, str]:
-    """User metadata. Raises ValueError for anything but strings."""
+    """Return user metadata. Raises ValueError for anything but strings."""
     values = dict(metadata or {})
     if not all(isinstance(part, str) for part in _parts(values)):
         raise ValueError("user_metadata maps strings to strings")

@@ -1,4 +1,4 @@
-"""Results that come later, for threads and for coroutines alike.
+"""Futures and streams that both threads and coroutines can wait for.
 
 future = client.forward_backward(data, "cross_entropy")        # returns at once
 output = future.result()                                       # a thread waits
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class APIFuture(Awaitable[T], Generic[T]):
-    """A result that the client's background loop works on. Waiting again gives the same result."""
+    """A result that the background loop computes. Waiting again returns the same result."""
 
     def __init__(
         self, background: BackgroundLoop, future: concurrent.futures.Future[T], *, is_cancellable: bool = False
@@ -33,21 +33,21 @@ class APIFuture(Awaitable[T], Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result, at most `timeout` seconds; None waits for ever.
 
-        Raises TimeoutError (the work goes on, wait again), what the work itself raised, or RuntimeError where waiting
-        would wait for ever.
+        Raises TimeoutError (the work continues; wait again), any error of the work itself, or RuntimeError on the
+        background loop's thread, where the wait would never end.
         """
         if self._background.is_current_thread and not self._future.done():
             raise RuntimeError(
-                "result() was called on the client's own thread, which would have to do the work meanwhile: "
-                "call it from a thread of yours, or `await` the future"
+                "result() was called on the client's own thread, which has to do the work: call it from another "
+                "thread, or `await` the future"
             )
         return self._future.result(timeout)
 
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109  # the SDK's name
         """Await the result, at most `timeout` seconds; None waits for ever. Works on any asyncio loop.
 
-        Raises TimeoutError, or what the work itself raised. Cancelling the wait of a sample cancels the sample;
-        training goes on, because its place in the adapter's order is taken.
+        Raises TimeoutError, or any error of the work itself. Cancelling the wait for a sample cancels the sample;
+        training continues, because it has its sequence number in the adapter's log.
         """
         waiter = asyncio.wrap_future(self._future)
         if not self._is_cancellable:
@@ -59,15 +59,15 @@ class APIFuture(Awaitable[T], Generic[T]):
         return self.result_async().__await__()
 
     def future(self) -> concurrent.futures.Future[T]:
-        """The same result as a standard library future. Its callbacks run on the client's thread: keep them short."""
+        """Return a standard library future of the result. Its callbacks run on the client's thread: keep them short."""
         return self._future
 
     def done(self) -> bool:
-        """Whether the result is there."""
+        """Return whether the result is there."""
         return self._future.done()
 
     def cancel(self) -> bool:
-        """Ask for the work to end, and stop waiting for it. False, without effect, for training and what is done."""
+        """Cancel the work and the wait for it. Returns False, without effect, for training and for finished work."""
         return self._is_cancellable and self._future.cancel()
 
 
@@ -82,7 +82,7 @@ def start(background: BackgroundLoop, work: Coroutine[Any, Any, T], *, is_cancel
 
 
 class Ready:
-    """For clients, which the SDK's newer versions return as futures: `.result()` and `await` give the client itself."""
+    """A client that is also a future of itself, as in newer versions of the SDK: `.result()` and `await` return it."""
 
     def result(self, timeout: float | None = None) -> Self:
         """This client."""
@@ -94,7 +94,7 @@ class Ready:
 
 
 class BackgroundStream(Generic[T]):
-    """A stream that is read on the background loop, for `for` and `async for` alike. Can be read once.
+    """A stream that is read on the background loop, by `for` or `async for`, once.
 
     As a context manager it is closed at the end of the block.
     """
@@ -105,10 +105,10 @@ class BackgroundStream(Generic[T]):
         self._items: AsyncGenerator[T, None] | None = None
         self._is_closed = False
         self._reading: asyncio.Task[Any] | None = None
-        """Who waits for the next item."""
+        """The task that reads the next item."""
 
     def close(self) -> None:
-        """Read no more, and let the service know that nobody does. Idempotent."""
+        """Stop reading, and cancel the call at the service. Idempotent."""
         start(self._background, self._close()).result()
 
     async def aclose(self) -> None:
@@ -145,7 +145,7 @@ class BackgroundStream(Generic[T]):
     async def _close(self) -> None:
         self._is_closed = True
         if self._reading is not None:
-            self._reading.cancel()  # which ends the stream; whoever waits has its end
+            self._reading.cancel()  # ends the stream; its reader gets the end
         elif self._items is not None:
             await self._items.aclose()
 
@@ -169,7 +169,7 @@ class BackgroundStream(Generic[T]):
 
 
 class _End:
-    """What comes after the last item: StopIteration cannot travel through a future."""
+    """Marks the end of a stream, because a future cannot hold StopIteration."""
 
 
 _END = _End()

@@ -1,4 +1,4 @@
-"""The methods of the contract that the client calls, with the types that they take and give. Data only."""
+"""The methods of the contract that the client calls, with their request and response types. Data only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Unary(Generic[RequestT, ResponseT]):
 
     @property
     def path(self) -> str:
-        """What HTTP/2 calls it."""
+        """The method's path in HTTP/2."""
         return f"/tinkerpool.v1.{self.service}/{self.name}"
 
 

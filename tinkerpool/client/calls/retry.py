@@ -1,17 +1,26 @@
-"""When to try again, and after how long. Pure: time and randomness are passed in.
+"""When a call is tried again, and after which delay.
 
-Every call of the client is safe to repeat (by seq, by request id, or because it only reads), so what may succeed later
-is retried for ever: a restarting coordinator costs a client nothing but time. Two limits: until a service has answered
-once, for it may never have been there; and failures that the service did not foresee.
+Every call of the client is safe to repeat: by its sequence number, by its request id, or because it only reads. So
+errors that may pass are retried without end, and a restarting coordinator costs a client nothing but time. Two errors
+are not: while no service has ever replied, the address may be wrong; and unforeseen failures of the service, after a
+few times in a row.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tinkerpool.errors import ApiError, Cancelled, Code, DeadlineExceeded, InternalError, Unavailable
+
+_log = logging.getLogger("tinkerpool")
+
+WARN_AFTER_S = 10.0
+"""A call that is retried for this long is logged, and then once in as many seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +32,13 @@ class RetryPolicy:
     max_s: float = 5.0
     """Longest delay, unless the service asks for more."""
     factor: float = 2.0
-    """From one delay to the next."""
+    """Growth from one delay to the next."""
     jitter: float = 0.25
-    """A delay is drawn from +- this part of itself, so that clients do not come back all at once."""
+    """Each delay is drawn from +- this fraction of itself, so that clients do not return all at once."""
     connect_timeout_s: float = 30.0
-    """How long to look for a service that has never answered; 0 tries once."""
+    """How long to look for a service that has never replied. 0: try once."""
     unforeseen_max: int = 5
-    """How often in a row to retry a call that fails with INTERNAL or UNKNOWN without the service having said why."""
+    """Most retries in a row of a call that fails with INTERNAL or UNKNOWN without a reason of the service's."""
 
     def __post_init__(self) -> None:
         if not (0 < self.initial_s <= self.max_s and self.factor >= 1 and 0 <= self.jitter < 1):
@@ -39,7 +48,7 @@ class RetryPolicy:
 
 
 class Backoff:
-    """The delays of one call. `next_delay_s` raises what cannot be mended by waiting."""
+    """The delays of one call. Pure: time and randomness are passed in."""
 
     def __init__(self, policy: RetryPolicy, *, clock: Callable[[], float], rng: random.Random) -> None:
         self._policy = policy
@@ -49,18 +58,17 @@ class Backoff:
         self.reset()
 
     def reset(self) -> None:
-        """There was progress: start again with short delays."""
-        self.num_failures = 0
+        """Start again with short delays, after progress."""
         self._num_unforeseen = 0
         self._delay_s = self._policy.initial_s
 
     @property
     def elapsed_s(self) -> float:
-        """Since the first attempt."""
+        """Seconds since the first attempt."""
         return self._clock() - self._begin
 
     def next_delay_s(self, error: ApiError, *, has_connected: bool) -> float:
-        """How long to wait before the next attempt, in seconds. Raises `error` if there shall be none."""
+        """Return the delay before the next attempt, in seconds. Raises `error` if the call is not to be repeated."""
         if not is_retryable(error):
             raise error
         if isinstance(error, InternalError):
@@ -69,7 +77,6 @@ class Backoff:
                 raise error
         if not has_connected and self.elapsed_s >= self._policy.connect_timeout_s:
             raise error
-        self.num_failures += 1
         delay_s = max(self._delay_s, error.retry_delay_s or 0.0)
         self._delay_s = min(self._delay_s * self._policy.factor, self._policy.max_s)
         spread = self._policy.jitter
@@ -77,8 +84,36 @@ class Backoff:
         return delay_s * (1 + self._rng.uniform(0 if error.retry_delay_s else -spread, spread))
 
 
+class Retries:
+    """The retries of all calls of one connection: whether a service has ever replied, and one warning for all."""
+
+    def __init__(self, policy: RetryPolicy | None = None) -> None:
+        self._policy = policy or RetryPolicy()
+        self._rng = random.Random()
+        self._has_connected = False
+        self._warning_time = -WARN_AFTER_S
+
+    def start(self) -> Backoff:
+        """Return the delays of a new call."""
+        return Backoff(self._policy, clock=time.monotonic, rng=self._rng)
+
+    def note_reply(self) -> None:
+        """Record that the service replied: from now on it is awaited without end."""
+        self._has_connected = True
+
+    async def pause(self, backoff: Backoff, error: ApiError) -> None:
+        """Wait before the next attempt of a call. Raises `error` if the call is not to be repeated."""
+        self._has_connected = self._has_connected or bool(error.reason)
+        delay_s = backoff.next_delay_s(error, has_connected=self._has_connected)
+        now = time.monotonic()
+        if backoff.elapsed_s > WARN_AFTER_S and now - self._warning_time > WARN_AFTER_S:
+            self._warning_time = now
+            _log.warning("no reply for %.0f s, still trying: %s", backoff.elapsed_s, error)
+        await asyncio.sleep(delay_s)
+
+
 def is_retryable(error: ApiError) -> bool:
-    """Whether the same call may succeed later. A refusal by the service is final unless it says otherwise."""
+    """Return whether the same call may succeed later. A refusal by the service is final unless it says otherwise."""
     if error.retry_delay_s is not None:
         return True
     if isinstance(error, Unavailable):

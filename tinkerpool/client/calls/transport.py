@@ -1,6 +1,6 @@
 """The seam between the client and the network, and the gRPC side of it. The only file that imports grpc.
 
-A transport makes one attempt at a call and says by an `ApiError` how it failed; repeating is `retry`'s business.
+A transport makes one attempt at a call, and raises an `ApiError` if it fails; `retry` decides whether to repeat it.
 Tests put a fake in its place.
 """
 
@@ -25,29 +25,29 @@ SEND_BYTES_MAX = 64 << 20
 RECEIVE_BYTES_MAX = 256 << 20
 """Largest response."""
 CALLS_MAX = 256
-"""Calls under way at a time, streams aside; more wait their turn. The service refuses more than 1,000 of both."""
+"""Most calls at a time, streams not counted; more are queued. The service refuses more than 1,000 of both."""
 DEFAULT_PORT = 7600
 
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", SEND_BYTES_MAX),
     ("grpc.max_receive_message_length", RECEIVE_BYTES_MAX),
-    # A waiting stream finds out within 40 s that the other side is gone without a word.
+    # An idle stream notices within 40 s that the other side has vanished.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # A restarted coordinator is found again soon; gRPC's own backoff would grow to two minutes.
+    # A restarted coordinator is found soon; gRPC's own backoff would grow to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # Retries are ours: they know which refusals are final.
+    # The client retries by itself, because it can tell which refusals are final.
     ("grpc.enable_retries", 0),
-    # Each client has its own connection, so that closing one or its keepalive never touches another.
+    # Each client has its own connection: closing one never affects another.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What a connection to a pool is made of; can be pickled for another process."""
+    """Address and credentials of a connection to a pool; can be pickled for another process."""
 
     base_url: str
     api_key: str = field(repr=False)
@@ -62,18 +62,18 @@ class Transport(Protocol):
         ...
 
     def stream(self, method: ServerStream[RequestT, ResponseT], request: RequestT) -> AsyncGenerator[ResponseT, None]:
-        """Send a request and yield the responses. Raises ApiError, also in the middle. Closing it cancels the call."""
+        """Send a request and yield the responses. Raises ApiError, also after some. Closing the stream cancels it."""
         ...
 
     async def close(self) -> None:
-        """Give up all calls and the connection. Idempotent."""
+        """End all calls and close the connection. Idempotent."""
         ...
 
 
 def parse_target(base_url: str) -> tuple[str, bool]:
-    """The `host:port` of a URL and whether it asks for TLS. Raises ConfigurationError, with an example.
+    """Return the `host:port` of a URL, and whether it asks for TLS. Raises ConfigurationError.
 
-    `http://host:7600`, `https://host` (TLS, port 443) and `host:port` are understood.
+    Accepts `http://host:7600`, `https://host` (TLS, port 443) and `host:port`.
     """
     url = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
     try:
@@ -98,11 +98,11 @@ class GrpcTransport:
         self._metadata = (("authorization", f"Bearer {api_key}"),)
         self._channel: grpc.aio.Channel | None = None
         self._calls: dict[str, Any] = {}
-        self._turns = asyncio.Semaphore(CALLS_MAX)
+        self._call_slots = asyncio.Semaphore(CALLS_MAX)
 
     async def call(self, method: Unary[RequestT, ResponseT], request: RequestT, *, timeout_s: float) -> ResponseT:
-        """As in Transport; UNAVAILABLE at once if nobody listens."""
-        async with self._turns:
+        """See `Transport`. Raises UNAVAILABLE at once if nothing listens at the address."""
+        async with self._call_slots:
             call = self._callable(method)
             try:
                 response: ResponseT = await call(request, timeout=timeout_s, metadata=self._metadata)
@@ -116,7 +116,7 @@ class GrpcTransport:
     async def stream(
         self, method: ServerStream[RequestT, ResponseT], request: RequestT
     ) -> AsyncGenerator[ResponseT, None]:
-        """As in Transport."""
+        """See `Transport`."""
         call = self._callable(method)(request, metadata=self._metadata)
         try:
             async for response in call:
@@ -130,7 +130,7 @@ class GrpcTransport:
             call.cancel()
 
     async def close(self) -> None:
-        """As in Transport."""
+        """See `Transport`."""
         channel, self._channel = self._channel, None
         self._calls.clear()
         if channel is not None:
@@ -175,7 +175,7 @@ class GrpcTransport:
 
 
 def _raise_if_closed() -> None:
-    """A call that was cancelled although its task was not: the channel was closed under it."""
+    """Raise ClientClosed for a cancelled call whose task is not cancelled: then the channel was closed meanwhile."""
     task = asyncio.current_task()
     if task is not None and not task.cancelling():
-        raise ClientClosed("the client was closed before the answer came") from None
+        raise ClientClosed("the client was closed before the reply came") from None

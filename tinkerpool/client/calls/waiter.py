@@ -1,54 +1,52 @@
 """Waits for any number of operations over a few streams. No polling, no thread per operation.
 
-Names that become pending in the same turn of the loop go out together. When many streams are open, the one with the
-fewest names left is replaced by one that also has the new names. Invariant: every pending name is in `_new` or in one
-stream. A broken stream is opened again with the names that it still lacks.
+Names that become pending in the same turn of the loop are sent together. When many streams are open, the stream with
+the fewest names left is replaced by one that also has the new names. A broken stream is opened again with its
+undelivered names. Invariant: every pending name is in `_new` or in exactly one stream.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from tinkerpool.client.calls.retry import Backoff
+from tinkerpool.client.calls.retry import Backoff, Retries
 from tinkerpool.errors import ApiError, ClientClosed, Code, NotFound, TinkerpoolError, api_error
 from tinkerpool.v1.operations_pb2 import Operation, WaitOperationsRequest, WaitOperationsResponse
 
 STREAMS_MAX = 64
 """Streams at a time; beyond this, they are merged."""
 MERGE_DELAY_S = 0.005
-"""How long new names are collected while that many streams are open."""
+"""How long new names are collected while the limit of streams is reached, in seconds."""
 NAMES_MAX = 5_000
 """Names in one stream; the service takes 10,000."""
 
 OpenStream = Callable[[WaitOperationsRequest], AsyncGenerator[WaitOperationsResponse, None]]
-Pause = Callable[[Backoff, ApiError], Awaitable[None]]
-"""Waits before the next attempt, or raises the error if there shall be none."""
 
 
 @dataclass(eq=False, slots=True)
 class _Stream:
     names: set[str]
-    """Those that it has not delivered yet."""
+    """Names that it has not delivered yet."""
     task: asyncio.Task[None] | None = None
 
 
 class Waiter:
     """Delivers finished operations. All methods run on one loop."""
 
-    def __init__(self, open_stream: OpenStream, make_backoff: Callable[[], Backoff], pause: Pause) -> None:
+    def __init__(self, open_stream: OpenStream, retries: Retries) -> None:
+        """`open_stream` makes one attempt at a stream."""
         self._open_stream = open_stream
-        self._make_backoff = make_backoff
-        self._pause = pause
+        self._retries = retries
         self._pending: dict[str, asyncio.Future[Operation]] = {}
         self._new: list[str] = []
         self._streams: set[_Stream] = set()
         self._flush_handle: asyncio.Handle | None = None
 
     async def wait(self, name: str) -> Operation:
-        """The operation of that name, when it is finished: SUCCEEDED or FAILED. Raises ApiError if it is not known."""
+        """Wait until the operation has SUCCEEDED or FAILED, and return it. Raises ApiError for an unknown name."""
         future = self._pending.get(name)
         if future is None:
             loop = asyncio.get_running_loop()
@@ -59,7 +57,7 @@ class Waiter:
                     self._flush_handle = loop.call_soon(self._flush)
                 else:
                     self._flush_handle = loop.call_later(MERGE_DELAY_S, self._flush)
-        return await asyncio.shield(future)  # one who gives up must not take the others along
+        return await asyncio.shield(future)  # a cancelled wait must not cancel the others
 
     async def close(self) -> None:
         """End every wait with ClientClosed."""
@@ -92,8 +90,8 @@ class Waiter:
             stream.task.cancel()
 
     async def _follow(self, stream: _Stream) -> None:
-        """Read until every name is delivered."""
-        backoff = self._make_backoff()
+        """Read one stream, reopened after errors, until every name is delivered."""
+        backoff = self._retries.start()
         try:
             while stream.names:
                 try:
@@ -105,7 +103,7 @@ class Waiter:
                         self._halve(stream)
                     return
                 except ApiError as error:
-                    await self._pause(backoff, error)
+                    await self._retries.pause(backoff, error)
         except TinkerpoolError as error:
             self._fail(stream.names, error)
         finally:
@@ -127,7 +125,7 @@ class Waiter:
             future.set_result(operation)
 
     def _halve(self, stream: _Stream) -> None:
-        """One of the names is unknown, and the service streams nothing then: find out which."""
+        """Open two streams with half of the names each: one name is unknown, and then the service streams nothing."""
         names = sorted(stream.names)
         self._open(names[: len(names) // 2])
         self._open(names[len(names) // 2 :])
@@ -137,4 +135,4 @@ class Waiter:
             future = self._pending.pop(name, None)
             if future is not None and not future.done():
                 future.set_exception(error)
-                future.exception()  # nobody may be waiting any more
+                future.exception()  # marks the error as seen: every wait may have been cancelled

@@ -1,4 +1,4 @@
-"""How a large batch is cut into requests, and how their results become one again. Pure; the rules are the SDK's."""
+"""How a large batch is cut into requests, and how their outputs become one. Pure; the rules are the SDK's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHUNK_BYTES_MAX = 5_000_000
 
 
 def split(data: Sequence[Datum]) -> list[list[Datum]]:
-    """Cut a batch into chunks, in order. Raises ValueError for an empty one."""
+    """Cut a batch into chunks, in order. Raises ValueError for an empty batch."""
     if not data:
         raise ValueError("no data: a forward pass needs at least one datum")
     chunks: list[list[Datum]] = []
@@ -33,7 +33,7 @@ def split(data: Sequence[Datum]) -> list[list[Datum]]:
 
 
 def merge(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """Return one output for a batch: datums of the chunks concatenated in order, metrics merged by their reductions."""
+    """Return one output for the chunks of a batch, in order. Means of metrics are weighted by datums."""
     assert outputs
     num_datums = [len(output.loss_fn_outputs) for output in outputs]
     return ForwardBackwardOutput(

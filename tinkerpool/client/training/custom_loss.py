@@ -1,6 +1,6 @@
-"""Losses of the user's own, computed where the user is. Pure, except that the user's function runs on a thread.
+"""Losses of the user's own, computed in the user's process. Pure, except that the user's function runs on a thread.
 
-The pool computes log-probabilities p; the function here computes a loss C(p) and its gradient; the pool then adds the
+The pool computes log-probabilities p; the user's function computes a loss C(p) and its gradient; the pool then adds the
 gradient of the cross entropy `L = sum(-p w)` with `w = -dC/dp`, which is the gradient of C.
 """
 
@@ -23,17 +23,17 @@ T = TypeVar("T")
 Gradient = NDArray[np.float32]
 
 TorchLoss = Callable[[list[Datum], list[Any]], tuple[Any, Mapping[str, float]]]
-"""From the data and a torch tensor of log-probabilities per datum to the loss, a scalar tensor, and metrics."""
+"""Maps the data, and a torch tensor of log-probabilities per datum, to the loss, a scalar tensor, and metrics."""
 
 NumpyLoss = Callable[
     [list[Datum], list[NDArray[np.float32]]], tuple[float, Sequence[NDArray[Any]], Mapping[str, float]]
 ]
-"""From the data and log-probabilities per datum to the loss, its gradient per datum, and metrics."""
+"""Maps the data, and log-probabilities per datum, to the loss, its gradient per datum, and metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class CustomLoss:
-    """What the user's function gave."""
+    """The value of the user's function, with its gradients."""
 
     value: float
     gradients: list[Gradient]
@@ -42,14 +42,14 @@ class CustomLoss:
 
 
 def surrogate(data: Sequence[Datum], gradients: Sequence[Gradient] | None = None) -> list[Datum]:
-    """The cross entropy data: `target_tokens`, and as `weights` the negated gradients, or zeros before there are any.
+    """Return cross-entropy data: `target_tokens`, and as `weights` the negated gradients, or zeros without gradients.
 
     Raises ValueError for a datum without `target_tokens`.
     """
     result = []
     for i, datum in enumerate(data):
         if "target_tokens" not in datum.loss_fn_inputs:
-            raise ValueError(f"data[{i}] has no loss_fn_inputs['target_tokens']: whose log-probabilities are wanted?")
+            raise ValueError(f"data[{i}] has no loss_fn_inputs['target_tokens'], whose log-probabilities the loss gets")
         targets = datum.loss_fn_inputs["target_tokens"]
         weights = np.zeros(targets.shape, np.float32) if gradients is None else -gradients[i]
         inputs = {"target_tokens": targets, "weights": TensorData(weights, "float32")}
@@ -58,7 +58,7 @@ def surrogate(data: Sequence[Datum], gradients: Sequence[Gradient] | None = None
 
 
 def evaluate_torch(loss_fn: TorchLoss, data: list[Datum], logprobs: list[NDArray[np.float32]]) -> CustomLoss:
-    """Run a function that torch can differentiate. Raises what it raises, and ValueError if it returned no scalar."""
+    """Run a function that torch can differentiate. Raises its errors, and ValueError if it returned no scalar."""
     torch = importlib.import_module("torch")
     leaves = [torch.tensor(array, requires_grad=True) for array in logprobs]
     loss, metrics = loss_fn(data, leaves)
@@ -72,7 +72,7 @@ def evaluate_torch(loss_fn: TorchLoss, data: list[Datum], logprobs: list[NDArray
 
 
 def evaluate_numpy(loss_fn: NumpyLoss, data: list[Datum], logprobs: list[NDArray[np.float32]]) -> CustomLoss:
-    """Run a function that differentiates itself. Raises what it raises, ValueError for gradients of wrong shapes."""
+    """Run a function that returns its gradient. Raises its errors, and ValueError for gradients of wrong shapes."""
     loss, gradients, metrics = loss_fn(data, [array.copy() for array in logprobs])
     arrays = [as_array(gradient).astype(np.float32) for gradient in gradients]
     if [a.shape for a in arrays] != [a.shape for a in logprobs]:
@@ -81,7 +81,7 @@ def evaluate_numpy(loss_fn: NumpyLoss, data: list[Datum], logprobs: list[NDArray
 
 
 def with_loss(output: ForwardBackwardOutput, loss: CustomLoss) -> ForwardBackwardOutput:
-    """The output of the second pass with the custom loss as `loss:sum`; the cross entropy is `surrogate_loss:sum`."""
+    """Return the second pass's output with the custom loss as `loss:sum`, the cross entropy as `surrogate_loss:sum`."""
     metrics = dict(output.metrics)
     if "loss:sum" in metrics:
         metrics["surrogate_loss:sum"] = metrics.pop("loss:sum")
@@ -93,13 +93,13 @@ def with_loss(output: ForwardBackwardOutput, loss: CustomLoss) -> ForwardBackwar
 
 
 async def on_a_thread(work: Callable[[], T]) -> T:
-    """Run the user's code on a thread of its own, where it may block without holding anything up."""
+    """Run the user's code on a thread of its own, so that it cannot block the background loop."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  # whatever it is, it belongs to who waits for the result
+        except BaseException as error:  # noqa: BLE001  # every error is the result of the work
             future.set_exception(error)
 
     threading.Thread(target=run, name="tinkerpool-custom-loss", daemon=True).start()

@@ -1,7 +1,7 @@
-"""Forward passes as the pool sees them: requests of bounded size, sent together, their results merged.
+"""Passes over a batch: requests of bounded size are sent together, and their outputs merged.
 
-Requests are built on the caller's thread, so that data may change once a call has returned; they are sent on the
-background loop.
+Requests are built on the caller's thread, so that the caller may change its data once the call has returned. They are
+sent on the background loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from tinkerpool.client.calls import encoding, methods
 from tinkerpool.client.calls.transport import SEND_BYTES_MAX
 from tinkerpool.client.training import batches, custom_loss
-from tinkerpool.client.training.ordering import AdapterOrder
+from tinkerpool.client.training.sequence import AdapterSequence
 from tinkerpool.errors import TinkerpoolError
 from tinkerpool.types import Datum, ForwardBackwardOutput, OptimStepResponse, TrainStepResponse
 from tinkerpool.v1 import operations_pb2, training_pb2
@@ -33,7 +33,7 @@ def build_request(
     loss_fn: str,
     loss_fn_config: Mapping[str, float] | None = None,
 ) -> RequestT:
-    """A request without its seq. Raises ValueError for an unknown loss and for what is too large to send."""
+    """Return a request without its seq. Raises ValueError for an unknown loss and for a datum too large to send."""
     request = request_type(
         adapter_id=adapter_id,
         loss_function=encoding.loss_function(loss_fn),
@@ -47,26 +47,26 @@ def build_request(
 
 
 async def run(
-    order: AdapterOrder, method: methods.Unary[Any, Any], requests: Sequence[Any], seq: int
+    sequence: AdapterSequence, method: methods.Unary[Any, Any], requests: Sequence[Any], seq: int
 ) -> ForwardBackwardOutput:
-    """Send the chunks of one batch, at places from `seq` on. Raises what the first failed one failed with."""
-    operations = await asyncio.gather(*(order.run(method, request, seq + i) for i, request in enumerate(requests)))
+    """Send the chunks of one batch with seqs from `seq` on, and merge their outputs. Raises the first error."""
+    operations = await asyncio.gather(*(sequence.run(method, request, seq + i) for i, request in enumerate(requests)))
     return batches.merge([encoding.forward_backward_output(operation) for operation in operations])
 
 
 async def run_train_step(
-    order: AdapterOrder,
+    sequence: AdapterSequence,
     requests: Sequence[training_pb2.ForwardBackwardRequest],
     step: training_pb2.TrainStepRequest,
     seq: int,
 ) -> TrainStepResponse:
-    """Send all chunks but the last, and then the last one with the step."""
+    """Send the chunks of one batch; the last one is the request that also has the optimizer step."""
 
     async def run_last() -> tuple[operations_pb2.Operation, operations_pb2.Operation]:
-        response = await order.send(methods.TRAIN_STEP, step, seq + len(requests), num_seqs=2)
-        return await asyncio.gather(order.outcome(response.forward_backward), order.outcome(response.optim_step))
+        response = await sequence.send(methods.TRAIN_STEP, step, seq + len(requests), num_seqs=2)
+        return await asyncio.gather(sequence.outcome(response.forward_backward), sequence.outcome(response.optim_step))
 
-    first = (order.run(methods.FORWARD_BACKWARD, request, seq + i) for i, request in enumerate(requests))
+    first = (sequence.run(methods.FORWARD_BACKWARD, request, seq + i) for i, request in enumerate(requests))
     operations, (last, optim_step) = await asyncio.gather(asyncio.gather(*first), run_last())
     return TrainStepResponse(
         forward_backward=batches.merge([encoding.forward_backward_output(op) for op in [*operations, last]]),
@@ -75,7 +75,7 @@ async def run_train_step(
 
 
 class CustomPass:
-    """A forward, the user's loss on a thread, and a forward_backward with its gradient. Takes both places at once."""
+    """A forward, the user's loss on a thread, and a forward_backward with its gradient; their seqs are consecutive."""
 
     def __init__(self, adapter_id: str, data: Sequence[Datum], evaluate: Callable[..., custom_loss.CustomLoss]) -> None:
         """Raises ValueError for an empty batch and for data without `target_tokens`."""
@@ -89,21 +89,21 @@ class CustomPass:
 
     @property
     def num_seqs(self) -> int:
-        """How many places it takes."""
+        """The number of seqs to reserve."""
         return 2 * len(self._forwards)
 
-    async def run(self, order: AdapterOrder, seq: int) -> ForwardBackwardOutput:
-        """Both passes. Raises what the user's loss raises."""
+    async def run(self, sequence: AdapterSequence, seq: int) -> ForwardBackwardOutput:
+        """Run both passes. Raises any error of the user's loss."""
         backward_seq = seq + len(self._forwards)
         try:
-            output = await run(order, methods.FORWARD, self._forwards, seq)
+            output = await run(sequence, methods.FORWARD, self._forwards, seq)
             logprobs = [datum["logprobs"].to_numpy() for datum in output.loss_fn_outputs]
             loss = await custom_loss.on_a_thread(lambda: self._evaluate(self._data, logprobs))
             requests = self._backwards(loss)
         except BaseException:
-            await self._give_up(order, backward_seq)
+            await self._fail_backwards(sequence, backward_seq)
             raise
-        backward = await run(order, methods.FORWARD_BACKWARD, requests, backward_seq)
+        backward = await run(sequence, methods.FORWARD_BACKWARD, requests, backward_seq)
         return custom_loss.with_loss(backward, loss)
 
     def _backwards(self, loss: custom_loss.CustomLoss) -> list[training_pb2.ForwardBackwardRequest]:
@@ -114,11 +114,13 @@ class CustomPass:
             start += length
         return requests
 
-    async def _give_up(self, order: AdapterOrder, seq: int) -> None:
-        """Use the places up. A forward_backward without data is refused and counts as failed: so what comes later need
-        not wait, and the optim_step behind it fails instead of stepping on a part of the gradient.
+    async def _fail_backwards(self, sequence: AdapterSequence, seq: int) -> None:
+        """Use up the seqs of the second pass, so that there is no gap.
+
+        A forward_backward without data is refused and recorded as failed, which closes the gradient window: the next
+        optim_step fails instead of stepping on a part of the gradient.
         """
         for i in range(len(self._forwards)):
             empty = training_pb2.ForwardBackwardRequest(adapter_id=self._adapter_id)
             with suppress(TinkerpoolError):
-                await order.run(methods.FORWARD_BACKWARD, empty, seq + i)
+                await sequence.run(methods.FORWARD_BACKWARD, empty, seq + i)

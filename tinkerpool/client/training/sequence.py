@@ -1,6 +1,7 @@
-"""An adapter's order on the client's side: who gets which place, and how far ahead of the service requests are sent.
+"""Sequence numbers of one adapter on the client's side, and how far ahead of acknowledgements requests are sent.
 
-Places are taken under a lock, so calls from several threads have one order, the one in which they got the lock.
+Sequence numbers are reserved under a lock, so calls from several threads have one order: that in which they got the
+lock.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from tinkerpool.v1 import operations_pb2
 T = TypeVar("T")
 
 WINDOW = 64
-"""A request is sent only if its seq is less than this ahead of the first one that is not acknowledged."""
+"""A request is sent only if its seq is less than this ahead of the first unacknowledged one."""
 
 
 class SendWindow:
-    """Tells requests when to go. Seqs count up from `first_seq` without a gap; every one must `leave` once.
+    """Holds requests back until they may be sent. Seqs count up from `first_seq` without a gap; each must `leave` once.
 
-    The service takes requests in any order, so they are pipelined; the window keeps that live. Were everything sent at
-    once, a request that is refused for a full queue could find the queue full of later ones, which in turn wait for it.
+    The service accepts requests in any order, so they are pipelined. Without the window, a request that is refused for
+    a full queue could find the queue full of later requests, which cannot run before it.
     """
 
     def __init__(self, first_seq: int, size: int = WINDOW) -> None:
@@ -40,27 +41,27 @@ class SendWindow:
         """Wait until the request of `seq` may be sent."""
         if seq < self._lowest + self._size:
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (seq, turn))
-        await turn
+        may_enter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (seq, may_enter))
+        await may_enter
 
     def leave(self, seq: int, num_seqs: int = 1) -> None:
-        """The request that took `num_seqs` from `seq` on was acknowledged, or will never be."""
+        """Record that the request of `num_seqs` seqs from `seq` on was acknowledged, or never will be."""
         self._left.update(range(seq, seq + num_seqs))
         while self._lowest in self._left:
             self._left.remove(self._lowest)
             self._lowest += 1
         while self._waiting and self._waiting[0][0] < self._lowest + self._size:
-            _, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                turn.set_result(None)
+            _, may_enter = heapq.heappop(self._waiting)
+            if not may_enter.done():
+                may_enter.set_result(None)
 
 
-class AdapterOrder:
-    """Gives out places and sends what takes them. Only `take` is called from the user's threads.
+class AdapterSequence:
+    """Assigns the sequence numbers of one adapter and sends its requests. Users' threads call only `reserve`.
 
-    A refusal that leaves the place open, or shows that another client writes to the adapter, ends it: what came later
-    would wait for that place, or be mixed with the other's steps.
+    A refusal that leaves a gap, or shows that another client writes to the adapter, breaks the sequence: later requests
+    would wait behind the gap, or mix with the other client's steps.
     """
 
     def __init__(self, connection: Connection, next_seq: int) -> None:
@@ -70,8 +71,8 @@ class AdapterOrder:
         self._next_seq = next_seq
         self._window = SendWindow(next_seq)
 
-    def take(self, num_seqs: int, make: Callable[[int], Coroutine[Any, Any, T]]) -> APIFuture[T]:
-        """Take the next `num_seqs` places and start the coroutine that `make` makes of the first one."""
+    def reserve(self, num_seqs: int, make: Callable[[int], Coroutine[Any, Any, T]]) -> APIFuture[T]:
+        """Reserve the next `num_seqs` seqs, and start the coroutine that `make` returns for the first of them."""
         with self._lock:
             future = self._connection.start(make(self._next_seq))
             self._next_seq += num_seqs  # not before the start, which may raise
@@ -80,14 +81,14 @@ class AdapterOrder:
     async def send(
         self, method: Unary[RequestT, ResponseT], request: RequestT, seq: int, *, num_seqs: int = 1
     ) -> ResponseT:
-        """Send one request at its place until the service has taken it. Raises ApiError for a refusal, OrderBroken."""
-        request.seq = seq  # type: ignore[attr-defined]  # every request with a place has it
+        """Send one request with its seq until the service has accepted it. Raises ApiError, OrderBroken."""
+        request.seq = seq  # type: ignore[attr-defined]  # every request of an adapter has this field
         try:
             await self._window.enter(seq)
             if self._broken_by is not None:
                 raise OrderBroken(
-                    f"an earlier request was refused and took no place, so that this one, {seq}, cannot follow it; go "
-                    f"on with ServiceClient.get_training_client. The refusal was: {self._broken_by}"
+                    f"an earlier request was refused without using its sequence number, so operation {seq} cannot run; "
+                    f"continue with ServiceClient.get_training_client. The refusal was: {self._broken_by}"
                 )
             return await self._connection.call(method, request)
         except ApiError as error:
@@ -98,7 +99,7 @@ class AdapterOrder:
             self._window.leave(seq, num_seqs)
 
     async def outcome(self, operation: operations_pb2.Operation) -> operations_pb2.Operation:
-        """An accepted operation when it has succeeded. Raises OperationFailed when it has failed."""
+        """Wait until an accepted operation has succeeded, and return it. Raises OperationFailed if it failed."""
         return await self._connection.outcome(operation)
 
     async def run(self, method: Unary[RequestT, ResponseT], request: RequestT, seq: int) -> operations_pb2.Operation:
@@ -108,6 +109,6 @@ class AdapterOrder:
 
 
 def _leaves_a_gap(error: ApiError) -> bool:
-    """Whether the refused place stays open, or belongs to another client. Other refusals are recorded as failed."""
+    """Return whether the refused seq stays unused, or belongs to another client. Other refusals are recorded there."""
     is_foreign = "expected_seq" in error.metadata
     return is_foreign or isinstance(error, AlreadyExists | InternalError | PermissionDenied | Unauthenticated)
