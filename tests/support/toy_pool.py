@@ -155,8 +155,8 @@ class ToyPool:
 
     async def kill_worker(self, worker_id: str = "w0") -> None:
         """End a worker's life as a crash would."""
-        life = self.coordinator.core.pool._lives[worker_id]  # type: ignore[attr-defined]
-        await asyncio.to_thread(life.loop.stop)
+        incarnation = self.coordinator.core.pool._incarnations[worker_id]  # type: ignore[attr-defined]
+        await asyncio.to_thread(incarnation.loop.stop)
 
     def hold(self) -> None:
         """Let no batch end and no sample make progress."""

@@ -1,1 +1,5 @@
-"""What coordinator and workers say to each other: messages, protocols, settings, limits, failpoints."""
+"""The contract between coordinator and workers; imports neither torch nor ray.
+
+All of it is public: `messages`, `protocols` (Engine, Pool and their errors), `settings`, `capacity` (samples), `losses`
+(inputs and options), `windows` (gradient windows), `failpoints`.
+"""

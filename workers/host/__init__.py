@@ -1,1 +1,5 @@
-"""What this machine has: free memory, processor time, the allocator."""
+"""Facts of this machine and its process: free memory, processor time, the allocator.
+
+Public: `host_memory.free_bytes`; `threads.ThreadChoice`; `allocator.keep_freed_memory`, `without_holes` and
+`is_out_of_memory`.
+"""

@@ -1,1 +1,5 @@
-"""Workers as threads or as Ray actors, and the processes of a private Ray."""
+"""Pools: where engines run, and how the coordinator reaches them.
+
+Public: `factory.make_pool`, for the coordinator. The rest serves a pool's own processes: `local`, `ray_pool` with
+`ray_host`, `processes` and `actor`, the engine's thread in `loop`.
+"""

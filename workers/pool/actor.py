@@ -1,11 +1,11 @@
-"""One engine in a process of its own: the Ray actor of a worker, which hands everything on to the engine's loop.
+"""The Ray actor of a worker: one engine in a process of its own. It hands every call on to the engine's loop.
 
-Knows neither what a batch means nor who calls. Batches, results and events cross as pickles of our own making (`pack`):
-Ray's serializer takes up to twice as long for the many small objects of a batch.
+Does not depend on the meaning of a batch or on the caller. Batches, results and events cross between processes as
+pickles (`pack`): Ray's serializer takes up to twice as long for the many small objects of a batch.
 
-Main invariant: only the engine's thread does work. Calls in the group `control` return at once, whatever that thread is
-doing, and in their order; a `ping` waits not even for those, which may have much to unpack. A call in `work` waits for
-its batch, the one in `events` for whatever is sampled.
+Main invariant: only the engine's thread computes. Calls in the group `control` return at once and in order, whatever
+the engine does. A `ping` does not queue behind them either, for they may have much to unpack. A call in `work` returns
+after its batch; the one call in `events` runs as long as the actor.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ import ray
 from workers.contract.messages import Batch, SampleEvent, SampleRequest, WorkerInfo
 from workers.contract.protocols import WorkerLost
 from workers.contract.settings import EngineSettings
-from workers.pool.factory import engine_factory
+from workers.pool.engines import engine_factory
 from workers.pool.loop import EngineLoop
 
 CONCURRENCY_GROUPS = {"work": 2, "control": 1, "ping": 1, "events": 1}
-"""Threads by kind of call. One for `control` keeps its calls in order."""
+"""Threads for each kind of call. A single thread for `control` keeps its calls in order."""
 
 
 def pack(message: Any) -> bytes:
-    """A message of `workers.contract.messages`, as it crosses between processes."""
+    """Return a message of `workers.contract.messages` as bytes."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def unpack(packed: bytes) -> Any:
-    """The message again. Only for what comes from the pool's own processes, through Ray's authenticated channels."""
+    """Return the message. Only for bytes from the pool's own processes, through Ray's authenticated channels."""
     return pickle.loads(packed)  # noqa: S301 (see above)
 
 
 class EngineActor:
-    """One life of a worker. The pool makes a Ray actor of it, with `CONCURRENCY_GROUPS`."""
+    """One incarnation of a worker. The pool makes a Ray actor of it, with `CONCURRENCY_GROUPS`."""
 
     def __init__(self, engine: str, settings: EngineSettings, worker_id: str, incarnation: str) -> None:
         """Begin to load the engine; `engine` is an import string as in `PoolConfig`."""
@@ -48,16 +48,15 @@ class EngineActor:
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._events: SimpleQueue[Sequence[SampleEvent] | None] = SimpleQueue()
-        self._loop = EngineLoop(engine_factory(engine, settings), incarnation, self._events.put)
-        self._loop.ended.add_done_callback(lambda _: self._events.put(None))
+        self._loop = EngineLoop(engine_factory(engine, settings), incarnation, self._events)
 
     # ---- work
 
     def start(self) -> WorkerInfo:
-        """Wait until the base model is loaded. Raises WorkerLost with the reason why it cannot be."""
+        """Wait until the base model is loaded. Raises WorkerLost with the reason if that fails."""
         try:
             engine = self._loop.ready.result()
-        except Exception as error:  # noqa: BLE001 (its own class may not survive the way to the caller)
+        except Exception as error:  # noqa: BLE001 (the caller may not have the exception's class)
             raise WorkerLost(str(error) or type(error).__name__) from None
         return WorkerInfo(
             worker_id=self._worker_id,
@@ -70,14 +69,14 @@ class EngineActor:
         )
 
     def run(self, packed: bytes) -> bytes:
-        """Run a packed `Batch`; returns its `BatchResult`, packed. Raises WorkerLost."""
+        """Run a packed `Batch`; return its `BatchResult`, packed. Raises WorkerLost."""
         batch: Batch = unpack(packed)
         return pack(self._loop.submit(batch).result())
 
     # ---- ping
 
     def ping(self) -> None:
-        """Raises WorkerLost if the engine has failed."""
+        """Raise WorkerLost if the engine has failed."""
         self._loop.check()
 
     # ---- control
@@ -94,7 +93,7 @@ class EngineActor:
     # ---- events
 
     def events(self) -> Iterator[bytes]:
-        """Sample events as they happen: packed lists, each of all that had gathered. Raises WorkerLost at the end."""
+        """Yield sample events as packed lists, each with all events so far. Raises WorkerLost at the end."""
         while (first := self._events.get()) is not None:
             gathered = list(first)
             more: Sequence[SampleEvent] | None = ()

@@ -1,4 +1,4 @@
-"""Environment variables that a worker process needs before it imports torch or ray, and names for lives of workers."""
+"""Environment variables that a worker process needs before it imports torch or ray, and names of incarnations."""
 
 from __future__ import annotations
 
@@ -11,32 +11,28 @@ from workers.contract.settings import PoolConfig
 SPIN_COUNT = 10_000
 """How long an idle OpenMP thread spins before it sleeps. Unbounded spinning is several times slower on busy cores, none
 at all twice as slow on quiet ones."""
-
-
 KERNELS_MAX = 512
-"""Kernels that oneDNN keeps, of 0.6 MB each; see `frozen`. Numbers of rows that come often are few."""
+"""Kernels that oneDNN keeps, of 0.6 MB each; see `frozen`. Few numbers of rows are frequent."""
 
 
 def new_incarnation(worker_id: str) -> str:
-    """A name for a life of a worker that no life has had, in this process or an earlier one."""
+    """Return a name for an incarnation of a worker that is unique across processes."""
     return f"{worker_id}-{secrets.token_hex(6)}"
 
 
-def thread_environment(num_threads: int) -> dict[str, str]:
-    """The environment of a worker process. It must be set before torch is imported."""
-    threads = str(num_threads)
-    return {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "GOMP_SPINCOUNT": str(SPIN_COUNT),
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(KERNELS_MAX),
-    }
+def thread_environment(num_threads: int | None) -> dict[str, str]:
+    """Return the environment of a worker process, to be set before torch is imported."""
+    environment = {"GOMP_SPINCOUNT": str(SPIN_COUNT), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(KERNELS_MAX)}
+    if num_threads is not None:
+        environment |= {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
+    return environment
 
 
 def ray_environment(config: PoolConfig) -> dict[str, str]:
-    """What Ray reads when it is imported: no call starts a Ray by itself, and a token that we have is shown.
+    """Return the variables that Ray reads when it is imported.
 
-    Ray itself shows its token to a cluster only if told so; one that asks for none does not mind.
+    With them no call starts a Ray by itself, and a token that exists is sent to the cluster. Ray sends it only if told
+    to; a cluster without authentication ignores it.
     """
     environment = {"RAY_ENABLE_AUTO_CONNECT": "0"}
     has_token = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))

@@ -1,7 +1,7 @@
-"""The pool in this process: one engine loop per worker. For tests, for laptops, and wherever Ray would be too much.
+"""The pool in this process: one engine loop per worker. For tests, and for laptops without Ray.
 
-The engines share this process's fate and its interpreter lock; otherwise everything is as in a Ray pool. A thread
-cannot be killed: a worker that hangs is left behind when it is replaced.
+The engines share this process and its interpreter lock; otherwise everything is as in a Ray pool. A thread cannot be
+killed: when a hung worker is replaced, its thread stays behind.
 """
 
 from __future__ import annotations
@@ -18,34 +18,49 @@ from workers.pool.environment import new_incarnation
 from workers.pool.loop import EngineLoop
 
 STOP_TIMEOUT_S = 10.0
-"""How long a thread has to finish what it is doing before it is left behind."""
+"""Seconds that a thread has to finish its batch or step before it is left behind."""
+
+
+class _EventQueue:
+    """Sample events, put in by an engine's thread and taken out by the event loop."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Sequence[SampleEvent] | None] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, events: Sequence[SampleEvent] | None, /) -> None:
+        """See `EventSink`."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, events)
+
+    async def get(self) -> Sequence[SampleEvent] | None:
+        """Return the events of the next decode step; None at the end."""
+        return await self._queue.get()
 
 
 @dataclass(frozen=True, slots=True)
-class _Life:
+class _Incarnation:
     """One incarnation of a worker."""
 
     info: WorkerInfo
     loop: EngineLoop
-    events: asyncio.Queue[Sequence[SampleEvent] | None]
-    """A decode step's events each; None at the end."""
+    events: _EventQueue
 
 
 class LocalPool:
     """Implements `workers.contract.protocols.Pool` over engine factories, by worker id."""
 
     def __init__(self, factories: Mapping[str, EngineFactory], *, num_slots: int = 16, device: str = "cpu") -> None:
-        """`num_slots` and `device` are what the factories' engines have; the pool only tells them on."""
+        """`num_slots` and `device` are those of the factories' engines; the pool only announces them."""
         self._factories = dict(factories)
         self._num_slots = num_slots
         self._device = device
-        self._lives: dict[str, _Life] = {}
+        self._incarnations: dict[str, _Incarnation] = {}
 
     async def start(self) -> None:
         """Make every engine. Raises PoolStartError."""
         begun = await asyncio.gather(*(self._begin(worker_id) for worker_id in self._factories), return_exceptions=True)
-        failures = zip(self._factories, begun, strict=True)
-        for worker_id, error in failures:
+        for worker_id, error in zip(self._factories, begun, strict=True):
             if isinstance(error, BaseException):
                 await self.stop()
                 if isinstance(error, Exception):
@@ -54,72 +69,65 @@ class LocalPool:
 
     async def stop(self) -> None:
         """End every engine's thread."""
-        lives, self._lives = list(self._lives.values()), {}
-        for life in lives:
-            await asyncio.to_thread(life.loop.stop, STOP_TIMEOUT_S)
+        incarnations, self._incarnations = list(self._incarnations.values()), {}
+        for incarnation in incarnations:
+            await asyncio.to_thread(incarnation.loop.stop, STOP_TIMEOUT_S)
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """The workers, in the order of the factories."""
-        return tuple(self._lives[worker_id].info for worker_id in self._factories if worker_id in self._lives)
+        """Return the workers, in the order of the factories."""
+        running = self._incarnations
+        return tuple(running[worker_id].info for worker_id in self._factories if worker_id in running)
 
     async def run(self, worker_id: str, batch: Batch) -> BatchResult:
         """Run a batch. Raises WorkerLost."""
-        return await asyncio.wrap_future(self._life(worker_id).loop.submit(batch))
+        return await asyncio.wrap_future(self._incarnation(worker_id).loop.submit(batch))
 
     async def start_sample(self, worker_id: str, request: SampleRequest) -> None:
         """Hand over a sample request. Raises WorkerLost."""
-        self._life(worker_id).loop.start_sample(request)
+        self._incarnation(worker_id).loop.start_sample(request)
 
     async def cancel_sample(self, worker_id: str, op_id: str) -> None:
         """Stop a sample request. Raises WorkerLost."""
-        self._life(worker_id).loop.cancel_sample(op_id)
+        self._incarnation(worker_id).loop.cancel_sample(op_id)
 
     async def sample_events(self, worker_id: str) -> AsyncIterator[SampleEvent]:
-        """The stream of the present life's sample events. Raises WorkerLost at its end."""
-        life = self._life(worker_id)
-        while (events := await life.events.get()) is not None:
+        """Yield the sample events of the current incarnation. Raises WorkerLost at its end."""
+        incarnation = self._incarnation(worker_id)
+        while (events := await incarnation.events.get()) is not None:
             for event in events:
                 yield event
-        raise WorkerLost(f"{life.info.incarnation} has ended")
+        raise WorkerLost(f"{incarnation.info.incarnation} has ended")
 
     async def ping(self, worker_id: str) -> None:
-        """Whether the engine's thread is alive; not whether it hangs. Raises WorkerLost."""
-        self._life(worker_id).loop.check()
+        """Raise WorkerLost if the engine's thread has ended. A hung thread is not noticed."""
+        self._incarnation(worker_id).loop.check()
 
     async def replace(self, worker_id: str) -> WorkerInfo:
-        """End a worker's thread and start its next life, empty. Raises WorkerLost."""
-        await asyncio.to_thread(self._life(worker_id).loop.stop, STOP_TIMEOUT_S)
+        """End a worker's thread and start its next incarnation, empty. Raises WorkerLost."""
+        await asyncio.to_thread(self._incarnation(worker_id).loop.stop, STOP_TIMEOUT_S)
         try:
             return await self._begin(worker_id)
         except Exception as error:
             raise WorkerLost(f"{worker_id} does not start again: {error}") from error
 
     async def _begin(self, worker_id: str) -> WorkerInfo:
-        incarnation = new_incarnation(worker_id)
-        events: asyncio.Queue[Sequence[SampleEvent] | None] = asyncio.Queue()
-        event_loop = asyncio.get_running_loop()
-
-        def put(item: Sequence[SampleEvent] | None) -> None:
-            if not event_loop.is_closed():
-                event_loop.call_soon_threadsafe(events.put_nowait, item)
-
-        loop = EngineLoop(self._factories[worker_id], incarnation, put)
-        loop.ended.add_done_callback(lambda _: put(None))
+        name, events = new_incarnation(worker_id), _EventQueue()
+        loop = EngineLoop(self._factories[worker_id], name, events)
         engine = await asyncio.wrap_future(loop.ready)
         info = WorkerInfo(
             worker_id=worker_id,
-            incarnation=incarnation,
+            incarnation=name,
             model=engine.info,
             pid=os.getpid(),
             node=socket.gethostname(),
             num_slots=self._num_slots,
             device=self._device,
         )
-        self._lives[worker_id] = _Life(info, loop, events)
+        self._incarnations[worker_id] = _Incarnation(info, loop, events)
         return info
 
-    def _life(self, worker_id: str) -> _Life:
-        life = self._lives.get(worker_id)
-        if life is None:
+    def _incarnation(self, worker_id: str) -> _Incarnation:
+        incarnation = self._incarnations.get(worker_id)
+        if incarnation is None:
             raise WorkerLost(f"{worker_id} is not running")
-        return life
+        return incarnation

@@ -1,13 +1,13 @@
-"""One thread that owns one engine and does everything with it, batches and decode steps in turn.
+"""The engine's thread: one per worker. It makes the engine, and alternates batches and decode steps.
 
-Knows neither what a batch means nor where callers live (another thread, another process).
+Does not depend on what a batch does or on where callers are (another thread, another process).
 
-Main invariant: while there are both, decoding gets its share of the time (`Batch.decode_share`), which a batch of t
-seconds owes it t * share / (1 - share) for, and at least one step between two batches. So neither starves, and between
-two tokens of a sequence lie at most one batch and one decode step, however many batches wait. A step that took longer
-than was owed shortens the next turn of decoding; only where one step is longer than what whole batches owe, decoding
-gets more than its share. What callers hand over is taken in their order. An engine that raises is dead: everything that
-waits for it fails with WorkerLost.
+Main invariant: while there are both batches and samples, decoding gets its share of the time (`Batch.decode_share`): a
+batch of t seconds owes it t * share / (1 - share), and at least one step runs between two batches. So neither starves,
+and between two tokens of a sequence lie at most one batch and one decode step, however many batches are queued. A step
+that took longer than was owed shortens the next turn of decoding; decoding gets more than its share only if one step is
+longer than whole batches owe. Requests are handed to the engine in the order of the calls. An engine that raises has
+failed: everything that was handed over fails with WorkerLost.
 """
 
 from __future__ import annotations
@@ -18,12 +18,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Protocol
 
 from workers.contract.failpoints import failpoint
 from workers.contract.messages import Batch, BatchResult, SampleEvent, SampleRequest
 from workers.contract.protocols import Engine, EngineFactory, WorkerLost
 
 logger = logging.getLogger(__name__)
+
+
+class EventSink(Protocol):
+    """A queue of sample events, such as `queue.SimpleQueue`."""
+
+    def put(self, events: Sequence[SampleEvent] | None, /) -> None:
+        """Add the events of a decode step, or None as the last entry. Called by the engine's thread; must not block."""
 
 
 class EngineLoop:
@@ -33,34 +41,31 @@ class EngineLoop:
         self,
         factory: EngineFactory,
         incarnation: str,
-        on_events: Callable[[Sequence[SampleEvent]], None],
+        events: EventSink,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Start the thread. It makes the engine, and calls `on_events` after each decode step; that must not block.
-
-        `clock` gives seconds, for sharing the engine's time.
-        """
+        """Start the thread, which makes the engine. `clock` gives seconds, for sharing the engine's time."""
         self.ready: Future[Engine] = Future()
-        """Done when the engine is made; has its failure if it could not be."""
+        """Done when the engine is made; has the exception if that failed."""
         self.ended: Future[None] = Future()
         """Fails with WorkerLost when the engine has raised, could not be made, or the loop was stopped."""
         self._factory = factory
         self._incarnation = incarnation
-        self._on_events = on_events
+        self._events = events
         self._clock = clock
         self._changed = threading.Condition()
         self._batches: deque[tuple[Batch, Future[BatchResult]]] = deque()
         self._controls: deque[Callable[[Engine], None]] = deque()
         self._is_stopping = False
         self._owed_s = 0.0
-        """What decoding is to get before the next batch runs; below 0 by what its last step took too much."""
+        """Seconds that decoding gets before the next batch; below 0: its last step took that much too long."""
         for future in (self.ready, self.ended):
-            future.set_running_or_notify_cancel()  # a caller who gives up waiting must not cancel it for the others
+            future.set_running_or_notify_cancel()  # one caller that stops waiting must not cancel it for the others
         self._thread = threading.Thread(target=self._run, name=f"engine-{incarnation}", daemon=True)
         self._thread.start()
 
     def submit(self, batch: Batch) -> Future[BatchResult]:
-        """Queue a batch. The future raises WorkerLost if the engine dies first."""
+        """Queue a batch. The future raises WorkerLost if the loop ends first."""
         future: Future[BatchResult] = Future()
         with self._changed:
             if self._is_stopping:
@@ -71,7 +76,7 @@ class EngineLoop:
         return future
 
     def start_sample(self, request: SampleRequest) -> None:
-        """Hand over a sample request; it joins at the next decode step. Raises WorkerLost."""
+        """Hand over a sample request, which joins at the next decode step. Raises WorkerLost."""
         self._control(lambda engine: engine.start_sample(request))
 
     def cancel_sample(self, op_id: str) -> None:
@@ -79,14 +84,14 @@ class EngineLoop:
         self._control(lambda engine: engine.cancel_sample(op_id))
 
     def check(self) -> None:
-        """Raises WorkerLost if the loop has ended."""
+        """Raise WorkerLost if the loop has ended."""
         if self.ended.done():
             raise self._why_ended()
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End the thread after what it is doing now; what waits fails with WorkerLost. Idempotent.
+        """End the thread after the batch or step that it runs; queued batches fail with WorkerLost. Idempotent.
 
-        Returns whether the thread has ended; with None it is waited for, however long that takes.
+        Returns whether the thread has ended. None: wait without limit.
         """
         with self._changed:
             self._is_stopping = True
@@ -110,7 +115,7 @@ class EngineLoop:
         reason = "the engine was stopped"
         try:
             engine = self._factory(self._incarnation)
-        except BaseException as error:  # noqa: BLE001 (handed on to whoever awaits `ready`)
+        except BaseException as error:  # noqa: BLE001 (raised by `ready`)
             self._end(f"the engine could not be made: {error}")
             self.ready.set_exception(error)
             return
@@ -124,7 +129,7 @@ class EngineLoop:
         self._end(reason)
 
     def _turn(self, engine: Engine) -> bool:
-        """What was handed over, then one batch, then what decoding is owed for it. False when it is time to stop."""
+        """Take the requests handed over, run one batch, then the decode steps owed for it. Return False to stop."""
         with self._changed:
             while not (self._is_stopping or self._batches or self._controls or engine.can_decode()):
                 self._changed.wait()
@@ -137,23 +142,23 @@ class EngineLoop:
             self._run_batch(engine, *entry)
             share = entry[0].decode_share
             self._owed_s += (self._clock() - started) * share / (1.0 - share)
-            self._take_controls(engine)  # who came or was cancelled meanwhile does so before the first step after it
+            self._take_controls(engine)  # requests and cancellations during the batch count at the first step after it
         self._decode(engine)
         if entry is None:
-            self._owed_s = 0.0  # nobody waited for the time that this took
+            self._owed_s = 0.0  # no batch was queued meanwhile
         return True
 
     def _decode(self, engine: Engine) -> None:
-        """Run decode steps until they have taken what they are owed, and at least one."""
+        """Run decode steps until decoding has had the time it is owed, and at least one."""
         while engine.can_decode() and not self._is_stopping:
             started = self._clock()
-            self._on_events(engine.decode_step())
+            self._events.put(engine.decode_step())
             step_s = self._clock() - started
             self._owed_s = max(self._owed_s - step_s, -step_s)
             if self._owed_s <= 0.0:
                 return
             self._take_controls(engine)
-        self._owed_s = 0.0  # what nothing was decoded in is not saved up
+        self._owed_s = 0.0  # time without samples is not saved up
 
     def _take_controls(self, engine: Engine) -> None:
         with self._changed:
@@ -171,20 +176,21 @@ class EngineLoop:
             failpoint("worker.applied")
         except BaseException as error:
             reason = f"the engine failed: {error}"
-            self._end(reason)  # first, so that whatever the caller tries next fails too
+            self._end(reason)  # before the future, so that the caller's next call fails too
             future.set_exception(WorkerLost(reason))
             raise
         future.set_result(result)
 
     def _end(self, reason: str) -> None:
-        """Fail whatever waits, and what will be handed over. The first reason stays."""
+        """Fail queued batches and all later calls. The first reason stays."""
         if self.ended.done():
             return
         with self._changed:
             self._is_stopping = True
-            waiting = list(self._batches)
+            queued = list(self._batches)
             self._batches.clear()
-        for _, future in waiting:
+        for _, future in queued:
             if future.set_running_or_notify_cancel():
                 future.set_exception(WorkerLost(reason))
         self.ended.set_exception(WorkerLost(reason))
+        self._events.put(None)

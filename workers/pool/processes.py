@@ -1,11 +1,11 @@
-"""Processes that we may have to end: held so that nobody else is meant, and found again by a mark that they inherit.
+"""Holds processes, so that a signal reaches no other, and finds them by a mark that they inherit.
 
-A pid goes to another process once its own has ended, and whose parent was killed is nobody's child. So a process is
-held by a pidfd, which stays with it; and those that belong together carry a mark, a variable of their environment with
-a value that was never used before.
+A pid is used again after its process has ended, and a process whose parent was killed belongs to no parent. So a
+process is held by a pidfd, which never refers to another process; and processes that belong together have a mark: a
+variable of their environment with a unique value.
 
-Main invariant: a signal reaches only what was checked while it was held. Linux only; elsewhere nothing is held or
-found.
+Main invariant: a signal goes only to a process that was checked while it was held. Linux only; on other systems no
+process is held or found.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 
 MARK_VARIABLE = "TINKERPOOL_RAY_OWNER"
-"""Its value, in the environment of every process of one private Ray, is that Ray's mark."""
+"""The variable whose value is the mark of one private Ray."""
 STARTING_S = 0.05
-"""How long a process may take from its fork to its own program; microseconds, where cores are free."""
+"""Most seconds from a process's fork to its own program; microseconds on a quiet machine."""
 
 
 class Process:
-    """One process, and no other that gets its pid later. Close it."""
+    """A handle of one process, never of a later one with the same pid. Close it."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
@@ -32,40 +32,40 @@ class Process:
 
     @classmethod
     def hold(cls, pid: int) -> Process | None:
-        """None where there is no such process, or no such handle."""
+        """Return a handle of the process; None if there is no such process, or the system has no such handles."""
         with suppress(AttributeError, OSError):
             return cls(pid, os.pidfd_open(pid))
         return None
 
     @property
     def name(self) -> str:
-        """What its program is called, cut to 15 characters; empty when it has ended."""
+        """The program's name, cut to 15 characters; empty after the end."""
         with suppress(OSError):
             return Path(f"/proc/{self.pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
         return ""
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Whether it ends within that time."""
+        """Wait at most `timeout_s` for the end; return whether it came."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(timeout_s * 1000))
 
     def kill(self) -> None:
-        """Send SIGKILL; nothing happens if it has ended, or is somebody else's."""
+        """Send SIGKILL. Does nothing after the end, or to another user's process."""
         with suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the handle."""
         os.close(self._pidfd)
 
 
 def find_marked(mark: str) -> list[Process]:
-    """Hold every process with the mark that we may look into, but for this one."""
+    """Hold every other process with the mark that this user may inspect."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         pid = int(entry.name)
-        # Looked at twice: most processes need no handle, and what has none yet may give its pid away.
+        # Checked twice: most processes need no handle, and before it is held a process may end and its pid be reused.
         if pid != os.getpid() and _is_marked(pid, mark) and (process := Process.hold(pid)) is not None:
             if _is_marked(pid, mark):
                 found.append(process)
@@ -75,7 +75,7 @@ def find_marked(mark: str) -> list[Process]:
 
 
 def kill_marked(mark: str, timeout_s: float) -> tuple[int, int]:
-    """Kill every process with the mark and what they start meanwhile; returns how many ended, and how many did not."""
+    """Kill every process with the mark, and those they start meanwhile; return how many ended, and how many did not."""
     deadline = time.monotonic() + timeout_s
     ended: set[int] = set()
     while found := find_marked(mark) or _find_again(mark):
@@ -91,7 +91,7 @@ def kill_marked(mark: str, timeout_s: float) -> tuple[int, int]:
 
 
 def _find_again(mark: str) -> list[Process]:
-    """A process that is just being started has no environment to look at, for an instant."""
+    """Search again after a pause: a process that is just being started has no environment yet."""
     time.sleep(STARTING_S)
     return find_marked(mark)
 

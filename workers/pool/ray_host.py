@@ -1,9 +1,9 @@
-"""Ray in this process: started or joined, watched, ended, and what it has on this machine removed.
+"""Ray in this process: starts or joins it, watches it, ends it, and removes its processes and folder.
 
-Knows Ray's processes and folder; not the workers that live in it.
+Has Ray's processes and folder; not the workers in Ray.
 
-Main invariant: whatever a private Ray has (processes, a folder) can be found from its owner file, from before it exists
-until after it is gone. So a start on the same file removes what a killed owner left behind, and nothing else.
+Main invariant: the owner file names a private Ray's processes and folder from before they exist until they are removed.
+So a start with the same file removes exactly the leftovers of a killed owner.
 """
 
 from __future__ import annotations
@@ -35,27 +35,28 @@ logger = logging.getLogger(__name__)
 
 FOLDER_PREFIX = "tinkerpool-"
 ESSENTIAL = ("gcs_server", "raylet")
-"""Without these processes Ray starts no worker any more; without the first, it ends this process after a minute."""
+"""If one of these processes has died, Ray starts no worker any more; if the first has, Ray ends this process after a
+minute."""
 WATCH_S = 0.1
-"""How often they are looked at."""
+"""Seconds between two checks of the essential processes."""
 HEARD_TIMEOUT_S = 30.0
-"""How long the event loop has to hear that Ray has died, before Ray is ended in this process all the same."""
+"""Seconds that the event loop has to take the news of Ray's death, before Ray is ended in this process anyway."""
 KILL_TIMEOUT_S = 10.0
-"""How long killed processes have to end; only one that hangs in the kernel takes longer than milliseconds."""
+"""Seconds that killed processes have to end; only one that hangs in the kernel takes longer than milliseconds."""
 
 PRIVATE_RAY = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-"""Environment of a Ray of our own, where the operator has set nothing else: its workers do the work here, so they yield
-to nobody (Ray would start them at niceness 15), and it reports to nobody."""
+"""Default environment of a private Ray: its workers have normal priority (Ray's own default is niceness 15), and it
+reports no usage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Belongings:
-    """What a private Ray has on this machine."""
+    """The processes and the folder of a private Ray on this machine."""
 
     mark: str
-    """In the environment of each of its processes, as `MARK_VARIABLE`."""
+    """Value of `MARK_VARIABLE` in the environment of each process."""
     folder: str | None
-    """Its sockets and logs, to be removed with it; None if they are somewhere else."""
+    """Folder of sockets and logs, removed at the end; None: the operator chose the folder, and it stays."""
 
     def __post_init__(self) -> None:
         if not self.mark:
@@ -64,14 +65,14 @@ class Belongings:
             raise ValueError(f"folder is {self.folder!r}; its name must begin with {FOLDER_PREFIX}")
 
     def write(self, path: Path) -> None:
-        """Write it so that a reader sees all of it or nothing."""
+        """Write to a file, atomically."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
         temporary.rename(path)
 
     @classmethod
     def read(cls, path: Path) -> Belongings | None:
-        """What is written there; None if there is nothing, or nothing of ours."""
+        """Read from a file; None if there is no such file, or its contents are something else."""
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -81,10 +82,10 @@ class Belongings:
             return None
 
     def remove(self) -> int:
-        """Kill the processes, then remove the folder; returns how many processes there still were."""
+        """Kill the processes, then remove the folder; return how many processes there were."""
         num_killed, num_left = kill_marked(self.mark, KILL_TIMEOUT_S)
         if num_left:
-            logger.warning("%d processes of Ray do not end, not even killed", num_left)
+            logger.warning("%d processes of Ray were killed and have not ended", num_left)
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
         return num_killed
@@ -93,25 +94,28 @@ class Belongings:
 class RayHost:
     """Ray in this process, from start to stop, in a thread of its own.
 
-    The kernel kills the processes that Ray starts when the thread that started them ends; so it is one that lasts. In
-    the main thread Ray would block the event loop for seconds and take over the signals.
+    The kernel kills the processes that Ray starts when the thread that started them ends, so the thread lasts until the
+    stop. In the main thread Ray would block the event loop for seconds and take over the signals.
     """
 
     def __init__(self, config: PoolConfig, on_lost: Callable[[], None]) -> None:
-        """`on_lost` is called in the event loop when a private Ray has died; `ended` is done by then."""
+        """Prepare a Ray; `on_lost` is called in the event loop when a private Ray has died, after `ended` is done."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why nothing may call Ray any more; done before Ray is ended in this process."""
+        """The reason why no call to Ray is possible any more; done before Ray is ended in this process."""
         self._config = config
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._essential: dict[str, Process] = {}
         self._started: Future[None] = Future()
         self._is_stopping = threading.Event()
-        self._is_heard = threading.Event()
+        self._is_told = threading.Event()
         self._thread = threading.Thread(target=self._live, name="ray", daemon=True)
 
     async def start(self) -> None:
-        """Remove what a killed owner left, then start or join Ray. Raises PoolStartError; stop it then, too."""
+        """Remove the leftovers of a killed owner, then start or join Ray.
+
+        Raises PoolStartError; call `stop` after that, too.
+        """
         if ray.is_initialized():
             raise PoolStartError("this process uses Ray already; one pool at a time")
         self._thread.start()
@@ -124,7 +128,7 @@ class RayHost:
             _put_back_signal_handlers()
 
     async def stop(self) -> None:
-        """End it, or leave the cluster; also a start that is not done yet. Waits until nothing of it is left."""
+        """End Ray, or leave the cluster; also during a start. Returns when all of its processes have ended."""
         self._end("Ray was stopped")
         self._is_stopping.set()
         if self._thread.ident is not None:
@@ -145,7 +149,7 @@ class RayHost:
             if config.ray_address is None:
                 belongings = self._new_belongings()
             self._enter(belongings)
-        except BaseException as error:  # noqa: BLE001 (handed on to whoever awaits the start)
+        except BaseException as error:  # noqa: BLE001 (raised by `start`)
             self._started.set_exception(error)
         else:
             self._started.set_result(None)
@@ -161,7 +165,7 @@ class RayHost:
                 config.owner_file.unlink(missing_ok=True)
 
     def _new_belongings(self) -> Belongings:
-        # Ray opens its folder to everybody; the one around it is ours alone.
+        # Ray makes its folder accessible to all users; the folder around it is not.
         name = f"{FOLDER_PREFIX}{secrets.token_hex(4)}"
         folder = None if self._config.ray_temp_dir else f"{tempfile.gettempdir()}/{name}"
         belongings = Belongings(mark=secrets.token_hex(16), folder=folder)
@@ -177,7 +181,7 @@ class RayHost:
         if belongings is not None:
             for name, value in PRIVATE_RAY.items():
                 os.environ.setdefault(name, value)
-            # Claims place workers on nodes; on one machine there is nothing to place, so all of them fit.
+            # Claims place workers on nodes. On one machine there is no choice, so let the claims of all workers fit.
             num_cpus = max(num_cores(), math.ceil(config.num_cpus * config.num_workers))
             folder = config.ray_temp_dir or f"{belongings.folder}/ray"
             options = {"address": "local", "_temp_dir": folder, "num_cpus": num_cpus}
@@ -187,7 +191,7 @@ class RayHost:
             self._essential = _essential_processes(belongings)
 
     def _watch(self, belongings: Belongings | None) -> None:
-        """Until it is time to stop. If Ray dies first, make that known."""
+        """Wait for the stop. If Ray dies first, report that."""
         while not self._is_stopping.wait(WATCH_S):
             dead = [name for name, process in self._essential.items() if process.has_ended()]
             if dead and belongings is not None:
@@ -198,28 +202,28 @@ class RayHost:
         def lose() -> None:
             self._end(reason)
             self._on_lost()
-            self._is_heard.set()
+            self._is_told.set()
 
         logger.error("%s; every worker is lost", reason)
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(lose)
-            self._is_heard.wait(HEARD_TIMEOUT_S)
+            self._is_told.wait(HEARD_TIMEOUT_S)
 
 
 def _remove_leftovers(owner_file: Path) -> None:
     if (left := Belongings.read(owner_file)) is not None:
         num_killed = left.remove()
-        logger.warning("removed what Ray left behind when the pool before was killed; %d processes", num_killed)
+        logger.warning("removed the leftovers of a killed pool's Ray: %d processes", num_killed)
     owner_file.unlink(missing_ok=True)
 
 
 @contextmanager
 def _marked(belongings: Belongings | None) -> Iterator[None]:
-    """What is started inside inherits the mark, and keeps it."""
+    """Let processes that are started inside inherit the mark."""
     if belongings is None:
         yield
         return
-    # Ray's processes give themselves titles, and these may be written over the environment unless it is forbidden.
+    # Ray's processes set their titles, which may overwrite the environment unless this variable forbids it.
     added = {MARK_VARIABLE: belongings.mark, "SPT_NOENV": "1"}
     before = {name: os.environ[name] for name in added if name in os.environ}
     os.environ |= added
@@ -232,7 +236,7 @@ def _marked(belongings: Belongings | None) -> Iterator[None]:
 
 
 def _essential_processes(belongings: Belongings) -> dict[str, Process]:
-    """Hold those without which Ray is dead, by name; none where processes cannot be held."""
+    """Hold the essential processes, by name; none on systems where processes cannot be held."""
     essential: dict[str, Process] = {}
     found = find_marked(belongings.mark)
     for process in found:
@@ -242,12 +246,12 @@ def _essential_processes(belongings: Belongings) -> dict[str, Process]:
             process.close()
     for name in ESSENTIAL:
         if found and name not in essential:
-            logger.warning("no process of Ray is called %s: nothing will notice its death", name)
+            logger.warning("no process of Ray is called %s: its death will not be noticed", name)
     return essential
 
 
 def _put_back_signal_handlers() -> None:
-    """Ray's native code takes signals over when it starts, and drops everybody's handlers when it ends."""
+    """Install the signal handlers again: Ray's native code replaces them at its start and removes them at its end."""
     if threading.current_thread() is threading.main_thread():
         for signum in (signal.SIGTERM, signal.SIGINT):
             if (handler := signal.getsignal(signum)) is not None:

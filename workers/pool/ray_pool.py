@@ -1,10 +1,11 @@
 """The pool on Ray: every worker is an actor, a process of its own, on this machine or on a cluster.
 
-Knows processes and how they end; not what a batch means. Ray restarts and retries nothing: a call that fails ends that
-life of its worker, and only `replace` begins another.
+Does not depend on the meaning of a batch. Ray restarts and retries nothing: a call that fails ends that incarnation of
+its worker, and only `replace` starts another.
 
-Main invariant: after a life has ended, nothing of it reaches a caller. Each life has its own handle, its own stream and
-an `ended` future that every call waits for beside its answer, so an answer that comes late is dropped.
+Main invariant: after an incarnation has ended, none of its results or events reaches a caller. Each incarnation has its
+own handle, its own stream of events, and a future of its end; every call waits for its reply or that future, and drops
+a late reply.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from workers.pool.ray_host import RayHost
 logger = logging.getLogger(__name__)
 
 KILL_GRACE_S = 1.0
-"""How long Ray has to end a process that was told to die, before we kill it: one that is stopped takes Ray seconds."""
+"""Seconds that Ray has to end a process before the pool kills it: Ray takes long to end a process that is stopped."""
 REACH_TIMEOUT_S = 2.0
-"""How long a node of a cluster has to take a connection before a new worker is placed elsewhere."""
+"""Seconds that a node of a cluster has to accept a connection before a new worker is placed elsewhere."""
 
 
 class RayPool:
@@ -41,13 +42,13 @@ class RayPool:
         """`config.kind` is "ray"."""
         self._config = config
         self._engines = config.engines()
-        self._lives: dict[str, _Life] = {}
+        self._incarnations: dict[str, _Incarnation] = {}
         self._host: RayHost | None = None
         self._reviving = asyncio.Lock()
         self._actor_class: Any = None
 
     async def start(self) -> None:
-        """Start Ray, then every worker at the same time, and wait until all are ready. Raises PoolStartError."""
+        """Start Ray, then all workers at once, and wait until all are ready. Raises PoolStartError."""
         assert self._host is None, "the pool has been started already"
         try:
             await self._start_ray()
@@ -66,75 +67,77 @@ class RayPool:
             raise
 
     async def stop(self) -> None:
-        """End every worker and, if it is a private one, Ray. Idempotent."""
-        lives, self._lives = list(self._lives.values()), {}
-        for life in lives:
-            life.end("the pool was stopped")
-        await asyncio.gather(*(life.kill() for life in lives))
+        """End every worker, and a private Ray. Idempotent."""
+        incarnations, self._incarnations = list(self._incarnations.values()), {}
+        for incarnation in incarnations:
+            incarnation.end("the pool was stopped")
+        await asyncio.gather(*(incarnation.kill() for incarnation in incarnations))
         async with self._reviving:
             if self._host is not None:
                 await self._host.stop()
                 self._host = None
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """The workers, by the order of their ids in the configuration."""
-        return tuple(self._lives[worker_id].info for worker_id in self._engines if worker_id in self._lives)
+        """Return the workers, in the order of the configuration."""
+        running = self._incarnations
+        return tuple(running[worker_id].info for worker_id in self._engines if worker_id in running)
 
     async def run(self, worker_id: str, batch: Batch) -> BatchResult:
         """Run a batch. Raises WorkerLost."""
-        result: BatchResult = unpack(await self._life(worker_id).call("run", pack(batch), group="work"))
+        result: BatchResult = unpack(await self._incarnation(worker_id).call("run", pack(batch), group="work"))
         return result
 
     async def start_sample(self, worker_id: str, request: SampleRequest) -> None:
         """Hand over a sample request. Raises WorkerLost."""
-        await self._life(worker_id).call("start_sample", pack(request))
+        await self._incarnation(worker_id).call("start_sample", pack(request))
 
     async def cancel_sample(self, worker_id: str, op_id: str) -> None:
         """Stop a sample request. Raises WorkerLost."""
-        await self._life(worker_id).call("cancel_sample", op_id)
+        await self._incarnation(worker_id).call("cancel_sample", op_id)
 
     async def sample_events(self, worker_id: str) -> AsyncIterator[SampleEvent]:
-        """The stream of the present life's sample events. Raises WorkerLost at its end."""
-        life = self._life(worker_id)
-        while (events := await life.events.get()) is not None:
+        """Yield the sample events of the current incarnation. Raises WorkerLost at its end."""
+        incarnation = self._incarnation(worker_id)
+        while (events := await incarnation.events.get()) is not None:
             for event in events:
                 yield event
-        raise life.lost()
+        raise incarnation.lost()
 
     async def ping(self, worker_id: str) -> None:
-        """Whether the worker's process answers and its engine lives. Raises WorkerLost."""
-        await self._life(worker_id).call("ping", group="ping")
+        """Raise WorkerLost unless the worker's process replies and its engine has not failed."""
+        await self._incarnation(worker_id).call("ping", group="ping")
 
     async def replace(self, worker_id: str) -> WorkerInfo:
-        """Kill a worker's process, whatever state it is in, and start its next life. Raises WorkerLost.
+        """Kill a worker's process, whatever state it is in, and start its next incarnation. Raises WorkerLost.
 
         A private Ray that has died is started again first.
         """
-        life = self._life(worker_id)
-        life.end("it was replaced")
-        await life.kill()
+        incarnation = self._incarnation(worker_id)
+        incarnation.end("it was replaced")
+        await incarnation.kill()
         await self._revive_ray()
         await self._begin(worker_id)
-        return self._life(worker_id).info
+        return self._incarnation(worker_id).info
 
-    def _life(self, worker_id: str) -> _Life:
-        life = self._lives.get(worker_id)
-        if life is None:
+    def _incarnation(self, worker_id: str) -> _Incarnation:
+        incarnation = self._incarnations.get(worker_id)
+        if incarnation is None:
             raise WorkerLost(f"{worker_id} is not running")
-        return life
+        return incarnation
 
     async def _start_ray(self) -> None:
         self._host = RayHost(self._config, self._ray_lost)
         await self._host.start()
-        # One class for all workers: Ray stores it with the first, and blocks for a minute if its server has died then.
+        # One class for all workers: Ray stores a class with its first actor, and blocks for a minute if its server has
+        # died by then.
         self._actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(EngineActor)
 
     def _ray_lost(self) -> None:
-        for life in self._lives.values():
-            life.end(life.host.ended.result())
+        for incarnation in self._incarnations.values():
+            incarnation.end(incarnation.host.ended.result())
 
     async def _revive_ray(self) -> None:
-        """Start Ray again if it has died; one replacement does, the others wait for it. Raises WorkerLost."""
+        """Start Ray again if it has died. Of concurrent calls one starts it, the others wait. Raises WorkerLost."""
         async with self._reviving:
             if self._host is None:
                 raise WorkerLost("the pool was stopped")
@@ -148,7 +151,7 @@ class RayPool:
             logger.warning("Ray was started again")
 
     async def _begin(self, worker_id: str) -> None:
-        """Start a worker's next life. Raises WorkerLost."""
+        """Start a worker's next incarnation. Raises WorkerLost."""
         settings, host = self._engines[worker_id], self._host
         assert host is not None
         try:
@@ -156,8 +159,10 @@ class RayPool:
             try:
                 async with asyncio.timeout(self._config.start_timeout_s):
                     start = actor.start.options(concurrency_group="work")
-                    info: WorkerInfo = await _answer(start.remote(), unless=host.ended)
-                self._lives[worker_id] = _Life(info, actor, host, is_on_this_machine=self._config.ray_address is None)
+                    info: WorkerInfo = await _reply(start.remote(), unless=host.ended)
+                self._incarnations[worker_id] = _Incarnation(
+                    info, actor, host, is_on_this_machine=self._config.ray_address is None
+                )
             except BaseException:
                 _kill(actor, host)
                 raise
@@ -184,7 +189,7 @@ class RayPool:
         return actor_class.remote(self._config.engine, settings, worker_id, new_incarnation(worker_id))
 
     def _check_room(self) -> None:
-        """Refuse at once what a private Ray will never have room for; a cluster may grow. Raises PoolStartError."""
+        """Raise PoolStartError if the workers can never fit into a private Ray. A cluster may grow."""
         if self._config.ray_address is not None:
             return
         num_gpus = ray.cluster_resources().get("GPU", 0)
@@ -199,13 +204,13 @@ class RayPool:
         return f"{self._config.num_cpus:g} CPUs and {self._config.num_gpus:g} GPUs claimed for each worker"
 
 
-class _Life:
+class _Incarnation:
     """One incarnation of a worker: its actor, its stream of events, and its end."""
 
     def __init__(self, info: WorkerInfo, actor: Any, host: RayHost, *, is_on_this_machine: bool) -> None:
         self.info = info
         self.host = host
-        """The Ray that it lives in."""
+        """The Ray that the actor belongs to."""
         self.events: asyncio.Queue[Sequence[SampleEvent] | None] = asyncio.Queue()
         self._actor = actor
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -214,12 +219,12 @@ class _Life:
         self._pump = asyncio.create_task(self._take_events(stream))
 
     async def call(self, method: str, *arguments: Any, group: str = "control") -> Any:
-        """A method's answer. Raises WorkerLost as soon as the life has ended, answer or no answer."""
+        """Call a method of the actor; return its reply. Raises WorkerLost as soon as the incarnation has ended."""
         if self._ended.done():
             raise self.lost()
         try:
             method_in_group = getattr(self._actor, method).options(concurrency_group=group)
-            return await _answer(method_in_group.remote(*arguments), unless=self._ended)
+            return await _reply(method_in_group.remote(*arguments), unless=self._ended)
         except RayError as error:
             self.end(_reason(error))
         except _Ended:
@@ -227,18 +232,18 @@ class _Life:
         raise self.lost()
 
     def end(self, reason: str) -> None:
-        """Nothing of this life reaches a caller from now on. The first reason stays."""
+        """Drop all replies and events from now on. The first reason stays."""
         if not self._ended.done():
             self._ended.set_result(reason)
             self.events.put_nowait(None)
             self._pump.cancel()
 
     def lost(self) -> WorkerLost:
-        """How this life ended."""
+        """Return an exception with the reason of the end."""
         return WorkerLost(f"{self.info.incarnation} has ended: {self._ended.result()}")
 
     async def kill(self) -> None:
-        """See that the process is gone (on a cluster: that Ray was told)."""
+        """End the process; return when it has ended (on a cluster: when Ray was told to end it)."""
         grace_s = 0.0 if self.host.ended.done() else KILL_GRACE_S
         _kill(self._actor, self.host)
         process, self._process = self._process, None
@@ -259,32 +264,32 @@ class _Life:
 
 
 class _Ended(Exception):
-    """What would have answered has ended; the text says why."""
+    """The incarnation, or its Ray, has ended; the text says why."""
 
 
-async def _answer(reference: Any, *, unless: asyncio.Future[str]) -> Any:
-    """What a call gives. Raises RayError if it fails, and _Ended as soon as `unless` is done, answer or no answer."""
-    answer = asyncio.wrap_future(reference.future())
-    del reference  # or a traceback would keep it
+async def _reply(reference: Any, *, unless: asyncio.Future[str]) -> Any:
+    """Wait for a call's reply. Raises RayError if the call fails, and _Ended as soon as `unless` is done."""
+    reply = asyncio.wrap_future(reference.future())
+    del reference  # a traceback would keep it alive
     try:
-        await asyncio.wait((answer, unless), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((reply, unless), return_when=asyncio.FIRST_COMPLETED)
         if unless.done():
             raise _Ended(unless.result())
-        return answer.result()
+        return reply.result()
     finally:
-        if not answer.cancel():
-            answer.exception()  # seen, so that asyncio does not report it
+        if not reply.cancel():
+            reply.exception()  # retrieved, so that asyncio does not report it
 
 
 def _kill(actor: Any, host: RayHost) -> None:
     if host.ended.done():
-        return  # and so has everything in it
-    with suppress(RayError, ValueError):  # it is dead already, or Ray is
+        return  # Ray has ended, and all its actors with it
+    with suppress(RayError, ValueError):  # the actor or Ray has died already
         ray.kill(actor, no_restart=True)
 
 
 def _reason(error: BaseException) -> str:
-    """The cause, without a traceback and without Ray's advice."""
+    """Return the cause, without a traceback and without Ray's advice."""
     if isinstance(error, RayTaskError):
         return str(error.cause)
     lines = [line for line in str(error).splitlines() if line and not line.startswith(("\t", " "))]
@@ -292,7 +297,7 @@ def _reason(error: BaseException) -> str:
 
 
 async def _unreachable_nodes() -> list[str]:
-    """Ids of nodes that do not answer, although Ray still believes in them: for some 15 s, and places workers there."""
+    """Return ids of nodes that accept no connection: for 15 s Ray places workers on a lost node."""
     nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
     addresses = [(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in nodes]
     reachable = await asyncio.gather(*(_is_reachable(host, port) for host, port in addresses))

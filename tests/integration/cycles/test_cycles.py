@@ -273,8 +273,7 @@ async def test_a_lost_worker_is_replaced_and_its_adapters_end_in_the_same_state(
         await pool.wait(*names)
         engine = pool.engines["w0"][-1]
         before = (engine.adapters[adapter].chain, engine.adapters[adapter].gradient)
-        life = pool.coordinator.core.pool._lives["w0"]  # type: ignore[attr-defined]  # the test is the murderer
-        await asyncio.to_thread(life.loop.stop)
+        await pool.kill_worker("w0")
         [step] = await pool.wait(await pool.optim_step(adapter, 4))
         replaced = pool.engines["w0"][-1]
         replayed = [item.seq for b in replaced.batches for item in b.items]

@@ -74,7 +74,7 @@ def test_killed_pools_ray_is_removed_by_its_next_start_and_another_pools_ray_is_
             assert not Path(old.folder).exists()
             assert belongings(first).mark != old.mark
             train(first)
-        assert "removed what Ray left behind" in (first.home / "serve.out").read_text()
+        assert "removed the leftovers of a killed pool" in (first.home / "serve.out").read_text()
         assert needed <= processes(bystander).keys()
         train(other)
     assert not (first.data_dir / RAY_FILE).exists()

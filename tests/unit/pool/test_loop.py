@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from queue import SimpleQueue
 
 import pytest
 
@@ -69,14 +70,17 @@ class Running:
     def __init__(self) -> None:
         self.events: list[SampleEvent] = []
         self.has_result = threading.Event()
-        self.loop = EngineLoop(RecordingEngine, "toy-1", self.take, clock=lambda: self.engine.now)
+        self.has_ended = threading.Event()
+        self.loop = EngineLoop(RecordingEngine, "toy-1", self, clock=lambda: self.engine.now)
         engine = self.loop.ready.result(TIMEOUT_S)
         assert isinstance(engine, RecordingEngine)
         self.engine = engine
 
-    def take(self, events: Sequence[SampleEvent]) -> None:
-        self.events += events
-        if any(isinstance(event, SampleResult) for event in events):
+    def put(self, events: Sequence[SampleEvent] | None) -> None:
+        self.events += events or ()
+        if events is None:
+            self.has_ended.set()
+        elif any(isinstance(event, SampleResult) for event in events):
             self.has_result.set()
 
 
@@ -209,7 +213,8 @@ def test_engine_that_raises_fails_what_waits_and_ends_the_loop() -> None:
         running.loop.check()
     with pytest.raises(WorkerLost):
         running.loop.start_sample(request("s", max_tokens=1))
-    assert had_ended == [True], "who hears of the failure must find the loop ended"
+    assert had_ended == [True], "the loop ends before its batch fails"
+    assert running.has_ended.is_set(), "the events end with the loop"
     assert running.loop.stop()
 
 
@@ -217,7 +222,7 @@ def test_engine_that_cannot_be_made_says_why() -> None:
     def factory(incarnation: str) -> ToyEngine:
         raise OSError("no such model")
 
-    loop = EngineLoop(factory, "toy-1", lambda _: None)
+    loop = EngineLoop(factory, "toy-1", SimpleQueue())
     with pytest.raises(OSError, match="no such model"):
         loop.ready.result(TIMEOUT_S)
     with pytest.raises(WorkerLost, match="no such model"):
