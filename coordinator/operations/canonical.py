@@ -1,4 +1,4 @@
-"""Canonical bytes of a message and their hash: equal exactly when the request is the same."""
+"""Canonical bytes of a message, and the idempotency hash of a payload."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import hashlib
 from google.protobuf.message import Message
 
 
-def digest(body: bytes, kind: str) -> bytes:
-    """The idempotency hash of a body; the kind is part of it."""
-    return hashlib.sha256(kind.encode() + b"\0" + body).digest()
+def digest(payload: bytes, kind: str) -> bytes:
+    """Return the idempotency hash of a payload and its kind of operation."""
+    return hashlib.sha256(kind.encode() + b"\0" + payload).digest()
 
 
 def serialize(message: Message) -> bytes:
-    """The canonical bytes of a message."""
+    """Return the canonical bytes of a message."""
     return message.SerializeToString(deterministic=True)

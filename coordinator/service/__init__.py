@@ -1,8 +1,11 @@
-"""The use cases: the only place with behaviour behind the doors. One module per service of the contract, one
-for a method that needs several, and one for a door whose samplers have several clients.
+"""The use cases, which the doors call: authentication, ownership, validation, and the calls into the other rooms.
 
-Every method takes who asks and the contract's request message, and returns its response message (an async generator of
-them where the contract streams). Refusals are `ServiceError`. Knows no transport.
+Public interface: `Service`, with a method for every RPC, and `auth` (`Authenticator`, `Principal`). A method takes the
+caller's principal and the contract's request message, and returns the response message, or an async generator of them
+where the contract streams. Refusals are `ServiceError`. Does not depend on any transport.
+
+There is one module per service of the contract. Two more are `copying`, for a method that combines several use cases,
+and `clients`, for the Tinker protocol, in which several clients share a sampler.
 """
 
 from coordinator.service.adapters import AdapterUseCases
@@ -29,4 +32,4 @@ class Service(
     PoolUseCases,
     AdminUseCases,
 ):
-    """All use cases, by the name of their RPC in snake case."""
+    """All use cases. A method's name is the RPC's in snake case."""

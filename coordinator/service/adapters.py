@@ -38,7 +38,7 @@ class AdapterUseCases(UseCases):
     """AdapterService."""
 
     _deletions: dict[str, asyncio.Future[None]]
-    """Those under way: who asks again waits for the same."""
+    """Running deletions by adapter: a repeated call waits for the same one."""
 
     def __init__(self, core: Core, authenticator: Authenticator) -> None:
         super().__init__(core, authenticator)
@@ -46,7 +46,7 @@ class AdapterUseCases(UseCases):
 
     @uninterrupted
     async def create_adapter(self, principal: Principal, request: pb.CreateAdapterRequest) -> pb.CreateAdapterResponse:
-        """A new adapter, or the one that this index or request id made."""
+        """Create an adapter; return the existing one if the index or request id was used before."""
         self._core.admission.check_open()
         session = self._live_session(principal, request.session_id)
         check_metadata(request.user_metadata, self._core.config.limits)
@@ -103,12 +103,12 @@ class AdapterUseCases(UseCases):
         return pb.CreateAdapterResponse(adapter=self._message(self._row(adapter_id)))
 
     async def get_adapter(self, principal: Principal, request: pb.GetAdapterRequest) -> pb.GetAdapterResponse:
-        """An adapter and its next seq."""
+        """Return an adapter and its next sequence number."""
         adapter = self._adapter(principal, request.adapter_id)
         return pb.GetAdapterResponse(adapter=self._message(self._row(adapter.adapter_id)))
 
     async def list_adapters(self, principal: Principal, request: pb.ListAdaptersRequest) -> pb.ListAdaptersResponse:
-        """The tenant's adapters, newest first."""
+        """List the tenant's adapters, newest first."""
         page = functools.partial(self._core.store.adapters.page, principal.tenant_id)
         rows, token, total = self._page(page, request, 20)
         return pb.ListAdaptersResponse(
@@ -116,7 +116,7 @@ class AdapterUseCases(UseCases):
         )
 
     async def delete_adapter(self, principal: Principal, request: pb.DeleteAdapterRequest) -> pb.DeleteAdapterResponse:
-        """Delete an adapter; what it has queued fails."""
+        """Delete an adapter; its unfinished operations fail."""
         row = self._core.store.adapters.of_tenant(principal.tenant_id, request.adapter_id)
         if row is not None and row.deleted_at is not None:
             return pb.DeleteAdapterResponse()
@@ -168,7 +168,7 @@ class AdapterUseCases(UseCases):
         for name in ("train_attn", "train_mlp", "train_unembed"):
             flags[name] = getattr(request, name) if request.HasField(name) else getattr(origin, name, True)
         if not any(flags.values()):
-            raise invalid("train_attn, train_mlp and train_unembed are all false: there would be nothing to train")
+            raise invalid("train_attn, train_mlp and train_unembed are all false: set at least one")
         if origin is not None and (rank, *flags.values()) != (
             origin.rank,
             origin.train_attn,
@@ -184,11 +184,11 @@ class AdapterUseCases(UseCases):
             raise ServiceError(
                 Code.RESOURCE_EXHAUSTED,
                 "ADAPTER_QUOTA",
-                f"you have {limit} adapters, the most allowed: delete some first",
+                f"you have {limit} adapters, the maximum: delete some first",
             )
 
     async def _write_start(self, adapter: AdapterQueue, source: CheckpointRow, with_optimizer: bool) -> SnapshotRow:
-        """Copy a checkpoint as the new adapter's first snapshot, so that it does not depend on it any more."""
+        """Copy a checkpoint as the new adapter's first snapshot, so that the checkpoint may be deleted."""
         state = await self._core.saver.read_checkpoint(source)
         if not with_optimizer:
             state = replace(state, optimizer=None, num_steps=0)

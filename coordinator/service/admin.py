@@ -1,4 +1,4 @@
-"""Keys and tenants, for administrators."""
+"""API keys of all tenants, for administrators."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ class AdminUseCases(UseCases):
 
     @uninterrupted
     async def create_api_key(self, principal: Principal, request: pb.CreateApiKeyRequest) -> pb.CreateApiKeyResponse:
-        """A new key, shown this once."""
+        """Create a key. The response alone has its secret."""
         _check_admin(principal)
         key, row = await self._authenticator.create_key(request.tenant, is_admin=request.is_admin)
         return pb.CreateApiKeyResponse(key=key, api_key=_message(row))
 
     async def list_api_keys(self, principal: Principal, request: pb.ListApiKeysRequest) -> pb.ListApiKeysResponse:
-        """All keys, without secrets."""
+        """List all keys, without secrets."""
         _check_admin(principal)
         return pb.ListApiKeysResponse(api_keys=[_message(row) for row in self._authenticator.list_keys()])
 
     @uninterrupted
     async def revoke_api_key(self, principal: Principal, request: pb.RevokeApiKeyRequest) -> pb.RevokeApiKeyResponse:
-        """Refuse a key from now on."""
+        """Revoke a key."""
         _check_admin(principal)
         await self._authenticator.revoke_key(request.key_id)
         return pb.RevokeApiKeyResponse()
 
     async def holder_of_key(self, key_id: str) -> Principal:
-        """Whose a key is that a door has seen before. Raises ServiceError UNAUTHENTICATED once it is revoked."""
+        """Return the principal of a key by its id. Raises ServiceError UNAUTHENTICATED once it is revoked."""
         return self._authenticator.holder(key_id)
 
 
 def _check_admin(principal: Principal) -> None:
     if not principal.is_admin:
         raise ServiceError(
-            Code.PERMISSION_DENIED, "ADMIN_ONLY", "this needs an administrator's key: ask whoever started the pool"
+            Code.PERMISSION_DENIED,
+            "ADMIN_ONLY",
+            "this call needs an administrator's key: ask the administrator of the pool",
         )
 
 

@@ -1,7 +1,7 @@
-"""API keys and who they belong to. Knows nothing of what a tenant may do with its things.
+"""API keys and their tenants. Ownership is checked elsewhere.
 
-A key reads `tp_<key id>_<secret>`; the database has the id and the SHA-256 of the secret. The secret is 32 random
-bytes, so a plain hash cannot be guessed from. `tml-` may stand before a key, for clients that insist on it.
+The form of a key is `tp_<key id>_<secret>`; the database has the id and the SHA-256 of the secret. The secret is 32
+random bytes, so it cannot be guessed from a plain hash. The prefix `tml-` is allowed, for clients that require it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEY = re.compile(r"(?:tml-)?tp_([a-z0-9]{12})_([A-Za-z0-9_-]{43})")
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who makes a call."""
+    """The caller: a tenant, and the API key that it used."""
 
     tenant_id: str
     tenant_name: str
@@ -32,7 +32,7 @@ class Principal:
 
 
 class Authenticator:
-    """Keys in the store, with those seen lately in memory; a revoked one leaves it at once."""
+    """Checks, creates and revokes API keys. Rows of used keys are cached; a revoked key leaves the cache at once."""
 
     def __init__(self, store: Store, wall: Callable[[], float]) -> None:
         self._store = store
@@ -40,10 +40,10 @@ class Authenticator:
         self._rows: dict[str, ApiKeyRow] = {}
 
     def authenticate(self, key: str) -> Principal:
-        """The principal of a key. Raises ServiceError UNAUTHENTICATED, the same for every wrong key."""
+        """Return the principal of a key. Raises ServiceError UNAUTHENTICATED, the same for every wrong key."""
         match = _KEY.fullmatch(key.strip())
         row = self._row(match[1]) if match else None
-        # Compare against something even for an unknown id, so that timing says nothing about which ids exist.
+        # Compare for an unknown id too, so that the time of a refusal does not reveal which ids exist.
         expected = row.secret_sha256 if row else bytes(32)
         secret_hash = hashlib.sha256((match[2] if match else "").encode()).digest()
         if not hmac.compare_digest(expected, secret_hash) or row is None:
@@ -52,12 +52,12 @@ class Authenticator:
                 "API_KEY_INVALID" if key else "API_KEY_MISSING",
                 "no API key in the metadata: send 'authorization: Bearer <key>'"
                 if not key
-                else "the API key is unknown or revoked: see where `tinkerpool serve` wrote it, or ask for a new one",
+                else "the API key is unknown or revoked: use the one that `tinkerpool serve` wrote, or a new one",
             )
         return _principal(row)
 
     def holder(self, key_id: str) -> Principal:
-        """Whose a key is that was good before. Raises ServiceError UNAUTHENTICATED once it is revoked."""
+        """Return the principal of a key by its id. Raises ServiceError UNAUTHENTICATED once it is revoked."""
         row = self._row(key_id)
         if row is None:
             raise ServiceError(
@@ -66,9 +66,9 @@ class Authenticator:
         return _principal(row)
 
     async def create_key(self, tenant: str, *, is_admin: bool = False) -> tuple[str, ApiKeyRow]:
-        """A new key, which exists only in the return value, and its row. Creates the tenant if there is none."""
+        """Create a key, and the tenant if it is new. Return the key, which is stored nowhere, and its row."""
         if not is_tenant_name(tenant):
-            raise invalid(f"a tenant's name is 1 to 64 of letters, digits, '-' and '_', not {tenant[:80]!r}")
+            raise invalid(f"tenant must be 1 to 64 letters, digits, '-' and '_', not {tenant[:80]!r}")
         key_id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
         now = self._wall()
         secret_sha256 = hashlib.sha256(secret.encode()).digest()
@@ -79,11 +79,11 @@ class Authenticator:
         return f"tp_{key_id}_{secret}", row
 
     def list_keys(self) -> list[ApiKeyRow]:
-        """Every key's row, oldest first."""
+        """Return the rows of all keys, oldest first."""
         return self._store.api_keys.all()
 
     async def revoke_key(self, key_id: str) -> None:
-        """Refuse a key from now on. Raises ServiceError if it is unknown or the last administrator's."""
+        """Revoke a key. Raises ServiceError if it is unknown or the last administrator's."""
         if self._store.api_keys.get(key_id) is None:
             raise not_found("API key", key_id)
         self._rows.pop(key_id, None)

@@ -1,4 +1,7 @@
-"""What all use cases share: the parts, and looking things up as their owner. Foreign and absent look the same."""
+"""Base class of the use cases: lookups with a check of ownership, pages, and checks of common fields.
+
+An object of another tenant is refused exactly like one that does not exist.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,13 @@ ListRequest = ListAdaptersRequest | ListCheckpointsRequest | ListSessionsRequest
 PAGE_TOKEN_LENGTH_MAX = 16
 INDEX_MAX = 999_999_999
 TTL_SECONDS_MAX = 100 * 365 * 86_400
-"""A hundred years: the moment that it ends must fit into a timestamp, which the year 9999 ends."""
+"""A hundred years, so that the expiry fits into a Timestamp, whose last year is 9999."""
 
 
 def uninterrupted(
     use_case: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """Make a use case that writes run to its end, see `Core.uninterrupted`."""
+    """Decorate a use case that writes: it completes although its caller is cancelled. See `Core.uninterrupted`."""
 
     @functools.wraps(use_case)
     async def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -67,7 +70,7 @@ class UseCases:
             Code.FAILED_PRECONDITION,
             "SESSION_ENDED",
             f"session {session_id} has ended (it was finished, or sent no heartbeat for "
-            f"{self._core.config.session_timeout_s:.0f} s): create a new one; adapters and checkpoints are still there",
+            f"{self._core.config.session_timeout_s:.0f} s): create a new one; its adapters and checkpoints still exist",
         )
 
     def _session_row(self, principal: Principal, session_id: str, reason: str = "NOT_FOUND") -> SessionRow:
@@ -77,11 +80,11 @@ class UseCases:
         return row
 
     def _checkpoint(self, principal: Principal, path: str) -> CheckpointRow:
-        """A checkpoint of the tenant's own, to change."""
+        """Return a checkpoint of the tenant, for a change."""
         return self._readable_checkpoint(principal, path, is_public_enough=False)
 
     def _readable_checkpoint(self, principal: Principal, path: str, *, is_public_enough: bool = True) -> CheckpointRow:
-        """A checkpoint of the tenant's own or a public one."""
+        """Return a checkpoint of the tenant, or a public one."""
         row = self._core.store.checkpoints.readable(principal.tenant_id, path, is_public_enough=is_public_enough)
         if row is None:
             raise not_found("checkpoint", path)
@@ -105,7 +108,9 @@ class UseCases:
         """
         token, size = request.page_token, request.page_size
         if token and not (token.isascii() and token.isdecimal() and len(token) < PAGE_TOKEN_LENGTH_MAX):
-            raise invalid(f"page_token {token[:40]!r} was not handed out by this service")
+            raise invalid(
+                f"page_token {token[:40]!r} is not a token of this service: send the next_page_token of the page before"
+            )
         if size < 0:
             raise invalid(f"page_size must be 0 or more, not {size}")
         if request.skip < 0:
@@ -116,42 +121,40 @@ class UseCases:
 
 
 def check_index(request: CreateAdapterRequest | CreateSamplerRequest) -> None:
-    """Refuse a number in a session that no name can hold."""
+    """Refuse an index that no id can hold."""
     if request.HasField("index"):
         check_number("index", request.index)
 
 
 def check_number(name: str, index: int) -> None:
-    """The same, of a field with that name."""
+    """Refuse a number outside the range of an index; `name` is its field."""
     if not 0 <= index <= INDEX_MAX:
         raise invalid(f"{name} must be 0 to {INDEX_MAX}, not {index}")
 
 
 def check_ttl(ttl_seconds: int) -> None:
-    """Refuse a time to live that is none."""
+    """Refuse a time to live out of range."""
     if ttl_seconds < 0:
-        raise invalid(f"ttl_seconds must be 0 (keep it) or more, not {ttl_seconds}")
+        raise invalid(f"ttl_seconds must be 0 (unlimited) or more, not {ttl_seconds}")
     if ttl_seconds > TTL_SECONDS_MAX:
-        raise invalid(
-            f"ttl_seconds must be at most {TTL_SECONDS_MAX} (100 years), not {ttl_seconds}: 0 keeps it for good"
-        )
+        raise invalid(f"ttl_seconds must be at most {TTL_SECONDS_MAX} (100 years), not {ttl_seconds}: 0 is unlimited")
 
 
 def request_id_taken() -> ServiceError:
-    """The index is new, the request id is not."""
+    """Return the refusal of a new index with a request id that was used before."""
     return ServiceError(
         Code.ALREADY_EXISTS, "REQUEST_ID_TAKEN", "this request_id was used before, with another index: use a new one"
     )
 
 
 def timestamp(seconds: float) -> Timestamp:
-    """Wall-clock seconds as the contract has them."""
+    """Convert wall-clock seconds to the contract's form."""
     message = Timestamp()
     message.FromNanoseconds(int(seconds * 1e9))
     return message
 
 
 def metadata_of(row: SessionRow | AdapterRow | CheckpointRow) -> dict[str, str]:
-    """A row's user metadata."""
+    """Return a row's user metadata."""
     metadata: dict[str, str] = json.loads(row.user_metadata)
     return metadata

@@ -1,4 +1,4 @@
-"""Checkpoints that exist: list, get, delete, export. Saving is an operation on an adapter (`training`)."""
+"""Checkpoints: list, get, delete, publish, export. Saving is an operation on an adapter, see `training`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as pb
 
 _INLINE_BYTES_MAX = 256 << 10
-"""Metadata of a page: what has more is read beside the event loop."""
+"""Metadata of a page above this size is parsed on a thread."""
 _KINDS = {
     names.TRAINING: pb.CHECKPOINT_KIND_TRAINING,
     names.SAMPLER: pb.CHECKPOINT_KIND_SAMPLER,
@@ -31,7 +31,7 @@ class CheckpointUseCases(UseCases):
     async def list_checkpoints(
         self, principal: Principal, request: pb.ListCheckpointsRequest
     ) -> pb.ListCheckpointsResponse:
-        """Checkpoints of an adapter, or all the tenant's, newest first."""
+        """List the checkpoints of an adapter, or of the tenant, newest first."""
         kinds = [kind for kind, value in _KINDS.items() if request.kind in (pb.CHECKPOINT_KIND_UNSPECIFIED, value)]
         page = functools.partial(self._core.store.checkpoints.page, principal.tenant_id, kinds, request.adapter_id)
         rows, token, total = self._page(page, request, 100)
@@ -44,7 +44,7 @@ class CheckpointUseCases(UseCases):
     async def newest_checkpoints(
         self, principal: Principal, adapter_ids: Sequence[str]
     ) -> dict[tuple[str, pb.CheckpointKind.ValueType], pb.Checkpoint]:
-        """The newest checkpoint of each kind of each of these adapters, as far as there are any, in one query."""
+        """Return the newest checkpoint of each adapter and kind, by one query."""
         rows = self._core.store.checkpoints.newest(principal.tenant_id, adapter_ids)
         return {(row.adapter_id, _KINDS[row.kind]): _message(row) for row in rows}
 
@@ -54,7 +54,7 @@ class CheckpointUseCases(UseCases):
         return {"train_unembed": spec.train_unembed, "train_mlp": spec.train_mlp, "train_attn": spec.train_attn}
 
     async def get_checkpoint(self, principal: Principal, request: pb.GetCheckpointRequest) -> pb.GetCheckpointResponse:
-        """A checkpoint."""
+        """Return a checkpoint."""
         return pb.GetCheckpointResponse(checkpoint=_message(self._readable_checkpoint(principal, request.path)))
 
     @uninterrupted
@@ -69,7 +69,7 @@ class CheckpointUseCases(UseCases):
     async def set_checkpoint_ttl(
         self, principal: Principal, request: pb.SetCheckpointTtlRequest
     ) -> pb.SetCheckpointTtlResponse:
-        """When a checkpoint is deleted."""
+        """Set the time after which a checkpoint is deleted."""
         check_ttl(request.ttl_seconds)
         self._checkpoint(principal, request.path)
         core, ttl_s = self._core, request.ttl_seconds
@@ -82,7 +82,7 @@ class CheckpointUseCases(UseCases):
     async def set_checkpoint_access(
         self, principal: Principal, request: pb.SetCheckpointAccessRequest
     ) -> pb.SetCheckpointAccessResponse:
-        """Who may read a checkpoint."""
+        """Publish a checkpoint, or make it private."""
         self._checkpoint(principal, request.path)
         await self._core.store.checkpoints.set_public(request.path, is_public=request.is_public)
         return pb.SetCheckpointAccessResponse(checkpoint=_message(self._checkpoint(principal, request.path)))
@@ -90,13 +90,13 @@ class CheckpointUseCases(UseCases):
     async def export_checkpoint(
         self, principal: Principal, request: pb.ExportCheckpointRequest
     ) -> AsyncIterator[pb.ExportCheckpointResponse]:
-        """A checkpoint as a tar archive of a PEFT directory."""
+        """Stream a checkpoint as a tar archive of a PEFT directory."""
         row = await self._with_file(self._readable_checkpoint(principal, request.path))
         async for piece in _read(self._core.saver.checkpoints.tar(row.folder, row.sha256), request.path):
             yield pb.ExportCheckpointResponse(data=piece)
 
     async def export_file(self, principal: Principal, path: str, file: str) -> AsyncGenerator[bytes]:
-        """A file of that archive, in pieces."""
+        """Stream one file of a checkpoint's PEFT directory."""
         row = self._readable_checkpoint(principal, path)
         if file not in (CONFIG, WEIGHTS):
             raise not_found("file", file)
@@ -112,7 +112,7 @@ class CheckpointUseCases(UseCases):
 
 
 async def _read(pieces: Iterator[bytes], path: str) -> AsyncIterator[bytes]:
-    """Pieces of files, each read beside the event loop."""
+    """Yield pieces of files, each read on a thread."""
     try:
         while piece := await asyncio.to_thread(next, pieces, b""):
             yield piece
@@ -120,7 +120,7 @@ async def _read(pieces: Iterator[bytes], path: str) -> AsyncIterator[bytes]:
         raise ServiceError(
             Code.ABORTED,
             "CHECKPOINT_GONE",
-            f"{path} was deleted while it was read, or cannot be read: {error.strerror}",
+            f"{path} was deleted during the download, or cannot be read: {error.strerror}",
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Several clients of one sampler: numbers for their requests, and which of these have finished."""
+"""Several clients of one sampler, as in the Tinker protocol: their numbers, and their finished samples."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tinkerpool import names
 
 
 class SamplingClientUseCases(SamplingUseCases):
-    """For a door whose clients take turns at no sampler: each counts its requests in a block of its own."""
+    """Use cases of clients that share a sampler. Each client numbers its samples in a range of its own."""
 
     async def join_sampler(self, principal: Principal, sampler_id: str) -> int:
-        """A number for one more client of a sampler: its seqs are those after number x `CLIENT_SEQS`."""
+        """Return the number of one more client. Its sequence numbers begin after number x `CLIENT_SEQS`."""
         sampler = self._sampler(principal, sampler_id)
         self._live_session(principal, sampler.session_id)
         return self._core.followers.new_client()
@@ -27,7 +27,7 @@ class SamplingClientUseCases(SamplingUseCases):
         )
 
     def _unfetched(self, sampler_id: str, client: int) -> list[Finished]:
-        """What has finished and was not fetched, oldest first. What is about to be told is not among it."""
+        """Return finished samples that were not fetched, oldest first, without those still in the in-flight table."""
         rows = self._core.store.operations.unfetched(sampler_id, client * CLIENT_SEQS + 1, (client + 1) * CLIENT_SEQS)
         found = [(names.operation_name(sampler_id, row.seq), row) for row in rows]
         return [

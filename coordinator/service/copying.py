@@ -1,4 +1,4 @@
-"""Copying a checkpoint: a new adapter is made from it and saves it again. Only other use cases, one after another."""
+"""Copying a checkpoint: other use cases create an adapter from it, and save that adapter again."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 
 
 class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, CheckpointUseCases, OperationUseCases):
-    """The one method of CheckpointService that needs the others' use cases."""
+    """CopyCheckpoint of CheckpointService, which combines use cases of several services."""
 
     async def copy_checkpoint(
         self, principal: Principal, request: checkpoints_pb2.CopyCheckpointRequest
     ) -> checkpoints_pb2.CopyCheckpointResponse:
-        """A copy of the tenant's own, of the same kind. Every step is safe to repeat, so the whole is."""
+        """Copy a checkpoint to one of the tenant, of the same kind. Every step is safe to repeat, so the call is."""
         check_ttl(request.ttl_seconds)
         if not request.request_id and not (request.session_id and request.HasField("index")):
             raise invalid(
-                "set a request_id, or session_id and index, so that the call is safe to repeat (over HTTP: the header "
-                "X-Idempotency-Key, or session_id and model_seq_id)"
+                "request_id is empty: set it, or session_id and index, so that the call is safe to repeat (over HTTP: "
+                "the header X-Idempotency-Key, or session_id and model_seq_id)"
             )
         source = self._readable_checkpoint(principal, request.path)
         session_id = request.session_id or await self._session_for(principal, request.request_id)
@@ -47,7 +47,7 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
     async def _save_as(
         self, principal: Principal, adapter_id: str, source: CheckpointRow, ttl_seconds: int
     ) -> ops_pb.Operation:
-        """Save an adapter that was made from a checkpoint as what that was: its name, kind and metadata."""
+        """Save an adapter that was made from a checkpoint, with that checkpoint's name, kind and metadata."""
         name, metadata = names.CheckpointPath.parse(source.path).name, metadata_of(source)
         if source.kind == names.TRAINING:
             state = checkpoints_pb2.SaveStateRequest(
@@ -69,7 +69,7 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
         return created.session.session_id
 
     async def _saved_path(self, principal: Principal, name: str) -> str:
-        """Wait for a save; its checkpoint's path. Raises ServiceError if it fails."""
+        """Wait for a save; return its checkpoint's path. Raises ServiceError if it fails."""
         path = ""
         async for response in self.wait_operations(principal, ops_pb.WaitOperationsRequest(names=[name])):
             saving = response.operation

@@ -23,10 +23,10 @@ class OperationUseCases(UseCases):
     async def wait_operations(
         self, principal: Principal, request: pb.WaitOperationsRequest
     ) -> AsyncIterator[pb.WaitOperationsResponse]:
-        """Each operation once, when it is finished."""
+        """Yield each operation once, when it is finished."""
         limit = self._core.config.limits.wait_names_max
         if not 1 <= len(request.names) <= limit:
-            raise invalid(f"{len(request.names)} names to wait for: give 1 to {limit}")
+            raise invalid(f"{len(request.names)} names to wait for: send 1 to {limit}")
         names = list(dict.fromkeys(request.names))
         for name in names:
             if self._core.admission.owner(*_place(name)) != principal.tenant_id:
@@ -40,14 +40,14 @@ class OperationUseCases(UseCases):
             raise ServiceError(
                 Code.UNAVAILABLE,
                 "SHUTTING_DOWN",
-                "the pool is shutting down; what is unfinished goes on afterwards: wait again",
+                "the pool is shutting down; unfinished operations resume after its restart: wait again",
                 retry_delay_s=1.0,
             )
 
     async def cancel_operation(
         self, principal: Principal, request: pb.CancelOperationRequest
     ) -> pb.CancelOperationResponse:
-        """End an operation that has not begun, or a sample that has."""
+        """Cancel an operation that has not started, or a sample at any time."""
         operation = self._operation(principal, request.name)
         if operation.kind is Kind.SAMPLE:
             self._core.sampling.cancel(operation.name)
@@ -78,7 +78,7 @@ class OperationUseCases(UseCases):
 
 
 def _place(name: str) -> tuple[str, int]:
-    """Target and seq of an operation's name; a place where nothing is for anything that is not such a name."""
+    """Return target and sequence number of an operation's name; `("", 0)`, which never exist, for another text."""
     target_id, _, seq = name.rpartition(":")
     is_canonical = seq.isascii() and seq.isdecimal() and seq[0] != "0" and len(seq) < 20 and int(seq) < 1 << 63
     return (target_id, int(seq)) if is_canonical else ("", 0)

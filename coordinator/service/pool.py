@@ -1,4 +1,4 @@
-"""The pool as users see it: workers, cycles, usage. Other tenants appear as counts, except to administrators."""
+"""The state of the pool: workers, cycles, usage. Administrators see all tenants; others see them as counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PoolUseCases(UseCases):
     """PoolService."""
 
     async def get_pool_status(self, principal: Principal, request: pb.GetPoolStatusRequest) -> pb.GetPoolStatusResponse:
-        """Workers, queues and the last cycles."""
+        """Return the workers, the numbers of operations, and the last cycles."""
         core = self._core
         live = {worker.worker_id for loop in core.loops.values() for worker in loop.workers()}
         num_running = sum(1 for operation in core.table.live() if operation.is_running)
@@ -60,7 +60,7 @@ class PoolUseCases(UseCases):
             self._core.cycle_watchers.discard(queue)
 
     async def get_usage(self, principal: Principal, request: pb.GetUsageRequest) -> pb.GetUsageResponse:
-        """Metering, by tenant and kind of operation."""
+        """Return the metered usage by tenant and kind of operation."""
         rows = self._core.store.tenants.usage(None if principal.is_admin else principal.tenant_id)
         return pb.GetUsageResponse(
             rows=[
@@ -76,7 +76,7 @@ class PoolUseCases(UseCases):
         )
 
     def _shown(self, principal: Principal, cycle: pb.Cycle) -> pb.Cycle:
-        """A cycle with the names that its reader may see. (In memory an entry holds its tenant's id.)"""
+        """Return a cycle with the names that the caller may see. (In memory, an entry holds its tenant's id.)"""
         shown = pb.Cycle()
         shown.CopyFrom(cycle)
         for entry in shown.entries:

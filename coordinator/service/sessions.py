@@ -22,7 +22,7 @@ class SessionUseCases(UseCases):
     async def get_capabilities(
         self, principal: Principal, request: pb.GetCapabilitiesRequest
     ) -> pb.GetCapabilitiesResponse:
-        """What the pool can do."""
+        """Return the base models, losses and limits of the pool."""
         limits = self._core.config.limits
         return pb.GetCapabilitiesResponse(
             base_models=[
@@ -46,12 +46,12 @@ class SessionUseCases(UseCases):
         )
 
     async def get_tokenizer(self, principal: Principal, request: pb.GetTokenizerRequest) -> pb.GetTokenizerResponse:
-        """A base model's tokenizer files."""
+        """Return a base model's tokenizer files."""
         return pb.GetTokenizerResponse(files=dict(self._model(request.base_model).tokenizer_files))
 
     @uninterrupted
     async def create_session(self, principal: Principal, request: pb.CreateSessionRequest) -> pb.CreateSessionResponse:
-        """A new session, or the one that this request id made."""
+        """Create a session; return the existing one if the request id was used before."""
         self._core.admission.check_open()
         check_metadata(request.user_metadata, self._core.config.limits)
         session_id = str(uuid.uuid4())
@@ -72,7 +72,7 @@ class SessionUseCases(UseCases):
         return pb.CreateSessionResponse(session=self._session(self._session_row(principal, session_id)))
 
     async def heartbeat(self, principal: Principal, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
-        """The client is alive."""
+        """Keep a session alive."""
         self._live_session(principal, request.session_id)
         return pb.HeartbeatResponse()
 
@@ -84,11 +84,11 @@ class SessionUseCases(UseCases):
         return pb.FinishSessionResponse()
 
     async def get_session(self, principal: Principal, request: pb.GetSessionRequest) -> pb.GetSessionResponse:
-        """A session."""
+        """Return a session."""
         return pb.GetSessionResponse(session=self._session(self._session_row(principal, request.session_id)))
 
     async def list_sessions(self, principal: Principal, request: pb.ListSessionsRequest) -> pb.ListSessionsResponse:
-        """The tenant's live sessions, newest first."""
+        """List the tenant's live sessions, newest first."""
         page = functools.partial(self._core.store.sessions.page, principal.tenant_id)
         rows, token, total = self._page(page, request, 20)
         return pb.ListSessionsResponse(

@@ -123,7 +123,7 @@ async def test_a_refusal_is_remembered_across_a_restart(tmp_path: Path) -> None:
         ({"rank": -8}, Code.INVALID_ARGUMENT, "rank -8 is not allowed"),
         ({"alpha": 0.0}, Code.INVALID_ARGUMENT, "alpha"),
         ({"alpha": math.nan}, Code.INVALID_ARGUMENT, "alpha"),
-        ({"train_attn": False, "train_mlp": False, "train_unembed": False}, Code.INVALID_ARGUMENT, "nothing to train"),
+        ({"train_attn": False, "train_mlp": False, "train_unembed": False}, Code.INVALID_ARGUMENT, "set at least one"),
         ({"index": -1}, Code.INVALID_ARGUMENT, "index"),
         ({"index": 2**31 - 1}, Code.INVALID_ARGUMENT, "index"),
         ({"from_path": "tinker://x/weights/y"}, Code.NOT_FOUND, "no checkpoint"),
