@@ -1,1 +1,5 @@
-"""The `tinkerpool` command: what looks into a pool over the network. What runs one joins from `coordinator.cli`."""
+"""The `tinkerpool` command: commands that look into a pool over the network.
+
+Public interface: `main.main`, which runs the command line; `show`, `errors.CliError` and `app.RUN_PANEL` for the
+commands that run a pool, which `coordinator.cli` adds through an entry point.
+"""

@@ -7,46 +7,40 @@ from typing import Annotated
 import typer
 
 from tinkerpool.cli import show
-from tinkerpool.cli.connection import TIMEOUT_S, JsonOption, KeyOption, UrlOption, ask, call, find_target
+from tinkerpool.cli.connection import (
+    JsonOption,
+    KeyOption,
+    LimitOption,
+    UrlOption,
+    YesOption,
+    call,
+    fetch_list,
+    find_target,
+)
 from tinkerpool.client.calls.methods import DELETE_ADAPTER, LIST_ADAPTERS
-from tinkerpool.client.calls.transport import Transport
 from tinkerpool.v1 import adapters_pb2
 
-PAGE_SIZE = 1000
 app = typer.Typer(no_args_is_help=True)
 
 
 @app.command("list")
 def list_adapters(
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many, the newest first.")] = 50,
+    limit: LimitOption = 50,
     url: UrlOption = "",
     api_key: KeyOption = "",
     json: JsonOption = False,
 ) -> None:
     """List your adapters, newest first."""
-
-    async def fetch(transport: Transport) -> adapters_pb2.ListAdaptersResponse:
-        found = adapters_pb2.ListAdaptersResponse()
-        while True:
-            request = adapters_pb2.ListAdaptersRequest(
-                page_size=min(PAGE_SIZE, limit - len(found.adapters)), page_token=found.next_page_token
-            )
-            page = await transport.call(LIST_ADAPTERS, request, timeout_s=TIMEOUT_S)
-            found.adapters.extend(page.adapters)
-            found.next_page_token = page.next_page_token
-            if not page.next_page_token or len(found.adapters) >= limit:
-                return found
-
-    found = ask(find_target(url, api_key), fetch)
+    found = fetch_list(find_target(url, api_key), LIST_ADAPTERS, adapters_pb2.ListAdaptersRequest, "adapters", limit)
     if json:
         show.json_message(found)
         return
     if not found.adapters:
-        show.say("There are no adapters yet: ServiceClient().create_lora_training_client(...) makes one.")
+        show.say("There are no adapters yet: ServiceClient().create_lora_training_client(...) creates one.")
         return
     show.table(
         "Adapters",
-        ("adapter", "base model", "rank", "trains", "done", "waiting", "created"),
+        ("adapter", "base model", "rank", "trains", "done", "queued", "created"),
         (
             (
                 adapter.adapter_id,
@@ -67,7 +61,7 @@ def list_adapters(
             )
             for adapter in found.adapters
         ),
-        right="rank done waiting",
+        right="rank done queued",
     )
     if found.next_page_token:
         show.note(f"There are more; --limit {limit * 4} shows them.")
@@ -75,8 +69,8 @@ def list_adapters(
 
 @app.command()
 def delete(
-    adapter_id: Annotated[str, typer.Argument(help="As `tinkerpool adapter list` shows it.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    adapter_id: Annotated[str, typer.Argument(help="The id in `tinkerpool adapter list`.")],
+    yes: YesOption = False,
     url: UrlOption = "",
     api_key: KeyOption = "",
 ) -> None:

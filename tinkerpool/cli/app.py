@@ -1,7 +1,7 @@
 """All commands in one application, grouped as `tinkerpool --help` shows them.
 
-Commands that run a pool register themselves through the entry-point group `tinkerpool.commands`, so that this package
-knows nothing of theirs.
+Commands that run a pool are added through the entry-point group `tinkerpool.commands`, so that this package does not
+depend on theirs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import typer.core
 from tinkerpool.cli import adapters, checkpoints, keys, pool
 
 COMMAND_GROUP = "tinkerpool.commands"
-"""Entry points here are functions that take the application and add commands to it."""
+"""Each entry point is a function that adds commands to the application."""
 
 RUN_PANEL = "Run a pool on this machine"
 LOOK_PANEL = "Look into a pool"
@@ -31,17 +31,17 @@ HELP = "\n\n".join(
         "the pool runs the batches of all its users together, in clock cycles.",
         "[bold]Try it on this machine[/bold]",
         "  [cyan]tinkerpool up[/cyan]       start a pool in the background; it prints a first program\n"
-        "  [cyan]tinkerpool watch[/cyan]    see its cycles go by while the program runs\n"
-        "  [cyan]tinkerpool usage[/cyan]    who used how much\n"
+        "  [cyan]tinkerpool watch[/cyan]    see its cycles while the program runs\n"
+        "  [cyan]tinkerpool usage[/cyan]    tokens and engine time of each tenant\n"
         "  [cyan]tinkerpool down[/cyan]     stop it; everything is kept for the next [cyan]up[/cyan]",
-        "[bold]Use somebody else's pool[/bold]",
+        "[bold]Use a pool on another machine[/bold]",
         "  [cyan]export TINKERPOOL_BASE_URL=http://HOST:7600 TINKERPOOL_API_KEY=tp_...[/cyan]",
     )
 )
 
 
 class _Grouped(typer.core.TyperGroup):
-    """Lists the commands panel by panel."""
+    """Lists the commands by panel."""
 
     def list_commands(self, ctx: object) -> list[str]:
         panels = {name: getattr(command, "rich_help_panel", None) for name, command in self.commands.items()}
@@ -49,7 +49,7 @@ class _Grouped(typer.core.TyperGroup):
 
 
 def build() -> typer.Typer:
-    """The application, with whatever the entry points add."""
+    """Return the application, with the commands of the entry points."""
     app = typer.Typer(
         name="tinkerpool",
         help=HELP,
@@ -88,7 +88,7 @@ def _root(
         bool, typer.Option("--version", help="Print the version.", callback=_version_and_exit, is_eager=True)
     ] = False,
 ) -> None:
-    """Holds the options that stand before any command."""
+    """Take the options before any command."""
 
 
 def _print_version() -> None:

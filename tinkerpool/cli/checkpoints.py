@@ -1,14 +1,25 @@
-"""`tinkerpool checkpoint`: named, immutable states of adapters; `export` makes a directory that PEFT and vLLM load."""
+"""`tinkerpool checkpoint`: named, immutable states of adapters."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tinkerpool.cli import show
-from tinkerpool.cli.connection import TIMEOUT_S, JsonOption, KeyOption, UrlOption, ask, call, find_target
+from tinkerpool.cli.connection import (
+    JsonOption,
+    KeyOption,
+    LimitOption,
+    UrlOption,
+    YesOption,
+    ask,
+    call,
+    fetch_list,
+    find_target,
+)
 from tinkerpool.cli.errors import CliError
 from tinkerpool.client.archive import ArchiveFile
 from tinkerpool.client.calls.methods import DELETE_CHECKPOINT, EXPORT_CHECKPOINT, LIST_CHECKPOINTS
@@ -16,41 +27,26 @@ from tinkerpool.client.calls.transport import Transport
 from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import checkpoints_pb2 as pb
 
-PAGE_SIZE = 1000
 app = typer.Typer(no_args_is_help=True)
-PathArgument = Annotated[str, typer.Argument(help="tinker://... as `tinkerpool checkpoint list` shows it.")]
+PathArgument = Annotated[str, typer.Argument(help="The path in `tinkerpool checkpoint list`, tinker://...")]
 
 
 @app.command("list")
 def list_checkpoints(
-    adapter_id: Annotated[str, typer.Option("--adapter", help="Only of this adapter.")] = "",
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many, the newest first.")] = 50,
+    adapter_id: Annotated[str, typer.Option("--adapter", help="List only checkpoints of this adapter.")] = "",
+    limit: LimitOption = 50,
     url: UrlOption = "",
     api_key: KeyOption = "",
     json: JsonOption = False,
 ) -> None:
     """List your checkpoints, newest first."""
-
-    async def fetch(transport: Transport) -> pb.ListCheckpointsResponse:
-        found = pb.ListCheckpointsResponse()
-        while True:
-            request = pb.ListCheckpointsRequest(
-                adapter_id=adapter_id,
-                page_size=min(PAGE_SIZE, limit - len(found.checkpoints)),
-                page_token=found.next_page_token,
-            )
-            page = await transport.call(LIST_CHECKPOINTS, request, timeout_s=TIMEOUT_S)
-            found.checkpoints.extend(page.checkpoints)
-            found.next_page_token = page.next_page_token
-            if not page.next_page_token or len(found.checkpoints) >= limit:
-                return found
-
-    found = ask(find_target(url, api_key), fetch)
+    make_request = partial(pb.ListCheckpointsRequest, adapter_id=adapter_id)
+    found = fetch_list(find_target(url, api_key), LIST_CHECKPOINTS, make_request, "checkpoints", limit)
     if json:
         show.json_message(found)
         return
     if not found.checkpoints:
-        show.say("There are no checkpoints yet: training_client.save_state(name) makes one.")
+        show.say("There are no checkpoints yet: training_client.save_state(name) creates one.")
         return
     show.table(
         "Checkpoints",
@@ -99,7 +95,7 @@ def export(
 @app.command()
 def delete(
     path: PathArgument,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: YesOption = False,
     url: UrlOption = "",
     api_key: KeyOption = "",
 ) -> None:

@@ -1,4 +1,4 @@
-"""From options, environment and credentials file to a pool, and from its refusals to sentences for the terminal."""
+"""Calls of a command to a pool: finds the pool, and turns its errors into sentences for the terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -26,6 +26,11 @@ from tinkerpool.errors import (
 
 T = TypeVar("T")
 TIMEOUT_S = 20.0
+"""Deadline of a call."""
+PAGE_SIZE = 1000
+
+LimitOption = Annotated[int, typer.Option("--limit", "-n", min=1, help="Most items to list, the newest first.")]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 UrlOption = Annotated[
     str,
@@ -43,7 +48,7 @@ KeyOption = Annotated[
         "--api-key",
         metavar="KEY",
         envvar="TINKERPOOL_API_KEY",
-        help="API key. Default: the one that the pool left on this machine.",
+        help="API key. Default: the one in this machine's credentials file.",
         show_default=False,
     ),
 ]
@@ -52,16 +57,16 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for script
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A pool to talk to."""
+    """A pool and the API key for it."""
 
     url: str
     api_key: str
     key_source: str
-    """Where the key came from, for people."""
+    """Option, variable or file that the key is from."""
 
 
 def find_target(url: str, api_key: str) -> Target:
-    """The pool that is meant, found as ServiceClient finds it. Raises CliError."""
+    """Find the pool as ServiceClient does. Raises CliError."""
     try:
         found_url, found_key = find_service(url or None, api_key or None)
     except ConfigurationError as error:
@@ -77,7 +82,7 @@ def find_target(url: str, api_key: str) -> Target:
 
 @asynccontextmanager
 async def open_transport(target: Target) -> AsyncIterator[Transport]:
-    """A connection for the time of a command. Raises CliError for refusals, inside too."""
+    """Open a connection for one command. Raises CliError for any error of the client, also from inside the block."""
     transport = GrpcTransport(target.url, target.api_key)
     try:
         yield transport
@@ -88,7 +93,7 @@ async def open_transport(target: Target) -> AsyncIterator[Transport]:
 
 
 def ask(target: Target, work: Callable[[Transport], Awaitable[T]]) -> T:
-    """Run one command's conversation with a pool. Raises CliError."""
+    """Run the calls of one command. Raises CliError."""
 
     async def converse() -> T:
         async with open_transport(target) as transport:
@@ -98,36 +103,59 @@ def ask(target: Target, work: Callable[[Transport], Awaitable[T]]) -> T:
 
 
 def call(target: Target, method: Unary[RequestT, ResponseT], request: RequestT) -> ResponseT:
-    """One call. Raises CliError."""
+    """Make one call. Raises CliError."""
     return ask(target, lambda transport: transport.call(method, request, timeout_s=TIMEOUT_S))
 
 
+def fetch_list(
+    target: Target, method: Unary[RequestT, ResponseT], make_request: Callable[..., RequestT], items: str, limit: int
+) -> ResponseT:
+    """Fetch up to `limit` items of a listing, page by page, into one response. Raises CliError.
+
+    `make_request` takes `page_size` and `page_token`; `items` names the field with the items. The response has a
+    `next_page_token` if the listing has more.
+    """
+
+    async def fetch(transport: Transport) -> ResponseT:
+        found, token = method.response_type(), ""
+        while True:
+            request = make_request(page_size=min(PAGE_SIZE, limit - len(getattr(found, items))), page_token=token)
+            page: Any = await transport.call(method, request, timeout_s=TIMEOUT_S)
+            found.ClearField("next_page_token")
+            found.MergeFrom(page)
+            token = page.next_page_token
+            if not token or len(getattr(found, items)) >= limit:
+                return found
+
+    return ask(target, fetch)
+
+
 def _explain(error: TinkerpoolError, target: Target) -> str:
-    """An error of the client's for somebody at a terminal."""
-    has_answered = getattr(error, "reason", "") != ""
+    """Return a sentence about an error of the client."""
+    is_refusal = getattr(error, "reason", "") != ""
     match error:
-        case Unavailable() if not has_answered and _is_certificate_trouble(error):
+        case Unavailable() if not is_refusal and _is_untrusted_certificate(error):
             return (
                 f"the certificate of {target.url} is not trusted on this machine; the environment variable "
                 "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names a file (PEM) with the authorities to trust"
             )
-        case Unavailable() if not has_answered:
+        case Unavailable() if not is_refusal:
             host = parse_target(target.url)[0].rpartition(":")[0]
             if host in {"127.0.0.1", "localhost", "[::1]"}:
                 return f"no pool is running at {target.url}; start one with `tinkerpool up`"
-            return f"no pool answers at {target.url}: is it running, and can this machine reach it?"
+            return f"no pool replies at {target.url}: is it running, and can this machine reach it?"
         case DeadlineExceeded():
-            return f"the pool at {target.url} did not answer within {TIMEOUT_S:.0f} s; is it still starting?"
+            return f"the pool at {target.url} did not reply within {TIMEOUT_S:.0f} s; is it still starting?"
         case Unauthenticated():
             return (
-                f"the pool at {target.url} does not know the API key from {target.key_source}; give another with "
-                "--api-key, or start the pool with --new-key to have one written to the credentials file"
+                f"the pool at {target.url} refused the API key from {target.key_source}; give another with "
+                "--api-key, or start the pool with --new-key, which writes one to the credentials file"
             )
         case _ if getattr(error, "code", None) is Code.UNIMPLEMENTED:
-            return f"what listens at {target.url} is no tinkerpool, or one of another version"
+            return f"the server at {target.url} is no tinkerpool, or one of another version"
         case _:
             return str(getattr(error, "message", error))
 
 
-def _is_certificate_trouble(error: TinkerpoolError) -> bool:
+def _is_untrusted_certificate(error: TinkerpoolError) -> bool:
     return "certificate" in str(error).lower()

@@ -1,4 +1,4 @@
-"""`tinkerpool key`: API keys and the tenants they belong to. Needs an administrator's key."""
+"""`tinkerpool key`: API keys and their tenants. Needs an administrator's key."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ app = typer.Typer(no_args_is_help=True)
 
 @app.command()
 def create(
-    tenant: Annotated[str, typer.Argument(help="Whose key it is: 1 to 64 of letters, digits, '-', '_'. New or known.")],
-    is_admin: Annotated[bool, typer.Option("--admin", help="A key that may also make and revoke keys.")] = False,
+    tenant: Annotated[
+        str, typer.Argument(help="The key's tenant, new or existing: 1 to 64 letters, digits, '-', '_'.")
+    ],
+    is_admin: Annotated[bool, typer.Option("--admin", help="The key may also create and revoke keys.")] = False,
     url: UrlOption = "",
     api_key: KeyOption = "",
 ) -> None:
-    """Make a key, and its tenant if there is none of that name. The key is printed this once."""
+    """Create a key, and its tenant if it is new. The key is printed once."""
     request = pool_pb2.CreateApiKeyRequest(tenant=tenant, is_admin=is_admin)
     response = call(find_target(url, api_key), CREATE_API_KEY, request)
     print(response.key)
     show.note(
-        "Keep it: only its hash is stored. Its owner sets TINKERPOOL_API_KEY, or passes api_key= to ServiceClient."
+        "Keep it: only its hash is stored. Its user sets TINKERPOOL_API_KEY, or passes api_key= to ServiceClient."
     )
 
 
@@ -56,11 +58,11 @@ def list_keys(url: UrlOption = "", api_key: KeyOption = "", json: JsonOption = F
 
 @app.command()
 def revoke(
-    key_id: Annotated[str, typer.Argument(help="As `tinkerpool key list` shows it; a whole key will do, too.")],
+    key_id: Annotated[str, typer.Argument(help="The id in `tinkerpool key list`, or a whole key.")],
     url: UrlOption = "",
     api_key: KeyOption = "",
 ) -> None:
-    """Have a key refused, from now on and for ever."""
+    """Revoke a key for good."""
     parts = key_id.removeprefix("tml-").split("_")
     key_id = parts[1] if parts[0] == "tp" and len(parts) > 2 else key_id
     call(find_target(url, api_key), REVOKE_API_KEY, pool_pb2.RevokeApiKeyRequest(key_id=key_id))

@@ -1,6 +1,6 @@
-"""Where the `tinkerpool` command begins and where its errors end: one sentence on stderr, exit code 1, no traceback.
+"""The entry point of the `tinkerpool` command. An error is one sentence on stderr and exit code 1, no traceback.
 
-Importable without the libraries of the extra `cli`, so that it can say that they are missing.
+Importable without the libraries of the extra `cli`, so that it can report that they are missing.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from tinkerpool.cli.errors import CliError
 from tinkerpool.errors import TinkerpoolError
 
 TRACEBACK_VARIABLE = "TINKERPOOL_TRACEBACK"
-"""Set in the environment: an unexpected error shows where it came from."""
+"""If set in the environment, unexpected errors show a traceback."""
 
 
 def main() -> None:
     """Run the command line of this process."""
-    # Read when grpc is imported. We never fork without exec; else grpc would log a line for each process of Ray's.
+    # Read when grpc is imported; without it, grpc logs a line for each process of Ray. No fork here is without exec.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     try:
         from tinkerpool.cli.app import build
@@ -38,7 +38,7 @@ def main() -> None:
             raise
         _fail(
             f"unexpected {type(error).__name__}: {error}\n"
-            f"This is a fault of tinkerpool's; {TRACEBACK_VARIABLE}=1 in the environment shows where it is."
+            f"This is a fault in tinkerpool; {TRACEBACK_VARIABLE}=1 in the environment shows where."
         )
 
 

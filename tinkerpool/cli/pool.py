@@ -1,4 +1,4 @@
-"""`status`, `watch` and `usage`: what a pool is doing, and for whom it did how much."""
+"""`status`, `watch` and `usage`: the cycles of a pool, and the tokens and engine time of its tenants."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from tinkerpool.client.calls.transport import Transport
 from tinkerpool.v1 import pool_pb2
 
 OTHERS = "(others)"
-"""Stands for tenants whose names this key may not see."""
+"""Stands for tenants whose names this API key may not see."""
 CANCEL_AGAIN_S = 0.2
+"""Between two cancellations after Ctrl-C."""
 NODE_CHARS = 12
-"""Shown of a node: Ray's ids have 56 hexadecimal digits. JSON has all of it."""
+"""Digits shown of a node's id: Ray's ids have 56. JSON has all of them."""
 
 
 def status(
     num_cycles: Annotated[
-        int, typer.Option("--cycles", "-n", min=0, max=1000, help="How many of the last cycles.")
+        int, typer.Option("--cycles", "-n", min=0, max=1000, help="Number of last cycles to show.")
     ] = 8,
     url: UrlOption = "",
     api_key: KeyOption = "",
     json: JsonOption = False,
 ) -> None:
-    """Show the workers, the queue, and the last cycles with who was in them."""
+    """Show the workers, the queued operations, and the last cycles with their tenants."""
     target = find_target(url, api_key)
-    request = pool_pb2.GetPoolStatusRequest(num_cycles=num_cycles or 1)
-    response = call(target, GET_POOL_STATUS, request)
+    response = call(target, GET_POOL_STATUS, pool_pb2.GetPoolStatusRequest(num_cycles=num_cycles or 1))
     if num_cycles == 0:
-        del response.cycles[:]
+        response.ClearField("cycles")
     if json:
         show.json_message(response)
         return
@@ -47,10 +47,19 @@ def status(
         f"start {response.epoch} on its data"
     )
     show.say(
-        f"{_plural(response.num_queued, 'operation')} waiting, {response.num_running} running, "
+        f"{_plural(response.num_queued, 'operation')} queued, {response.num_running} running, "
         f"{_plural(response.num_samples, 'sample request')} open"
     )
     show.console.print()
+    _show_workers(response.workers)
+    if response.cycles:
+        show.console.print()
+        _show_cycles(response.cycles)
+    elif num_cycles:
+        show.say("No cycle has run yet.")
+
+
+def _show_workers(workers: Iterable[pool_pb2.Worker]) -> None:
     show.table(
         "Workers",
         ("worker", "base model", "device", "slots", "adapters", "node", "pid", "state"),
@@ -65,46 +74,45 @@ def status(
                 str(worker.pid),
                 Text("live", "green") if worker.is_live else Text("lost, being replaced", "red"),
             )
-            for worker in response.workers
+            for worker in workers
         ),
         right="slots adapters pid",
     )
-    if response.cycles:
-        show.console.print()
-        show.table(
-            "Last cycles",
-            ("cycle", "at", "base model", "pass", "step", "commit", "tokens", "who"),
+
+
+def _show_cycles(cycles: Iterable[pool_pb2.Cycle]) -> None:
+    show.table(
+        "Last cycles",
+        ("cycle", "at", "base model", "pass", "step", "commit", "tokens", "tenants"),
+        (
             (
-                (
-                    str(cycle.cycle_id),
-                    show.clock_time(cycle.start_time),
-                    cycle.base_model,
-                    show.duration(cycle.pass_seconds),
-                    show.duration(cycle.step_seconds),
-                    show.duration(cycle.commit_seconds),
-                    show.count(_num_tokens(cycle)),
-                    _who(cycle),
-                )
-                for cycle in response.cycles
-            ),
-            right="cycle pass step commit tokens",
-        )
-    elif num_cycles:
-        show.say("No cycle has run yet.")
+                str(cycle.cycle_id),
+                show.clock_time(cycle.start_time),
+                cycle.base_model,
+                show.duration(cycle.pass_seconds),
+                show.duration(cycle.step_seconds),
+                show.duration(cycle.commit_seconds),
+                show.count(_num_tokens(cycle)),
+                _tenants(cycle),
+            )
+            for cycle in cycles
+        ),
+        right="cycle pass step commit tokens",
+    )
 
 
 def watch(
-    num_cycles: Annotated[int, typer.Option("--cycles", "-n", min=0, help="Stop after so many; 0: never.")] = 0,
+    num_cycles: Annotated[int, typer.Option("--cycles", "-n", min=0, help="Stop after this many. 0: never.")] = 0,
     url: UrlOption = "",
     api_key: KeyOption = "",
     json: JsonOption = False,
 ) -> None:
-    """Show each cycle as it happens, with who is in it. Ctrl-C ends it."""
+    """Show each cycle when it has committed, with its tenants. Ctrl-C ends it."""
     target = find_target(url, api_key)
 
     async def follow(transport: Transport) -> None:
         _end_at_ctrl_c()
-        # A stream says nothing until there is a cycle; an ordinary call says at once whether somebody is there.
+        # A stream is silent until a cycle has run; this call fails at once if there is no pool.
         await transport.call(GET_POOL_STATUS, pool_pb2.GetPoolStatusRequest(num_cycles=1), timeout_s=TIMEOUT_S)
         if not json:
             show.note(f"Watching {target.url}; a line for each cycle. Ctrl-C ends it.")
@@ -125,7 +133,7 @@ def watch(
 
 
 def _end_at_ctrl_c() -> None:
-    """Let Ctrl-C cancel the running task until it ends: a stream that is just being opened swallows the first time."""
+    """Make Ctrl-C cancel the current task again and again: a stream that is being opened swallows the first time."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
 
@@ -134,14 +142,14 @@ def _end_at_ctrl_c() -> None:
             task.cancel()
             loop.call_later(CANCEL_AGAIN_S, cancel)
 
-    with contextlib.suppress(NotImplementedError):  # on Windows asyncio does its best
+    with contextlib.suppress(NotImplementedError):  # on Windows, where asyncio raises KeyboardInterrupt
         loop.add_signal_handler(signal.SIGINT, cancel)
 
 
 def usage(url: UrlOption = "", api_key: KeyOption = "", json: JsonOption = False) -> None:
     """Show tokens and engine time, by tenant and kind of operation.
 
-    An administrator's key sees every tenant, another one its own.
+    An administrator's key shows all tenants, any other key its own.
     """
     response = call(find_target(url, api_key), GET_USAGE, pool_pb2.GetUsageRequest())
     if json:
@@ -150,16 +158,18 @@ def usage(url: UrlOption = "", api_key: KeyOption = "", json: JsonOption = False
     if not response.rows:
         show.say("Nothing has been used yet.")
         return
-    rows = [(row.tenant, row.kind, row) for row in response.rows]
-    totals: dict[str, pool_pb2.UsageRow] = defaultdict(pool_pb2.UsageRow)
-    for tenant, _, row in rows:
-        totals[tenant].num_operations += row.num_operations
-        totals[tenant].num_tokens += row.num_tokens
-        totals[tenant].engine_seconds += row.engine_seconds
     lines: list[tuple[str | Text, ...]] = []
-    for tenant, total in totals.items():
-        lines += [_usage_line(tenant, kind, row) for name, kind, row in rows if name == tenant]
-        lines.append(tuple(Text(str(cell), "bold") for cell in _usage_line(tenant, "all", total)))
+    for tenant in dict.fromkeys(row.tenant for row in response.rows):
+        rows = [row for row in response.rows if row.tenant == tenant]
+        total = pool_pb2.UsageRow(
+            tenant=tenant,
+            kind="all",
+            num_operations=sum(row.num_operations for row in rows),
+            num_tokens=sum(row.num_tokens for row in rows),
+            engine_seconds=sum(row.engine_seconds for row in rows),
+        )
+        lines += [_usage_line(row) for row in rows]
+        lines.append(tuple(Text(cell, "bold") for cell in _usage_line(total)))
     show.table(
         "Usage since the pool's data began",
         ("tenant", "kind", "operations", "tokens", "engine time"),
@@ -168,15 +178,16 @@ def usage(url: UrlOption = "", api_key: KeyOption = "", json: JsonOption = False
     )
 
 
-def _usage_line(tenant: str, kind: str, row: pool_pb2.UsageRow) -> tuple[str, ...]:
-    return tenant, kind, show.count(row.num_operations), show.count(row.num_tokens), show.duration(row.engine_seconds)
+def _usage_line(row: pool_pb2.UsageRow) -> tuple[str, ...]:
+    numbers = show.count(row.num_operations), show.count(row.num_tokens), show.duration(row.engine_seconds)
+    return row.tenant, row.kind, *numbers
 
 
 def _line(cycle: pool_pb2.Cycle) -> str:
     seconds = cycle.pass_seconds + cycle.step_seconds + cycle.commit_seconds
     return (
         f"{show.clock_time(cycle.start_time)}  #{cycle.cycle_id:<6} {cycle.base_model}  {show.duration(seconds):>7}  "
-        f"{show.count(_num_tokens(cycle)):>7} tokens  {_who(cycle)}"
+        f"{show.count(_num_tokens(cycle)):>7} tokens  {_tenants(cycle)}"
     )
 
 
@@ -184,15 +195,15 @@ def _num_tokens(cycle: pool_pb2.Cycle) -> int:
     return sum(entry.num_tokens for entry in cycle.entries)
 
 
-def _who(cycle: pool_pb2.Cycle) -> str:
-    """`alice 2 adapters, bob, (others) 3 adapters`; a dot after a name: it took an optimizer step."""
+def _tenants(cycle: pool_pb2.Cycle) -> str:
+    """Return `alice x2 +step, bob, (others) x3`: tenants with their number of adapters, and optimizer steps."""
     by_tenant: dict[str, list[pool_pb2.CycleEntry]] = defaultdict(list)
     for entry in cycle.entries:
         by_tenant[entry.tenant or OTHERS].append(entry)
-    return ", ".join(_part(tenant, by_tenant[tenant]) for tenant in sorted(by_tenant, key=lambda t: (t == OTHERS, t)))
+    return ", ".join(_tenant(tenant, by_tenant[tenant]) for tenant in sorted(by_tenant, key=lambda t: (t == OTHERS, t)))
 
 
-def _part(tenant: str, entries: Iterable[pool_pb2.CycleEntry]) -> str:
+def _tenant(tenant: str, entries: Iterable[pool_pb2.CycleEntry]) -> str:
     entries = list(entries)
     adapters = {entry.adapter_id for entry in entries} if tenant != OTHERS else set(range(len(entries)))
     several = f" x{len(adapters)}" if len(adapters) > 1 else ""

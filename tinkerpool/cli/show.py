@@ -1,4 +1,4 @@
-"""How things look on the terminal: tables, durations, sizes, JSON. Knows no commands and no network."""
+"""Formats for the terminal: tables, durations, sizes, JSON. Depends on no command and no network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-"""Wide where nobody looks, so that `grep` finds whole lines."""
+"""Wide unless it is a terminal, so that `grep` finds whole lines."""
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right: str = "") -> None:
@@ -22,7 +22,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text
     shown = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
     numbers = set(right.split())
     for column in columns:
-        # An id that is cut short is of no use; a table that is too wide wraps.
+        # Wrap cells of a table that is too wide: an id that is cut short is useless.
         shown.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     for row in rows:
         shown.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
@@ -35,7 +35,7 @@ def say(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print a line for people on stderr, so that scripts that read stdout do not see it."""
+    """Print a line for people on stderr, out of the way of scripts that read stdout."""
     print(text, file=sys.stderr)
 
 
@@ -52,7 +52,7 @@ def json_line(message: Message) -> None:
 
 
 def duration(seconds: float) -> str:
-    """`850 us`, `12 ms`, `3.4 s`, `5 min`, `3.2 h`, `12 days`."""
+    """Return a duration as `850 us`, `12 ms`, `3.4 s`, `5 min`, `3.2 h` or `12 days`."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:
@@ -65,18 +65,18 @@ def duration(seconds: float) -> str:
 
 
 def age(timestamp: Timestamp) -> str:
-    """How long ago a moment was."""
+    """Return the time since a moment, `5 min ago`."""
     return f"{duration(max(0.0, time.time() - timestamp.ToNanoseconds() / 1e9))} ago"
 
 
 def clock_time(timestamp: Timestamp) -> str:
-    """A moment of today as local time, with milliseconds."""
+    """Return a moment as local time of day, with milliseconds."""
     seconds = timestamp.ToNanoseconds() / 1e9
     return time.strftime("%H:%M:%S", time.localtime(seconds)) + f".{int(seconds * 1000) % 1000:03d}"
 
 
 def size(num_bytes: int) -> str:
-    """`512 B`, `3.4 kB`, `12 MB`, `1.2 GB`."""
+    """Return a size as `512 B`, `3.4 kB`, `12 MB` or `1.2 GB`."""
     value = float(num_bytes)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
@@ -86,5 +86,5 @@ def size(num_bytes: int) -> str:
 
 
 def count(number: float) -> str:
-    """A whole number with thousands separated."""
+    """Return a whole number with thousands separated."""
     return f"{number:,.0f}"
