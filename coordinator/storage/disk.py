@@ -1,7 +1,7 @@
-"""The disk below state folders, as the coordinator sees it: a seam, so that a simulation can own it and lose power.
+"""The disk below state folders: a seam, so that a simulation can implement it and lose power.
 
-Main invariant: nothing is durable before `sync`. A file's content is after its own sync; that it is there, under its
-name, is after the sync of the folder that it is in.
+Main invariant: nothing is durable before `sync`. A file's content is durable after the sync of the file, its name after
+the sync of the folder that holds it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Protocol
 
 
 class Disk(Protocol):
-    """Folders of files. Every method raises OSError where the disk does."""
+    """Folders of files. Every method raises OSError if the operation fails."""
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder, and those above it, unless it is there."""
+        """Make a folder, and its parents, unless it exists."""
 
     def write(self, path: Path, content: bytes) -> None:
         """Make a file with this content."""
@@ -28,23 +28,23 @@ class Disk(Protocol):
         """Give a file or folder another name."""
 
     def names(self, folder: Path) -> list[str]:
-        """What is in a folder."""
+        """Return the names in a folder."""
 
     def read(self, path: Path) -> bytes:
-        """A file's content."""
+        """Return a file's content."""
 
     def size(self, path: Path) -> int:
-        """Bytes in a file."""
+        """Return the number of bytes in a file."""
 
     def read_piece(self, path: Path, start: int, num_bytes: int) -> bytes:
-        """So many bytes of a file, from byte `start` on; fewer at its end."""
+        """Return at most `num_bytes` bytes of a file, from byte `start` on; fewer only at its end."""
 
     def remove(self, folder: Path) -> None:
-        """Remove a folder and all that is in it, as far as that can be done."""
+        """Remove a folder with its content, as far as possible."""
 
 
 class RealDisk:
-    """The machine's."""
+    """The machine's disk."""
 
     def make_folder(self, path: Path) -> None:
         """See `Disk`."""

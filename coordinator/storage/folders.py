@@ -1,11 +1,12 @@
-"""State folders on disk: written atomically, read only if they match their checksum. Knows no database and no names of
-users, and reaches the disk only through `disk`.
+"""State folders on disk: written atomically, read only if they match their checksum.
+
+Independent of the database; every access to the disk goes through `disk`.
 
 A folder holds `adapter_model.safetensors` and `adapter_config.json` (together a PEFT directory),
 `optimizer.safetensors` if moments were saved, `gradient.safetensors` in a snapshot that was taken while a gradient was
-pending, and `state.json`. It is written under a temporary name, every file and
-the folder are synced, then it is renamed and the parent synced; only after that may a database row point at it. A
-folder without a row is an orphan of a crash and is removed at the next start.
+pending, and `state.json`. A folder is written under a temporary name, its files and the folder itself are synced, then
+it is renamed and its parent is synced. Only after that a row of the database may name it. A folder without a row is an
+orphan of a crash and is removed at the next start.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ WEIGHTS, CONFIG, OPTIMIZER, GRADIENT, STATE = (
     "state.json",
 )
 PIECE_BYTES = 256 << 10
-"""What is in memory at a time of a file that is handed out."""
+"""Bytes of an exported file in memory at a time."""
 _TEMPORARY = ".writing-"
-_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""Failures to read that say nothing about what is on the disk."""
+_TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Errors of a read that do not depend on the content of the disk: the read may be retried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +54,15 @@ class StateFiles:
     """The folders below one root."""
 
     def __init__(self, root: Path, kind: str, disk: Disk) -> None:
-        """`kind` is what failpoints call them. Raises OSError."""
+        """Make the root. `kind` is the prefix of the folders' failpoints. Raises OSError."""
         self._root = root
         self._kind = kind
         self._disk = disk
         disk.make_folder(root)
-        disk.sync(root.parent)  # or the root and all in it could be gone with the power
+        disk.sync(root.parent)  # otherwise a power cut could remove the root with its content
 
     def write(self, spec: AdapterSpec, model: ModelInfo, state: AdapterState) -> Saved:
-        """Make a state durable. Raises OSError if the disk does not take it; nothing is left behind then."""
+        """Make a state durable. Raises OSError if the disk fails or is full; nothing is left behind then."""
         files = {
             WEIGHTS: state.weights,
             CONFIG: _to_json(peft_config(spec, model)),
@@ -102,9 +103,9 @@ class StateFiles:
         return Saved(name, _digest(files), sum(map(len, files.values())))
 
     def read(self, folder: str, sha256: str) -> AdapterState:
-        """The state in a folder.
+        """Return the state in a folder.
 
-        Raises ServiceError DATA_LOSS if it is not what was written, UNAVAILABLE if it cannot be read now.
+        Raises ServiceError DATA_LOSS if its content does not match the checksum, UNAVAILABLE if a retry may succeed.
         """
         files = self._verified(folder, sha256)
         state = json.loads(files[STATE])
@@ -119,7 +120,7 @@ class StateFiles:
         )
 
     def tar(self, folder: str, sha256: str, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
-        """The folder's PEFT files as a tar archive, in pieces of at most `piece_bytes`. Raises as `piecewise`."""
+        """Yield the folder's PEFT files as a tar archive, in pieces of at most `piece_bytes`. Raises as `piecewise`."""
         self._verify(folder, sha256, piece_bytes)
         for name in (CONFIG, WEIGHTS):
             member = tarfile.TarInfo(name)
@@ -128,10 +129,10 @@ class StateFiles:
             yield from self._pieces(folder, name, piece_bytes)
             if padding := bytes(-member.size % tarfile.BLOCKSIZE):
                 yield padding
-        yield from [bytes(tarfile.BLOCKSIZE)] * 2  # what an archive ends with
+        yield from [bytes(tarfile.BLOCKSIZE)] * 2  # the end of an archive
 
     def piecewise(self, folder: str, sha256: str, name: str, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
-        """A file of a folder whose files are what was written, one piece in memory at a time.
+        """Verify a folder, then yield one of its files, one piece in memory at a time.
 
         Raises ServiceError as `read`, before the first piece, and OSError if the folder is removed meanwhile.
         """
@@ -139,12 +140,12 @@ class StateFiles:
         yield from self._pieces(folder, name, piece_bytes)
 
     def remove(self, folder: str) -> None:
-        """Delete a folder that no row points at any more."""
+        """Delete a folder that no row names any more."""
         assert folder, "an empty name would be the root"
         self._disk.remove(self._root / folder)
 
     def remove_orphans(self, known: set[str]) -> None:
-        """Delete what a crash left between writing and the row."""
+        """Delete the folders, except `known`, that a crash left without a row."""
         for name in self._disk.names(self._root):
             if name not in known:
                 self._disk.remove(self._root / name)
@@ -155,7 +156,7 @@ class StateFiles:
             for name in self._disk.names(self._root / folder):
                 files[name] = self._disk.read(self._root / folder / name)
         except OSError as error:
-            if error.errno in _PASSING:
+            if error.errno in _TRANSIENT:
                 raise _cannot_read_now(error) from None
             raise _damaged() from None
         if _digest(files) != sha256:
@@ -170,7 +171,7 @@ class StateFiles:
                 for piece in self._pieces(folder, name, piece_bytes):
                     digest.update(piece)
         except OSError as error:
-            if error.errno in _PASSING:
+            if error.errno in _TRANSIENT:
                 raise _cannot_read_now(error) from None
             raise _damaged() from None
         if digest.hexdigest() != sha256:
@@ -184,7 +185,7 @@ class StateFiles:
 
 
 def peft_config(spec: AdapterSpec, model: ModelInfo) -> dict[str, Any]:
-    """`adapter_config.json` for PEFT's `LoraConfig`: the modules by leaf name, scaling alpha / rank."""
+    """Return `adapter_config.json` for PEFT's `LoraConfig`: the modules by leaf name, scaling alpha / rank."""
     modules = (
         (model.attn_modules if spec.train_attn else ())
         + (model.mlp_modules if spec.train_mlp else ())
@@ -229,7 +230,7 @@ def _to_json(value: dict[str, Any]) -> bytes:
 
 
 def _digest(files: dict[str, bytes]) -> str:
-    """SHA-256 over names, sizes and contents, in order of names."""
+    """Return the SHA-256 of names, sizes and contents, in order of names."""
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(f"{name}\0{len(files[name])}\0".encode())

@@ -1,4 +1,4 @@
-"""The format of the database, with the reason for each constraint beside it. Text only: `database` runs it.
+"""The format of the database, with the reason for each constraint. Text only: `database` runs it.
 
 Times named `_at` are of the wall clock, for people to read; decisions by time use service time (`_service_s`): the
 seconds that the service has run, in all incarnations of the coordinator. A request is stored as its payload, its
