@@ -1,4 +1,4 @@
-"""tinkerpool: train LoRA adapters on a pool of warm models that many share, from an ordinary training loop.
+"""tinkerpool: train LoRA adapters on a shared pool of warm base models, from an ordinary training loop.
 
     import tinkerpool
 
@@ -9,7 +9,7 @@
     step = client.train_step([datum], "cross_entropy", tinkerpool.AdamParams(learning_rate=1e-3))
     print(step.result().forward_backward.metrics)
 
-Needs numpy, grpcio and protobuf; takes torch tensors if there is torch.
+Needs numpy, grpcio and protobuf; accepts torch tensors.
 """
 
 import importlib
@@ -62,7 +62,7 @@ __all__ = [
     "types",
 ]
 
-# Imported when first used: the pool's own processes take `tinkerpool.convert` and the like, and have no use for grpc.
+# Imported on first use: workers import `tinkerpool.convert` and other modules, and do not need grpc.
 _CLIENTS = {
     "APIFuture": "tinkerpool.client.calls.futures",
     "RestClient": "tinkerpool.client.rest_client",
@@ -71,7 +71,7 @@ _CLIENTS = {
     "TrainingClient": "tinkerpool.client.training_client",
 }
 
-if not TYPE_CHECKING:  # or a type checker would believe any name
+if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name in _CLIENTS:

@@ -1,6 +1,6 @@
 """Tensor messages to and from numpy. No copy where numpy allows it; every malformed tensor is a ValueError.
 
-Shapes and dtypes are checked here, meanings (which input, which range) where they are known.
+Checks shapes and dtypes; callers check the values.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _NUMPY_DTYPES: dict[int, np.dtype[Any]] = {
     types_pb2.DATA_TYPE_INT64: np.dtype("<i8"),
 }
 DIMS_MAX = 8
-"""Most sizes in a shape."""
+"""Most dimensions of a tensor."""
 _ELEMENTS_MAX = 1 << 31
-"""More than any message can hold."""
+"""More elements than any message can hold."""
 _DATA_TYPES = {dtype: data_type for data_type, dtype in _NUMPY_DTYPES.items()}
 
 
 def to_tensor(array: NDArray[Any]) -> types_pb2.Tensor:
-    """A Tensor message of a float32, int32 or int64 array of any shape. Raises ValueError for another dtype."""
+    """Return the message of a float32, int32 or int64 array of any shape. Raises ValueError for another dtype."""
     array = np.asarray(array)
     data_type = _DATA_TYPES.get(array.dtype.newbyteorder("<"))
     if data_type is None:
@@ -41,7 +41,7 @@ def to_tensor(array: NDArray[Any]) -> types_pb2.Tensor:
 
 
 def from_tensor(tensor: types_pb2.Tensor) -> NDArray[Any]:
-    """The array of a Tensor message, read-only, sharing its bytes. Raises ValueError if bytes and shape disagree."""
+    """Return the array of a message, read-only, sharing its bytes. Raises ValueError if bytes and shape disagree."""
     dtype = _NUMPY_DTYPES.get(tensor.dtype)
     if dtype is None:
         raise ValueError("the tensor's dtype is unset or unknown: use FLOAT32, INT32 or INT64")
@@ -54,10 +54,10 @@ def from_tensor(tensor: types_pb2.Tensor) -> NDArray[Any]:
 
 
 def checked_shape(shape: Sequence[int], elements_max: int) -> tuple[int, ...]:
-    """A shape that somebody sent, once it is known that numpy can make it and that its product is cheap to compute.
+    """Return a received shape if numpy can create it and its product is cheap to compute.
 
-    Raises ValueError for more than `DIMS_MAX` sizes, a negative one, or more than `elements_max` elements. A size of 0
-    does not excuse the others.
+    Raises ValueError for more than `DIMS_MAX` dimensions, a negative size, or more than `elements_max` elements. A size
+    of 0 counts as 1 for this limit.
     """
     if len(shape) > DIMS_MAX:
         raise ValueError(f"the tensor's shape has {len(shape)} sizes: send at most {DIMS_MAX}")

@@ -1,7 +1,7 @@
-"""Where a pool on this machine leaves its address and a key, so that clients here need no arguments.
+"""The credentials file: a pool writes its address and an API key, and clients on this machine need no arguments.
 
-`~/.tinkerpool/credentials.json`, readable by its owner only; `TINKERPOOL_HOME` names another folder instead.
-Knows neither the client nor the pool; both read and write through here.
+`~/.tinkerpool/credentials.json`, readable by its owner only; `TINKERPOOL_HOME` names another folder. Does not depend on
+the client or the pool; both use it.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ _KEPT_GLOB = "credentials.*.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """How to reach a pool."""
+    """Address and API key of a pool."""
 
     url: str
     """`http://<host>:<port>`, or `https://` for TLS."""
     api_key: str
-    """A key of that pool."""
+    """An API key of that pool."""
 
 
 def home() -> Path:
-    """Folder of all that tinkerpool keeps for this user: `TINKERPOOL_HOME`, or else `~/.tinkerpool`."""
+    """Return the folder of tinkerpool's files for this user: `TINKERPOOL_HOME`, or else `~/.tinkerpool`."""
     return Path(os.environ.get("TINKERPOOL_HOME") or Path.home() / ".tinkerpool").expanduser()
 
 
 def credentials_file() -> Path:
-    """Where the credentials are, if there are any."""
+    """Return the path of the credentials file, which may not exist."""
     return home() / FILE_NAME
 
 
 def read_credentials() -> Credentials | None:
-    """What a pool on this machine left, None if none did. Raises ValueError for a file that is not of ours."""
+    """Read the credentials file; None if there is none. Raises ValueError for a file of another form."""
     return _read(credentials_file())
 
 
 def kept_credentials() -> Iterator[Credentials]:
-    """What `read_credentials` returns, then what other pools left before; files that are not ours are passed over."""
+    """Yield the credentials in the file, then the earlier ones of other pools. Skips files of another form."""
     for path in (credentials_file(), *sorted(home().glob(_KEPT_GLOB))):
         with contextlib.suppress(ValueError):
             if (credentials := _read(path)) is not None:
@@ -64,7 +64,7 @@ def _read(path: Path) -> Credentials | None:
 
 
 def write_credentials(credentials: Credentials) -> Path:
-    """Write them for this user alone; returns the file. Another key that was there is kept in a file beside it."""
+    """Write the credentials, readable by this user only; return the file. A different key in it is kept next to it."""
     path = credentials_file()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(ValueError):

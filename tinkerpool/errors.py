@@ -1,4 +1,4 @@
-"""Everything that the client raises on purpose.
+"""The errors that the client raises.
 
     TinkerpoolError
     ├── ConfigurationError (ValueError)     no key, a malformed URL
@@ -16,11 +16,12 @@
     │   ├── Cancelled
     │   ├── DataLoss
     │   └── InternalError                   every other code: INTERNAL, UNKNOWN, ...
-    ├── OrderBroken                         an earlier refusal keeps a training client from going on
-    └── OperationFailed                     the service accepted an operation, and it ended in an error
+    ├── OrderBroken                         an earlier refusal broke the sequence numbers of a training client
+    └── OperationFailed                     an accepted operation ended in an error
 
-What can succeed later is retried by the client and never raised, except while no service was ever reached: then
-`Unavailable` says so after a while. Knows nothing of grpc: the transport hands over codes and details.
+The client retries errors that may pass, and never raises them. The exception is `Unavailable` after a while, if no
+service has ever replied. `Code` is the one table of status codes, which the coordinator uses too. This module does not
+depend on grpc: the transport passes codes and details.
 """
 
 from __future__ import annotations
@@ -51,24 +52,24 @@ class Code(IntEnum):
 
     @classmethod
     def of(cls, value: int) -> Code:
-        """The code of that number; UNKNOWN for one that has no name."""
+        """Return the code of a number; UNKNOWN for a number without a name."""
         return cls(value) if value in cls._value2member_map_ else cls.UNKNOWN
 
 
 class TinkerpoolError(Exception):
-    """Base of all of them."""
+    """Base class of the client's errors."""
 
 
 class ConfigurationError(TinkerpoolError, ValueError):
-    """The client was told something that cannot work; nothing was sent."""
+    """The client's arguments or environment cannot work; nothing was sent."""
 
 
 class ClientClosed(TinkerpoolError):
-    """The client was closed before the answer came."""
+    """The client was closed before the reply came, or belongs to another process."""
 
 
 class OrderBroken(TinkerpoolError):
-    """This training client lost its place in the adapter's order; `ServiceClient.get_training_client` goes on."""
+    """This training client's sequence numbers are broken; continue with `ServiceClient.get_training_client`."""
 
 
 class ApiError(TinkerpoolError):
@@ -76,10 +77,10 @@ class ApiError(TinkerpoolError):
 
     Attributes:
         code: canonical status code.
-        reason: a constant for programs, `QUEUE_FULL`; empty if the refusal came from the network and not the service.
+        reason: a constant for programs, `QUEUE_FULL`; empty if the error is the network's and not the service's.
         message: a sentence for people.
         metadata: details by name, for example `expected_seq`.
-        retry_delay_s: set exactly when the service says that the same call may succeed later.
+        retry_delay_s: set exactly when the same call may succeed later, according to the service.
     """
 
     def __init__(
@@ -107,19 +108,19 @@ class InvalidArgument(ApiError, ValueError):
 
 
 class NotFound(ApiError, LookupError):
-    """No such thing, or another tenant's: the two look the same."""
+    """The object does not exist or belongs to another tenant: the two look the same."""
 
 
 class AlreadyExists(ApiError):
-    """That name, seq or request id was used with other contents: is a second client writing to the same adapter?"""
+    """The name, seq or request id was used with other contents: is a second client writing to the adapter?"""
 
 
 class FailedPrecondition(ApiError):
-    """The thing is in a state that forbids it: its session ended, its gradient window is closed."""
+    """The state of the object forbids the call: its session ended, its gradient window is closed."""
 
 
 class PermissionDenied(ApiError):
-    """The key may not do that."""
+    """The API key does not permit the call."""
 
 
 class Unauthenticated(ApiError):
@@ -127,15 +128,15 @@ class Unauthenticated(ApiError):
 
 
 class ResourceExhausted(ApiError):
-    """A quota is used up or a message is too large; what only needs patience is retried and never raised."""
+    """A quota is used up, or a message is too large. Overload is retried and never raised."""
 
 
 class Unavailable(ApiError, ConnectionError):
-    """No service answers at the address."""
+    """No service replies at the address."""
 
 
 class DeadlineExceeded(ApiError, TimeoutError):
-    """The service did not answer a call in time."""
+    """The service did not reply to a call in time."""
 
 
 class Cancelled(ApiError):
@@ -147,16 +148,16 @@ class DataLoss(ApiError):
 
 
 class InternalError(ApiError):
-    """The service failed in a way that it did not foresee; its log says more."""
+    """The service failed unexpectedly; its log says more."""
 
 
 class OperationFailed(TinkerpoolError):
-    """An accepted operation ended in an error. It changed nothing, and it consumed its place in the order.
+    """An accepted operation ended in an error. It changed nothing, and its sequence number is used.
 
     Attributes:
         code: canonical status code.
         reason: a constant for programs, `NON_FINITE`.
-        message: a sentence for people: what was wrong and how to mend it.
+        message: a sentence for people: what was wrong, and how to mend it.
         operation: the operation's name.
     """
 
@@ -195,6 +196,6 @@ def api_error(
     metadata: Mapping[str, str] | None = None,
     retry_delay_s: float | None = None,
 ) -> ApiError:
-    """The exception of the class that belongs to a canonical code."""
+    """Return an exception of the class for a canonical code."""
     error_class = _CLASSES.get(code, InternalError)
     return error_class(message, code=code, reason=reason, metadata=metadata, retry_delay_s=retry_delay_s)

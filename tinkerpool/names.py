@@ -1,5 +1,4 @@
-"""Ids and paths: how they are made, how they are read. Pure strings; knows neither tenants nor where anything is
-stored.
+"""Forms of ids and paths. Pure strings; does not depend on tenants or on storage.
 
 adapter     `<session id>:train:<index>`
 sampler     `<session id>:sample:<index>`
@@ -24,32 +23,32 @@ _TENANT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def adapter_id(session_id: str, index: int) -> str:
-    """The id of a session's adapter number `index` (from 0)."""
+    """Return the id of a session's adapter number `index` (from 0)."""
     return f"{session_id}:train:{index}"
 
 
 def sampler_id(session_id: str, index: int) -> str:
-    """The id of a session's sampler number `index` (from 0)."""
+    """Return the id of a session's sampler number `index` (from 0)."""
     return f"{session_id}:sample:{index}"
 
 
 def operation_name(target_id: str, seq: int) -> str:
-    """The name of an operation: its adapter or sampler, and its seq there."""
+    """Return the name of an operation: its adapter or sampler, and its seq."""
     return f"{target_id}:{seq}"
 
 
 def is_adapter_id(text: str) -> bool:
-    """Whether `text` has the form of an adapter's id."""
+    """Return whether `text` has the form of an adapter's id."""
     return _ADAPTER_ID.fullmatch(text) is not None
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether `name` may name a checkpoint: 1 to 128 of letters, digits, `-`, `_`, `.`, not beginning with a dot."""
+    """Return whether `name` may name a checkpoint: 1 to 128 letters, digits, `-`, `_`, `.`, the first one no dot."""
     return _CHECKPOINT_NAME.fullmatch(name) is not None
 
 
 def is_tenant_name(name: str) -> bool:
-    """Whether `name` may name a tenant: 1 to 64 of letters, digits, `-`, `_`."""
+    """Return whether `name` may name a tenant: 1 to 64 letters, digits, `-`, `_`."""
     return _TENANT_NAME.fullmatch(name) is not None
 
 
@@ -67,7 +66,7 @@ class CheckpointPath:
 
     @classmethod
     def parse(cls, path: str) -> CheckpointPath:
-        """Read `tinker://<adapter id>/<kind>/<name>`. Raises ValueError, with what is wrong, for anything else."""
+        """Parse `tinker://<adapter id>/<kind>/<name>`. Raises ValueError, which names the malformed part."""
         expected = f"expected {SCHEME}<adapter id>/<{'|'.join(CHECKPOINT_KINDS)}>/<name>, got {path[:200]!r}"
         if not path.startswith(SCHEME):
             raise ValueError(f"a checkpoint path begins with {SCHEME}: {expected}")

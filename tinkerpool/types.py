@@ -1,7 +1,7 @@
-"""What a user hands to the client and gets from it. Names and fields are those of the `tinker` SDK.
+"""Arguments and results of the client. Names and fields are those of the `tinker` SDK.
 
-Everything is immutable. Where numbers are expected, lists, numpy arrays and torch tensors all do; torch is never
-imported here unless `to_torch` is called. Nothing in this file talks to a pool.
+All types are immutable. Numbers are given as lists, numpy arrays or torch tensors; torch is imported only by
+`to_torch`. No type here makes calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def as_array(values: Any) -> NDArray[Any]:
-    """A new numpy array of a list, an array or a torch tensor (moved to the CPU; half precision becomes float32)."""
+    """Return a new numpy array of a list, an array or a torch tensor; half precision becomes float32."""
     if hasattr(values, "detach") and hasattr(values, "cpu"):
         values = values.detach().cpu()
         if str(values.dtype) in {"torch.bfloat16", "torch.float16"}:
@@ -35,7 +35,7 @@ def as_array(values: Any) -> NDArray[Any]:
 
 
 def as_tokens(values: Any, what: str) -> NDArray[np.int32]:
-    """Token ids as a read-only int32 array. Raises ValueError if they are not whole numbers from 0 to 2^31 - 1."""
+    """Return token ids as a read-only int32 array. Raises ValueError for other numbers than 0 to 2^31 - 1."""
     array = as_array(values)
     if array.size == 0:
         array = array.astype(np.int32)
@@ -80,24 +80,24 @@ class TensorData:
 
     @classmethod
     def from_numpy(cls, array: NDArray[Any]) -> TensorData:
-        """The tensor of a numpy array; integers become int64, floats float32."""
+        """Return the tensor of a numpy array; integers become int64, floats float32."""
         return cls(array)
 
     @classmethod
     def from_torch(cls, tensor: Any) -> TensorData:
-        """The tensor of a torch tensor on any device; integers become int64, floats float32."""
+        """Return the tensor of a torch tensor on any device; integers become int64, floats float32."""
         return cls(tensor)
 
     def to_numpy(self) -> NDArray[Any]:
-        """A new numpy array in this tensor's shape."""
+        """Return a new numpy array in this tensor's shape."""
         return self.data.reshape(self.shape).copy()
 
     def to_torch(self) -> Any:
-        """A new torch tensor in this tensor's shape. Raises ImportError without torch."""
+        """Return a new torch tensor in this tensor's shape. Raises ImportError without torch."""
         return importlib.import_module("torch").from_numpy(self.to_numpy())
 
     def tolist(self) -> list[Any]:
-        """The elements as nested lists."""
+        """Return the elements as nested lists."""
         values: list[Any] = self.data.reshape(self.shape).tolist()
         return values
 
@@ -139,22 +139,22 @@ class EncodedTextChunk:
 
 @dataclass(frozen=True, slots=True, init=False)
 class ModelInput:
-    """What the model reads: a sequence of chunks."""
+    """The input of the model: a sequence of chunks."""
 
     chunks: tuple[EncodedTextChunk, ...]
-    """In order."""
+    """The chunks in order."""
 
     def __init__(self, chunks: Iterable[EncodedTextChunk] = ()) -> None:
         object.__setattr__(self, "chunks", tuple(chunks))
 
     @classmethod
     def from_ints(cls, tokens: Any) -> ModelInput:
-        """The input of a sequence of token ids. Raises ValueError for anything that is not a token id."""
+        """Return the input of a sequence of token ids. Raises ValueError for anything but token ids."""
         return cls([EncodedTextChunk(tokens)])
 
     @classmethod
     def empty(cls) -> ModelInput:
-        """An input without tokens, to append to."""
+        """Return an input without tokens, to append to."""
         return cls()
 
     @property
@@ -163,19 +163,19 @@ class ModelInput:
         return sum(chunk.length for chunk in self.chunks)
 
     def append(self, chunk: EncodedTextChunk) -> ModelInput:
-        """This input and then a chunk; this one stays as it is."""
+        """Return a new input with a chunk added at the end."""
         return ModelInput((*self.chunks, chunk))
 
     def append_int(self, token: int) -> ModelInput:
-        """This input and then a token; this one stays as it is."""
+        """Return a new input with a token added at the end."""
         return self.append(EncodedTextChunk([token]))
 
     def to_numpy(self) -> NDArray[np.int32]:
-        """All token ids, shape (n,)."""
+        """Return all token ids, shape (n,)."""
         return np.concatenate([chunk.tokens for chunk in self.chunks] or [np.empty(0, np.int32)])
 
     def to_ints(self) -> list[int]:
-        """All token ids."""
+        """Return all token ids."""
         tokens: list[int] = self.to_numpy().tolist()
         return tokens
 
@@ -189,7 +189,7 @@ INPUT_DTYPES: Mapping[str, TensorDtype] = {
     "clip_high_threshold": "float32",
     "sequence_ratio_mask": "float32",
 }
-"""The type that each loss input is converted to; any other keeps the type of its array."""
+"""The type that each loss input is converted to; other inputs keep the type of their array."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -234,29 +234,29 @@ class AdamParams:
     weight_decay: float = 0.0
     """Decoupled weight decay, >= 0."""
     grad_clip_norm: float = 0.0
-    """Clips the global norm of this adapter's gradient; 0 clips nothing."""
+    """Limit of the global norm of this adapter's gradient. 0: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to draw tokens."""
+    """Settings of the draws of a sample."""
 
     max_tokens: int | None = None
     """Most tokens per sequence, at least 1. None: up to the model's longest sequence."""
     seed: int | None = None
-    """The same seed gives the same tokens. None: the service draws one and logs it."""
+    """The same seed gives the same tokens. None: the service draws a seed and logs it."""
     stop: str | Sequence[str] | Sequence[int] | None = None
-    """Strings or token ids that end a sequence. None: the model's end-of-text tokens. `[]`: nothing but the length."""
+    """Strings or token ids that end a sequence. None: the model's end-of-text tokens. `[]`: only the length."""
     temperature: float = 1.0
-    """Divides the logits, >= 0; 0 is greedy."""
+    """Divides the logits, >= 0. 0: greedy."""
     top_k: int = -1
-    """Keep the k likeliest tokens; -1 keeps all."""
+    """Keep the k most likely tokens. -1: keep all."""
     top_p: float = 1.0
-    """Keep the smallest set of likeliest tokens with at least this probability, in (0, 1]."""
+    """Keep the smallest set of most likely tokens with at least this probability, in (0, 1]."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, or None for no limit of your own; got {self.max_tokens}")
+            raise ValueError(f"max_tokens must be at least 1, or None for no limit; got {self.max_tokens}")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
         if self.top_k < 1 and self.top_k != -1:
@@ -293,9 +293,9 @@ class TrainStepResponse:
     """Result of train_step."""
 
     forward_backward: ForwardBackwardOutput
-    """Of the pass."""
+    """Result of the pass."""
     optim_step: OptimStepResponse
-    """Of the step behind it."""
+    """Result of the optimizer step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,15 +324,15 @@ class LoadWeightsResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TopkLogprobs:
-    """The likeliest tokens at each of n positions, the likeliest first."""
+    """The most likely tokens at each of n positions, the most likely first."""
 
     token_ids: NDArray[np.int32]
     """Shape (n, k); k is at most the vocabulary's size."""
     logprobs: NDArray[np.float32]
-    """Shape (n, k); NaN at positions for which nothing was computed."""
+    """Shape (n, k); NaN at positions without log-probabilities."""
 
     def tolist(self) -> list[list[tuple[int, float]] | None]:
-        """Per position, (token id, log-probability); None where nothing was computed."""
+        """Return (token id, log-probability) per position; None at positions without log-probabilities."""
         rows = zip(self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
         return [None if math.isnan(logprobs[0]) else list(zip(ids, logprobs, strict=True)) for ids, logprobs in rows]
 
@@ -345,7 +345,7 @@ class TopkLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptAltTokens:
-    """Draws of what could stand at prompt position i + 1, in row i."""
+    """Alternative tokens, drawn for prompt position i + 1 in row i."""
 
     tokens: TensorData
     """int64 token ids, shape (p - 1, k)."""
@@ -362,13 +362,13 @@ class SampledSequence:
     tokens: list[int]
     """Token ids, n of them."""
     logprobs: list[float] | None
-    """Of each token under the model at temperature 1, before top-k and top-p; n of them."""
+    """Log-probability of each token at temperature 1, before top-k and top-p; n of them."""
     topk_logprobs_np: TopkLogprobs | None = None
-    """If asked for: the likeliest tokens at each position, as arrays."""
+    """If asked for: the most likely tokens at each position, as arrays."""
 
     @property
     def topk_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
-        """If asked for: the likeliest tokens at each position, as (token id, log-probability), the likeliest first."""
+        """If asked for: the most likely tokens at each position, as (token id, log-probability), most likely first."""
         return None if self.topk_logprobs_np is None else self.topk_logprobs_np.tolist()
 
 
@@ -379,19 +379,19 @@ class SampleResponse:
     sequences: list[SampledSequence]
     """`num_samples` of them."""
     prompt_logprobs: list[float | None] | None = None
-    """If asked for: of each prompt token; None at position 0, which nothing precedes, and where none was wanted."""
+    """If asked for: log-probability of each prompt token; None at position 0, and at positions not asked for."""
     topk_prompt_logprobs_np: TopkLogprobs | None = None
-    """If asked for: the likeliest tokens at each prompt position, as arrays; NaN where `prompt_logprobs` has None."""
+    """If asked for: the most likely tokens at each prompt position; NaN where `prompt_logprobs` has None."""
     target_prompt_logprobs: TensorData | None = None
-    """If asked for: of the targets, float32 in their shape; 0 where they had -1."""
+    """If asked for: log-probabilities of the targets, float32 in their shape; 0 where they have -1."""
     prompt_cache_hit_tokens: int = 0
-    """Prompt tokens that an earlier request with the same weights had computed."""
+    """Prompt tokens whose keys and values an earlier request with the same weights had computed."""
     prompt_alt_tokens: PromptAltTokens | None = None
-    """If asked for: draws of what could stand in the prompt."""
+    """If asked for: alternative tokens, drawn for each prompt position but the first."""
 
     @property
     def topk_prompt_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
-        """If asked for: the likeliest tokens at each prompt position, as (token id, log-probability)."""
+        """If asked for: the most likely tokens at each prompt position, as (token id, log-probability)."""
         return None if self.topk_prompt_logprobs_np is None else self.topk_prompt_logprobs_np.tolist()
 
 
@@ -400,11 +400,11 @@ class SampledToken:
     """One token of a streamed sample."""
 
     sequence_index: int
-    """Which of the `num_samples` sequences."""
+    """Index of the sequence, below `num_samples`."""
     token: int
-    """Its id."""
+    """Token id."""
     logprob: float
-    """As in SampledSequence."""
+    """Log-probability, as in `SampledSequence.logprobs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,7 +412,7 @@ class SupportedModel:
     """A base model that the pool keeps warm."""
 
     model_name: str
-    """The name to ask for."""
+    """Name for `base_model` arguments."""
     max_context_length: int
     """Longest sequence in tokens: training, or prompt plus samples."""
     trainable: bool = True
@@ -426,23 +426,23 @@ class SupportedModel:
     num_params: int
     """Parameters of the frozen model."""
     num_workers: int
-    """Live workers that serve it."""
+    """Number of live workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetServerCapabilitiesResponse:
-    """What a pool can do."""
+    """Base models and limits of a pool."""
 
     supported_models: list[SupportedModel]
-    """In the order they were configured."""
+    """In the order of the pool's configuration."""
     version: str
-    """Of the server."""
+    """Version of the server."""
     loss_functions: list[str]
-    """By name."""
+    """Names of the built-in losses."""
     max_datums: int
-    """Most datums in one request; the client cuts larger batches itself."""
+    """Most datums in one request; the client cuts larger batches."""
     max_message_bytes: int
-    """Largest request."""
+    """Largest request, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -450,21 +450,21 @@ class ModelData:
     """The base model of an adapter."""
 
     model_name: str
-    """Its name in the pool."""
+    """Name in the pool."""
     arch: str | None = None
-    """Not told by tinkerpool."""
+    """Always None in tinkerpool."""
     tokenizer_id: str | None = None
-    """Not told by tinkerpool: `get_tokenizer` fetches the files."""
+    """Always None in tinkerpool: `get_tokenizer` fetches the files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetInfoResponse:
-    """What an adapter is."""
+    """Description of an adapter."""
 
     model_id: str
     """`<session id>:train:<index>`."""
     model_data: ModelData
-    """Its base model."""
+    """The base model."""
     is_lora: bool = True
     """Always."""
     lora_rank: int
@@ -472,7 +472,7 @@ class GetInfoResponse:
     lora_alpha: float
     """LoRA scaling numerator."""
     model_name: str
-    """Its base model's name."""
+    """Name of the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -488,19 +488,19 @@ class Checkpoint:
     tinker_path: str
     """`tinker://<adapter id>/<checkpoint id>`."""
     size_bytes: int
-    """On disk; of the weights alone while the file of a checkpoint for sampling is being written."""
+    """Bytes on disk; of the weights alone while the file of a sampler checkpoint is being written."""
     base_model: str
-    """Its base model's name."""
+    """Name of the base model."""
     lora_rank: int
     """LoRA rank."""
     sha256: str
-    """Over its contents, in hex; empty while its file is being written."""
+    """Hash of the contents, in hex; empty while the file is being written."""
     expires_at: datetime | None = None
-    """When the pool will delete it, UTC; None: never."""
+    """When the pool deletes it, UTC. None: never."""
     public: bool = False
     """Whether every tenant may load, sample from and export it."""
     user_metadata: dict[str, str] = field(default_factory=dict)
-    """As given when saving."""
+    """As given to the save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -510,7 +510,7 @@ class TrainingRun:
     training_run_id: str
     """The adapter's id, `<session id>:train:<index>`."""
     base_model: str
-    """Its base model's name."""
+    """Name of the base model."""
     is_lora: bool = True
     """Always."""
     lora_rank: int
@@ -518,7 +518,7 @@ class TrainingRun:
     create_time: datetime
     """UTC."""
     num_operations: int
-    """The last place in its order that is done."""
+    """The last sequence number that is done."""
     user_metadata: dict[str, str] = field(default_factory=dict)
     """As given at creation."""
 
@@ -544,22 +544,22 @@ class ListSessionsResponse:
     """A listing of sessions."""
 
     sessions: list[str]
-    """Their ids, newest first."""
+    """Session ids, newest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionInfo:
-    """A client process's lifetime."""
+    """A session: one client process at the service."""
 
     session_id: str
     """Opaque."""
     training_run_ids: list[str]
-    """Adapters created in it."""
+    """Ids of the adapters created in it."""
     sampler_ids: list[str]
-    """Samplers created in it."""
+    """Ids of the samplers created in it."""
     create_time: datetime
     """UTC."""
     is_live: bool
-    """Whether heartbeats still count."""
+    """Whether it has neither ended nor expired."""
     user_metadata: dict[str, str] = field(default_factory=dict)
     """As given at creation."""
