@@ -1,6 +1,6 @@
-"""The composition root: a pool, a coordinator, doors, and their life in one process, from start to signal to end.
+"""The composition root: starts a pool, a coordinator and the doors in one process, and stops them after a signal.
 
-Knows which parts there are and in which order they start and stop; what they do is theirs.
+Decides the order in which these parts start and stop, and nothing else about them.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from workers.contract.protocols import Pool, PoolStartError
 
 _log = logging.getLogger(__name__)
 DOOR_GRACE_S = 5.0
-"""How long running calls have to end by themselves once the coordinator has told them to."""
+"""How long running calls may take to end after the coordinator has ended their waits."""
 TOKENIZERS_DIR = "tokenizers"
-"""In the data directory: base models' tokenizers, for clients on this machine."""
+"""In the data directory: tokenizers of the base models, for clients on this machine."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StartError(Exception):
-    """The pool cannot start; the text says why."""
+    """The pool cannot start; the message says why."""
 
 
 class Server:
     """One pool with its doors. `run` once."""
 
     def __init__(self, config: ServerConfig, pool: Pool, say: Callable[[str], None]) -> None:
-        """`say` gets what the operator shall read, a line at a time."""
+        """`say` prints a line for the operator."""
         self._config = config
         self._say = say
         self._coordinator = Coordinator(config.coordinator, pool)
@@ -51,16 +51,16 @@ class Server:
         self._ready_files: list[Path] = []
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, then finish what runs and return; the same signal again kills.
+        """Serve until SIGTERM or SIGINT, then finish the running cycles and return. A second signal kills the process.
 
-        Raises StartError, and what makes going on unsafe; anything else is a fault of ours.
+        Raises StartError if the pool cannot start, and any fatal error of the coordinator.
         """
         stopping = asyncio.Event()
         with _signals(stopping) as take_signals:
             try:
                 if not await self._start_before(stopping):
                     return
-                take_signals()  # again: Ray puts handlers of its own in place
+                take_signals()  # again, because Ray has replaced the handlers
                 await _before(stopping.wait(), self._coordinator.failed())
                 self._say("Stopping: finishing the running cycles.")
             finally:
@@ -79,7 +79,7 @@ class Server:
             raise StartError(f"the pool cannot start: {error}") from error
 
     async def _start(self) -> None:
-        # Everybody's training data: for the operator's eyes only.
+        # The training data of all tenants: readable by the operator only.
         self._config.coordinator.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._coordinator.start()
         await self._door.start(
@@ -92,7 +92,7 @@ class Server:
                 self._coordinator.health,
                 self._config.coordinator.data_dir / TOKENIZERS_DIR,
             )
-        for line in await self._leave_key():
+        for line in await self._write_key():
             self._say(line)
         serving = Serving(
             url=self.url,
@@ -122,28 +122,28 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where clients on this machine find the pool."""
+        """Address of the pool for clients on this machine."""
         grpc = self._config.grpc
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(grpc.host, grpc.host)  # noqa: S104  # compared, not bound
         host = f"[{host}]" if ":" in host else host
         return f"{'https' if grpc.is_tls else 'http'}://{host}:{self._door.port}"
 
     def _sdk_lines(self) -> list[str]:
-        """What users of the Tinker SDK and of OpenAI's clients set."""
+        """Return the lines with the environment of the Tinker SDK and of OpenAI's clients."""
         if self._http_door is None:
             return []
         key = (
             f"tml-{self._key}" if self._key and self._config.is_key_shown else f"tml-<the key in {credentials_file()}>"
         )
         return [
-            "The Tinker SDK works with this pool as it is; set:",
+            "The unmodified Tinker SDK works with this pool; set:",
             f"    export TINKER_BASE_URL={self._http_door.url}",
             f"    export TINKER_API_KEY={key}",
             f"and OpenAI's clients with OPENAI_BASE_URL={self._http_door.url}/v1 and that key as OPENAI_API_KEY.",
         ]
 
-    async def _leave_key(self) -> list[str]:
-        """See that clients on this machine find the pool and a key of it; returns what to tell the operator."""
+    async def _write_key(self) -> list[str]:
+        """Write address and key to the credentials file, for clients on this machine; return lines for the operator."""
         authenticator = self._coordinator.authenticator
         key = await self._coordinator.first_admin_key()
         if key is None and self._config.is_new_key_wanted:
@@ -153,8 +153,8 @@ class Server:
             path = write_credentials(Credentials(url=self.url, api_key=key))
             return [
                 f"A new administrator's key (tenant '{DEFAULT_TENANT}') is in {path}, and nowhere else.",
-                "Programs on this machine find it there by themselves: tinkerpool.ServiceClient().",
-                "Others send it with every call, in the metadata 'authorization: Bearer <key>'.",
+                "Programs on this machine find it there: tinkerpool.ServiceClient().",
+                "Other programs send it with every call, in the metadata 'authorization: Bearer <key>'.",
                 "More keys: tinkerpool key create TENANT",
             ]
         for found in kept_credentials():
@@ -163,8 +163,8 @@ class Server:
                 path = write_credentials(Credentials(url=self.url, api_key=found.api_key))
                 return [f"Its key is in {path}. More keys: tinkerpool key create TENANT"]
         return [
-            f"{credentials_file()} has no key of this pool. Use one that you have, with --api-key or "
-            "TINKERPOOL_API_KEY, or start with --new-key to get another."
+            f"{credentials_file()} has no key of this pool. Use an existing one, with --api-key or "
+            "TINKERPOOL_API_KEY, or start with --new-key to create another."
         ]
 
     def _is_ours(self, key: str) -> bool:
@@ -176,7 +176,7 @@ class Server:
 
 
 async def _before(interruption: Awaitable[object], work: Awaitable[None]) -> bool:
-    """Do the work unless the interruption comes first; whether the work was done. Raises what the work raises."""
+    """Do the work until it ends or the interruption comes; return whether it ended. Raises the errors of the work."""
     working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(interruption)
     try:
         await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -192,9 +192,9 @@ async def _before(interruption: Awaitable[object], work: Awaitable[None]) -> boo
 
 @contextlib.contextmanager
 def _signals(stopping: asyncio.Event) -> Iterator[Callable[[], None]]:
-    """While inside, the first SIGTERM or SIGINT sets `stopping`, and the next one kills.
+    """Inside the block, the first SIGTERM or SIGINT sets `stopping`, and the next one kills the process.
 
-    Yields what takes them again.
+    Yields a function that installs the handlers again.
     """
     loop = asyncio.get_running_loop()
     previous = {signum: signal.getsignal(signum) for signum in _SIGNALS}

@@ -1,4 +1,4 @@
-"""Time as the coordinator sees it: the core reads time only through `Time`, so that a simulation can own it."""
+"""Time of the coordinator. All code reads it through `Time`, so that a simulation can own it."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ T = TypeVar("T")
 
 
 SLICE_S = 1.0
-"""A wait is cut into slices of this length, so that a pause of the whole process counts as one of them."""
+"""Waits are cut into slices of this length: a pause of the whole process counts as at most one slice."""
 
 
 class Time(Protocol):
     """The only source of time."""
 
     def monotonic(self) -> float:
-        """Seconds of service time; steps of the wall clock do not touch it."""
+        """Return seconds of service time; steps of the wall clock do not affect it."""
 
     def wall(self) -> float:
-        """Seconds since 1970, for people to read; nothing is decided by it."""
+        """Return seconds since 1970, for people to read; nothing is decided by it."""
 
     async def sleep(self, seconds: float) -> None:
         """Wait."""
 
 
 async def within(seconds: float, work: Awaitable[T]) -> T:
-    """What the work gives, if it is done in time. Raises TimeoutError.
+    """Return the result of the work if it ends in time. Raises TimeoutError.
 
-    Time in which this process itself did not run (it was stopped, or the machine slept) does not count.
+    Time in which this process did not run (it was stopped, or the machine slept) does not count.
     """
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(work)

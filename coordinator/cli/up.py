@@ -29,7 +29,7 @@ sampler = client.save_weights_and_get_sampling_client()
 prompt, params = tinkerpool.ModelInput.from_ints(tokens[:3]), tinkerpool.SamplingParams(max_tokens=12, temperature=0.0)
 print(client.get_tokenizer().decode(sampler.sample(prompt, 1, params).result().sequences[0].tokens))
 """
-"""A first program, to paste into Python."""
+"""A first program, for the user to paste into Python."""
 
 
 DataDirOption = Annotated[Path | None, typer.Option("--data-dir", help=DATA_DIR_HELP)]
