@@ -1,4 +1,4 @@
-"""The program for Node, run as its README says, against the shipped model over real gRPC."""
+"""The program for Node, run as its README describes, with the shipped model over real gRPC."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INSTALL_TIMEOUT_S = 60
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program with its packages, in a folder of its own beside a copy of the contract."""
+    """Return a folder with the program, its packages and a copy of the contract."""
     for tool in ("node", "npm"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed")
@@ -46,7 +46,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-async def test_a_program_with_nothing_of_ours_but_the_protos_trains_and_samples(program: Path, tmp_path: Path) -> None:
+async def test_a_program_with_the_protos_alone_trains_and_samples(program: Path, tmp_path: Path) -> None:
     config = PoolConfig(models=(PoolModel(name="kjv-2m", path=str(MODEL)),), kind="local", num_threads=1)
     coordinator = Coordinator(CoordinatorConfig(data_dir=tmp_path / "pool"), make_pool(config))
     door = GrpcDoor(GrpcConfig(port=0))

@@ -1,4 +1,4 @@
-"""OpenAI's door before a real coordinator with toy engines: what becomes of samples, samplers and sessions."""
+"""OpenAI's door on a real coordinator with toy engines: its samples, samplers and sessions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAIT_S = 30
 
 
 def toy_tokenizer() -> bytes:
-    """A hundred words, w0 to w99; the first one ends a text."""
+    """A tokenizer of a hundred words, w0 to w99; the first one ends a text."""
     tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(100)}, unk_token="w99"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     text: str = tokenizer.to_str()
@@ -77,13 +77,13 @@ def until(holds: Callable[[], Any]) -> None:
 
 
 def outcome_of(pool: RestartablePool) -> ops_pb.Operation:
-    """The only sample's."""
+    """Return the operation of the only sample."""
     [row] = rows(pool, "SELECT outcome FROM operations WHERE kind = 'sample'")
     return ops_pb.Operation.FromString(row["outcome"] or b"")
 
 
 def save(pool: RestartablePool, name: str, adapter: str, seq: int, *, is_state: bool = False) -> str:
-    """Save an adapter under a name, its weights for sampling or its whole state; the path."""
+    """Save an adapter's weights for sampling or its state under a name; return the path."""
 
     async def saved() -> str:
         await pool.pool.take_over("alice")
@@ -117,7 +117,7 @@ def test_many_requests_share_one_session_and_a_sampler_for_each_model(pool: Rest
     assert len(sessions) == 1
 
 
-def test_an_adapter_means_its_newest_saved_weights_and_the_answer_says_which(pool: RestartablePool) -> None:
+def test_an_adapters_name_stands_for_its_newest_saved_weights(pool: RestartablePool) -> None:
     pool.key()
     adapter = call(pool, new_adapter(pool))
     with client_of(pool) as client:
@@ -132,7 +132,7 @@ def test_an_adapter_means_its_newest_saved_weights_and_the_answer_says_which(poo
         assert client.models.retrieve(path).id == path
 
 
-def test_what_is_deleted_saved_over_or_anothers_is_not_sampled_from(pool: RestartablePool) -> None:
+def test_deleted_overwritten_and_foreign_checkpoints_are_never_sampled_from(pool: RestartablePool) -> None:
     pool.key()
     adapter = call(pool, new_adapter(pool))
     path = save(pool, "a", adapter, 1)
@@ -161,14 +161,14 @@ def test_what_is_deleted_saved_over_or_anothers_is_not_sampled_from(pool: Restar
 
 
 def ask_and_leave(pool: RestartablePool, headers: dict[str, str] | None = None, **values: Any) -> None:
-    """Ask for a completion, and go away once it is a sample."""
+    """Request a completion, and disconnect once its sample is submitted."""
     own = {"authorization": f"Bearer {pool.key()}"} | (headers or {})
     body = {"model": "toy", "prompt": "w1", "max_tokens": 60} | values
 
     async def ask() -> None:
         async with httpx.AsyncClient(base_url=pool.http_url, headers=own) as client:
             asking = asyncio.create_task(client.post("/v1/completions", json=body))
-            while not pool.pool.coordinator.core.sampling.num_requests:  # noqa: ASYNC110  # nobody tells
+            while not pool.pool.coordinator.core.sampling.num_requests:  # noqa: ASYNC110  # there is no event for it
                 await asyncio.sleep(0.02)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
@@ -177,7 +177,7 @@ def ask_and_leave(pool: RestartablePool, headers: dict[str, str] | None = None, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_takes_its_samples_with_it(pool: RestartablePool, stream: bool) -> None:
+def test_a_client_that_disconnects_cancels_its_samples(pool: RestartablePool, stream: bool) -> None:
     pool.pool.hold()
     ask_and_leave(pool, stream=stream)
     until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_FAILED)
@@ -185,7 +185,7 @@ def test_a_client_that_goes_away_takes_its_samples_with_it(pool: RestartablePool
     call(pool, pool.pool.release())
 
 
-def test_with_a_key_of_its_own_a_request_goes_on_although_its_client_has_left(pool: RestartablePool) -> None:
+def test_a_request_with_an_idempotency_key_continues_after_its_client_disconnects(pool: RestartablePool) -> None:
     pool.pool.hold()
     ask_and_leave(pool, {"idempotency-key": "mine"})
     time.sleep(0.3)
@@ -199,7 +199,7 @@ def test_with_a_key_of_its_own_a_request_goes_on_although_its_client_has_left(po
     assert answer.choices[0].text.split() == [f"w{token}" for token in from_tensor(sampled.tokens).tolist()]
 
 
-def test_a_client_that_leaves_a_stream_takes_its_samples_with_it(pool: RestartablePool) -> None:
+def test_a_client_that_leaves_a_stream_cancels_its_samples(pool: RestartablePool) -> None:
     engine = pool.pool.engines["w0"][-1]
     with client_of(pool) as client:
         decode, num_steps = engine.decode_step, 0
@@ -217,7 +217,7 @@ def test_a_client_that_leaves_a_stream_takes_its_samples_with_it(pool: Restartab
     assert num_steps < 50
 
 
-def test_with_a_key_of_its_own_a_request_is_run_once_through_a_restart(tmp_path: Path) -> None:
+def test_a_request_with_an_idempotency_key_runs_once_across_a_restart(tmp_path: Path) -> None:
     with pool_of_words(tmp_path / "data") as pool, client_of(pool) as client:
         pool.pool.hold()
         ask: Any = lambda: client.completions.create(  # noqa: E731
@@ -240,7 +240,7 @@ def test_with_a_key_of_its_own_a_request_is_run_once_through_a_restart(tmp_path:
             )
 
 
-def test_what_a_stop_of_the_pool_cuts_off_is_not_cancelled(tmp_path: Path) -> None:
+def test_a_stop_of_the_pool_cancels_no_samples(tmp_path: Path) -> None:
     with pool_of_words(tmp_path / "data") as pool, client_of(pool) as client:
         pool.pool.hold()
         with ThreadPoolExecutor(1) as threads:
@@ -253,7 +253,7 @@ def test_what_a_stop_of_the_pool_cuts_off_is_not_cancelled(tmp_path: Path) -> No
         until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_SUCCEEDED)
 
 
-def test_a_session_lives_as_long_as_it_is_used_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doors_session_lives_while_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samplers, "HEARTBEAT_S", 0.1)
     settings: dict[str, Any] = {"session_timeout_s": 0.6, "sweep_interval_s": 0.1}
     with pool_of_words(tmp_path / "data", **settings) as pool, client_of(pool) as client:
@@ -266,7 +266,7 @@ def test_a_session_lives_as_long_as_it_is_used_and_no_longer(tmp_path: Path, mon
         assert client.completions.create(model="toy", prompt="w1", max_tokens=2).choices[0].text
 
 
-def test_a_full_queue_is_told_with_when_to_try_again(tmp_path: Path) -> None:
+def test_a_full_queue_is_refused_with_a_retry_delay(tmp_path: Path) -> None:
     limits = Limits(pending_operations_max=1)
     with pool_of_words(tmp_path / "data", limits=limits) as pool, client_of(pool) as client:
         pool.pool.hold()
@@ -283,7 +283,7 @@ def test_a_full_queue_is_told_with_when_to_try_again(tmp_path: Path) -> None:
                 assert waiting.result(WAIT_S).choices
 
 
-def test_what_can_never_fit_is_a_bad_request_at_once(tmp_path: Path) -> None:
+def test_a_request_that_can_never_fit_is_refused_at_once(tmp_path: Path) -> None:
     with pool_of_words(tmp_path / "data", num_cache_blocks=[1]) as pool, client_of(pool) as client:
         pool.pool.hold()
         for stream in (False, True):
@@ -293,7 +293,7 @@ def test_what_can_never_fit_is_a_bad_request_at_once(tmp_path: Path) -> None:
         assert not rows(pool, "SELECT * FROM operations")
 
 
-def test_a_batch_that_is_refused_in_part_leaves_nothing_running(tmp_path: Path) -> None:
+def test_a_partly_refused_batch_leaves_no_sample_running(tmp_path: Path) -> None:
     limits = Limits(pending_operations_max=2)
     with pool_of_words(tmp_path / "data", limits=limits) as pool, client_of(pool) as client:
         pool.pool.hold()
@@ -302,7 +302,7 @@ def test_a_batch_that_is_refused_in_part_leaves_nothing_running(tmp_path: Path) 
         until(lambda: not pool.pool.coordinator.core.sampling.num_requests)
 
 
-def test_a_stream_that_a_stop_cuts_off_says_so(tmp_path: Path) -> None:
+def test_a_stream_that_a_stop_interrupts_ends_with_an_error(tmp_path: Path) -> None:
     with pool_of_words(tmp_path / "data") as pool:
         engine = pool.pool.engines["w0"][-1]
         headers = {"authorization": f"Bearer {pool.key()}"}

@@ -76,7 +76,7 @@ def test_the_same_seed_gives_the_same_text_through_both_doors(
         assert answer.model == (path if model != MODEL else MODEL)
 
 
-def test_a_conversation_is_what_the_template_makes_of_it(client: openai.OpenAI) -> None:
+def test_a_conversation_is_rendered_by_the_models_template(client: openai.OpenAI) -> None:
     text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in MESSAGES)
     plain = client.completions.create(
         model=MODEL, prompt=text + "<|im_start|>assistant\n", max_tokens=20, seed=3, temperature=0.7
@@ -121,7 +121,7 @@ def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
     assert 0 < stopped.usage.completion_tokens < 60
 
 
-def test_a_batch_of_prompts_is_each_prompt_alone(client: openai.OpenAI) -> None:
+def test_a_batch_of_prompts_equals_each_prompt_by_itself(client: openai.OpenAI) -> None:
     prompts = [PROMPT, "In the beginning", "Thus saith"]
     values: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "seed": 6, "n": 2}
     together = client.completions.create(prompt=prompts, **values)
@@ -150,7 +150,7 @@ def test_an_echoed_prompt_has_the_log_probabilities_that_compute_logprobs_gives(
     assert "".join(choice.logprobs.tokens or ()) == PROMPT
 
 
-async def test_an_async_client_gets_the_same_and_many_answers_at_once(pool: ServedPool, key: str) -> None:
+async def test_an_async_client_gets_the_same_text_for_concurrent_calls(pool: ServedPool, key: str) -> None:
     async with openai.AsyncOpenAI(base_url=f"{pool.http_url}/v1", api_key=f"tml-{key}", timeout=WAIT_S) as client:
         values: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12}
         answers = await asyncio.gather(*(client.completions.create(seed=seed, **values) for seed in range(8)))
@@ -160,7 +160,7 @@ async def test_an_async_client_gets_the_same_and_many_answers_at_once(pool: Serv
         assert (await client.models.list()).data[0].id == MODEL
 
 
-def test_what_is_wrong_is_raised_as_openais_errors(pool: ServedPool, client: openai.OpenAI) -> None:
+def test_refusals_are_raised_as_openais_exceptions(pool: ServedPool, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-4o", prompt=PROMPT)
     assert missing.value.code == "model_not_found"
@@ -175,7 +175,7 @@ def test_what_is_wrong_is_raised_as_openais_errors(pool: ServedPool, client: ope
         wrong.models.list()
 
 
-def test_the_likeliest_tokens_come_beside_each_token(client: openai.OpenAI) -> None:
+def test_top_logprobs_come_with_each_token(client: openai.OpenAI) -> None:
     values: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 0}
     completion = client.completions.create(prompt=PROMPT, logprobs=3, echo=True, **values)
     logprobs = completion.choices[0].logprobs
@@ -184,7 +184,7 @@ def test_the_likeliest_tokens_come_beside_each_token(client: openai.OpenAI) -> N
     assert logprobs.token_logprobs is not None
     assert logprobs.top_logprobs is not None
     for place in range(len(logprobs.tokens) - 6, len(logprobs.tokens)):
-        assert max(logprobs.top_logprobs[place].values()) == logprobs.token_logprobs[place]  # it was greedy
+        assert max(logprobs.top_logprobs[place].values()) == logprobs.token_logprobs[place]  # greedy sampling
     assert all(len(each) in (3, 4) for each in logprobs.top_logprobs[1:])
     chat = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=3, **values)
     streamed = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=3, stream=True, **values)

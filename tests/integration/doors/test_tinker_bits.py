@@ -28,7 +28,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
 
 
 def run(library: Any, client: Any) -> tuple[list[bytes], list[list[int]], list[list[float]]]:
-    """Train, sample and look: the same program for both libraries, which have the same names."""
+    """Train and sample: one program for both libraries, which have the same names."""
     client = client.result(WAIT_S) if hasattr(client, "result") else client
     tokenizer = client.get_tokenizer()
     tokens = [tokenizer.encode(text) for text in TEXTS]
@@ -87,7 +87,7 @@ def test_a_cross_entropy_without_weights_has_weights_of_one(pool: ServedPool, li
     assert as_bytes(outputs[0].loss_fn_outputs[0]["logprobs"]) == as_bytes(outputs[1].loss_fn_outputs[0]["logprobs"])
 
 
-def test_a_loss_of_the_users_own_gives_the_gradient_of_the_built_in_one(pool: ServedPool) -> None:
+def test_a_custom_loss_gives_the_gradient_of_the_built_in_one(pool: ServedPool) -> None:
     def negative_logprobs(_data: Any, logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
         return -sum(values.sum() for values in logprobs), {}
 

@@ -1,4 +1,4 @@
-"""Sampling clients of the official SDK: one call for all their samples, numbers of their own where they are copies."""
+"""Sampling clients of the official SDK: one open call for all samples, own sequence numbers for copies."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def finished(wired: Wire, sampler_id: str, cursor: int = 0, client: int = 0, tim
     return [(c["state"], c["request_id"]) for c in answer["completions"]], answer["cursor"]
 
 
-def test_what_has_finished_is_told_with_a_cursor_and_fetched_one_by_one(wired: Wire, sampler_id: str) -> None:
+def test_finished_samples_are_listed_with_a_cursor_and_fetched_one_by_one(wired: Wire, sampler_id: str) -> None:
     assert finished(wired, sampler_id, timeout=0)[0] == []
     name = sample(wired, sampler_id, 0)
     completions, cursor = finished(wired, sampler_id)
@@ -65,19 +65,19 @@ def test_what_has_finished_is_told_with_a_cursor_and_fetched_one_by_one(wired: W
     assert finished(wired, sampler_id, cursor)[0] == [("finished", second)]
 
 
-def test_what_was_fetched_is_not_told_again_when_a_list_was_lost(
+def test_fetched_samples_are_not_listed_again_after_a_list_was_lost(
     pool: RestartablePool, wired: Wire, sampler_id: str
 ) -> None:
     names = [sample(wired, sampler_id, seq) for seq in range(2)]
     for name in names:
         wired.result(name)
-    sample(wired, sampler_id, 2)  # its append makes the fetch of the others durable
+    sample(wired, sampler_id, 2)  # the commit of its append makes the fetches durable
     _, cursor = finished(wired, sampler_id)
     pool.pool.coordinator.core.followers._lists.clear()
     assert not {name for _, name in finished(wired, sampler_id, cursor, timeout=0)[0]} & set(names)
 
 
-def test_a_sample_that_is_cancelled_is_told_as_failed(pool: RestartablePool, wired: Wire, sampler_id: str) -> None:
+def test_a_cancelled_sample_is_listed_as_failed(pool: RestartablePool, wired: Wire, sampler_id: str) -> None:
     pool.pool.hold()
     name = sample(wired, sampler_id, 0)
     wired.ok("/cancel_future", {"request_id": name})
@@ -89,7 +89,7 @@ def test_a_sample_that_is_cancelled_is_told_as_failed(pool: RestartablePool, wir
     assert "CANCELLED" in wired.result(name)["error"]
 
 
-def test_each_client_has_numbers_and_promises_of_its_own(wired: Wire, sampler_id: str) -> None:
+def test_each_client_has_its_own_sequence_numbers_and_promises(wired: Wire, sampler_id: str) -> None:
     numbers = [wired.ok("/join_sampling_session", {"sampling_session_id": sampler_id})["client_counter"] for _ in "ab"]
     assert len({0, *numbers}) == 3
     names = {client: sample(wired, sampler_id, client * CLIENT_SEQS) for client in (0, *numbers)}
@@ -97,7 +97,7 @@ def test_each_client_has_numbers_and_promises_of_its_own(wired: Wire, sampler_id
         assert finished(wired, sampler_id, client=client)[0] == [("finished", name)]
 
 
-def test_only_its_owner_may_join_and_ask(pool: RestartablePool, sampler_id: str) -> None:
+def test_only_the_owner_of_a_sampler_may_join_it_and_list_its_samples(pool: RestartablePool, sampler_id: str) -> None:
     stranger = Wire(pool.http_url, pool.key("mallory"))
     assert stranger.post("/join_sampling_session", {"sampling_session_id": sampler_id}).status_code == 404
     target = {"sampling_session_id": sampler_id}
@@ -105,13 +105,13 @@ def test_only_its_owner_may_join_and_ask(pool: RestartablePool, sampler_id: str)
     stranger.close()
 
 
-def test_a_session_that_has_ended_is_not_joined(wired: Wire, sampler_id: str) -> None:
+def test_an_ended_session_cannot_be_joined(wired: Wire, sampler_id: str) -> None:
     wired.ok(f"/sessions/{sampler_id.rsplit(':', 2)[0]}/finish", {})
     assert wired.post("/join_sampling_session", {"sampling_session_id": sampler_id}).status_code == 403
 
 
 def calls_of(pool: RestartablePool, monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
-    """What a use case is asked from now on."""
+    """Record the requests of a use case from now on."""
     service, calls = pool.pool.coordinator.service, []
     use_case: Callable[..., Any] = getattr(service, name)
 
@@ -135,7 +135,7 @@ def test_the_sdk_holds_one_call_for_all_its_samples(pool: RestartablePool, monke
         time.sleep(2 * POLL_S)
         waits_meanwhile = len(waits)
         pool.release()
-        assert waits_meanwhile == 0  # no result is asked for before it is known to be there
+        assert waits_meanwhile == 0  # no result is requested before it is listed
         answers = [future.result(WAIT_S) for future in futures]
         assert {tuple(answer.sequences[0].tokens) for answer in answers} == {tuple(answers[0].sequences[0].tokens)}
         assert len(waits) == 60
@@ -155,7 +155,7 @@ def test_copies_of_a_client_are_numbered_by_the_pool(pool: RestartablePool, monk
         assert len(joins) == 2
 
 
-def test_samples_under_way_survive_a_restart_of_the_pool(tmp_path: Path) -> None:
+def test_running_samples_survive_a_restart_of_the_pool(tmp_path: Path) -> None:
     params = types.SamplingParams(max_tokens=3, seed=1)
     with restartable_pool(tmp_path / "data", poll_s=POLL_S) as pool, sdk(pool.http_url, pool.key()) as service:
         sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)

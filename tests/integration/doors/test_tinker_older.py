@@ -1,4 +1,4 @@
-"""An older official SDK, in a process of its own: JSON passes and the calls that later ones do without."""
+"""An older official SDK in its own process: JSON passes, and calls that later versions no longer make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Tinker HTTP protocol by hand: order, repetition, refusals, and errors that say what was wrong."""
+"""The Tinker HTTP protocol by hand: order, repetition, refusals, and error messages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def step(model: str, seq: int, **values: Any) -> dict[str, Any]:
     return {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 1e-3}, "type": "optim_step", **values}
 
 
-def test_operations_run_by_their_number_though_the_lowest_comes_last(wired: Wire, model: str) -> None:
+def test_operations_run_by_sequence_number_although_the_first_arrives_last(wired: Wire, model: str) -> None:
     promises = {3: wired.ok("/optim_step", step(model, 3))["request_id"]}
     promises[2] = wired.binary(pass_of(model, 2, [1], [2])).json()["request_id"]
     assert wired.post("/retrieve_future", {"request_id": promises[3]}).status_code == 408
@@ -99,14 +99,14 @@ def test_a_cross_entropy_without_weights_is_through_every_door_the_request_with_
     assert wired.result(f"{model}:1")["metrics"]["tokens:sum"] == 3
 
 
-def test_another_request_at_a_taken_place_is_refused_for_good(wired: Wire, model: str) -> None:
+def test_another_request_at_a_used_seq_is_refused_permanently(wired: Wire, model: str) -> None:
     wired.ok("/optim_step", step(model, 1))
     response = wired.post("/optim_step", step(model, 1, adam_params={"learning_rate": 1.0}))
-    assert response.status_code == 400  # a 409 would be tried again for minutes
+    assert response.status_code == 400  # the SDK would retry a 409 for minutes
     assert response.json()["reason"] == "SEQ_TAKEN"
 
 
-def test_models_and_sessions_are_made_once_however_often_they_are_asked_for(wired: Wire) -> None:
+def test_repeated_creations_of_models_and_sessions_create_one(wired: Wire) -> None:
     body = {"tags": [], "sdk_version": "0.38.0"}
     keys = {"x-idempotency-key": "stainless-python-retry-1"}
     sessions = {wired.post("/create_session", body, **keys).json()["session_id"] for _ in range(2)}
@@ -121,7 +121,7 @@ def test_models_and_sessions_are_made_once_however_often_they_are_asked_for(wire
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_refused_request_takes_its_place_and_the_next_one_runs(wired: Wire, model: str, compressed: bool) -> None:
+def test_a_refused_request_consumes_its_seq_and_the_next_one_runs(wired: Wire, model: str, compressed: bool) -> None:
     bad = pass_of(model, 1, [1])
     bad.loss_fn = "stable_reinforce"
     body = zstandard.compress(bad.SerializeToString()) if compressed else None
@@ -150,21 +150,19 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize(("path", "body", "told"), UNREADABLE)
-def test_a_body_of_the_wrong_shape_takes_its_place(
-    wired: Wire, model: str, path: str, body: dict[str, Any], told: str
-) -> None:
+def test_a_malformed_body_consumes_its_seq(wired: Wire, model: str, path: str, body: dict[str, Any], told: str) -> None:
     promises = {wired.ok(path, {**body, "model_id": model, "seq_id": 1})["request_id"] for _ in range(2)}
     assert promises == {f"{model}:1"}
     failure = wired.result(promises.pop())
     assert told in failure["error"]
     assert failure["category"] == "user"
-    wired.ok("/optim_step", step(model, 2))  # where a pass has failed, this ends its window
+    wired.ok("/optim_step", step(model, 2))  # ends the gradient window that a failed pass closed
     wired.binary(pass_of(model, 3, [1]))
     assert wired.result(wired.ok("/optim_step", step(model, 4))["request_id"])["metrics"]["num_datums:sum"] == 1
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_pass_that_is_too_large_takes_its_place(wired: Wire, model: str, compressed: bool) -> None:
+def test_a_too_large_pass_consumes_its_seq(wired: Wire, model: str, compressed: bool) -> None:
     large = pass_of(model, 1, [1])
     large.data[0].loss_fn_inputs["padding"].dense = bytes(LIMITS.message_bytes_max)
     body = zstandard.compress(large.SerializeToString()) if compressed else None
@@ -176,7 +174,7 @@ def test_a_pass_that_is_too_large_takes_its_place(wired: Wire, model: str, compr
     assert "WINDOW_CLOSED" in wired.result(wired.ok("/optim_step", step(model, 2))["request_id"])["error"]
 
 
-def test_bodies_that_are_broken_off_or_too_large_take_their_place_if_they_name_it(wired: Wire, model: str) -> None:
+def test_truncated_or_too_large_bodies_consume_their_seq_if_they_name_it(wired: Wire, model: str) -> None:
     begun = step(model, 1, adam_params={"learning_rate": "x" * SMALL_BYTES_MAX})
     assert wired.post("/optim_step", begun).json() == {"request_id": f"{model}:1"}
     cut = b'{"model_id": "%s", "seq_id": 2, "adam_params": {"learn' % model.encode()
@@ -191,7 +189,7 @@ def test_bodies_that_are_broken_off_or_too_large_take_their_place_if_they_name_i
     assert [wired.result(f"{model}:{seq}")["category"] for seq in range(1, 5)] == ["user"] * 4
 
 
-def test_a_json_forward_that_is_refused_closes_no_gradient_window(wired: Wire, model: str) -> None:
+def test_a_refused_json_forward_closes_no_gradient_window(wired: Wire, model: str) -> None:
     wired.binary(pass_of(model, 1, [1]))
     image = {"model_input": {"chunks": [{"type": "image"}]}, "loss_fn_inputs": {}}
     given = {"forward_input": {"data": [image], "loss_fn": "cross_entropy"}}
@@ -214,7 +212,7 @@ def test_a_json_forward_that_is_refused_closes_no_gradient_window(wired: Wire, m
     shape=st.lists(st.one_of(st.integers(0, 2), st.integers(-(1 << 63), (1 << 63) - 1)), max_size=12),
     is_sparse=st.booleans(),
 )
-def test_a_pass_of_any_shape_takes_its_place(wired: Wire, shape: list[int], is_sparse: bool) -> None:
+def test_a_pass_with_a_tensor_of_any_shape_consumes_its_seq(wired: Wire, shape: list[int], is_sparse: bool) -> None:
     model = wired.model(wired.session())
     request = pass_of(model, 1, [1])
     weights = request.data[0].loss_fn_inputs["weights"]
@@ -227,7 +225,7 @@ def test_a_pass_of_any_shape_takes_its_place(wired: Wire, shape: list[int], is_s
     assert wired.result(wired.ok("/optim_step", step(model, 2))["request_id"])
 
 
-def test_what_a_refusal_repeats_of_the_request_is_cut_before_it_is_kept(
+def test_a_refusals_quotes_of_the_request_are_shortened_before_they_are_stored(
     pool: RestartablePool, wired: Wire, model: str
 ) -> None:
     requests = [pass_of(model, seq, [1]) for seq in (1, 2)]
@@ -242,7 +240,7 @@ def test_what_a_refusal_repeats_of_the_request_is_cut_before_it_is_kept(
     assert max(len(operation.outcome.error.message) for operation in kept if operation.outcome) <= MESSAGE_LENGTH_MAX
 
 
-def test_a_refusal_that_may_be_tried_again_takes_no_place(pool: RestartablePool, wired: Wire, model: str) -> None:
+def test_a_retryable_refusal_consumes_no_seq(pool: RestartablePool, wired: Wire, model: str) -> None:
     for seq in range(2, 2 + LIMITS.pending_operations_max):
         wired.ok("/optim_step", step(model, seq))
     refused = wired.binary(pass_of(model, 1, [1]))
@@ -254,7 +252,7 @@ def test_a_refusal_that_may_be_tried_again_takes_no_place(pool: RestartablePool,
     assert 1 not in pool.pool.coordinator.core.adapters[model].operations
 
 
-def test_a_poll_is_held_then_answered_with_try_again(wired: Wire, model: str) -> None:
+def test_a_poll_is_held_open_and_then_told_to_try_again(wired: Wire, model: str) -> None:
     promise = wired.ok("/optim_step", step(model, 2))["request_id"]
     begin = time.monotonic()
     response = wired.post("/retrieve_future", {"request_id": promise, "allow_metadata_only": True})
@@ -263,7 +261,7 @@ def test_a_poll_is_held_then_answered_with_try_again(wired: Wire, model: str) ->
     assert response.json() == {"type": "try_again", "request_id": promise, "queue_state": "active"}
 
 
-def test_a_queued_operation_is_cancelled_and_an_unknown_one_is_let_be(wired: Wire, model: str) -> None:
+def test_a_queued_operation_is_cancelled_and_an_unknown_one_ignored(wired: Wire, model: str) -> None:
     promise = wired.ok("/optim_step", step(model, 2))["request_id"]
     wired.ok("/cancel_future", {"request_id": promise})
     wired.ok("/cancel_future", {"request_id": "nobody:7"})
@@ -272,13 +270,13 @@ def test_a_queued_operation_is_cancelled_and_an_unknown_one_is_let_be(wired: Wir
 
 
 @pytest.mark.parametrize("request_id", ["nobody:1", "", "x", "a:b:0", "create_modelx"])
-def test_a_promise_that_nobody_made_is_gone(wired: Wire, request_id: str) -> None:
+def test_an_unknown_promise_is_gone(wired: Wire, request_id: str) -> None:
     response = wired.post("/retrieve_future", {"request_id": request_id})
     assert response.status_code == 410
     assert "promised" in response.json()["detail"]
 
 
-def test_a_promise_is_kept_to_its_owner_only(pool: RestartablePool, wired: Wire, model: str) -> None:
+def test_a_promise_is_visible_to_its_owner_alone(pool: RestartablePool, wired: Wire, model: str) -> None:
     promise = wired.ok("/optim_step", step(model, 1))["request_id"]
     wired.result(promise)
     stranger = Wire(pool.http_url, pool.key("mallory"))
@@ -299,7 +297,7 @@ def test_a_promise_is_kept_to_its_owner_only(pool: RestartablePool, wired: Wire,
         ("GET", "/samplers/a:sample:0", 404),
     ],
 )
-def test_what_is_not_there_is_said_in_json(wired: Wire, method: str, path: str, status: int) -> None:
+def test_unknown_paths_and_objects_are_refused_in_json(wired: Wire, method: str, path: str, status: int) -> None:
     response = wired.request(method, path)
     assert response.status_code == status
     assert response.json()["detail"]
@@ -315,13 +313,13 @@ def test_what_is_not_there_is_said_in_json(wired: Wire, method: str, path: str, 
         ("/save_weights", {"model_id": "m", "seq_id": 1, "path": "a", "ttl_seconds": 1 << 70}, "ttl_seconds"),
     ],
 )
-def test_a_body_of_the_wrong_shape_is_named(wired: Wire, path: str, body: dict[str, Any], told: str) -> None:
+def test_a_malformed_body_is_refused_by_field(wired: Wire, path: str, body: dict[str, Any], told: str) -> None:
     response = wired.post(path, body)
     assert response.status_code == 400
     assert told in response.json()["detail"]
 
 
-def test_bodies_that_are_not_what_they_say_and_name_no_place_are_refused(wired: Wire) -> None:
+def test_malformed_bodies_without_a_seq_are_refused(wired: Wire) -> None:
     request = pass_of("nobody:train:0", 1, [1])
     for body, headers, told in (
         (b"\xff\xff\xff", {}, "not a forward_backward request"),
@@ -338,7 +336,7 @@ def test_bodies_that_are_not_what_they_say_and_name_no_place_are_refused(wired: 
 
 
 @pytest.mark.parametrize(("num_bytes", "is_packed"), [(1, False), (1, True), (20 << 20, True)])
-def test_a_body_above_the_limit_is_refused_also_if_it_was_packed_small(
+def test_a_body_above_the_limit_is_refused_also_if_it_is_compressed(
     wired: Wire, num_bytes: int, is_packed: bool
 ) -> None:
     large = bytes(LIMITS.message_bytes_max + num_bytes)
@@ -350,7 +348,7 @@ def test_a_body_above_the_limit_is_refused_also_if_it_was_packed_small(
 
 
 @pytest.mark.parametrize("path", ["/optim_step", "/create_session", "/telemetry", "/retrieve_future"])
-def test_a_call_that_carries_no_data_may_be_small_only(wired: Wire, path: str) -> None:
+def test_a_call_without_data_has_a_small_limit(wired: Wire, path: str) -> None:
     assert wired.post(path, {"user_metadata": {"a": "b" * SMALL_BYTES_MAX}}).status_code == 413
 
 
@@ -363,7 +361,7 @@ def test_a_call_without_a_key_is_refused_before_its_body_is_read(pool: Restartab
         wired.close()
 
 
-def test_health_and_settings_are_told(wired: Wire) -> None:
+def test_health_and_client_settings_are_served(wired: Wire) -> None:
     assert wired.get("/healthz").json() == {"status": "ok"}
     config = wired.ok("/client/config", {"sdk_version": "0.38.0"})
     assert config["fwdbwd_max_chunk_len"] == LIMITS.datums_max
@@ -373,7 +371,7 @@ def test_health_and_settings_are_told(wired: Wire) -> None:
     assert model == {"model_name": "toy", "max_context_length": 64, "trainable": True, "sampleable": True}
 
 
-def test_a_finished_session_stops_the_heart(wired: Wire) -> None:
+def test_a_finished_session_ends_the_heartbeats(wired: Wire) -> None:
     session = wired.session()
     wired.ok("/session_heartbeat", {"session_id": session})
     wired.ok(f"/sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
@@ -389,7 +387,7 @@ def test_a_finished_session_stops_the_heart(wired: Wire) -> None:
         ("/load_weights", {"model_seq_id": 0, "path": "tinker://a:train:0/weights/b"}),
     ],
 )
-def test_a_session_that_is_not_ones_own_is_forbidden(
+def test_another_tenants_session_is_forbidden(
     pool: RestartablePool, wired: Wire, path: str, body: dict[str, Any]
 ) -> None:
     stranger = Wire(pool.http_url, pool.key("mallory"))
@@ -418,7 +416,7 @@ def test_two_hundred_futures_are_held_without_a_thread_each(tmp_path: Path) -> N
                 url = f"{pool.http_url}{API}/retrieve_future"
                 polls = [asyncio.create_task(http.post(url, json={"request_id": name})) for name in promises * 20]
                 async with asyncio.timeout(20):
-                    while num_held < len(polls):  # the pool tells nobody
+                    while num_held < len(polls):  # there is no event for it
                         await asyncio.sleep(0.01)
                         num_held = len(pool.pool.coordinator.core.table._open_queues)
                 num_threads = threading.active_count()
@@ -432,7 +430,7 @@ def test_two_hundred_futures_are_held_without_a_thread_each(tmp_path: Path) -> N
         wired.close()
 
 
-def test_the_polls_leave_nothing_behind(pool: RestartablePool, wired: Wire, model: str) -> None:
+def test_polls_leave_no_waiter_behind(pool: RestartablePool, wired: Wire, model: str) -> None:
     promise = wired.ok("/optim_step", step(model, 2))["request_id"]
     for _ in range(3):
         wired.post("/retrieve_future", {"request_id": promise})
@@ -440,7 +438,7 @@ def test_the_polls_leave_nothing_behind(pool: RestartablePool, wired: Wire, mode
 
 
 def targets_of(shape: list[int], **values: Any) -> dict[str, Any]:
-    """Targets of a sample, sparse ones without an entry if nothing else is said."""
+    """Return targets of a sample, by default sparse ones without an entry."""
     rows = {"data": [], "sparse_crow_indices": [0] * (shape[0] + 1 if 0 <= shape[0] < 9 else 1)}
     return {"dtype": "int64", "shape": shape, "sparse_col_indices": [], **rows, **values}
 
@@ -465,9 +463,7 @@ def targets_of(shape: list[int], **values: Any) -> dict[str, Any]:
         ({"data": [1], "dtype": "int8"}, "target_prompt_logprobs.dtype"),
     ],
 )
-def test_targets_that_do_not_fit_the_prompt_are_refused_whatever_shape_they_claim(
-    wired: Wire, targets: dict[str, Any], told: str
-) -> None:
+def test_targets_that_do_not_match_the_prompt_are_refused(wired: Wire, targets: dict[str, Any], told: str) -> None:
     session = wired.session()
     wired.ok("/create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"})
     response = wired.post("/asample", sample_body(session, target_prompt_logprobs=targets))
@@ -481,7 +477,7 @@ def sample_body(session: str, **values: Any) -> dict[str, Any]:
     return body | {"sampling_params": {"max_tokens": 1}} | values
 
 
-def test_clients_that_read_json_get_the_likeliest_tokens_of_a_prompt(wired: Wire) -> None:
+def test_clients_that_read_json_get_top_tokens_of_a_prompt(wired: Wire) -> None:
     session = wired.session()
     wired.ok("/create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"})
     promise = wired.ok("/asample", sample_body(session, topk_prompt_logprobs=2))
@@ -489,7 +485,7 @@ def test_clients_that_read_json_get_the_likeliest_tokens_of_a_prompt(wired: Wire
     assert answered["topk_prompt_logprobs"] == [None, [[2, -2.0], [3, -3.0]], [[3, -2.0], [4, -3.0]]]
 
 
-def test_a_tokenizer_lies_where_it_is_said_to_be(wired: Wire, model: str) -> None:
+def test_the_tokenizer_is_at_the_announced_path(wired: Wire, model: str) -> None:
     directory = wired.ok("/get_info", {"model_id": model})["model_data"]["tokenizer_id"]
     assert [path.name for path in Path(directory).iterdir()] == ["tokenizer.json"]
 
@@ -503,7 +499,7 @@ POSTS = sorted(path for method, path, _ in HANDLERS if method == "POST" and "{" 
 
 
 def bodies(session: str) -> st.SearchStrategy[dict[str, Any]]:
-    """Bodies whose fields have the right names, and now and then the right contents, of things that are there."""
+    """Draw bodies whose fields have the right names and sometimes the right contents, of existing objects."""
     right = {
         "session_id": session,
         "model_id": f"{session}:train:0",
@@ -527,7 +523,7 @@ def bodies(session: str) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_no_body_whatever_is_a_fault_of_ours_or_answered_without_a_reason(wired: Wire, path: str) -> None:
+def test_no_json_body_causes_an_internal_error_or_a_refusal_without_a_reason(wired: Wire, path: str) -> None:
     session = wired.session()
     wired.model(session)
     wired.ok("/create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"})
@@ -544,7 +540,7 @@ def test_no_body_whatever_is_a_fault_of_ours_or_answered_without_a_reason(wired:
 
 @hypothesis.settings(max_examples=60, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(content=st.binary(max_size=200), is_cut=st.booleans())
-def test_no_bytes_whatever_are_a_fault_of_ours(wired: Wire, content: bytes, is_cut: bool) -> None:
+def test_no_binary_body_causes_an_internal_error(wired: Wire, content: bytes, is_cut: bool) -> None:
     valid = pass_of("nobody:train:0", 1, [1, 2]).SerializeToString()
     body = valid[: len(content)] + content if is_cut else content
     response = wired.binary(wire.ForwardBackwardRequest(), body)

@@ -51,7 +51,7 @@ def client(service: tinker.ServiceClient) -> Any:
     return client
 
 
-def test_runs_and_sessions_are_listed_with_what_they_have(rest: tinker.RestClient, client: Any) -> None:
+def test_runs_and_sessions_are_listed_with_their_contents(rest: tinker.RestClient, client: Any) -> None:
     client.save_state("earlier").result(WAIT_S)
     state = client.save_state("first", user_metadata={"step": "1"}).result(WAIT_S).path
     sampler = client.save_weights_for_sampler("second").result(WAIT_S).path
@@ -96,7 +96,7 @@ def test_a_page_of_runs_takes_as_many_queries_as_one_run(
     wired.close()
 
 
-def test_a_page_of_much_metadata_is_read_beside_the_loop(
+def test_a_page_with_much_metadata_is_parsed_on_a_thread(
     pool: RestartablePool, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = []
@@ -127,7 +127,7 @@ def test_all_live_sessions_are_listed_a_few_at_a_time(pool: RestartablePool, mon
     wired.close()
 
 
-def test_pages_have_what_was_asked_for_and_the_number_of_all(rest: tinker.RestClient, client: Any) -> None:
+def test_pages_have_the_requested_size_and_the_total(rest: tinker.RestClient, client: Any) -> None:
     paths = [client.save_state(f"page{i}").result(WAIT_S).path for i in range(3)]
     of_run = rest.list_checkpoints(client.model_id).result(WAIT_S).checkpoints
     assert [checkpoint.tinker_path for checkpoint in of_run] == paths[::-1]
@@ -139,7 +139,7 @@ def test_pages_have_what_was_asked_for_and_the_number_of_all(rest: tinker.RestCl
     assert page.cursor.total_count == len(everything.checkpoints) >= 3
 
 
-def test_a_checkpoint_is_kept_for_a_time_or_for_good_and_deleted(rest: tinker.RestClient, client: Any) -> None:
+def test_a_checkpoint_has_a_time_to_live_or_none_and_is_deleted(rest: tinker.RestClient, client: Any) -> None:
     path = client.save_state("kept", ttl_seconds=3600).result(WAIT_S).path
 
     def expiry() -> Any:
@@ -156,7 +156,7 @@ def test_a_checkpoint_is_kept_for_a_time_or_for_good_and_deleted(rest: tinker.Re
         rest.delete_checkpoint_from_tinker_path(path).result(WAIT_S)
 
 
-def test_a_published_checkpoint_is_everybodys_to_read_and_its_owners_to_change(
+def test_a_published_checkpoint_is_readable_by_all_and_changed_by_its_owner_alone(
     pool: RestartablePool, rest: tinker.RestClient, client: Any
 ) -> None:
     path = client.save_state("open").result(WAIT_S).path
@@ -183,7 +183,7 @@ def test_a_published_checkpoint_is_everybodys_to_read_and_its_owners_to_change(
             other.create_training_client_from_state(path).result(WAIT_S)
 
 
-def test_a_checkpoint_is_copied_to_a_run_of_its_own_once(
+def test_a_checkpoint_is_copied_once_into_a_new_run(
     pool: RestartablePool, rest: tinker.RestClient, service: tinker.ServiceClient, client: Any
 ) -> None:
     project = "the SDK wants one, and this pool has none"
@@ -211,9 +211,7 @@ def test_a_checkpoint_is_copied_to_a_run_of_its_own_once(
     wired.close()
 
 
-def test_a_copy_is_of_the_kind_of_its_source(
-    rest: tinker.RestClient, service: tinker.ServiceClient, client: Any
-) -> None:
+def test_a_copy_has_the_kind_of_its_source(rest: tinker.RestClient, service: tinker.ServiceClient, client: Any) -> None:
     project = "the SDK wants one, and this pool has none"
     sampler = rest.copy_weights(client.save_weights_for_sampler("s").result(WAIT_S).path, project).result(WAIT_S)
     external = rest.copy_weights(client.save_weights_external("e").result(WAIT_S).path, project).result(WAIT_S)
@@ -226,7 +224,7 @@ def test_a_copy_is_of_the_kind_of_its_source(
     assert json.loads(read(signed.urls["adapter_config.json"]))["r"] == 8
 
 
-def test_what_would_copy_twice_or_cannot_be_copied_leaves_nothing(pool: RestartablePool, client: Any) -> None:
+def test_a_refused_copy_leaves_nothing_behind(pool: RestartablePool, client: Any) -> None:
     path = client.save_state("once").result(WAIT_S).path
     wired = Wire(pool.http_url, pool.key())
     session = wired.session()
@@ -249,14 +247,14 @@ def test_what_would_copy_twice_or_cannot_be_copied_leaves_nothing(pool: Restarta
     wired.close()
 
 
-def test_weights_info_says_what_a_new_model_needs(rest: tinker.RestClient, client: Any) -> None:
+def test_weights_info_has_the_settings_of_a_new_model(rest: tinker.RestClient, client: Any) -> None:
     path = client.save_state("info").result(WAIT_S).path
     info = rest.get_weights_info_by_tinker_path(path).result(WAIT_S)
     assert (info.base_model, info.is_lora, info.lora_rank) == ("toy", True, 8)
     assert (info.train_attn, info.train_mlp, info.train_unembed) == (True, True, True)
 
 
-def test_weights_info_of_anothers_checkpoint_names_the_modules_that_were_trained(
+def test_weights_info_of_a_foreign_public_checkpoint_names_its_trained_modules(
     pool: RestartablePool, rest: tinker.RestClient, service: tinker.ServiceClient
 ) -> None:
     client = service.create_lora_training_client("toy", rank=8, train_unembed=False).result(WAIT_S)
@@ -267,7 +265,7 @@ def test_weights_info_of_anothers_checkpoint_names_the_modules_that_were_trained
     assert (info.train_attn, info.train_mlp, info.train_unembed) == (True, True, False)
 
 
-def test_an_export_is_downloaded_file_by_file_and_an_address_is_good_for_its_file_only(
+def test_an_export_is_downloaded_file_by_file_and_a_url_is_valid_for_its_file_alone(
     pool: RestartablePool, rest: tinker.RestClient, client: Any
 ) -> None:
     path = client.save_weights_external("out", ttl_seconds=3600).result(WAIT_S).path
@@ -295,7 +293,7 @@ def test_an_export_is_downloaded_file_by_file_and_an_address_is_good_for_its_fil
 
 
 @pytest.mark.parametrize("name", ["publish", "ttl", "archive", "external_weights_urls"])
-def test_a_checkpoint_may_be_called_what_an_endpoint_is(rest: tinker.RestClient, client: Any, name: str) -> None:
+def test_a_checkpoint_may_have_the_name_of_an_endpoint(rest: tinker.RestClient, client: Any, name: str) -> None:
     path = client.save_weights_external(name).result(WAIT_S).path
 
     def found() -> list[tuple[str, bool, bool]]:
@@ -312,12 +310,12 @@ def test_a_checkpoint_may_be_called_what_an_endpoint_is(rest: tinker.RestClient,
     assert found() == []
 
 
-def test_what_is_no_checkpoints_id_is_not_found(rest: tinker.RestClient, client: Any) -> None:
+def test_a_malformed_checkpoint_id_is_not_found(rest: tinker.RestClient, client: Any) -> None:
     with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
         rest.delete_checkpoint(client.model_id, "without-its-kind").result(WAIT_S)
 
 
-def test_an_address_ends_with_the_key_that_asked_for_it(pool: RestartablePool) -> None:
+def test_a_download_url_ends_with_the_key_that_requested_it(pool: RestartablePool) -> None:
     with sdk(pool.http_url, pool.key("dora")) as theirs:
         client: Any = theirs.create_lora_training_client("toy", rank=8).result(WAIT_S)
         path = client.save_weights_external("signed").result(WAIT_S).path
@@ -349,7 +347,7 @@ def read(url: str) -> bytes:
 
 
 def command(pool: RestartablePool, *arguments: str) -> Any:
-    """What `tinker -f json <arguments>` says. In this process: the program's imports take seconds."""
+    """Return the output of `tinker -f json <arguments>`. It runs in this process, for imports take seconds."""
     environment = {"TINKER_BASE_URL": pool.http_url, "TINKER_API_KEY": f"tml-{pool.key()}", "TINKER_TELEMETRY": "0"}
     done = CliRunner().invoke(main_cli, ["-f", "json", *arguments], env=environment)
     assert done.exit_code == 0, done.output

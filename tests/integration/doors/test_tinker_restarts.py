@@ -1,4 +1,4 @@
-"""The official SDK while the pool goes away and comes back: it waits, and gets what it was promised."""
+"""The official SDK while the pool stops and restarts: it waits, and gets the results of its promises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_STEPS = 40
 ADAM = types.AdamParams(learning_rate=1e-3)
 
 
-def test_what_the_sdk_waits_for_survives_a_restart_of_the_pool(tmp_path: Path) -> None:
+def test_pending_results_of_the_sdk_survive_a_restart_of_the_pool(tmp_path: Path) -> None:
     with restartable_pool(tmp_path / "data", poll_s=0.5) as pool, sdk(pool.http_url, pool.key()) as service:
         client: Any = service.create_lora_training_client("toy", rank=8).result(WAIT_S)
         client.forward_backward([datum(1)], "cross_entropy")
@@ -31,7 +31,7 @@ def test_what_the_sdk_waits_for_survives_a_restart_of_the_pool(tmp_path: Path) -
         step = client.optim_step(ADAM)
         client.forward([datum(1)], "cross_entropy")
         wait_for(lambda: f"{client.model_id}:5" in {o.name for o in list(pool.pool.coordinator.core.table.live())})
-        threading.Timer(0.3, engine.may_run.set).start()  # a stop waits for the cycle that runs
+        threading.Timer(0.3, engine.may_run.set).start()  # a stop waits for the running cycle
         pool.stop()
         assert not step.future().done() or step.result()
         pool.start()
@@ -61,7 +61,7 @@ def test_steps_under_way_survive_a_killed_pool_and_run_once_each(tmp_path: Path)
             with terminal.serve(*TOY[:-2], *again):
                 metrics = [step.result(WAIT_S).metrics for step in steps]
                 after = client.optim_step(ADAM).result(WAIT_S).metrics
-                service.close("success").result(WAIT_S)  # while there is somebody to tell
+                service.close("success").result(WAIT_S)  # while the pool still runs
         assert [m["num_datums:sum"] for m in metrics] == [1] * NUM_STEPS
         assert after["num_datums:sum"] == 0
 

@@ -1,4 +1,4 @@
-"""The official Tinker SDK, unmodified, against a real coordinator behind the real HTTP door, with toy engines."""
+"""The official Tinker SDK, unmodified, against a real coordinator with toy engines, over the HTTP door."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_step_sent_as_a_pair_takes_one_cycle_and_says_which(pool: RestartableP
     assert step.result(WAIT_S).metrics["clock_cycle:unique"] == output.metrics["clock_cycle:unique"]
 
 
-def test_a_model_is_named_after_its_session_and_says_what_it_is(client: Any) -> None:
+def test_a_models_id_contains_its_session_and_its_info_is_served(client: Any) -> None:
     info = client.get_info()
     session, kind, index = info.model_id.rsplit(":", 2)
     assert kind == "train"
@@ -85,13 +85,13 @@ def test_a_batch_of_several_requests_gives_one_result_in_order(client: Any) -> N
     assert step.result(WAIT_S).metrics["num_datums:sum"] == len(data)
 
 
-def test_several_targets_for_each_token_travel_sparse_and_come_back_in_their_shape(client: Any) -> None:
+def test_several_targets_per_token_are_sent_sparse_and_return_in_their_shape(client: Any) -> None:
     targets = torch.zeros((30, 8), dtype=torch.int64)
     weights = torch.zeros((30, 8))
     targets[29, 7], weights[29, 7] = 5, 1.0
     wide = types.Datum(
         model_input=types.ModelInput.from_ints(list(range(30))),
-        loss_fn_inputs={"target_tokens": targets, "weights": weights},  # type: ignore[dict-item]  # it converts
+        loss_fn_inputs={"target_tokens": targets, "weights": weights},  # type: ignore[dict-item]  # the SDK converts it
     )
     assert wide.loss_fn_inputs["weights"].sparse_crow_indices is not None
     output = client.forward([wide, datum(1, 2)], "cross_entropy").result(WAIT_S)
@@ -110,7 +110,7 @@ def test_a_forward_adds_no_gradient(client: Any) -> None:
     assert client.optim_step(ADAM).result(WAIT_S).metrics["num_datums:sum"] == 0
 
 
-def test_a_loss_of_the_users_own_runs_where_the_user_is(client: Any) -> None:
+def test_a_custom_loss_runs_in_the_client(client: Any) -> None:
     def loss(data: Any, logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
         return sum((values**2).sum() for values in logprobs), {"mine": 7.0}
 
@@ -160,7 +160,7 @@ def test_prompt_logprobs_of_the_last_tokens_only(service: tinker.ServiceClient) 
     assert sampler.compute_logprobs(PROMPT, prompt_logprobs_last_n=9).result(WAIT_S) == everything
 
 
-def test_the_likeliest_tokens_come_for_prompt_and_samples(service: tinker.ServiceClient) -> None:
+def test_top_tokens_come_for_prompt_and_samples(service: tinker.ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
     params = types.SamplingParams(max_tokens=4, seed=1, stop=[])
     asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 3, "topk_sample_logprobs": 2}
@@ -177,12 +177,10 @@ def test_the_likeliest_tokens_come_for_prompt_and_samples(service: tinker.Servic
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
-def test_targets_are_scored_in_the_layout_in_which_they_were_asked_for(
-    service: tinker.ServiceClient, is_sparse: bool
-) -> None:
+def test_targets_are_scored_in_the_layout_of_the_request(service: tinker.ServiceClient, is_sparse: bool) -> None:
     prompt = types.ModelInput.from_ints(list(range(1, 13)))
     ids = torch.full((11, 4), -1, dtype=torch.int64)
-    ids[0, 0], ids[4, 1], ids[4, 3], ids[10, 2] = 10, 0, 20, 30  # token 0 is certain
+    ids[0, 0], ids[4, 1], ids[4, 3], ids[10, 2] = 10, 0, 20, 30  # the toy engine draws token 0 with probability 1
     targets = types.TensorData.from_torch_sparse(ids, pad_value=-1) if is_sparse else types.TensorData.from_torch(ids)
     assert (targets.sparse_crow_indices is not None) == is_sparse
     sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
@@ -197,7 +195,7 @@ def test_targets_are_scored_in_the_layout_in_which_they_were_asked_for(
     assert torch.equal(logprobs.to_torch(), expected)
 
 
-def test_alternatives_to_the_prompt_and_what_was_cached_are_told(service: tinker.ServiceClient) -> None:
+def test_alternatives_to_the_prompt_and_cache_hits_are_returned(service: tinker.ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
     prompt, params = types.ModelInput.from_ints([21, 22, 23, 24]), types.SamplingParams(max_tokens=1)
     first = sampler.sample(prompt, 1, params, prompt_alt_tokens_k=2).result(WAIT_S)
@@ -222,7 +220,9 @@ def test_alternatives_to_the_prompt_and_what_was_cached_are_told(service: tinker
         ({"target_prompt_logprobs": torch.full((2, 1), 100)}, "token id 100"),
     ],
 )
-def test_more_than_can_be_answered_is_a_bad_request(service: tinker.ServiceClient, asked: Any, told: str) -> None:
+def test_a_request_for_too_large_a_result_is_a_bad_request(
+    service: tinker.ServiceClient, asked: Any, told: str
+) -> None:
     sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
     if (ids := asked.get("target_prompt_logprobs")) is not None:
         asked = {"target_prompt_logprobs": types.TensorData.from_torch(ids.to(torch.int64))}
@@ -248,7 +248,7 @@ def test_an_inflight_sampler_follows_its_model_and_a_snapshot_does_not(client: A
     assert tokens(inflight) == tokens(newer) != before[1]
 
 
-def test_a_copied_sampling_client_gets_answers_of_its_own(service: tinker.ServiceClient, pool: RestartablePool) -> None:
+def test_a_copied_sampling_client_gets_its_own_results(service: tinker.ServiceClient, pool: RestartablePool) -> None:
     sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
     params = types.SamplingParams(max_tokens=3, seed=1)
     first = sampler.sample(PROMPT, 1, params).result(WAIT_S)
@@ -290,7 +290,7 @@ def test_a_state_is_loaded_into_its_model_and_into_a_new_one(service: tinker.Ser
         assert other.forward([datum(5, 6)], "cross_entropy").result(WAIT_S).metrics["loss:sum"] == before
 
 
-def test_a_name_that_is_taken_fails_the_save_and_overwriting_does_not(client: Any) -> None:
+def test_a_used_name_fails_the_save_unless_it_overwrites(client: Any) -> None:
     client.save_state("once").result(WAIT_S)
     with pytest.raises(tinker.RequestFailedError, match="CHECKPOINT_EXISTS") as raised:
         client.save_state("once").result(WAIT_S)
@@ -306,7 +306,7 @@ def test_a_wrong_key_is_an_authentication_error(pool: RestartablePool) -> None:
         service.create_lora_training_client("toy").result(WAIT_S)
 
 
-def test_what_is_not_there_is_a_not_found_error(service: tinker.ServiceClient) -> None:
+def test_an_unknown_object_is_a_not_found_error(service: tinker.ServiceClient) -> None:
     with pytest.raises(tinker.NotFoundError, match="it serves: toy"):
         service.create_lora_training_client("gpt-7").result(WAIT_S)
     with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
@@ -360,7 +360,7 @@ def test_images_and_sound_are_refused_with_a_reason(service: tinker.ServiceClien
         sampler.sample(image, 1, types.SamplingParams(max_tokens=1)).result(WAIT_S)
 
 
-def test_a_session_that_has_ended_takes_nothing_more(pool: RestartablePool) -> None:
+def test_an_ended_session_accepts_nothing_more(pool: RestartablePool) -> None:
     with sdk(pool.http_url, pool.key()) as service:
         client = service.create_lora_training_client("toy", rank=8).result(WAIT_S)
         client.forward([datum(1)], "cross_entropy").result(WAIT_S)

@@ -1,4 +1,4 @@
-"""A certificate for 127.0.0.1 that nobody trusts yet, made by the openssl command."""
+"""A self-signed certificate for 127.0.0.1, made by the openssl command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """Certificate and key, in PEM. Skips the test where there is no openssl."""
+    """Return certificate and key, in PEM. Skips the test where there is no openssl."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl to make a certificate with")
     cert, key = folder / "cert.pem", folder / "key.pem"

@@ -1,4 +1,4 @@
-"""A gRPC door with a fake service on a thread of its own, for tests of programs that are not coroutines."""
+"""A gRPC door with a fake service on its own thread, for tests of synchronous programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.doors.fake_service import authenticate
 
 @contextmanager
 def open_door(service: object) -> Iterator[str]:
-    """Serves until the block ends; yields the URL."""
+    """Serve until the block ends; yield the URL."""
     door: GrpcDoor
     loop = asyncio.new_event_loop()
     opened = threading.Event()

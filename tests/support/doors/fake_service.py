@@ -1,4 +1,4 @@
-"""A service without a pool, for tests of doors and of the command line: it says what the test tells it to say."""
+"""A service without a pool, for tests of doors and of the command line; the test gives its responses."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ PRINCIPAL = Principal(tenant_id="t1", tenant_name="default", key_id="00000000000
 
 
 def authenticate(key: str) -> Principal:
-    """Knows one key."""
+    """Return the principal of the only valid key."""
     if key != KEY:
         raise ServiceError(Code.UNAUTHENTICATED, "API_KEY_INVALID" if key else "API_KEY_MISSING", "no such key")
     return PRINCIPAL
 
 
 class FakeService:
-    """Has every use case. One that the test gave no answer is UNIMPLEMENTED; a list is an answer in pieces."""
+    """Has every use case. Without a response from the test, a use case is UNIMPLEMENTED; a list is streamed."""
 
-    def __init__(self, **answers: Message | Exception | list[Message | Exception] | Callable[..., Any]) -> None:
-        self.answers = answers
+    def __init__(self, **responses: Message | Exception | list[Message | Exception] | Callable[..., Any]) -> None:
+        self.responses = responses
         self.calls: list[tuple[str, Principal, Message]] = []
 
     def __getattr__(self, name: str) -> Callable[[Principal, Message], Any]:
@@ -33,19 +33,21 @@ class FakeService:
             raise AttributeError(name)
         streaming = name in ("wait_operations", "stream_sample", "export_checkpoint", "watch_cycles")
 
-        async def answer_once(principal: Principal, request: Message) -> Message:
+        async def respond_once(principal: Principal, request: Message) -> Message:
             self.calls.append((name, principal, request))
-            answer = self.answers.get(name, ServiceError(Code.UNIMPLEMENTED, "UNIMPLEMENTED", f"no answer for {name}"))
-            if callable(answer):
-                answer = await answer(principal, request)
-            if isinstance(answer, Exception):
-                raise answer
-            assert isinstance(answer, Message)
-            return answer
+            response = self.responses.get(
+                name, ServiceError(Code.UNIMPLEMENTED, "UNIMPLEMENTED", f"no response for {name}")
+            )
+            if callable(response):
+                response = await response(principal, request)
+            if isinstance(response, Exception):
+                raise response
+            assert isinstance(response, Message)
+            return response
 
-        async def answer_in_pieces(principal: Principal, request: Message) -> AsyncIterator[Message]:
+        async def stream(principal: Principal, request: Message) -> AsyncIterator[Message]:
             self.calls.append((name, principal, request))
-            pieces = self.answers.get(name, [])
+            pieces = self.responses.get(name, [])
             if callable(pieces):
                 async for piece in pieces(principal, request):
                     yield piece
@@ -56,4 +58,4 @@ class FakeService:
                     raise piece
                 yield piece
 
-        return answer_in_pieces if streaming else answer_once
+        return stream if streaming else respond_once

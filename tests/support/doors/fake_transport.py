@@ -1,4 +1,4 @@
-"""A pool in memory at the client's seam: keeps orders and idempotency as the service does, and fails as it is told.
+"""A pool in memory behind the client's transport: with order and idempotency as in the service, and chosen failures.
 
 The log-probability of target token k is -(k + 1) / 10, whatever the weights.
 """
@@ -44,14 +44,14 @@ class FakePool:
     wait_faults: list[Exception] = field(default_factory=list)
     """Raised by the next streams, after one operation was delivered."""
     handlers: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
-    """By method: what answers instead of the fake itself."""
+    """By method: the handler that replaces the fake's own."""
     delay_of: Callable[[str, Any], float] = lambda name, request: 0.0
-    """Seconds that a request is under way."""
+    """Seconds that a request takes."""
     model_names: tuple[str, ...] = ("toy",)
     is_held: bool = False
-    """Whether operations are accepted but none is finished."""
+    """Accept operations, but finish none."""
     applied: list[int] = field(default_factory=list)
-    """Seqs in the order they ran."""
+    """Sequence numbers in the order of execution."""
     operations: dict[str, operations_pb2.Operation] = field(default_factory=dict)
     num_closed: int = 0
 
@@ -62,7 +62,7 @@ class FakePool:
         self._num_adapters = 0
 
     def requests(self, name: str) -> list[Any]:
-        """All requests of one method, in order of arrival."""
+        """Return the requests of one method, in order of arrival."""
         return [request for called, request in self.calls if called == name]
 
     async def call(self, method: Unary[RequestT, ResponseT], request: RequestT, *, timeout_s: float) -> ResponseT:
@@ -108,7 +108,7 @@ class FakePool:
         self.num_closed += 1
 
     def release(self) -> None:
-        """Finish what is held. To be called on the client's loop."""
+        """Finish the held operations. Call it on the client's loop."""
         self.is_held = False
         self._run_ready()
 
@@ -191,7 +191,7 @@ class FakePool:
 
 
 def sample_operation(name: str, num_samples: int, num_tokens: int) -> operations_pb2.Operation:
-    """A finished sample: tokens 0, 1, 2, ... in every sequence."""
+    """Return a finished sample: tokens 0, 1, 2, ... in every sequence."""
     sequence = operations_pb2.SampledSequence(
         tokens=to_tensor(np.arange(num_tokens, dtype=np.int32)),
         logprobs=to_tensor(np.full(num_tokens, -1, np.float32)),

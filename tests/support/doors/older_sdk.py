@@ -1,10 +1,10 @@
 """A program for `tinker` 0.18.2, which sends its passes as JSON. It needs a process without a newer SDK.
 
-Run with the address and the key of a pool that serves `toy`; prints what it got, as JSON.
+Run it with the URL and the key of a pool that serves `toy`; it prints its results as JSON.
 """
 
 # mypy: ignore-errors
-# It would be checked against the newer SDK that is installed.
+# mypy would check it against the newer SDK that is installed.
 
 import json
 import sys

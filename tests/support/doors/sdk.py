@@ -1,4 +1,4 @@
-"""The official Tinker SDK as a client of a pool in a test, and its protocol by hand."""
+"""The official Tinker SDK as a client of a pool in a test, and calls of its protocol by hand."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ API = "/api/v1"
 
 
 LEAKS = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
-"""For tests with the SDK: it leaves a connection open for the garbage collector, which warns of it at any time."""
+"""Mark of tests with the SDK, which leaves a connection to the garbage collector; that warns at any time."""
 
 
 @contextmanager
 def sdk(url: str, key: str, **options: Any) -> Iterator[tinker.ServiceClient]:
-    """A ServiceClient whose session ends with the block."""
+    """Yield a ServiceClient; its session ends with the block."""
     service = tinker.ServiceClient(base_url=url, api_key=f"tml-{key}", **options)
     try:
         with service:
@@ -35,23 +35,23 @@ def sdk(url: str, key: str, **options: Any) -> Iterator[tinker.ServiceClient]:
 
 
 def datum(*tokens: int, targets: list[int] | None = None) -> tinker.Datum:
-    """A sequence that is to be followed by itself."""
+    """Return a sequence whose targets are its own tokens by default."""
     inputs: dict[str, Any] = {"target_tokens": targets or list(tokens), "weights": [1.0] * len(tokens)}
     return tinker.Datum(model_input=tinker.ModelInput.from_ints(list(tokens)), loss_fn_inputs=inputs)
 
 
 class Wire:
-    """Calls that the SDK would make, one by one."""
+    """Makes the SDK's calls one by one."""
 
     def __init__(self, url: str, key: str) -> None:
         self._http = httpx.Client(base_url=url + API, headers={"x-api-key": f"tml-{key}"}, timeout=60, verify=False)
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
-        """POST JSON."""
+        """POST JSON; return the response."""
         return self._http.post(path, json=body, headers=headers)
 
     def ok(self, path: str, body: Mapping[str, Any]) -> Any:
-        """POST JSON that must succeed; the JSON that comes back."""
+        """POST JSON, which must succeed; return the JSON of the response."""
         response = self.post(path, body)
         assert response.status_code == 200, response.text
         return response.json()
@@ -61,7 +61,7 @@ class Wire:
         return self._http.get(path)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """Anything."""
+        """Make any request."""
         return self._http.request(method, path, **options)
 
     def binary(self, request: wire.ForwardBackwardRequest, body: bytes | None = None, **headers: str) -> httpx.Response:
@@ -71,16 +71,16 @@ class Wire:
         return self._http.post("/forward_backward", content=content, headers=headers)
 
     def session(self) -> str:
-        """A new session's id."""
+        """Create a session; return its id."""
         return str(self.ok("/create_session", {"tags": [], "sdk_version": "0.38.0"})["session_id"])
 
     def model(self, session: str, index: int = 0, rank: int = 8) -> str:
-        """A new model's id."""
+        """Create a model; return its id."""
         body = {"session_id": session, "model_seq_id": index, "base_model": "toy", "lora_config": {"rank": rank}}
         return str(self.result(self.ok("/create_model", body)["request_id"])["model_id"])
 
     def result(self, request_id: str) -> Any:
-        """The JSON that a promise gives in the end."""
+        """Return the JSON of a promise's result."""
         while True:
             response = self.post("/retrieve_future", {"request_id": request_id, "allow_metadata_only": True})
             if response.status_code != 408:
@@ -88,12 +88,12 @@ class Wire:
                 return response.json()
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         self._http.close()
 
 
 def pass_of(model_id: str, seq: int, *sequences: list[int], **values: Any) -> wire.ForwardBackwardRequest:
-    """A forward_backward with cross entropy on sequences that are to be followed by themselves."""
+    """Return a forward_backward with cross entropy; each sequence's targets are its own tokens."""
     request = wire.ForwardBackwardRequest(model_id=model_id, seq_id=seq, loss_fn="cross_entropy", **values)
     for tokens in sequences:
         size = len(tokens)

@@ -89,7 +89,7 @@ def pool_status() -> pool_pb2.GetPoolStatusResponse:
 
 
 def test_status_shows_workers_queue_and_who_was_in_the_last_cycles(run: Run, service: FakeService) -> None:
-    service.answers["get_pool_status"] = pool_status()
+    service.responses["get_pool_status"] = pool_status()
     done = run("status", "-n", "5")
     assert done.code == 0, done.err
     assert "tinkerpool 9.9" in done.out
@@ -104,16 +104,16 @@ def test_status_shows_workers_queue_and_who_was_in_the_last_cycles(run: Run, ser
 
 
 def test_status_and_usage_print_json_for_scripts(run: Run, service: FakeService) -> None:
-    service.answers["get_pool_status"] = pool_status()
+    service.responses["get_pool_status"] = pool_status()
     assert json.loads(run("status", "--json").out)["workers"][0]["num_slots"] == 16
-    service.answers["get_usage"] = pool_pb2.GetUsageResponse()
+    service.responses["get_usage"] = pool_pb2.GetUsageResponse()
     assert json.loads(run("usage", "--json").out) == {"rows": []}
 
 
 def test_watch_prints_a_line_for_each_cycle_and_ends_when_it_has_seen_enough(run: Run, service: FakeService) -> None:
-    service.answers["get_pool_status"] = pool_status()
+    service.responses["get_pool_status"] = pool_status()
     cycles = [pool_pb2.WatchCyclesResponse(cycle=pool_pb2.Cycle(cycle_id=n, base_model="kjv-2m")) for n in (7, 8, 9)]
-    service.answers["watch_cycles"] = list(cycles)
+    service.responses["watch_cycles"] = list(cycles)
     done = run("watch", "-n", "2")
     assert done.code == 0, done.err
     assert [line.split()[1] for line in done.out.splitlines()] == ["#7", "#8"]
@@ -125,8 +125,8 @@ def test_watch_prints_a_line_for_each_cycle_and_ends_when_it_has_seen_enough(run
 
 
 def test_watch_says_when_the_pool_shuts_down(run: Run, service: FakeService) -> None:
-    service.answers["get_pool_status"] = pool_status()
-    service.answers["watch_cycles"] = [
+    service.responses["get_pool_status"] = pool_status()
+    service.responses["watch_cycles"] = [
         ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "the pool is shutting down", retry_delay_s=1)
     ]
     done = run("watch")
@@ -138,7 +138,7 @@ def test_usage_shows_each_kind_and_the_sum_of_each_tenant(run: Run, service: Fak
         pool_pb2.UsageRow(tenant="alice", kind=kind, num_operations=2, num_tokens=1500, engine_seconds=90)
         for kind in ("forward_backward", "sample")
     ]
-    service.answers["get_usage"] = pool_pb2.GetUsageResponse(rows=rows)
+    service.responses["get_usage"] = pool_pb2.GetUsageResponse(rows=rows)
     lines = run("usage").out.splitlines()
     assert [line.split() for line in lines[2:]] == [
         ["alice", "forward_backward", "2", "1,500", "1.5", "min"],
@@ -148,7 +148,7 @@ def test_usage_shows_each_kind_and_the_sum_of_each_tenant(run: Run, service: Fak
 
 
 def test_key_create_prints_the_key_alone_on_stdout(run: Run, service: FakeService) -> None:
-    service.answers["create_api_key"] = pool_pb2.CreateApiKeyResponse(key="tp_new")
+    service.responses["create_api_key"] = pool_pb2.CreateApiKeyResponse(key="tp_new")
     done = run("key", "create", "bob", "--admin")
     assert (done.code, done.out) == (0, "tp_new\n")
     [(_, _, request)] = service.calls
@@ -159,14 +159,14 @@ def test_key_create_prints_the_key_alone_on_stdout(run: Run, service: FakeServic
 def test_key_revoke_takes_an_id_or_a_whole_key_and_sends_only_the_id(
     run: Run, service: FakeService, given: str
 ) -> None:
-    service.answers["revoke_api_key"] = pool_pb2.RevokeApiKeyResponse()
+    service.responses["revoke_api_key"] = pool_pb2.RevokeApiKeyResponse()
     assert run("key", "revoke", given).code == 0
     assert service.calls[0][2] == pool_pb2.RevokeApiKeyRequest(key_id="0123456789ab")
 
 
 def test_key_list_shows_which_are_revoked(run: Run, service: FakeService) -> None:
     keys = [pool_pb2.ApiKey(key_id="k1", tenant="a", is_admin=True), pool_pb2.ApiKey(key_id="k2", is_revoked=True)]
-    service.answers["list_api_keys"] = pool_pb2.ListApiKeysResponse(api_keys=keys)
+    service.responses["list_api_keys"] = pool_pb2.ListApiKeysResponse(api_keys=keys)
     lines = run("key", "list").out.splitlines()
     assert "good" in lines[2]
     assert "revoked" in lines[3]
@@ -180,7 +180,7 @@ def test_adapter_list_goes_through_the_pages_up_to_its_limit(run: Run, service: 
         ]
         return adapters_pb2.ListAdaptersResponse(adapters=adapters, next_page_token=str(start + 2))
 
-    service.answers["list_adapters"] = page
+    service.responses["list_adapters"] = page
     done = run("adapter", "list", "-n", "4")
     assert [f"s:train:{n}" in done.out for n in range(5)] == [True] * 4 + [False]
     assert "There are more" in done.err
@@ -188,7 +188,7 @@ def test_adapter_list_goes_through_the_pages_up_to_its_limit(run: Run, service: 
 
 
 def test_adapter_delete_asks_first(run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
-    service.answers["delete_adapter"] = adapters_pb2.DeleteAdapterResponse()
+    service.responses["delete_adapter"] = adapters_pb2.DeleteAdapterResponse()
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     assert run("adapter", "delete", "s:train:0").code == 1
     assert service.calls == []
@@ -199,7 +199,7 @@ def test_adapter_delete_asks_first(run: Run, service: FakeService, monkeypatch: 
 def test_checkpoint_list_shows_paths_whole(run: Run, service: FakeService) -> None:
     path = f"tinker://{'s' * 36}:train:0/sampler_weights/{'n' * 60}"
     checkpoint = checkpoints_pb2.Checkpoint(path=path, size_bytes=1_500_000, rank=8)
-    service.answers["list_checkpoints"] = checkpoints_pb2.ListCheckpointsResponse(checkpoints=[checkpoint])
+    service.responses["list_checkpoints"] = checkpoints_pb2.ListCheckpointsResponse(checkpoints=[checkpoint])
     done = run("checkpoint", "list")
     assert path in done.out
     assert "1.5 MB" in done.out
@@ -220,15 +220,15 @@ def test_checkpoint_export_writes_a_directory_whole_or_not_at_all(
     run: Run, service: FakeService, tmp_path: Path
 ) -> None:
     folder = tmp_path / "out" / "peft"
-    service.answers["export_checkpoint"] = list(archive("adapter_config.json", "adapter_model.safetensors"))
+    service.responses["export_checkpoint"] = list(archive("adapter_config.json", "adapter_model.safetensors"))
     assert run("checkpoint", "export", CHECKPOINT, str(folder)).code == 0
     assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     assert "is not an empty directory" in run("checkpoint", "export", CHECKPOINT, str(folder)).err
 
-    service.answers["export_checkpoint"] = list(archive("good", "../evil"))
+    service.responses["export_checkpoint"] = list(archive("good", "../evil"))
     done = run("checkpoint", "export", CHECKPOINT, str(tmp_path / "out" / "evil"))
     assert (done.code, "no plain file" in done.err) == (1, True)
-    service.answers["export_checkpoint"] = [*archive("good")[:1], not_found("checkpoint", CHECKPOINT)]
+    service.responses["export_checkpoint"] = [*archive("good")[:1], not_found("checkpoint", CHECKPOINT)]
     assert run("checkpoint", "export", CHECKPOINT, str(tmp_path / "out" / "half")).code == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["peft"]
 
@@ -256,7 +256,7 @@ def test_without_a_pool_it_says_how_to_start_one(run: Run) -> None:
     ],
 )
 def test_a_refusal_is_one_sentence(run: Run, service: FakeService, refusal: Exception, sentence: str) -> None:
-    service.answers["delete_adapter"] = refusal
+    service.responses["delete_adapter"] = refusal
     done = run("adapter", "delete", "s:train:0", "-y")
     assert done.code == 1
     assert sentence in done.err

@@ -92,7 +92,7 @@ async def test_a_call_carries_its_key(url: str) -> None:
 
 
 async def test_a_refusal_keeps_code_reason_message_and_details(url: str, service: FakeService) -> None:
-    service.answers["get_capabilities"] = ServiceError(
+    service.responses["get_capabilities"] = ServiceError(
         Code.ALREADY_EXISTS, "SEQ_TAKEN", "seq 3 is taken", metadata={"expected_seq": "7"}
     )
     with pytest.raises(errors.AlreadyExists) as raised:
@@ -100,7 +100,7 @@ async def test_a_refusal_keeps_code_reason_message_and_details(url: str, service
     error = raised.value
     assert (error.reason, error.message, error.metadata["expected_seq"]) == ("SEQ_TAKEN", "seq 3 is taken", "7")
     assert error.retry_delay_s is None
-    service.answers["get_capabilities"] = FULL
+    service.responses["get_capabilities"] = FULL
     with pytest.raises(errors.ResourceExhausted) as full:
         await call(url)
     assert full.value.retry_delay_s == 0.05
@@ -115,7 +115,7 @@ async def test_nobody_there_is_unavailable_and_says_where() -> None:
 async def test_a_stream_breaks_with_the_services_error(url: str, service: FakeService) -> None:
     first = operations_pb2.WaitOperationsResponse(operation=operations_pb2.Operation(name="a:1"))
     ending = ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "later", retry_delay_s=1.0)
-    service.answers["wait_operations"] = [first, ending]
+    service.responses["wait_operations"] = [first, ending]
     transport = GrpcTransport(url, KEY)
     responses = transport.stream(methods.WAIT_OPERATIONS, operations_pb2.WaitOperationsRequest())
     assert await anext(responses) == first
@@ -131,7 +131,7 @@ def test_a_client_waits_for_a_full_queue_over_the_wire(url: str, service: FakeSe
         await asyncio.sleep(0)
         return answers.pop(0)
 
-    service.answers["get_capabilities"] = answer
+    service.responses["get_capabilities"] = answer
     with ServiceClient(url, KEY) as client:
         assert client.get_server_capabilities().version == "later"
 
@@ -149,7 +149,7 @@ def test_closing_ends_what_is_under_way(url: str, service: FakeService) -> None:
         await asyncio.sleep(60)
         yield pool_pb2.WatchCyclesResponse()
 
-    service.answers |= {"get_usage": never, "watch_cycles": no_cycles}
+    service.responses |= {"get_usage": never, "watch_cycles": no_cycles}
     client = ServiceClient(url, KEY)
     rest = client.create_rest_client()
     call = rest.get_usage()

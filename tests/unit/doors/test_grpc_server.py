@@ -1,4 +1,4 @@
-"""Door 1 over real gRPC: keys, refusals, streams, limits, health and reflection. The service behind it is a fake."""
+"""The gRPC door over real gRPC with a fake service: keys, refusals, streams, limits, health, reflection."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Open = Callable[..., Awaitable[grpc.aio.Channel]]
 
 @pytest.fixture
 async def open_door() -> AsyncIterator[Open]:
-    """Opens doors on free ports; returns a channel to each."""
+    """Return a function that opens a door on a free port and returns a channel to it."""
     doors: list[GrpcDoor] = []
     channels: list[grpc.aio.Channel] = []
 
@@ -88,7 +88,7 @@ def test_the_service_has_a_use_case_of_the_right_kind_for_every_rpc() -> None:
         assert is_right_kind(use_case), use_case
 
 
-def test_a_service_that_lacks_a_use_case_is_refused_at_the_start() -> None:
+def test_a_service_without_a_use_case_for_an_rpc_is_refused_at_the_start() -> None:
     class Empty:
         pass
 
@@ -99,7 +99,7 @@ def test_a_service_that_lacks_a_use_case_is_refused_at_the_start() -> None:
     assert len(SERVICES) == 8
 
 
-async def test_a_good_key_reaches_the_use_case_with_its_principal(open_door: Open) -> None:
+async def test_a_valid_key_reaches_the_use_case_with_its_principal(open_door: Open) -> None:
     service = FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse(version="1"))
     assert (await capabilities(await open_door(service))).version == "1"
     [(name, principal, _)] = service.calls
@@ -115,7 +115,7 @@ async def test_a_good_key_reaches_the_use_case_with_its_principal(open_door: Ope
         ((("authorization", "Bearer tp_wrong"),), "API_KEY_INVALID"),
     ],
 )
-async def test_without_a_good_key_no_use_case_runs(open_door: Open, metadata: Any, reason: str) -> None:
+async def test_no_use_case_runs_without_a_valid_key(open_door: Open, metadata: Any, reason: str) -> None:
     service = FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse())
     error, status = await refusal(capabilities(await open_door(service), metadata))
     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -130,7 +130,7 @@ async def test_a_wrong_key_is_refused_before_the_body_is_read(open_door: Open) -
     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_a_refusal_arrives_with_its_details_and_a_delay_only_when_retrying_makes_sense(open_door: Open) -> None:
+async def test_a_refusal_carries_its_details_and_a_delay_exactly_if_a_retry_makes_sense(open_door: Open) -> None:
     full = ServiceError(
         Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "the queue is full: try again", retry_delay_s=1.5, metadata={"a": "b"}
     )
@@ -154,16 +154,14 @@ async def test_every_code_of_the_service_is_the_same_number_on_the_wire(open_doo
     assert error.code().value[0] == status.code == code
 
 
-async def test_a_refusal_with_a_very_long_text_still_arrives(open_door: Open) -> None:
+async def test_a_refusal_with_a_very_long_message_reaches_the_client(open_door: Open) -> None:
     long = ServiceError(Code.INVALID_ARGUMENT, "R", "å" * 100_000)
     error, _ = await refusal(capabilities(await open_door(FakeService(get_capabilities=long))))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (error.details() or "").endswith(" ...")
 
 
-async def test_an_unexpected_error_names_an_id_and_nothing_else(
-    open_door: Open, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_unexpected_error_reveals_an_id_alone(open_door: Open, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     secret = "/var/lib/secret-path"
     error, status = await refusal(
@@ -178,7 +176,7 @@ async def test_an_unexpected_error_names_an_id_and_nothing_else(
     assert KEY not in caplog.text
 
 
-async def test_an_unexpected_error_in_a_stream_and_in_authentication_leaks_nothing_either(open_door: Open) -> None:
+async def test_an_unexpected_error_in_a_stream_or_in_authentication_reveals_an_id_alone(open_door: Open) -> None:
     done = operations_pb2.WaitOperationsResponse(operation=operations_pb2.Operation(name="a:1"))
     call = wait(await open_door(FakeService(wait_operations=[done, RuntimeError("secret")])))
     assert (await call.read()).operation.name == "a:1"
@@ -212,8 +210,8 @@ async def test_a_stream_delivers_each_message_and_then_its_refusal(open_door: Op
     assert error.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_response_has_the_same_bytes_in_every_life_of_the_process(open_door: Open) -> None:
-    """A map's entries lie in an order that each life of a process draws; on the wire they are sorted."""
+async def test_a_response_has_the_same_bytes_in_every_process(open_door: Open) -> None:
+    """The order of a map's entries differs between processes; on the wire they are sorted."""
     operation = operations_pb2.Operation(name="a:1")
     for index in range(20):
         operation.optim_step.metrics[f"metric-{7 * index % 20}:sum"] = index
@@ -229,7 +227,7 @@ async def test_a_response_has_the_same_bytes_in_every_life_of_the_process(open_d
     assert [response async for response in stream(b"", metadata=WITH_KEY)] == [expected]
 
 
-async def test_a_client_that_leaves_ends_its_stream(open_door: Open) -> None:
+async def test_a_client_that_disconnects_ends_its_stream(open_door: Open) -> None:
     ended = asyncio.Event()
 
     async def for_ever(principal: Principal, request: Message) -> AsyncIterator[Message]:
@@ -246,7 +244,7 @@ async def test_a_client_that_leaves_ends_its_stream(open_door: Open) -> None:
         await ended.wait()
 
 
-async def test_a_message_that_is_too_large_is_refused_also_when_it_is_small_on_the_wire(open_door: Open) -> None:
+async def test_a_too_large_message_is_refused_also_if_it_is_compressed(open_door: Open) -> None:
     channel = await open_door(FakeService(), message_bytes_max=10_000)
     stub = sessions_pb2_grpc.SessionServiceStub(channel)
     large = sessions_pb2.CreateSessionRequest(request_id="x" * 1_000_000)
@@ -256,7 +254,7 @@ async def test_a_message_that_is_too_large_is_refused_also_when_it_is_small_on_t
         assert "larger than max" in (error.details() or "")
 
 
-async def test_bytes_that_are_no_message_are_an_invalid_argument(open_door: Open) -> None:
+async def test_a_malformed_request_is_an_invalid_argument(open_door: Open) -> None:
     channel: Any = await open_door(FakeService())
     for path in ("SessionService/CreateSession", "TrainingService/ForwardBackward"):
         error, _ = await refusal(channel.unary_unary(f"/tinkerpool.v1.{path}")(b"\xff\xff\xff", metadata=WITH_KEY))
@@ -272,7 +270,9 @@ async def test_an_rpc_outside_the_contract_is_unimplemented(open_door: Open) -> 
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_health_needs_no_key_and_follows_the_pool(open_door: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_needs_no_key_and_reports_the_pools_state(
+    open_door: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("coordinator.doors.grpc.server.HEALTH_INTERVAL_S", 0.01)
     healthy = True
     stub: Any = health_pb2_grpc.HealthStub(await open_door(FakeService(), is_healthy=lambda: healthy))
@@ -299,7 +299,7 @@ async def test_reflection_needs_no_key_and_lists_the_contract(open_door: Open) -
     assert "grpc.health.v1.Health" in names
 
 
-async def test_stopping_lets_running_calls_finish_and_takes_no_new_ones() -> None:
+async def test_a_stopping_door_finishes_running_calls_and_accepts_no_new_ones() -> None:
     started, finish = asyncio.Event(), asyncio.Event()
 
     async def slow(principal: Principal, request: Message) -> Message:
@@ -323,7 +323,7 @@ async def test_stopping_lets_running_calls_finish_and_takes_no_new_ones() -> Non
             await stopping
 
 
-async def test_watchers_of_health_see_not_serving_before_the_door_closes() -> None:
+async def test_watched_health_is_not_serving_before_the_door_closes() -> None:
     door = GrpcDoor(GrpcConfig(port=0))
     door.bind()
     await door.start(FakeService(), authenticate, lambda: True)
@@ -358,12 +358,12 @@ async def test_two_doors_never_share_a_port(monkeypatch: pytest.MonkeyPatch) -> 
         GrpcDoor(GrpcConfig(port=first.port)).bind()
 
 
-async def test_an_address_that_is_not_ours_is_an_error() -> None:
+async def test_an_address_of_another_machine_is_an_error() -> None:
     with pytest.raises(DoorError, match=r"cannot listen on port 7600 of 192\.0\.2\.1"):
         GrpcDoor(GrpcConfig(host="192.0.2.1", allow_plaintext=True)).bind()
 
 
-async def test_tls_serves_those_who_trust_its_certificate_and_nobody_in_plaintext(tmp_path: Path) -> None:
+async def test_tls_serves_clients_that_trust_its_certificate_and_none_in_plaintext(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path)
     door = GrpcDoor(GrpcConfig(port=0, tls_cert=cert, tls_key=key))
     door.bind()
@@ -395,7 +395,7 @@ async def test_mutual_tls_refuses_clients_without_a_certificate(tmp_path: Path) 
     await door.stop(0)
 
 
-async def test_a_certificate_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+async def test_an_unreadable_certificate_is_an_error_that_names_it(tmp_path: Path) -> None:
     missing = tmp_path / "missing.pem"
     with pytest.raises(DoorError, match=r"missing\.pem: no such file"):
         GrpcDoor(GrpcConfig(port=0, tls_cert=missing, tls_key=missing)).bind()

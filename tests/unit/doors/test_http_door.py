@@ -1,4 +1,4 @@
-"""The HTTP door with a service that is not there: ports, TLS, errors, and how it stops."""
+"""The HTTP door with a fake service: ports, TLS, errors, and how it stops."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def opened() -> AsyncIterator[Open]:
         (ServiceError(Code.NOT_FOUND, "NOT_FOUND", "none"), 404, None),
     ],
 )
-async def test_only_what_may_succeed_later_is_answered_so_that_the_sdk_tries_again(
+async def test_only_calls_that_may_succeed_later_get_a_status_that_the_sdk_retries(
     opened: Open, error: ServiceError, status: int, header: str | None
 ) -> None:
     _, client = await opened(FakeService(get_capabilities=error))
@@ -84,7 +84,7 @@ async def test_only_what_may_succeed_later_is_answered_so_that_the_sdk_tries_aga
     assert response.headers.get("retry-after-ms") == header
 
 
-async def test_a_fault_of_ours_is_logged_and_not_told(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_internal_error_is_logged_and_not_sent(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
     _, client = await opened(FakeService(get_capabilities=RuntimeError("the secret of the house")))
     response = await client.get("/get_server_capabilities")
     assert response.status_code == 500
@@ -94,7 +94,7 @@ async def test_a_fault_of_ours_is_logged_and_not_told(opened: Open, caplog: pyte
 
 
 @pytest.mark.parametrize(("method", "path", "handler"), HANDLERS)
-async def test_no_path_is_answered_without_a_key(opened: Open, method: str, path: str, handler: Any) -> None:
+async def test_every_path_needs_a_key(opened: Open, method: str, path: str, handler: Any) -> None:
     service = FakeService()
     _, client = await opened(service)
     filled = re.sub("{([a-z]+)(:path)?}", r"\1", path)
@@ -119,7 +119,7 @@ async def test_no_path_is_answered_without_a_key(opened: Open, method: str, path
         (schemas.JsonTensor, {"data": ["x"] * 100_000, "dtype": "int64", "shape": [-1] * 100_000}),
     ],
 )
-def test_of_a_million_wrong_items_few_are_told(model: type[BaseModel], body: dict[str, Any]) -> None:
+def test_a_million_wrong_items_are_reported_by_the_first(model: type[BaseModel], body: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as counted:
         model.model_validate(body)
     assert counted.value.error_count() < 10
@@ -128,7 +128,7 @@ def test_of_a_million_wrong_items_few_are_told(model: type[BaseModel], body: dic
     assert len(told.value.message) < 1000
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for(opened: Open) -> None:
+async def test_a_body_that_does_not_arrive_in_time_is_refused(opened: Open) -> None:
     _, client = await opened(body_s=1.0)
 
     async def trickle() -> AsyncIterator[bytes]:
@@ -142,7 +142,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(opened: Open) -> None
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET /healthz HTT"])
-async def test_a_connection_that_asks_nothing_is_closed(opened: Open, begun: bytes) -> None:
+async def test_an_idle_connection_is_closed(opened: Open, begun: bytes) -> None:
     door, client = await opened(head_s=0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
     writer.write(begun)
@@ -151,13 +151,13 @@ async def test_a_connection_that_asks_nothing_is_closed(opened: Open, begun: byt
             assert await reader.read() == b""
     writer.close()
     may_go = asyncio.create_task(asyncio.sleep(0.5))
-    assert (await client.get("/healthz")).status_code == 200  # and one that has asked is kept
+    assert (await client.get("/healthz")).status_code == 200  # a connection that sent a request is kept
     await may_go
     [connection] = client._transport._pool.connections  # type: ignore[attr-defined]
     assert not connection.has_expired()
 
 
-async def test_a_head_that_begins_during_another_call_is_waited_for_no_longer(opened: Open) -> None:
+async def test_a_head_that_begins_during_a_call_has_the_same_deadline(opened: Open) -> None:
     begun, may_go = asyncio.Event(), asyncio.Event()
 
     async def slow(*_: Any) -> sessions_pb2.GetCapabilitiesResponse:
@@ -171,7 +171,7 @@ async def test_a_head_that_begins_during_another_call_is_waited_for_no_longer(op
     writer.write(head.encode())
     await begun.wait()
     writer.write(b"GET /healthz HTT")
-    await asyncio.sleep(0.3)  # its own call takes its time
+    await asyncio.sleep(0.3)  # longer than the deadline of a head
     may_go.set()
     async with asyncio.timeout(5):
         answer = b""
@@ -182,7 +182,7 @@ async def test_a_head_that_begins_during_another_call_is_waited_for_no_longer(op
     writer.close()
 
 
-async def test_one_connection_too_many_is_refused_and_the_others_go_on(opened: Open) -> None:
+async def test_a_connection_above_the_limit_is_refused_and_the_others_continue(opened: Open) -> None:
     door, client = await opened(connections_max=3)
     held = [await asyncio.open_connection("127.0.0.1", door.port) for _ in range(2)]
     assert (await client.get("/healthz")).status_code == 200
@@ -195,7 +195,7 @@ async def test_one_connection_too_many_is_refused_and_the_others_go_on(opened: O
         each.close()
 
 
-async def test_what_arrives_while_the_door_closes_is_not_begun(opened: Open) -> None:
+async def test_a_call_that_arrives_while_the_door_closes_does_not_start(opened: Open) -> None:
     service = FakeService()
     door, client = await opened(service)
 
@@ -209,18 +209,18 @@ async def test_what_arrives_while_the_door_closes_is_not_begun(opened: Open) -> 
     assert service.calls == []
 
 
-async def test_no_answer_is_held_back_until_the_one_before_is_acknowledged(opened: Open) -> None:
+async def test_small_responses_are_sent_without_delay(opened: Open) -> None:
     _, client = await opened(FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse()))
     took = []
     for _ in range(60):
         begin = time.perf_counter()
         await client.get("/get_server_capabilities")
         took.append(time.perf_counter() - begin)
-    # The kernel's delay is 0.04 s, each time but for the first few. A busy machine holds up some, not two thirds.
+    # A delayed acknowledgement takes 0.04 s for all but the first few. A busy machine delays some, not two thirds.
     assert sorted(took)[20] < 0.03
 
 
-async def test_a_port_in_use_is_said_with_what_to_do() -> None:
+async def test_a_port_in_use_is_an_error_that_names_the_option() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -236,7 +236,7 @@ async def test_the_door_speaks_tls(opened: Open, tmp_path: Path) -> None:
     assert (await client.get("/healthz")).json() == {"status": "ok"}
 
 
-async def test_a_certificate_that_is_none_is_said(tmp_path: Path) -> None:
+async def test_a_malformed_certificate_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("nonsense")
     door = HttpDoor(HttpConfig(port=0, is_remote=True, tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "cert.pem"))
     door.bind()
@@ -254,12 +254,12 @@ async def test_a_certificate_that_is_none_is_said(tmp_path: Path) -> None:
         ({"poll_s": 0}, "poll_s must be above 0"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
+def test_settings_out_of_range_of_the_http_door_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         HttpConfig(**options)
 
 
-async def test_what_runs_is_finished_while_nothing_new_is_taken(opened: Open) -> None:
+async def test_a_closing_door_finishes_running_calls_and_refuses_new_ones(opened: Open) -> None:
     may_go = asyncio.Event()
 
     async def slow(*_: Any) -> sessions_pb2.GetCapabilitiesResponse:
@@ -267,7 +267,7 @@ async def test_what_runs_is_finished_while_nothing_new_is_taken(opened: Open) ->
         return sessions_pb2.GetCapabilitiesResponse()
 
     door, client = await opened(FakeService(get_capabilities=slow))
-    assert (await client.get("/healthz")).status_code == 200  # leaves a connection open
+    assert (await client.get("/healthz")).status_code == 200  # keeps a connection open
     running = asyncio.create_task(client.get("/get_server_capabilities"))
     await asyncio.sleep(0.2)
     await door.refuse()
@@ -280,7 +280,7 @@ async def test_what_runs_is_finished_while_nothing_new_is_taken(opened: Open) ->
         await client.get("/healthz")
 
 
-async def test_a_stop_does_not_wait_for_ever(opened: Open) -> None:
+async def test_a_stop_aborts_calls_after_its_grace_period(opened: Open) -> None:
     async def never(*_: Any) -> ops_pb.GetOperationResponse:
         await asyncio.Event().wait()
         raise AssertionError
@@ -294,7 +294,7 @@ async def test_a_stop_does_not_wait_for_ever(opened: Open) -> None:
     assert isinstance(dropped, httpx.TransportError)
 
 
-async def test_a_reader_that_takes_nothing_is_given_up_and_a_tenant_has_few_downloads_at_once(opened: Open) -> None:
+async def test_a_download_that_is_not_read_is_aborted_and_a_tenants_downloads_are_limited(opened: Open) -> None:
     service: Any = FakeService(get_checkpoint=checkpoints_pb2.GetCheckpointResponse())
     num_sent, num_running = 0, 0
 
@@ -325,9 +325,9 @@ async def test_a_reader_that_takes_nothing_is_given_up_and_a_tenant_has_few_down
     refused = await client.get(url)
     assert (refused.status_code, refused.json()["reason"]) == (429, "DOWNLOADS_BUSY")
     async with asyncio.timeout(10):
-        while num_running:  # noqa: ASYNC110  # what it waits for ends in the door, which tells nobody
+        while num_running:  # noqa: ASYNC110  # the door has no event for the end of a download
             await asyncio.sleep(0.05)
-    assert num_sent < 1000  # as many as the buffers between take
+    assert num_sent < 1000  # as many as the socket's buffers hold
     async with client.stream("GET", url) as begun:
         assert begun.status_code == 200
     for each in held:
@@ -345,7 +345,7 @@ def checkpoint(index: int) -> checkpoints_pb2.Checkpoint:
 
 
 async def turns_during(call: Awaitable[httpx.Response]) -> tuple[httpx.Response, int]:
-    """What a call gives, and how often others had a turn meanwhile."""
+    """Return a call's response, and the number of times that another task ran during the call."""
     running, num_turns = asyncio.ensure_future(call), 0
     while not running.done():
         await asyncio.sleep(0.001)
@@ -354,9 +354,7 @@ async def turns_during(call: Awaitable[httpx.Response]) -> tuple[httpx.Response,
 
 
 @pytest.mark.parametrize("path", ["/checkpoints", "/training_runs/r/checkpoints"])
-async def test_a_large_listing_is_rendered_beside_the_loop(
-    opened: Open, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_large_listing_is_encoded_on_a_thread(opened: Open, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
     render = PiecewiseJson.render
 
@@ -376,7 +374,7 @@ async def test_a_large_listing_is_rendered_beside_the_loop(
 
 
 def pass_result(num_datums: int, num_tokens: int) -> ops_pb.WaitOperationsResponse:
-    """A finished pass, and the wait's answer with it."""
+    """Return the response of a wait for a finished pass."""
     logprobs = [to_tensor(np.full(num_tokens, -1.5, np.float32)) for _ in range(num_datums)]
     result = ops_pb.ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": 1.0})
     state = ops_pb.OPERATION_STATE_SUCCEEDED
@@ -384,15 +382,15 @@ def pass_result(num_datums: int, num_tokens: int) -> ops_pb.WaitOperationsRespon
     return ops_pb.WaitOperationsResponse(operation=operation)
 
 
-async def test_others_have_their_turn_while_a_large_result_is_written_as_json(opened: Open) -> None:
+async def test_other_calls_run_while_a_large_result_is_encoded_as_json(opened: Open) -> None:
     _, client = await opened(FakeService(wait_operations=[pass_result(1, JSON_RESULT_BYTES_MAX // 4 - 1000)]))
     response, num_turns = await turns_during(client.post("/retrieve_future", json={"request_id": "s:train:0:1"}))
     [output] = response.json()["loss_fn_outputs"]
     assert set(output["logprobs"]["data"]) == {-1.5}
-    assert num_turns > 50  # the fast encoder leaves a few
+    assert num_turns > 50  # with the fast encoder there are a few
 
 
-async def test_a_result_that_is_too_large_for_json_is_announced_and_given_as_protobuf(opened: Open) -> None:
+async def test_a_result_too_large_for_json_is_announced_and_sent_as_protobuf(opened: Open) -> None:
     _, client = await opened(FakeService(wait_operations=[pass_result(3, JSON_RESULT_BYTES_MAX // 8)]))
     asked = {"request_id": "s:train:0:1", "allow_metadata_only": True}
     refused = await client.post("/retrieve_future", json=asked)
@@ -406,7 +404,7 @@ async def test_a_result_that_is_too_large_for_json_is_announced_and_given_as_pro
     assert announced["response_payload_size"] == pytest.approx(len(response.content), rel=0.01)
 
 
-def test_a_download_address_works_until_it_expires_for_its_file_alone() -> None:
+def test_a_download_url_is_valid_for_its_file_until_it_expires() -> None:
     now = [1000.0]
     downloads = Downloads(lambda: now[0])
     query = dict(httpx.QueryParams(downloads.query("k", "tinker://p", "a.json", downloads.expiry())))

@@ -1,4 +1,4 @@
-"""What a Tinker client asks of a sample, as the contract has it."""
+"""Sampling parameters of a Tinker client, converted to the contract's."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from coordinator.doors.tinker.schemas import SamplingParams
         ([], [], []),
     ],
 )
-def test_a_stop_is_a_text_or_texts_or_token_ids_or_nothing_at_all(
-    stop: Any, strings: list[str], tokens: list[int]
-) -> None:
+def test_a_stop_is_a_text_or_texts_or_token_ids_or_empty(stop: Any, strings: list[str], tokens: list[int]) -> None:
     params = sampling_params(SamplingParams(stop=stop))
     assert params.HasField("stop")
     assert (list(params.stop.strings), list(params.stop.tokens)) == (strings, tokens)
 
 
-def test_no_stop_leaves_the_models_own_end() -> None:
+def test_without_a_stop_the_models_end_token_stops_a_sample() -> None:
     assert not sampling_params(SamplingParams(stop=None)).HasField("stop")
     assert not sampling_params(SamplingParams()).HasField("stop")

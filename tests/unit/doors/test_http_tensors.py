@@ -1,4 +1,4 @@
-"""Tensors of the Tinker protocol: dense and sparse, in and out, judged by the official SDK's own reader."""
+"""Tensors of the Tinker protocol: dense and sparse, in and out, checked by the official SDK's reader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tinkerpool.v1 import types_pb2
 
 
 def sparse(array: np.ndarray[Any, Any]) -> wire.Tensor:
-    """A matrix by its entries other than zero."""
+    """Return a sparse tensor of a matrix's entries other than zero."""
     rows, columns = np.nonzero(array)
     starts = np.searchsorted(rows, np.arange(array.shape[0] + 1))
     dtype = wire.DATA_TYPE_FLOAT32 if array.dtype == np.float32 else wire.DATA_TYPE_INT64
@@ -58,7 +58,9 @@ def test_a_sparse_tensor_is_the_dense_one(shape: tuple[int, int], dtype: Any, da
         ([], [0], [], [0, 1 << 62]),
     ],
 )
-def test_indices_that_do_not_fit_are_refused(values: Any, starts: Any, columns: Any, shape: Any) -> None:
+def test_sparse_indices_that_contradict_the_values_are_refused(
+    values: Any, starts: Any, columns: Any, shape: Any
+) -> None:
     message = wire.Tensor(dtype=wire.DATA_TYPE_FLOAT32, shape=shape)
     message.sparse_csr.values = np.array(values, np.float32).tobytes()
     message.sparse_csr.crow_indices = np.array(starts, np.int64).tobytes()
@@ -67,7 +69,7 @@ def test_indices_that_do_not_fit_are_refused(values: Any, starts: Any, columns: 
         dense("x", message)
 
 
-def test_dense_tensors_come_in_all_four_types_and_without_a_shape_as_vectors() -> None:
+def test_dense_tensors_have_four_types_and_without_a_shape_are_vectors() -> None:
     halves = np.array([1.0, -2.5, 0.0], np.float32)
     upper = (halves.view(np.uint32) >> 16).astype(np.uint16)
     assert np.array_equal(
@@ -90,7 +92,7 @@ def test_dense_tensors_come_in_all_four_types_and_without_a_shape_as_vectors() -
 
 
 @pytest.mark.parametrize("shape", [[1] * 9, [0, 1 << 62], [1 << 62] * 4, [-1, -1], [(1 << 63) - 1] * 200_000])
-def test_a_shape_that_no_array_can_have_is_refused_in_few_words_before_it_is_multiplied(shape: list[int]) -> None:
+def test_an_impossible_shape_is_refused_before_its_product_is_computed(shape: list[int]) -> None:
     with pytest.raises(ServiceError, match="x is refused") as raised:
         dense("x", wire.Tensor(dtype=wire.DATA_TYPE_FLOAT32, shape=shape))
     assert len(raised.value.message) < 500
@@ -99,7 +101,7 @@ def test_a_shape_that_no_array_can_have_is_refused_in_few_words_before_it_is_mul
     assert len(str(told.value)) < 500
 
 
-def test_text_in_several_chunks_is_one_input_and_anything_else_is_refused() -> None:
+def test_chunks_of_text_are_joined_and_other_chunks_are_refused() -> None:
     chunks = [wire.Chunk(encoded_text=wire.TextChunk(tokens=np.array(part, "<i4").tobytes())) for part in ([1, 2], [3])]
     assert from_tensor(tokens(chunks, "x")).tolist() == [1, 2, 3]
     assert from_tensor(tokens([], "x")).tolist() == []
@@ -108,12 +110,12 @@ def test_text_in_several_chunks_is_one_input_and_anything_else_is_refused() -> N
             tokens([*chunks, other], "x")
 
 
-def test_a_sparse_tensor_may_have_something_else_where_it_has_no_entry() -> None:
+def test_missing_entries_of_a_sparse_tensor_take_the_given_value() -> None:
     array = np.array([[0, 7], [0, 0]], np.int64)
     assert from_tensor(dense("x", sparse(array), missing=-1)).tolist() == [[-1, 7], [-1, -1]]
 
 
-def test_a_tensor_in_json_is_the_binary_one_and_what_is_no_number_of_its_type_is_refused() -> None:
+def test_a_tensor_in_json_equals_the_binary_one_and_numbers_out_of_range_are_refused() -> None:
     tensor = JsonTensor(data=[1, 2], dtype="int64", shape=[1, 2])
     assert from_tensor(dense("x", binary_tensor("x", tensor))).tolist() == [[1, 2]]
     rows = JsonTensor(data=[5], dtype="int64", shape=[2, 3], sparse_crow_indices=[0, 0, 1], sparse_col_indices=[2])
@@ -128,7 +130,7 @@ def test_a_tensor_in_json_is_the_binary_one_and_what_is_no_number_of_its_type_is
     shape=st.tuples(st.integers(0, 6), st.integers(1, 4)),
     data=st.data(),
 )
-def test_sparse_rows_are_read_by_the_sdk_as_the_matrix_with_nothing_where_it_was_nan(
+def test_the_sdk_reads_sparse_rows_as_the_matrix_without_nan_entries(
     shape: tuple[int, int], data: st.DataObject
 ) -> None:
     size = shape[0] * shape[1]
@@ -143,7 +145,7 @@ def test_sparse_rows_are_read_by_the_sdk_as_the_matrix_with_nothing_where_it_was
 
 
 @given(shapes=st.lists(st.one_of(st.tuples(st.integers(0, 4)), st.tuples(st.integers(0, 3), st.integers(1, 3)))))
-def test_outputs_of_any_shapes_are_read_by_the_sdk_as_they_were(shapes: list[tuple[int, ...]]) -> None:
+def test_the_sdk_reads_outputs_of_any_shape_unchanged(shapes: list[tuple[int, ...]]) -> None:
     arrays = [np.random.default_rng(i).normal(size=shape).astype(np.float32) for i, shape in enumerate(shapes)]
     records = array_records("logprobs", [to_tensor(array) for array in arrays])
     output = wire.ForwardBackwardOutput(loss_fn_output_type="T", loss_fn_outputs=records, metrics={"loss:sum": 1.5})

@@ -1,4 +1,4 @@
-"""Tokenizers left as directories for clients on the same machine."""
+"""Tokenizers written as directories for clients on the same machine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ROOT = Path("/tokenizers")
 
 
 class PowerCut(Exception):
-    """The machine stops."""
+    """The machine loses power."""
 
 
 @pytest.mark.parametrize("num_operations", range(12))
-def test_a_tokenizer_is_there_whole_or_not_at_all_after_a_power_cut(num_operations: int) -> None:
+def test_a_tokenizer_is_complete_or_absent_after_a_power_cut(num_operations: int) -> None:
     for seed in range(20):
         left = [num_operations]
 
@@ -44,7 +44,7 @@ def test_a_tokenizer_is_there_whole_or_not_at_all_after_a_power_cut(num_operatio
 
 
 def leave(disk: SimDisk) -> Path:
-    """Leave the tokenizer of a model; its directory."""
+    """Write the tokenizer of a model; return its directory."""
     capabilities = sessions_pb2.GetCapabilitiesResponse(base_models=[sessions_pb2.BaseModel(name="org/model")])
     tokenizer = sessions_pb2.GetTokenizerResponse(files=FILES)
     service: Any = FakeService(get_capabilities=capabilities, get_tokenizer=tokenizer)
@@ -52,5 +52,5 @@ def leave(disk: SimDisk) -> Path:
 
 
 def contents(disk: SimDisk, folder: Path) -> dict[str, bytes]:
-    """A folder's files."""
+    """Return a folder's files."""
     return {name: disk.read(folder / name) for name in disk.names(folder)}

@@ -1,4 +1,4 @@
-"""OpenAI's door with a service that is not there: what it asks of the service, and what it makes of the answers."""
+"""OpenAI's door with a fake service: its requests to the service, and its responses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tokens_of(text: str) -> list[int]:
 
 
 def sequence(text: str, *, is_stop: bool = False, topk: Sequence[Sequence[tuple[str, float]]] = ()) -> Any:
-    """A sampled sequence; every token has the log-probability -0.5."""
+    """Return a sampled sequence; every token has the log-probability -0.5."""
     tokens = tokens_of(text)
     sampled = ops_pb.SampledSequence(
         tokens=to_tensor(np.array(tokens, np.int32)),
@@ -52,7 +52,7 @@ def sequence(text: str, *, is_stop: bool = False, topk: Sequence[Sequence[tuple[
 
 
 def table(rows: Sequence[Sequence[tuple[str, float]]]) -> ops_pb.TokenLogprobs:
-    """Some one-token texts and their log-probabilities at each place."""
+    """Return texts of one token and their log-probabilities at each position."""
     return ops_pb.TokenLogprobs(
         token_ids=to_tensor(np.array([[tokens_of(text)[0] for text, _ in row] for row in rows], np.int32)),
         logprobs=to_tensor(np.array([[logprob for _, logprob in row] for row in rows], np.float32)),
@@ -60,7 +60,7 @@ def table(rows: Sequence[Sequence[tuple[str, float]]]) -> ops_pb.TokenLogprobs:
 
 
 def fake(*sequences: Any, result: ops_pb.SampleResult | None = None, **answers: Any) -> FakeService:
-    """A pool that serves one base model, and answers every sample with these sequences."""
+    """Return a service with one base model; every sample has these sequences."""
     sampled = ops_pb.SampleResult(num_cached_prompt_tokens=2)
     sampled.MergeFrom(result or ops_pb.SampleResult())
     sampled.sequences.extend(sequences)
@@ -94,12 +94,12 @@ def fake(*sequences: Any, result: ops_pb.SampleResult | None = None, **answers: 
 
 
 def asked(service: FakeService, use_case: str) -> list[Any]:
-    """The requests of one use case, in order."""
+    """Return the requests of one use case, in order."""
     return [request for name, _, request in service.calls if name == use_case]
 
 
 class Door:
-    """A door of its own for each service, and calls at it."""
+    """Opens a door for each service, and calls it."""
 
     def __init__(self) -> None:
         self._opened: list[HttpDoor] = []
@@ -116,7 +116,7 @@ class Door:
             return await client.request(method, path, **options)
 
     async def complete(self, service: Any, prompt: Any = "And", **values: Any) -> Any:
-        """POST /v1/completions that must succeed."""
+        """POST /v1/completions, which must succeed."""
         return await self.ok(service, "/v1/completions", prompt=prompt, **values)
 
     async def ok(self, service: Any, path: str, **values: Any) -> Any:
@@ -125,7 +125,7 @@ class Door:
         return response.json()
 
     async def chunks(self, service: Any, path: str, **values: Any) -> list[Any]:
-        """The events of a stream, but for the last one, which says that it is over."""
+        """Return the events of a stream without the final [DONE]."""
         body = {"model": "kjv", "stream": True, **values}
         response = await self.request(service, "POST", path, json=body)
         assert response.headers["content-type"].startswith("text/event-stream"), response.text
@@ -145,7 +145,7 @@ async def door() -> AsyncIterator[Door]:
     await door.close()
 
 
-async def test_a_completion_says_what_it_is_and_what_it_took(door: Door) -> None:
+async def test_a_completion_has_its_metadata_and_usage(door: Door) -> None:
     body = await door.complete(fake(sequence(" it came"), sequence(" God", is_stop=True)), n=2)
     assert body["id"].startswith("cmpl-")
     assert (body["object"], body["created"], body["model"]) == ("text_completion", 1234, "kjv")
@@ -163,7 +163,7 @@ async def test_a_completion_says_what_it_is_and_what_it_took(door: Door) -> None
     }
 
 
-async def test_what_is_asked_reaches_the_service(door: Door) -> None:
+async def test_parameters_of_a_call_reach_the_service(door: Door) -> None:
     service = fake(sequence("a"))
     values = {"temperature": 0.5, "top_p": 0.75, "top_k": 9, "seed": -7, "stop": "\n", "max_tokens": 5, "user": "me"}
     await door.complete(service, n=3, **values)
@@ -172,7 +172,10 @@ async def test_what_is_asked_reaches_the_service(door: Door) -> None:
     assert (request.sampler_id, request.num_samples) == (SAMPLER, 3)
     params = request.params
     assert (params.temperature, params.top_p, params.top_k, params.seed, params.max_tokens) == (0.5, 0.75, 9, -7, 5)
-    assert (list(params.stop.strings), list(params.stop.tokens)) == (["\n"], [0, 3])  # stops come on top of the ends
+    assert (list(params.stop.strings), list(params.stop.tokens)) == (
+        ["\n"],
+        [0, 3],
+    )  # stops are added to the end tokens
     service = fake(sequence("a"))
     await door.ok(service, "/oai/api/v1/chat/completions", messages=[{"role": "user", "content": "Who?"}], seed=None)
     [request] = asked(service, "sample")
@@ -195,7 +198,7 @@ async def test_each_prompt_of_a_batch_has_its_choices_in_order(door: Door) -> No
         assert sent == (prompt if isinstance(prompt[0], list) else [prompt])
 
 
-async def test_a_conversation_may_have_a_developer_and_parts_of_text(door: Door) -> None:
+async def test_a_conversation_may_have_a_developer_role_and_parts_of_text(door: Door) -> None:
     service = fake(sequence("a"))
     parts = [{"type": "text", "text": "Who"}, {"type": "text", "text": " art thou?"}]
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
@@ -209,7 +212,7 @@ async def test_a_conversation_may_have_a_developer_and_parts_of_text(door: Door)
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "a", "refusal": None}
 
 
-async def test_the_log_probabilities_of_a_completion_stand_beside_its_tokens(door: Door) -> None:
+async def test_a_completions_log_probabilities_match_its_tokens(door: Door) -> None:
     topk = [[("b", -0.1), ("a", -0.5)], [("c", -0.2), ("d", -math.inf)]]
     service = fake(sequence("ax", topk=topk))
     body = await door.complete(service, logprobs=2)
@@ -246,7 +249,7 @@ async def test_an_echoed_prompt_has_its_log_probabilities_too(door: Door) -> Non
     assert body["usage"]["completion_tokens"] == 2
 
 
-async def test_a_prompt_can_be_scored_without_a_token_sampled(door: Door) -> None:
+async def test_a_prompt_can_be_scored_without_sampling_a_token(door: Door) -> None:
     result = ops_pb.SampleResult(prompt_logprobs=to_tensor(np.array([np.nan, -1.5], np.float32)))
     service = fake(sequence("a", is_stop=True), result=result)
     body = await door.complete(service, [5, 6], logprobs=0, echo=True, max_tokens=0)
@@ -268,7 +271,7 @@ async def test_the_log_probabilities_of_a_conversation_are_an_object_for_each_to
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 1])
-async def test_a_stream_is_the_whole_answer_in_pieces(door: Door, logprobs: int | None) -> None:
+async def test_a_stream_is_the_whole_response_in_pieces(door: Door, logprobs: int | None) -> None:
     topk = [[("b", -0.25)]] * len(tokens_of(" \u20ac10 now"))
     service = fake(sequence(" \u20ac10 now", is_stop=True, topk=topk if logprobs else ()), sequence("b", topk=topk[:1]))
     values = {"prompt": ["And", "Or"], "n": 2, "logprobs": logprobs, "echo": logprobs is None}
@@ -288,7 +291,7 @@ async def test_a_stream_is_the_whole_answer_in_pieces(door: Door, logprobs: int 
                 assert [value for piece in pieces for value in piece] == (values_of or [])
 
 
-async def test_a_streamed_conversation_begins_with_who_speaks(door: Door) -> None:
+async def test_a_streamed_conversation_begins_with_the_role(door: Door) -> None:
     messages = [{"role": "user", "content": "Who?"}]
     chunks = await door.chunks(fake(sequence("ax", is_stop=True)), "/v1/chat/completions", messages=messages)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -347,7 +350,7 @@ TEXT = {"prompt": "And"}
         ),
     ],
 )
-async def test_what_cannot_be_done_is_refused_by_name(
+async def test_unsupported_parameters_are_refused_by_name(
     door: Door, body: dict[str, Any], param: str, code: str, told: str
 ) -> None:
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
@@ -360,7 +363,7 @@ async def test_what_cannot_be_done_is_refused_by_name(
     assert asked(service, "sample") == []
 
 
-async def test_what_asks_for_nothing_is_taken(door: Door) -> None:
+async def test_parameters_without_effect_are_accepted(door: Door) -> None:
     nothing = {
         "tools": [],
         "tool_choice": "none",
@@ -404,7 +407,7 @@ async def test_what_asks_for_nothing_is_taken(door: Door) -> None:
         (RuntimeError("the secret of the house"), 500, "server_error", "internal", None),
     ],
 )
-async def test_a_refusal_of_the_service_has_openais_shape_and_a_status_to_act_on(
+async def test_a_refusal_of_the_service_has_openais_form_and_status(
     door: Door, error: Exception, status: int, kind: str, code: str, retry_after: str | None, stream: bool
 ) -> None:
     service = fake(sample=error, stream_sample=[error])
@@ -417,7 +420,7 @@ async def test_a_refusal_of_the_service_has_openais_shape_and_a_status_to_act_on
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_sample_that_fails_is_told(door: Door, stream: bool) -> None:
+async def test_a_failed_sample_is_an_error_response(door: Door, stream: bool) -> None:
     failed = ops_pb.Operation(
         name="n",
         state=ops_pb.OPERATION_STATE_FAILED,
@@ -441,7 +444,7 @@ async def test_a_sample_that_fails_is_told(door: Door, stream: bool) -> None:
     assert told["error"]["message"] == "the worker died twice"
 
 
-async def test_no_endpoint_answers_without_a_key_and_other_paths_say_what_there_is(door: Door) -> None:
+async def test_every_endpoint_needs_a_key_and_an_unknown_path_lists_the_endpoints(door: Door) -> None:
     for headers in ({"authorization": "Bearer wrong"}, {"authorization": ""}):
         service = fake()
         for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/v1/anything")):
@@ -454,7 +457,7 @@ async def test_no_endpoint_answers_without_a_key_and_other_paths_say_what_there_
         assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_url")
 
 
-async def test_a_model_that_is_not_there_is_told_with_what_is(door: Door) -> None:
+async def test_an_unknown_model_is_refused_with_the_names_of_the_served_ones(door: Door) -> None:
     checkpoint = ServiceError(Code.NOT_FOUND, "NOT_FOUND", "no")
     for model, told in (
         ("gpt-4o", "this pool serves kjv"),
@@ -468,7 +471,7 @@ async def test_a_model_that_is_not_there_is_told_with_what_is(door: Door) -> Non
         assert told in error["message"]
 
 
-async def test_a_model_without_a_template_or_tokenizer_says_what_to_use(door: Door) -> None:
+async def test_a_model_without_template_or_tokenizer_is_refused_with_an_alternative(door: Door) -> None:
     bare = {"tokenizer.json": FILES["tokenizer.json"]}
     service = fake(sequence("a"), get_tokenizer=sessions_pb2.GetTokenizerResponse(files=bare))
     response = await door.request(service, "POST", "/v1/chat/completions", json={"model": "kjv"} | CHAT)
@@ -486,7 +489,7 @@ async def test_a_model_without_a_template_or_tokenizer_says_what_to_use(door: Do
     assert "Only one message" in response.json()["error"]["message"]
 
 
-async def test_a_session_that_has_ended_is_replaced(door: Door) -> None:
+async def test_an_ended_session_is_replaced(door: Door) -> None:
     sessions = iter(("old", "new"))
 
     async def create_session(*_: Any) -> sessions_pb2.CreateSessionResponse:
@@ -502,7 +505,7 @@ async def test_a_session_that_has_ended_is_replaced(door: Door) -> None:
     assert asked(service, "sample")[0].sampler_id == "new:sample:0"
 
 
-async def test_only_the_same_key_gives_a_sample_the_same_number(door: Door) -> None:
+async def test_only_the_same_idempotency_key_gives_a_sample_the_same_seq(door: Door) -> None:
     service = fake(sequence("a"))
     body = {"model": "kjv", "prompt": ["And", "Or"]}
     for key in ("one", "one", "two", ""):
@@ -518,7 +521,7 @@ async def test_only_the_same_key_gives_a_sample_the_same_number(door: Door) -> N
     assert response.json()["error"]["code"] == "idempotency_key_reused"
 
 
-async def test_models_are_what_a_tenant_may_name(door: Door) -> None:
+async def test_the_list_of_models_has_every_name_that_the_tenant_may_use(door: Door) -> None:
     training, sampler, external = (
         checkpoints_pb2.Checkpoint(
             path=f"tinker://a:train:0/{kind}/x", adapter_id="a:train:0", kind=value, base_model="kjv", seq=seq

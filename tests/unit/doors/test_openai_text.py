@@ -1,4 +1,4 @@
-"""Tokens to text and messages to prompts, as OpenAI's door does it."""
+"""Tokens to text and messages to prompts in OpenAI's door."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ MESSAGES = [{"role": "user", "content": "Who made thee?"}]
 
 
 def token_of(text: str) -> int:
-    token: int = TOKENIZER.token_to_id(text)  # type: ignore[assignment]  # it is there
+    token: int = TOKENIZER.token_to_id(text)  # type: ignore[assignment]  # never None here
     return token
 
 
 def shown(tokens: list[int], stops: list[str], detokenizer: Detokenizer | None = None) -> list[str]:
-    """What is handed out at each token, and at the end."""
+    """Return the pieces after each token, and at the end."""
     detokenizer = detokenizer or MODEL.detokenizer(stops)
     return [*(detokenizer.push(token) for token in tokens), detokenizer.finish()]
 
 
 def cut_when_complete(tokens: list[int], stops: list[str]) -> str:
-    """The naive twin: decode everything anew after each token, and stop at the first that completes a stop string."""
+    """Decode all tokens again after each token, and stop at the first that completes a stop string: the naive twin."""
     for size in range(1, len(tokens) + 1):
         text = TOKENIZER.decode(tokens[:size], skip_special_tokens=False)
         if found := [text.index(stop) for stop in stops if stop in text]:
@@ -46,14 +46,14 @@ def cut_when_complete(tokens: list[int], stops: list[str]) -> str:
 
 
 @given(st.text(max_size=60))
-def test_pieces_are_whole_characters_and_together_the_text(text: str) -> None:
+def test_pieces_are_whole_characters_and_join_to_the_text(text: str) -> None:
     pieces = shown(TOKENIZER.encode(text).ids, [])
     assert "".join(pieces) == text
     assert BROKEN in text or not any(BROKEN in piece for piece in pieces)
 
 
 @given(st.lists(st.sampled_from(SHOWN), max_size=30))
-def test_pieces_of_any_tokens_are_together_what_the_tokenizer_makes_of_them(tokens: list[int]) -> None:
+def test_pieces_of_any_tokens_join_to_the_tokenizers_text(tokens: list[int]) -> None:
     assert "".join(shown(tokens, [])) == TOKENIZER.decode(tokens, skip_special_tokens=False)
 
 
@@ -61,7 +61,7 @@ def test_pieces_of_any_tokens_are_together_what_the_tokenizer_makes_of_them(toke
     st.text("ab\u00e9\U0001f600", max_size=30),
     st.lists(st.text("ab\u00e9\U0001f600", min_size=1, max_size=4), min_size=1, max_size=4),
 )
-def test_a_stop_string_and_what_follows_is_never_shown_not_even_its_beginning(text: str, stops: list[str]) -> None:
+def test_no_part_of_a_stop_string_is_shown(text: str, stops: list[str]) -> None:
     tokens = TOKENIZER.encode(text).ids
     assert "".join(shown(tokens, stops)) == cut_when_complete(tokens, stops)
 
@@ -79,14 +79,14 @@ def test_special_tokens_are_not_shown_but_may_be_part_of_a_stop_string() -> None
     assert "".join(shown([b, a, start, b], ["a<|im_end|>"])) == "bab"
 
 
-def test_bytes_that_become_no_character_are_not_held_back_for_ever() -> None:
+def test_invalid_bytes_are_not_held_back_for_ever() -> None:
     broken = next(token for token in SHOWN if TOKENIZER.decode([token]) == BROKEN)
     pieces = shown([broken] * 200, [])
     assert "".join(pieces) == BROKEN * 200
     assert pieces[:100] != [""] * 100
 
 
-def test_bytes_spelled_out_in_a_vocabulary_become_characters_only_when_they_are_all_there() -> None:
+def test_byte_tokens_become_a_character_once_it_is_complete() -> None:
     vocabulary = {"\u2581the": 0, **{f"<0x{value:02X}>": value + 1 for value in range(256)}, "<unk>": 257}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
@@ -96,7 +96,7 @@ def test_bytes_spelled_out_in_a_vocabulary_become_characters_only_when_they_are_
     assert shown(tokens, [], Detokenizer(tokenizer, (), (), ())) == ["the", "", "", "", "\U0001f600", " the", ""]
 
 
-def test_the_space_that_a_continuation_begins_with_is_not_lost() -> None:
+def test_the_leading_space_of_a_continuation_is_kept() -> None:
     vocabulary = {"\u2581the": 0, "\u2581": 1, ":": 2, "<unk>": 3, "</s>": 4}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.decoder = decoders.Metaspace()
@@ -108,7 +108,7 @@ def test_the_space_that_a_continuation_begins_with_is_not_lost() -> None:
     assert model.token_text(0) == (" the", b" the")
 
 
-def test_no_text_is_cut_or_filled_up_although_the_tokenizer_was_saved_so() -> None:
+def test_saved_truncation_and_padding_of_a_tokenizer_are_off() -> None:
     tokenizer = Tokenizer.from_str(FILES["tokenizer.json"].decode())
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=9)
@@ -117,7 +117,7 @@ def test_no_text_is_cut_or_filled_up_although_the_tokenizer_was_saved_so() -> No
         assert read_text_model(BASE, files).tokenizer.encode(text).ids == TOKENIZER.encode(text).ids
 
 
-def test_a_token_alone_has_its_text_and_its_bytes() -> None:
+def test_a_single_token_has_its_text_and_its_bytes() -> None:
     [space] = TOKENIZER.encode(" the").ids
     assert MODEL.token_text(space) == (" the", b" the")
     pieces = [MODEL.token_text(token) for token in TOKENIZER.encode("\u20ac").ids]
@@ -151,7 +151,7 @@ def test_a_template_is_rendered_as_transformers_renders_it(tmp_path: Path, templ
     assert ours.render(messages, {"thinking": True}) == expected
 
 
-def test_a_template_says_what_it_does_not_take_and_reaches_nothing_outside() -> None:
+def test_a_template_reports_its_errors_and_cannot_leave_its_sandbox() -> None:
     def render(source: str) -> str:
         template = read_template({"chat_template.jinja": source.encode()})
         assert template is not None
@@ -167,7 +167,7 @@ def test_a_template_says_what_it_does_not_take_and_reaches_nothing_outside() -> 
         render("{% if messages %}")
 
 
-def test_a_template_is_found_wherever_models_keep_it() -> None:
+def test_a_template_is_found_in_every_file_that_models_keep_it_in() -> None:
     def found(**files: str) -> str | None:
         template = read_template({name.replace("_j", ".j"): text.encode() for name, text in files.items()})
         return template.render(MESSAGES, {}) if template is not None else None

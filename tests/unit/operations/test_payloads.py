@@ -70,7 +70,7 @@ def test_token_ids_of_either_width_are_the_same_request() -> None:
     assert payload(request(narrow)) == payload(request(wide))
 
 
-def test_integer_weights_and_a_carried_along_mask_change_nothing() -> None:
+def test_integer_weights_and_a_mask_do_not_change_the_payload() -> None:
     plain, other = datum(5), datum(5)
     other.loss_inputs["weights"].CopyFrom(ints(1, 1, 1, 1, 1))
     other.loss_inputs["mask"].CopyFrom(floats(1, 0))
@@ -258,7 +258,7 @@ BAD: dict[str, tuple[Pass, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_data_is_refused_with_where_it_is_and_what_is_expected(case: str) -> None:
+def test_wrong_data_is_refused_with_its_location_and_the_expected_form(case: str) -> None:
     message, expected = BAD[case]
     text = refusal(message).message
     assert all(part in text for part in expected), text
@@ -271,7 +271,7 @@ def test_bad_data_is_refused_with_where_it_is_and_what_is_expected(case: str) ->
     shape=st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 10), max_size=4),
     name=st.sampled_from(["tokens", "target_tokens", "weights"]),
 )
-def test_no_tensor_whatever_it_holds_gets_past_the_check_or_breaks_it(
+def test_no_malformed_tensor_passes_the_check_or_breaks_it(
     data: bytes, dtype: int, shape: list[int], name: str
 ) -> None:
     one = datum(3)
@@ -308,7 +308,7 @@ def test_a_step_without_hyperparameters_has_the_documented_defaults() -> None:
         {"grad_clip_norm": math.nan},
     ],
 )
-def test_bad_hyperparameters_are_refused_by_name(values: dict[str, float]) -> None:
+def test_wrong_hyperparameters_are_refused_by_name(values: dict[str, float]) -> None:
     with pytest.raises(ServiceError, match=f"adam.{next(iter(values))}"):
         payloads.canonical_adam("a", types_pb2.AdamParams(**values))
 

@@ -132,7 +132,7 @@ def test_a_stop_condition_that_is_set_and_empty_stops_nothing() -> None:
     assert decoded(stop=sampling_pb2.StopCondition()).params.stop_tokens == ()
 
 
-def test_a_worker_is_asked_for_all_that_the_user_asked_for() -> None:
+def test_a_workers_request_has_everything_that_the_user_requested() -> None:
     extras = {
         "include_prompt_logprobs": True,
         "prompt_logprobs_last_n": 2,
@@ -150,7 +150,7 @@ def test_a_worker_is_asked_for_all_that_the_user_asked_for() -> None:
     assert request.prompt_targets.tolist() == [[7, -1], [8, 9]]
 
 
-def test_everything_that_is_asked_for_is_part_of_the_payload_and_the_width_of_token_ids_is_not() -> None:
+def test_every_parameter_is_part_of_the_payload_and_the_width_of_token_ids_is_not() -> None:
     wide, narrow = ({"prompt_targets": targets([1], [2], dtype=dtype)} for dtype in (np.int64, np.int32))
     assert payload(asked(wide)) == payload(asked(narrow))
     others: list[dict[str, Any]] = [
@@ -203,14 +203,14 @@ def test_everything_that_is_asked_for_is_part_of_the_payload_and_the_width_of_to
         ({"extras": {"prompt_targets": targets([1])}, "prompt": (1,)}, r"give \(0, k\)"),
     ],
 )
-def test_bad_samples_are_refused_with_what_is_allowed(values: dict[str, Any], expected: str) -> None:
+def test_wrong_samples_are_refused_with_the_allowed_values(values: dict[str, Any], expected: str) -> None:
     with pytest.raises(ServiceError, match=expected) as raised:
         payload(asked(**values))
     assert raised.value.code is Code.INVALID_ARGUMENT
     assert len(raised.value.message) < 400
 
 
-def test_an_answer_that_no_message_holds_is_refused_with_what_makes_it_so_large() -> None:
+def test_a_sample_with_too_large_a_result_is_refused_with_the_cause() -> None:
     limits = Limits(sample_logprobs_max=100)
     few = asked({"topk_sample_logprobs": 2, "topk_prompt_logprobs": 4}, max_tokens=11, num_samples=4)
     assert payload(few, limits=limits)
@@ -248,7 +248,7 @@ def operation(request: sampling_pb2.SampleRequest) -> Operation:
     )
 
 
-def test_all_that_a_worker_answers_is_in_the_result_and_nothing_else() -> None:
+def test_the_result_has_all_fields_of_a_workers_result_and_no_others() -> None:
     sequence = SampledSequence(
         tokens=np.array([4, 5], np.int32), logprobs=np.array([-1, -2], np.float32), stop_reason=StopReason.STOP
     )

@@ -1,4 +1,4 @@
-"""API keys: what is stored, what is refused, and that every refusal sounds the same."""
+"""API keys: what the database holds, which keys are refused, and that all refusals are equal."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ def refusal(keys: Authenticator, key: str) -> tuple[Code, str, str]:
     return raised.value.code, raised.value.reason, raised.value.message
 
 
-async def test_a_key_says_who_its_bearer_is(keys: Authenticator) -> None:
+async def test_a_key_determines_its_tenant(keys: Authenticator) -> None:
     key, _ = await keys.create_key("alice", is_admin=True)
     other, _ = await keys.create_key("alice")
     principal, second = keys.authenticate(key), keys.authenticate(other)
@@ -38,7 +38,7 @@ async def test_a_key_says_who_its_bearer_is(keys: Authenticator) -> None:
     assert principal.tenant_id == second.tenant_id
 
 
-async def test_the_prefix_that_some_clients_insist_on_is_accepted(keys: Authenticator) -> None:
+async def test_the_prefix_that_some_clients_require_is_accepted(keys: Authenticator) -> None:
     key, _ = await keys.create_key("alice")
     assert keys.authenticate(f"tml-{key}") == keys.authenticate(f" {key}\n") == keys.authenticate(key)
 
@@ -58,7 +58,7 @@ async def test_no_file_of_the_database_has_the_secret(keys: Authenticator, store
         assert secret.encode() not in content
 
 
-async def test_every_wrong_key_gets_the_same_answer(keys: Authenticator) -> None:
+async def test_every_wrong_key_gets_the_same_refusal(keys: Authenticator) -> None:
     key, row = await keys.create_key("alice")
     wrong = [
         key[:-1] + ("A" if key[-1] != "A" else "B"),
@@ -76,7 +76,7 @@ async def test_every_wrong_key_gets_the_same_answer(keys: Authenticator) -> None
     assert row.key_id not in message
 
 
-def test_no_key_at_all_is_told_how_to_send_one(keys: Authenticator) -> None:
+def test_a_missing_key_is_refused_with_how_to_send_one(keys: Authenticator) -> None:
     assert "authorization: Bearer" in refusal(keys, "")[2]
 
 
@@ -89,16 +89,16 @@ async def test_a_revoked_key_is_refused_at_once_and_like_an_unknown_one(keys: Au
     assert refusal(Authenticator(store, lambda: 2.0), key)[0] is Code.UNAUTHENTICATED
 
 
-async def test_a_key_that_is_used_while_it_is_revoked_does_not_come_back(keys: Authenticator) -> None:
+async def test_a_key_in_use_during_its_revocation_does_not_return_to_the_cache(keys: Authenticator) -> None:
     key, row = await keys.create_key("alice")
     revoking = asyncio.create_task(keys.revoke_key(row.key_id))
     await asyncio.sleep(0)  # the revocation is not yet durable ...
-    keys.authenticate(key)  # ... and this remembers the key
+    keys.authenticate(key)  # ... and this caches the key
     await revoking
     assert refusal(keys, key)[0] is Code.UNAUTHENTICATED
 
 
-async def test_the_last_administrators_key_stays(keys: Authenticator) -> None:
+async def test_the_last_administrators_key_cannot_be_revoked(keys: Authenticator) -> None:
     _, first = await keys.create_key("alice", is_admin=True)
     _, second = await keys.create_key("bob", is_admin=True)
     await keys.revoke_key(first.key_id)
