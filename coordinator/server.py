@@ -105,7 +105,8 @@ class Server:
             if path is not None:
                 serving.write(path)
                 self._ready_files.append(path)
-        for line in self._sdk_lines():
+        key = self._key if self._config.is_key_shown else ""
+        for line in serving.sdk_lines(key or f"<the key in {credentials_file()}>"):
             self._say(line)
         self._say(f"tinkerpool is ready at {self.url}")
 
@@ -123,24 +124,7 @@ class Server:
     @property
     def url(self) -> str:
         """Address of the pool for clients on this machine."""
-        grpc = self._config.grpc
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(grpc.host, grpc.host)  # noqa: S104  # compared, not bound
-        host = f"[{host}]" if ":" in host else host
-        return f"{'https' if grpc.is_tls else 'http'}://{host}:{self._door.port}"
-
-    def _sdk_lines(self) -> list[str]:
-        """Return the lines with the environment of the Tinker SDK and of OpenAI's clients."""
-        if self._http_door is None:
-            return []
-        key = (
-            f"tml-{self._key}" if self._key and self._config.is_key_shown else f"tml-<the key in {credentials_file()}>"
-        )
-        return [
-            "The unmodified Tinker SDK works with this pool; set:",
-            f"    export TINKER_BASE_URL={self._http_door.url}",
-            f"    export TINKER_API_KEY={key}",
-            f"and OpenAI's clients with OPENAI_BASE_URL={self._http_door.url}/v1 and that key as OPENAI_API_KEY.",
-        ]
+        return self._config.grpc.url(self._door.port)
 
     async def _write_key(self) -> list[str]:
         """Write address and key to the credentials file, for clients on this machine; return lines for the operator."""

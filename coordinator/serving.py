@@ -21,6 +21,15 @@ class Serving:
     http_url: str = ""
     """Address for the Tinker SDK and OpenAI's clients; empty if there is no HTTP door."""
 
+    def sdk_lines(self, api_key: str) -> list[str]:
+        """Return the commands that point the Tinker SDK and OpenAI's clients at this pool, if it has an HTTP door."""
+        if not self.http_url:
+            return []
+        return [
+            f"For the Tinker SDK: export TINKER_BASE_URL={self.http_url} TINKER_API_KEY=tml-{api_key}",
+            f"For OpenAI's clients: export OPENAI_BASE_URL={self.http_url}/v1 OPENAI_API_KEY=tml-{api_key}",
+        ]
+
     def write(self, path: Path) -> None:
         """Write the file, so that a reader sees all of it or nothing."""
         path.parent.mkdir(parents=True, exist_ok=True)

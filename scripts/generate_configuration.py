@@ -4,14 +4,12 @@ With --check nothing is written: the exit status is 1 if the page differs from t
 """
 
 import argparse
-import ast
-import inspect
 import sys
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from types import ModuleType
 
 from coordinator.base import config
+from coordinator.cli.options import attribute_docstrings
 from workers.contract import settings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -39,20 +37,6 @@ GROUPS = {"coordinator", "grpc", "http", "limits"}
 """Fields that hold the settings of another section."""
 
 
-def docstrings(module: ModuleType) -> dict[tuple[str, str], str]:
-    """Attribute docstrings of a module's classes, as one line, by class and attribute."""
-    found = {}
-    for item in ast.parse(inspect.getsource(module)).body:
-        if not isinstance(item, ast.ClassDef):
-            continue
-        for field, text in zip(item.body, item.body[1:], strict=False):
-            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
-                continue
-            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                found[item.name, field.target.id] = " ".join(str(text.value.value).split())
-    return found
-
-
 def default_of(field: "Field[object]") -> str:
     """A default as the page shows it; empty for required settings and for groups of settings."""
     value = field.default
@@ -69,7 +53,7 @@ def default_of(field: "Field[object]") -> str:
 
 def page() -> str:
     """The whole page."""
-    texts = docstrings(config) | docstrings(settings)
+    texts = attribute_docstrings(config) | attribute_docstrings(settings)
     parts = [HEAD]
     for title, section, about in SECTIONS:
         parts.append(f"\n## {title}\n\n{about}\n\n| setting | default | meaning |\n|---|---|---|\n")

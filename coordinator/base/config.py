@@ -115,6 +115,12 @@ class DoorConfig:
         """Whether clients connect over TLS."""
         return self.tls_cert is not None
 
+    def url(self, port: int) -> str:
+        """Return the address for clients on this machine of a door that listens on `port`."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104  # compared, not bound
+        host = f"[{host}]" if ":" in host else host
+        return f"{'https' if self.is_tls else 'http'}://{host}:{port}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcConfig(DoorConfig):

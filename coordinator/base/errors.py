@@ -7,11 +7,12 @@
   incarnation ends; the operations in flight there run again.
 - Storage: `StorageError` in `coordinator.storage.database`. A write did not become durable. The writer tries again, or
   the call is refused.
-- Fatal: any other exception in a task of the coordinator. State in memory cannot be trusted any more: the process
-  stops, and the next start recovers from the operation log.
+- Fatal: any other exception in a task of the coordinator, reported to `coordinator.base.failure`. State in memory
+  cannot be trusted any more: the process stops, and the next start recovers from the operation log.
 
 Refusals and failed outcomes carry a `Code`, a constant `reason` for programs, and a message for people: what was wrong,
-and how to mend it. The client raises them as `ApiError` and `OperationFailed` of `tinkerpool.errors`.
+and how to mend it. The client raises them as `ApiError` and `OperationFailed` of `tinkerpool.errors`. The page
+`docs/errors.md` has every reason.
 """
 
 from __future__ import annotations

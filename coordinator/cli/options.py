@@ -91,12 +91,12 @@ class _Option:
 
 def help_of(config: type[Any], name: str) -> str:
     """Return the attribute docstring of a setting, which is also its help text."""
-    return _documented(inspect.getmodule(config))[config.__name__, name]
+    return attribute_docstrings(inspect.getmodule(config))[config.__name__, name]
 
 
 @functools.cache
-def _documented(module: Any) -> dict[tuple[str, str], str]:
-    """Return the attribute docstrings of a module's classes, by class and field."""
+def attribute_docstrings(module: Any) -> dict[tuple[str, str], str]:
+    """Return the attribute docstrings of a module's classes, each as one line, by class and attribute."""
     texts = {}
     for found in ast.parse(inspect.getsource(module)).body:
         if not isinstance(found, ast.ClassDef):

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from coordinator.cli import process
 from coordinator.cli.options import DATA_DIR_HELP, Settings, data_dir_of
-from coordinator.serving import Serving
 from tinkerpool.cli import show
 from tinkerpool.credentials import credentials_file, kept_credentials
 
@@ -44,13 +43,16 @@ def up(settings: Settings, arguments: Sequence[str]) -> None:
 
         serving = process.start(settings.data_dir, arguments, on_wait, settings.pool.start_timeout_s + 60)
     other_dir = "" if settings.data_dir == data_dir_of(None) else f" --data-dir {shlex.quote(str(settings.data_dir))}"
-    show.say(
-        f"tinkerpool is ready at {serving.url} (process {serving.pid}), serving {', '.join(serving.models)}.\n"
-        f"{_other_clients(serving)}"
-        f"Its log: tinkerpool logs -f. Stop it: tinkerpool down{other_dir}\n\n"
-        f"Try it in Python:\n"
-    )
-    show.say("\n".join(f"    {line}" for line in EXAMPLE.format(model=serving.models[0]).splitlines()))
+    keys = [found.api_key for found in kept_credentials() if found.url == serving.url]
+    key = keys[0] if keys and sys.stdout.isatty() else f"<the key in {credentials_file()}>"
+    for line in (
+        f"tinkerpool is ready at {serving.url} (process {serving.pid}), serving {', '.join(serving.models)}.",
+        *serving.sdk_lines(key),
+        f"Its log: tinkerpool logs -f. Stop it: tinkerpool down{other_dir}\n",
+        "Try it in Python:\n",
+        *(f"    {line}" for line in EXAMPLE.format(model=serving.models[0]).splitlines()),
+    ):
+        show.say(line)
 
 
 def down(
@@ -74,15 +76,3 @@ def logs(
             print(line, end="", flush=follow)
     except KeyboardInterrupt:
         pass
-
-
-def _other_clients(serving: Serving) -> str:
-    """Return the lines with the environment of the Tinker SDK and of OpenAI's clients, if there is an HTTP door."""
-    if not serving.http_url:
-        return ""
-    keys = [found.api_key for found in kept_credentials() if found.url == serving.url]
-    key = keys[0] if keys and sys.stdout.isatty() else f"<the key in {credentials_file()}>"
-    return (
-        f"For the Tinker SDK: export TINKER_BASE_URL={serving.http_url} TINKER_API_KEY=tml-{key}\n"
-        f"For OpenAI's clients: export OPENAI_BASE_URL={serving.http_url}/v1 OPENAI_API_KEY=tml-{key}\n"
-    )

@@ -56,9 +56,7 @@ class HttpDoor:
     @property
     def url(self) -> str:
         """The address for clients on this machine: the value of TINKER_BASE_URL."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._config.host, self._config.host)  # noqa: S104  # compared
-        host = f"[{host}]" if ":" in host else host
-        return f"{'https' if self._config.is_tls else 'http'}://{host}:{self.port}"
+        return self._config.url(self.port)
 
     def bind(self) -> None:
         """Bind the port. Raises DoorError if it is in use or not available."""

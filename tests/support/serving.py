@@ -1,4 +1,4 @@
-"""The `tinkerpool` command in processes of its own, for tests of what an operator does at a terminal."""
+"""Runs the `tinkerpool` command in processes of its own, as an operator does at a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOY = ("--pool", "local", "--engine", "tests.support.toy_engine:toy_factory", "-
 
 @dataclass(frozen=True)
 class Terminal:
-    """Somebody with a home of their own."""
+    """An operator's terminal, with a home directory of its own."""
 
     home: Path
 
@@ -30,15 +30,15 @@ class Terminal:
 
     @property
     def environment(self) -> dict[str, str]:
-        mine = {name: value for name, value in os.environ.items() if not name.startswith("TINKERPOOL_")}
-        return mine | {"TINKERPOOL_HOME": str(self.home), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("TINKERPOOL_")}
+        return inherited | {"TINKERPOOL_HOME": str(self.home), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
     def run(self, *arguments: str, timeout_s: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
-        """`tinkerpool <arguments>` to its end, with more environment variables."""
+        """Run `tinkerpool <arguments>` to its end. `variables`: more environment variables."""
         return self.python("-m", "tinkerpool.cli", *arguments, timeout_s=timeout_s, **variables)
 
     def python(self, *arguments: str, timeout_s: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
-        """`python <arguments>` to its end."""
+        """Run `python <arguments>` to its end."""
         return subprocess.run(
             [sys.executable, *arguments],
             env=self.environment | variables,
@@ -51,7 +51,7 @@ class Terminal:
 
     @contextmanager
     def serve(self, *arguments: str, timeout_s: float = 60) -> Iterator[tuple[subprocess.Popen[str], Serving]]:
-        """`tinkerpool serve <arguments>` until the block ends; begins when the pool is ready."""
+        """Run `tinkerpool serve <arguments>` until the block ends. The block begins when the pool is ready."""
         self.home.mkdir(parents=True, exist_ok=True)
         output = self.home / "serve.out"
         ready_file = self.home / "ready.json"

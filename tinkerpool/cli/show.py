@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -46,8 +47,6 @@ def json_message(message: Message) -> None:
 
 def json_line(message: Message) -> None:
     """Print a message as one line of JSON."""
-    import json
-
     print(json.dumps(MessageToDict(message, preserving_proto_field_name=True)), flush=True)
 
 

@@ -123,7 +123,7 @@ async def test_what_the_tinker_sdk_is_set_to_is_said_and_the_key_only_on_a_termi
     running = await start(http=HttpConfig(port=0))
     serving = Serving.read(data_dir / READY_FILE)
     assert serving is not None
-    assert any(line.endswith(f"TINKER_BASE_URL={serving.http_url}") for line in running.lines)
+    assert any(f"TINKER_BASE_URL={serving.http_url} " in line for line in running.lines)
     assert any(f"OPENAI_BASE_URL={serving.http_url}/v1 " in line for line in running.lines)
     assert not any(left().api_key in line for line in running.lines)
     async with httpx.AsyncClient(base_url=serving.http_url, headers={"x-api-key": f"tml-{left().api_key}"}) as http:
