@@ -145,7 +145,7 @@ def test_a_failed_operation_fails_alone_and_says_why(service: ServiceClient) -> 
 @pytest.mark.parametrize(
     ("attempt", "error", "message"),
     [
-        (lambda c: c.forward_backward([Datum([1], {"target_tokens": [1]})], "cross_entropy"), ValueError, "weights"),
+        (lambda c: c.forward_backward([Datum([1], {"target_tokens": [1]})], "ppo"), ValueError, "advantages|logprobs"),
         (lambda c: c.forward_backward([Datum([1], {"target_tokens": [1, 2], "weights": [1, 1]})], "cross_entropy"),
          ValueError, "data"),
         (lambda c: c.forward_backward([datum(99999)], "cross_entropy"), ValueError, "99999"),
@@ -156,13 +156,21 @@ def test_a_failed_operation_fails_alone_and_says_why(service: ServiceClient) -> 
         (lambda c: c.save_state("no/slash"), ValueError, "slash"),
     ],
 )  # fmt: skip
-def test_bad_input_has_a_clear_error_and_consumes_its_place(
+def test_bad_input_has_a_clear_error_and_consumes_its_sequence_number(
     service: ServiceClient, attempt: Any, error: type[Exception], message: str
 ) -> None:
     client = service.create_lora_training_client(rank=8)
     with pytest.raises(error, match=message):
         attempt(client).result(10)
     client.forward([datum(1)], "cross_entropy").result(10)
+
+
+def test_a_cross_entropy_without_weights_has_weights_of_one(service: ServiceClient) -> None:
+    client = service.create_lora_training_client(rank=8)
+    plain = Datum([5, 6], {"target_tokens": [6, 7]})
+    weighted = Datum([5, 6], {"target_tokens": [6, 7], "weights": [1.0, 1.0]})
+    first, second = (client.forward([datum], "cross_entropy").result(10).metrics for datum in (plain, weighted))
+    assert first["loss:sum"] == second["loss:sum"] != 0
 
 
 def test_another_tenant_finds_nothing(service: ServiceClient, pool: RestartablePool) -> None:
