@@ -25,8 +25,11 @@ UV_COMPILE_BYTECODE=1 $(1)/bin/uv pip install --quiet --python $(1)/bin/python
 endef
 
 SEEDS ?= 2000
+TEST_PROCESSES ?= 2
+# tests/conftest.py groups the tests and sorts them.
+PYTEST = $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test test-gpu bench-gpu sim chaos guards trace check protos up down status logs bench cookbook real-model clean setup
+.PHONY: help demo test test-fast test-gpu bench-gpu sim chaos guards trace check protos up down status logs bench cookbook real-model clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -42,7 +45,10 @@ demo: $(READY) ## train three tenants at once on a small pool of your own (MODEL
 	@$(BIN)/python -m scripts.demo $(if $(MODEL),--model "$(MODEL)")
 
 test: $(READY) $(PROTOS_READY) $(OLDER_SDK) ## run the tests; no GPU and no internet needed (ARGS="-k clock" picks some)
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(PYTEST) $(ARGS)
+
+test-fast: $(READY) ## run the tests without Ray and without slow ones, in under a minute: after each edit
+	@$(PYTEST) -m "not ray and not slow and not gpu" $(ARGS)
 
 # A machine with a GPU may have its own torch, and neither Ray nor what .venv needs: GPU_PYTHON=python3 takes that.
 test-gpu: $(if $(GPU_PYTHON),,$(READY)) ## run the tests that need a CUDA GPU (GPU_PYTHON=python3: with that Python's own torch)

@@ -1,10 +1,11 @@
-"""What every test runs with: no network, no Ray of somebody else's, reproducible examples."""
+"""What every test runs with: no network, no foreign Ray, reproducible examples; and how two processes share the tests."""
 
 import logging
 import os
 import secrets
 
 import hypothesis
+import pytest
 
 # Set before anything imports a library that reads them; child processes inherit them.
 os.environ |= {
@@ -29,3 +30,28 @@ logging.getLogger("tinker").addHandler(logging.NullHandler())
 hypothesis.settings.register_profile("tinkerpool", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("tinkerpool")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Group and sort the tests for `--dist loadgroup`, which hands groups to processes in this order.
+
+    Tests that start Ray are one group: two Rays at once would starve each other. Tests of a module in `integration`
+    are one group: they share an expensive fixture. Other tests go one by one, the short ones last, so that no process
+    ends long before the other.
+    """
+    if not config.getoption("numprocesses", None):
+        return
+    for item in items:
+        if item.get_closest_marker("ray"):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+        elif "integration" in item.path.parts:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=_rank)
+
+
+def _rank(item: pytest.Item) -> int:
+    if item.get_closest_marker("ray"):
+        return 0
+    if item.get_closest_marker("slow"):
+        return 1
+    return 3 if "unit" in item.path.parts else 2

@@ -1,4 +1,4 @@
-"""Miniature models of every supported architecture, made once per session, and a fixed number of threads."""
+"""Miniature models of every supported architecture, made once per session, and one thread."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def qwen3(model_directories: dict[str, Path]) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _restore_threads() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
+    """Fix the number of threads: bits do not depend on it, and tests run side by side."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)

@@ -320,6 +320,7 @@ def test_info_tells_what_the_model_is(model_directory: Path) -> None:
 
 
 def test_threads_are_fixed_where_bits_depend_on_their_number(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(2)
     monkeypatch.setattr(threads, "_TRIED", {})
     assert "; up to 2 threads;" in Driver(qwen3).engine.info.fingerprint
     monkeypatch.setattr(threads, "_TRIED", {})
