@@ -1,4 +1,4 @@
-"""What every test runs with: no network, no foreign Ray, reproducible examples; and how two processes share the tests."""
+"""What every test runs with: no network, no foreign Ray, reproducible examples; groups of tests for each process."""
 
 import logging
 import os
