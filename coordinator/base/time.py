@@ -24,7 +24,7 @@ class Time(Protocol):
         """Return seconds since 1970, for people to read; nothing is decided by it."""
 
     async def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait for `seconds`."""
 
 
 async def within(seconds: float, work: Awaitable[T]) -> T:

@@ -221,7 +221,7 @@ def _settings(values: Mapping[str, Any]) -> Settings:
     """Return the settings for the values of the options, by name. Raises ValueError."""
 
     def of(config: type[Any]) -> dict[str, Any]:
-        """The values of the options that set a field of one class."""
+        """Return the values of the options that set a field of one class."""
         mine = ((option.setting, option.name) for option in _OPTIONS)
         return {setting[1]: values[name] for setting, name in mine if setting is not None and setting[0] is config}
 

@@ -43,11 +43,7 @@ def no_model(name: str, why: str) -> ServiceError:
 
 def failure(error: ops_pb.OperationError) -> ServiceError:
     """Return a failed outcome as a refusal."""
-    try:
-        code = Code(error.code)
-    except ValueError:
-        code = Code.UNKNOWN
-    return ServiceError(code, error.reason, error.message)
+    return ServiceError(Code.of(error.code), error.reason, error.message)
 
 
 def error_response(error: Exception, where: str) -> Response:

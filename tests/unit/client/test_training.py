@@ -150,7 +150,9 @@ def test_after_a_refusal_that_took_no_place_nothing_waits_for_ever(
 
 def test_a_failed_operation_says_why_and_which(pool: FakePool, client: TrainingClient) -> None:
     name = f"{MODEL_ID}:1"
-    error = operations_pb2.OperationError(code=9, reason="GRADIENT_WINDOW_CLOSED", message="operation 7 failed")
+    error = operations_pb2.OperationError(
+        code=errors.Code.FAILED_PRECONDITION, reason="GRADIENT_WINDOW_CLOSED", message="operation 7 failed"
+    )
     failed = operations_pb2.Operation(name=name, state=operations_pb2.OPERATION_STATE_FAILED, error=error)
     pool.handlers["OptimStep"] = lambda request: training_pb2.OptimStepResponse(operation=failed)
     with pytest.raises(OperationFailed, match="operation 7 failed") as raised:

@@ -31,7 +31,7 @@ class APIFuture(Awaitable[T], Generic[T]):
         self._is_cancellable = is_cancellable
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the result, at most `timeout` seconds; None waits for ever.
+        """Wait for the result, at most `timeout` seconds; None: without limit.
 
         Raises TimeoutError (the work continues; wait again), any error of the work itself, or RuntimeError on the
         background loop's thread, where the wait would never end.
@@ -44,7 +44,7 @@ class APIFuture(Awaitable[T], Generic[T]):
         return self._future.result(timeout)
 
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109  # the SDK's name
-        """Await the result, at most `timeout` seconds; None waits for ever. Works on any asyncio loop.
+        """Await the result, at most `timeout` seconds; None: without limit. Works on any asyncio loop.
 
         Raises TimeoutError, or any error of the work itself. Cancelling the wait for a sample cancels the sample;
         training continues, because it has its sequence number in the adapter's log.
@@ -85,7 +85,7 @@ class Ready:
     """A client that is also a future of itself, as in newer versions of the SDK: `.result()` and `await` return it."""
 
     def result(self, timeout: float | None = None) -> Self:
-        """This client."""
+        """Return this client."""
         return self
 
     def __await__(self) -> Generator[Any, None, Self]:
