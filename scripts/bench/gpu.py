@@ -52,7 +52,8 @@ from workers.contract.messages import (
     OptimStepItem,
     PassItem,
 )
-from workers.engine import EngineConfig, TrainingEngine
+from workers.contract.settings import EngineSettings
+from workers.engine import TrainingEngine
 from workers.host.allocator import is_out_of_memory
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -191,8 +192,8 @@ class Fused:
     One batch of passes, in canonical chunks, and one of steps.
     """
 
-    def __init__(self, config: EngineConfig, case: Case, rank: int) -> None:
-        self.engine = TrainingEngine(config)
+    def __init__(self, settings: EngineSettings, case: Case, rank: int) -> None:
+        self.engine = TrainingEngine(settings)
         self.keys = [f"tenant{tenant}" for tenant in range(case.num_tenants)]
         info = self.engine.info
         chunk_seqs = max(1, info.chunk_tokens // case.num_tokens)
@@ -389,13 +390,14 @@ def bench(case: Case, model: Path, args: argparse.Namespace, peak: float) -> Non
     device = torch.device(args.device)
     num_slots = max(16, case.num_tenants)
     configs = {
-        name: EngineConfig(
-            model=str(model),
+        name: EngineSettings(
+            model_path=str(model),
             num_slots=num_slots,
             device=args.device,
             dtype="bfloat16",
             exact=name == "exact",
             pass_tokens_max=args.pass_tokens,
+            cache_bytes_max=0,
         )
         for name in ("fused", *(["exact"] if args.exact else []))
     }

@@ -25,7 +25,8 @@ from typing import Literal
 from scripts.bench.common import Column, Results, Row, parser
 from scripts.bench.models import SHAPES, random_data, write_random_model
 from workers.contract.messages import AdapterInstall, AdapterSpec, Batch, PassItem
-from workers.engine import EngineConfig, TrainingEngine
+from workers.contract.settings import EngineSettings
+from workers.engine import TrainingEngine
 from workers.host.allocator import without_holes
 from workers.training.memory import Load, PassMemory
 from workers.training.passes import USED_FRACTION
@@ -77,13 +78,14 @@ def measure(case: Case) -> Row:
     with tempfile.TemporaryDirectory() as directory:
         with without_holes():  # the heap shall be as a worker's is, which makes no model
             model = write_random_model(case.shape, Path(directory), vocab_size=case.vocab_size)
-        config = EngineConfig(
-            model=str(model),
+        settings = EngineSettings(
+            model_path=str(model),
             num_threads=case.num_threads,
             pass_tokens_max=case.num_tokens,
             recompute=case.recompute,
+            cache_bytes_max=0,
         )
-        engine = TrainingEngine(config)
+        engine = TrainingEngine(settings)
     flags = {"train_attn": True, "train_mlp": True, "train_unembed": True}
     specs = [AdapterSpec(adapter_id=f"tenant{n}", rank=RANK, alpha=32.0, seed=n, **flags) for n in range(NUM_TENANTS)]
     installs = tuple(AdapterInstall(spec=spec, state=None) for spec in specs)
@@ -100,7 +102,7 @@ def measure(case: Case) -> Row:
         num_adapters=NUM_TENANTS,
         pending_values=sum(engine.bank.entry(spec.adapter_id).layout.num_values for spec in specs),
     )
-    memory = PassMemory(base_model.model, base_model.config, base_model.group_shapes)
+    memory = PassMemory(base_model)
     estimated = memory.peak_bytes(load, backward=True, recompute=case.recompute == "on")
     return {"measured_bytes": _status_bytes("VmHWM") - before, "estimated_bytes": estimated}
 

@@ -112,7 +112,7 @@ GUARDS = (
     Guard(
         name="new epoch drops every adapter",
         file="workers/engine.py",
-        before="        self.bank.clear()\n        self._progress.clear()\n",
+        before="        self._copies.clear()\n",
         after="",
         tests=("tests/numerics/training/test_engine.py", "-k", "epoch"),
     ),

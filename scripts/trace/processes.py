@@ -85,7 +85,7 @@ def traced_pool() -> Iterator[TracedPool]:
 
 def engine_factory(settings: EngineSettings) -> EngineFactory:
     """Return the real engine's factory, with a recorder in its process."""
-    from workers.pool.build import engine_factory as real_factory
+    from workers.engine import engine_factory as real_factory
 
     answer_in(Path(os.environ[FOLDER]), "worker")
     return real_factory(settings)

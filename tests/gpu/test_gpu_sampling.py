@@ -10,14 +10,14 @@ import pytest
 
 from tests.support.numerics.harness import make_spec
 from workers.contract.messages import SampleRequest, SampleResult, SamplerVersion, SamplingParams
-from workers.engine import EngineConfig, TrainingEngine
-from workers.sampling.sampler import Sampler
+from workers.contract.settings import EngineSettings
+from workers.engine import TrainingEngine
 
 pytestmark = pytest.mark.gpu
 
 
 def sample(model: Path, **config: Any) -> SampleResult:
-    engine = TrainingEngine(EngineConfig(model=str(model), **config), make_sampler=Sampler)
+    engine = TrainingEngine(EngineSettings(model_path=str(model), **config))
     spec = make_spec("a")
     engine.bank.add("version", spec, is_trained=False)
     request = SampleRequest(
@@ -45,7 +45,7 @@ def test_greedy_samples_in_fp32_are_those_of_the_cpu(even_model: Path) -> None:
 
 
 def test_prompt_that_is_remembered_gives_the_same_tokens(even_model: Path) -> None:
-    engine = TrainingEngine(EngineConfig(model=str(even_model), device="cuda", dtype="float32"), make_sampler=Sampler)
+    engine = TrainingEngine(EngineSettings(model_path=str(even_model), device="cuda", dtype="float32"))
     results: list[SampleResult] = []
     for op_id in ("first", "again"):
         engine.start_sample(

@@ -3,40 +3,66 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 SHIPPED_MODELS_DIR = Path(__file__).parents[1] / "models"
 """The base models that come with tinkerpool."""
-ENGINE = "workers.pool.build:engine_factory"
+ENGINE = "workers.engine:engine_factory"
+CPU_SLOTS, DEVICE_SLOTS = 64, 16
+"""Default bank slots on a CPU and on other devices. A CPU's slots are host memory, like the place of evicted adapters;
+and a cycle with more adapters than slots moves all of them in and out."""
 
-
-SLOTS = defaultdict(lambda: 16, cpu=64)
-"""Slots of a bank, by the kind of device. A CPU's slots are host memory, where what is evicted would go as well; and a
-cycle with more adapters than slots moves all of them in and out."""
+Recompute = Literal["off", "on", "auto"]
+Dtype = Literal["auto", "bfloat16", "float32"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What a worker process is told about the engine that it shall make."""
+    """Settings of one engine: one base model on one device. A pool derives them from its `PoolConfig`."""
 
-    model_name: str
-    """The name that users ask for."""
     model_path: str
-    """A Hugging Face directory, or a name in the local hub cache."""
-    num_slots: int
-    """Adapters and sampler versions in its bank at once."""
-    num_threads: int
-    """Threads of the library's kernels."""
-    device: str
-    recompute: Literal["off", "on", "auto"] = "auto"
-    """Whether layers run again in the backward instead of keeping what they computed."""
-    memory_share: float = 1.0
-    """The part of the free memory that is this worker's."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """A Hugging Face directory of a causal language model, or a name in the local hub cache."""
+    model_name: str = ""
+    """The name that users ask for; empty: `model_path`."""
+    num_slots: int = DEVICE_SLOTS
+    """Slots of the bank: adapters and sampler versions that are resident at a time. More are held in host memory."""
+    num_threads: int | None = None
+    """Most threads of the library's kernels; None: as many as the process has set. Part of the fingerprint. Passes and
+    decode steps take fewer while other processes use the cores, if their bits do not depend on the number."""
+    device: str = "cpu"
+    """Torch device."""
+    dtype: Dtype = "auto"
+    """Of the base model's weights and activations; adapters, moments and gradients are fp32. "auto": bfloat16 on cuda,
+    float32 on a CPU. Part of the fingerprint."""
     exact: bool = False
+    """An adapter's bits in training depend on no neighbour on any device, at a cost in speed; on a CPU in float32 they
+    never do. Part of the fingerprint."""
+    pass_tokens_max: int = 8192
+    """Most rows of one packed pass; fewer where memory is short. Longer runs of items are cut. Changes no bits."""
+    recompute: Recompute = "auto"
+    """Whether layers run again in the backward instead of keeping their activations (gradient checkpointing): a third
+    slower, and far longer sequences fit. "auto": passes that would not fit otherwise. Changes no bits."""
+    memory_share: float = 1.0
+    """The part of the free memory that this engine may take; above 0, at most 1."""
+    cache_bytes_max: int = 2 << 30
+    """Most bytes of keys and values of samples; less where less memory is free. At least one block is taken."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_slots", "pass_tokens_max"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(f"num_threads is {self.num_threads}; it must be at least 1, or None")
+        if self.recompute not in get_args(Recompute):
+            raise ValueError(f"recompute is {self.recompute!r}; it must be 'off', 'on' or 'auto'")
+        if self.dtype not in get_args(Dtype):
+            raise ValueError(f"dtype is {self.dtype!r}; it must be 'auto', 'bfloat16' or 'float32'")
+        if not 0 < self.memory_share <= 1:
+            raise ValueError(f"memory_share is {self.memory_share}; it must be above 0 and at most 1")
+        if self.cache_bytes_max < 0:
+            raise ValueError(f"cache_bytes_max is {self.cache_bytes_max}; it must be 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +74,7 @@ class PoolModel:
     path: str
     """A Hugging Face directory, or a name in the local hub cache, on every node that may run its workers."""
     num_workers: int = 1
-    """Workers per base model."""
+    """Workers of this base model."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.path:
@@ -64,51 +90,46 @@ class PoolConfig:
     models: tuple[PoolModel, ...]
     """The base models, each under its own name."""
     kind: Literal["ray", "local"] = "ray"
-    """How workers run. ray: each is a process, an actor of Ray. local: they are threads of this process."""
+    """"ray": every worker is a process, an actor of Ray. "local": every worker is a thread of this process."""
     num_slots: int = 0
-    """Adapters and sampler versions in the bank of each worker at once; more are kept in its host memory. 0: 64 on a
-    CPU, 16 on a GPU."""
+    """Adapters and sampler versions in each worker's bank at a time; more are held in the worker's host memory. 0: 64
+    on a CPU, 16 on other devices."""
     num_threads: int = 0
-    """Threads of each worker. 0: this machine's cores divided by the workers; on a cluster, the CPUs it claims."""
+    """Threads of each worker; 0: this machine's cores divided by the workers, or `num_cpus` on a cluster."""
     num_cpus: float = 1.0
-    """CPUs that each worker claims from Ray, for placement on a cluster. 0: none. This limits nothing."""
+    """CPUs that each worker claims from Ray, for placement on a cluster; 0 claims none. It limits nothing."""
     num_gpus: float = 0.0
     """GPUs that each worker claims from Ray and may use; a fraction shares one. 0: none."""
     device: str = "cpu"
-    """Torch device of each worker. With Ray, cuda is the GPU that the worker claimed."""
-    recompute: Literal["off", "on", "auto"] = "auto"
-    """Whether layers run again in the backward pass instead of keeping their activations (gradient checkpointing),
-    which takes a third longer and far less memory. auto: where a pass would not fit otherwise."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of the base models' weights and activations; adapters are float32. auto: bfloat16 on cuda, float32 on a
-    CPU."""
+    """Torch device of each worker. With Ray, "cuda" is the GPU that the worker has claimed."""
+    recompute: Recompute = "auto"
+    """Whether layers run again in the backward instead of keeping their activations (gradient checkpointing), which
+    takes a third longer and far less memory; "auto": where a pass would not fit otherwise."""
+    dtype: Dtype = "auto"
+    """Of the base models' weights and activations; adapters are fp32. "auto": bfloat16 on cuda, float32 on a CPU."""
     exact: bool = False
-    """The bits of an adapter's training never depend on co-batched tenants, also on cuda and in bfloat16; slower."""
+    """An adapter's bits in training depend on no neighbour, also on cuda and in bfloat16, at a cost in speed."""
     ray_address: str | None = None
-    """Ray cluster to join, host:port; its token is in RAY_AUTH_TOKEN or ~/.ray/auth_token. None: a private one on this
-    machine, which ends with the pool."""
+    """A Ray cluster to join, `host:port`, its token in `RAY_AUTH_TOKEN` or `~/.ray/auth_token`; None: a private one on
+    this machine, which ends with the pool."""
     ray_temp_dir: str | None = None
-    """Where the private Ray keeps sockets and logs, a short path; None: a temporary folder, removed at the end."""
+    """Folder of the private Ray's sockets and logs, a short path; None: a temporary folder, removed at the end."""
     owner_file: Path | None = None
-    """Where a private Ray notes what it has on this machine, so that the next start on the file removes it if this
-    process is killed; the file is gone after a stop. One pool at a time. None: what a kill leaves behind stays."""
+    """File in which a private Ray records its processes and folder, so that the next start with this file removes them
+    if this process is killed; a stop removes the file. One pool at a time. None: a kill leaves them behind."""
     start_timeout_s: float = 600.0
-    """How long a worker may take to get its resources and load its model."""
+    """Most seconds for a worker to get its resources and load its model."""
     engine: str = ENGINE
     """`module:attribute` of a function from `EngineSettings` to an `EngineFactory`, imported by the worker."""
 
     def __post_init__(self) -> None:
         if self.kind not in {"ray", "local"}:
             raise ValueError(f"kind is {self.kind!r}; it must be 'ray' or 'local'")
-        if self.dtype not in {"auto", "bfloat16", "float32"}:
-            raise ValueError(f"dtype is {self.dtype!r}; it must be 'auto', 'bfloat16' or 'float32'")
         names = [model.name for model in self.models]
         if not names:
             raise ValueError("a pool needs at least one model")
         if len(set(names)) < len(names):
             raise ValueError(f"each model needs a name of its own, got {', '.join(names)}")
-        if self.recompute not in {"off", "on", "auto"}:
-            raise ValueError(f"recompute is {self.recompute!r}; it must be 'off', 'on' or 'auto'")
         for name in ("num_slots", "num_threads", "num_cpus", "num_gpus"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
@@ -124,20 +145,22 @@ class PoolConfig:
         module, _, attribute = self.engine.partition(":")
         if not module or not attribute:
             raise ValueError(f"engine is {self.engine!r}; it must be 'module:attribute'")
+        self.engines()  # an engine's settings check themselves
 
     @property
     def num_workers(self) -> int:
-        """Of all models together."""
+        """Return the number of workers of all models together."""
         return sum(model.num_workers for model in self.models)
 
     def engines(self) -> dict[str, EngineSettings]:
-        """What runs on each worker, by worker id."""
+        """Return the settings of each worker's engine, by worker id."""
         models = [model for model in self.models for _ in range(model.num_workers)]
+        default_slots = CPU_SLOTS if self.device.partition(":")[0] == "cpu" else DEVICE_SLOTS
         return {
             f"w{index}": EngineSettings(
                 model_name=model.name,
                 model_path=model.path,
-                num_slots=self.num_slots or SLOTS[self.device.partition(":")[0]],
+                num_slots=self.num_slots or default_slots,
                 num_threads=self._threads(),
                 device=self.device,
                 recompute=self.recompute,
@@ -149,7 +172,7 @@ class PoolConfig:
         }
 
     def _memory_share(self) -> float:
-        """Of the machine that the workers share, or of the GPU; nobody knows who shares a node of a cluster."""
+        """Return a worker's part of its machine's or GPU's memory. On a cluster that is unknown: all of it."""
         if self.kind == "ray" and self.device.startswith("cuda"):
             return min(1.0, self.num_gpus)
         return 1.0 if self.ray_address is not None else 1 / self.num_workers
@@ -163,5 +186,5 @@ class PoolConfig:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,8 +1,8 @@
 """Keeps the memory of one pass for the next, unless memory is short.
 
-The C library gives freed memory back to the system when much of it is at the end of the heap. A pass frees all it
-took, and the next would get every page anew, zeroed: some 25,000 page faults, a tenth of a small model's pass. The
-price are holes between what is still in use; half as much again for a pass that runs its layers twice.
+The C library returns freed memory to the system when much of it is at the end of the heap. A pass frees all of its
+memory, and the next pass would fault in every page again, zeroed: some 25,000 page faults, a tenth of a small model's
+pass. The cost of keeping it is fragmentation: half as much memory again for a pass that recomputes its layers.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 1 << 29
 """Freed memory at the end of the heap that stays with the process."""
 MAPPED_BYTES_MIN = 1 << 25
-"""Single allocations from this size on are mapped and given back at once, as is the library's own upper limit."""
+"""Allocations from this size on are mapped one by one and returned when freed: the library's own upper limit."""
 SHORT_MAPPED_BYTES_MIN = 1 << 17
-"""The same while memory is short: the library's own lower limit."""
+"""The same limit while memory is short: the library's own lower limit."""
 
 
 def keep_freed_memory() -> bool:
-    """Tell the C library of this process to keep freed memory; returns whether it is one that understands."""
+    """Tell the C library of this process to keep freed memory; return whether it is glibc and has agreed."""
     return _set(M_MMAP_THRESHOLD, MAPPED_BYTES_MIN) and _set(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 @contextmanager
 def without_holes() -> Iterator[None]:
-    """Meanwhile the heap grows for small things alone: what finds no place in it is given back when it is freed."""
+    """Let the heap grow for small allocations only: larger ones are returned to the system when they are freed."""
     is_set = _set(M_MMAP_THRESHOLD, SHORT_MAPPED_BYTES_MIN)
     try:
         yield
@@ -41,12 +41,12 @@ def without_holes() -> Iterator[None]:
 
 
 def _set(parameter: int, value: int) -> bool:
-    """Whether the C library of this process has such a parameter, and took the value."""
+    """Set a parameter of the C library; return whether it has the parameter and took the value."""
     return platform.libc_ver()[0] == "glibc" and bool(ctypes.CDLL(None).mallopt(parameter, value))
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether this is how a library says that it got no memory, of whichever device."""
+    """Return whether an error means that memory ran out, on any device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)
@@ -63,7 +63,7 @@ FREE_BLOCKS = "field8"
 
 
 def kept_bytes() -> int:
-    """Freed memory that the C library of this process keeps for the next allocations; 0 if it does not tell."""
+    """Return the bytes of freed memory that the C library keeps for later allocations; 0 if unknown."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         return 0

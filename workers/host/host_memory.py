@@ -1,13 +1,14 @@
-"""How much memory this process may still take: of the machine, of its control groups, of a device.
+"""How much memory this process may still allocate: on the machine, in its control groups, on a device.
 
-Knows where the system says so; not what anybody wants with it.
+Depends on the system's files; not on what the memory is for.
 
-Main invariant: what nobody limits is no limit, and a file that is missing or unreadable says nothing.
+Main invariant: a missing limit, or a missing or unreadable file, limits nothing.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,20 +19,20 @@ from workers.host.allocator import kept_bytes
 from workers.host.kernel_files import read_kernel_file
 
 PLENTY_BYTES = 1 << 33
-"""Where so much is free, nobody asks what the library keeps besides: it takes as long as a small pass's products."""
+"""If this much is free, the library's free blocks are not counted: that takes as long as a small pass's products."""
 UNLIMITED_BYTES = 1 << 60
-"""Version 1 of control groups says a number above this where there is no limit."""
+"""In version 1 of control groups a limit above this number means no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What a version of control groups calls its files."""
+    """Names of files in a version of control groups."""
 
     root: str
     limit: str
     usage: str
     reclaimable: str
-    """Key in `memory.stat` of cached files, which are given up before anybody runs out."""
+    """Key in `memory.stat` of cached files, which the kernel drops when memory is short."""
 
 
 _VERSION_1 = _Files("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -39,7 +40,7 @@ _VERSION_2 = _Files("sys/fs/cgroup", "memory.max", "memory.current", "inactive_f
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process may still allocate on a device, its library's free blocks included."""
+    """Return the bytes that this process may still allocate on a device, with the library's free blocks."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
@@ -49,14 +50,30 @@ def free_bytes(device: torch.device) -> int:
     return min(free + kept_bytes(), PLENTY_BYTES)
 
 
+class MemoryShare:
+    """The part of a device's free memory that one engine may take."""
+
+    def __init__(
+        self, device: torch.device, share: float = 1.0, measure: Callable[[torch.device], int] = free_bytes
+    ) -> None:
+        """Take `share`, above 0 and at most 1, of the bytes that `measure` finds free."""
+        self._device = device
+        self._share = share
+        self._measure = measure
+
+    def free_bytes(self) -> int:
+        """Return the bytes that the engine may still allocate, measured now."""
+        return int(self._share * self._measure(self._device))
+
+
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """What the machine has available and every control group around this process allows. `root` has proc and sys."""
+    """Return the bytes available on the machine and in every control group of this process. `root` has proc and sys."""
     left = (_left_in(folder, files) for folder, files in _limited_groups(root))
     return max(0, min([_available_bytes(root), *(num_bytes for num_bytes in left if num_bytes is not None)]))
 
 
 def _available_bytes(root: Path) -> int:
-    """What could be taken without swapping; all of the machine's memory where it does not say (not Linux)."""
+    """Return the bytes that can be taken without swapping; all of the machine's memory if unknown (not Linux)."""
     try:
         lines = read_kernel_file(root / "proc/meminfo").splitlines()
     except OSError:
@@ -70,7 +87,7 @@ def _available_bytes(root: Path) -> int:
 
 @cache
 def _limited_groups(root: Path) -> tuple[tuple[Path, _Files], ...]:
-    """The control groups with a limit, from the process's own outwards; looked up once, which takes a while."""
+    """Return the control groups with a limit, from the process's own outwards. Cached, for the search is slow."""
     groups: dict[Path, _Files] = {}
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -91,7 +108,7 @@ def _limited_groups(root: Path) -> tuple[tuple[Path, _Files], ...]:
 
 
 def _left_in(folder: Path, files: _Files) -> int | None:
-    """Bytes left in one group; None without a limit."""
+    """Return the bytes left in one group; None without a limit."""
     try:
         limit = read_kernel_file(folder / files.limit).strip()
         if limit == "max" or int(limit) > UNLIMITED_BYTES:

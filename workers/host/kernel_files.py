@@ -1,7 +1,7 @@
-"""Reads small files in which the kernel tells its state: of `/proc`, of control groups.
+"""Reads small files with the kernel's state, in `/proc` and in control groups.
 
-They are read around every pass and every decode step, and opening takes several times as long as reading, so they stay
-open. Knows no file's contents.
+The files stay open: they are read around every pass and decode step, and opening takes several times as long as
+reading.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ READ_BYTES = 1 << 14
 
 
 def read_kernel_file(path: Path, num_bytes: int = READ_BYTES) -> str:
-    """The first bytes of a file as it is now. Raises OSError where there is no such file, or not any more."""
+    """Return the first bytes of a file as it is now. Raises OSError if the file does not exist, or not any more."""
     return os.pread(_opened(path), num_bytes, 0).decode()
 
 

@@ -8,7 +8,6 @@ Main invariant: a base model that was not tried, or had no memory for the trial,
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from workers.contract.messages import (
     SamplerVersion,
     SamplingParams,
 )
-from workers.host.host_memory import free_bytes
+from workers.host.host_memory import MemoryShare
 from workers.model.base_model import BaseModel
 from workers.sampling.sampler import Sampler
 from workers.training.optim import Step, StepNorms, adamw_step, adamw_steps
@@ -85,7 +84,7 @@ def _trial(base_model: BaseModel) -> list[Tensor]:
         longest = min(longest, TRIAL_SHORT_LENGTH)
     num_slots = len(TRIAL_LENGTHS)
     bank = Bank(base_model.group_shapes, num_slots, base_model.device, compute_dtype=base_model.dtype)
-    passes = PassRunner(base_model, bank, time.perf_counter, lambda: free_bytes(base_model.device))
+    passes = PassRunner(base_model, bank, MemoryShare(base_model.device))
     results = []
     for outcome in passes.run(_requests(base_model, bank, passes, longest)):
         if outcome.part is None:

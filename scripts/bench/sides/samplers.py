@@ -24,7 +24,6 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from scripts.bench.models import Case, Model
 from scripts.bench.sides.training import Fused, SequentialPeft
 from workers.contract.messages import SampleRequest, SampleResult, SamplerVersion, SamplingParams
-from workers.sampling.sampler import Sampler
 
 RANK = 8
 LOGPROB_TOLERANCE = 1e-3
@@ -70,7 +69,7 @@ class EngineSampler:
     def __init__(self, model: Model, num_tenants: int, num_threads: int) -> None:
         """Tenants with an adapter of rank `RANK` each that has taken a step, published as it is then."""
         slots = max(16, 2 * num_tenants)
-        self.fused = Fused(model, [RANK] * num_tenants, num_threads, num_slots=slots, make_sampler=Sampler)
+        self.fused = Fused(model, [RANK] * num_tenants, num_threads, num_slots=slots)
         self.fused.give(Case(num_tenants=num_tenants, num_seqs=1, num_tokens=64).data(model.vocab_size))
         self.fused.step()
         for tenant in range(num_tenants):

@@ -9,7 +9,7 @@ Dimensions: T rows of a pass, D inputs and F outputs of a linear layer, S sequen
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM
 
 from coordinator.operations.chunks import cut_chunks
 from scripts.bench.models import Model
-from workers.bank.bank import Bank
 from workers.contract.messages import (
     AdamParams,
     AdapterInstall,
@@ -35,8 +34,8 @@ from workers.contract.messages import (
     PassItem,
     SaveItem,
 )
-from workers.engine import EngineConfig, SamplerProtocol, TrainingEngine
-from workers.model.base_model import BaseModel
+from workers.contract.settings import EngineSettings
+from workers.engine import TrainingEngine
 
 ADAM = AdamParams(learning_rate=1e-4, beta2=0.95, eps=1e-8)
 ALPHA = 32.0
@@ -54,14 +53,13 @@ class Fused:
         num_threads: int,
         *,
         num_slots: int | None = None,
-        make_sampler: Callable[[BaseModel, Bank], SamplerProtocol] | None = None,
     ) -> None:
-        """One tenant per rank. Without `num_slots` all of them are resident; without `make_sampler` none can sample."""
+        """One tenant per rank. Without `num_slots` all of them are resident."""
         slots = max(16, len(ranks)) if num_slots is None else num_slots
-        config = EngineConfig(
-            model=str(model.path), num_slots=slots, num_threads=num_threads, pass_tokens_max=PASS_ROWS_MAX
+        settings = EngineSettings(
+            model_path=str(model.path), num_slots=slots, num_threads=num_threads, pass_tokens_max=PASS_ROWS_MAX
         )
-        self.engine = TrainingEngine(config, make_sampler=make_sampler)
+        self.engine = TrainingEngine(settings)
         self.keys: list[str] = []
         self._seqs: dict[str, int] = defaultdict(int)
         self._work: list[tuple[str, tuple[Datum, ...]]] = []

@@ -9,22 +9,21 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.support.numerics.harness import Driver, make_data, make_spec
+from tests.support.numerics.harness import Driver, assemble_again, make_data, make_spec
 from tests.support.numerics.late_transfers import LateTransfers
 from workers.bank.bank import Bank
 from workers.bank.transfers import DirectTransfers, Transfer, Transfers
 from workers.contract.messages import Batch, Item
 from workers.model.base_model import BaseModel
 from workers.training.logits import ChunkedLoss
-from workers.training.passes import PassRunner
 
 
 def with_transfers(driver: Driver, transfers: Transfers) -> None:
     """Give an engine a bank that copies in another way."""
     engine = driver.engine
     base_model = engine.base_model
-    engine.bank = Bank(base_model.group_shapes, engine.config.num_slots, transfers=transfers)
-    engine._passes = PassRunner(base_model, engine.bank, lambda: 0.0, lambda: 1 << 40)
+    bank = Bank(base_model.group_shapes, engine.settings.num_slots, transfers=transfers)
+    assemble_again(engine, bank)
 
 
 class RecordingTransfers(DirectTransfers):

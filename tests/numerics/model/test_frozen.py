@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.numerics.harness import Driver, make_data, make_spec
+from workers.contract.settings import EngineSettings
 from workers.model import frozen
 from workers.model.frozen import PackedProducts, PlainProducts, can_pack, kernel_rows
 from workers.selftest import rows
@@ -102,7 +103,7 @@ def test_engine_does_not_pack_what_depends_on_its_neighbours(qwen3: Path, monkey
     monkeypatch.setattr(PackedProducts, "_multiply", uneven)
     rows._has_independent_products.cache_clear()  # what was tried in this process is not tried again
     try:
-        model = load_base_model(qwen3)
+        model = load_base_model(EngineSettings(model_path=str(qwen3)))
     finally:
         rows._has_independent_products.cache_clear()
     assert not model.numerics.is_packed

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tests.support.numerics.harness import Driver
 from workers.contract.capacity import BLOCK_TOKENS
-from workers.engine import EngineConfig, TrainingEngine
 from workers.sampling import block_attention, sample_pass
 from workers.sampling.block_attention import (
     HIDDEN,
@@ -24,7 +23,6 @@ from workers.sampling.block_attention import (
     put_together,
 )
 from workers.sampling.sample_pass import SamplePass
-from workers.sampling.sampler import Sampler
 
 HEAD_DIM = 32
 
@@ -94,11 +92,10 @@ def test_a_number_of_rows_is_looked_for_until_rows_do_not_notice_each_other(
 def test_where_there_is_no_such_number_the_operator_is_told(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sample_pass, "find_rows_multiple", lambda *_: None)
     engine = Driver(qwen3).engine
+    monkeypatch.setattr(sample_pass, "find_rows_multiple", lambda *_: None)
     made = SamplePass(engine.base_model, engine.bank, None)  # type: ignore[arg-type]
     assert made._rows_multiple == ROWS_MULTIPLES[-1]
     assert "may depend on its neighbours" in caplog.text
-    sampling = TrainingEngine(EngineConfig(model=str(qwen3)), make_sampler=Sampler)
-    assert "samples depend on their neighbours" in sampling.info.fingerprint
+    assert "samples depend on their neighbours" in Driver(qwen3).engine.info.fingerprint
     assert "samples depend on their neighbours" not in engine.info.fingerprint

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.numerics.harness import Driver, make_data
+from tests.support.numerics.harness import Driver, make_data, make_engine
 from tests.support.numerics.samplers import Sampling, assert_same_bits, make_sampler, prompt_of, request, sampling
-from workers.bank.bank import Bank
 from workers.contract.capacity import BLOCK_TOKENS
 from workers.contract.messages import AdamParams, ErrorCode, SampleRequest, SampleResult
-from workers.engine import EngineConfig, TrainingEngine
-from workers.model.base_model import BaseModel
 from workers.sampling.kv_cache import block_bytes
 from workers.sampling.sampler import Sampler
 
@@ -320,29 +316,22 @@ def test_version_that_is_published_again_with_other_weights_finds_nothing_of_bef
 
 
 def test_training_leaves_free_what_samples_have_not_taken_yet(qwen3: Path) -> None:
-    config = EngineConfig(model=str(qwen3))
-    free = 7 << 20
+    free, block = 8 << 20, block_bytes(Driver(qwen3).engine.base_model)
 
-    def fitting_tokens(free_bytes: int, make: Callable[[BaseModel, Bank], Sampler] | None) -> int | None:
-        return TrainingEngine(config, make_sampler=make, free_bytes=lambda _: free_bytes).info.fitting_tokens
+    def fitting_tokens(free_bytes: int, num_blocks: int) -> int | None:
+        engine = make_engine(qwen3, cache_bytes_max=num_blocks * block, free_bytes=lambda _: free_bytes)
+        assert engine.info.num_cache_blocks == num_blocks
+        return engine.info.fitting_tokens
 
-    def make(model: BaseModel, bank: Bank) -> Sampler:
-        return Sampler(model, bank, cache_bytes_max=free)
-
-    alone = fitting_tokens(free, None)
-    assert alone is not None
-    assert fitting_tokens(2 * free, None) != alone
-    assert fitting_tokens(2 * free, make) == pytest.approx(alone, abs=2)  # the last block of memory is a part of one
+    few = fitting_tokens(free, num_blocks=1)
+    assert few is not None
+    assert fitting_tokens(free + 9 * block, num_blocks=1) != few
+    assert fitting_tokens(free + 9 * block, num_blocks=10) == few
 
 
 def test_coordinator_is_told_how_much_can_fit(qwen3: Path) -> None:
-    def num_cache_blocks(make: Callable[[BaseModel, Bank], Sampler] | None) -> int | None:
-        return TrainingEngine(EngineConfig(model=str(qwen3)), make_sampler=make).info.num_cache_blocks
-
-    def make(model: BaseModel, bank: Bank) -> Sampler:
-        return Sampler(model, bank, cache_bytes_max=3 * block_bytes(model))
-
-    assert (num_cache_blocks(None), num_cache_blocks(make)) == (None, 3)
+    block = block_bytes(Driver(qwen3).engine.base_model)
+    assert make_engine(qwen3, cache_bytes_max=3 * block).info.num_cache_blocks == 3
 
 
 def test_memory_is_counted_as_taken_once_it_was_used(qwen3: Path) -> None:

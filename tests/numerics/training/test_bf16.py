@@ -10,6 +10,7 @@ import torch
 from tests.support.numerics.agreement import GRADIENTS, LOGPROBS, SMOOTH, distance, observe
 from tests.support.numerics.harness import Driver, make_data, make_spec
 from workers.contract.messages import AdamParams
+from workers.contract.settings import EngineSettings
 from workers.model.base_model import UnsupportedModelError
 from workers.selftest.loading import load_base_model
 
@@ -72,4 +73,4 @@ def test_model_that_the_fused_pass_gets_wrong_is_refused_in_bf16_too(
 ) -> None:
     monkeypatch.setattr("workers.model.attention.PackedAttention._mask", lambda *_: None)  # no sliding window
     with pytest.raises(UnsupportedModelError, match="other log-probabilities"):
-        load_base_model(model_directories["gemma3"], dtype=torch.bfloat16)
+        load_base_model(EngineSettings(model_path=str(model_directories["gemma3"]), dtype="bfloat16"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.numerics.agreement import distance, observe
-from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
+from tests.support.numerics.harness import Driver, Tenant, assemble_again, make_data, make_spec
 from tests.support.numerics.tenants import TENANTS
 from workers.bank.bank import Bank, Row
 from workers.contract.messages import AdamParams, ErrorCode
@@ -24,7 +24,7 @@ def deferred(model: Path, **config: Any) -> Driver:
     driver = Driver(model, **config)
     base_model = driver.engine.base_model
     base_model.is_deferred = True
-    driver.engine._passes._loss = DeviceLoss(base_model.unembedding, base_model.vocab_size)
+    assemble_again(driver.engine)
     return driver
 
 

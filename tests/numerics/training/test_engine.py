@@ -21,7 +21,7 @@ from workers.contract.messages import (
     Item,
     SaveItem,
 )
-from workers.engine import EngineConfig
+from workers.contract.settings import EngineSettings
 from workers.model.base_model import UnsupportedModelError
 from workers.model.lora import Segment
 from workers.selftest import threads
@@ -99,7 +99,7 @@ def test_failed_pass_drops_the_whole_window_and_the_next_one_is_clean(driver: Dr
     )
     assert [code(result) for result in results] == [None, *[ErrorCode.INVALID_ARGUMENT] * 3]
     assert not driver.gradient("a").any()
-    reference = Driver(Path(driver.engine.config.model))
+    reference = Driver(Path(driver.engine.settings.model_path))
     reference.install(make_spec("a"))
     for each in (driver, reference):
         trained(each, "a", 1)
@@ -149,7 +149,7 @@ def test_pass_that_cannot_be_done_is_halved_until_only_the_culprit_fails(
     more = [make_data("cross_entropy", [30 + number]) for number in range(4)]
     expected_gradients = {}
     for key, data in zip(keys, more, strict=True):
-        twin = Driver(Path(driver.engine.config.model))
+        twin = Driver(Path(driver.engine.settings.model_path))
         twin.install(make_spec(key, 16 if key == "b" else 8))
         twin.train(twin.backward(key, DATA), twin.backward(key, data))
         expected_gradients[key] = twin.gradient(key)
@@ -337,11 +337,11 @@ def test_model_that_the_fused_pass_would_get_wrong_is_refused(tmp_path: Path, mo
         config.replace('"attn_logit_softcapping": null', '"attn_logit_softcapping": 50.0')
     )
     with pytest.raises(UnsupportedModelError, match="soft-capping"):
-        load_base_model(directory)
+        load_base_model(EngineSettings(model_path=str(directory)))
     (directory / "config.json").write_text(config)
     monkeypatch.setattr("workers.model.attention.PackedAttention._mask", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="other log-probabilities"):
-        load_base_model(directory)
+        load_base_model(EngineSettings(model_path=str(directory)))
 
 
 SMALL: dict[str, Any] = {
@@ -391,11 +391,11 @@ def test_other_dense_models_give_the_naive_gradients_too(tmp_path: Path, config:
 def test_mixture_of_experts_is_refused_with_what_to_take_instead(tmp_path: Path, config: Any, name: str) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=rf"{name} is a mixture of 4 experts .* take a dense model: .*Qwen"):
-        load_base_model(tmp_path)
+        load_base_model(EngineSettings(model_path=str(tmp_path)))
 
 
 @pytest.mark.parametrize("field", ["num_slots", "num_threads", "pass_tokens_max"])
 def test_configuration_without_sense_is_refused(field: str) -> None:
     fields: dict[str, Any] = {field: 0}
     with pytest.raises(ValueError, match=field):
-        EngineConfig(model="m", **fields)
+        EngineSettings(model_path="m", **fields)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.support.numerics.harness import Driver, Trace, make_spec
 from tests.support.numerics.tenants import TENANTS, assert_same, train
+from workers.contract.settings import EngineSettings
 from workers.model import blocks
 from workers.model.base_model import UnsupportedModelError
 from workers.model.lora import Segment
@@ -118,7 +119,7 @@ def test_device_whose_rows_depend_on_their_place_is_refused(qwen3: Path, monkeyp
     assert rows.are_blocks_invariant([torch.ones(8, 8)], 64)
     monkeypatch.setattr("workers.selftest.rows.are_blocks_invariant", lambda *_: False)
     with pytest.raises(UnsupportedModelError, match="load it without exact"):
-        load_base_model(qwen3, exact=True)
+        load_base_model(EngineSettings(model_path=str(qwen3), exact=True))
 
 
 def test_segments_of_equal_length_are_not_computed_as_one_batch(qwen3: Path) -> None:

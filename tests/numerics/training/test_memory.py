@@ -10,13 +10,14 @@ import torch
 
 from tests.support.mini_model import build_mini_model
 from tests.support.numerics.allocations import Allocations
-from tests.support.numerics.harness import VOCAB_SIZE, Driver, make_data, make_spec
+from tests.support.numerics.harness import VOCAB_SIZE, Driver, assemble_again, make_data, make_engine, make_spec
 from workers import engine
-from workers.engine import EngineConfig, TrainingEngine
+from workers.contract.settings import EngineSettings
 from workers.host.allocator import kept_bytes
-from workers.host.host_memory import free_bytes
+from workers.host.host_memory import MemoryShare, free_bytes
 from workers.model.base_model import BaseModel
 from workers.model.device_attention import FlashKernel, VarlenAttention
+from workers.selftest.fitting import fitting_tokens
 from workers.training.logits import block_rows_of
 from workers.training.memory import Load, PassMemory
 from workers.training.passes import USED_FRACTION, PassRunner
@@ -26,16 +27,12 @@ RANKS = {"a": 8, "b": 16}
 
 
 def memory_of(driver: Driver) -> PassMemory:
-    model = driver.engine.base_model
-    return PassMemory(model.model, model.config, model.group_shapes)
+    return PassMemory(driver.engine.base_model)
 
 
 def limited(driver: Driver, num_bytes: int) -> None:
     """From now on the engine believes that so much may be used by a pass."""
-    runner = driver.engine._passes
-    driver.engine._passes = PassRunner(
-        runner.base_model, runner.bank, runner._clock, lambda: round(num_bytes / USED_FRACTION) + 1, runner._recompute
-    )
+    assemble_again(driver.engine, free_bytes=round(num_bytes / USED_FRACTION) + 1)
 
 
 @pytest.mark.parametrize("mode", ["off", "on", "forward"])
@@ -79,7 +76,8 @@ def test_attention_that_makes_no_masks_is_charged_for_none(model_directories: di
     base_model, bank = driver.engine.base_model, driver.engine.bank
 
     def fitting() -> int | None:
-        return PassRunner(base_model, bank, lambda: 0.0, lambda: 4_000_000).fitting_tokens()
+        memory = MemoryShare(base_model.device, measure=lambda _: 4_000_000)
+        return fitting_tokens(PassRunner(base_model, bank, memory))
 
     with_masks = fitting()
     base_model.attend_packed = lambda lengths, _: VarlenAttention(FlashKernel(), lengths)
@@ -129,7 +127,7 @@ def test_a_request_that_finds_less_memory_than_was_measured_runs_its_layers_twic
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver.train(*(driver.backward(key, make_data("cross_entropy", [20])) for key in "ab"))
-    expected, forward = Driver(Path(driver.engine.config.model)), BaseModel.forward
+    expected, forward = Driver(Path(driver.engine.settings.model_path)), BaseModel.forward
     expected.install(make_spec("a"), make_spec("b"))
     expected.train(*(expected.backward(key, make_data("cross_entropy", [20])) for key in "ab"))
 
@@ -178,16 +176,15 @@ def test_forwards_share_a_pass_that_would_be_too_much_with_a_backward(driver: Dr
 @pytest.mark.parametrize("recompute", ["off", "auto", "on"])
 def test_the_engine_tells_what_fits_and_that_is_what_its_memory_holds(qwen3: Path, recompute: Any) -> None:
     free = 6_000_000
-    config = EngineConfig(model=str(qwen3), recompute=recompute)
-    engine = TrainingEngine(config, free_bytes=lambda _: free)
-    model = engine.base_model
-    memory = PassMemory(model.model, model.config, model.group_shapes)
+    engine = make_engine(qwen3, recompute=recompute, free_bytes=lambda _: free)
+    memory = PassMemory(engine.base_model)
+    room = USED_FRACTION * (free - engine.sampler.untaken_bytes)
     fitting = engine.info.fitting_tokens
     assert fitting is not None
 
     def fits(num_tokens: int) -> bool:
         load = Load(num_tokens=num_tokens, lengths=[num_tokens], rank=64)
-        return memory.peak_bytes(load, backward=True, recompute=recompute != "off") <= USED_FRACTION * free
+        return memory.peak_bytes(load, backward=True, recompute=recompute != "off") <= room
 
     assert fits(fitting)
     assert not fits(fitting + 1)
@@ -195,8 +192,7 @@ def test_the_engine_tells_what_fits_and_that_is_what_its_memory_holds(qwen3: Pat
 
 def test_with_enough_memory_there_is_no_limit_and_a_share_is_only_a_share(qwen3: Path) -> None:
     def fitting(share: float) -> int | None:
-        config = EngineConfig(model=str(qwen3), memory_share=share)
-        return TrainingEngine(config, free_bytes=lambda _: 40_000_000).info.fitting_tokens
+        return make_engine(qwen3, memory_share=share, free_bytes=lambda _: 40_000_000).info.fitting_tokens
 
     assert fitting(1.0) is None
     assert fitting(0.1) is not None
@@ -206,8 +202,7 @@ def test_running_layers_twice_makes_longer_sequences_fit(tmp_path: Path) -> None
     model = build_mini_model(tmp_path, "qwen3")
 
     def fitting(recompute: Any) -> int:
-        config = EngineConfig(model=str(model), recompute=recompute)
-        num_tokens = TrainingEngine(config, free_bytes=lambda _: 5_000_000).info.fitting_tokens
+        num_tokens = make_engine(model, recompute=recompute, free_bytes=lambda _: 5_000_000).info.fitting_tokens
         assert num_tokens is not None
         return num_tokens
 
@@ -216,14 +211,14 @@ def test_running_layers_twice_makes_longer_sequences_fit(tmp_path: Path) -> None
 
 def test_an_engine_without_memory_for_anything_says_so_when_it_starts(qwen3: Path) -> None:
     with pytest.raises(ValueError, match="no memory for a pass"):
-        TrainingEngine(EngineConfig(model=str(qwen3)), free_bytes=lambda _: 1000)
+        make_engine(qwen3, free_bytes=lambda _: 1000)
 
 
 @pytest.mark.parametrize(("field", "value"), [("recompute", "sometimes"), ("memory_share", 0.0), ("memory_share", 1.5)])
 def test_settings_without_sense_are_refused(field: str, value: Any) -> None:
     fields: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=field):
-        EngineConfig(model="m", **fields)
+        EngineSettings(model_path="m", **fields)
 
 
 def test_free_memory_is_a_number_that_one_could_allocate() -> None:
@@ -244,5 +239,5 @@ def test_what_an_engine_tries_while_it_loads_is_not_kept(qwen3: Path, monkeypatc
         return len(filling) == 64 and float(last[0]) == 1
 
     monkeypatch.setattr(engine, "is_thread_count_invariant", trial)
-    TrainingEngine(EngineConfig(model=str(qwen3)))
+    make_engine(qwen3)
     assert grown[0] < 1 << 20

@@ -12,6 +12,7 @@ import torch
 
 from tests.support.numerics.harness import Driver, make_data, make_spec
 from tests.support.numerics.tenants import TENANTS, assert_same, train
+from workers.contract.settings import EngineSettings
 from workers.model.attention import PackedAttention
 from workers.model.lora import MultiLoraLinear
 from workers.selftest.loading import load_base_model
@@ -68,7 +69,7 @@ def test_memory_is_mapped_apart_in_a_pass_that_runs_layers_twice_and_only_there(
 
 
 def test_a_backward_after_another_forward_is_an_error_and_not_another_gradient(qwen3: Path) -> None:
-    model = load_base_model(qwen3)
+    model = load_base_model(EngineSettings(model_path=str(qwen3)))
     tokens, positions = torch.arange(16), torch.arange(16)
     hidden = model.forward(tokens, positions, (), PackedAttention([16]), recompute=True)
     with torch.no_grad():

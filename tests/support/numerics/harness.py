@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.support.mini_model import Architecture
+from workers.bank.bank import Bank
 from workers.contract.messages import (
     AdamParams,
     AdapterInstall,
@@ -28,7 +29,14 @@ from workers.contract.messages import (
     PassItem,
     SaveItem,
 )
-from workers.engine import EngineConfig, TrainingEngine
+from workers.contract.settings import EngineSettings
+from workers.engine import TrainingEngine
+from workers.host.host_memory import MemoryShare, free_bytes
+from workers.training.copies import AdapterCopies
+from workers.training.items import ItemRunner
+from workers.training.passes import PassRunner
+from workers.training.prefetch import Prefetch
+from workers.training.steps import StepRunner
 
 ARCHITECTURES: tuple[Architecture, ...] = ("qwen3", "llama", "gemma3")
 """What every promise is tested on: tied and untied, with and without a window, with and without norms of the heads."""
@@ -87,11 +95,36 @@ class Tenant:
         return self.spec.adapter_id
 
 
+def make_engine(
+    model: Path, *, free_bytes: Callable[[torch.device], int] = free_bytes, **settings: Any
+) -> TrainingEngine:
+    """An engine with the smallest memory for samples, unless `cache_bytes_max` is given."""
+    defaults: dict[str, Any] = {"cache_bytes_max": 0}
+    return TrainingEngine(EngineSettings(model_path=str(model), **defaults | settings), free_bytes=free_bytes)
+
+
+def assemble_again(engine: TrainingEngine, bank: Bank | None = None, free_bytes: int = 1 << 40) -> None:
+    """Give an engine other parts for training: around another, empty bank, and with this much free memory.
+
+    Writes private fields, for outside of tests an engine has the same parts for all its life.
+    """
+    model, settings = engine.base_model, engine.settings
+    if bank is not None:
+        engine.bank = bank
+        engine._copies = AdapterCopies(bank, model.max_rank, engine.info.fingerprint)
+    engine._prefetch = Prefetch(engine.bank)
+    memory = MemoryShare(model.device, measure=lambda _: free_bytes + engine.sampler.untaken_bytes)
+    engine._passes = PassRunner(model, engine.bank, memory, engine._prefetch, settings.recompute)
+    steps = StepRunner(engine.bank, engine._copies, is_deferred=model.is_deferred)
+    limits = {"num_slots": settings.num_slots, "pass_tokens_max": settings.pass_tokens_max}
+    engine._items = ItemRunner(engine._passes, steps, engine._copies, **limits)
+
+
 class Driver:
     """Keeps every adapter's seq and hands batches to one engine."""
 
     def __init__(self, model: Path, num_slots: int = 16, **config: Any) -> None:
-        self.engine = TrainingEngine(EngineConfig(model=str(model), num_slots=num_slots, **config))
+        self.engine = make_engine(model, num_slots=num_slots, **config)
         self.seqs: dict[str, int] = {}
         self.num_batches = 0
 

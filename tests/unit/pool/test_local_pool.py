@@ -127,7 +127,7 @@ def test_threads_are_the_configured_ones_or_the_cores_divided_by_the_workers(mon
     monkeypatch.setattr("workers.contract.settings.num_cores", lambda: 8)
     models = (PoolModel(name="a", path="a", num_workers=2), PoolModel(name="b", path="b"))
 
-    def threads(**values: Any) -> set[int]:
+    def threads(**values: Any) -> set[int | None]:
         config = PoolConfig(models=models, **values)
         return {settings.num_threads for settings in config.engines().values()}
 

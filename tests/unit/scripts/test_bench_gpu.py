@@ -23,7 +23,7 @@ from scripts.bench.gpu import (
     train_flops_per_token,
     write_model,
 )
-from workers.engine import EngineConfig
+from workers.contract.settings import EngineSettings
 
 # PEFT warns of merging an adapter of a tied unembedding; nobody merges here.
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
@@ -67,7 +67,7 @@ def test_case_without_memory_is_left_out_and_the_next_is_measured(
 
 
 def test_engine_that_answers_out_of_memory_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = Fused(EngineConfig(model=str(write_model("tiny", tmp_path, CPU))), Case.read("1x1x16"), 4)
+    fused = Fused(EngineSettings(model_path=str(write_model("tiny", tmp_path, CPU))), Case.read("1x1x16"), 4)
     monkeypatch.setattr(fused.engine.bank, "acquire", lambda _: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(MemoryError):
         fused.step()
@@ -75,7 +75,7 @@ def test_engine_that_answers_out_of_memory_does_not_fit(tmp_path: Path, monkeypa
 
 def test_sides_share_the_base_weights_and_hold_what_they_add(tmp_path: Path) -> None:
     model, case = write_model("tiny", tmp_path, CPU), Case.read("2x1x16")
-    fused = Fused(EngineConfig(model=str(model), dtype="bfloat16", num_slots=2), case, 8)
+    fused = Fused(EngineSettings(model_path=str(model), dtype="bfloat16", num_slots=2), case, 8)
     base = fused.engine.base_model.model
     sequential = SequentialPeft(model, case, 8, CPU, base.state_dict())
     held = [own.held_bytes for own in measure([fused, sequential], CPU, 3)]

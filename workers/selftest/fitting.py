@@ -1,0 +1,35 @@
+"""Finds the longest sequence that an engine has the memory to train."""
+
+from __future__ import annotations
+
+import logging
+
+from workers.rows import rank_class
+from workers.training.memory import Load
+from workers.training.passes import PassRunner
+
+logger = logging.getLogger(__name__)
+
+
+def fitting_tokens(passes: PassRunner) -> int | None:
+    """Return the most tokens of a sequence that can be trained, by an adapter of the largest rank.
+
+    None: any length that the model takes. The same limit holds for a canonical chunk. Raises ValueError if there is no
+    memory for a pass at all.
+    """
+    base_model = passes.base_model
+    longest = max(base_model.max_seq_len, base_model.chunk_tokens)
+    rank = rank_class(base_model.max_rank)
+    fitting = passes.memory.num_fitting(
+        passes.room_bytes,
+        lambda num_tokens: Load(num_tokens=num_tokens, lengths=[num_tokens], rank=rank),
+        longest,
+        backward=True,
+        recompute=passes.recompute != "off",
+    )
+    if fitting == longest:
+        return None
+    if fitting == 0:
+        raise ValueError(f"{base_model.name} is loaded, but there is no memory for a pass: give the worker more")
+    logger.warning("%s: memory is short; longer sequences than %d tokens are refused", base_model.name, fitting)
+    return fitting

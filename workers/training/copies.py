@@ -1,0 +1,146 @@
+"""The copies of adapters that this worker holds: values in the bank, and each copy's place in its adapter's order.
+
+Does not depend on batches, passes or how a step is computed.
+
+Main invariant: a copy changes only by items that its fence (`progress`) has admitted, and a closed gradient window
+leaves no gradient in the bank.
+"""
+
+from __future__ import annotations
+
+from workers.bank.bank import Bank
+from workers.bank.snapshot import (
+    DamagedStateError,
+    OtherAdapterError,
+    gradient_file,
+    optimizer_file,
+    read_state,
+    weights_file,
+)
+from workers.contract.messages import (
+    AdapterInstall,
+    AdapterState,
+    ErrorCode,
+    Item,
+    ItemError,
+    LoadItem,
+    PassItem,
+    SaveItem,
+)
+from workers.contract.windows import WindowRole, role_of
+from workers.training.progress import Progress
+
+
+class AdapterCopies:
+    """All copies of one engine. One thread only."""
+
+    def __init__(self, bank: Bank, max_rank: int, fingerprint: str) -> None:
+        """Hold copies of at most `max_rank` in a bank; saved states carry the fingerprint."""
+        self._bank = bank
+        self._max_rank = max_rank
+        self._fingerprint = fingerprint
+        self._progress: dict[str, Progress] = {}
+        self._broken: dict[str, ItemError] = {}
+        """Adapters whose install failed, with the reason, which is the error of their items."""
+
+    # ------------------------------------------------------------------ coming and going
+
+    def install(self, install: AdapterInstall) -> None:
+        """Put a copy into the bank, replacing an older one. If that fails, the copy's items fail with the reason."""
+        spec, state = install.spec, install.state
+        self.remove(spec.adapter_id)
+        try:
+            if spec.rank > self._max_rank:
+                raise OtherAdapterError(f"rank is {spec.rank}; this model takes at most {self._max_rank}")
+            layout = self._bank.layout(spec)
+            host = None if state is None else read_state(layout, spec, state.weights, state.optimizer, state.gradient)
+        except ValueError as error:
+            is_damaged = isinstance(error, DamagedStateError | OtherAdapterError) and state is not None
+            code = ErrorCode.DATA_LOSS if is_damaged else ErrorCode.INVALID_ARGUMENT
+            self._broken[spec.adapter_id] = ItemError(code=code, message=str(error))
+            return
+        self._bank.add(spec.adapter_id, spec, host)
+        self._progress[spec.adapter_id] = Progress.of(state)
+
+    def remove(self, key: str) -> None:
+        """Drop a copy, or a sampler version. Unknown keys are ignored."""
+        self._bank.remove(key)
+        self._progress.pop(key, None)
+        self._broken.pop(key, None)
+
+    def clear(self) -> None:
+        """Drop everything, sampler versions too."""
+        self._bank.clear()
+        self._progress.clear()
+        self._broken.clear()
+
+    # ------------------------------------------------------------------ the order
+
+    def admit(self, item: Item) -> ItemError | None:
+        """Check that the item is next on its copy, and advance over it; see `Progress.admit`."""
+        progress = self._progress.get(item.adapter_id)
+        if progress is None:
+            missing = ItemError(code=ErrorCode.OUT_OF_ORDER, message="this worker does not hold the adapter")
+            return self._broken.get(item.adapter_id, missing)
+        error = progress.admit(item)
+        if error is None and (item.drop_gradient or role_of(item) is WindowRole.RESET):
+            self._bank.drop_grad(item.adapter_id)
+        return error
+
+    def settle(self, item: PassItem, error: ItemError | None) -> ItemError | None:
+        """Record the outcome of an admitted pass; return the error of its result. See `Progress.settle`."""
+        error = self._progress[item.adapter_id].settle(item, error)
+        if error is not None and item.backward:
+            self._bank.drop_grad(item.adapter_id)
+        return error
+
+    def fail(self, item: Item, error: ItemError) -> None:
+        """Record that an admitted step, save or load failed."""
+        self._progress[item.adapter_id].fail(item, error)
+        if role_of(item) is WindowRole.STEP:
+            self._bank.drop_grad(item.adapter_id)
+
+    # ------------------------------------------------------------------ steps
+
+    def next_step(self, adapter_id: str) -> int:
+        """Return the number of the copy's next optimizer step, counted from 1."""
+        return self._progress[adapter_id].num_steps + 1
+
+    def stepped(self, adapter_id: str) -> int:
+        """Record an optimizer step on the copy's row; return the number of sequences in its gradient window."""
+        entry = self._bank.entry(adapter_id)
+        entry.has_grad = False
+        entry.has_moments = True
+        return self._progress[adapter_id].stepped()
+
+    # ------------------------------------------------------------------ states
+
+    def save(self, item: SaveItem) -> AdapterState:
+        """Return the copy's state, and publish its weights if the item asks for that. Raises NonFiniteGradientError."""
+        entry = self._bank.entry(item.adapter_id)
+        progress = self._progress[item.adapter_id]
+        if item.publish_as:
+            self._bank.publish(item.adapter_id, item.publish_as)
+        host = self._bank.read(item.adapter_id)
+        assert host.weights is not None
+        gradient = None
+        if item.with_gradient and host.grad is not None:
+            assert progress.window is None, "a closed window has no gradient"
+            gradient = gradient_file(entry.layout, entry.spec, host.grad)
+        return AdapterState(
+            weights=weights_file(entry.layout, entry.spec, host.weights),
+            optimizer=optimizer_file(entry.layout, entry.spec, host) if item.with_optimizer else None,
+            num_steps=progress.num_steps,
+            applied_seq=progress.applied_seq,
+            fingerprint=self._fingerprint,
+            gradient=gradient,
+            num_datums=0 if gradient is None else progress.num_datums,
+        )
+
+    def load(self, item: LoadItem) -> None:
+        """Replace the copy's weights and moments by a checkpoint's. Raises DamagedStateError, OtherAdapterError."""
+        entry = self._bank.entry(item.adapter_id)
+        optimizer = item.state.optimizer if item.with_optimizer else None
+        host = read_state(entry.layout, entry.spec, item.state.weights, optimizer)
+        self._bank.replace(item.adapter_id, host)
+        self._progress[item.adapter_id].loaded(0 if optimizer is None else item.state.num_steps)

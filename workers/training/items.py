@@ -1,0 +1,176 @@
+"""Runs a batch's items in order: passes in groups, steps, saves and loads.
+
+Consecutive passes are gathered into groups of at most `num_slots` adapters and as many tokens as fit into memory; a
+group is one packed pass (forwards and backwards apart). Consecutive steps of different adapters run together.
+
+Does not depend on epochs, installs or sampling.
+
+Main invariant: an item's result and its adapter's bits depend on that item and adapter alone, not on the other items or
+on how they are grouped. A failing item changes only its own adapter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import cast
+
+from workers.contract.messages import (
+    ErrorCode,
+    Item,
+    ItemError,
+    ItemResult,
+    LoadItem,
+    OptimStepItem,
+    PassItem,
+    SaveItem,
+)
+from workers.training.copies import AdapterCopies
+from workers.training.failures import item_error
+from workers.training.packing import Request
+from workers.training.passes import Outcome, PassRunner
+from workers.training.steps import StepRunner
+
+
+@dataclass(slots=True)
+class _Member:
+    """A pass of a group."""
+
+    item: PassItem
+    request: Request | None = None
+    error: ItemError | None = None
+    """The reason why there is no request."""
+    is_admitted: bool = True
+    """Whether the copy's fence has advanced over the item."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Passes that run together."""
+
+    members: list[_Member] = field(default_factory=list)
+    adapters: set[str] = field(default_factory=set)
+    num_tokens: int = 0
+
+
+class ItemRunner:
+    """Runs items of one engine. One thread only."""
+
+    def __init__(
+        self, passes: PassRunner, steps: StepRunner, copies: AdapterCopies, *, num_slots: int, pass_tokens_max: int
+    ) -> None:
+        """At most `num_slots` adapters are in one pass or one group of steps."""
+        self._passes = passes
+        self._steps = steps
+        self._copies = copies
+        self._num_slots = num_slots
+        self._pass_tokens_max = pass_tokens_max
+
+    def run(self, items: Sequence[Item]) -> list[ItemResult]:
+        """Run items in order; return their results in the same order."""
+        results: list[ItemResult] = []
+        for kind, group in groupby(items, key=type):
+            consecutive = list(group)
+            if kind is PassItem:
+                results += self._run_passes(cast("list[PassItem]", consecutive))
+            elif kind is OptimStepItem:
+                for steps in self._cut(cast("list[OptimStepItem]", consecutive)):
+                    results += self._steps.run(steps)
+            else:
+                results += [self._run_state(item) for item in consecutive]
+        return results
+
+    def _cut(self, steps: Sequence[OptimStepItem]) -> Iterator[list[OptimStepItem]]:
+        """Cut consecutive steps where an adapter would come twice, or more adapters than slots."""
+        together: dict[str, OptimStepItem] = {}
+        for step in steps:
+            if step.adapter_id in together or len(together) == self._num_slots:
+                yield list(together.values())
+                together = {}
+            together[step.adapter_id] = step
+        yield list(together.values())
+
+    # ------------------------------------------------------------------ passes
+
+    def _run_passes(self, items: Sequence[PassItem]) -> list[ItemResult]:
+        tokens_max = self._passes.pass_tokens(items, self._pass_tokens_max)
+        results: list[ItemResult] = []
+        group = _Group()
+        for item in items:
+            num_tokens = sum(len(datum.tokens) for datum in item.data)
+            is_known = item.adapter_id in group.adapters
+            is_full = len(group.adapters) == self._num_slots and not is_known
+            is_long = group.num_tokens and group.num_tokens + num_tokens > tokens_max
+            if is_full or is_long or (item.drop_gradient and is_known):
+                results += self._run_group(group)
+                group = _Group()
+            self._add(group, item, num_tokens)
+        return results + self._run_group(group)
+
+    def _add(self, group: _Group, item: PassItem, num_tokens: int) -> None:
+        """Admit a pass, check it, and add it to a group."""
+        error = self._copies.admit(item)
+        if error is not None:
+            group.members.append(_Member(item, error=error, is_admitted=False))
+            return
+        group.adapters.add(item.adapter_id)
+        try:
+            request = self._passes.checked(item)
+        except ValueError as invalid:
+            error = ItemError(code=ErrorCode.INVALID_ARGUMENT, message=str(invalid))
+            group.members.append(_Member(item, error=error))
+        else:
+            group.members.append(_Member(item, request))
+            group.num_tokens += num_tokens
+
+    def _run_group(self, group: _Group) -> list[ItemResult]:
+        requests = [member.request for member in group.members if member.request is not None]
+        outcomes = iter(self._passes.run(requests))
+        return [
+            self._settled(member, Outcome(error=member.error) if member.request is None else next(outcomes))
+            for member in group.members
+        ]
+
+    def _settled(self, member: _Member, outcome: Outcome) -> ItemResult:
+        """Record a pass's outcome in its copy, and make its result."""
+        item = member.item
+        if not member.is_admitted:
+            return ItemResult(op_id=item.op_id, error=member.error)
+        error = self._copies.settle(item, outcome.error)
+        if error is not None:
+            return ItemResult(op_id=item.op_id, error=error, engine_s=outcome.engine_s)
+        request, part = member.request, outcome.part
+        assert request is not None
+        assert part is not None
+        metrics = {"loss:sum": part.loss_sum}
+        if part.num_clipped is not None:
+            metrics["clipped_tokens:sum"] = float(part.num_clipped)
+        return ItemResult(
+            op_id=item.op_id,
+            logprobs=request.loss.split_logprobs(part.logprobs),
+            metrics=metrics,
+            num_tokens=request.num_tokens,
+            engine_s=outcome.engine_s,
+        )
+
+    # ------------------------------------------------------------------ saves and loads
+
+    def _run_state(self, item: Item) -> ItemResult:
+        begin_s = time.perf_counter()
+        error = self._copies.admit(item)
+        state = None
+        if error is None:
+            try:
+                match item:
+                    case SaveItem():
+                        state = self._copies.save(item)
+                    case LoadItem():
+                        self._copies.load(item)
+                    case _:
+                        raise TypeError(f"an engine cannot run a {type(item).__name__}")
+            except Exception as exception:  # noqa: BLE001 (becomes the item's error)
+                error = item_error(exception)
+                self._copies.fail(item, error)
+        return ItemResult(op_id=item.op_id, error=error, state=state, engine_s=time.perf_counter() - begin_s)
