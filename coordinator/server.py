@@ -82,16 +82,9 @@ class Server:
         # The training data of all tenants: readable by the operator only.
         self._config.coordinator.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._coordinator.start()
-        await self._door.start(
-            self._coordinator.service, self._coordinator.authenticator.authenticate, self._coordinator.health
-        )
+        await self._door.start(self._coordinator)
         if self._http_door is not None:
-            await self._http_door.start(
-                self._coordinator.service,
-                self._coordinator.authenticator.authenticate,
-                self._coordinator.health,
-                self._config.coordinator.data_dir / TOKENIZERS_DIR,
-            )
+            await self._http_door.start(self._coordinator, self._config.coordinator.data_dir / TOKENIZERS_DIR)
         for line in await self._write_key():
             self._say(line)
         serving = Serving(

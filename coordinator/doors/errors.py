@@ -22,7 +22,7 @@ def listen_error(host: str, port: int, error: OSError, option: str) -> DoorError
     )
 
 
-def refusal_of(error: Exception, where: str) -> ServiceError:
+def to_refusal(error: Exception, where: str) -> ServiceError:
     """Return the refusal to send for an exception; `where` names the call, for the log.
 
     Text of an exception that is not a ServiceError never leaves the pool: it is logged under a new id, and the caller

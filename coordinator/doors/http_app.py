@@ -111,7 +111,7 @@ def _guarded(
 
     async def respond(request: Request) -> Response:
         try:
-            door.check_open()
+            door.gate.check_open()
             key = api_key(request)
             if not key:
                 raise ServiceError(
@@ -120,7 +120,7 @@ def _guarded(
                     "no API key: set TINKER_API_KEY (with OpenAI's clients OPENAI_API_KEY), or send it as X-API-Key "
                     "or as a bearer token",
                 )
-            return await handler(Call(request, door.authenticate(key), door))
+            return await handler(Call(request, door.backend.authenticator.authenticate(key), door))
         except ClientDisconnect:
             return Response(status_code=499)  # the client has left: never sent
         except Exception as error:  # noqa: BLE001  # from here its text would reach the client
@@ -147,7 +147,7 @@ def _download(door: DoorContext) -> Callable[[Request], Awaitable[Response]]:
 
     async def respond(request: Request) -> Response:
         try:
-            door.check_open()
+            door.gate.check_open()
             return await checkpoints.download(request, door)
         except Exception as error:  # noqa: BLE001  # from here its text would reach the client
             return error_response(error, "a download")

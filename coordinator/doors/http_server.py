@@ -11,22 +11,20 @@ import contextlib
 import functools
 import socket
 import ssl
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import uvicorn
 
 from coordinator.base.config import HttpConfig
-from coordinator.base.errors import Code, ServiceError
+from coordinator.base.time import SystemTime, Time
+from coordinator.doors.backend import Backend
 from coordinator.doors.errors import DoorError, listen_error
-from coordinator.doors.http.calls import DoorContext
+from coordinator.doors.http.calls import DoorContext, Gate
 from coordinator.doors.http.connections import Connection, connections_max
 from coordinator.doors.http.downloads import Downloads
 from coordinator.doors.http.tokenizers import write_tokenizers
 from coordinator.doors.http_app import make_app
-from coordinator.service import Service
-from coordinator.service.auth import Principal
 
 _KEEP_ALIVE_S = 75
 """Longer than the SDK keeps an idle connection."""
@@ -37,14 +35,14 @@ _DROP_S = 5.0
 class HttpDoor:
     """One HTTP server. Call `bind`, `start`, optionally `refuse`, and `stop`, each once and in this order."""
 
-    def __init__(self, config: HttpConfig, wall: Callable[[], float] = time.time) -> None:
-        """Take the time of day in seconds from `wall`."""
+    def __init__(self, config: HttpConfig, time: Time | None = None) -> None:
+        """Without `time`, use the machine's clocks."""
         self._config = config
-        self._wall = wall
+        self._time = time or SystemTime()
+        self._gate = Gate()
         self._socket: socket.socket | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._is_refusing = False
 
     @property
     def port(self) -> int:
@@ -74,33 +72,22 @@ class HttpDoor:
             self._close_socket()
             raise listen_error(host, port, error, "--http-port") from error
 
-    async def start(
-        self,
-        service: Service,
-        authenticate: Callable[[str], Principal],
-        is_healthy: Callable[[], bool],
-        tokenizers_dir: Path,
-    ) -> None:
+    async def start(self, backend: Backend, tokenizers_dir: Path) -> None:
         """Serve. Tokenizers are written to `tokenizers_dir` for clients on this machine. Raises DoorError, OSError."""
         assert self._socket is not None, "bind first"
         config = self._config
         tokenizers: Mapping[str, Path] = {}
         if not config.is_remote:
-            tokenizers = await write_tokenizers(service, tokenizers_dir)
+            tokenizers = await write_tokenizers(backend.service, tokenizers_dir)
 
         app = make_app(
             DoorContext(
-                service=service,
-                authenticate=authenticate,
-                is_healthy=is_healthy,
-                message_bytes_max=config.message_bytes_max,
-                body_s=config.body_s,
-                check_open=self._check_open,
-                poll_s=config.poll_s,
+                backend=backend,
+                config=config,
+                gate=self._gate,
+                downloads=Downloads(self._time),
                 tokenizers=tokenizers,
-                downloads=Downloads(self._wall),
-                is_remote=config.is_remote,
-                wall=self._wall,
+                time=self._time,
             )
         )
         self._server = _Server(_uvicorn_config(app, config))
@@ -113,7 +100,7 @@ class HttpDoor:
 
     async def refuse(self) -> None:
         """Accept no new calls; running calls continue."""
-        self._is_refusing = True
+        self._gate.close()
         if self._server is not None:
             self._server.should_exit = True
 
@@ -127,12 +114,6 @@ class HttpDoor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._serving, _DROP_S)
         self._close_socket()
-
-    def _check_open(self) -> None:
-        if self._is_refusing:
-            raise ServiceError(
-                Code.UNAVAILABLE, "SHUTTING_DOWN", "the pool is shutting down: try again", retry_delay_s=1.0
-            )
 
     def _close_socket(self) -> None:
         if self._socket is not None:

@@ -86,17 +86,12 @@ class RestartablePool:
         coordinator = self.pool.coordinator
         door = GrpcDoor(GrpcConfig(port=self._port))
         door.bind()
-        await door.start(coordinator.service, coordinator.authenticator.authenticate, coordinator.health)
+        await door.start(coordinator)
         self._parts.push_async_callback(door.stop, 0)
         self._port = door.port
         http_door = HttpDoor(HttpConfig(port=self._http_port, **self._http))
         http_door.bind()
-        await http_door.start(
-            coordinator.service,
-            coordinator.authenticator.authenticate,
-            coordinator.health,
-            self._data_dir / "tokenizers",
-        )
+        await http_door.start(coordinator, self._data_dir / "tokenizers")
         self._parts.push_async_callback(http_door.stop, 0)
         self._http_port = http_door.port
 

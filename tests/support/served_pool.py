@@ -55,11 +55,10 @@ def served_pool(data_dir: Path, make_pool: Callable[[], Pool], **config: Any) ->
         door = GrpcDoor(GrpcConfig(port=0))
         door.bind()
         await coordinator.start()
-        await door.start(coordinator.service, coordinator.authenticator.authenticate, coordinator.health)
+        await door.start(coordinator)
         http_door = HttpDoor(HttpConfig(port=0))
         http_door.bind()
-        service, authenticate = coordinator.service, coordinator.authenticator.authenticate
-        await http_door.start(service, authenticate, coordinator.health, data_dir / "tokenizers")
+        await http_door.start(coordinator, data_dir / "tokenizers")
         return coordinator, door, http_door, await coordinator.first_admin_key() or ""
 
     async def stop() -> None:

@@ -22,7 +22,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from coordinator.base.errors import ServiceError, invalid
-from coordinator.doors.errors import refusal_of
+from coordinator.doors.backend import Keys
+from coordinator.doors.errors import to_refusal
 from coordinator.service.auth import Principal
 from tinkerpool.v1 import (
     adapters_pb2,
@@ -36,8 +37,6 @@ from tinkerpool.v1 import (
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[bytes, bytes]
-Authenticate = Callable[[str], Principal]
-"""Returns the principal of an API key, which may be empty. Raises ServiceError UNAUTHENTICATED."""
 
 SERVICES: tuple[ServiceDescriptor, ...] = tuple(
     service
@@ -85,9 +84,9 @@ class _Rpc:
 class Calls(grpc.GenericRpcHandler):
     """Authenticates each call and runs its use case."""
 
-    def __init__(self, service: object, authenticate: Authenticate) -> None:
+    def __init__(self, service: object, keys: Keys) -> None:
         """Look up the use cases. Raises AttributeError if `service` lacks a method for an RPC of the contract."""
-        self._authenticate = authenticate
+        self._keys = keys
         self._rpcs: Mapping[str, _Rpc] = {
             f"/{method.containing_service.full_name}/{method.name}": _rpc(method, service)
             for descriptor in SERVICES
@@ -100,9 +99,9 @@ class Calls(grpc.GenericRpcHandler):
         if rpc is None:
             return None
         try:
-            principal = self._authenticate(_api_key(handler_call_details))
+            principal = self._keys.authenticate(_api_key(handler_call_details))
         except Exception as error:  # noqa: BLE001  # from here its text would reach the client
-            return _refusing(refusal_of(error, rpc.name))
+            return _refusing(to_refusal(error, rpc.name))
         return _streaming(rpc, principal) if rpc.is_streaming else _unary(rpc, principal)
 
 
@@ -163,7 +162,7 @@ async def _respond(rpc: _Rpc, context: Context, response: Awaitable[T]) -> T:
     try:
         return await response
     except Exception as error:  # noqa: BLE001  # from here its text would reach the client
-        await _abort(context, refusal_of(error, rpc.name))
+        await _abort(context, to_refusal(error, rpc.name))
 
 
 async def _abort(context: Context, error: ServiceError) -> NoReturn:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from coordinator.base.config import GrpcConfig
+from coordinator.doors.backend import Backend
 from coordinator.doors.errors import DoorError, listen_error
-from coordinator.doors.grpc.calls import SERVICES, Authenticate, Calls
+from coordinator.doors.grpc.calls import SERVICES, Calls
 
 HEALTH_INTERVAL_S = 1.0
 """Seconds between two updates of the health service."""
@@ -55,15 +55,15 @@ class GrpcDoor:
             hint = f"; are {config.tls_cert} and {config.tls_key} a certificate and its key, in PEM?"
             raise DoorError(f"cannot listen on {address}{hint if config.is_tls else f': {error}'}") from error
 
-    async def start(self, service: object, authenticate: Authenticate, is_healthy: Callable[[], bool]) -> None:
-        """Serve. `service` has a method for every RPC (see `Calls`); `is_healthy` is called every second."""
-        self._server.add_generic_rpc_handlers((Calls(service, authenticate),))
+    async def start(self, backend: Backend) -> None:
+        """Serve the RPCs and, updated every second, the health of the backend."""
+        self._server.add_generic_rpc_handlers((Calls(backend.service, backend.authenticator),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [service.full_name for service in SERVICES]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
-        await self._report_health(["", *names], is_healthy())
+        await self._report_health(["", *names], backend.health())
         await self._server.start()
-        self._health_task = asyncio.create_task(self._watch_health(["", *names], is_healthy), name="grpc health")
+        self._health_task = asyncio.create_task(self._watch_health(["", *names], backend), name="grpc health")
 
     async def refuse(self) -> None:
         """Report NOT_SERVING and accept no new calls; running calls continue."""
@@ -81,10 +81,10 @@ class GrpcDoor:
             await self._server.stop(grace_s)
             await self._closing
 
-    async def _watch_health(self, names: list[str], is_healthy: Callable[[], bool]) -> None:
+    async def _watch_health(self, names: list[str], backend: Backend) -> None:
         while True:
             await asyncio.sleep(HEALTH_INTERVAL_S)
-            await self._report_health(names, is_healthy())
+            await self._report_health(names, backend.health())
 
     async def _report_health(self, names: list[str], is_healthy: bool) -> None:
         serving = health_pb2.HealthCheckResponse

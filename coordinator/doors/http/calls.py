@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +12,10 @@ import zstandard
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from coordinator.base.config import HttpConfig
 from coordinator.base.errors import Code, ServiceError, invalid
+from coordinator.base.time import Time
+from coordinator.doors.backend import Backend
 from coordinator.doors.http.downloads import Downloads
 from coordinator.service import Service
 from coordinator.service.auth import Principal
@@ -42,30 +45,40 @@ class UnreadableBody(ServiceError):
         self.head = head
 
 
+class Gate:
+    """Whether the door accepts new calls."""
+
+    def __init__(self) -> None:
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Accept no new calls from now on."""
+        self._is_closed = True
+
+    def check_open(self) -> None:
+        """Raise ServiceError UNAVAILABLE once the gate is closed."""
+        if self._is_closed:
+            raise ServiceError(
+                Code.UNAVAILABLE, "SHUTTING_DOWN", "the pool is shutting down: try again", retry_delay_s=1.0
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoorContext:
     """The parts and settings that all handlers of the HTTP door share."""
 
-    service: Service
-    authenticate: Callable[[str], Principal]
-    """Returns the principal of an API key, which may be empty. Raises ServiceError UNAUTHENTICATED."""
-    is_healthy: Callable[[], bool]
-    """Whether cycles can make progress."""
-    message_bytes_max: int
-    """Largest body, also after it is unpacked."""
-    body_s: float
-    """Seconds within which a body must arrive."""
-    check_open: Callable[[], None]
-    """Raises ServiceError UNAVAILABLE once the door accepts no new calls."""
-    poll_s: float
-    """Seconds for which a request for a result is held open."""
+    backend: Backend
+    config: HttpConfig
+    gate: Gate
+    downloads: Downloads
     tokenizers: Mapping[str, Path]
     """Base model to the directory of its tokenizer, for clients on this machine; empty if clients may be remote."""
-    downloads: Downloads
-    is_remote: bool
-    """Whether clients may be on other machines."""
-    wall: Callable[[], float]
-    """Returns the time of day in seconds."""
+    time: Time
+
+    @property
+    def service(self) -> Service:
+        """The use cases."""
+        return self.backend.service
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +127,13 @@ class Call:
         Raises UnreadableBody if it is larger or cannot be decompressed; ServiceError BODY_TOO_SLOW, INVALID_ARGUMENT
         for an unknown encoding, or UNAVAILABLE if the door has closed in the meantime.
         """
-        limit = min(bytes_max, self.door.message_bytes_max)
+        limit = min(bytes_max, self.door.config.message_bytes_max)
         try:
-            async with asyncio.timeout(self.door.body_s):
+            async with asyncio.timeout(self.door.config.body_s):
                 compressed = await self._received(limit)
         except TimeoutError:
-            raise _too_slow(self.door.body_s) from None
-        self.door.check_open()
+            raise _too_slow(self.door.config.body_s) from None
+        self.door.gate.check_open()
         encoding = self.request.headers.get("content-encoding", "identity").strip().lower()
         if encoding == "identity":
             if len(compressed) > limit:

@@ -10,11 +10,12 @@ import hashlib
 import hmac
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from urllib.parse import urlencode
 
 from coordinator.base.errors import Code, ServiceError
+from coordinator.base.time import Time
 
 DOWNLOAD_S = 3600
 """Lifetime of a URL in seconds."""
@@ -25,15 +26,14 @@ AT_ONCE_MAX = 4
 class Downloads:
     """Signs and checks URLs, and limits the downloads of a tenant."""
 
-    def __init__(self, wall: Callable[[], float]) -> None:
-        """Take the time of day in seconds from `wall`."""
-        self._wall = wall
+    def __init__(self, time: Time) -> None:
+        self._time = time
         self._secret = secrets.token_bytes(32)
         self._num_running: Counter[str] = Counter()
 
     def expiry(self) -> int:
         """Return the expiry of a URL that is signed now, in seconds since 1970."""
-        return int(self._wall()) + DOWNLOAD_S
+        return int(self._time.wall()) + DOWNLOAD_S
 
     def query(self, key_id: str, path: str, file: str, expires: int) -> str:
         """Return the query of a URL. It holds the id of the API key, which is not secret."""
@@ -46,7 +46,7 @@ class Downloads:
         expected = self._signature(key_id, path, file, expires)
         if not hmac.compare_digest(expected.encode(), query.get("signature", "").encode()):
             raise _refused("was not made by this pool since its last start")
-        if int(expires) < self._wall():
+        if int(expires) < self._time.wall():
             raise _refused("has expired")
         return key_id, path
 

@@ -98,7 +98,7 @@ class OpenAi:
         ]
         writer = ResponseWriter(
             name=uuid.uuid4().hex,
-            created_s=int(call.door.wall()),
+            created_s=int(call.door.time.wall()),
             model_name=found.name,
             model=model,
             style=style,

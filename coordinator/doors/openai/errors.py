@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.errors import refusal_of
+from coordinator.doors.errors import to_refusal
 from coordinator.doors.http.errors import headers_of, status_of
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
@@ -48,7 +48,7 @@ def failure(error: ops_pb.OperationError) -> ServiceError:
 
 def error_response(error: Exception, where: str) -> Response:
     """Return the response to a call that raised; `where` names the call, for the log."""
-    refusal = refusal_of(error, where)
+    refusal = to_refusal(error, where)
     headers = headers_of(refusal)
     if refusal.retry_delay_s is not None:
         headers["retry-after"] = str(math.ceil(refusal.retry_delay_s))

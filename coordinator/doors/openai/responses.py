@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from coordinator.doors.errors import refusal_of
+from coordinator.doors.errors import to_refusal
 from coordinator.doors.http.encoding import encode_json
 from coordinator.doors.openai.choices import Choice, Piece, TokenInfo, TopToken, joined, prompt_infos
 from coordinator.doors.openai.errors import error_body
@@ -197,7 +197,7 @@ class ResponseWriter:
                     yield _event(self._frame(self.style.chunk_object, [], self._usage(operations, num_tokens)))
             yield DONE
         except Exception as error:  # noqa: BLE001  # the status is already sent
-            yield _event(error_body(refusal_of(error, "a stream")))
+            yield _event(error_body(to_refusal(error, "a stream")))
 
     def _rest(self, prompt_index: int, operation: ops_pb.Operation, growing: dict[int, _Growing]) -> list[bytes]:
         """Return the last chunks of a prompt's choices."""

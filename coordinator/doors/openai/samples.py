@@ -133,7 +133,7 @@ async def _finished(call: Call, names: Sequence[str]) -> list[ops_pb.Operation]:
 async def _cancel(call: Call, requests: Sequence[pb.SampleRequest]) -> None:
     """Cancel samples, at their next token; but not while the pool stops, for the samples resume after its restart."""
     with contextlib.suppress(ServiceError):
-        call.door.check_open()
+        call.door.gate.check_open()
         for request in requests:
             with contextlib.suppress(ServiceError):
                 operation = ops_pb.CancelOperationRequest(name=_name(request))

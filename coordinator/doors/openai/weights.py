@@ -126,7 +126,7 @@ def _base_model(call: Call, model: sessions_pb2.BaseModel) -> dict[str, Any]:
     return {
         "id": model.name,
         "object": "model",
-        "created": int(call.door.wall()),
+        "created": int(call.door.time.wall()),
         "owned_by": "tinkerpool",
         "root": model.name,
         "max_model_len": model.max_sequence_tokens,

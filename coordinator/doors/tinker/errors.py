@@ -8,7 +8,7 @@ from __future__ import annotations
 from starlette.responses import JSONResponse, Response
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.errors import refusal_of
+from coordinator.doors.errors import to_refusal
 from coordinator.doors.http.errors import headers_of, status_of
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
@@ -28,7 +28,7 @@ _USER_CODES = frozenset(
 
 def error_response(error: Exception, where: str) -> Response:
     """Return the response to a call that raised; `where` names the call, for the log."""
-    refusal = refusal_of(error, where)
+    refusal = to_refusal(error, where)
     body = {"detail": refusal.message, "reason": refusal.reason, **refusal.metadata}
     return JSONResponse(body, status_code=status_of(refusal), headers=headers_of(refusal))
 

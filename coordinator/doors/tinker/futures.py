@@ -63,7 +63,7 @@ async def retrieve_future(call: Call) -> Response:
     if kind in (CREATED, LOADED, UNLOADED):
         await call.service.get_adapter(call.principal, adapters_pb2.GetAdapterRequest(adapter_id=adapter_id))
         return JSONResponse({"type": kind, "model_id": adapter_id})
-    operation = await finished(call, request_id, call.door.poll_s)
+    operation = await finished(call, request_id, call.door.config.poll_s)
     if operation is None:
         return _try_again(call, request_id)
     is_binary = PROTOBUF in call.request.headers.get("accept", "")
@@ -80,7 +80,7 @@ async def retrieve_futures(call: Call) -> Response:
     while none has finished, but no longer than the client wants.
     """
     asked = await call.json(schemas.RetrieveFutures)
-    timeout_s = call.door.poll_s if asked.timeout is None else min(asked.timeout, call.door.poll_s)
+    timeout_s = call.door.config.poll_s if asked.timeout is None else min(asked.timeout, call.door.config.poll_s)
     target = asked.target
     samples, cursor = await call.service.finished_samples(
         call.principal, target.sampling_session_id, target.cloned_sampler_id, asked.prev_cursor, timeout_s
@@ -134,6 +134,6 @@ async def finished(call: Call, name: str, timeout_s: float) -> ops_pb.Operation 
 
 def _try_again(call: Call, request_id: str) -> Response:
     body = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
-    if not call.door.is_healthy():
+    if not call.door.backend.health():
         body |= {"queue_state": "paused_capacity", "queue_state_reason": NO_WORKER}
     return JSONResponse(body, status_code=HTTPStatus.REQUEST_TIMEOUT)

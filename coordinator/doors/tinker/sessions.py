@@ -23,7 +23,8 @@ async def client_config(call: Call) -> Response:
         {
             "pjwt_auth_enabled": False,
             "parallel_fwdbwd_chunks": True,
-            "proto_compress_fwdbwd": call.door.is_remote,  # on one machine, compression costs more time than it saves
+            # On one machine, compression costs more time than it saves.
+            "proto_compress_fwdbwd": call.door.config.is_remote,
             "fwdbwd_max_chunk_len": capabilities.max_datums,
             "sample_use_retrieve_futures": True,  # one open call for each sampling client, not for each sample
             "sample_join_sampling_session": True,

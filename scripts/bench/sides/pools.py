@@ -89,7 +89,7 @@ class LocalService:
         self._door.bind()
         await self.coordinator.start()
         coordinator = self.coordinator
-        await self._door.start(coordinator.service, coordinator.authenticator.authenticate, coordinator.health)
+        await self._door.start(coordinator)
 
     async def _stop(self) -> None:
         await self._door.refuse()

@@ -52,7 +52,7 @@ async def test_a_program_with_the_protos_alone_trains_and_samples(program: Path,
     door = GrpcDoor(GrpcConfig(port=0))
     door.bind()
     await coordinator.start()
-    await door.start(coordinator.service, coordinator.authenticator.authenticate, coordinator.health)
+    await door.start(coordinator)
     try:
         key = await coordinator.first_admin_key()
         assert key is not None

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from coordinator.base.config import GrpcConfig
 from coordinator.doors.grpc.server import GrpcDoor
-from tests.support.doors.fake_service import authenticate
+from tests.support.doors.fake_service import FakeBackend
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def open_door(service: object) -> Iterator[str]:
         nonlocal door, url
         door = GrpcDoor(GrpcConfig(port=0))
         door.bind()
-        await door.start(service, authenticate, lambda: True)
+        await door.start(FakeBackend(service))
         url = f"http://127.0.0.1:{door.port}"
 
     def run() -> None:

@@ -14,11 +14,14 @@ KEY = "tp_000000000000_canary-key-that-must-appear-in-no-log-whatever"
 PRINCIPAL = Principal(tenant_id="t1", tenant_name="default", key_id="000000000000", is_admin=True)
 
 
-def authenticate(key: str) -> Principal:
-    """Return the principal of the only valid key."""
-    if key != KEY:
-        raise ServiceError(Code.UNAUTHENTICATED, "API_KEY_INVALID" if key else "API_KEY_MISSING", "no such key")
-    return PRINCIPAL
+class FakeKeys:
+    """One valid key."""
+
+    def authenticate(self, key: str) -> Principal:
+        """Return the principal of the valid key."""
+        if key != KEY:
+            raise ServiceError(Code.UNAUTHENTICATED, "API_KEY_INVALID" if key else "API_KEY_MISSING", "no such key")
+        return PRINCIPAL
 
 
 class FakeService:
@@ -59,3 +62,12 @@ class FakeService:
                 yield piece
 
         return stream if streaming else respond_once
+
+
+class FakeBackend:
+    """A coordinator without a pool: a fake service, keys, and a health that the test may change."""
+
+    def __init__(self, service: Any = None, *, keys: Any = None, health: Callable[[], bool] = lambda: True) -> None:
+        self.service: Any = service or FakeService()
+        self.authenticator: Any = keys or FakeKeys()
+        self.health = health

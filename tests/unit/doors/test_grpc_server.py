@@ -26,7 +26,7 @@ from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.service import Service
 from coordinator.service.auth import Principal
 from tests.support.doors.certificates import make_certificate
-from tests.support.doors.fake_service import KEY, FakeService, authenticate
+from tests.support.doors.fake_service import KEY, FakeBackend, FakeKeys, FakeService
 from tinkerpool.v1 import operations_pb2, operations_pb2_grpc, sessions_pb2, sessions_pb2_grpc
 
 WITH_KEY = (("authorization", f"Bearer {KEY}"),)
@@ -44,7 +44,7 @@ async def open_door() -> AsyncIterator[Open]:
     ) -> grpc.aio.Channel:
         door = GrpcDoor(GrpcConfig(port=0, **config))
         door.bind()
-        await door.start(service, authenticate, is_healthy)
+        await door.start(FakeBackend(service, health=is_healthy))
         doors.append(door)
         channels.append(grpc.aio.insecure_channel(f"127.0.0.1:{door.port}"))
         return channels[-1]
@@ -93,7 +93,7 @@ def test_a_service_without_a_use_case_for_an_rpc_is_refused_at_the_start() -> No
         pass
 
     with pytest.raises(AttributeError, match="get_capabilities"):
-        Calls(Empty(), authenticate)
+        Calls(Empty(), FakeKeys())
     names = {use_case_name(method) for service in SERVICES for method in service.methods}
     assert {"create_adapter", "save_weights_for_sampler", "wait_operations", "list_api_keys"} <= names
     assert len(SERVICES) == 8
@@ -184,12 +184,13 @@ async def test_an_unexpected_error_in_a_stream_or_in_authentication_reveals_an_i
     assert error.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in repr(error)
 
-    def broken(key: str) -> Principal:
-        raise RuntimeError("secret")
+    class BrokenKeys:
+        def authenticate(self, key: str) -> Principal:
+            raise RuntimeError("secret")
 
     door = GrpcDoor(GrpcConfig(port=0))
     door.bind()
-    await door.start(FakeService(), broken, lambda: True)
+    await door.start(FakeBackend(keys=BrokenKeys()))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
         error, _ = await refusal(capabilities(channel))
     await door.stop(0.1)
@@ -309,7 +310,7 @@ async def test_a_stopping_door_finishes_running_calls_and_accepts_no_new_ones() 
 
     door = GrpcDoor(GrpcConfig(port=0))
     door.bind()
-    await door.start(FakeService(get_capabilities=slow), authenticate, lambda: True)
+    await door.start(FakeBackend(FakeService(get_capabilities=slow)))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
         running = asyncio.ensure_future(capabilities(channel))
         await started.wait()
@@ -326,7 +327,7 @@ async def test_a_stopping_door_finishes_running_calls_and_accepts_no_new_ones() 
 async def test_watched_health_is_not_serving_before_the_door_closes() -> None:
     door = GrpcDoor(GrpcConfig(port=0))
     door.bind()
-    await door.start(FakeService(), authenticate, lambda: True)
+    await door.start(FakeBackend())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         call = stub.Watch(health_pb2.HealthCheckRequest())
@@ -368,7 +369,7 @@ async def test_tls_serves_clients_that_trust_its_certificate_and_none_in_plainte
     door = GrpcDoor(GrpcConfig(port=0, tls_cert=cert, tls_key=key))
     door.bind()
     service = FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse(version="1"))
-    await door.start(service, authenticate, lambda: True)
+    await door.start(FakeBackend(service))
     target = f"127.0.0.1:{door.port}"
     async with grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(cert.read_bytes())) as channel:
         assert (await capabilities(channel)).version == "1"
@@ -383,7 +384,7 @@ async def test_mutual_tls_refuses_clients_without_a_certificate(tmp_path: Path) 
     door = GrpcDoor(GrpcConfig(port=0, tls_cert=cert, tls_key=key, tls_client_ca=cert))
     door.bind()
     service = FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse(version="1"))
-    await door.start(service, authenticate, lambda: True)
+    await door.start(FakeBackend(service))
     pem = cert.read_bytes()
     mine = grpc.ssl_channel_credentials(pem, key.read_bytes(), pem)
     async with grpc.aio.secure_channel(f"127.0.0.1:{door.port}", mine) as channel:

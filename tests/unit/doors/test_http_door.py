@@ -32,7 +32,8 @@ from coordinator.doors.tinker.checkpoints import CHECKPOINTS_MAX
 from coordinator.doors.tinker.results import JSON_RESULT_BYTES_MAX, PROTOBUF
 from coordinator.service.auth import Principal
 from tests.support.doors.certificates import make_certificate
-from tests.support.doors.fake_service import KEY, PRINCIPAL, FakeService, authenticate
+from tests.support.doors.fake_service import KEY, PRINCIPAL, FakeBackend, FakeService
+from tests.support.toy_pool import FakeTime
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import checkpoints_pb2, sessions_pb2
@@ -50,8 +51,7 @@ async def opened() -> AsyncIterator[Open]:
     ) -> tuple[HttpDoor, httpx.AsyncClient]:
         door = HttpDoor(HttpConfig(port=0, **({"is_remote": True, "allow_plaintext": True} | options)))
         door.bind()
-        fake: Any = service or FakeService()
-        await door.start(fake, authenticate, lambda: True, Path("nowhere"))
+        await door.start(FakeBackend(service), Path("nowhere"))
         client = httpx.AsyncClient(base_url=door.url + PREFIX, headers={"x-api-key": KEY}, verify=verify, timeout=60)
         things.append((door, client))
         return things[-1]
@@ -241,7 +241,7 @@ async def test_a_malformed_certificate_is_an_error(tmp_path: Path) -> None:
     door = HttpDoor(HttpConfig(port=0, is_remote=True, tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "cert.pem"))
     door.bind()
     with pytest.raises(DoorError, match="in PEM"):
-        await door.start(FakeService(), authenticate, lambda: True, tmp_path)  # type: ignore[arg-type]
+        await door.start(FakeBackend(), tmp_path)
     await door.stop(0)
 
 
@@ -405,8 +405,8 @@ async def test_a_result_too_large_for_json_is_announced_and_sent_as_protobuf(ope
 
 
 def test_a_download_url_is_valid_for_its_file_until_it_expires() -> None:
-    now = [1000.0]
-    downloads = Downloads(lambda: now[0])
+    time = FakeTime()
+    downloads = Downloads(time)
     query = dict(httpx.QueryParams(downloads.query("k", "tinker://p", "a.json", downloads.expiry())))
     assert downloads.check(query, "a.json") == ("k", "tinker://p")
     for file, changed in (
@@ -418,7 +418,7 @@ def test_a_download_url_is_valid_for_its_file_until_it_expires() -> None:
         with pytest.raises(ServiceError, match="since its last start"):
             downloads.check({**query, **changed}, file)
     with pytest.raises(ServiceError, match="since its last start"):
-        Downloads(lambda: now[0]).check(query, "a.json")
-    now[0] += DOWNLOAD_S + 1
+        Downloads(time).check(query, "a.json")
+    time.now += DOWNLOAD_S + 1
     with pytest.raises(ServiceError, match="has expired"):
         downloads.check(query, "a.json")

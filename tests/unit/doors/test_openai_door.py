@@ -18,8 +18,9 @@ from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http_server import HttpDoor
 from coordinator.doors.openai.responses import LOGPROB_MIN
 from coordinator.doors.openai.text_models import read_text_model
-from tests.support.doors.fake_service import KEY, FakeService, authenticate
+from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
 from tests.support.served_pool import SHIPPED_MODEL
+from tests.support.toy_pool import FakeTime
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import checkpoints_pb2, sampling_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -105,9 +106,9 @@ class Door:
         self._opened: list[HttpDoor] = []
 
     async def _open(self, service: Any) -> httpx.AsyncClient:
-        door = HttpDoor(HttpConfig(port=0, is_remote=True, allow_plaintext=True), wall=lambda: 1234.5)
+        door = HttpDoor(HttpConfig(port=0, is_remote=True, allow_plaintext=True), FakeTime(now=1234.5, wall_offset=0.0))
         door.bind()
-        await door.start(service, authenticate, lambda: True, Path("nowhere"))
+        await door.start(FakeBackend(service), Path("nowhere"))
         self._opened.append(door)
         return httpx.AsyncClient(base_url=door.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
 
