@@ -20,7 +20,7 @@ from coordinator.coordinator import DEFAULT_TENANT, Coordinator
 from coordinator.doors.errors import DoorError
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_server import HttpDoor
-from coordinator.runtime.core import DataDirInUse
+from coordinator.runtime.lock import DataDirInUse
 from coordinator.serving import READY_FILE, Serving
 from tinkerpool.credentials import Credentials, credentials_file, kept_credentials, write_credentials
 from workers.contract.protocols import Pool, PoolStartError
@@ -92,7 +92,7 @@ class Server:
             http_url=self._http_door.url if self._http_door is not None else "",
             pid=os.getpid(),
             data_dir=str(self._config.coordinator.data_dir),
-            models=tuple(self._coordinator.core.models),
+            models=tuple(self._coordinator.core.fleet.models),
         )
         for path in (self._config.coordinator.data_dir / READY_FILE, self._config.ready_file):
             if path is not None:

@@ -1,13 +1,13 @@
-"""Versions of weights that may be sampled from before their file is there.
+"""Published weights: versions that may be sampled from before their file exists.
 
-A version is committed with its cycle, without a folder: the row of an unnamed sampler, or of a checkpoint for sampling.
-Its weights are held here, handed to any worker that lacks them, and written beside the cycles; then its row gets the
-folder. A crash before that loses the memory, not the version: the next life runs the log again up to the save, and
-saves there (`Operation.is_underived`). So the log is not cut at or behind a save whose version has no file: whoever
-cuts it waits for `until_written`, and a trigger of the schema refuses whoever does not.
+A version is committed with its cycle, without a folder: as the row of an unnamed sampler, or of a checkpoint for
+sampling. Its weights are held here, handed to any worker that lacks them, and written while later cycles run; then its
+row gets the folder. A crash before that loses the memory, not the version: the next epoch replays the log up to the
+save, and saves there (it rematerializes the version). So the log is not cut at or behind a save whose version has no
+file: every cut waits for `until_written`, and a trigger of the schema refuses one that does not.
 
-Knows files and rows; neither queues nor workers. Main invariant: a version whose row is committed, and which its
-session's end or its deletion has not ended, is in a file, or here.
+Depends on files and rows; not on adapter logs or workers. Main invariant: a version whose row is committed, and that no
+end of a session or deletion has ended, is in a file, held here, or in the log.
 """
 
 from __future__ import annotations
@@ -17,46 +17,49 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coordinator.base.errors import Code, ServiceError
+from coordinator.base.failure import Failure
+from coordinator.base.signal import Signal
+from coordinator.checkpoints.folders import StateFolders
+from coordinator.fleet.fleet import Fleet
 from coordinator.storage.database import StorageError, StoreBrokenError
-from coordinator.storage.folders import Saved, StateFiles
+from coordinator.storage.folders import Saved
 from coordinator.storage.rows import CheckpointRow, SamplerRow
 from coordinator.storage.store import Store
 from tinkerpool import names
-from workers.contract.messages import AdapterSpec, AdapterState, ModelInfo
+from workers.contract.messages import AdapterSpec, AdapterState
 
 logger = logging.getLogger(__name__)
 
 HELD_BYTES_MAX = 1 << 30
-"""Weights that wait for their files; what comes beyond that is written before it is committed."""
+"""Weights held until their files exist; beyond that the file is written before the commit."""
 WRITERS = 2
 """Files that are written at a time."""
 RETRY_S, RETRY_S_MAX = 1.0, 30.0
-"""How long a file is left alone that could not be written; twice as long each time, and the most."""
+"""Pause before a file that could not be written is tried again; twice as long each time, and the most."""
 
 
 @dataclass(slots=True, eq=False)
 class Version:
-    """Weights that were saved, and the row that stands for them; made by `unnamed` and `named`."""
+    """Saved weights and the row that names them; made by `unnamed` and `named`."""
 
     name: str
     """Of the operation that saved it."""
     label: str
-    """What its users call it: the id of a sampler, or the path of a checkpoint."""
+    """Its name for users: the id of a sampler, or the path of a checkpoint."""
     session_id: str
-    """With whose end it ends; empty: with none."""
+    """The session that it ends with; empty: none."""
     base_model: str
-    """Whose adapter it is of."""
+    """The base model of its adapter."""
     spec: AdapterSpec
     state: AdapterState | None
-    """None: the log has not been run again so far."""
+    """None: not rematerialized yet."""
     error: ServiceError | None = None
-    """Why it can never be made again."""
+    """Why it cannot be rematerialized."""
     writing: asyncio.Task[None] | None = None
-    """From the commit on, or since the log has been run again."""
+    """From the commit on, or since it was rematerialized."""
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     @property
@@ -66,16 +69,16 @@ class Version:
 
     @property
     def seq(self) -> int:
-        """The place of its save in the adapter's order."""
+        """The sequence number of its save."""
         return int(self.name.rpartition(":")[2])
 
     @property
     def num_bytes(self) -> int:
-        """What it takes of memory."""
+        """Its size in memory."""
         return len(self.state.weights) if self.state is not None else 0
 
     def tell(self, error: StorageError | None) -> None:
-        """Who waits for its file learns how the attempt went."""
+        """Tell the waiters for its file how the attempt ended."""
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
             if waiter.done():
@@ -87,44 +90,31 @@ class Version:
 
 
 def unnamed(row: SamplerRow, spec: AdapterSpec, state: AdapterState | None = None) -> Version:
-    """The version of an unnamed sampler's row."""
+    """Return the version of an unnamed sampler's row."""
     return Version(row.version, row.sampler_id, row.session_id, row.base_model, spec, state)
 
 
 def named(row: CheckpointRow, spec: AdapterSpec, state: AdapterState | None = None) -> Version:
-    """The version of a checkpoint's row."""
+    """Return the version of a checkpoint's row."""
     return Version(version_of(row), row.path, "", row.base_model, spec, state)
 
 
 def version_of(checkpoint: CheckpointRow) -> str:
-    """What the weights of a checkpoint are called: as the operation that saved them."""
+    """Return the name of a checkpoint's weights: the operation that saved them."""
     return names.operation_name(checkpoint.adapter_id, checkpoint.seq)
 
 
 class Publishing:
-    """The versions that have no file yet."""
+    """The versions that have no file yet, and what needs them."""
 
-    def __init__(
-        self,
-        samplers: StateFiles,
-        checkpoints: StateFiles,
-        store: Store,
-        models: Callable[[str], ModelInfo],
-        *,
-        on_settled: Callable[[str], None],
-        on_derived: Callable[[str], None],
-        fatal: Callable[[BaseException], None],
-    ) -> None:
-        """`on_settled` gets the base model of a version that needs the log no more, `on_derived` the name of one that
-        the log has been run again for, or never will be; `fatal` what nobody expected.
-        """
-        self._samplers = samplers
-        self._checkpoints = checkpoints
+    def __init__(self, folders: StateFolders, store: Store, fleet: Fleet, failure: Failure) -> None:
+        self.changed = Signal()
+        """A version does not need the log any more, or was rematerialized, or never will be."""
+        self._samplers = folders.samplers
+        self._checkpoints = folders.checkpoints
         self._store = store
-        self._models = models
-        self._on_settled = on_settled
-        self._on_derived = on_derived
-        self._fatal = fatal
+        self._models = fleet.models
+        self._failure = failure
         self._versions: dict[str, Version] = {}
         self._writing: set[asyncio.Task[None]] = set()
         self._writers = asyncio.Semaphore(WRITERS)
@@ -133,72 +123,72 @@ class Publishing:
     # ---- a version's way
 
     def can_hold(self, base_model: str, state: AdapterState) -> bool:
-        """Whether this version may be committed before its file is there: the log can make it again, bit for bit, and
-        there is room for it until then."""
+        """Whether this version may be committed before its file exists: the log can make it again bit for bit, and
+        there is memory for it until then."""
         num_bytes = sum(version.num_bytes for version in self._versions.values())
-        return self._models(base_model).is_exact and num_bytes + len(state.weights) <= HELD_BYTES_MAX
+        return self._models[base_model].is_exact and num_bytes + len(state.weights) <= HELD_BYTES_MAX
 
     def hold(self, version: Version) -> None:
-        """A version whose row is about to be committed."""
+        """Hold a version whose row is about to be committed."""
         assert version.name not in self._versions
         self._versions[version.name] = version
 
     def drop(self, name: str) -> None:
-        """Its row was not committed."""
+        """Drop a version whose row was not committed."""
         self._versions.pop(name, None)
 
     def committed(self, name: str) -> None:
-        """Its row is durable: write its file. (Its session may have ended meanwhile.)"""
+        """The version's row is durable: write its file. (Its session may have ended meanwhile.)"""
         if (version := self._versions.get(name)) is not None:
             self._begin_writing(version)
 
     def expect(self, version: Version, *, is_in_log: bool) -> None:
-        """After a crash: a row without a file. Replay brings its version again, if its save is in the log."""
+        """Take in a row without a file after a crash: replay rematerializes it, if its save is in the log."""
         version.error = None if is_in_log else _lost(version.label)
         self._versions[version.name] = version
 
-    def derived(self, name: str, state: AdapterState) -> None:
-        """The log has been run again up to its save. (Its session may have ended meanwhile.)"""
+    def rematerialized(self, name: str, state: AdapterState) -> None:
+        """The log was replayed up to its save. (Its session may have ended meanwhile.)"""
         if (version := self._versions.get(name)) is not None:
             version.state = state
             self._begin_writing(version)
-            self._on_derived(name)
+            self.changed.notify()
 
     def fail(self, adapter_id: str, error: ServiceError) -> None:
-        """The adapter cannot be rebuilt in this life, and so no version of it whose file was not there."""
+        """The adapter cannot be rebuilt in this epoch, and no version of it that has to be rematerialized."""
         for version in self._of(adapter_id):
             if version.state is None:
                 version.error = error
-                self._on_derived(version.name)
+                self.changed.notify()
 
     def end_session(self, session_id: str) -> None:
-        """The session's end is durable: nobody samples from its unnamed versions any more."""
+        """The session's end is durable: its unnamed versions end."""
         for version in [each for each in self._versions.values() if each.session_id == session_id]:
             self._end(version)
 
     def deleted(self, name: str) -> None:
-        """The deletion of this version's checkpoint is durable."""
+        """The deletion of this version's checkpoint is durable: the version ends."""
         if (version := self._versions.get(name)) is not None:
             self._end(version)
 
     def give_up(self) -> None:
-        """The coordinator stops: what could not be written is tried once more, and then left to the log."""
+        """The coordinator stops: try files that could not be written once more, then leave them to the log."""
         self._gives_up.set()
 
     async def finish(self) -> None:
-        """Wait until everything is written, or given up."""
+        """Wait until every file is written or left to the log."""
         while self._writing:
             await asyncio.wait(self._writing)
 
     # ---- questions
 
     def is_awaited(self, name: str) -> bool:
-        """Nobody can have this version before the log has been run again."""
+        """Whether this version must be rematerialized before anything can be sampled from it."""
         version = self._versions.get(name)
         return version is not None and version.state is None and version.error is None
 
-    def check_derived(self, adapter_id: str) -> None:
-        """Raises ServiceError while the adapter's log has to be run again for a version, and so must not go."""
+    def check_rematerialized(self, adapter_id: str) -> None:
+        """Raise ServiceError while the adapter's log is needed to rematerialize a version."""
         if any(self.is_awaited(version.name) for version in self._of(adapter_id)):
             raise ServiceError(
                 Code.UNAVAILABLE,
@@ -208,13 +198,13 @@ class Publishing:
             )
 
     def is_unwritten(self, adapter_id: str) -> bool:
-        """Whether a file of this adapter's is being written."""
+        """Whether a file of this adapter's versions is being written."""
         return any(version.state is not None for version in self._of(adapter_id))
 
     async def until_written(self, adapter_id: str, seq: float = math.inf) -> None:
-        """Return when the adapter's log up to `seq` is needed for no version any more.
+        """Return when no version needs the adapter's log up to `seq` any more.
 
-        Raises StorageError if that will take long: a file could not be written.
+        Raises StorageError if a file could not be written.
         """
         for version in self._of(adapter_id):
             if version.state is None or version.seq > seq or self._versions.get(version.name) is not version:
@@ -222,9 +212,9 @@ class Publishing:
             await self._written_once(version)
 
     def held(self, name: str) -> AdapterState | None:
-        """The weights of this version, as long as no file has them.
+        """Return the weights of this version; None: they are in a file.
 
-        Raises ServiceError if the log has to be run again for them first, or they could not be made again.
+        Raises ServiceError if they must be rematerialized first, or cannot be.
         """
         version = self._versions.get(name)
         if version is None:
@@ -232,11 +222,11 @@ class Publishing:
         if version.error is not None:
             raise version.error
         if version.state is None:
-            raise _not_made_again(version.label)
+            raise _not_rematerialized(version.label)
         return version.state
 
     async def until_file(self, name: str) -> None:
-        """Return when no file of this version is awaited.
+        """Return when this version's file exists.
 
         Raises StorageError if it could not be written, and ServiceError as `held`.
         """
@@ -245,9 +235,9 @@ class Publishing:
             await self._written_once(version)
 
     async def state(self, sampler_id: str) -> AdapterState:
-        """The weights of an unnamed sampler that nobody waits for (`is_awaited`).
+        """Return the weights of an unnamed sampler for which `is_awaited` is false.
 
-        Raises ServiceError if they are damaged, could not be made again, or have gone with their session.
+        Raises ServiceError if they are damaged, cannot be rematerialized, or ended with their session.
         """
         row = self._store.samplers.get(sampler_id)
         assert row is not None
@@ -267,7 +257,7 @@ class Publishing:
         return [version for version in self._versions.values() if version.spec.adapter_id == adapter_id]
 
     async def _written_once(self, version: Version) -> None:
-        """Return when its file is there, or nobody needs it. Raises StorageError if it could not be written."""
+        """Return when its file exists or is not needed. Raises StorageError if it could not be written."""
         if version.writing is None or version.writing.done():
             raise StorageError(f"the weights that {version.name} has saved were not written")
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -275,16 +265,14 @@ class Publishing:
         await waiter
 
     def _end(self, version: Version) -> None:
-        """Nobody may have it any more."""
+        """End a version."""
         self._settle(version)
-        if version.state is None:
-            self._on_derived(version.name)
 
     def _settle(self, version: Version) -> None:
-        """It needs the log no more."""
+        """The version does not need the log any more."""
         if self._versions.pop(version.name, None) is not None:
             version.tell(None)
-            self._on_settled(version.base_model)
+            self.changed.notify()
 
     def _begin_writing(self, version: Version) -> None:
         assert version.writing is None
@@ -296,7 +284,7 @@ class Publishing:
         self._writing.discard(writing)
         if not writing.cancelled() and (error := writing.exception()) is not None:
             version.tell(StorageError(f"the weights that {version.name} has saved were not written: {error!r}"))
-            self._fatal(error)
+            self._failure.report(error)
 
     async def _write(self, version: Version) -> None:
         pause_s = RETRY_S
@@ -317,17 +305,17 @@ class Publishing:
                 self._settle(version)
 
     async def _write_once(self, version: Version) -> None:
-        """Raises OSError and StorageError; nothing is durable then, or the log is not known to be needed no more."""
+        """Write the file and give its row the folder. Raises OSError and StorageError; the log is still needed then."""
         if version.name not in self._versions:
             return
         assert version.state is not None
         files = self._checkpoints if version.is_named else self._samplers
-        model = self._models(version.base_model)
+        model = self._models[version.base_model]
         saved = await asyncio.to_thread(files.write, version.spec, model, version.state)
         try:
             num_rows = await self._commit(version, saved)
         except StoreBrokenError:
-            raise  # the row may be durable: the next start sees what is an orphan
+            raise  # the row may be durable: the next start finds out whether the folder is an orphan
         except StorageError:
             files.remove(saved.folder)
             raise
@@ -335,7 +323,7 @@ class Publishing:
             files.remove(saved.folder)
 
     def _commit(self, version: Version, saved: Saved) -> asyncio.Future[int]:
-        """Give its row the folder; the future has how many rows that were."""
+        """Give the version's row the folder; the future has the number of rows changed."""
         if version.is_named:
             assert version.state is not None
             return self._store.checkpoints.commit_file(
@@ -344,7 +332,7 @@ class Publishing:
         return self._store.samplers.commit_file(version.label, saved.folder, saved.sha256)
 
 
-def _not_made_again(label: str) -> ServiceError:
+def _not_rematerialized(label: str) -> ServiceError:
     return ServiceError(
         Code.UNAVAILABLE,
         "ADAPTER_CHANGING",

@@ -1,33 +1,34 @@
 """Sends one phase of a cycle to its workers, all at once, and waits for each no longer than its batch may take.
 
-Knows workers, lives and deadlines, and which operations are on which worker; not what an answer means (`answers`).
+Depends on the fleet, deadlines and the recorder of losses; not on what a result means (`results`). Main invariant: a
+batch goes to the incarnation that its copies were built for, or not at all.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Mapping
 
 from coordinator.base.time import Time, within
-from coordinator.cycle.phase import Entry, Work
-from coordinator.operations.operation import Operation
-from coordinator.scheduling.cost_model import CycleCosts
+from coordinator.cycle.phase import Entry, PhaseWork, flights
+from coordinator.fleet.fleet import Fleet
+from coordinator.fleet.worker import Incarnation
 from coordinator.scheduling.deadlines import Deadlines
-from coordinator.scheduling.quarantine import Suspects
+from coordinator.scheduling.decode_share import decode_share
+from coordinator.scheduling.losses import LossRecorder
+from coordinator.scheduling.quarantine import Quarantine
+from coordinator.scheduling.virtual_counters import Share
 from workers.contract.failpoints import failpoint
-from workers.contract.messages import Batch, BatchResult, ItemResult, WorkerInfo
+from workers.contract.messages import Batch, BatchResult, ItemResult
 from workers.contract.protocols import Pool, WorkerLost
 
-logger = logging.getLogger(__name__)
-
 OVERDUE_S = 5.0
-"""How long after its deadline a cycle must have come on, or it is stuck."""
+"""A cycle is stuck if it has not moved on this long after its deadline."""
 
 
 class TakenOver(Exception):
-    """A later coordinator has the workers: this one must end."""
+    """A coordinator of a later epoch has the workers: this one must end."""
 
 
 class Dispatch:
@@ -35,104 +36,102 @@ class Dispatch:
 
     def __init__(
         self,
-        *,
         pool: Pool,
         time: Time,
         epoch: int,
-        suspects: Suspects,
-        costs: CycleCosts,
-        take_removals: Callable[[str], tuple[str, ...]],
-        decode_share: Callable[[str, Collection[str]], float],
-        worker_lost: Callable[[str, str], None],
-        worker_answered: Callable[[str], None],
+        fleet: Fleet,
+        losses: LossRecorder,
+        quarantine: Quarantine,
+        deadlines: Deadlines,
     ) -> None:
         self._pool = pool
         self._time = time
         self._epoch = epoch
-        self._suspects = suspects
-        self._take_removals = take_removals
-        self._decode_share = decode_share
-        self._worker_lost = worker_lost
-        self._worker_answered = worker_answered
-        self._deadlines = Deadlines(costs)
-        self._on_worker: dict[str, list[Operation]] = {}
+        self._fleet = fleet
+        self._losses = losses
+        self._quarantine = quarantine
+        self._deadlines = deadlines
         self._overdue_at = math.inf
 
     @property
     def is_overdue(self) -> bool:
-        """The present cycle has not come on for longer than it may."""
+        """Whether the present cycle has not moved on for longer than it may."""
         return self._time.monotonic() > self._overdue_at
 
     def watch(self, seconds: float) -> None:
-        """The cycle must come on within this time and some more."""
+        """The cycle must move on within this time and `OVERDUE_S`."""
         self._overdue_at = self._time.monotonic() + seconds + OVERDUE_S
 
     def rest(self) -> None:
-        """Nothing is waited for that has a time."""
+        """The cycle waits for nothing that has a deadline."""
         self._overdue_at = math.inf
 
-    def running_on(self, worker_id: str) -> list[Operation]:
-        """What the worker has of the present phase, and has not answered."""
-        return self._on_worker.get(worker_id, [])
-
-    def forget(self, worker_id: str) -> None:
-        """That life of the worker is over."""
-        self._on_worker.pop(worker_id, None)
-
-    async def run(self, cycle_id: int, work: Work, workers: Sequence[WorkerInfo]) -> list[tuple[Entry, ItemResult]]:
-        """Run one phase. Returns what the workers that lived have answered, item by item; of others nothing.
+    async def run(
+        self, cycle_id: int, work: PhaseWork, shares: Mapping[str, Share]
+    ) -> list[tuple[Entry, Incarnation, ItemResult]]:
+        """Run one phase. Returns the results of the workers that replied, item by item; lost workers have none.
 
         Raises TakenOver.
         """
-        batches = work.batches(self._epoch, cycle_id, self._take_removals, self._decode_share)
-        lives = {worker.worker_id: worker.incarnation for worker in workers}
-        self._on_worker = {
-            worker_id: [operation for _, operation, _ in entries if operation is not None]
-            for worker_id, entries in work.items.items()
-        }
-        allowed = {
-            worker_id: self._allowed_s(worker_id, lives.get(worker_id, ""), batch)
-            for worker_id, batch in batches.items()
-        }
-        self.watch(max(allowed.values(), default=0.0))
-        answers = await asyncio.gather(
+        sent: list[tuple[Incarnation, list[Entry], Batch, float]] = []
+        for worker_id in work.worker_ids():
+            worker, entries = self._fleet.find(worker_id), work.entries(worker_id)
+            if worker is None:
+                continue  # lost since the work was built: its copies are not current
+            worker.begin_phase(flights(entries))
+            batch = self._batch(cycle_id, work, worker, entries, shares)
+            sent.append((worker, entries, batch, self._allowed_s(worker, batch)))
+        self.watch(max((allowed_s for *_, allowed_s in sent), default=0.0))
+        replies = await asyncio.gather(
             *(
-                self._run_batch(worker_id, lives.get(worker_id, ""), batch, allowed[worker_id], is_first=index == 0)
-                for index, (worker_id, batch) in enumerate(batches.items())
+                self._run_batch(worker, batch, allowed_s, is_first=index == 0)
+                for index, (worker, _, batch, allowed_s) in enumerate(sent)
             ),
             return_exceptions=True,
         )
         self.rest()
-        results: list[tuple[Entry, ItemResult]] = []
-        for worker_id, answer in zip(batches, answers, strict=True):
-            if isinstance(answer, BatchResult):
-                self.forget(worker_id)
-                if answer.epoch != self._epoch:
-                    raise TakenOver(f"{worker_id} works for epoch {answer.epoch}, this is {self._epoch}")
-                results += zip(work.items.get(worker_id, []), answer.results, strict=True)
-            elif isinstance(answer, WorkerLost):
-                logger.warning("worker %s lost in cycle %d: %s", worker_id, cycle_id, answer)
-                self._worker_lost(worker_id, lives.get(worker_id, ""))
+        results: list[tuple[Entry, Incarnation, ItemResult]] = []
+        for (worker, entries, _, _), reply in zip(sent, replies, strict=True):
+            if isinstance(reply, BatchResult):
+                worker.end_phase()
+                if reply.epoch != self._epoch:
+                    raise TakenOver(f"{worker.name} works for epoch {reply.epoch}, this is {self._epoch}")
+                results += ((entry, worker, result) for entry, result in zip(entries, reply.results, strict=True))
+            elif isinstance(reply, WorkerLost):
+                self._losses.record(worker.info.worker_id, worker.name, f"in cycle {cycle_id}: {reply}")
             else:
-                raise answer
+                raise reply
         return results
 
-    def _allowed_s(self, worker_id: str, incarnation: str, batch: Batch) -> float:
-        deaths = max((self._suspects.deaths(o.name) for o in self.running_on(worker_id)), default=0)
-        return self._deadlines.allowed_s(batch, incarnation, deaths)
+    def _batch(
+        self, cycle_id: int, work: PhaseWork, worker: Incarnation, entries: list[Entry], shares: Mapping[str, Share]
+    ) -> Batch:
+        worker_id = worker.info.worker_id
+        sampling = {flight.tenant_id for flight in worker.samples.values()}
+        return Batch(
+            epoch=self._epoch,
+            cycle_id=cycle_id,
+            installs=work.installs(worker_id),
+            removals=worker.take_removals(),
+            items=tuple(entry.item for entry in entries),
+            decode_share=decode_share(sampling, {entry.log.tenant_id for entry in entries}, shares),
+            expected=work.expected(worker_id),
+        )
 
-    async def _run_batch(
-        self, worker_id: str, incarnation: str, batch: Batch, allowed_s: float, *, is_first: bool
-    ) -> BatchResult:
-        """A worker's answer, if it comes in time. Raises WorkerLost."""
+    def _allowed_s(self, worker: Incarnation, batch: Batch) -> float:
+        losses = max((self._quarantine.num_solo_losses(flight.name) for flight in worker.training), default=0)
+        return self._deadlines.allowed_s(batch, worker.name, losses)
+
+    async def _run_batch(self, worker: Incarnation, batch: Batch, allowed_s: float, *, is_first: bool) -> BatchResult:
+        """Return a worker's reply, if it comes in time. Raises WorkerLost."""
         if not is_first:
             failpoint("dispatch.partial")
         began = self._time.monotonic()
         try:
-            answer = await within(allowed_s, self._pool.run(worker_id, batch))
+            reply = await within(allowed_s, self._pool.run(worker.info.worker_id, batch))
         except TimeoutError:
-            self._deadlines.forget(incarnation)
-            raise WorkerLost(f"no answer to a batch within {allowed_s:.0f} s") from None
-        self._worker_answered(worker_id)
-        self._deadlines.observe(batch, incarnation, self._time.monotonic() - began)
-        return answer
+            self._deadlines.forget(worker.name)
+            raise WorkerLost(f"no reply to a batch within {allowed_s:.0f} s") from None
+        self._fleet.answered(worker.info.worker_id)
+        self._deadlines.observe(batch, worker.name, self._time.monotonic() - began)
+        return reply

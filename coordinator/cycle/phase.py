@@ -2,76 +2,131 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from coordinator.operations.adapter_log import AdapterQueue
+from coordinator.checkpoints.staging import StagedStates
+from coordinator.fleet.worker import Flight
+from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Operation
-from coordinator.storage.cycles import CycleCommit
 from tinkerpool.v1 import pool_pb2
-from workers.contract.messages import AdapterInstall, Batch, Item
+from workers.contract.messages import AdapterInstall, Item, ItemResult
 
-Entry = tuple[AdapterQueue, Operation | None, Item]
-"""An item on its way to its adapter's worker; no operation: the item is ours (a snapshot)."""
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An item on its way to its adapter's worker."""
+
+    log: AdapterLog
+    generation: int
+    """Of the adapter's copy that the item was built for; the result of another one is dropped."""
+    operation: Operation | None
+    """None: the item is a snapshot for recovery."""
+    item: Item
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the copy that the item was built for is still the adapter's copy."""
+        return self.log.copy.generation == self.generation
 
 
 @dataclass(slots=True)
-class Running:
-    """The cycle that is under way."""
+class Cycle:
+    """The cycle that is under way; id 0: no cycle, only operations that were decided without one."""
 
     cycle_id: int
     started_wall: float
     started: float
     pass_ended: float = 0.0
-    step_ended: float = 0.0
+    steps_ended: float = 0.0
     finished: list[Operation] = field(default_factory=list)
+    """Decided operations, to be committed."""
     entries: dict[str, pool_pb2.CycleEntry] = field(default_factory=dict)
-    commit: CycleCommit = field(default_factory=CycleCommit)
-    published: list[tuple[str, Operation]] = field(default_factory=list)
-    """Saves whose weights a worker holds since."""
+    """The adapters' parts in the cycle, by adapter id."""
+    staged: StagedStates = field(default_factory=StagedStates)
+    published: list[tuple[str, str, Operation]] = field(default_factory=list)
+    """Saves whose weights a worker holds since: worker, incarnation, operation."""
 
-    def entry(self, adapter: AdapterQueue) -> pool_pb2.CycleEntry:
-        """The adapter's part in the cycle; `tenant` holds the tenant's id until it is shown to somebody."""
-        if adapter.adapter_id not in self.entries:
-            self.entries[adapter.adapter_id] = pool_pb2.CycleEntry(
-                adapter_id=adapter.adapter_id, tenant=adapter.tenant_id, worker_id=adapter.worker_id
+    def end_pass(self, now: float) -> None:
+        """The pass has ended."""
+        self.pass_ended = now
+
+    def end_steps(self, now: float) -> None:
+        """The step phase has ended."""
+        self.steps_ended = now
+
+    def finish(self, operations: Iterable[Operation]) -> None:
+        """Commit these decided operations with the cycle."""
+        self.finished += operations
+
+    def count(self, log: AdapterLog, worker_id: str, result: ItemResult) -> pool_pb2.CycleEntry:
+        """Count a result in the adapter's part of the cycle, and return that part.
+
+        Its `tenant` is the tenant's id until the cycle is shown to a user.
+        """
+        if log.adapter_id not in self.entries:
+            self.entries[log.adapter_id] = pool_pb2.CycleEntry(
+                adapter_id=log.adapter_id, tenant=log.tenant_id, worker_id=worker_id
             )
-        return self.entries[adapter.adapter_id]
+        entry = self.entries[log.adapter_id]
+        entry.num_tokens += result.num_tokens
+        return entry
+
+    def as_message(self, base_model: str) -> pool_pb2.Cycle:
+        """Return the cycle as the contract's message."""
+        message = pool_pb2.Cycle(
+            cycle_id=self.cycle_id,
+            base_model=base_model,
+            pass_seconds=self.pass_ended - self.started,
+            step_seconds=self.steps_ended - self.pass_ended,
+            entries=self.entries.values(),
+        )
+        message.start_time.FromNanoseconds(int(self.started_wall * 1e9))
+        return message
 
 
-class Work:
-    """What one phase of a cycle sends to its workers."""
+class PhaseWork:
+    """What one phase of a cycle sends to the workers."""
 
     def __init__(self) -> None:
-        self.items: dict[str, list[Entry]] = {}
-        self.installs: dict[str, list[AdapterInstall]] = {}
-        self.expected: dict[str, list[str]] = {}
+        self._entries: dict[str, list[Entry]] = {}
+        self._installs: dict[str, list[tuple[AdapterLog, int, AdapterInstall]]] = {}
+        self._expected: dict[str, list[str]] = {}
 
-    def add(self, adapter: AdapterQueue, operation: Operation | None, item: Item) -> None:
-        """An item for the adapter's worker."""
-        self.items.setdefault(adapter.worker_id, []).append((adapter, operation, item))
+    def add(self, log: AdapterLog, operation: Operation | None, item: Item) -> None:
+        """Send an item to the worker of the adapter's copy."""
+        self._entries.setdefault(log.worker_id, []).append(Entry(log, log.copy.generation, operation, item))
 
-    def expect(self, adapter: AdapterQueue) -> None:
-        """The adapter is not in this phase, but the next is likely to have it: a hint for its worker."""
-        self.expected.setdefault(adapter.worker_id, []).append(adapter.adapter_id)
+    def install(self, log: AdapterLog, install: AdapterInstall) -> None:
+        """Send a copy of the adapter to the worker where it was just placed."""
+        self._installs.setdefault(log.worker_id, []).append((log, log.copy.generation, install))
 
-    def batches(
-        self,
-        epoch: int,
-        cycle_id: int,
-        take_removals: Callable[[str], tuple[str, ...]],
-        decode_share: Callable[[str, Collection[str]], float],
-    ) -> dict[str, Batch]:
-        """One batch per worker. `decode_share` is given the worker and the tenants of its batch."""
-        return {
-            worker_id: Batch(
-                epoch=epoch,
-                cycle_id=cycle_id,
-                installs=tuple(self.installs.get(worker_id, ())),
-                removals=take_removals(worker_id),
-                items=tuple(item for _, _, item in self.items.get(worker_id, ())),
-                decode_share=decode_share(worker_id, {a.tenant_id for a, _, _ in self.items.get(worker_id, ())}),
-                expected=tuple(self.expected.get(worker_id, ())),
-            )
-            for worker_id in self.installs | self.items
-        }
+    def expect(self, log: AdapterLog) -> None:
+        """Tell the worker that the next phase is likely to have this adapter: a hint."""
+        self._expected.setdefault(log.worker_id, []).append(log.adapter_id)
+
+    def worker_ids(self) -> list[str]:
+        """Return the workers that get something."""
+        return list(dict.fromkeys((*self._installs, *self._entries)))
+
+    def entries(self, worker_id: str) -> list[Entry]:
+        """Return the items for a worker whose copies are still current."""
+        return [entry for entry in self._entries.get(worker_id, ()) if entry.is_current]
+
+    def installs(self, worker_id: str) -> tuple[AdapterInstall, ...]:
+        """Return the copies for a worker that are still current."""
+        found = self._installs.get(worker_id, ())
+        return tuple(install for log, generation, install in found if log.copy.generation == generation)
+
+    def expected(self, worker_id: str) -> tuple[str, ...]:
+        """Return the adapters that the worker may load ahead."""
+        return tuple(self._expected.get(worker_id, ()))
+
+
+def flights(entries: Iterable[Entry]) -> tuple[Flight, ...]:
+    """Return the operations of these items as records for the fleet."""
+    return tuple(
+        Flight(entry.operation.name, entry.log.adapter_id, entry.operation.seq, entry.log.tenant_id)
+        for entry in entries
+        if entry.operation is not None
+    )

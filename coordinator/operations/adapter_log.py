@@ -1,13 +1,15 @@
-"""Each adapter's operations in order, and how far its copy on a worker has come. In memory only; rebuilt from the log.
+"""One adapter's operations by sequence number, and the replay cursor of its copy on a worker. In memory; rebuilt from
+the operation log in the database.
 
-Knows neither fairness (`planner`) nor storage nor what the operations compute. The invariants:
+Does not depend on fairness, storage, or on what the operations compute. The invariants:
 
 - operations run strictly by seq, with no gap; a decided one that failed counts as done;
-- `cursor` is the last seq that the copy on the worker has behind it, `placed_seq` the last one that worker ran; they
-  differ by operations that need no worker (failed ones, and on a replay everything that changes no state, but for
-  saves whose weights have to be made again);
-- once an operation that adds gradient or loads a state fails, its gradient window is closed: what needs it fails too,
-  up to and including the next optim_step, and the worker is told to drop the pending gradient before it goes on.
+- `copy.cursor` is the last seq that the copy has behind it, `copy.applied_seq` the last one that its worker ran; they
+  differ by operations that need no worker (failed ones, and on a replay everything that changes no state, except saves
+  whose weights must be rematerialized);
+- once an operation that adds gradient or loads a state fails, its gradient window is closed: operations that need it
+  fail too, up to and including the next optim_step, and the worker is told to drop the pending gradient first;
+- progress of execution belongs to one generation of the copy: losing or installing the copy starts the next one.
 """
 
 from __future__ import annotations
@@ -17,54 +19,84 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from coordinator.base.errors import Code
-from coordinator.operations.operation import Kind, Operation
+from coordinator.fleet.residency import Residency
+from coordinator.operations.operation import Kind, Operation, OutcomeState, Usage
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.contract.messages import AdapterSpec
+from workers.contract.messages import AdapterSpec, ItemResult
 
-NOBODY = (0, -1)
-"""No seq is suspected."""
+NO_SEQS = (0, -1)
+"""An empty range of sequence numbers."""
 
 
 @dataclass(slots=True, eq=False)
-class AdapterQueue:
-    """One adapter: what it is, what it has been asked, where its copy lives and how far that has come."""
+class Progress:
+    """How far an operation has run on one generation of its adapter's copy."""
+
+    num_chunks_done: int = 0
+    results: list[ItemResult] = field(default_factory=list)
+    """Of those chunks."""
+    is_running: bool = False
+    """A worker has it."""
+
+    @property
+    def usage(self) -> Usage:
+        """What its chunks cost so far."""
+        return Usage(sum(r.num_tokens for r in self.results), sum(r.engine_s for r in self.results))
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """One generation of the adapter's state on a worker, from the newest snapshot on."""
+
+    generation: int
+    cursor: int
+    applied_seq: int
+    """The last seq that the worker ran."""
+    window_error: ops_pb.OperationError | None
+    """The failure that closed the current gradient window."""
+    worker_id: str = ""
+    """Empty: there is no copy, the next worker must install one."""
+    must_drop_gradient: bool = False
+    """The copy holds gradient of a closed window."""
+    progress: dict[int, Progress] = field(default_factory=dict)
+    """By seq."""
+
+
+@dataclass(slots=True, eq=False)
+class AdapterLog:
+    """One adapter: its spec, its operations in order, and the copy that runs them."""
 
     tenant_id: str
     session_id: str
     base_model: str
     spec: AdapterSpec
+    residency: Residency = field(default_factory=Residency)
+    """Where this base model's adapters live."""
     snapshot_seq: int = 0
     """What the newest durable snapshot contains; a new copy starts there."""
     snapshot_window_error: ops_pb.OperationError | None = None
     """The failure that had closed the gradient window there."""
-    suspected: tuple[int, int] = NOBODY
-    """First and last seq of operations whose worker died: they run one by one, each in a batch of its own."""
+    quarantined: tuple[int, int] = NO_SEQS
+    """First and last seq of operations whose worker was lost: they run one by one, each in a batch of its own."""
     next_seq: int = 1
-    """The place after the highest accepted one: what a server-assigned operation gets."""
+    """The seq after the highest accepted one: what a server-assigned operation gets."""
     operations: dict[int, Operation] = field(default_factory=dict)
-    """Everything after `snapshot_seq`, by seq."""
-    worker_id: str = ""
-    """Where the copy lives; empty: nowhere, it must be installed."""
-    residents: Counter[str] = field(default_factory=Counter)
-    """How many adapters have a copy on each worker; shared by those that are counted together."""
-    cursor: int = 0
-    placed_seq: int = 0
-    window_error: ops_pb.OperationError | None = None
-    """The failure that closed the current gradient window."""
-    must_drop_gradient: bool = False
-    """The copy holds gradient of a closed window."""
+    """All after `snapshot_seq`, by seq."""
+    copy: Copy = field(default_factory=lambda: Copy(0, 0, 0, None))
     engine_s_since_snapshot: float = 0.0
     """What a replay from the snapshot would cost."""
     window_bytes: int = 0
-    """Bytes of the requests since the last optimizer step was accepted."""
+    """Bytes of the payloads since the last optimizer step was accepted."""
     gap_since: float | None = None
-    """When an operation was first seen to wait behind a seq that has not come."""
-    decided: list[Operation] = field(default_factory=list)
-    """Failed here, without a worker; waiting to be committed."""
+    """When an operation was first seen behind a seq that has not arrived."""
     damage: ops_pb.OperationError | None = None
-    """Why no copy can be made: everything that is asked fails with this, until the next start tries again."""
+    """Why no copy can be made: every operation fails with this until the next start tries again."""
     is_deleted: bool = False
-    """Its deletion has begun, and has not failed: it takes nothing more, for nothing would end what it took."""
+    """Its deletion has begun, and has not failed: it accepts nothing more."""
+    _decided: list[Operation] = field(default_factory=list)
+    """Failed without a worker, not yet committed."""
+    _reinstalls: Counter[str] = field(default_factory=Counter)
+    """How often each operation found the copy out of order, since the copy last ran something new."""
 
     @property
     def adapter_id(self) -> str:
@@ -72,7 +104,12 @@ class AdapterQueue:
         return self.spec.adapter_id
 
     @property
-    def applied_seq(self) -> int:
+    def worker_id(self) -> str:
+        """Where the copy is; empty: nowhere."""
+        return self.copy.worker_id
+
+    @property
+    def committed_seq(self) -> int:
         """The last seq up to which everything is committed."""
         seq = self.snapshot_seq
         while (operation := self.operations.get(seq + 1)) is not None and operation.is_committed:
@@ -81,32 +118,46 @@ class AdapterQueue:
 
     @property
     def is_replaying(self) -> bool:
-        """The copy is behind what has been decided. Call `settle` first."""
-        operation = self.operations.get(self.cursor + 1)
+        """The copy is behind the decided operations. Call `advance` first."""
+        operation = self.operations.get(self.copy.cursor + 1)
         return operation is not None and self._is_replay(operation)
 
     @property
     def is_between_operations(self) -> bool:
-        """The copy has no operation behind it in part, and nothing of it is to be run again. Call `settle` first."""
+        """No operation has run in part on the copy, and none is to be replayed. Call `advance` first."""
         first = next(self.ready_passes(), None)
-        return not self.is_replaying and (first is None or not first.next_chunk)
+        return not self.is_replaying and (first is None or not self.num_chunks_done(first))
 
     @property
     def is_as_committed(self) -> bool:
-        """What came after the copy's last operation is committed: what the window is, the log says too."""
-        since = (self.operations.get(seq) for seq in range(self.placed_seq, self.cursor + 1))
-        return not self.decided and all(operation is None or operation.is_committed for operation in since)
+        """Everything after the copy's last operation is committed: the log agrees on how the window stands."""
+        since = (self.operations.get(seq) for seq in range(self.copy.applied_seq, self.copy.cursor + 1))
+        return not self._decided and all(operation is None or operation.is_committed for operation in since)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Something ran on the copy that the snapshot does not contain."""
+        has_run = self.engine_s_since_snapshot > 0 or self.copy.applied_seq > self.snapshot_seq
+        return bool(self.worker_id) and has_run
 
     @property
     def has_pending_gradient(self) -> bool:
-        """The copy's gradient is not empty, as far as is known here."""
-        for seq in range(self.cursor, self.snapshot_seq, -1):
+        """The copy's gradient is not empty, as far as this log can tell."""
+        for seq in range(self.copy.cursor, self.snapshot_seq, -1):
             operation = self.operations.get(seq)
             if operation is None or operation.kind in (Kind.OPTIM_STEP, Kind.LOAD_STATE):
                 return False
             if operation.kind is Kind.FORWARD_BACKWARD:
                 return True
         return False
+
+    def unfinished(self) -> list[Operation]:
+        """Return the operations without a committed outcome, in order."""
+        decided = {operation.seq: operation for operation in self._decided}
+        undecided = {seq: o for seq, o in self.operations.items() if not o.is_final}
+        return [each for _, each in sorted((decided | undecided).items())]
+
+    # ---- acceptance
 
     def add(self, operation: Operation) -> None:
         """Take an accepted operation into the order."""
@@ -118,87 +169,238 @@ class AdapterQueue:
         elif operation.kind in (Kind.OPTIM_STEP, Kind.LOAD_STATE):
             self.window_bytes = 0
 
-    def retract(self, operation: Operation) -> None:
-        """Take back one whose append failed. If a worker may have seen it, its copy is given up."""
-        self.operations.pop(operation.seq, None)
+    def withdraw(self, operation: Operation) -> None:
+        """Take back an operation whose append failed. If a worker may have seen it, its copy is given up."""
+        has_begun = operation.seq in self.copy.progress
+        operation.withdraw()
+        if self.operations.get(operation.seq) is not operation:
+            return  # the adapter was deleted meanwhile
+        del self.operations[operation.seq]
+        if operation in self._decided:
+            self._decided.remove(operation)
         while self.next_seq - 1 > self.snapshot_seq and self.next_seq - 1 not in self.operations:
-            self.next_seq -= 1  # or a place that the server gives would leave a gap
+            self.next_seq -= 1  # or a server-assigned seq would leave a gap
         if operation.kind is Kind.FORWARD_BACKWARD:
             self.window_bytes = max(0, self.window_bytes - operation.num_bytes)
-        if operation.is_running or operation.parts or operation.seq <= self.cursor:
+        if has_begun or operation.seq <= self.copy.cursor:
             self.lose_copy()
 
+    def restore(self, next_seq: int) -> None:
+        """After recovery: continue the numbering of the last epoch."""
+        self.next_seq = max(self.next_seq, next_seq)
+
+    def begin_deletion(self) -> None:
+        """Accept nothing more."""
+        self.is_deleted = True
+
+    def cancel_deletion(self, decided: Iterable[Operation]) -> None:
+        """The deletion failed: go on, with the operations that it decided still to be committed."""
+        self._decided = list(decided)
+        self.is_deleted = False
+
+    # ---- the copy
+
     def lose_copy(self) -> None:
-        """The copy on the worker is gone or not to be trusted: start again from the snapshot."""
+        """Start again from the snapshot: the copy on the worker is gone or not to be trusted."""
         if self.worker_id:
-            self.residents[self.worker_id] -= 1
-        self.worker_id = ""
-        self.cursor = self.placed_seq = self.snapshot_seq
-        self.window_error = self.snapshot_window_error
-        self.must_drop_gradient = False
-        for operation in self.operations.values():
-            operation.restart()
+            self.residency.leave(self.worker_id, self.adapter_id)
+        seq = self.snapshot_seq
+        self.copy = Copy(self.copy.generation + 1, seq, seq, self.snapshot_window_error)
 
-    def suspect(self, first: int, last: int) -> None:
-        """The worker died while it ran operations from `first` to `last`."""
-        self.suspected = (first, max(last, self.suspected[1]))
-
-    def placed(self, worker_id: str) -> None:
-        """A fresh copy from the snapshot is being installed there."""
+    def place_copy(self, worker_id: str) -> None:
+        """A fresh copy from the snapshot is being installed on this worker."""
         self.lose_copy()
-        self.worker_id = worker_id
-        self.residents[worker_id] += 1
+        self.copy.worker_id = worker_id
+        self.residency.enter(worker_id, self.adapter_id)
         self.engine_s_since_snapshot = 0.0
 
-    def give_up(self, error: ops_pb.OperationError) -> None:
-        """No copy can be made: fail what is asked, now and from now on."""
-        self.damage = self.damage or error
-        self.lose_copy()
-        for operation in self.operations.values():
-            if not operation.is_final and not operation.is_deciding:
-                operation.fail(self.damage)
-                self.decided.append(operation)
+    def join(self, residency: Residency) -> None:
+        """Count a copy of this adapter here from now on, and no longer where it counted before."""
+        if self.worker_id:
+            self.residency.leave(self.worker_id, self.adapter_id)
+            residency.enter(self.worker_id, self.adapter_id)
+        self.residency = residency
 
-    def settle(self) -> None:
-        """Move the cursor over everything that needs no worker, failing what a closed window forbids."""
+    def quarantine(self, first: int, last: int) -> None:
+        """The worker was lost while it ran operations `first` to `last`."""
+        self.quarantined = (first, max(last, self.quarantined[1]))
+
+    def release(self) -> None:
+        """End the quarantine of its operations."""
+        self.quarantined = NO_SEQS
+
+    def charge_replay(self, engine_s: float) -> None:
+        """Add what just ran to the cost of a replay."""
+        self.engine_s_since_snapshot += engine_s
+
+    def took_gradient_drop(self) -> None:
+        """An item on its way to the worker carries the order to drop the closed window's gradient."""
+        self.copy.must_drop_gradient = False
+
+    def count_reinstall(self, op_id: str) -> int:
+        """Give the copy up because `op_id` found it out of order; return how often in a row that happened."""
+        self.lose_copy()
+        self._reinstalls[op_id] += 1
+        return self._reinstalls[op_id]
+
+    # ---- progress on the copy
+
+    def progress(self, operation: Operation) -> Progress:
+        """Return how far the operation has run on the present copy."""
+        return self.copy.progress.setdefault(operation.seq, Progress())
+
+    def num_chunks_done(self, operation: Operation) -> int:
+        """Return the number of the operation's chunks that the present copy has run."""
+        found = self.copy.progress.get(operation.seq)
+        return found.num_chunks_done if found is not None else 0
+
+    def is_running(self, operation: Operation) -> bool:
+        """Whether a worker has the operation, or has run a part of it."""
+        found = self.copy.progress.get(operation.seq)
+        return found is not None and found.is_running
+
+    def has_begun(self, operation: Operation) -> bool:
+        """Whether a worker has the operation, has run a part of it, or its result is being written."""
+        found = self.copy.progress.get(operation.seq)
+        has_run = found is not None and (found.is_running or bool(found.num_chunks_done))
+        return has_run or operation.outcome_state is OutcomeState.DECIDING
+
+    def usage(self, operation: Operation) -> Usage:
+        """Return what the operation cost on the present copy so far."""
+        found = self.copy.progress.get(operation.seq)
+        return found.usage if found is not None else Usage()
+
+    def start(self, operation: Operation) -> None:
+        """A worker is about to get it."""
+        self.progress(operation).is_running = True
+
+    def pause(self, operation: Operation) -> None:
+        """The worker has run a part of it; the rest waits for another cycle."""
+        self.progress(operation).is_running = False
+
+    def add_result(self, operation: Operation, result: ItemResult) -> None:
+        """The worker has run one more chunk, or the whole of an operation without chunks."""
+        progress = self.progress(operation)
+        progress.results.append(result)
+        progress.num_chunks_done += 1
+        self._reinstalls.clear()
+
+    def replayed_chunk(self, operation: Operation, *, is_last: bool) -> None:
+        """The worker has run one more chunk of a decided operation."""
+        progress = self.progress(operation)
+        progress.num_chunks_done = 0 if is_last else progress.num_chunks_done + 1
+
+    def applied(self, operation: Operation) -> None:
+        """The worker has this operation behind it, whether it succeeded or failed."""
+        self.copy.applied_seq = operation.seq
+        self.copy.progress.pop(operation.seq, None)
+
+    # ---- decisions without a worker
+
+    def fail(self, operation: Operation, error: ops_pb.OperationError) -> None:
+        """Fail an operation here; the next commit makes it known."""
+        operation.fail(error, self.usage(operation))
+        self.copy.progress.pop(operation.seq, None)
+        self._decided.append(operation)
+
+    def fail_behind(self, seq: int, error: ops_pb.OperationError) -> None:
+        """Fail every undecided operation after `seq`."""
+        for operation in list(self.operations.values()):
+            if operation.seq > seq and operation.is_undecided:
+                self.fail(operation, error)
+
+    def take_decided(self) -> list[Operation]:
+        """Return the operations that were failed here since the last call: they are to be committed."""
+        decided, self._decided = self._decided, []
+        return decided
+
+    def give_up(self, error: ops_pb.OperationError) -> None:
+        """No copy can be made: fail every operation, now and from now on."""
+        self.damage = self.damage or error
+        self._reinstalls.clear()
+        self.lose_copy()
+        self.fail_behind(self.snapshot_seq, self.damage)
+
+    def note_gap(self, now: float | None) -> None:
+        """Remember since when a seq is missing; None: none is."""
+        self.gap_since = now
+
+    # ---- order
+
+    def advance(self) -> None:
+        """Move the cursor over everything that needs no worker, failing what a closed window forbids.
+
+        A refused operation whose record is not durable stops it: if the append fails, it never was there.
+        """
         if self.damage is not None:
             self.give_up(self.damage)
             return
-        while (operation := self.operations.get(self.cursor + 1)) is not None:
+        while (operation := self.operations.get(self.copy.cursor + 1)) is not None:
             if not operation.is_final:
-                if self.window_error is None or not operation.kind.needs_open_window or operation.is_running:
+                error = self.copy.window_error
+                if error is None or not operation.kind.needs_open_window or self.is_running(operation):
                     return
-                operation.fail(window_closed(self.window_error))
-                self.decided.append(operation)
-            elif self._is_replay(operation):
+                self.fail(operation, window_closed(error))
+            elif self._is_replay(operation) or (not operation.is_durable and operation.seq > self.copy.applied_seq):
                 return
             self._pass(operation)
 
     def ready_passes(self) -> Iterator[Operation]:
-        """The prefix of forwards and forward_backwards that may run now, in order. Call `settle` first."""
+        """Yield the prefix of forwards and forward_backwards that may run now, in order. Call `advance` first."""
         return self._one_by_one(self._ready_passes())
 
     def ready_states(self) -> Iterator[Operation]:
-        """What the step phase may run now, in order: saves, at most one optim_step, and at most one load, as the last:
-        should it fail, what comes after it must not have run.
+        """Yield what the step phase may run now, in order: saves, at most one optim_step, and at most one load, as the
+        last: should it fail, the operations behind it must not have run.
 
-        Call `settle` first.
+        Call `advance` first.
         """
         return self._one_by_one(self._ready_states())
 
+    def is_ready(self) -> bool:
+        """Whether a cycle would do anything for it."""
+        self.advance()
+        if self._decided:
+            return True
+        first = self.operations.get(self.copy.cursor + 1)  # undecided, or to be replayed: else `advance` had gone on
+        if first is None or self.damage is not None or self._is_forbidden(first):
+            return False
+        return not first.is_final or self._is_replay(first)
+
+    def cover(self, seq: int, window_error: bytes, replay_s: float) -> None:
+        """A snapshot up to `seq` is durable; replaying what it contains would have taken `replay_s`."""
+        if seq <= self.snapshot_seq:
+            return
+        self.snapshot_seq = seq
+        self.snapshot_window_error = ops_pb.OperationError.FromString(window_error) if window_error else None
+        self.engine_s_since_snapshot = max(0.0, self.engine_s_since_snapshot - replay_s)
+        for old in [s for s in self.operations if s <= seq and self.operations[s].is_committed]:
+            del self.operations[old]
+        if self.copy.applied_seq < seq:
+            self.lose_copy()  # it was lost while the snapshot was written, and what it would replay is gone
+
+    def missing_seq(self) -> int | None:
+        """Return the seq that operations wait for and that has not arrived, if there is one."""
+        self.advance()
+        expected = self.copy.cursor + 1
+        if self.damage is not None or expected in self.operations or self.next_seq <= expected:
+            return None
+        waits_behind = any(not o.is_final for s, o in self.operations.items() if s > expected)
+        return expected if waits_behind else None
+
     def _one_by_one(self, ready: Iterable[Operation]) -> Iterator[Operation]:
-        """What is ready, up to the first suspected operation, or that one alone."""
-        first, last = self.suspected
+        """Yield up to the first quarantined operation, or that one alone."""
+        first, last = self.quarantined
         for index, operation in enumerate(ready):
-            is_suspected = first <= operation.seq <= last
-            if is_suspected and index:
+            is_quarantined = first <= operation.seq <= last
+            if is_quarantined and index:
                 return
             yield operation
-            if is_suspected:
+            if is_quarantined:
                 return
 
     def _ready_passes(self) -> Iterator[Operation]:
-        seq = self.cursor + 1
+        seq = self.copy.cursor + 1
         while self.damage is None and (operation := self.operations.get(seq)) is not None:
             if operation.is_final and not self._is_replay(operation):
                 if operation.is_failed or operation.kind.changes_state:
@@ -210,7 +412,7 @@ class AdapterQueue:
             seq += 1
 
     def _ready_states(self) -> Iterator[Operation]:
-        seq, num_steps, has_save = self.cursor + 1, 0, False
+        seq, num_steps, has_save = self.copy.cursor + 1, 0, False
         while self.damage is None and (operation := self.operations.get(seq)) is not None:
             if operation.is_final and not self._is_replay(operation):
                 if operation.is_failed or operation.kind.changes_state:
@@ -221,86 +423,43 @@ class AdapterQueue:
                 if operation.kind is Kind.OPTIM_STEP and num_steps == 1:
                     return
                 if operation.kind is Kind.LOAD_STATE and has_save:
-                    return  # what that saves may be what this loads, or need the log, which a load cuts
+                    return  # it may load what that saves, and it cuts the log that an unwritten save needs
                 num_steps += operation.kind is Kind.OPTIM_STEP
-                has_save |= operation.kind in (Kind.SAVE_STATE, Kind.SAVE_WEIGHTS_FOR_SAMPLER)
+                has_save |= operation.kind.is_save
                 yield operation
                 if operation.kind is Kind.LOAD_STATE:
                     return
             seq += 1
 
-    def is_ready(self) -> bool:
-        """Whether a cycle would do anything for it."""
-        self.settle()
-        if self.decided:
-            return True
-        first = self.operations.get(self.cursor + 1)  # undecided, or to be run again: else `settle` had gone on
-        return first is not None and self.damage is None and not self._is_forbidden(first)
-
-    def ran(self, operation: Operation) -> None:
-        """The worker has this operation behind it, whether it succeeded or failed."""
-        self.placed_seq = operation.seq
-        operation.is_running = False
-
-    def covered(self, seq: int, window_error: bytes, replay_s: float) -> None:
-        """A snapshot up to `seq` is durable; running again what it contains would have taken `replay_s`."""
-        if seq <= self.snapshot_seq:
-            return
-        self.snapshot_seq = seq
-        self.snapshot_window_error = ops_pb.OperationError.FromString(window_error) if window_error else None
-        self.engine_s_since_snapshot = max(0.0, self.engine_s_since_snapshot - replay_s)
-        for old in [s for s in self.operations if s <= seq and self.operations[s].is_committed]:
-            del self.operations[old]
-        if self.placed_seq < seq:
-            self.lose_copy()  # it was lost while the snapshot was written, and what it would run again is gone
-
-    def missing_seq(self) -> int | None:
-        """The seq that operations wait for and that has not come, if there is one."""
-        self.settle()
-        expected = self.cursor + 1
-        if self.damage is not None or expected in self.operations or self.next_seq <= expected:
-            return None
-        waits_behind = any(not o.is_final for s, o in self.operations.items() if s > expected)
-        return expected if waits_behind else None
-
     def _is_forbidden(self, operation: Operation) -> bool:
-        """Its window is closed: `settle` will fail it once it comes to it. (A replay's turn cannot be there yet.)"""
-        return self.window_error is not None and operation.kind.needs_open_window and not operation.is_final
+        """Its window is closed: `advance` fails it when it comes to it."""
+        return self.copy.window_error is not None and operation.kind.needs_open_window and not operation.is_final
 
     def _is_replay(self, operation: Operation) -> bool:
         return (
             operation.is_final
             and not operation.is_failed
-            and (operation.kind.changes_state or operation.is_underived)
-            and operation.seq > self.placed_seq
+            and (operation.kind.changes_state or operation.must_rematerialize)
+            and operation.seq > self.copy.applied_seq
         )
 
     def _pass(self, operation: Operation) -> None:
-        self.cursor = operation.seq
-        if operation.kind is Kind.FORWARD_BACKWARD and operation.is_failed:
-            assert operation.outcome is not None
-            self.window_error = self.window_error or _named(operation)
-            self.must_drop_gradient = True
-        elif operation.kind is Kind.OPTIM_STEP:
-            self.window_error = None
-            self.must_drop_gradient |= operation.is_failed
-        elif operation.kind is Kind.LOAD_STATE and operation.is_failed:
-            self.window_error = self.window_error or _named(operation)
-            self.must_drop_gradient = True
-        elif operation.kind is Kind.LOAD_STATE:
-            self.window_error = None
+        copy, role = self.copy, operation.kind.window_role
+        copy.cursor = operation.seq
+        copy.window_error = role.closed_by(copy.window_error, _named(operation) if operation.is_failed else None)
+        copy.must_drop_gradient |= role.leaves_gradient(has_failed=operation.is_failed)
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyChunks:
     """The ready chunks of an adapter, by their tokens, in order; each is looked up when it is asked for."""
 
-    adapter: AdapterQueue
+    log: AdapterLog
 
     def __iter__(self) -> Iterator[int]:
-        """Call `settle` first."""
-        for operation in self.adapter.ready_passes():
-            for index in range(operation.next_chunk, len(operation.chunks)):
+        """Call `advance` first."""
+        for operation in self.log.ready_passes():
+            for index in range(self.log.num_chunks_done(operation), len(operation.chunks)):
                 yield operation.chunks[index].num_tokens
 
 
@@ -313,7 +472,7 @@ def _named(operation: Operation) -> ops_pb.OperationError:
 
 
 def window_closed(first: ops_pb.OperationError) -> ops_pb.OperationError:
-    """Why an operation of a closed gradient window is not run; `first` is the failure that closed it."""
+    """Return why an operation of a closed gradient window does not run; `first` is the failure that closed it."""
     return ops_pb.OperationError(
         code=Code.FAILED_PRECONDITION,
         reason="GRADIENT_WINDOW_CLOSED",

@@ -1,270 +1,330 @@
-"""What is let into an order, and at which place. The one way by which operations enter queue, table and log.
+"""Which requests become operations, and at which sequence number: the one way into adapter log, table and log.
 
 A retryable refusal consumes nothing. A permanent refusal of an explicit seq is recorded as a failed operation, so that
-what comes after it need not wait for ever. A seq or request id that is known gives the operation it named, if the body
-is the same. Acceptance puts the operation into its queue at once, so that a cycle may start while the log is being
-synced; the caller is acknowledged only after that.
+the order does not wait for it. A seq or request id that is known gives the operation that it named, if the payload is
+the same. Acceptance is synchronous: the operation enters its adapter log at once, so that a cycle may start while the
+append is being synced; the caller is acknowledged after the append.
+
+Depends on the log and the adapter logs; not on how requests are decoded, and not on cycles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
-from coordinator.operations.adapter_log import AdapterQueue, window_closed
+from coordinator.operations.adapter_log import AdapterLog, window_closed
 from coordinator.operations.canonical import digest, serialize
 from coordinator.operations.chunks import Chunk
-from coordinator.operations.in_flight import OperationTable
+from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Kind, Operation
-from coordinator.operations.outcomes import service_error
+from coordinator.operations.outcomes import new_row, service_error
+from coordinator.operations.payloads import DecodedPass
+from coordinator.operations.registry import AdapterRegistry
+from coordinator.operations.restoring import operation_of_row
+from coordinator.operations.sample_numbers import SampleNumbers
 from coordinator.storage.database import ConflictError, StorageError, StoreBrokenError
-from coordinator.storage.rows import NewOperation, OperationRow
 from coordinator.storage.store import Store
 from tinkerpool.names import operation_name
-from tinkerpool.v1 import operations_pb2 as ops_pb
 
 RETRY_DELAY_S = 1.0
 SAMPLER_SEQ_MAX = 4 * 10**18
-"""So that the numbers that the server gives after it still fit everywhere."""
+"""So that the numbers that the server assigns after it still fit everywhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A request on its way in: decoded and checked, or refused."""
+
+    kind: Kind
+    raw: Message
+    """As it came, for the record if it is refused."""
+    payload: bytes = b""
+    """Its canonical bytes, which depend on nothing that changes, so that a repeat is recognized."""
+    decoded: DecodedPass | None = None
+    chunks: tuple[Chunk, ...] = ()
+    chunk_tokens: int = 0
+    malformed: ServiceError | None = None
+    """Why it has no payload."""
+    refusal: ServiceError | None = None
+    """Why it cannot be accepted now; does not count for a repeat."""
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """A request on its way in: its kind, and how to check it and make its canonical body and chunks."""
+class Acceptance:
+    """Operations that have entered the log, or did before."""
 
-    kind: Kind
-    request: Message
-    """As it came, for the record if it is refused."""
-    build: Callable[[], tuple[bytes, tuple[Chunk, ...]]]
-    """Must not depend on anything that changes, so that a repeated request is known again."""
-    chunk_tokens: int = 0
-    check: Callable[[], None] = lambda: None
-    """What must hold at admission, and need not when the request is repeated."""
+    operations: Sequence[Operation]
+    appended: Sequence[asyncio.Future[None]]
+    """All done when they are durable; ServiceError if the log did not take them. Empty: they were durable before."""
+    refusal: ServiceError | None = None
+    """The permanent refusal that these operations record."""
+    is_new: bool = True
+
+    async def until_durable(self) -> Sequence[Operation]:
+        """Return the operations once they are durable. Raises ServiceError, also the recorded refusal."""
+        for appended in self.appended:
+            await asyncio.shield(appended)
+        if self.refusal is not None:
+            raise self.refusal
+        return self.operations
 
 
 class Admission:
-    """Takes operations in."""
+    """Accepts operations."""
 
-    def __init__(self, store: Store, table: OperationTable, limits: Limits) -> None:
+    def __init__(self, store: Store, in_flight: InFlightTable, registry: AdapterRegistry, limits: Limits) -> None:
         self._store = store
-        self._table = table
+        self._in_flight = in_flight
+        self._registry = registry
         self._limits = limits
-        self.is_stopping = False
+        self._numbers = SampleNumbers(store)
+        self._appending: dict[str, asyncio.Future[None]] = {}
+        """Operation to the future of its append."""
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Accept nothing more."""
+        self._is_closed = True
 
     def check_open(self) -> None:
         """Raise ServiceError UNAVAILABLE once the coordinator is shutting down."""
-        if self.is_stopping:
+        if self._is_closed:
             raise ServiceError(
                 Code.UNAVAILABLE, "SHUTTING_DOWN", "the pool is shutting down: try again", retry_delay_s=RETRY_DELAY_S
             )
 
-    async def to_adapter(
-        self, adapter: AdapterQueue, seq: int, request_id: str, drafts: Sequence[Draft], touch: Callable[[], None]
-    ) -> list[Operation]:
-        """Take consecutive operations into an adapter's order, all or none. Returns them once they are durable."""
+    def check_room(self, log: AdapterLog, seq: int, request_id: str, num_bytes: int) -> None:
+        """Raise ServiceError if a request of this size would be refused for lack of room: before it is decoded.
+
+        A repeat needs no room, nor does a request that is refused for its seq.
+        """
+        try:
+            seq = self._place(log.adapter_id, seq, request_id) or log.next_seq
+        except ServiceError:
+            return  # `accept` says so
+        if self._find_from(log, seq) is None and seq > log.snapshot_seq:
+            self._check_room(log.tenant_id, log.adapter_id, num_bytes)
+
+    def accept(self, log: AdapterLog, seq: int, request_id: str, requests: Sequence[Request]) -> Acceptance:
+        """Take consecutive operations into an adapter's order, all or none.
+
+        Raises ServiceError for what leaves no record; a recorded refusal is part of the result.
+        """
         is_explicit = seq > 0
-        seq = self._place(adapter.adapter_id, seq, request_id, adapter.next_seq)
-        existing = [self._find_from(adapter, seq + i) for i in range(len(drafts))]
+        seq = self._place(log.adapter_id, seq, request_id) or log.next_seq
+        existing = [self._find_from(log, seq + i) for i in range(len(requests))]
         if existing[0] is not None:
-            return await self._again(adapter, existing, drafts)
-        if seq <= adapter.snapshot_seq:
-            raise _dropped(f"{adapter.adapter_id}:{seq}", _expected(adapter))
-        self._check_room(adapter.tenant_id, adapter.adapter_id, sum(d.request.ByteSize() for d in drafts))
-        if seq - adapter.next_seq >= self._limits.pending_operations_max:
+            return self._repeat(log, existing, requests)
+        if seq <= log.snapshot_seq:
+            raise _dropped(f"{log.adapter_id}:{seq}", _expected(log))
+        self._check_room(log.tenant_id, log.adapter_id, sum(request.raw.ByteSize() for request in requests))
+        if seq - log.next_seq >= self._limits.pending_operations_max:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
                 "SEQ_TOO_FAR",
-                f"seq {seq} is too far ahead: {adapter.adapter_id} goes on with {adapter.next_seq}",
-                metadata=_expected(adapter),
+                f"seq {seq} is too far ahead: {log.adapter_id} goes on with {log.next_seq}",
+                metadata=_expected(log),
             )
-        try:
-            if taken := next((o for o in existing if o is not None), None):
-                raise ServiceError(
-                    Code.ALREADY_EXISTS, "SEQ_TAKEN", f"{taken.name} is another operation", metadata=_expected(adapter)
-                )
-            built = [draft.build() for draft in drafts]
-            for draft in drafts:
-                draft.check()
-            self._check_window(adapter, drafts, built)
-        except ServiceError as error:
-            if is_explicit and error.code is not Code.ALREADY_EXISTS:
-                await self._record_refusal(adapter, seq, drafts, error)
-                error.operation = operation_name(adapter.adapter_id, seq)
-                touch()
-            raise
+        if taken := next((o for o in existing if o is not None), None):
+            raise ServiceError(
+                Code.ALREADY_EXISTS, "SEQ_TAKEN", f"{taken.name} is another operation", metadata=_expected(log)
+            )
+        refusal = self._refusal(log, requests)
+        if refusal is not None and (not is_explicit or refusal.code is Code.ALREADY_EXISTS):
+            raise refusal
+        if refusal is not None:
+            return self._record(log, seq, requests, refusal)
         operations = [
-            self._operation(adapter.tenant_id, adapter.adapter_id, seq + i, request_id if i == 0 else "", draft, *body)
-            for i, (draft, body) in enumerate(zip(drafts, built, strict=True))
+            self._operation(log.tenant_id, log.adapter_id, seq + i, request_id if i == 0 else "", request)
+            for i, request in enumerate(requests)
         ]
-        self._take_in(adapter, operations)
-        touch()
-        try:
-            await self._append(operations)
-        except ServiceError:
-            for operation in operations:
-                adapter.retract(operation)
-            raise
-        return operations
+        appended = self._hand_in(log, operations)
+        for operation, request in zip(operations, requests, strict=True):
+            if request.decoded is not None:
+                self._in_flight.keep_decoded(operation, request.decoded)
+        self._registry.group_of(log).submitted(log)
+        return Acceptance(operations, (appended,))
 
-    async def to_sampler(
-        self, tenant_id: str, sampler_id: str, seq: int, request_id: str, next_seq: int, draft: Draft
-    ) -> tuple[Operation, bool]:
-        """Take a sample request in. Returns the durable operation and whether it is new."""
+    def accept_sample(self, tenant_id: str, sampler_id: str, seq: int, request_id: str, request: Request) -> Acceptance:
+        """Take a sample in. Raises ServiceError."""
         if seq > SAMPLER_SEQ_MAX:
             raise invalid(f"seq must be at most {SAMPLER_SEQ_MAX}, not {seq}")
-        seq = self._place(sampler_id, seq, request_id, next_seq)
-        existing = self.find(sampler_id, seq)
-        body, chunks = draft.build()
+        known_seq = self._place(sampler_id, seq, request_id)
+        existing = self.find(sampler_id, known_seq) if known_seq else None
+        if request.malformed is not None:
+            raise request.malformed
         if existing is not None:
-            _check_same(existing, draft, body, {})
+            _check_same(existing, request, {})
             if existing.is_dropped:
                 raise _dropped(existing.name, {})
-            await self._until_durable([existing])
-            return existing, False
-        draft.check()
-        self._check_room(tenant_id, sampler_id, len(body))
-        operation = self._operation(tenant_id, sampler_id, seq, request_id, draft, body, chunks)
-        self._table.add(operation)
-        await self._append([operation])
-        return operation, True
+            return Acceptance((existing,), self._appends_of([existing]), is_new=False)
+        if request.refusal is not None:
+            raise request.refusal
+        self._check_room(tenant_id, sampler_id, len(request.payload))
+        seq = known_seq or self._numbers.next(sampler_id)
+        operation = self._operation(tenant_id, sampler_id, seq, request_id, request)
+        self._numbers.note(sampler_id, seq)
+        self._in_flight.add(operation)
+        return Acceptance((operation,), (self._append(None, [operation]),))
 
     def find(self, target_id: str, seq: int) -> Operation | None:
-        """The operation at a place, finished or not."""
-        live = self._table.get(f"{target_id}:{seq}")
-        if live is not None:
-            return live
+        """Return the operation at a sequence number, finished or not."""
+        found = self._in_flight.get(f"{target_id}:{seq}")
+        if found is not None:
+            return found
         row = self._store.operations.find(target_id, seq)
         return operation_of_row(row) if row is not None else None
 
     def owner(self, target_id: str, seq: int) -> str | None:
-        """The tenant of the operation at a place; None if there is none."""
-        if (live := self._table.get(f"{target_id}:{seq}")) is not None:
-            return live.tenant_id
+        """Return the tenant of the operation at a sequence number; None if there is none."""
+        if (found := self._in_flight.get(f"{target_id}:{seq}")) is not None:
+            return found.tenant_id
         return self._store.operations.owner(target_id, seq)
 
-    def _find_from(self, adapter: AdapterQueue, seq: int) -> Operation | None:
-        return self.find(adapter.adapter_id, seq) if seq < adapter.next_seq else None
+    def end_sampler(self, sampler_id: str) -> None:
+        """The sampler's session has ended: it gets no more samples."""
+        self._numbers.forget(sampler_id)
 
-    def _place(self, target_id: str, seq: int, request_id: str, next_seq: int) -> int:
+    # ---- checks
+
+    def _find_from(self, log: AdapterLog, seq: int) -> Operation | None:
+        return self.find(log.adapter_id, seq) if seq < log.next_seq else None
+
+    def _place(self, target_id: str, seq: int, request_id: str) -> int:
+        """Return the explicit seq, or that of an earlier request of this id; 0: the server is to assign one."""
         if seq < 0:
             raise invalid(f"seq must be 1 or more, or 0 with a request_id, not {seq}")
         if seq > 0:
             return seq
         if not request_id:
             raise invalid("seq is 0 and request_id is empty: set one of them, so that the call is safe to repeat")
-        if (live := self._table.of_request(target_id, request_id)) is not None:
-            return live.seq
-        found = self._store.operations.seq_of_request(target_id, request_id)
-        return found if found is not None else next_seq
+        if (found := self._in_flight.of_request(target_id, request_id)) is not None:
+            return found.seq
+        return self._store.operations.seq_of_request(target_id, request_id) or 0
 
-    async def _again(
-        self, adapter: AdapterQueue, existing: Sequence[Operation | None], drafts: Sequence[Draft]
-    ) -> list[Operation]:
-        """The answer to a repeated request."""
+    def _repeat(self, log: AdapterLog, existing: Sequence[Operation | None], requests: Sequence[Request]) -> Acceptance:
+        """Return what a repeated request named the first time."""
         operations: list[Operation] = []
-        refusal: ServiceError | None = None
-        for operation, draft in zip(existing, drafts, strict=True):
-            if operation is None and operations and operations[-1].seq < adapter.snapshot_seq:
-                raise _dropped(f"{adapter.adapter_id}:{operations[-1].seq + 1}", _expected(adapter))
-            if operation is None or operation.kind is not draft.kind:
-                raise _taken(existing[0] or operation, _expected(adapter))  # type: ignore[arg-type]  # one is there
-            body = None
-            try:
-                body, _ = draft.build()
-            except ServiceError as error:
-                refusal = refusal or error
-            _check_same(operation, draft, body, _expected(adapter))
+        for operation, request in zip(existing, requests, strict=True):
+            if operation is None and operations and operations[-1].seq < log.snapshot_seq:
+                raise _dropped(f"{log.adapter_id}:{operations[-1].seq + 1}", _expected(log))
+            if operation is None or operation.kind is not request.kind:
+                raise _taken(existing[0] or operation, _expected(log))  # type: ignore[arg-type]  # one is there
+            _check_same(operation, request, _expected(log))
             if operation.is_dropped:
-                raise _dropped(operation.name, _expected(adapter))
+                raise _dropped(operation.name, _expected(log))
             operations.append(operation)
-        await self._until_durable(operations)
+        refusal = next((request.malformed for request in requests if request.malformed is not None), None)
         if refusal is not None:
             refusal.operation = operations[0].name
-            raise refusal
-        return operations
+        return Acceptance(operations, self._appends_of(operations), refusal, is_new=False)
 
-    async def _until_durable(self, operations: Sequence[Operation]) -> None:
-        """Wait for appends that are under way; raises what their own callers get if those fail."""
-        if all(operation.is_durable for operation in operations):
-            return
-        try:
-            await self._store.barrier()  # handed in after their append: done after it
-        except StorageError as error:
-            raise storage_error(error) from None
-        if not all(operation.is_durable for operation in operations):
-            raise storage_error("the first attempt failed")
+    def _appends_of(self, operations: Iterable[Operation]) -> tuple[asyncio.Future[None], ...]:
+        """Return the appends of these operations that have not ended; each may be in one of its own."""
+        return tuple(self._appending[each.name] for each in operations if each.name in self._appending)
 
     def _check_room(self, tenant_id: str, target_id: str, num_bytes: int) -> None:
         self.check_open()
-        num_unfinished = self._table.num_pending(target_id)
+        num_unfinished = self._in_flight.num_of_target(target_id)
         if num_unfinished >= self._limits.pending_operations_max:
-            raise _full(f"{num_unfinished} operations are waiting, at most {self._limits.pending_operations_max}")
-        pending = self._table.pending_bytes(tenant_id)
+            raise _full(f"{num_unfinished} operations are queued, at most {self._limits.pending_operations_max}")
+        pending = self._in_flight.bytes_of_tenant(tenant_id)
         if pending + num_bytes > self._limits.pending_bytes_max and pending:
-            raise _full(f"{pending} bytes of your requests are waiting, at most {self._limits.pending_bytes_max}")
+            raise _full(f"{pending} bytes of your requests are queued, at most {self._limits.pending_bytes_max}")
 
-    def _check_window(
-        self, adapter: AdapterQueue, drafts: Sequence[Draft], built: Sequence[tuple[bytes, tuple[Chunk, ...]]]
-    ) -> None:
-        added = sum(len(body) for d, (body, _) in zip(drafts, built, strict=True) if d.kind is Kind.FORWARD_BACKWARD)
-        if added and adapter.window_bytes + added > self._limits.window_bytes_max:
-            raise ServiceError(
+    def _refusal(self, log: AdapterLog, requests: Sequence[Request]) -> ServiceError | None:
+        """Return why these requests are refused for good: malformed, not possible now, or too much for one window."""
+        for reasons in ((r.malformed for r in requests), (r.refusal for r in requests)):
+            if (error := next(filter(None, reasons), None)) is not None:
+                return error
+        added = sum(len(request.payload) for request in requests if request.kind is Kind.FORWARD_BACKWARD)
+        if added and log.window_bytes + added > self._limits.window_bytes_max:
+            return ServiceError(
                 Code.FAILED_PRECONDITION,
                 "WINDOW_TOO_LARGE",
-                f"the gradient since the last optim_step comes from {adapter.window_bytes + added} bytes of requests, "
+                f"the gradient since the last optim_step comes from {log.window_bytes + added} bytes of requests, "
                 f"at most {self._limits.window_bytes_max} are kept: take an optim_step first",
             )
+        return None
 
-    async def _record_refusal(
-        self, adapter: AdapterQueue, seq: int, drafts: Sequence[Draft], error: ServiceError
-    ) -> None:
-        """Let a refused seq count as done, so that the order goes on."""
-        failure = service_error(error)
+    # ---- the way into the log
+
+    def _record(self, log: AdapterLog, seq: int, requests: Sequence[Request], refusal: ServiceError) -> Acceptance:
+        """Record a refused seq as a failed operation, so that the order goes on."""
+        failure = service_error(refusal)
         operations = []
-        for i, draft in enumerate(drafts):
-            body = _refused_body(draft)
-            operation = self._operation(adapter.tenant_id, adapter.adapter_id, seq + i, "", draft, body, ())
+        for i, request in enumerate(requests):
+            operation = self._operation(log.tenant_id, log.adapter_id, seq + i, "", request, is_refused=True)
             operation.fail(failure if i == 0 else window_closed(failure))
             operations.append(operation)
-        self._take_in(adapter, operations)
-        try:
-            await self._append(operations)
-        except ServiceError:
-            for operation in operations:
-                adapter.retract(operation)
-            raise
-        for operation in operations:
-            self._table.finished(operation)
+        refusal.operation = operation_name(log.adapter_id, seq)
+        return Acceptance(operations, (self._hand_in(log, operations, is_record=True),), refusal)
 
-    def _take_in(self, adapter: AdapterQueue, operations: Sequence[Operation]) -> None:
-        """Put operations into queue and table. Append them before anything is awaited: so a deletion that begins after
-        this finds them in the queue, and hands in its write behind them.
+    def _hand_in(
+        self, log: AdapterLog, operations: Sequence[Operation], *, is_record: bool = False
+    ) -> asyncio.Future[None]:
+        """Put operations into adapter log, table and append, without an await between: a deletion that begins after
+        this finds them in the adapter log, and hands its write in behind theirs.
 
         Raises ServiceError if the deletion has begun.
         """
-        if adapter.is_deleted:
-            raise not_found("adapter", adapter.adapter_id)
+        if log.is_deleted:
+            raise not_found("adapter", log.adapter_id)
         for operation in operations:
-            adapter.add(operation)
-            self._table.add(operation)
+            log.add(operation)
+            self._in_flight.add(operation)
+        return self._append(log, operations, is_record=is_record)
 
-    async def _append(self, operations: Sequence[Operation]) -> None:
-        try:
-            await self._store.operations.append([_row(operation) for operation in operations])
-        except ConflictError:
-            for operation in operations:
-                self._table.remove(operation)
-            raise ServiceError(Code.ALREADY_EXISTS, "REQUEST_ID_TAKEN", "this request_id was used before") from None
-        except StorageError as error:
-            for operation in operations:
-                self._table.remove(operation)
-            raise storage_error(error) from None
+    def _append(
+        self, log: AdapterLog | None, operations: Sequence[Operation], *, is_record: bool = False
+    ) -> asyncio.Future[None]:
+        """Hand in the append; `is_record`: it records a refusal, whose outcome is durable with it."""
+        appended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        appended.add_done_callback(asyncio.Future.exception)  # the caller may be gone: nobody else need look at it
         for operation in operations:
-            operation.is_durable = True
+            self._appending[operation.name] = appended
+        written = self._store.operations.append([new_row(operation) for operation in operations])
+        written.add_done_callback(functools.partial(self._appended, log, operations, appended, is_record))
+        return appended
+
+    def _appended(
+        self,
+        log: AdapterLog | None,
+        operations: Sequence[Operation],
+        appended: asyncio.Future[None],
+        is_record: bool,
+        written: asyncio.Future[None],
+    ) -> None:
+        """The append has ended; runs before anything that waits for a later commit."""
+        error = written.exception()
+        for operation in operations:
+            del self._appending[operation.name]
+            if error is None:
+                operation.accept()
+            else:
+                self._in_flight.remove(operation)
+                if log is None:
+                    operation.withdraw()
+                else:
+                    log.withdraw(operation)
+        if error is None and is_record:
+            for operation in operations:
+                self._in_flight.finish(operation)
+        if log is not None and (error is not None or any(operation.is_final for operation in operations)):
+            group = self._registry.group_of(log)
+            group.mark_dirty(log)
+            group.changed.notify()
+        if error is None:
+            appended.set_result(None)
+        else:
+            appended.set_exception(_append_error(error))
 
     def _operation(
         self,
@@ -272,27 +332,28 @@ class Admission:
         target_id: str,
         seq: int,
         request_id: str,
-        draft: Draft,
-        body: bytes,
-        chunks: tuple[Chunk, ...],
+        request: Request,
+        *,
+        is_refused: bool = False,
     ) -> Operation:
+        payload = _refused_payload(request) if is_refused else request.payload
         return Operation(
             tenant_id=tenant_id,
             target_id=target_id,
             seq=seq,
-            kind=draft.kind,
-            body=body,
-            body_hash=digest(body, draft.kind.value),
+            kind=request.kind,
+            payload=payload,
+            payload_hash=digest(payload, request.kind.value),
             request_id=request_id,
-            chunk_tokens=draft.chunk_tokens,
-            num_bytes=len(body),
+            chunk_tokens=request.chunk_tokens,
+            num_bytes=len(payload),
+            chunks=() if is_refused else request.chunks,
             append_id=self._store.new_append_id(),
-            chunks=chunks,
         )
 
 
 def storage_error(error: object) -> ServiceError:
-    """The log did not take it, or nobody knows whether it did. To send the same again is safe either way."""
+    """Return why the log did not take a request, or may not have. Sending the same again is safe either way."""
     if isinstance(error, StoreBrokenError):
         return ServiceError(
             Code.UNAVAILABLE,
@@ -308,57 +369,26 @@ def storage_error(error: object) -> ServiceError:
     )
 
 
-def operation_of_row(row: OperationRow) -> Operation:
-    """Return an operation as the store has it, without its payload."""
-    outcome = row.outcome
-    return Operation(
-        tenant_id=row.tenant_id,
-        target_id=row.target_id,
-        seq=row.seq,
-        kind=Kind(row.kind),
-        body=b"",
-        body_hash=row.payload_hash,
-        request_id=row.request_id or "",
-        chunk_tokens=row.chunk_tokens,
-        num_bytes=row.num_bytes,
-        append_id=row.append_id,
-        is_durable=True,
-        is_committed=outcome is not None,
-        is_dropped=outcome == b"",
-        outcome=ops_pb.Operation.FromString(outcome) if outcome is not None else None,
-    )
+def _append_error(error: BaseException) -> BaseException:
+    if isinstance(error, ConflictError):
+        return ServiceError(Code.ALREADY_EXISTS, "REQUEST_ID_TAKEN", "this request_id was used before")
+    return storage_error(error) if isinstance(error, StorageError) else error
 
 
-def _row(operation: Operation) -> NewOperation:
-    return NewOperation(
-        target_id=operation.target_id,
-        seq=operation.seq,
-        append_id=operation.append_id,
-        tenant_id=operation.tenant_id,
-        kind=operation.kind.value,
-        request_id=operation.request_id or None,
-        payload=operation.body,
-        payload_hash=operation.body_hash,
-        chunk_tokens=operation.chunk_tokens,
-        outcome=serialize(operation.outcome) if operation.outcome is not None else None,
-        is_failed=operation.is_failed,
-    )
-
-
-def _refused_body(draft: Draft) -> bytes:
-    """What stands in the log for a request that has no canonical body: nothing but its hash matters."""
-    raw = type(draft.request)()
-    raw.CopyFrom(draft.request)
+def _refused_payload(request: Request) -> bytes:
+    """Return what the log has for a request without a payload: only its hash matters."""
+    raw = type(request.raw)()
+    raw.CopyFrom(request.raw)
     for name in ("seq", "request_id"):
         raw.ClearField(name)
     return digest(serialize(raw), "refused")
 
 
-def _check_same(operation: Operation, draft: Draft, body: bytes | None, metadata: dict[str, str]) -> None:
-    """Raise unless the request is the operation's own: by its body, or as it came if it was refused."""
-    if body is not None and operation.body_hash == digest(body, operation.kind.value):
+def _check_same(operation: Operation, request: Request, metadata: dict[str, str]) -> None:
+    """Raise unless the request is the operation's own: by its payload, or as it came if it was refused."""
+    if request.malformed is None and operation.payload_hash == digest(request.payload, operation.kind.value):
         return
-    if operation.body_hash != digest(_refused_body(draft), operation.kind.value):
+    if operation.payload_hash != digest(_refused_payload(request), operation.kind.value):
         raise _taken(operation, metadata)
 
 
@@ -381,14 +411,14 @@ def _taken(operation: Operation, metadata: dict[str, str]) -> ServiceError:
     )
 
 
-def _expected(adapter: AdapterQueue) -> dict[str, str]:
-    return {"expected_seq": str(adapter.next_seq)}
+def _expected(log: AdapterLog) -> dict[str, str]:
+    return {"expected_seq": str(log.next_seq)}
 
 
-def _full(what: str) -> ServiceError:
+def _full(limit: str) -> ServiceError:
     return ServiceError(
         Code.RESOURCE_EXHAUSTED,
         "QUEUE_FULL",
-        f"{what}: wait for some to finish, then try again",
+        f"{limit}: wait for some to finish, then try again",
         retry_delay_s=RETRY_DELAY_S,
     )

@@ -46,7 +46,7 @@ class _List:
     """Set once there is more, or the list is dropped."""
 
 
-class Followers:
+class FinishedSamples:
     """The lists of all clients that have asked."""
 
     def __init__(self, epoch: int) -> None:

@@ -1,103 +1,124 @@
-"""Operations that are not finished, by name, and who waits for them. In memory; finished ones are read from the store.
+"""The in-flight table: operations without a committed outcome, by name, and the waits for them. In memory; finished
+operations are read from the store.
 
-Nobody polls: a waiter is a queue that gets each operation once, when its outcome has committed.
+Nothing polls: a wait is a queue that gets each operation once, when its outcome has committed. The table also counts
+what unfinished requests take of memory: payloads by tenant, and decoded payloads in all.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 
+from coordinator.operations.finished_samples import FinishedSamples
 from coordinator.operations.operation import Operation
+from coordinator.operations.payloads import DecodedPass
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
+DECODED_BYTES_MAX = 256 << 20
+"""Memory for decoded payloads of queued operations, of all tenants. Beyond it payloads are decoded when they run."""
 
-class OperationTable:
-    """Live operations and their waiters."""
 
-    def __init__(self, note_finished: Callable[[ops_pb.Operation], None] = lambda _: None) -> None:
-        """`note_finished` hears of every operation whose outcome has committed."""
-        self._note_finished = note_finished
-        self._live: dict[str, Operation] = {}
+class InFlightTable:
+    """The operations in flight and their waits."""
+
+    def __init__(self, finished_samples: FinishedSamples | None = None) -> None:
+        """`finished_samples` is told of every committed outcome."""
+        self._finished_samples = finished_samples
+        self._operations: dict[str, Operation] = {}
         self._waiters: dict[str, list[asyncio.Queue[ops_pb.Operation | None]]] = {}
         self._open_queues: set[asyncio.Queue[ops_pb.Operation | None]] = set()
-        self._bytes_by_tenant: dict[str, int] = {}
-        self._num_by_target: dict[str, int] = {}
+        self._bytes_by_tenant: Counter[str] = Counter()
+        self._num_by_target: Counter[str] = Counter()
         self._by_request_id: dict[tuple[str, str], Operation] = {}
-        self.is_closed = False
+        self._decoded_bytes: dict[str, int] = {}
+        """Operation to the memory of its decoded payload."""
+        self._num_decoded_bytes = 0
+        self._is_closed = False
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._operations)
 
     def add(self, operation: Operation) -> None:
-        """An operation was accepted."""
-        self._live[operation.name] = operation
-        tenant = operation.tenant_id
-        self._bytes_by_tenant[tenant] = self._bytes_by_tenant.get(tenant, 0) + operation.num_bytes
-        self._num_by_target[operation.target_id] = self._num_by_target.get(operation.target_id, 0) + 1
+        """Take in an accepted operation."""
+        self._operations[operation.name] = operation
+        self._bytes_by_tenant[operation.tenant_id] += operation.num_bytes
+        self._num_by_target[operation.target_id] += 1
         if operation.request_id:
             self._by_request_id.setdefault((operation.target_id, operation.request_id), operation)
 
-    def get(self, name: str) -> Operation | None:
-        """The operation of that name, if it has not committed its outcome."""
-        return self._live.get(name)
+    def keep_decoded(self, operation: Operation, decoded: DecodedPass) -> None:
+        """Hold an operation's payload decoded until it has run, if there is memory for it."""
+        num_bytes = decoded.num_bytes
+        if self._num_decoded_bytes + num_bytes <= DECODED_BYTES_MAX:
+            operation.keep_decoded(decoded)
+            self._decoded_bytes[operation.name] = num_bytes
+            self._num_decoded_bytes += num_bytes
 
-    def live(self) -> Iterable[Operation]:
-        """All of them."""
-        return self._live.values()
+    def get(self, name: str) -> Operation | None:
+        """Return the operation of this name, if its outcome has not committed."""
+        return self._operations.get(name)
+
+    def all(self) -> Iterable[Operation]:
+        """Return all operations in flight."""
+        return self._operations.values()
 
     def of_request(self, target_id: str, request_id: str) -> Operation | None:
-        """The operation that a request id made on an adapter or sampler, if it has not committed its outcome."""
+        """Return the operation that a request id made on an adapter or sampler, if its outcome has not committed."""
         return self._by_request_id.get((target_id, request_id))
 
-    def num_pending(self, target_id: str) -> int:
-        """Unfinished operations of an adapter or sampler."""
-        return self._num_by_target.get(target_id, 0)
+    def num_of_target(self, target_id: str) -> int:
+        """Return the number of operations in flight of an adapter or sampler."""
+        return self._num_by_target[target_id]
 
-    def pending_bytes(self, tenant_id: str) -> int:
-        """Bytes of a tenant's unfinished requests."""
-        return self._bytes_by_tenant.get(tenant_id, 0)
+    def bytes_of_tenant(self, tenant_id: str) -> int:
+        """Return the bytes of a tenant's payloads in flight."""
+        return self._bytes_by_tenant[tenant_id]
 
     def remove(self, operation: Operation) -> None:
-        """It is finished, or its append failed."""
-        if self._live.get(operation.name) is not operation:
+        """Take out an operation that finished, or whose append failed."""
+        if self._operations.get(operation.name) is not operation:
             return
-        del self._live[operation.name]
+        del self._operations[operation.name]
         self._bytes_by_tenant[operation.tenant_id] -= operation.num_bytes
         self._num_by_target[operation.target_id] -= 1
-        if not self._num_by_target[operation.target_id]:
-            del self._num_by_target[operation.target_id]
-        key = (operation.target_id, operation.request_id)
-        if self._by_request_id.get(key) is operation:
-            del self._by_request_id[key]
+        for counter, key in ((self._bytes_by_tenant, operation.tenant_id), (self._num_by_target, operation.target_id)):
+            if not counter[key]:
+                del counter[key]
+        self._num_decoded_bytes -= self._decoded_bytes.pop(operation.name, 0)
+        request = (operation.target_id, operation.request_id)
+        if self._by_request_id.get(request) is operation:
+            del self._by_request_id[request]
 
-    def finished(self, operation: Operation) -> None:
-        """Its outcome has committed: wake who waits."""
-        operation.is_committed = True
+    def finish(self, operation: Operation) -> None:
+        """Make a committed outcome visible: wake the waits for it."""
+        operation.commit()
         self.remove(operation)
         assert operation.outcome is not None
         for queue in self._waiters.pop(operation.name, ()):
             queue.put_nowait(operation.outcome)
-        self._note_finished(operation.outcome)
+        if self._finished_samples is not None:
+            self._finished_samples.note(operation.outcome)
 
     async def wait(
         self, names: Iterable[str], read_finished: Callable[[str], ops_pb.Operation]
     ) -> AsyncIterator[ops_pb.Operation]:
-        """Each named operation once, when it is finished; fewer if the coordinator stops.
+        """Yield each named operation once, when it is finished; fewer if the coordinator stops.
 
-        `read_finished` gets those that are not live, one by one, and may raise.
+        `read_finished` gets the names that are not in flight, one by one, and may raise.
         """
         queue: asyncio.Queue[ops_pb.Operation | None] = asyncio.Queue()
         unique = dict.fromkeys(names)
-        done = [name for name in unique if name not in self._live]
-        waiting = [name for name in unique if name in self._live]
+        done = [name for name in unique if name not in self._operations]
+        waiting = [name for name in unique if name in self._operations]
         for name in waiting:
             self._waiters.setdefault(name, []).append(queue)
         self._open_queues.add(queue)
         try:
             for name in done:
                 yield read_finished(name)
-            for _ in waiting if not self.is_closed else ():
+            for _ in waiting if not self._is_closed else ():
                 finished = await queue.get()
                 if finished is None:
                     return
@@ -111,7 +132,7 @@ class OperationTable:
                         del self._waiters[name]
 
     def close(self) -> None:
-        """End every wait; what is unfinished goes on after the next start."""
-        self.is_closed = True
+        """End every wait; unfinished operations go on after the next start."""
+        self._is_closed = True
         for queue in self._open_queues:
             queue.put_nowait(None)

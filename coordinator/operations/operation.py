@@ -1,16 +1,23 @@
-"""An operation in memory: what was asked, how it is cut into chunks, and how it ended.
+"""An operation in memory: what was asked, how it is cut into chunks, whether it is in the log, and how it ended.
 
-Knows the kinds and their properties; neither order (`queue`), nor storage, nor doors.
+Two states, each changed by named transitions that assert where they start:
+
+- acceptance: APPENDING until the operation log has the operation, then DURABLE; WITHDRAWN if the append failed;
+- outcome: UNDECIDED, DECIDING while a worker's result is made durable, DECIDED, COMMITTED with a cycle's commit,
+  RETIRED once the result has left memory, DROPPED when the store has dropped the result, too.
+
+Does not depend on order (`adapter_log`), execution on a worker (the adapter log's copy), storage or doors.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, auto
 
 from coordinator.operations.chunks import Chunk
+from coordinator.operations.payloads import DecodedPass
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.contract.messages import Datum, ItemResult
+from workers.contract.windows import WindowRole
 
 
 class Kind(Enum):
@@ -26,8 +33,13 @@ class Kind(Enum):
 
     @property
     def is_pass(self) -> bool:
-        """Runs in a cycle's pass; the others on an adapter run in its step phase."""
+        """Runs in a cycle's pass; the other operations of an adapter run in its step phase."""
         return self in (Kind.FORWARD, Kind.FORWARD_BACKWARD)
+
+    @property
+    def is_save(self) -> bool:
+        """Hands the adapter's state out without changing it."""
+        return self in (Kind.SAVE_STATE, Kind.SAVE_WEIGHTS_FOR_SAMPLER)
 
     @property
     def changes_state(self) -> bool:
@@ -37,7 +49,12 @@ class Kind(Enum):
     @property
     def needs_open_window(self) -> bool:
         """Must not run once an earlier operation of its gradient window failed."""
-        return self in (Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)
+        return self.window_role.needs_open_window
+
+    @property
+    def window_role(self) -> WindowRole:
+        """Its effect on the adapter's gradient window."""
+        return _WINDOW_ROLES.get(self, WindowRole.NONE)
 
     @property
     def wire(self) -> ops_pb.OperationKind.ValueType:
@@ -45,52 +62,89 @@ class Kind(Enum):
         return getattr(ops_pb, f"OPERATION_KIND_{self.name}")  # type: ignore[no-any-return]
 
 
+_WINDOW_ROLES = {
+    Kind.FORWARD_BACKWARD: WindowRole.ADD,
+    Kind.OPTIM_STEP: WindowRole.STEP,
+    Kind.LOAD_STATE: WindowRole.RESET,
+}
+
+
+class Acceptance(Enum):
+    """Whether the operation log has the operation."""
+
+    APPENDING = auto()
+    DURABLE = auto()
+    WITHDRAWN = auto()
+    """The append failed: it was never accepted, and its sequence number may belong to another operation by now."""
+
+
+class OutcomeState(Enum):
+    """How far the operation's outcome has come."""
+
+    UNDECIDED = auto()
+    DECIDING = auto()
+    """It ran, and its state is being written: its worker's loss changes nothing about it."""
+    DECIDED = auto()
+    """The outcome is set, and not visible to anybody."""
+    COMMITTED = auto()
+    RETIRED = auto()
+    """The result has left memory; the store has it."""
+    DROPPED = auto()
+    """The store has dropped the result: only the sequence number and the request id stay taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What an operation cost."""
+
+    num_tokens: int = 0
+    """Tokens that went through the base model."""
+    engine_s: float = 0.0
+    """Seconds of engine time."""
+
+
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One durable request. `outcome` is set when it is decided and shown to nobody before it is committed."""
+    """One durable request and its outcome."""
 
     tenant_id: str
     target_id: str
+    """The adapter or sampler."""
     seq: int
     kind: Kind
-    body: bytes
-    """The canonical request; empty once it is no longer needed in memory (the store has it)."""
-    body_hash: bytes
+    payload: bytes
+    """The canonical bytes of the request; empty once memory no longer needs them (the store has them)."""
+    payload_hash: bytes
     request_id: str
     chunk_tokens: int
     """The chunk size that it was admitted with."""
     num_bytes: int
-    """Size of the body, for the quotas."""
+    """Size of the payload."""
     chunks: tuple[Chunk, ...] = ()
     append_id: int = 0
-    """Identifies its append to the log: an outcome is stored only for that append."""
-    loss: tuple[str, dict[str, float]] = ("", {})
-    """Decoded loss and its options, once `data` is."""
-    data: tuple[Datum, ...] = ()
-    """Decoded sequences; dropped with `body`."""
-    next_chunk: int = 0
-    """Chunks that ran on the adapter's present copy."""
-    parts: list[ItemResult] = field(default_factory=list)
-    """Results of those chunks."""
-    is_running: bool = False
-    is_deciding: bool = False
-    """It has run, and its state is being written: nobody else decides it, whatever happens to its worker."""
-    is_durable: bool = False
-    """The append has committed."""
-    is_committed: bool = False
-    """The outcome has committed."""
-    is_underived: bool = False
-    """A save whose weights went with the last life, before their file was there: it runs again to make them."""
-    is_retired: bool = False
-    """The result has left memory: the store has it."""
-    is_dropped: bool = False
-    """Its result is gone: all that is left is that its place and request id are taken."""
-    outcome: ops_pb.Operation | None = None
+    """Names this append in the log; another operation at the same sequence number has another one."""
+    decoded: DecodedPass | None = None
+    """The decoded payload of a pass; dropped with the payload, and decoded again where a replay needs it."""
+    must_rematerialize: bool = False
+    """A save whose weights were lost with the last epoch before their file existed: it runs again to make them."""
+    acceptance: Acceptance = Acceptance.APPENDING
+    outcome_state: OutcomeState = OutcomeState.UNDECIDED
+    outcome: ops_pb.Operation | None = field(default=None)
 
     @property
     def name(self) -> str:
         """`<target>:<seq>`."""
         return f"{self.target_id}:{self.seq}"
+
+    @property
+    def is_durable(self) -> bool:
+        """The append has committed."""
+        return self.acceptance is Acceptance.DURABLE
+
+    @property
+    def is_undecided(self) -> bool:
+        """No result is being written and no outcome is set: it may still be failed or cancelled."""
+        return self.outcome_state is OutcomeState.UNDECIDED
 
     @property
     def is_final(self) -> bool:
@@ -103,60 +157,106 @@ class Operation:
         return self.outcome is not None and self.outcome.state == ops_pb.OPERATION_STATE_FAILED
 
     @property
+    def is_committed(self) -> bool:
+        """The outcome has committed."""
+        return self.outcome_state in (OutcomeState.COMMITTED, OutcomeState.RETIRED, OutcomeState.DROPPED)
+
+    @property
+    def is_dropped(self) -> bool:
+        """The store has dropped its result."""
+        return self.outcome_state is OutcomeState.DROPPED
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that go through the base model for it."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
-    def restart(self) -> None:
-        """Forget what ran on a copy of the adapter that is gone."""
-        self.next_chunk = 0
-        self.parts.clear()
-        self.is_running = False
+    # ---- acceptance
+
+    def accept(self) -> None:
+        """APPENDING -> DURABLE: the log has it."""
+        assert self.acceptance is Acceptance.APPENDING, f"{self.name} is {self.acceptance.name}"
+        self.acceptance = Acceptance.DURABLE
+
+    def withdraw(self) -> None:
+        """APPENDING -> WITHDRAWN: the append failed."""
+        assert self.acceptance is Acceptance.APPENDING, f"{self.name} is {self.acceptance.name}"
+        self.acceptance = Acceptance.WITHDRAWN
+
+    # ---- outcome
+
+    def begin_deciding(self) -> None:
+        """UNDECIDED -> DECIDING: its result has arrived and is being made durable."""
+        assert self.outcome_state is OutcomeState.UNDECIDED, f"{self.name} is {self.outcome_state.name}"
+        self.outcome_state = OutcomeState.DECIDING
+
+    def succeed(self, cycle_id: int, usage: Usage | None = None) -> ops_pb.Operation:
+        """UNDECIDED or DECIDING -> DECIDED: success. Returns the outcome; the caller fills in its result."""
+        return self._decide(ops_pb.OPERATION_STATE_SUCCEEDED, cycle_id, usage or Usage())
+
+    def fail(self, error: ops_pb.OperationError, usage: Usage | None = None, *, cycle_id: int = 0) -> None:
+        """UNDECIDED or DECIDING -> DECIDED: failure. What already ran stays charged."""
+        outcome = self._decide(ops_pb.OPERATION_STATE_FAILED, cycle_id, usage or Usage())
+        outcome.error.CopyFrom(error)
 
     def undecide(self) -> None:
-        """It ran on what was never logged, and its outcome was not stored: it runs again."""
+        """DECIDED -> UNDECIDED: its commit was refused, so it runs again or is failed anew."""
+        assert self.outcome_state in (OutcomeState.DECIDING, OutcomeState.DECIDED), (
+            f"{self.name} is {self.outcome_state.name}"
+        )
         self.outcome = None
-        self.is_deciding = False
-        self.restart()
+        self.outcome_state = OutcomeState.UNDECIDED
 
-    def drop_body(self) -> None:
-        """Free the memory of a decided request; a replay reads it from the store again."""
-        self.body = b""
-        self.data = ()
-        self.parts = []
+    def commit(self) -> None:
+        """DECIDED -> COMMITTED: the outcome is durable and visible."""
+        assert self.outcome_state is OutcomeState.DECIDED, f"{self.name} is {self.outcome_state.name}"
+        assert self.is_durable, f"{self.name} committed while {self.acceptance.name}"
+        self.outcome_state = OutcomeState.COMMITTED
 
     def retire(self) -> None:
-        """Keep what order and replay need of a committed operation, and leave its result to the store."""
+        """COMMITTED -> RETIRED: keep what order and replay need, and leave the result to the store."""
+        assert self.outcome_state is OutcomeState.COMMITTED, f"{self.name} is {self.outcome_state.name}"
         assert self.outcome is not None
-        self.drop_body()
-        self.is_retired = True
+        self.drop_payload()
         error = self.outcome.error if self.is_failed else None
         self.outcome = ops_pb.Operation(state=self.outcome.state, error=error)
+        self.outcome_state = OutcomeState.RETIRED
 
-    def as_message(self) -> ops_pb.Operation:
-        """The operation as its owner may see it now. (One just retired seems to run: who waits gets the result.)"""
-        if self.outcome is not None and self.is_committed and not self.is_retired:
+    def as_message(self, *, is_running: bool = False) -> ops_pb.Operation:
+        """Return the operation as its owner may see it now; `is_running`: a worker has it.
+
+        One that just retired is shown as running: the wait that follows reads its result from the store.
+        """
+        if self.outcome is not None and self.outcome_state in (OutcomeState.COMMITTED, OutcomeState.DROPPED):
             return self.outcome
-        state = ops_pb.OPERATION_STATE_RUNNING if self.is_running or self.is_retired else ops_pb.OPERATION_STATE_QUEUED
+        is_shown_running = is_running or self.outcome_state is OutcomeState.RETIRED
+        state = ops_pb.OPERATION_STATE_RUNNING if is_shown_running else ops_pb.OPERATION_STATE_QUEUED
         return ops_pb.Operation(
             name=self.name, kind=self.kind.wire, state=state, target_id=self.target_id, seq=self.seq
         )
 
-    def fail(self, error: ops_pb.OperationError, *, cycle_id: int = 0) -> None:
-        """Decide: failed. Tokens and engine time of what ran stay charged."""
-        self._decide(ops_pb.OPERATION_STATE_FAILED, cycle_id)
-        assert self.outcome is not None
-        self.outcome.error.CopyFrom(error)
+    # ---- memory
 
-    def succeed(self, cycle_id: int) -> ops_pb.Operation:
-        """Decide: succeeded. Returns the outcome, whose result the caller fills in."""
-        self._decide(ops_pb.OPERATION_STATE_SUCCEEDED, cycle_id)
-        assert self.outcome is not None
-        return self.outcome
+    def drop_payload(self) -> None:
+        """Free the request's memory; a replay reads it from the store again."""
+        assert self.is_durable, f"{self.name} is not in the store"
+        self.payload = b""
+        self.decoded = None
 
-    def _decide(self, state: ops_pb.OperationState.ValueType, cycle_id: int) -> None:
-        assert self.outcome is None, f"{self.name} was decided twice"
-        self.is_running = False
+    def drop_decoded(self) -> None:
+        """Free the decoded payload; whoever runs the operation decodes it again."""
+        self.decoded = None
+
+    def keep_decoded(self, decoded: DecodedPass) -> None:
+        """Hold the payload decoded until the operation has run."""
+        self.decoded = decoded
+
+    def rematerialized(self) -> None:
+        """Its weights have been made again."""
+        self.must_rematerialize = False
+
+    def _decide(self, state: ops_pb.OperationState.ValueType, cycle_id: int, usage: Usage) -> ops_pb.Operation:
+        assert self.outcome_state in (OutcomeState.UNDECIDED, OutcomeState.DECIDING), f"{self.name} was decided twice"
         self.outcome = ops_pb.Operation(
             name=self.name,
             kind=self.kind.wire,
@@ -164,6 +264,8 @@ class Operation:
             target_id=self.target_id,
             seq=self.seq,
             cycle_id=cycle_id,
-            num_tokens=sum(part.num_tokens for part in self.parts),
-            engine_seconds=sum(part.engine_s for part in self.parts),
+            num_tokens=usage.num_tokens,
+            engine_seconds=usage.engine_s,
         )
+        self.outcome_state = OutcomeState.DECIDED
+        return self.outcome

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from coordinator.base.errors import Code, ServiceError
 from coordinator.operations.canonical import serialize
-from coordinator.operations.operation import Kind, Operation
-from coordinator.storage.rows import DecidedOperation
+from coordinator.operations.operation import Kind, Operation, Usage
+from coordinator.storage.rows import DecidedOperation, NewOperation
 from tinkerpool import names
 from tinkerpool.convert import to_tensor
 from tinkerpool.metrics import merge_metrics
@@ -14,12 +16,11 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import ErrorCode, ItemError, ItemResult
 
 
-def fill_pass(operation: Operation, cycle_id: int) -> None:
-    """Decide a forward or forward_backward whose chunks have all succeeded."""
-    result = operation.succeed(cycle_id).forward_backward
-    for part in operation.parts:
+def fill_pass(operation: Operation, parts: Sequence[ItemResult], usage: Usage, cycle_id: int) -> None:
+    """Decide a forward or forward_backward whose chunks have all succeeded with these results."""
+    result = operation.succeed(cycle_id, usage).forward_backward
+    for part in parts:
         result.logprobs.extend(to_tensor(logprobs) for logprobs in part.logprobs)
-    parts = operation.parts
     metrics = merge_metrics([part.metrics for part in parts], [part.num_tokens for part in parts], keep_partial=True)
     for key, value in metrics.items():
         result.metrics[key] = value
@@ -27,31 +28,31 @@ def fill_pass(operation: Operation, cycle_id: int) -> None:
     result.metrics["clock_cycle:unique"] = float(cycle_id)
 
 
-def fill_step(operation: Operation, result: ItemResult, cycle_id: int) -> None:
+def fill_step(operation: Operation, result: ItemResult, usage: Usage, cycle_id: int) -> None:
     """Decide an optim_step that has succeeded."""
-    metrics = operation.succeed(cycle_id).optim_step.metrics
+    metrics = operation.succeed(cycle_id, usage).optim_step.metrics
     for key, value in result.metrics.items():
         metrics[key] = value
     metrics["clock_cycle:unique"] = float(cycle_id)
 
 
-def fill_load(operation: Operation, cycle_id: int) -> None:
+def fill_load(operation: Operation, usage: Usage, cycle_id: int) -> None:
     """Decide a load_state that has succeeded."""
-    path = training_pb2.LoadStateRequest.FromString(operation.body).path
-    operation.succeed(cycle_id).load_state.path = path
+    path = training_pb2.LoadStateRequest.FromString(operation.payload).path
+    operation.succeed(cycle_id, usage).load_state.path = path
 
 
 def save_request(
     operation: Operation,
 ) -> checkpoints_pb2.SaveStateRequest | checkpoints_pb2.SaveWeightsForSamplerRequest:
-    """The request of a save."""
+    """Return the request of a save."""
     if operation.kind is Kind.SAVE_STATE:
-        return checkpoints_pb2.SaveStateRequest.FromString(operation.body)
-    return checkpoints_pb2.SaveWeightsForSamplerRequest.FromString(operation.body)
+        return checkpoints_pb2.SaveStateRequest.FromString(operation.payload)
+    return checkpoints_pb2.SaveWeightsForSamplerRequest.FromString(operation.payload)
 
 
 def save_path(operation: Operation, name: str) -> names.CheckpointPath:
-    """Where a named save goes."""
+    """Return the path of a named save."""
     request = save_request(operation)
     if isinstance(request, checkpoints_pb2.SaveStateRequest):
         kind = names.TRAINING
@@ -61,22 +62,39 @@ def save_path(operation: Operation, name: str) -> names.CheckpointPath:
 
 
 def service_error(error: ServiceError) -> ops_pb.OperationError:
-    """A refusal as the outcome of an operation."""
+    """Return a refusal as the outcome of an operation."""
     return ops_pb.OperationError(code=error.code, reason=error.reason, message=error.message)
 
 
 def worker_died(operation: Operation) -> ops_pb.OperationError:
-    """Why an operation that ends its worker whenever it runs is run no more."""
+    """Return why an operation that ends its worker whenever it runs does not run any more."""
     return ops_pb.OperationError(
         code=Code.INTERNAL,
         reason="WORKER_DIED",
-        message=f"{operation.name} ended its worker each time that it ran, alone the last times: it does not fit into "
+        message=f"{operation.name} ended its worker each time that it ran, the last times solo: it does not fit into "
         "memory, takes far too long, or has found a fault of the engine; send less at once",
     )
 
 
+def new_row(operation: Operation) -> NewOperation:
+    """Return an operation as the log appends it; a refused one with its outcome."""
+    return NewOperation(
+        target_id=operation.target_id,
+        seq=operation.seq,
+        append_id=operation.append_id,
+        tenant_id=operation.tenant_id,
+        kind=operation.kind.value,
+        request_id=operation.request_id or None,
+        payload=operation.payload,
+        payload_hash=operation.payload_hash,
+        chunk_tokens=operation.chunk_tokens,
+        outcome=serialize(operation.outcome) if operation.outcome is not None else None,
+        is_failed=operation.is_failed,
+    )
+
+
 def decided_row(operation: Operation) -> DecidedOperation:
-    """Return a decided operation as the store commits it."""
+    """Return a decided operation as a commit stores it."""
     outcome = operation.outcome
     assert outcome is not None
     return DecidedOperation(
@@ -104,5 +122,5 @@ _CODES = {
 
 
 def item_error(error: ItemError) -> ops_pb.OperationError:
-    """A worker's error as users see it."""
+    """Return a worker's error as users see it."""
     return ops_pb.OperationError(code=_CODES[error.code], reason=error.code.name, message=error.message)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from coordinator.base.config import Limits
 from coordinator.base.errors import invalid
 from coordinator.operations.canonical import serialize
-from coordinator.operations.operation import Operation
+from coordinator.operations.operation import Operation, Usage
 from coordinator.operations.payloads import ARRAY_BYTES, checked_array, checked_tokens, frozen_array
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -184,9 +184,9 @@ def _decoded(request: sampling_pb2.SampleRequest) -> DecodedSample:
     )
 
 
-def fill_sample(operation: Operation, result: SampleResult) -> None:
+def fill_sample(operation: Operation, asked: DecodedSample, result: SampleResult, usage: Usage) -> None:
     """Decide a sample: succeeded, with a worker's result."""
-    asked, sample = decode_sample(operation.body), operation.succeed(0).sample
+    sample = operation.succeed(0, usage).sample
     sample.note = asked.note
     for sequence in result.sequences:
         added = sample.sequences.add(

@@ -7,11 +7,12 @@ invariant: a session leaves only once its end is durable, so what has ended neve
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from coordinator.base.errors import Code, ServiceError, sampler_exists
+from coordinator.base.time import Time
 from coordinator.storage.rows import SessionRow
 from coordinator.storage.store import Store
 from tinkerpool import names
@@ -35,6 +36,12 @@ class Session:
     num_endings: int = 0
     """Calls that are ending it: nothing new starts in it meanwhile."""
 
+    def take_adapter_index(self, wanted: int | None) -> int:
+        """Return the number of a new adapter: the wanted one, or the next free one."""
+        index = self.next_adapter if wanted is None else wanted
+        self.next_adapter = max(self.next_adapter, index + 1)
+        return index
+
     @contextmanager
     def reserving(self, index: int) -> Iterator[None]:
         """Nobody else gets this sampler number while the block writes its row. Raises ServiceError if it is taken."""
@@ -52,9 +59,9 @@ class Session:
 class SessionTable:
     """The live sessions of all tenants."""
 
-    def __init__(self, store: Store, monotonic: Callable[[], float]) -> None:
+    def __init__(self, store: Store, time: Time) -> None:
         self._store = store
-        self._monotonic = monotonic
+        self._monotonic = time.monotonic
         self._live: dict[str, Session] = {}
 
     def load(self) -> None:

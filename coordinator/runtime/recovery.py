@@ -1,87 +1,86 @@
-"""From the log back to memory: queues, unfinished samples and fair-share counters, as the last coordinator left them.
+"""From the operation log back to memory: adapter logs, published weights and unfinished samples of the last epoch.
 
-Reads only. An adapter's queue holds everything after its snapshot; what had finished there is run again, silently, when
-the adapter is next installed, and what had not is run for the first time.
+Reads only. An adapter log gets everything after its snapshot: what had finished there is replayed silently when the
+adapter is next installed, and what had not runs for the first time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
 
-from coordinator.operations.adapter_log import AdapterQueue
-from coordinator.operations.admission import operation_of_row
-from coordinator.operations.chunks import cut_chunks
-from coordinator.operations.operation import Kind, Operation
-from coordinator.operations.payloads import decode_pass
-from coordinator.scheduling.planner import FairState, Share
-from coordinator.storage.rows import AdapterRow, OperationRow
+from coordinator.checkpoints.publishing import named, unnamed
+from coordinator.checkpoints.saver import Saver
+from coordinator.operations.in_flight import InFlightTable
+from coordinator.operations.registry import AdapterRegistry
+from coordinator.operations.restoring import adapter_of_row, restored_operation
+from coordinator.sampling.scheduler import SampleScheduler
+from coordinator.scheduling.virtual_counters import FairState, Share
 from coordinator.storage.store import Store
-from workers.contract.messages import AdapterSpec
+
+logger = logging.getLogger(__name__)
 
 
-def adapter_of_row(row: AdapterRow) -> AdapterQueue:
-    """An adapter without its operations."""
-    return AdapterQueue(
-        tenant_id=row.tenant_id,
-        session_id=row.session_id,
-        base_model=row.base_model,
-        spec=spec_of_row(row),
-    )
+class Recovery:
+    """Brings memory to where the log is."""
 
+    def __init__(
+        self,
+        store: Store,
+        registry: AdapterRegistry,
+        in_flight: InFlightTable,
+        saver: Saver,
+        samples: SampleScheduler,
+    ) -> None:
+        self._store = store
+        self._registry = registry
+        self._in_flight = in_flight
+        self._saver = saver
+        self._samples = samples
 
-def spec_of_row(row: AdapterRow) -> AdapterSpec:
-    """What makes the adapter."""
-    return AdapterSpec(
-        adapter_id=row.adapter_id,
-        rank=row.rank,
-        alpha=row.alpha,
-        seed=row.seed,
-        train_attn=row.train_attn,
-        train_mlp=row.train_mlp,
-        train_unembed=row.train_unembed,
-    )
+    def run(self) -> None:
+        """Recover everything."""
+        for cycle_id, adapter_ids in self._store.cycles.plans().items():
+            logger.warning("the last epoch ended in cycle %d, which ran %s", cycle_id, ", ".join(adapter_ids))
+        spec = self._registry.spec
+        versions = [unnamed(row, spec(row.adapter_id)) for row in self._store.samplers.unwritten()]
+        versions += [named(row, spec(row.adapter_id)) for row in self._store.checkpoints.unwritten()]
+        in_log = self._load_adapters({version.name for version in versions})
+        for version in versions:
+            self._saver.publishing.expect(version, is_in_log=version.name in in_log)
+        for row, payload in self._store.operations.unfinished_samples():
+            operation = restored_operation(row, payload)
+            self._in_flight.add(operation)
+            sampler = self._store.samplers.get(operation.target_id)
+            assert sampler is not None
+            self._samples.submit(operation, sampler)
 
+    def _load_adapters(self, unwritten: set[str]) -> set[str]:
+        """Load every adapter that is not deleted, with its operations since its snapshot.
 
-def load_adapters(store: Store, unwritten: Collection[str]) -> list[AdapterQueue]:
-    """Every adapter that is not deleted, with its operations since its snapshot.
-
-    `unwritten`: the saves whose weights are in no file, and have to be made again.
-    """
-    snapshots = {snapshot.adapter_id: snapshot for snapshot in store.snapshots.all()}
-    adapters = []
-    for row in store.adapters.not_deleted():
-        adapter = adapter_of_row(row)
-        if (snapshot := snapshots.get(adapter.adapter_id)) is not None:
-            adapter.covered(snapshot.seq, snapshot.window_error, 0.0)
-        adapter.next_seq = max(store.operations.last_seq(adapter.adapter_id), adapter.snapshot_seq) + 1
-        for operation_row, payload in store.operations.since(adapter.adapter_id, adapter.snapshot_seq):
-            operation = _operation(operation_row, payload)
-            operation.is_underived = operation.name in unwritten
-            adapter.add(operation)
-        adapters.append(adapter)
-    return adapters
-
-
-def load_samples(store: Store) -> list[Operation]:
-    """Sample operations that had not finished."""
-    return [_operation(row, payload) for row, payload in store.operations.unfinished_samples()]
+        `unwritten`: saves whose weights have no file; returns those of them that the log can make again.
+        """
+        in_log: set[str] = set()
+        for row in self._store.adapters.not_deleted():
+            log = adapter_of_row(row)
+            if (snapshot := self._store.snapshots.get(log.adapter_id)) is not None:
+                log.cover(snapshot.seq, snapshot.window_error, 0.0)
+            log.restore(max(self._store.operations.last_seq(log.adapter_id), log.snapshot_seq) + 1)
+            for operation_row, payload in self._store.operations.since(log.adapter_id, log.snapshot_seq):
+                name = f"{operation_row.target_id}:{operation_row.seq}"
+                operation = restored_operation(operation_row, payload, must_rematerialize=name in unwritten)
+                if name in unwritten:
+                    in_log.add(name)
+                log.add(operation)
+                if not operation.is_final:
+                    self._in_flight.add(operation)
+            self._registry.add(log)
+            self._registry.group_of(log).submitted(log)
+        return in_log
 
 
 def load_fair_state(store: Store) -> FairState:
-    """Every tenant's weight and counter."""
-    shares = {t.tenant_id: Share(weight=t.weight, virtual_tokens=t.virtual_tokens) for t in store.tenants.all()}
-    return FairState(shares=shares)
-
-
-def _operation(row: OperationRow, payload: bytes | None) -> Operation:
-    operation = operation_of_row(row)
-    if operation.is_final:
-        operation.retire()
-    if payload is None or operation.is_failed:
-        return operation
-    if not operation.is_final:
-        operation.body = payload
-    if operation.kind in (Kind.FORWARD, Kind.FORWARD_BACKWARD):
-        lengths = decode_pass(payload).lengths
-        operation.chunks = cut_chunks(lengths, operation.chunk_tokens)
-    return operation
+    """Return every tenant's weight and virtual counter."""
+    rows = store.tenants.all()
+    return FairState(
+        shares={row.tenant_id: Share(weight=row.weight, virtual_tokens=row.virtual_tokens) for row in rows}
+    )

@@ -1,109 +1,117 @@
-"""Time as the coordinator sees it, and the decision when a cycle starts.
+"""When a cycle starts.
 
-The core reads time only through `Time`, so that a simulation can own it. `CycleClock` knows who is ready, who was in
-earlier cycles and what a cycle costs; it knows neither what they asked for nor who runs it.
+Depends on time, on which tenants are ready, on when tenants of earlier cycles came back, and on what a cycle costs; not
+on what they asked for or which worker runs it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 from coordinator.base.time import Time
+from coordinator.operations.arrivals import Arrivals
 from coordinator.scheduling.cost_model import CycleCosts
 
 UNMEASURED_S = 0.004
-"""The longest linger while the costs of a cycle are not known, and for a tenant whose returns are not."""
+"""The longest linger while the costs of a cycle are unknown, and for a tenant whose returns are."""
 LOOK_S = 0.001
-"""How often it is looked at, while lingering, whether the budget is full: not at each of a thousand arrivals."""
+"""While lingering, the interval at which the budget is checked: not at each of a thousand arrivals."""
 RETURNS_KEPT, RETURNS_MIN = 5, 3
-"""Returns of a tenant that are remembered, and from how many on the slowest is taken for an exception."""
+"""Returns of a tenant that are kept, and the number from which the slowest counts as an exception."""
 LATE = 2.0
-"""How many times its usual absence a tenant is waited for, where that still pays."""
+"""A tenant is awaited for at most this many times its usual absence."""
 GUESSES_MAX = 8
-"""How often a cycle lingers while the fixed cost of one is not known."""
-GIVEN_UP_S = 1.0
-"""An absence after which a tenant is not thought of any more."""
+"""How many cycles in a row may linger while the fixed cost of one is unknown."""
+ABSENCE_S_MAX = 1.0
+"""Forget a tenant after this many seconds of absence."""
 TENANTS_KEPT = 4096
-"""Tenants whose returns are remembered."""
+"""Tenants whose returns are kept."""
+
+
+class ReadyWork(Protocol):
+    """What the clock asks before a cycle."""
+
+    def is_ready(self) -> bool:
+        """Whether a cycle would do anything."""
+
+    def tenants(self) -> frozenset[str]:
+        """Return the tenants that are ready."""
+
+    def is_full(self) -> bool:
+        """Whether the ready work fills the budget."""
 
 
 class CycleClock:
     """Event-driven: a cycle starts as soon as the workers are free and something is ready.
 
-    The start may linger for tenants of earlier cycles who usually come back soon, because whoever misses a cycle costs
-    another one. So it lingers at most for what a cycle costs whatever it carries, which is no more than waiting saves;
-    at most `linger_s`; only for those whom past returns say to expect within that; and only while what is ready leaves
-    room in the budget. Where nobody else is expected, nobody waits: a lone tenant never does.
+    The start may linger for tenants of earlier cycles that usually come back soon, because a tenant that misses the
+    cycle costs another one. It lingers at most for the fixed cost of a cycle, which is what waiting saves; at most for
+    `linger_s`; only for tenants whose past returns lie within that; and only while the budget has room. Where no other
+    tenant is expected it does not linger at all: a lone tenant never waits.
     """
 
-    def __init__(self, time_source: Time, linger_s: float, costs: CycleCosts) -> None:
-        self._time = time_source
+    def __init__(self, time: Time, linger_s: float, costs: CycleCosts, arrivals: Arrivals) -> None:
+        self.wake = asyncio.Event()
+        """Set when ready work may have changed; subscribe it to the signals of its producers."""
+        self._time = time
         self._linger_s = linger_s
         self._costs = costs
-        self._wake = asyncio.Event()
+        self._arrivals = arrivals
         self._last_tenants: frozenset[str] = frozenset()
         self._away: dict[str, float] = {}
-        """Tenants who have nothing ready, and when their last cycle ended; the longest away come first."""
+        """Tenants with nothing ready, and when their last cycle ended; the longest absent come first."""
         self._returns: dict[str, deque[float]] = {}
-        """How long tenants were away, the last times, in seconds."""
-        self._expected: set[str] = set()
-        """Whom the start lingers for."""
+        """Tenant to its last absences, in seconds."""
         self._num_guesses = 0
-        """How often it has lingered in a row without knowing what that saves."""
-
-    def notify(self) -> None:
-        """Something about what is ready has changed."""
-        self._wake.set()
-
-    def arrived(self, tenant: str) -> None:
-        """The tenant has asked for something."""
-        left = self._away.pop(tenant, None)
-        if left is not None:
-            self._note_return(tenant, self._time.monotonic() - left)
-        self._expected.discard(tenant)
-        if not self._expected:
-            self._wake.set()
+        """How many cycles in a row lingered with the fixed cost unknown."""
 
     def finished(self, tenants: frozenset[str]) -> None:
         """A cycle with these tenants has committed."""
+        self._note_arrivals()
         self._last_tenants = tenants
         now = self._time.monotonic()
         for tenant in sorted(tenants):
             self._away.pop(tenant, None)
             self._away[tenant] = now
 
-    async def next_cycle(
-        self, is_ready: Callable[[], bool], ready_tenants: Callable[[], frozenset[str]], is_full: Callable[[], bool]
-    ) -> None:
-        """Return when the next cycle shall start."""
+    async def next_cycle(self, work: ReadyWork) -> None:
+        """Return when the next cycle is to start."""
         free_at = self._time.monotonic()
-        while not is_ready():
-            self._wake.clear()
-            await self._wake.wait()
-        ready = ready_tenants()
+        while not work.is_ready():
+            self.wake.clear()
+            await self.wake.wait()
+        self._note_arrivals()
+        ready = work.tenants()
         for tenant in ready:
-            # It had asked for more before its cycle ended; or a snapshot was settled, or its turn has come.
+            # It had asked for more before its cycle ended, a snapshot was settled, or its quarantine ended.
             self._away.pop(tenant, None)
         until = self._choose(free_at, len(ready)) if self._away else 0.0
-        while self._expected and not is_full():
+        while self._arrivals.is_awaiting and not work.is_full():
             remaining = until - self._time.monotonic()
             if remaining <= 0:
                 break
-            self._wake.clear()
-            await self._first_of(self._wake.wait(), self._time.sleep(min(remaining, LOOK_S)))
-        self._expected.clear()
+            self.wake.clear()
+            await self._first_of(self.wake.wait(), self._time.sleep(min(remaining, LOOK_S)))
+        self._arrivals.await_tenants(())
+
+    def _note_arrivals(self) -> None:
+        for tenant, at in self._arrivals.drain().items():
+            left = self._away.pop(tenant, None)
+            if left is not None and at >= left:
+                self._note_return(tenant, at - left)
 
     def _choose(self, free_at: float, num_ready: int) -> float:
-        """Decide whom to linger for, and until when.
+        """Choose the tenants to linger for; return until when.
 
-        Whoever is not waited for has a cycle of its own in every round, and while that runs the others come back: it
-        costs what is fixed, but then the workers, free since `free_at`, are idle for nobody. Waiting for a part of the
-        tenants saves that part of a cycle, so that much it may cost.
+        A tenant that is not awaited gets a cycle of its own in every round, which costs the fixed part of a cycle; for
+        an awaited one the workers, free since `free_at`, are idle. Waiting for a part of the tenants saves that part of
+        a cycle's fixed cost: this is the most that waiting may cost.
         """
         now = self._time.monotonic()
-        self._give_up(now)
+        self._forget_absent(now)
         absent = sorted(self._absences(now), key=lambda each: each[1] + each[2])
         best_s, chosen, until, fixed_s = 0.0, 0, now, self._fixed_s()
         for number, (_, left, absence_s) in enumerate(absent, 1):
@@ -113,14 +121,14 @@ class CycleClock:
                 best_s, chosen = saved_s - (back_at - free_at), number
                 until = min(now + self._linger_s, free_at + saved_s)
         self._num_guesses += bool(chosen)
-        self._expected = {tenant for tenant, _, _ in absent[:chosen]}
+        self._arrivals.await_tenants(tenant for tenant, _, _ in absent[:chosen])
         return min(until, max((left + LATE * absence_s for _, left, absence_s in absent[:chosen]), default=now))
 
     def _fixed_s(self) -> float:
-        """What every cycle costs whatever it carries.
+        """Return the fixed cost of a cycle, in seconds.
 
-        As long as nobody knows, a few times the most that it can be, because only larger cycles than there have been
-        will show it; then nothing.
+        While it is unknown, return its upper bound for a few cycles, because only larger cycles than those measured
+        show it; then zero.
         """
         if self._costs.line is not None:
             self._num_guesses = 0
@@ -129,7 +137,7 @@ class CycleClock:
         return self._costs.fixed_s or 0.0
 
     def _absences(self, now: float) -> Iterator[tuple[str, float, float]]:
-        """Tenants who are away, since when, and for how long they usually are; not those who are late."""
+        """Yield absent tenants, since when, and their usual absence in seconds; late ones are left out."""
         for tenant, left in self._away.items():
             if (returns := self._returns.get(tenant)) is not None:
                 absence_s = sorted(returns)[-2 if len(returns) >= RETURNS_MIN else -1]
@@ -140,9 +148,9 @@ class CycleClock:
             if now < left + LATE * absence_s:
                 yield tenant, left, absence_s
 
-    def _give_up(self, now: float) -> None:
+    def _forget_absent(self, now: float) -> None:
         for tenant, left in list(self._away.items()):
-            if now - left < GIVEN_UP_S:
+            if now - left < ABSENCE_S_MAX:
                 break
             del self._away[tenant]
             self._note_return(tenant, now - left)

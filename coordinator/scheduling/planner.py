@@ -1,12 +1,11 @@
-"""Who is in the next pass: a pure function of what is ready, what each tenant has had, and the budget.
+"""Which adapters share the next pass, and on which worker each runs: a pure function of what is ready, what each tenant
+has had, and the token budget.
 
-Fairness is by virtual token counters (as in VTC, Sheng et al., OSDI 2024): every chunk planned adds its tokens over the
-tenant's weight to the tenant's counter, and the next chunk goes to the tenant with the lowest. A tenant that was away
-is lifted to the lowest counter of those who stayed, so idleness saves nothing up. Within a tenant: round robin over
-adapters.
+Fairness is by virtual counters: the next chunk goes to the tenant with the lowest counter, and within a tenant round
+robin over its adapters.
 
-Knows no clock, no database, no worker: everything comes in as values, and a new state goes out. Of a thousand long
-queues a cycle takes a few chunks: what is not taken is not looked at, but for one chunk of each.
+Depends on no clock, database or worker: values come in, a new state goes out. Of a thousand long logs a cycle takes a
+few chunks: of each adapter at most one chunk more than it takes is looked at.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+
+from coordinator.scheduling.virtual_counters import FairState, lifted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,28 +25,11 @@ class Candidate:
     adapter_id: str
     tenant_id: str
     worker_id: str
-    """Where its copy lives; empty: it may go anywhere."""
+    """Where its copy lives; empty: any worker may get it."""
     chunk_tokens: Iterable[int]
-    """Tokens of its ready chunks, in the order in which they must run: the same ones each time it is walked through."""
+    """Tokens of its ready chunks, in the order in which they must run; each iteration yields the same."""
     last_cycle_id: int
-    """The cycle it was last in; 0: none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """What a tenant is owed and has had."""
-
-    weight: float = 1.0
-    virtual_tokens: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FairState:
-    """What planning carries from cycle to cycle."""
-
-    shares: Mapping[str, Share] = field(default_factory=dict)
-    active: frozenset[str] = frozenset()
-    """Tenants of the last plan."""
+    """The cycle that last had it; 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +46,7 @@ class PassPlan:
 
 @dataclass(slots=True)
 class _Turn:
-    """A candidate whose next chunk waits."""
+    """A candidate with a chunk left."""
 
     candidate: Candidate
     rest: Iterator[int]
@@ -85,7 +69,8 @@ def plan_pass(
             rest = iter(candidate.chunk_tokens)
             if (cost := next(rest, None)) is not None:
                 rotations.setdefault(candidate.tenant_id, deque()).append(_Turn(candidate, rest, cost))
-    shares = _lifted(state, frozenset(rotations))
+    active = frozenset(rotations)
+    shares = lifted(state.shares, active - state.active, active & state.active)
 
     num_chunks: dict[str, int] = {}
     placements: dict[str, str] = {}
@@ -106,8 +91,8 @@ def plan_pass(
             placements[adapter_id] = worker
             num_chunks[adapter_id] = turn.num_taken
             tokens[worker] += cost
-            counter += cost / shares[tenant].weight
-            shares[tenant] = Share(weight=shares[tenant].weight, virtual_tokens=counter)
+            shares[tenant] = shares[tenant].charged(cost)
+            counter = shares[tenant].virtual_tokens
             if (cost_next := next(turn.rest, None)) is not None:
                 turn.cost = cost_next
                 rotation.append(turn)
@@ -115,12 +100,12 @@ def plan_pass(
             heapq.heappush(heap, (counter, tenant))
     return (
         PassPlan(num_chunks=num_chunks, placements=placements, tokens=tokens),
-        FairState(shares=shares, active=frozenset(rotations)),
+        FairState(shares=shares, active=active),
     )
 
 
 class _Placer:
-    """Newcomers go where the least is to be done: by what residents bring plus what was placed there."""
+    """Places adapters without a copy on the worker with the fewest tokens of residents and of adapters placed there."""
 
     def __init__(self, rotations: Iterable[Iterable[_Turn]], residents: Mapping[str, int], budget_tokens: int) -> None:
         self._num_residents = dict(residents)
@@ -133,16 +118,16 @@ class _Placer:
                     self._load[candidate.worker_id] += self._tokens(candidate)
 
     def choose(self) -> str:
-        """The worker for one that may go anywhere."""
+        """Return the worker for a candidate without a copy."""
         return min(self._load, key=lambda worker: (self._load[worker], self._num_residents[worker], worker))
 
     def placed(self, candidate: Candidate, worker_id: str) -> None:
-        """It goes there."""
+        """Count the candidate there."""
         self._num_residents[worker_id] += 1
         self._load[worker_id] += self._tokens(candidate)
 
     def _tokens(self, candidate: Candidate) -> int:
-        """What it brings, up to what fills a cycle: a long queue must not make planning long."""
+        """Count its ready tokens, up to the budget: a long log must not make planning long."""
         total = 0
         for num_tokens in candidate.chunk_tokens:
             total += num_tokens
@@ -152,21 +137,5 @@ class _Placer:
 
 
 def place(residents: Mapping[str, int]) -> str:
-    """The live worker with the fewest adapters, for one that needs no pass; empty if there is none."""
+    """Return the live worker with the fewest adapters, for an adapter that needs no pass; empty if none is live."""
     return min(residents, key=lambda worker: (residents[worker], worker), default="")
-
-
-def lowest_counter(shares: Mapping[str, Share], stayed: Iterable[str]) -> float:
-    """To what a tenant who comes back is lifted: the lowest of those who stayed; if nobody did, the highest of all."""
-    counters = [shares[tenant].virtual_tokens for tenant in stayed if tenant in shares]
-    return min(counters) if counters else max((share.virtual_tokens for share in shares.values()), default=0.0)
-
-
-def _lifted(state: FairState, active: frozenset[str]) -> dict[str, Share]:
-    """Shares in which nobody who comes back is behind those who stayed."""
-    shares = dict(state.shares)
-    floor = lowest_counter(shares, active & state.active)
-    for tenant in active - state.active:
-        share = shares.get(tenant, Share())
-        shares[tenant] = replace(share, virtual_tokens=max(share.virtual_tokens, floor))
-    return shares

@@ -1,80 +1,85 @@
-"""Whom a worker's death may be due to, and who must not run beside whom until that is known. Pure; knows names only.
+"""Which operations may have killed a worker, and which of them may run until the poison is found. Pure; names only.
 
-Whatever was on a worker when it died is suspect: adapters of its batch and samples that it was drawing. Suspects run by
-halves, and nobody else meanwhile; they wait until every worker lives, so that they run where nobody else is. A half
-whose worker dies again is halved again; who lives through is cleared. Only what ran alone and saw its worker die twice
-is convicted. So processes that die for other reasons cost time, and no operation its life, unless they die during the
-same one's run alone, and again during the next.
+Everything in flight on a lost worker is quarantined: adapters of its batch and samples. Quarantined groups run by
+bisection: one half at a time, without any other adapter or sample, and only while every worker is live, so that a half
+runs on a worker that holds nothing else. A half whose worker is lost again is halved again; one that survives is
+released. An operation is the poison only if it ran solo and its worker was lost, twice. So a worker that is lost for
+another reason costs time, and fails no operation, unless it is lost during the same operation's solo run twice.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
-DEATHS_ALONE_MAX = 2
+from coordinator.base.signal import Signal
+
+SOLO_LOSSES_MAX = 2
 
 
-class Suspects:
-    """The suspects of one base model: adapters, and samples by the names of their operations."""
+class Quarantine:
+    """The quarantined adapters and samples of one base model; a sample goes by its operation's name."""
 
-    def __init__(self, on_turn: Callable[[], None] = lambda: None) -> None:
-        """`on_turn` is called when others may run than before."""
+    def __init__(self) -> None:
+        self.changed = Signal()
+        """Others may run than before."""
         self._groups: deque[set[str]] = deque()
-        """The first one runs now. No name is in two."""
-        self._deaths: Counter[str] = Counter()
-        """By operation: how often a worker died of what ran alone."""
-        self._on_turn = on_turn
-        self._is_waiting = False
+        """The first one may run. No name is in two."""
+        self._solo_losses: Counter[str] = Counter()
+        """By operation."""
+        self._is_paused = False
 
-    def wait(self, *, is_waiting: bool) -> None:
-        """Let suspects wait for a worker, and the others run meanwhile; or let them run."""
-        self._is_waiting = is_waiting
-        self._on_turn()
+    def pause(self, *, is_paused: bool) -> None:
+        """Hold quarantined groups back while a worker is missing, and let all others run; or let them run."""
+        self._is_paused = is_paused
+        self.changed.notify()
 
     @property
     def group(self) -> frozenset[str]:
-        """Whose turn it is; empty: nobody is suspected."""
+        """The group that may run; empty: nothing is quarantined."""
         return frozenset(self._groups[0]) if self._groups else frozenset()
 
     def may_run(self, name: str) -> bool:
-        """Whether it is this one's turn."""
-        if self._is_waiting:
+        """Whether this adapter or sample may run now."""
+        if self._is_paused:
             return not any(name in group for group in self._groups)
         return not self._groups or name in self._groups[0]
 
-    def deaths(self, operation: str) -> int:
-        """How often this operation ran alone and its worker died."""
-        return self._deaths[operation]
+    def num_solo_losses(self, operation: str) -> int:
+        """Return how often this operation ran solo and its worker was lost."""
+        return self._solo_losses[operation]
 
-    def died(self, names: Collection[str], operations: Collection[str]) -> str | None:
-        """A worker died with these on it, running these operations. Returns the one that is convicted, if one is."""
-        dead = sorted(names)
-        was_alone = len(dead) == 1 and self.group == set(dead)
-        for name in dead:
+    def record_loss(self, names: Collection[str], operations: Collection[str]) -> str | None:
+        """A worker was lost with these adapters and samples on it, running these operations.
+
+        Returns the operation that is the poison, if that is decided by this loss.
+        """
+        lost = sorted(names)
+        was_solo = len(lost) == 1 and self.group == set(lost)
+        for name in lost:
             self._take_out(name)
-        if not was_alone:
-            middle = (len(dead) + 1) // 2
-            self._groups.extendleft(half for half in (set(dead[middle:]), set(dead[:middle])) if half)
+        if not was_solo:
+            middle = (len(lost) + 1) // 2
+            self._groups.extendleft(half for half in (set(lost[middle:]), set(lost[:middle])) if half)
             return None
         if len(operations) == 1:
             [operation] = operations
-            self._deaths[operation] += 1
-            if self._deaths[operation] >= DEATHS_ALONE_MAX:
-                del self._deaths[operation]
-                self._on_turn()
+            self._solo_losses[operation] += 1
+            if self._solo_losses[operation] >= SOLO_LOSSES_MAX:
+                del self._solo_losses[operation]
+                self.changed.notify()
                 return operation
-        self._groups.appendleft(set(dead))
+        self._groups.appendleft(set(lost))
         return None
 
-    def clear(self, name: str) -> None:
-        """It has run, and its worker lives; or it is gone."""
+    def release(self, name: str) -> None:
+        """The adapter or sample ran and its worker survived, or it is gone."""
         before = self.group
         self._take_out(name)
-        for operation in [o for o in self._deaths if o == name or o.rpartition(":")[0] == name]:
-            del self._deaths[operation]
+        for operation in [o for o in self._solo_losses if o == name or o.rpartition(":")[0] == name]:
+            del self._solo_losses[operation]
         if self.group != before:
-            self._on_turn()
+            self.changed.notify()
 
     def _take_out(self, name: str) -> None:
         for group in self._groups:

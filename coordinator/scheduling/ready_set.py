@@ -1,155 +1,145 @@
-"""One base model's adapters: who has something to do, whose turn it may be, and how many live where.
+"""The ready set of one base model: the adapters that have something to run, and which of them may run now.
 
-Knows queues, suspects, and that a copy may have to wait for a snapshot; neither time nor budgets nor what a cycle does.
-Main invariant: an adapter that has nothing to do costs nothing. It is in no collection that a cycle walks through.
+Depends on adapter logs, quarantine, and on which snapshots and published weights are still being written; not on time,
+budgets or what a cycle does. Main invariant: an adapter that has nothing to do costs a cycle nothing: it is in no
+collection that is walked through here.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
-from coordinator.operations.adapter_log import NOBODY, AdapterQueue, ReadyChunks
+from coordinator.checkpoints.publishing import Publishing
+from coordinator.checkpoints.snapshots import Snapshots
+from coordinator.operations.adapter_log import AdapterLog, ReadyChunks
 from coordinator.operations.operation import Kind
+from coordinator.operations.registry import AdapterGroup
 from coordinator.scheduling.planner import Candidate
-from coordinator.scheduling.quarantine import Suspects
+from coordinator.scheduling.quarantine import Quarantine
 
 
-class Roster:
-    """Who could be in the next cycle."""
+class ReadySet:
+    """The adapters of one base model that could be in the next cycle."""
 
     def __init__(
-        self, suspects: Suspects, is_unsettled: Callable[[str], bool], is_unwritten: Callable[[str], bool]
+        self, group: AdapterGroup, quarantine: Quarantine, snapshots: Snapshots, publishing: Publishing
     ) -> None:
-        """`is_unsettled`: a snapshot of this adapter may be durable, and its queue does not know; `is_unwritten`:
-        weights that it has published have no file, and need its log.
-        """
-        self.adapters: dict[str, AdapterQueue] = {}
-        self.is_stopping = False
-        """Nothing more is begun."""
-        self._suspects = suspects
-        self._is_unsettled = is_unsettled
-        self._is_unwritten = is_unwritten
-        self._touched: dict[str, AdapterQueue] = {}
-        """Those of which something has changed since they were last found to have nothing to do."""
-        self._ahead: dict[str, AdapterQueue] = {}
-        """Those whose copies may be ahead of their snapshots."""
+        self._group = group
+        self._quarantine = quarantine
+        self._snapshots = snapshots
+        self._publishing = publishing
+        self._is_stopping = False
+        self._ahead: dict[str, AdapterLog] = {}
+        """Adapters whose copies may be ahead of their snapshots."""
         self._last_cycle: dict[str, int] = {}
-        self._residents: Counter[str] = Counter()
 
-    def add(self, adapter: AdapterQueue) -> None:
-        """A new adapter, which has no copy yet."""
-        assert not adapter.worker_id
-        adapter.residents = self._residents
-        self.adapters[adapter.adapter_id] = adapter
+    def stop(self) -> None:
+        """Begin no more operations; those that have run in part may go on."""
+        self._is_stopping = True
 
-    def remove(self, adapter: AdapterQueue) -> None:
+    def forget(self, adapter_id: str) -> None:
         """The adapter is deleted."""
-        for kept in (self.adapters, self._touched, self._ahead, self._last_cycle):
-            kept.pop(adapter.adapter_id, None)
-        if adapter.residents is self._residents:
-            self._residents[adapter.worker_id] -= bool(adapter.worker_id)
-            adapter.residents = Counter()
-
-    def touch(self, adapter: AdapterQueue) -> None:
-        """Something about the adapter has changed."""
-        self._touched[adapter.adapter_id] = adapter
+        self._ahead.pop(adapter_id, None)
+        self._last_cycle.pop(adapter_id, None)
 
     def ran(self, adapter_ids: Iterable[str]) -> None:
-        """A worker has answered for these."""
-        self._ahead.update((name, self.adapters[name]) for name in adapter_ids if name in self.adapters)
+        """A worker has answered for these adapters."""
+        logs = self._group.logs
+        self._ahead.update((name, logs[name]) for name in adapter_ids if name in logs)
 
     def planned(self, adapter_id: str, cycle_id: int) -> None:
         """The adapter is in the pass of this cycle."""
         self._last_cycle[adapter_id] = cycle_id
 
-    def is_ready(self) -> bool:
-        """Whether a cycle would do anything. Forgets who has nothing to do any more, and who is suspected no more."""
-        for name in [name for name, adapter in self._touched.items() if not adapter.is_ready()]:
-            del self._touched[name]
-        self._clear_suspects()
+    def refresh(self) -> bool:
+        """Drop adapters that have nothing to do, release quarantined ones that survived; whether a cycle would do
+        anything."""
+        self._group.mark_clean([name for name, log in self._group.dirty.items() if not log.is_ready()])
+        self._release_survivors()
         return any(True for _ in self.allowed())
 
-    def touched(self) -> list[AdapterQueue]:
-        """All of which something has changed, whether or not it is their turn."""
-        return list(self._touched.values())
+    def dirty(self) -> list[AdapterLog]:
+        """Return all adapters that changed, whether or not they may run."""
+        return list(self._group.dirty.values())
 
-    def allowed(self) -> Iterator[AdapterQueue]:
-        """The ready adapters whose turn it may be. Once we are stopping: those in the middle of an operation."""
-        for adapter in self._touched.values():
-            if not self._suspects.may_run(adapter.adapter_id) or (self.is_stopping and adapter.is_between_operations):
+    def allowed(self) -> Iterator[AdapterLog]:
+        """Yield the ready adapters that may run. During a stop: those in the middle of an operation."""
+        for log in self._group.dirty.values():
+            if not self._quarantine.may_run(log.adapter_id) or (self._is_stopping and log.is_between_operations):
                 continue
-            if not self.waits_for_file(adapter):
-                yield adapter
+            if not self.waits_for_file(log):
+                yield log
 
     def tenants(self) -> frozenset[str]:
-        """Whose adapters these are."""
-        return frozenset(adapter.tenant_id for adapter in self.allowed())
+        """Return the tenants of the adapters that may run."""
+        return frozenset(log.tenant_id for log in self.allowed())
 
     def has_tokens(self, num_tokens: int) -> bool:
-        """Whether what is ready fills so many tokens."""
-        for adapter in self.allowed():
-            for chunk_tokens in ReadyChunks(adapter):
+        """Whether the ready chunks fill so many tokens."""
+        for log in self.allowed():
+            for chunk_tokens in ReadyChunks(log):
                 num_tokens -= chunk_tokens
                 if num_tokens <= 0:
                     return True
         return False
 
     def candidates(self) -> list[Candidate]:
-        """Those that may have something for a pass."""
+        """Return the adapters that may have something for a pass."""
         return [
             Candidate(
-                adapter_id=adapter.adapter_id,
-                tenant_id=adapter.tenant_id,
-                worker_id=adapter.worker_id,
-                chunk_tokens=ReadyChunks(adapter),
-                last_cycle_id=self._last_cycle.get(adapter.adapter_id, 0),
+                adapter_id=log.adapter_id,
+                tenant_id=log.tenant_id,
+                worker_id=log.worker_id,
+                chunk_tokens=ReadyChunks(log),
+                last_cycle_id=self._last_cycle.get(log.adapter_id, 0),
             )
-            for adapter in self.allowed()
+            for log in self.allowed()
         ]
 
-    def due_steps(self) -> Iterator[AdapterQueue]:
-        """Those with something for the step phase, each looked at when its turn comes."""
-        for adapter in list(self.allowed()):
-            adapter.settle()
-            if next(adapter.ready_states(), None) is not None:
-                yield adapter
+    def due_steps(self) -> Iterator[AdapterLog]:
+        """Yield the adapters with something for the step phase; each is looked at when it is asked for."""
+        for log in list(self.allowed()):
+            log.advance()
+            if next(log.ready_states(), None) is not None:
+                yield log
 
     def residents(self, worker_ids: Iterable[str]) -> dict[str, int]:
-        """How many adapters live on each of these workers."""
-        return {worker_id: self._residents[worker_id] for worker_id in worker_ids}
+        """Return how many adapters have a copy on each of these workers."""
+        return self._group.residency.counts(worker_ids)
 
-    def ahead(self) -> list[AdapterQueue]:
-        """Those on whose copies something ran that their snapshots do not have."""
-        for name in [name for name, adapter in self._ahead.items() if not _is_ahead(adapter)]:
+    def ahead(self) -> list[AdapterLog]:
+        """Return the adapters on whose copies something ran that their snapshots do not contain."""
+        for name in [name for name, log in self._ahead.items() if not log.is_ahead]:
             del self._ahead[name]
         return list(self._ahead.values())
 
-    def waits_for_file(self, adapter: AdapterQueue) -> bool:
-        """Whether it can do nothing before a snapshot of it is settled, or what it has published is written: be
-        installed from that snapshot, or load, which brings a snapshot of its own and so cuts the log."""
-        is_unsettled = self._is_unsettled(adapter.adapter_id)
-        if not is_unsettled and not self._is_unwritten(adapter.adapter_id):
+    def may_run(self, log: AdapterLog) -> bool:
+        """Whether the quarantine lets this adapter run."""
+        return self._quarantine.may_run(log.adapter_id)
+
+    def waits_for_file(self, log: AdapterLog) -> bool:
+        """Whether the adapter must wait until a snapshot of it is settled or its published weights are written.
+
+        A copy is installed from the newest snapshot; a load brings a snapshot of its own and so cuts the log.
+        """
+        is_unsettled = self._snapshots.is_unsettled(log.adapter_id)
+        if not is_unsettled and not self._publishing.is_unwritten(log.adapter_id):
             return False
-        adapter.settle()
-        states = list(adapter.ready_states())
+        log.advance()
+        states = list(log.ready_states())
         is_loading = bool(states) and states[-1].kind is Kind.LOAD_STATE
-        return is_loading or (is_unsettled and not adapter.worker_id)
+        return is_loading or (is_unsettled and not log.worker_id)
 
-    def _clear_suspects(self) -> None:
-        """Let go of suspects that have run what they are suspected for, or have nothing to run any more."""
-        while cleared := [adapter for name in self._suspects.group if (adapter := self._cleared(name)) is not None]:
-            for adapter in cleared:
-                adapter.suspected = NOBODY
-                self._suspects.clear(adapter.adapter_id)
+    def _release_survivors(self) -> None:
+        """Release quarantined adapters that ran their quarantined operations, or have nothing to run any more."""
+        while survivors := [log for name in self._quarantine.group if (log := self._survivor(name)) is not None]:
+            for log in survivors:
+                log.release()
+                self._quarantine.release(log.adapter_id)
 
-    def _cleared(self, name: str) -> AdapterQueue | None:
-        adapter = self.adapters.get(name)
-        if adapter is None:
+    def _survivor(self, name: str) -> AdapterLog | None:
+        log = self._group.logs.get(name)
+        if log is None:
             return None  # a sample
-        return adapter if adapter.cursor >= adapter.suspected[1] or name not in self._touched else None
-
-
-def _is_ahead(adapter: AdapterQueue) -> bool:
-    has_run = adapter.engine_s_since_snapshot > 0 or adapter.placed_seq > adapter.snapshot_seq
-    return bool(adapter.worker_id) and has_run
+        has_run = log.copy.cursor >= log.quarantined[1]
+        return log if has_run or name not in self._group.dirty else None

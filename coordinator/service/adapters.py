@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from coordinator.base.errors import Code, ServiceError, invalid
-from coordinator.operations.adapter_log import AdapterQueue
+from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.canonical import serialize
 from coordinator.operations.payloads import check_metadata
 from coordinator.operations.sessions import Session
@@ -66,8 +66,7 @@ class AdapterUseCases(UseCases):
         source = self._readable_checkpoint(principal, request.from_path) if request.from_path else None
         model, spec = self._spec(request, source)
         self._check_quota(principal)
-        index = request.index if request.HasField("index") else session.next_adapter
-        session.next_adapter = max(session.next_adapter, index + 1)
+        index = session.take_adapter_index(request.index if request.HasField("index") else None)
         adapter_id = names.adapter_id(session.session_id, index)
         spec = replace(spec, adapter_id=adapter_id)
         row = AdapterRow(
@@ -86,20 +85,20 @@ class AdapterUseCases(UseCases):
             user_metadata=json.dumps(dict(request.user_metadata)),
             created_at=self._core.time.wall(),
         )
-        adapter = AdapterQueue(principal.tenant_id, session.session_id, model.name, spec)
+        adapter = AdapterLog(principal.tenant_id, session.session_id, model.name, spec)
         start = await self._write_start(adapter, source, request.with_optimizer) if source is not None else None
         try:
             await self._core.store.adapters.insert(row, start)
         except StorageError as error:
             if start is not None:
-                self._core.saver.snapshots.remove(start.folder)
+                self._core.saver.folders.snapshots.remove(start.folder)
             if not isinstance(error, ConflictError):
                 raise
             existing = self._existing_adapter(request)
             if existing is None:
                 raise request_id_taken() from None
             return pb.CreateAdapterResponse(adapter=self._message(self._same(existing, payload)))
-        self._core.add_adapter(adapter)
+        self._core.registry.add(adapter)
         return pb.CreateAdapterResponse(adapter=self._message(self._row(adapter_id)))
 
     async def get_adapter(self, principal: Principal, request: pb.GetAdapterRequest) -> pb.GetAdapterResponse:
@@ -124,7 +123,7 @@ class AdapterUseCases(UseCases):
             error = ops_pb.OperationError(
                 code=Code.CANCELLED, reason="ADAPTER_DELETED", message="the adapter was deleted"
             )
-            deletion = self._core.delete_adapter(self._adapter(principal, request.adapter_id), error)
+            deletion = self._core.deletions.delete(self._adapter(principal, request.adapter_id), error)
             task = asyncio.ensure_future(self._core.uninterrupted(deletion))
             self._deletions[request.adapter_id] = task
             task.add_done_callback(lambda _: self._deletions.pop(request.adapter_id))
@@ -151,11 +150,11 @@ class AdapterUseCases(UseCases):
     def _spec(self, request: pb.CreateAdapterRequest, source: CheckpointRow | None) -> tuple[ModelInfo, AdapterSpec]:
         """Return the base model and the spec of the new adapter, with every default but without its id."""
         if not request.base_model and source is None:
-            raise invalid(f"base_model is empty: name one of {', '.join(self._core.models)}")
+            raise invalid(f"base_model is empty: name one of {', '.join(self._core.fleet.models)}")
         if source is not None and request.base_model not in ("", source.base_model):
             raise invalid(f"the checkpoint belongs to base model {source.base_model}, not {request.base_model}")
         model = self._model(request.base_model or (source.base_model if source else ""))
-        origin = self._core.spec_of(source.adapter_id) if source is not None else None
+        origin = self._core.registry.spec(source.adapter_id) if source is not None else None
         rank = request.rank or (origin.rank if origin else min(DEFAULT_RANK, model.max_rank))
         if rank < 1 or rank > model.max_rank or rank & (rank - 1):
             allowed = ", ".join(str(1 << i) for i in range(model.max_rank.bit_length()) if 1 << i <= model.max_rank)
@@ -180,14 +179,14 @@ class AdapterUseCases(UseCases):
 
     def _check_quota(self, principal: Principal) -> None:
         limit = self._core.config.limits.adapters_max
-        if sum(1 for a in self._core.adapters.values() if a.tenant_id == principal.tenant_id) >= limit:
+        if self._core.registry.num_of(principal.tenant_id) >= limit:
             raise ServiceError(
                 Code.RESOURCE_EXHAUSTED,
                 "ADAPTER_QUOTA",
                 f"you have {limit} adapters, the maximum: delete some first",
             )
 
-    async def _write_start(self, adapter: AdapterQueue, source: CheckpointRow, with_optimizer: bool) -> SnapshotRow:
+    async def _write_start(self, adapter: AdapterLog, source: CheckpointRow, with_optimizer: bool) -> SnapshotRow:
         """Copy a checkpoint as the new adapter's first snapshot, so that the checkpoint may be deleted."""
         state = await self._core.saver.read_checkpoint(source)
         if not with_optimizer:
@@ -200,7 +199,7 @@ class AdapterUseCases(UseCases):
         return row
 
     def _message(self, row: AdapterRow) -> pb.Adapter:
-        adapter = self._core.adapters.get(row.adapter_id)
+        adapter = self._core.registry.get(row.adapter_id)
         if adapter is None and row.deleted_at is not None:
             raise ServiceError(Code.FAILED_PRECONDITION, "ADAPTER_DELETED", f"{row.adapter_id} was deleted")
         if adapter is None:
@@ -217,7 +216,7 @@ class AdapterUseCases(UseCases):
             train_mlp=row.train_mlp,
             train_unembed=row.train_unembed,
             next_seq=adapter.next_seq,
-            applied_seq=adapter.applied_seq,
+            applied_seq=adapter.committed_seq,
             user_metadata=metadata_of(row),
             create_time=timestamp(row.created_at),
             session_id=row.session_id,

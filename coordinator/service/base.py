@@ -13,7 +13,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
-from coordinator.operations.adapter_log import AdapterQueue
+from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.sessions import Session
 from coordinator.runtime.core import Core
 from coordinator.service.auth import Authenticator, Principal
@@ -48,17 +49,24 @@ def uninterrupted(
 
 
 class UseCases:
-    """Holds the parts."""
+    """Holds the parts, and looks things up as their owner."""
 
     def __init__(self, core: Core, authenticator: Authenticator) -> None:
         self._core = core
         self._authenticator = authenticator
 
-    def _adapter(self, principal: Principal, adapter_id: str) -> AdapterQueue:
-        adapter = self._core.adapters.get(adapter_id)
+    def _adapter(self, principal: Principal, adapter_id: str) -> AdapterLog:
+        adapter = self._core.registry.get(adapter_id)
         if adapter is None or adapter.tenant_id != principal.tenant_id:
             raise not_found("adapter", adapter_id)
         return adapter
+
+    def _is_running(self, operation: Operation) -> bool:
+        """Whether a worker has the operation."""
+        if operation.kind is Kind.SAMPLE:
+            return self._core.samples.is_running(operation.name)
+        log = self._core.registry.get(operation.target_id)
+        return log is not None and log.is_running(operation)
 
     def _live_session(self, principal: Principal, session_id: str) -> Session:
         session = self._core.sessions.get(session_id)
@@ -91,9 +99,9 @@ class UseCases:
         return row
 
     def _model(self, name: str) -> ModelInfo:
-        model = self._core.models.get(name)
+        model = self._core.fleet.models.get(name)
         if model is None:
-            served = ", ".join(self._core.models) or "none"
+            served = ", ".join(self._core.fleet.models) or "none"
             raise ServiceError(
                 Code.NOT_FOUND, "NOT_FOUND", f"this pool does not serve base model {name[:200]!r}; it serves: {served}"
             )
@@ -118,6 +126,15 @@ class UseCases:
         limit, offset = min(size or default_size, 1000), int(token or 0) + request.skip
         page = read(limit, offset)
         return page.rows, str(offset + limit) if page.has_more else "", page.num_total
+
+
+def refusal_of(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> ServiceError | None:
+    """Return the refusal that a check raises, if it raises one."""
+    try:
+        check(*args, **kwargs)
+    except ServiceError as error:
+        return error
+    return None
 
 
 def check_index(request: CreateAdapterRequest | CreateSamplerRequest) -> None:

@@ -50,7 +50,7 @@ class CheckpointUseCases(UseCases):
 
     async def trained_modules(self, principal: Principal, path: str) -> dict[str, bool]:
         """Which groups of modules a readable checkpoint's adapter trained, be it deleted or another tenant's."""
-        spec = self._core.spec_of(self._readable_checkpoint(principal, path).adapter_id)
+        spec = self._core.registry.spec(self._readable_checkpoint(principal, path).adapter_id)
         return {"train_unembed": spec.train_unembed, "train_mlp": spec.train_mlp, "train_attn": spec.train_attn}
 
     async def get_checkpoint(self, principal: Principal, request: pb.GetCheckpointRequest) -> pb.GetCheckpointResponse:
@@ -92,7 +92,7 @@ class CheckpointUseCases(UseCases):
     ) -> AsyncIterator[pb.ExportCheckpointResponse]:
         """Stream a checkpoint as a tar archive of a PEFT directory."""
         row = await self._with_file(self._readable_checkpoint(principal, request.path))
-        async for piece in _read(self._core.saver.checkpoints.tar(row.folder, row.sha256), request.path):
+        async for piece in _read(self._core.saver.folders.checkpoints.tar(row.folder, row.sha256), request.path):
             yield pb.ExportCheckpointResponse(data=piece)
 
     async def export_file(self, principal: Principal, path: str, file: str) -> AsyncGenerator[bytes]:
@@ -101,7 +101,7 @@ class CheckpointUseCases(UseCases):
         if file not in (CONFIG, WEIGHTS):
             raise not_found("file", file)
         row = await self._with_file(row)
-        async for piece in _read(self._core.saver.checkpoints.piecewise(row.folder, row.sha256, file), path):
+        async for piece in _read(self._core.saver.folders.checkpoints.piecewise(row.folder, row.sha256, file), path):
             yield piece
 
     async def _with_file(self, row: CheckpointRow) -> CheckpointRow:

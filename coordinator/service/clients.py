@@ -15,14 +15,14 @@ class SamplingClientUseCases(SamplingUseCases):
         """Return the number of one more client. Its sequence numbers begin after number x `CLIENT_SEQS`."""
         sampler = self._sampler(principal, sampler_id)
         self._live_session(principal, sampler.session_id)
-        return self._core.followers.new_client()
+        return self._core.finished_samples.new_client()
 
     async def finished_samples(
         self, principal: Principal, sampler_id: str, client: int, cursor: int, timeout_s: float
     ) -> tuple[list[Finished], int]:
-        """A client's samples that have finished since a cursor (0: any), and the next cursor; see `Followers.since`."""
+        """Return a client's samples that finished since a cursor (0: any), and the next cursor."""
         self._sampler(principal, sampler_id)
-        return await self._core.followers.since(
+        return await self._core.finished_samples.since(
             sampler_id, client, cursor, timeout_s, lambda: self._unfetched(sampler_id, client)
         )
 
@@ -31,5 +31,7 @@ class SamplingClientUseCases(SamplingUseCases):
         rows = self._core.store.operations.unfetched(sampler_id, client * CLIENT_SEQS + 1, (client + 1) * CLIENT_SEQS)
         found = [(names.operation_name(sampler_id, row.seq), row) for row in rows]
         return [
-            Finished(name, row.is_failed, row.num_bytes) for name, row in found if self._core.table.get(name) is None
+            Finished(name, row.is_failed, row.num_bytes)
+            for name, row in found
+            if self._core.in_flight.get(name) is None
         ]

@@ -16,7 +16,7 @@ class OperationUseCases(UseCases):
 
     async def get_operation(self, principal: Principal, request: pb.GetOperationRequest) -> pb.GetOperationResponse:
         """An operation as it is now."""
-        operation = self._operation(principal, request.name).as_message()
+        operation = self._shown_operation(self._operation(principal, request.name))
         self._note_fetched(operation)
         return pb.GetOperationResponse(operation=operation)
 
@@ -32,7 +32,11 @@ class OperationUseCases(UseCases):
             if self._core.admission.owner(*_place(name)) != principal.tenant_id:
                 raise not_found("operation", name)
         num_missing = len(names)
-        async for operation in self._core.table.wait(names, lambda name: self._operation(principal, name).as_message()):
+
+        def read_finished(name: str) -> pb.Operation:
+            return self._shown_operation(self._operation(principal, name))
+
+        async for operation in self._core.in_flight.wait(names, read_finished):
             yield pb.WaitOperationsResponse(operation=operation)
             self._note_fetched(operation)
             num_missing -= 1
@@ -50,25 +54,27 @@ class OperationUseCases(UseCases):
         """Cancel an operation that has not started, or a sample at any time."""
         operation = self._operation(principal, request.name)
         if operation.kind is Kind.SAMPLE:
-            self._core.sampling.cancel(operation.name)
+            self._core.samples.cancel(operation.name)
         else:
             self._cancel_queued(operation)
-        return pb.CancelOperationResponse(operation=self._operation(principal, request.name).as_message())
+        return pb.CancelOperationResponse(operation=self._shown_operation(self._operation(principal, request.name)))
 
     def _note_fetched(self, operation: pb.Operation) -> None:
         if operation.state in (pb.OPERATION_STATE_SUCCEEDED, pb.OPERATION_STATE_FAILED):
             self._core.store.operations.note_fetched(operation.target_id, operation.seq)
 
     def _cancel_queued(self, operation: Operation) -> None:
-        adapter = self._core.adapters.get(operation.target_id)
-        has_begun = operation.is_running or operation.is_deciding or bool(operation.next_chunk)
-        if adapter is None or operation.is_final or has_begun:
+        log = self._core.registry.get(operation.target_id)
+        if log is None or not operation.is_undecided or log.has_begun(operation):
             return
-        operation.fail(
-            pb.OperationError(code=Code.CANCELLED, reason="CANCELLED", message=f"{operation.name} was cancelled")
-        )
-        adapter.decided.append(operation)
-        self._core.touch(adapter)
+        cancelled = f"{operation.name} was cancelled"
+        log.fail(operation, pb.OperationError(code=Code.CANCELLED, reason="CANCELLED", message=cancelled))
+        group = self._core.registry.group_of(log)
+        group.mark_dirty(log)
+        group.changed.notify()
+
+    def _shown_operation(self, operation: Operation) -> pb.Operation:
+        return operation.as_message(is_running=self._is_running(operation))
 
     def _operation(self, principal: Principal, name: str) -> Operation:
         operation = self._core.admission.find(*_place(name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 from coordinator.base.errors import Code, ServiceError
@@ -18,10 +17,10 @@ class PoolUseCases(UseCases):
     async def get_pool_status(self, principal: Principal, request: pb.GetPoolStatusRequest) -> pb.GetPoolStatusResponse:
         """Return the workers, the numbers of operations, and the last cycles."""
         core = self._core
-        live = {worker.worker_id for loop in core.loops.values() for worker in loop.workers()}
-        num_running = sum(1 for operation in core.table.live() if operation.is_running)
-        num_cycles = min(request.num_cycles or 20, len(core.cycles)) if request.num_cycles >= 0 else 0
-        cycles = list(core.cycles)[len(core.cycles) - num_cycles :]
+        num_running = sum(self._is_running(operation) for operation in core.in_flight.all())
+        recent = core.journal.recent
+        num_cycles = min(request.num_cycles or 20, len(recent)) if request.num_cycles >= 0 else 0
+        cycles = list(recent)[len(recent) - num_cycles :]
         return pb.GetPoolStatusResponse(
             workers=[
                 pb.Worker(
@@ -31,15 +30,15 @@ class PoolUseCases(UseCases):
                     pid=worker.pid,
                     node=worker.node,
                     num_slots=worker.num_slots,
-                    num_adapters=sum(1 for a in core.adapters.values() if a.worker_id == worker.worker_id),
-                    is_live=worker.worker_id in live,
+                    num_adapters=core.registry.num_on(worker.worker_id),
+                    is_live=core.fleet.is_live(worker.worker_id),
                     device=worker.device,
                 )
                 for worker in core.pool.workers()
             ],
-            num_queued=len(core.table) - num_running,
+            num_queued=len(core.in_flight) - num_running,
             num_running=num_running,
-            num_samples=core.sampling.num_requests,
+            num_samples=core.samples.num_samples,
             cycles=[self._shown(principal, cycle) for cycle in cycles],
             version=VERSION,
             epoch=core.epoch,
@@ -50,14 +49,10 @@ class PoolUseCases(UseCases):
         self, principal: Principal, request: pb.WatchCyclesRequest
     ) -> AsyncIterator[pb.WatchCyclesResponse]:
         """Every cycle from now on."""
-        queue: asyncio.Queue[pb.Cycle | None] = asyncio.Queue()
-        self._core.cycle_watchers.add(queue)
-        try:
-            while not self._core.admission.is_stopping and (cycle := await queue.get()) is not None:
+        with self._core.journal.watch() as queue:
+            while (cycle := await queue.get()) is not None:
                 yield pb.WatchCyclesResponse(cycle=self._shown(principal, cycle))
             raise ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "the pool is shutting down", retry_delay_s=1.0)
-        finally:
-            self._core.cycle_watchers.discard(queue)
 
     async def get_usage(self, principal: Principal, request: pb.GetUsageRequest) -> pb.GetUsageResponse:
         """Return the metered usage by tenant and kind of operation."""

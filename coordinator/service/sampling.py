@@ -7,15 +7,14 @@ import hashlib
 from collections.abc import AsyncIterator
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found, sampler_exists
-from coordinator.operations.admission import Draft
+from coordinator.operations.admission import Request
 from coordinator.operations.canonical import serialize
-from coordinator.operations.chunks import Chunk
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.sample_payloads import canonical_sample, check_sample_fits
 from coordinator.operations.sessions import Session
-from coordinator.sampling.scheduler import Event
+from coordinator.sampling.streams import Event
 from coordinator.service.auth import Principal
-from coordinator.service.base import UseCases, check_index, request_id_taken, uninterrupted
+from coordinator.service.base import UseCases, check_index, refusal_of, request_id_taken, uninterrupted
 from coordinator.storage.database import ConflictError
 from coordinator.storage.rows import SamplerRow
 from tinkerpool import names
@@ -79,7 +78,8 @@ class SamplingUseCases(UseCases):
     async def sample(self, principal: Principal, request: pb.SampleRequest) -> pb.SampleResponse:
         """Queue a sample."""
         operation, _ = await self._begin(principal, request, is_streamed=False)
-        return pb.SampleResponse(operation=operation.as_message())
+        is_running = self._core.samples.is_running(operation.name)
+        return pb.SampleResponse(operation=operation.as_message(is_running=is_running))
 
     async def stream_sample(
         self, principal: Principal, request: pb.StreamSampleRequest
@@ -97,18 +97,30 @@ class SamplingUseCases(UseCases):
                     return
                 yield pb.StreamSampleResponse(token=event)
         finally:
-            self._core.sampling.unlisten(operation.name, events)
+            self._core.samples.streams.unlisten(operation.name, events)
 
     @uninterrupted
     async def _begin(
         self, principal: Principal, request: pb.SampleRequest, *, is_streamed: bool
     ) -> tuple[Operation, asyncio.Queue[Event | None] | None]:
-        """Admit and submit; with a queue of events if they are wanted and there will be any."""
-        operation, sampler, is_new = await self._admit(principal, request)
+        """Accept and submit a sample; with a queue of events if they are wanted and there will be any."""
+        sampler = self._sampler(principal, request.sampler_id)
+        self._live_session(principal, sampler.session_id)
+        model = self._model(sampler.base_model)
+        if not request.seq and not request.request_id:
+            raise invalid("seq is 0 and request_id is empty: set one of them, so that the call is safe to repeat")
+        payload, decoded = canonical_sample(request, model, self._core.config.limits, _seed(request))
+        accepted = Request(
+            kind=Kind.SAMPLE, raw=request, payload=payload, refusal=refusal_of(check_sample_fits, decoded, model)
+        )
+        acceptance = self._core.admission.accept_sample(
+            principal.tenant_id, request.sampler_id, request.seq, request.request_id, accepted
+        )
+        [operation] = await acceptance.until_durable()
         wants_events = is_streamed and not operation.is_committed
-        events = self._core.sampling.listen(operation.name) if wants_events else None
-        if is_new:
-            self._core.sampling.submit(operation, sampler)
+        events = self._core.samples.streams.listen(operation.name) if wants_events else None
+        if acceptance.is_new:
+            self._core.samples.submit(operation, sampler, decoded)
         return operation, events
 
     async def _next_event(self, events: asyncio.Queue[Event | None], operation: Operation) -> Event:
@@ -121,32 +133,6 @@ class SamplingUseCases(UseCases):
                 retry_delay_s=1.0,
             )
         return event
-
-    async def _admit(self, principal: Principal, request: pb.SampleRequest) -> tuple[Operation, SamplerRow, bool]:
-        sampler = self._sampler(principal, request.sampler_id)
-        self._live_session(principal, sampler.session_id)
-        model = self._model(sampler.base_model)
-        if not request.seq and not request.request_id:
-            raise invalid("seq is 0 and request_id is empty: set one of them, so that the call is safe to repeat")
-        seed = _seed(request)
-
-        payload, sample = canonical_sample(request, model, self._core.config.limits, seed)
-
-        def build() -> tuple[bytes, tuple[Chunk, ...]]:
-            return payload, ()
-
-        def check() -> None:
-            check_sample_fits(sample, model)
-
-        operation, is_new = await self._core.admission.to_sampler(
-            principal.tenant_id,
-            request.sampler_id,
-            request.seq,
-            request.request_id,
-            self._core.sampling.next_seq(request.sampler_id),
-            Draft(Kind.SAMPLE, request, build, check=check),
-        )
-        return operation, sampler, is_new
 
     def _sampler(self, principal: Principal, sampler_id: str) -> SamplerRow:
         row = self._core.store.samplers.of_tenant(principal.tenant_id, sampler_id)

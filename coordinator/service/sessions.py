@@ -33,11 +33,11 @@ class SessionUseCases(UseCases):
                     max_sequence_tokens=model.max_seq_len,
                     max_rank=model.max_rank,
                     chunk_tokens=model.chunk_tokens,
-                    num_workers=len(self._core.loops[model.name].workers()),
+                    num_workers=len(self._core.fleet.live(model.name)),
                     eos_token_ids=model.eos_token_ids,
                     fingerprint=model.fingerprint,
                 )
-                for model in self._core.models.values()
+                for model in self._core.fleet.models.values()
             ],
             version=VERSION,
             loss_functions=list(LOSS_RULES),
@@ -80,7 +80,7 @@ class SessionUseCases(UseCases):
     async def finish_session(self, principal: Principal, request: pb.FinishSessionRequest) -> pb.FinishSessionResponse:
         """End a session."""
         self._session_row(principal, request.session_id)
-        await self._core.end_session(request.session_id)
+        await self._core.housekeeping.end_session(request.session_id)
         return pb.FinishSessionResponse()
 
     async def get_session(self, principal: Principal, request: pb.GetSessionRequest) -> pb.GetSessionResponse:

@@ -1,4 +1,4 @@
-"""Operations with a place in an adapter's order: passes, steps, loads, saves."""
+"""Operations of adapters, which run by sequence number: passes, steps, loads, saves."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from typing import NoReturn
 from google.protobuf.message import Message
 
 from coordinator.base.errors import Code, ServiceError, invalid
-from coordinator.operations.adapter_log import AdapterQueue
-from coordinator.operations.admission import Draft
+from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.admission import Request
 from coordinator.operations.canonical import serialize
-from coordinator.operations.chunks import Chunk, cut_chunks
-from coordinator.operations.operation import Kind, Operation
+from coordinator.operations.chunks import cut_chunks
+from coordinator.operations.operation import Kind
 from coordinator.operations.payloads import PassRequest, canonical_adam, canonical_pass, check_fits, check_metadata
 from coordinator.service.auth import Principal
-from coordinator.service.base import UseCases, check_number, check_ttl
+from coordinator.service.base import UseCases, check_number, check_ttl, refusal_of
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints_pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import training_pb2 as pb
 from workers.contract.messages import ModelInfo
 
-Built = tuple[bytes, tuple[Chunk, ...]]
 SaveRequest = checkpoints_pb.SaveStateRequest | checkpoints_pb.SaveWeightsForSamplerRequest
 PlacedRequest = PassRequest | pb.OptimStepRequest | pb.LoadStateRequest | SaveRequest
 
@@ -31,127 +30,124 @@ class TrainingUseCases(UseCases):
 
     async def forward(self, principal: Principal, request: pb.ForwardRequest) -> pb.ForwardResponse:
         """Queue a forward."""
-        adapter, model = self._served(principal, request.adapter_id)
-        [operation] = await self._submit(
-            adapter, request.seq, request.request_id, self._pass(request, model, Kind.FORWARD)
-        )
+        log, model = self._served(principal, request)
+        [operation] = await self._submit(log, request, self._pass(request, model, Kind.FORWARD))
         return pb.ForwardResponse(operation=operation)
 
     async def forward_backward(
         self, principal: Principal, request: pb.ForwardBackwardRequest
     ) -> pb.ForwardBackwardResponse:
         """Queue a forward_backward."""
-        adapter, model = self._served(principal, request.adapter_id)
-        draft = self._pass(request, model, Kind.FORWARD_BACKWARD)
-        [operation] = await self._submit(adapter, request.seq, request.request_id, draft)
+        log, model = self._served(principal, request)
+        [operation] = await self._submit(log, request, self._pass(request, model, Kind.FORWARD_BACKWARD))
         return pb.ForwardBackwardResponse(operation=operation)
 
     async def optim_step(self, principal: Principal, request: pb.OptimStepRequest) -> pb.OptimStepResponse:
         """Queue an optimizer step."""
-        adapter, _ = self._served(principal, request.adapter_id)
-        [operation] = await self._submit(adapter, request.seq, request.request_id, self._step(request))
+        log, _ = self._served(principal, request)
+        [operation] = await self._submit(log, request, self._step(request))
         return pb.OptimStepResponse(operation=operation)
 
     async def train_step(self, principal: Principal, request: pb.TrainStepRequest) -> pb.TrainStepResponse:
         """Queue a forward_backward and the step after it."""
-        adapter, model = self._served(principal, request.adapter_id)
-        drafts = (self._pass(request, model, Kind.FORWARD_BACKWARD), self._step(request))
-        forward_backward, optim_step = await self._submit(adapter, request.seq, request.request_id, *drafts)
+        log, model = self._served(principal, request)
+        requests = (self._pass(request, model, Kind.FORWARD_BACKWARD), self._step(request))
+        forward_backward, optim_step = await self._submit(log, request, *requests)
         return pb.TrainStepResponse(forward_backward=forward_backward, optim_step=optim_step)
 
     async def load_state(self, principal: Principal, request: pb.LoadStateRequest) -> pb.LoadStateResponse:
         """Queue a load."""
-        adapter, _ = self._served(principal, request.adapter_id)
+        log, _ = self._served(principal, request)
+        payload = pb.LoadStateRequest(
+            adapter_id=request.adapter_id, path=request.path, with_optimizer=request.with_optimizer
+        )
 
         def check() -> None:
             row = self._readable_checkpoint(principal, request.path)
             if row.kind != names.TRAINING:
                 raise invalid(f"{request.path} has weights for sampling only: load a checkpoint made by save_state")
-            if row.base_model != adapter.base_model:
-                raise invalid(f"{request.path} belongs to base model {row.base_model}, not {adapter.base_model}")
+            if row.base_model != log.base_model:
+                raise invalid(f"{request.path} belongs to base model {row.base_model}, not {log.base_model}")
 
-        def build() -> Built:
-            body = pb.LoadStateRequest(
-                adapter_id=request.adapter_id, path=request.path, with_optimizer=request.with_optimizer
-            )
-            return serialize(body), ()
-
-        draft = Draft(Kind.LOAD_STATE, request, build, check=check)
-        [operation] = await self._submit(adapter, request.seq, request.request_id, draft)
+        load = Request(kind=Kind.LOAD_STATE, raw=request, payload=serialize(payload), refusal=refusal_of(check))
+        [operation] = await self._submit(log, request, load)
         return pb.LoadStateResponse(operation=operation)
 
     async def save_state(
         self, principal: Principal, request: checkpoints_pb.SaveStateRequest
     ) -> checkpoints_pb.SaveStateResponse:
         """Queue a checkpoint of weights and moments."""
-        adapter, _ = self._served(principal, request.adapter_id)
-        [operation] = await self._submit(adapter, request.seq, request.request_id, self._save(request, Kind.SAVE_STATE))
+        log, _ = self._served(principal, request)
+        [operation] = await self._submit(log, request, self._save(request, Kind.SAVE_STATE))
         return checkpoints_pb.SaveStateResponse(operation=operation)
 
     async def save_weights_for_sampler(
         self, principal: Principal, request: checkpoints_pb.SaveWeightsForSamplerRequest
     ) -> checkpoints_pb.SaveWeightsForSamplerResponse:
         """Queue a checkpoint of weights, or an unnamed sampler."""
-        adapter, _ = self._served(principal, request.adapter_id)
-        draft = self._save(request, Kind.SAVE_WEIGHTS_FOR_SAMPLER)
-        [operation] = await self._submit(adapter, request.seq, request.request_id, draft)
+        log, _ = self._served(principal, request)
+        [operation] = await self._submit(log, request, self._save(request, Kind.SAVE_WEIGHTS_FOR_SAMPLER))
         return checkpoints_pb.SaveWeightsForSamplerResponse(operation=operation)
 
     async def refuse(self, principal: Principal, kind: Kind, request: PlacedRequest, error: ServiceError) -> NoReturn:
-        """Record at its place that a door could not make a request of what came; `request` has what it could read.
+        """Record at its seq that a door could not decode a request; `request` has what it could read.
 
-        Raises `error`, which then names the failed operation, or why nothing can have that place.
+        Raises `error`, which then names the failed operation, or why nothing can be recorded at that seq.
         """
-        adapter, _ = self._served(principal, request.adapter_id)
+        log, _ = self._served(principal, request)
+        await self._submit(log, request, Request(kind=kind, raw=request, malformed=error))
+        raise AssertionError("a malformed request was accepted")
 
-        def build() -> Built:
-            raise error
+    async def _submit(self, log: AdapterLog, request: PlacedRequest, *requests: Request) -> list[ops_pb.Operation]:
+        """Accept consecutive operations; return them once they are durable."""
+        acceptance = self._core.admission.accept(log, request.seq, request.request_id, requests)
+        operations = await acceptance.until_durable()
+        return [operation.as_message(is_running=log.is_running(operation)) for operation in operations]
 
-        await self._submit(adapter, request.seq, "", Draft(kind, request, build))
-        raise AssertionError("what cannot be built was taken in")
-
-    async def _submit(self, adapter: AdapterQueue, seq: int, request_id: str, *drafts: Draft) -> list[ops_pb.Operation]:
-        operations: list[Operation] = await self._core.uninterrupted(
-            self._core.admission.to_adapter(adapter, seq, request_id, drafts, lambda: self._core.touch(adapter))
-        )
-        return [operation.as_message() for operation in operations]
-
-    def _served(self, principal: Principal, adapter_id: str) -> tuple[AdapterQueue, ModelInfo]:
-        adapter = self._adapter(principal, adapter_id)
-        self._core.sessions.touch(adapter.session_id)
-        if adapter.base_model not in self._core.models:
+    def _served(self, principal: Principal, request: PlacedRequest) -> tuple[AdapterLog, ModelInfo]:
+        """Return the adapter and its base model, if the pool serves that and has room for the request."""
+        log = self._adapter(principal, request.adapter_id)
+        self._core.sessions.touch(log.session_id)
+        if log.base_model not in self._core.fleet.models:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
                 "BASE_MODEL_NOT_SERVED",
-                f"{adapter_id} belongs to base model {adapter.base_model}, which this pool does not serve now",
+                f"{log.adapter_id} belongs to base model {log.base_model}, which this pool does not serve now",
             )
-        return adapter, self._core.models[adapter.base_model]
+        self._core.admission.check_room(log, request.seq, request.request_id, request.ByteSize())
+        return log, self._core.fleet.models[log.base_model]
 
-    def _pass(self, request: PassRequest, model: ModelInfo, kind: Kind) -> Draft:
-        def build() -> Built:
+    def _pass(self, request: PassRequest, model: ModelInfo, kind: Kind) -> Request:
+        try:
             payload, decoded = canonical_pass(request, model, self._core.config.limits)
-            return payload, cut_chunks(decoded.lengths, model.chunk_tokens)
+        except ServiceError as error:
+            return Request(kind=kind, raw=request, malformed=error)
+        chunks = cut_chunks(decoded.lengths, model.chunk_tokens)
+        return Request(
+            kind=kind,
+            raw=request,
+            payload=payload,
+            decoded=decoded,
+            chunks=chunks,
+            chunk_tokens=model.chunk_tokens,
+            refusal=refusal_of(check_fits, chunks, model),
+        )
 
-        def check() -> None:
-            lengths = [datum.tokens.shape[0] for datum in request.data]
-            check_fits(cut_chunks(lengths, model.chunk_tokens), model)
+    def _step(self, request: pb.OptimStepRequest | pb.TrainStepRequest) -> Request:
+        try:
+            payload = canonical_adam(request.adapter_id, request.adam)
+        except ServiceError as error:
+            return Request(kind=Kind.OPTIM_STEP, raw=request, malformed=error)
+        return Request(kind=Kind.OPTIM_STEP, raw=request, payload=payload)
 
-        return Draft(kind, request, build, model.chunk_tokens, check=check)
-
-    def _step(self, request: pb.OptimStepRequest | pb.TrainStepRequest) -> Draft:
-        def build() -> Built:
-            return canonical_adam(request.adapter_id, request.adam), ()
-
-        return Draft(Kind.OPTIM_STEP, request, build)
-
-    def _save(self, request: SaveRequest, kind: Kind) -> Draft:
-        def build() -> Built:
+    def _save(self, request: SaveRequest, kind: Kind) -> Request:
+        try:
             _check_name(request)
             check_ttl(request.ttl_seconds)
             check_metadata(request.user_metadata, self._core.config.limits)
-            return serialize(_without_place(request)), ()
-
-        return Draft(kind, request, build)
+        except ServiceError as error:
+            return Request(kind=kind, raw=request, malformed=error)
+        return Request(kind=kind, raw=request, payload=serialize(_without_place(request)))
 
 
 def _check_name(request: SaveRequest) -> None:

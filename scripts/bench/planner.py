@@ -1,6 +1,6 @@
 """Measure what planning a cycle costs the coordinator: 1,000 tenants with 10,000 queued operations in under 20 ms.
 
-    python -m scripts.bench.planner            # every queue 50 times
+    python -m scripts.bench.planner            # every load 50 times
     python -m scripts.bench.planner --quick    # a smoke test
 
 Runs the cycle loop's work over adapters and operations in each cycle, on real adapter logs, without workers or a log:
@@ -14,13 +14,19 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
-from coordinator.operations.adapter_log import AdapterQueue
+from coordinator.base.time import SystemTime
+from coordinator.checkpoints.publishing import Publishing
+from coordinator.checkpoints.snapshots import Snapshots
+from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.chunks import cut_chunks
 from coordinator.operations.operation import Kind, Operation
-from coordinator.scheduling.planner import FairState, plan_pass
-from coordinator.scheduling.quarantine import Suspects
-from coordinator.scheduling.ready_set import Roster
+from coordinator.operations.registry import AdapterGroup
+from coordinator.scheduling.planner import plan_pass
+from coordinator.scheduling.quarantine import Quarantine
+from coordinator.scheduling.ready_set import ReadySet
+from coordinator.scheduling.virtual_counters import FairState
 from scripts.bench.common import (
     Column,
     Effort,
@@ -43,75 +49,87 @@ PAIRS = (Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP) * 5
 STEPS = (Kind.OPTIM_STEP,) * 10
 
 
-def make_adapter(index: int, kinds: Sequence[Kind], num_tokens: int) -> AdapterQueue:
-    """An adapter of a tenant of its own, with these operations queued, each of one sequence."""
+class NoFiles:
+    """Stands in for snapshots and published weights: no file is being written."""
+
+    def is_unsettled(self, adapter_id: str) -> bool:
+        """Whether a snapshot of the adapter may be durable without its log having been told."""
+        return False
+
+    def is_unwritten(self, adapter_id: str) -> bool:
+        """Whether a file of the adapter's published weights is being written."""
+        return False
+
+
+def make_adapter(index: int, kinds: Sequence[Kind], num_tokens: int) -> AdapterLog:
+    """Return an adapter of a tenant of its own, with these operations queued, each of one sequence."""
     name = f"adapter-{index}"
     spec = AdapterSpec(adapter_id=name, rank=8, alpha=32.0, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
-    adapter = AdapterQueue(f"tenant-{index}", "session", "model", spec)
+    adapter = AdapterLog(f"tenant-{index}", "session", "model", spec)
     for seq, kind in enumerate(kinds, 1):
-        operation = Operation(adapter.tenant_id, name, seq, kind, b"", b"", "", CHUNK_TOKENS, num_tokens)
-        operation.chunks = cut_chunks([num_tokens], CHUNK_TOKENS) if kind.is_pass else ()
-        adapter.add(operation)
+        chunks = cut_chunks([num_tokens], CHUNK_TOKENS) if kind.is_pass else ()
+        adapter.add(Operation(adapter.tenant_id, name, seq, kind, b"", b"", "", CHUNK_TOKENS, num_tokens, chunks))
     return adapter
 
 
-def make_roster(num_tenants: int, kinds: Sequence[Kind], num_tokens: int, *, num_idle: int = 0) -> Roster:
-    """A model's adapters, all of them on the workers; the idle ones have nothing queued."""
-    roster = Roster(Suspects(), lambda _: False, lambda _: False)
+def make_ready_set(num_tenants: int, kinds: Sequence[Kind], num_tokens: int, *, num_idle: int = 0) -> ReadySet:
+    """Return the ready set of adapters that all have a copy on a worker; idle ones have nothing queued."""
+    group, files = AdapterGroup(SystemTime()), NoFiles()
     for index in range(num_tenants + num_idle):
         adapter = make_adapter(index, kinds if index < num_tenants else (), num_tokens)
-        roster.add(adapter)
-        adapter.placed(WORKERS[index % len(WORKERS)])
-        roster.touch(adapter)
-    assert roster.is_ready()
-    return roster
+        group.add(adapter)
+        adapter.place_copy(WORKERS[index % len(WORKERS)])
+        group.mark_dirty(adapter)
+    ready = ReadySet(group, Quarantine(), cast("Snapshots", files), cast("Publishing", files))
+    assert ready.refresh()
+    return ready
 
 
 class Cycle:
-    """One cycle's work on a roster, part by part."""
+    """One cycle's work on a ready set, part by part."""
 
-    def __init__(self, roster: Roster, budget: int) -> None:
-        self._roster = roster
+    def __init__(self, ready: ReadySet, budget: int) -> None:
+        self._ready = ready
         self._budget = budget
         self._fair = FairState()
 
     def parts(self) -> dict[str, Callable[[], object]]:
-        """By name, in the loop's order."""
+        """Return the parts by name, in the loop's order."""
         return {
-            "ready set": self._roster.is_ready,
+            "ready set": self._ready.refresh,
             "linger": self._look,
             "the pass": self._plan,
-            "the step phase": lambda: list(self._roster.due_steps()),
+            "the step phase": lambda: list(self._ready.due_steps()),
             "commit and snapshots": self._close,
         }
 
     def run(self) -> None:
-        """All of it."""
+        """Do all of it."""
         for part in self.parts().values():
             part()
 
     def _look(self) -> None:
-        self._roster.tenants()
-        self._roster.has_tokens(self._budget * len(WORKERS))
+        self._ready.tenants()
+        self._ready.has_tokens(self._budget * len(WORKERS))
 
     def _plan(self) -> None:
-        candidates = self._roster.candidates()
-        plan, self._fair = plan_pass(candidates, self._fair, self._roster.residents(WORKERS), self._budget)
+        candidates = self._ready.candidates()
+        plan, self._fair = plan_pass(candidates, self._fair, self._ready.residents(WORKERS), self._budget)
         for adapter_id in plan.num_chunks:
-            self._roster.planned(adapter_id, 1)
+            self._ready.planned(adapter_id, 1)
 
     def _close(self) -> None:
-        for adapter in self._roster.touched():
-            adapter.settle()
-        self._roster.ahead()
+        for adapter in self._ready.dirty():
+            adapter.advance()
+        self._ready.ahead()
 
 
 def measure_cycles(num_tenants: int, args: argparse.Namespace) -> list[Row]:
-    """A row for each kind of queue and each budget, all of them turn about."""
-    queues = {"10 passes": PASSES, "5 pairs": PAIRS, "10 optimizer steps": STEPS}
+    """Return a row for each kind of load and each budget, measured in alternation."""
+    loads = {"10 passes": PASSES, "5 pairs": PAIRS, "10 optimizer steps": STEPS}
     cycles = {
-        (name, budget): Cycle(make_roster(num_tenants, kinds, args.tokens), budget)
-        for name, kinds in queues.items()
+        (name, budget): Cycle(make_ready_set(num_tenants, kinds, args.tokens), budget)
+        for name, kinds in loads.items()
         for budget in args.budgets
     }
     rounds: dict[tuple[str, int], list[dict[str, float]]] = {key: [] for key in cycles}
@@ -119,31 +137,31 @@ def measure_cycles(num_tenants: int, args: argparse.Namespace) -> list[Row]:
         for key, cycle in cycles.items():
             rounds[key].append({name: processor_s(part) for name, part in cycle.parts().items()})
     rows = []
-    for (queue, budget), times in rounds.items():
+    for (load, budget), times in rounds.items():
         columns = {name: [parts[name] for parts in times] for name in times[0]}
         columns["all"] = [sum(parts.values()) for parts in times]
         summaries = {name: Timing(tuple(seconds)).summary() for name, seconds in columns.items()}
-        rows.append({"tenants": num_tenants, "queue": queue, "budget": budget, **summaries})
+        rows.append({"tenants": num_tenants, "queue": load, "budget": budget, **summaries})
     return rows
 
 
 def part_column(name: str) -> Column:
-    """The median of a part."""
+    """Return the column of a part's median."""
     return Column(name, lambda r: shown_ms(r[name]["median_s"]))
 
 
 def processor_s(work: Callable[[], object]) -> float:
-    """How long it kept a processor busy."""
+    """Return how long the work kept a processor busy."""
     began_s = time.thread_time()
     work()
     return time.thread_time() - began_s
 
 
 def measure_idle(num_idle: int, args: argparse.Namespace) -> Row:
-    """What registered adapters cost that have nothing to do."""
+    """Return what registered adapters cost that have nothing to do."""
     sides = {
-        "alone": Cycle(make_roster(8, PAIRS, args.tokens), args.budgets[0]),
-        "beside": Cycle(make_roster(8, PAIRS, args.tokens, num_idle=num_idle), args.budgets[0]),
+        "alone": Cycle(make_ready_set(8, PAIRS, args.tokens), args.budgets[0]),
+        "beside": Cycle(make_ready_set(8, PAIRS, args.tokens, num_idle=num_idle), args.budgets[0]),
     }
     effort = Effort(seconds=0, rounds_min=10 * args.rounds, rounds_max=10 * args.rounds)
     timings = turn_about({name: cycle.run for name, cycle in sides.items()}, effort, clock=time.thread_time)
@@ -163,12 +181,12 @@ def main() -> None:
     command.add_argument(
         "--budgets", type=int, nargs="+", default=[2048, 16384], help="tokens of a cycle on one worker"
     )
-    command.add_argument("--rounds", type=int, help="cycles on each queue; default: 50")
+    command.add_argument("--rounds", type=int, help="cycles of each load; default: 50")
     args = command.parse_args()
     num_tenants = args.tenants or (50 if args.quick else 1000)
     args.rounds = args.rounds or (3 if args.quick else 50)
     with Results("planner", args) as results:
-        parts = Cycle(make_roster(1, PASSES, args.tokens), args.budgets[0]).parts()
+        parts = Cycle(make_ready_set(1, PASSES, args.tokens), args.budgets[0]).parts()
         cycles = results.table(
             "planner",
             (

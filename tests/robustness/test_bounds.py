@@ -36,7 +36,7 @@ async def test_ten_thousand_steps_leave_a_log_as_small_as_a_thousand(tmp_path: P
         tmp_path, replay_s_max=0.01, fetched_retention_s=0.1, sweep_interval_s=0.1, cycle_tokens_max=10_000
     ) as pool:
         adapter = await pool.adapter()
-        queue = pool.coordinator.core.adapters[adapter]
+        queue = pool.coordinator.core.registry.logs[adapter]
         sizes: list[int] = []
         for start in range(0, NUM_STEPS, 1000):
             await train(pool, adapter, start, 1000)

@@ -48,7 +48,7 @@ class Load:
         for _ in range(NUM_ADAPTERS):
             adapter = await pool.adapter()
             self.adapters.append(adapter)
-            self.specs[adapter] = pool.coordinator.core.adapters[adapter].spec
+            self.specs[adapter] = pool.coordinator.core.registry.logs[adapter].spec
 
     async def submit(self, pool: ToyPool, adapter: str, step: int) -> None:
         """Two passes, a step, a checkpoint and an unnamed sampler."""

@@ -35,7 +35,7 @@ async def test_fifty_stops_under_load_lose_nothing_and_the_next_start_replays_no
     next_seq = 1
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
-        spec = pool.coordinator.core.adapters[adapter].spec
+        spec = pool.coordinator.core.registry.logs[adapter].spec
     for _ in range(NUM_STOPS):
         async with running_pool(tmp_path, cycle_tokens_max=16, seconds_per_batch=0.002, replay_s_max=1e-4) as pool:
             await pool.take_over()
@@ -95,7 +95,7 @@ async def test_what_is_decided_as_the_last_cycle_commits_is_in_the_log_before_th
         async def submit_late(lost: frozenset[str]) -> None:
             if not late:
                 late.append(await pool.optim_step(adapter, 4))
-                loop._roster.is_stopping = True
+                loop.planning.ready.stop()
             await snapshot(lost)
 
         loop._snapshot = submit_late  # type: ignore[method-assign]

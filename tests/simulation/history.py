@@ -160,7 +160,7 @@ class History:
                 close_quietly(connection)
             self._connections.clear()
             if coordinator.core._lock is not None:
-                coordinator.core._lock.close()
+                coordinator.core._lock.release()
             loop.close()
         if problems:
             raise Broken("\n".join(problems))
@@ -322,7 +322,7 @@ class History:
             if not client.is_done:
                 raise Wrong(f"{client.name} is not done")
             may_lack_room = self.world.faults["disk full"] + self.world.faults["file does not sync"] > 0
-            expected = expect(client, core.adapters[client.adapter_id].spec, may_lack_room=may_lack_room)
+            expected = expect(client, core.registry.logs[client.adapter_id].spec, may_lack_room=may_lack_room)
             request = checkpoints_pb2.ListCheckpointsRequest(
                 adapter_id=client.adapter_id, kind=checkpoints_pb2.CHECKPOINT_KIND_TRAINING
             )
@@ -331,7 +331,7 @@ class History:
             for each in listed:
                 row = core.store.checkpoints.by_path(each.path)
                 assert row is not None
-                stored[each.path] = each.seq, core.saver.checkpoints.read(row.folder, row.sha256)
+                stored[each.path] = each.seq, core.saver.folders.checkpoints.read(row.folder, row.sha256)
             check_checkpoints(expected, stored)
             while _num_unwritten(core.store):  # noqa: ASYNC110 (nothing tells)
                 await asyncio.sleep(0.01)
@@ -351,14 +351,16 @@ def _unnamed(core: Core, session_id: str) -> dict[int, AdapterState]:
     """What the files of a session's unnamed samplers have, by the seq of the save."""
     found = [core.store.samplers.get(sampler_id) for sampler_id in core.store.samplers.ids_of_session(session_id)]
     rows = [row for row in found if row is not None and not row.model_path]
-    return {int(row.version.rpartition(":")[2]): core.saver.samplers.read(row.folder, row.sha256) for row in rows}
+    return {
+        int(row.version.rpartition(":")[2]): core.saver.folders.samplers.read(row.folder, row.sha256) for row in rows
+    }
 
 
 def _named(core: Core, adapter_id: str) -> dict[int, AdapterState]:
     """What the files of an adapter's checkpoints for sampling have, by the seq of the save."""
-    tenant_id = core.adapters[adapter_id].tenant_id
+    tenant_id = core.registry.logs[adapter_id].tenant_id
     page = core.store.checkpoints.page(tenant_id, [names.SAMPLER], adapter_id, limit=1000, offset=0)
-    return {row.seq: core.saver.checkpoints.read(row.folder, row.sha256) for row in page.rows}
+    return {row.seq: core.saver.folders.checkpoints.read(row.folder, row.sha256) for row in page.rows}
 
 
 def _num_unwritten(store: Store) -> int:

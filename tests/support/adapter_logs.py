@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from coordinator.operations.adapter_log import AdapterQueue
+from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.chunks import Chunk
 from coordinator.operations.operation import Kind, Operation
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -21,33 +21,44 @@ FB, FORWARD, STEP, LOAD, SAVE = (
 ERROR = ops_pb.OperationError(code=9, reason="NON_FINITE", message="the loss is not finite")
 
 
-def adapter_with(*kinds: Kind, first: int = 1) -> AdapterQueue:
-    """Return an adapter log with operations of these kinds."""
-    spec = AdapterSpec(adapter_id="a", rank=8, alpha=1.0, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
-    adapter = AdapterQueue("t", "s", "toy", spec)
+def spec_named(name: str) -> AdapterSpec:
+    """Return the spec of an adapter of this name."""
+    return AdapterSpec(adapter_id=name, rank=8, alpha=1.0, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
+
+
+def adapter_with(*kinds: Kind, first: int = 1, name: str = "a", tenant: str = "t") -> AdapterLog:
+    """Return an adapter log with durable operations of these kinds."""
+    adapter = AdapterLog(tenant, "s", "toy", spec_named(name))
     for seq, kind in enumerate(kinds, first):
-        adapter.add(operation(seq, kind))
+        adapter.add(operation(seq, kind, name=name, tenant=tenant))
     return adapter
 
 
-def operation(seq: int, kind: Kind, num_bytes: int = 10) -> Operation:
-    """Return an operation; a pass has one chunk of four tokens."""
+def operation(seq: int, kind: Kind, *, name: str = "a", tenant: str = "t") -> Operation:
+    """Return a durable operation; a pass has one chunk of four tokens."""
+    one = appending(seq, kind, name=name, tenant=tenant)
+    one.accept()
+    return one
+
+
+def appending(seq: int, kind: Kind, *, name: str = "a", tenant: str = "t") -> Operation:
+    """Return an operation whose append has not ended."""
     chunks = (Chunk(0, 1, 4),) if kind.is_pass else ()
-    return Operation("t", "a", seq, kind, b"", b"", "", 16, num_bytes, chunks)
+    return Operation(tenant, name, seq, kind, b"", b"", "", 16, 10, chunks)
 
 
-def run(adapter: AdapterQueue, *seqs: int, fail: Iterable[int] = ()) -> None:
+def run(adapter: AdapterLog, *seqs: int, fail: Iterable[int] = ()) -> None:
     """Run these operations, each of which must be ready, and commit their outcomes."""
     for seq in seqs:
-        adapter.settle()
+        adapter.advance()
         one = adapter.operations[seq]
         ready = list(adapter.ready_passes()) + list(adapter.ready_states())
         assert one in ready, f"{seq} is not ready"
         if not one.is_final:
             one.fail(ERROR) if seq in fail else one.succeed(1)
-        one.is_committed = True
-        adapter.ran(one)
-    adapter.settle()
+            one.commit()
+        adapter.applied(one)
+    adapter.advance()
 
 
 def seqs(operations: Iterable[Operation]) -> list[int]:

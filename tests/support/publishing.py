@@ -36,7 +36,7 @@ def held_files(pool: ToyPool) -> Iterator[threading.Event]:
 
         return held
 
-    for files in (saver.samplers, saver.checkpoints):
+    for files in (saver.folders.samplers, saver.folders.checkpoints):
         files.write = hold(files.write)  # type: ignore[method-assign]
     try:
         yield may_write
@@ -47,7 +47,7 @@ def held_files(pool: ToyPool) -> Iterator[threading.Event]:
 def refuse_files(pool: ToyPool) -> Callable[[], None]:
     """No file of saved weights is written: the disk is full. Returns what makes room."""
     saver = pool.coordinator.core.saver
-    writes = {files: files.write for files in (saver.samplers, saver.checkpoints)}
+    writes = {files: files.write for files in (saver.folders.samplers, saver.folders.checkpoints)}
 
     def full(*_: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")

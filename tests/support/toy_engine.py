@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +46,7 @@ from workers.contract.messages import (
     StopReason,
     TokenEvent,
     TokenLogprobs,
+    WorkerInfo,
 )
 from workers.contract.protocols import EngineFactory
 from workers.contract.settings import EngineSettings
@@ -74,6 +76,19 @@ def toy_model_info(name: str = "toy") -> ModelInfo:
         unembed_modules=("lm_head",),
         tokenizer_files={"tokenizer.json": b"{}"},
         fingerprint=FINGERPRINT,
+    )
+
+
+def toy_worker_info(worker_id: str = "w0", incarnation: int = 1, model: str = "toy", **facts: Any) -> WorkerInfo:
+    """Return an incarnation of a worker as a pool reports it; `facts` are those of its base model."""
+    return WorkerInfo(
+        worker_id=worker_id,
+        incarnation=f"{worker_id}.{incarnation}",
+        model=replace(toy_model_info(model), **facts),
+        pid=0,
+        node="here",
+        num_slots=8,
+        device="cpu",
     )
 
 

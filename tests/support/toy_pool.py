@@ -100,7 +100,7 @@ class ToyPool:
 
     def spec_of(self, adapter_id: str) -> AdapterSpec:
         """What the coordinator made of the adapter's creation."""
-        return self.coordinator.core.adapters[adapter_id].spec
+        return self.coordinator.core.registry.logs[adapter_id].spec
 
     async def wait(self, *names: str, tenant: str = "alice") -> list[ops_pb.Operation]:
         """The finished operations, in the order of their names."""
@@ -150,8 +150,21 @@ class ToyPool:
         """Wait until no snapshot and no weights are being written."""
         await self.coordinator.core.saver.publishing.finish()
         for loop in self.coordinator.core.loops.values():
-            await loop._is_idle.wait()
-            await loop._snapshots.finish()
+            await loop.until_idle()
+            await loop._snapshots.finish()  # snapshots are written beside the cycles, and nothing waits for them
+
+    def lose_worker(self, worker_id: str = "w0", incarnation: str = "") -> None:
+        """Report a worker's incarnation, by default its present one, as lost, though it lives."""
+        core = self.coordinator.core
+        core.losses.record(worker_id, incarnation or core.fleet.worker(worker_id).name, "a test says so")
+
+    def samples_on(self, worker_id: str = "w0") -> list[str]:
+        """Return the samples that a worker has."""
+        return list(self.coordinator.core.fleet.worker(worker_id).samples)
+
+    def versions_on(self, worker_id: str = "w0") -> set[str]:
+        """Return the sampler versions that the coordinator believes a worker to hold."""
+        return set(self.coordinator.core.fleet.worker(worker_id).versions)
 
     async def kill_worker(self, worker_id: str = "w0") -> None:
         """End a worker's life as a crash would."""

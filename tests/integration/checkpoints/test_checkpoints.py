@@ -354,7 +354,7 @@ async def test_a_load_is_durable_with_its_state_or_fails_and_changes_nothing(
         await train(pool, adapter, 2)
         chain = pool.chain(adapter)
         with monkeypatch.context() as patch:
-            patch.setattr(pool.coordinator.core.saver.snapshots, "write", full)
+            patch.setattr(pool.coordinator.core.saver.folders.snapshots, "write", full)
             [failed] = await pool.wait(await load(pool, adapter, 4, path))
         assert failed.error.reason == "DISK"
         [closed] = await pool.wait(await pool.optim_step(adapter, 5))
@@ -391,7 +391,7 @@ async def test_killed_between_file_and_row_leaves_no_broken_checkpoint_and_the_s
         adapter = await pool.adapter()
         await train(pool, adapter, 1)
         saver = pool.coordinator.core.saver
-        write = saver.checkpoints.write
+        write = saver.folders.checkpoints.write
 
         def write_then_die(*args: Any) -> Any:
             saved = write(*args)
@@ -399,7 +399,7 @@ async def test_killed_between_file_and_row_leaves_no_broken_checkpoint_and_the_s
             shutil.copytree(tmp_path / "data", killed)  # what a kill at this moment would leave
             return saved
 
-        saver.checkpoints.write = write_then_die  # type: ignore[method-assign,assignment]
+        saver.folders.checkpoints.write = write_then_die  # type: ignore[method-assign,assignment]
         request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=3, name="first")
         name = (await pool.service.save_state(await pool.principal(), request)).operation.name
         is_acknowledged.set()
@@ -450,7 +450,7 @@ async def test_a_save_leaves_the_gradient_and_the_log_as_they_were(tmp_path: Pat
         gradient = copy_of(pool, adapter).gradient
         await pool.save(adapter, 2, "middle")
         assert copy_of(pool, adapter).gradient == gradient != b""
-        assert pool.coordinator.core.adapters[adapter].snapshot_seq == 0
+        assert pool.coordinator.core.registry.logs[adapter].snapshot_seq == 0
         items = [item for batch in pool.engines["w0"][-1].batches for item in batch.items]
     assert sum(isinstance(item, SaveItem) for item in items) == 1
 

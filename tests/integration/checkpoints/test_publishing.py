@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.operations.adapter_log import AdapterQueue
-from coordinator.sampling.scheduler import VERSIONS_MAX
+from coordinator.fleet.worker import VERSIONS_MAX
+from coordinator.operations.adapter_log import AdapterLog
 from coordinator.storage.database import StorageError
 from tests.support.publishing import (
     ROUND,
@@ -158,7 +158,7 @@ async def test_a_load_waits_for_the_file_of_what_was_published_before_it_and_nob
             *_, published = await asyncio.wait_for(pool.wait(*names), 10)
             await asyncio.wait_for(pool.wait(*[await pool.submit(other, seq) for seq in (2, 3)]), 10)
             assert snapshot_seq(pool, adapter) == 0
-            assert pool.coordinator.core.table.get(loading) is not None
+            assert pool.coordinator.core.in_flight.get(loading) is not None
             may_write.set()
             [loaded] = await asyncio.wait_for(pool.wait(loading), 10)
         assert loaded.state == SUCCEEDED
@@ -278,7 +278,7 @@ async def test_an_adapter_deleted_before_the_file_is_there_leaves_its_samplers(t
             sampler = await train(pool, adapter, 0, is_named=is_named)
             request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
             deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))
-            await until(lambda: adapter not in pool.coordinator.core.adapters)
+            await until(lambda: adapter not in pool.coordinator.core.registry.logs)
             await asyncio.sleep(0.02)
             assert not deletion.done()
             may_write.set()
@@ -434,7 +434,7 @@ async def test_weights_that_a_log_does_not_bring_again_bit_for_bit_have_their_fi
     tmp_path: Path, is_named: bool
 ) -> None:
     async with running_pool(tmp_path) as pool:
-        models = pool.coordinator.core.models
+        models = pool.coordinator.core.fleet.models
         models["toy"] = replace(models["toy"], is_exact=False)
         sampler = await train(pool, await pool.adapter(), 0, is_named=is_named)
         assert folder_of(pool, sampler)
@@ -505,19 +505,15 @@ async def test_hundreds_of_samplers_cost_a_worker_no_more_than_the_last_ones_als
 def hold_installs(pool: ToyPool) -> tuple[threading.Event, threading.Event]:
     """No adapter's state gets to a worker before the second event is set; the first tells that one is to."""
     [loop] = pool.coordinator.core.loops.values()
-    installer, has_begun, may_go = loop._builder.installer, threading.Event(), threading.Event()
+    items = loop._phases._items  # the read of a state is the one step that can be held up
+    install, has_begun, may_go = items.install, threading.Event(), threading.Event()
 
-    def held(adapter: AdapterQueue) -> Callable[[], AdapterInstall]:
-        install = installer(adapter)
+    def slow(log: AdapterLog) -> AdapterInstall:
+        has_begun.set()
+        may_go.wait(20)
+        return install(log)
 
-        def slow() -> AdapterInstall:
-            has_begun.set()
-            may_go.wait(20)
-            return install()
-
-        return slow
-
-    loop._builder.installer = held  # type: ignore[method-assign]
+    items.install = slow  # type: ignore[method-assign]
     return has_begun, may_go
 
 
@@ -534,7 +530,7 @@ async def test_a_load_that_comes_while_a_copy_is_read_waits_for_the_file_too(
         with held_files(pool) as may_write:
             sampler = await publish(pool, adapter, 1, is_named=is_named)
             has_begun, may_go = hold_installs(pool)
-            core.adapters[adapter if whose_copy == "its own" else other].lose_copy()
+            core.registry.logs[adapter if whose_copy == "its own" else other].lose_copy()
             pool.hold()
             await pool.forward_backward(third, 2, 3)
             await asyncio.sleep(0.05)  # its pass has begun, so what comes now is of the same cycle's step phase
@@ -562,7 +558,7 @@ async def test_a_writer_that_fails_as_nobody_expected_lets_a_deletion_and_the_st
                 may_fail.wait(10)
                 raise MemoryError
 
-            core.saver.samplers.write = fail  # type: ignore[method-assign,assignment]
+            core.saver.folders.samplers.write = fail  # type: ignore[method-assign,assignment]
             await train(pool, adapter, 0)
             request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
             deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))
@@ -584,7 +580,9 @@ async def test_a_save_that_was_undone_and_can_run_no_more_says_so(
         name = await save_behind_a_failed_append(pool, adapter, monkeypatch)
         await until(lambda: not publishing_of(pool)._versions)
         [loop] = core.loops.values()
-        loop._answers.give_up(core.adapters[adapter], ServiceError(Code.DATA_LOSS, "CHECKSUM_MISMATCH", "damaged"))
-        loop.touch(core.adapters[adapter])
+        log = core.registry.logs[adapter]
+        loop._phases._results.give_up(log, ServiceError(Code.DATA_LOSS, "CHECKSUM_MISMATCH", "damaged"))
+        core.registry.group("toy").mark_dirty(log)
+        core.registry.group("toy").changed.notify()
         [saved] = await asyncio.wait_for(pool.wait(name), 5)
     assert (saved.state, saved.error.reason) == (FAILED, "CHECKSUM_MISMATCH")

@@ -167,7 +167,7 @@ async def test_a_failed_pass_fails_its_window_and_only_that(tmp_path: Path) -> N
         other = await pool.forward_backward(neighbour, 1, 5, tenant="bob")
         operations = await pool.wait(*names)
         assert (await pool.wait(other, tenant="bob"))[0].state == SUCCEEDED
-        spec = pool.coordinator.core.adapters[adapter].spec
+        spec = pool.coordinator.core.registry.logs[adapter].spec
         items = [item for b in pool.engines["w0"][-1].batches for item in b.items if item.adapter_id == adapter]
         chain = pool.chain(adapter)
     reasons = [o.error.reason for o in operations]
@@ -204,7 +204,7 @@ async def test_two_workers_are_in_one_cycle(tmp_path: Path) -> None:
         )
         for name, tenant in zip(names, ("alice", "alice", "bob", "bob", "carol", "carol"), strict=True):
             await pool.wait(name, tenant=tenant)
-        cycles = list(pool.coordinator.core.cycles)
+        cycles = list(pool.coordinator.core.journal.recent)
     assert any(len({entry.worker_id for entry in cycle.entries}) == 2 for cycle in cycles)
 
 
@@ -213,7 +213,7 @@ async def test_a_restart_completes_what_was_acknowledged_and_rebuilds_the_same_s
     names: list[str] = []
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
-        spec = pool.coordinator.core.adapters[adapter].spec
+        spec = pool.coordinator.core.registry.logs[adapter].spec
     for seqs in (range(1, 3), range(3, 5), range(5, 6), range(6, 10), range(10, 12)):
         async with running_pool(tmp_path) as pool:
             await _take_over(pool)
@@ -292,7 +292,7 @@ async def test_a_crash_of_the_engine_loses_nothing_of_the_neighbours(tmp_path: P
         )
         await pool.wait(names[0])
         await pool.wait(names[1], tenant="bob")
-        homes = {a: pool.coordinator.core.adapters[a].worker_id for a in (victim, neighbour)}
+        homes = {a: pool.coordinator.core.registry.logs[a].worker_id for a in (victim, neighbour)}
         assert homes[victim] != homes[neighbour]
         kill = pass_request(victim, 2, [5])
         kill.data[0].tokens.data = bytes([KILL_TOKEN, 0, 0, 0]) * 5

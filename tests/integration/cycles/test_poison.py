@@ -86,19 +86,20 @@ async def test_nobodys_state_is_handed_out_beside_a_suspect(tmp_path: Path) -> N
     """The worker could die of it, and a suspect that is alone with it would be convicted."""
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
         adapter, suspect = await pool.adapter(), "a:sample:0:1"
-        [loop] = pool.coordinator.core.loops.values()
+        core = pool.coordinator.core
+        [quarantine] = core.quarantines.values()
         pool.hold()
         name = await pool.forward_backward(adapter, 1, 5)
         async with asyncio.timeout(10):
-            while not loop.running_on("w0"):  # noqa: ASYNC110 (nothing tells)
+            while not core.fleet.worker("w0").training:  # noqa: ASYNC110 (nothing tells)
                 await asyncio.sleep(0.002)
-        loop.suspects.died([suspect], [suspect])
+        quarantine.record_loss([suspect], [suspect])
         await pool.release()
         await asyncio.wait_for(pool.wait(name), 10)
         await pool.written()
         saves = [item for batch in pool.engines["w0"][-1].batches for item in batch.items if isinstance(item, SaveItem)]
         assert saves == []
-        loop.suspects.clear(suspect)
+        quarantine.release(suspect)
         await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 2, 5)), 10)
         await pool.written()
         assert any(isinstance(item, SaveItem) for batch in pool.engines["w0"][-1].batches for item in batch.items)
@@ -111,7 +112,7 @@ async def test_random_deaths_never_fail_an_innocent_operation(tmp_path: Path) ->
     """
     chance = random.Random(7)
     async with running_pool(tmp_path, num_workers=2, replay_s_max=0.0) as pool:
-        suspects = pool.coordinator.core.loops["toy"].suspects
+        quarantine = pool.coordinator.core.quarantines["toy"]
         tenants = [f"tenant{i}" for i in range(3)]
         adapters = [await pool.adapter(tenant) for tenant in tenants]
         names: dict[str, list[str]] = {tenant: [] for tenant in tenants}
@@ -121,7 +122,7 @@ async def test_random_deaths_never_fail_an_innocent_operation(tmp_path: Path) ->
                     names[tenant].append(await pool.forward_backward(adapter, seq, 5, tenant=tenant))
                 else:
                     names[tenant].append(await pool.optim_step(adapter, seq, tenant=tenant))
-            if seq % 3 == 0 and not any(suspects.deaths(name) for own in names.values() for name in own):
+            if seq % 3 == 0 and not any(quarantine.num_solo_losses(name) for own in names.values() for name in own):
                 await pool.kill_worker(chance.choice(["w0", "w1"]))
         for tenant in tenants:
             done = await asyncio.wait_for(pool.wait(*names[tenant], tenant=tenant), 60)
@@ -179,7 +180,7 @@ async def test_suspects_of_a_worker_that_never_comes_back_run_on_another(
         adapters = [await pool.adapter() for _ in range(2)]
         for adapter in adapters:
             await pool.wait(await pool.forward_backward(adapter, 1, 5))
-        victim = next(a for a in adapters if pool.coordinator.core.adapters[a].worker_id == "w0")
+        victim = next(a for a in adapters if pool.coordinator.core.registry.logs[a].worker_id == "w0")
 
         async def never(worker_id: str) -> Any:
             raise WorkerLost(f"{worker_id} has no node any more")

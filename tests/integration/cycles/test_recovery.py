@@ -112,7 +112,7 @@ async def test_failed_windows_and_cancelled_operations_are_skipped_by_a_replay(t
         names += [await pool.submit(adapter, seq) for seq in (6, 7, 8, 9)]
         before = await pool.wait(*names)
         chain = pool.chain(adapter)
-        assert pool.coordinator.core.adapters[adapter].window_error is None
+        assert pool.coordinator.core.registry.logs[adapter].copy.window_error is None
         assert len(pool.engines["w0"][-1].batches) < 12, "a failed chunk is no reason to build the copy anew"
     assert [each.error.reason for each in before] == [
         "",
@@ -182,7 +182,7 @@ async def test_a_step_behind_a_load_that_the_worker_refuses_is_not_taken(
         adapter, principal = await pool.adapter(), await pool.principal()
         path = (await pool.save(adapter, 1, "a")).save_state.path
         junk = AdapterState(weights=b"junk", optimizer=None, num_steps=0, applied_seq=1, fingerprint="toy")
-        monkeypatch.setattr(pool.coordinator.core.saver.checkpoints, "read", lambda *_: junk)
+        monkeypatch.setattr(pool.coordinator.core.saver.folders.checkpoints, "read", lambda *_: junk)
         chain = pool.chain(adapter)
         pool.hold()
         await pool.forward_backward(adapter, 2, 5)
@@ -241,16 +241,15 @@ async def test_a_worker_lost_while_its_snapshot_is_written_does_not_stop_its_ada
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
         adapter = await pool.adapter()
         saver, loop = pool.coordinator.core.saver, asyncio.get_running_loop()
-        write = saver.snapshots.write
+        write = saver.folders.snapshots.write
 
         def lose_then_write(*args: Any) -> Any:
-            core = pool.coordinator.core
-            loop.call_soon_threadsafe(core._worker_lost, "w0", core._incarnation("w0"))
+            loop.call_soon_threadsafe(pool.lose_worker)
             return write(*args)
 
-        saver.snapshots.write = lose_then_write  # type: ignore[method-assign,assignment]
+        saver.folders.snapshots.write = lose_then_write  # type: ignore[method-assign,assignment]
         await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
-        saver.snapshots.write = write  # type: ignore[method-assign]
+        saver.folders.snapshots.write = write  # type: ignore[method-assign]
         operations = await asyncio.wait_for(pool.wait(*[await pool.submit(adapter, seq) for seq in (4, 5, 6)]), 10)
         assert [each.state for each in operations] == [SUCCEEDED] * 3
         assert pool.chain(adapter) == expected_chain(pool.spec_of(adapter), [((1, 2), 3), ((4, 5), 6)])
@@ -307,10 +306,10 @@ async def test_a_late_report_about_an_old_life_does_not_end_the_new_one(tmp_path
     async with running_pool(tmp_path) as pool:
         adapter, core = await pool.adapter(), pool.coordinator.core
         await pool.wait(await pool.submit(adapter, 1))
-        old = core._incarnation("w0")
+        old = core.fleet.worker("w0").name
         await pool.kill_worker()
         await pool.wait(await pool.submit(adapter, 2))
-        core._worker_lost("w0", old)
+        pool.lose_worker("w0", old)
         await pool.wait(await pool.submit(adapter, 3))
     assert len(pool.engines["w0"]) == 2
 
@@ -356,9 +355,9 @@ async def test_a_replay_leaves_no_requests_in_memory(tmp_path: Path) -> None:
         await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3, 4)])
         await pool.kill_worker()
         await pool.wait(await pool.submit(adapter, 5))
-        operations = pool.coordinator.core.adapters[adapter].operations.values()
+        operations = pool.coordinator.core.registry.logs[adapter].operations.values()
         assert len(operations) == 5
-        assert all(each.body == b"" and each.data == () and each.parts == [] for each in operations)
+        assert all(each.payload == b"" and each.decoded is None for each in operations)
 
 
 async def test_forwards_alone_do_not_grow_memory_and_log_for_ever(
@@ -373,12 +372,13 @@ async def test_forwards_alone_do_not_grow_memory_and_log_for_ever(
             )
             await pool.wait((await pool.service.forward(principal, request)).operation.name)
             await pool.written()
-        queue = pool.coordinator.core.adapters[adapter]
+        queue = pool.coordinator.core.registry.logs[adapter]
         payloads = query(tmp_path, "SELECT 1 FROM operations WHERE payload IS NOT NULL")
         assert len(queue.operations) <= 22
         assert len(payloads) <= 22
-        assert len(pool.coordinator.core.table) == 0
-        assert all(each.body == b"" and not each.data and not each.parts for each in queue.operations.values())
+        assert len(pool.coordinator.core.in_flight) == 0
+        assert all(each.payload == b"" and each.decoded is None for each in queue.operations.values())
+        assert not queue.copy.progress
 
 
 async def test_results_leave_memory_and_are_dropped_from_the_log_after_their_time(tmp_path: Path) -> None:
@@ -477,7 +477,7 @@ async def test_a_request_whose_result_was_dropped_is_known_and_not_run_again(tmp
         with pytest.raises(ServiceError) as gone:
             await pool.wait(names[0])
         assert gone.value.code is Code.NOT_FOUND
-        assert pool.coordinator.core.adapters[adapter].next_seq == 2
+        assert pool.coordinator.core.registry.logs[adapter].next_seq == 2
 
 
 async def test_a_save_whose_worker_dies_and_whose_owner_cancels_while_it_is_written_is_decided_once(
@@ -486,18 +486,18 @@ async def test_a_save_whose_worker_dies_and_whose_owner_cancels_while_it_is_writ
     async with running_pool(tmp_path) as pool:
         adapter, principal, core = await pool.adapter(), await pool.principal(), pool.coordinator.core
         await pool.wait(await pool.submit(adapter, 1))
-        write, is_writing, may_write = core.saver.checkpoints.write, threading.Event(), threading.Event()
+        write, is_writing, may_write = core.saver.folders.checkpoints.write, threading.Event(), threading.Event()
 
         def slow(*arguments: Any) -> Any:
             is_writing.set()
             may_write.wait(10)
             return write(*arguments)
 
-        monkeypatch.setattr(core.saver.checkpoints, "write", slow)
+        monkeypatch.setattr(core.saver.folders.checkpoints, "write", slow)
         request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=2, name="a")
         name = (await pool.service.save_state(principal, request)).operation.name
         await asyncio.to_thread(is_writing.wait, 10)
-        core._worker_lost("w0", core._incarnation("w0"))
+        pool.lose_worker()
         await pool.service.cancel_operation(principal, ops_pb.CancelOperationRequest(name=name))
         may_write.set()
         [saved] = await asyncio.wait_for(pool.wait(name), 10)

@@ -240,7 +240,7 @@ async def test_a_sampler_that_cannot_be_stored_fails_its_save_alone(
         core = pool.coordinator.core
         adapter, other = await pool.adapter(), await pool.adapter()
         await pool.sampler(adapter.partition(":")[0], index=5)
-        monkeypatch.setattr(core.saver, "_new_sampler_index", lambda *_: 5)
+        monkeypatch.setattr(core.sessions, "take_sampler_index", lambda *_: 5)  # as if two saves raced for it
         pool.hold()
         held = await pool.forward_backward(other, 1, 3)
         names = [await unnamed(pool, adapter, 1, 5), await pool.optim_step(other, 2), await pool.optim_step(adapter, 2)]

@@ -30,7 +30,7 @@ def test_pending_results_of_the_sdk_survive_a_restart_of_the_pool(tmp_path: Path
         passed = client.forward_backward([datum(2, 3), datum(4)], "cross_entropy")
         step = client.optim_step(ADAM)
         client.forward([datum(1)], "cross_entropy")
-        wait_for(lambda: f"{client.model_id}:5" in {o.name for o in list(pool.pool.coordinator.core.table.live())})
+        wait_for(lambda: f"{client.model_id}:5" in {o.name for o in list(pool.pool.coordinator.core.in_flight.all())})
         threading.Timer(0.3, engine.may_run.set).start()  # a stop waits for the running cycle
         pool.stop()
         assert not step.future().done() or step.result()

@@ -32,7 +32,7 @@ async def test_adapters_of_two_base_models_run_on_their_own_workers_side_by_side
             *(toys.forward_backward(second, seq, 5, tenant="bob") for seq in (1, 2)),
         )
         operations = await toys.wait(*names[:2]) + await toys.wait(*names[2:], tenant="bob")
-        cycles = list(coordinator.core.cycles)
+        cycles = list(coordinator.core.journal.recent)
     finally:
         await coordinator.stop()
     assert {item.adapter_id for batch in engines["w0"].batches for item in batch.items} == {first}

@@ -114,7 +114,7 @@ async def test_a_sample_that_can_never_fit_is_refused_before_it_is_logged_with_w
         with pytest.raises(ServiceError, match="max_tokens may be at most 1"):
             await anext(stream)
         core = pool.coordinator.core
-        assert (core.sampling.num_requests, len(core.table)) == (0, 0)
+        assert (core.samples.num_samples, len(core.in_flight)) == (0, 0)
         assert core.store.operations.last_seq(sampler) == 0
         await pool.release()
         [operation] = await pool.wait(await pool.sample(sampler, 1, max_tokens=1))
@@ -127,7 +127,7 @@ async def test_a_sample_runs_where_there_is_memory_for_it(tmp_path: Path) -> Non
         pool.hold()
         large = [await pool.sample(sampler, seq) for seq in range(1, 7)]
         small = [await pool.sample(sampler, seq, max_tokens=1) for seq in range(7, 9)]
-        running = [pool.coordinator.core.sampling.running_on(worker_id) for worker_id in pool.engines]
+        running = [pool.samples_on(worker_id) for worker_id in pool.engines]
         await pool.release()
         await pool.wait(*large, *small)
     assert running == [small[:1], large, small[1:]]

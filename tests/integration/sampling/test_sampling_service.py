@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.sampling.scheduler import VERSIONS_MAX
+from coordinator.fleet.worker import VERSIONS_MAX
 from coordinator.storage.cycles import CycleCommit
 from coordinator.storage.database import DiskFullError
 from tests.support.toy_pool import FakeTime, ToyPool, fail_appends, running_pool, sample_request
@@ -147,7 +147,7 @@ async def test_a_stream_has_every_token_once_and_ends_with_the_operation(tmp_pat
         sampler = await pool.sampler(await pool.session())
         streamed, operation = await stream(pool, sample_request(sampler, 1, num_samples=3, max_tokens=20))
         nothing, again = await stream(pool, sample_request(sampler, 1, num_samples=3, max_tokens=20))
-        assert pool.coordinator.core.sampling._listeners == {}
+        assert not pool.coordinator.core.samples.streams.has_listener(operation.name)
     assert [streamed[index] for index in range(3)] == tokens_of(operation)
     assert (nothing, again) == ({}, operation)
 
@@ -241,7 +241,7 @@ def get_sampler(sampler_id: str) -> sampling_pb2.GetSamplerRequest:
 async def test_a_fresh_publish_is_sampled_without_reading_its_file(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         _, sampler = await trained(pool)
-        pool.coordinator.core.saver.samplers.read = None  # type: ignore[method-assign,assignment]  # or it would fail
+        pool.coordinator.core.saver.folders.samplers.read = None  # type: ignore[method-assign,assignment]  # or it would fail
         [operation] = await pool.wait(await pool.sample(sampler, 1))
     assert operation.state == SUCCEEDED
 
@@ -278,7 +278,7 @@ async def test_a_sampler_that_cannot_be_read_makes_room_for_who_waits_behind_it(
             may_read.wait(10)
             raise ServiceError(Code.DATA_LOSS, "CHECKSUM_MISMATCH", "damaged")
 
-        pool.coordinator.core.saver.checkpoints.read = read  # type: ignore[method-assign,assignment]
+        pool.coordinator.core.saver.folders.checkpoints.read = read  # type: ignore[method-assign,assignment]
         names = [await pool.sample(sampler, 1, num_samples=5), await pool.sample(base, 1, num_samples=2)]
         may_read.set()
         damaged, fine = await asyncio.wait_for(pool.wait(*names), 5)
@@ -291,7 +291,7 @@ async def test_a_sample_whose_worker_is_lost_before_it_got_it_is_started_once_on
         adapter = await pool.adapter()
         path = (await pool.save(adapter, 1, "first")).save_state.path
         sampler = await pool.sampler(adapter.partition(":")[0], model_path=path)
-        checkpoints, core = pool.coordinator.core.saver.checkpoints, pool.coordinator.core
+        checkpoints, core = pool.coordinator.core.saver.folders.checkpoints, pool.coordinator.core
         read, may_read, started = checkpoints.read, threading.Event(), []
         start_sample = core.pool.start_sample
 
@@ -327,46 +327,46 @@ async def test_workers_are_asked_to_remember_a_bounded_number_of_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert VERSIONS_MAX > 3
-    monkeypatch.setattr("coordinator.sampling.scheduler.VERSIONS_MAX", 3)
+    monkeypatch.setattr("coordinator.fleet.worker.VERSIONS_MAX", 3)
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         samplers = [(await pool.publish(adapter, seq)).save_weights_for_sampler.sampler_id for seq in range(1, 9)]
         await pool.publish(adapter, 9, "taken")
         clash = await pool.publish(adapter, 10, "taken")
         await pool.wait(await pool.forward_backward(adapter, 11, 3))
-        engine, worker = pool.engines["w0"][-1], pool.coordinator.core.sampling._workers["w0"]
+        engine = pool.engines["w0"][-1]
         assert clash.error.reason == "CHECKPOINT_EXISTS"
-        assert set(engine.versions) == set(worker.versions)
+        assert set(engine.versions) == pool.versions_on()
         assert len(engine.versions) == 3
         names = [await pool.sample(sampler, 1, seed=1) for sampler in samplers]
         assert all(each.state == SUCCEEDED for each in await pool.wait(*names))
         await pool.wait(await pool.forward_backward(adapter, 12, 3))
-        assert set(engine.versions) == set(worker.versions)
+        assert set(engine.versions) == pool.versions_on()
 
 
 async def test_the_versions_that_were_used_longest_ago_are_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.sampling.scheduler.VERSIONS_MAX", 3)
+    monkeypatch.setattr("coordinator.fleet.worker.VERSIONS_MAX", 3)
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         saves = [await pool.publish(adapter, seq) for seq in (1, 2, 3)]
         await pool.wait(await pool.sample(saves[0].save_weights_for_sampler.sampler_id, 1))
         saves.append(await pool.publish(adapter, 4))
-        known = set(pool.coordinator.core.sampling._workers["w0"].versions)
+        known = pool.versions_on()
     assert known == {saves[number].name for number in (0, 2, 3)}
 
 
 async def test_a_worker_that_only_samples_forgets_versions_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.sampling.scheduler.VERSIONS_MAX", 3)
+    monkeypatch.setattr("coordinator.fleet.worker.VERSIONS_MAX", 3)
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         samplers = [(await pool.publish(adapter, seq)).save_weights_for_sampler.sampler_id for seq in range(1, 9)]
         await pool.written()
         engine = pool.engines["w0"][-1]
         num_batches = len(engine.batches)
-        for sampler in samplers * 2:
-            [operation] = await pool.wait(await pool.sample(sampler, pool.coordinator.core.sampling.next_seq(sampler)))
+        for number, sampler in enumerate(samplers * 2):
+            [operation] = await pool.wait(await pool.sample(sampler, 1 + number // len(samplers)))
             assert operation.state == SUCCEEDED
             assert len(engine.versions) <= 3
         assert len(engine.batches) == num_batches
@@ -394,7 +394,7 @@ async def test_a_sample_that_could_not_be_logged_is_not_run_and_can_be_sent_agai
             fail_appends(patch, pool.coordinator.core.store, 1)
             with pytest.raises(ServiceError, match="nothing was accepted"):
                 await pool.sample(sampler, 1)
-        assert pool.coordinator.core.sampling.num_requests == 0
+        assert pool.coordinator.core.samples.num_samples == 0
         [operation] = await pool.wait(await pool.sample(sampler, 1))
     assert operation.state == SUCCEEDED
 
@@ -445,7 +445,7 @@ async def test_a_request_of_very_many_samples_leaves_others_room_on_its_worker(t
         pool.hold()
         many = await pool.sample(hogs, 1, tenant="hog", num_samples=1024, max_tokens=2)
         few = [await pool.sample(small, seq, tenant="small", num_samples=2) for seq in range(1, 5)]
-        assert pool.coordinator.core.sampling.running_on("w0") == [many, *few[:3]], "four of two places each"
+        assert pool.samples_on() == [many, *few[:3]], "four of two places each"
         await pool.release()
         [large] = await pool.wait(many, tenant="hog")
         others = await pool.wait(*few, tenant="small")
@@ -522,7 +522,7 @@ async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(
     async with running_pool(tmp_path) as pool:
         adapter, principal = await pool.adapter(), await pool.principal()
         session = adapter.partition(":")[0]
-        write = pool.coordinator.core.saver.samplers.write
+        write = pool.coordinator.core.saver.folders.samplers.write
         is_writing, may_write = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -531,7 +531,7 @@ async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(
             asyncio.run_coroutine_threadsafe(may_write.wait(), loop).result(10)
             return write(*args)
 
-        pool.coordinator.core.saver.samplers.write = slow_write  # type: ignore[method-assign,assignment]
+        pool.coordinator.core.saver.folders.samplers.write = slow_write  # type: ignore[method-assign,assignment]
         request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=1)
         name = (await pool.service.save_weights_for_sampler(principal, request)).operation.name
         await is_writing.wait()
@@ -578,7 +578,6 @@ async def test_a_session_that_ends_takes_its_samplers_and_their_files_with_it(tm
             await pool.sample(sampler, 2)
         assert raised.value.reason == "SESSION_ENDED"
         await time.until(lambda: not list((tmp_path / "samplers").iterdir()))
-        assert not pool.coordinator.core.sampling._last_seq
         await pool.release()
 
 
@@ -599,7 +598,7 @@ async def test_a_sample_that_waits_for_its_commit_can_be_cancelled_when_its_work
             patch.setattr(core.store.cycles, "commit", full)
             name = await pool.sample(sampler, 1)
             await asyncio.wait_for(is_decided.wait(), 5)
-            core._worker_lost("w0", core._incarnation("w0"))
+            pool.lose_worker()
             await pool.service.cancel_operation(principal, ops_pb.CancelOperationRequest(name=name))
             await pool.service.finish_session(principal, sessions_pb2.FinishSessionRequest(session_id=session))
         [operation] = await asyncio.wait_for(pool.wait(name), 5)

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.checkpoints.saver import Saver
 from coordinator.checkpoints.snapshots import LOGGED_OPERATIONS_MAX, RETRY_S, Snapshots
-from coordinator.operations.adapter_log import AdapterQueue
+from coordinator.operations.adapter_log import AdapterLog
 from tests.support.adapter_logs import ERROR, FB, STEP, adapter_with, operation, run
 from tests.support.toy_pool import FakeTime
 from workers.contract.messages import AdapterState, ErrorCode, ItemError, ItemResult
@@ -24,7 +24,7 @@ class SlowSaver:
     written: list[int] = field(default_factory=list)
     snapshots: Any = None
 
-    async def write_snapshot(self, adapter: AdapterQueue, state: AdapterState, window_error: bytes) -> str:
+    async def write_snapshot(self, adapter: AdapterLog, state: AdapterState, window_error: bytes) -> str:
         await self.may_end.wait()
         self.time.now += self.seconds
         self.written.append(state.applied_seq)
@@ -43,17 +43,15 @@ def saver(time: FakeTime) -> SlowSaver:
 
 @pytest.fixture
 def snapshots(saver: SlowSaver, time: FakeTime) -> Snapshots:
-    return Snapshots(cast("Saver", saver), time, 10.0, lambda: None)
+    return Snapshots(cast("Saver", saver), time, 10.0)
 
 
-def trained(engine_s: float, *, worker: str = "w0", has_step: bool = True, name: str = "a") -> AdapterQueue:
-    adapter = adapter_with(FB, STEP) if has_step else adapter_with(FB)
-    adapter.spec = type(adapter.spec)(
-        adapter_id=name, rank=8, alpha=1.0, seed=0, train_attn=True, train_mlp=True, train_unembed=True
-    )
-    adapter.placed(worker)
+def trained(engine_s: float, *, worker: str = "w0", has_step: bool = True, name: str = "a") -> AdapterLog:
+    """Return an adapter whose copy has run operations that cost so much."""
+    adapter = adapter_with(*((FB, STEP) if has_step else (FB,)), name=name)
+    adapter.place_copy(worker)
     run(adapter, *((1, 2) if has_step else (1,)))
-    adapter.engine_s_since_snapshot = engine_s
+    adapter.charge_replay(engine_s)
     return adapter
 
 
@@ -63,10 +61,10 @@ def state(seq: int) -> ItemResult:
     )
 
 
-async def write(snapshots: Snapshots, saver: SlowSaver, adapter: AdapterQueue) -> None:
+async def write(snapshots: Snapshots, saver: SlowSaver, adapter: AdapterLog) -> None:
     saver.may_end.set()
     snapshots.begin(adapter)
-    snapshots.take(adapter, state(adapter.placed_seq))
+    snapshots.take(adapter, state(adapter.copy.applied_seq))
     await snapshots.finish()
     snapshots.settle({adapter.adapter_id: adapter})
 
@@ -76,11 +74,11 @@ async def test_half_of_the_bound_is_soon_enough_between_steps_and_all_of_it_anyw
     stepped, in_window = trained(6.0), trained(6.0, has_step=False)
     assert snapshots.due([stepped], ()) == [stepped]
     assert snapshots.due([in_window], ()) == []
-    in_window.engine_s_since_snapshot = 11.0
+    in_window.charge_replay(5.0)
     assert snapshots.due([in_window], ()) == [in_window]
 
 
-async def test_the_bound_is_for_all_adapters_of_a_worker_together_and_the_dearest_goes_first(
+async def test_the_bound_is_for_all_adapters_of_a_worker_together_and_the_most_expensive_goes_first(
     snapshots: Snapshots,
 ) -> None:
     adapters = [trained(2.0, name="a"), trained(4.0, name="b"), trained(1.0, name="c")]
@@ -97,7 +95,7 @@ async def test_what_takes_long_to_write_waits_until_writing_is_a_tenth_of_the_ti
     await write(snapshots, saver, adapter)
     adapter = trained(6.0)
     assert snapshots.due([adapter], ()) == []
-    adapter.engine_s_since_snapshot = 8.2
+    adapter.charge_replay(2.2)
     assert snapshots.due([adapter], ()) == [adapter]
     saver.seconds = 5.0
     await write(snapshots, saver, adapter)
@@ -105,7 +103,7 @@ async def test_what_takes_long_to_write_waits_until_writing_is_a_tenth_of_the_ti
     assert snapshots.due([adapter], ()) == [adapter], "the bound on a replay wins"
 
 
-async def test_one_at_a_time_and_none_of_a_copy_that_ran_what_was_never_logged(
+async def test_an_adapter_has_one_snapshot_at_a_time_and_none_of_a_copy_that_ran_an_operation_that_was_never_logged(
     snapshots: Snapshots, saver: SlowSaver
 ) -> None:
     adapter = trained(11.0)
@@ -116,14 +114,14 @@ async def test_one_at_a_time_and_none_of_a_copy_that_ran_what_was_never_logged(
     assert snapshots.due([adapter], ()) == []
     saver.may_end.set()
     await snapshots.finish()
-    assert snapshots.is_unsettled("a"), "its queue does not know yet"
+    assert snapshots.is_unsettled("a"), "its adapter log was not told yet"
     assert adapter.snapshot_seq == 0
     snapshots.settle({"a": adapter})
     assert not snapshots.is_unsettled("a")
     assert (adapter.snapshot_seq, adapter.engine_s_since_snapshot) == (2, 0.0)
 
 
-async def test_one_that_fails_is_tried_again_after_a_while(snapshots: Snapshots, time: FakeTime) -> None:
+async def test_a_failed_snapshot_is_tried_again_after_a_while(snapshots: Snapshots, time: FakeTime) -> None:
     adapter = trained(11.0)
     snapshots.take(adapter, ItemResult(op_id="", error=ItemError(code=ErrorCode.NON_FINITE, message="no")))
     assert snapshots.due([adapter], ()) == []
@@ -133,12 +131,14 @@ async def test_one_that_fails_is_tried_again_after_a_while(snapshots: Snapshots,
 
 async def test_a_long_log_is_cut_however_cheap_it_was(snapshots: Snapshots) -> None:
     adapter = adapter_with(*[FB, STEP] * (LOGGED_OPERATIONS_MAX // 2 + 1))
-    adapter.placed("w0")
+    adapter.place_copy("w0")
     run(adapter, *range(1, LOGGED_OPERATIONS_MAX + 3))
     assert snapshots.due([adapter], ()) == [adapter]
 
 
-async def test_who_died_over_being_asked_is_left_alone_longer_each_time(snapshots: Snapshots, time: FakeTime) -> None:
+async def test_an_adapter_whose_worker_is_lost_over_its_snapshot_is_tried_later_each_time(
+    snapshots: Snapshots, time: FakeTime
+) -> None:
     adapter = trained(11.0)
     for pause_s in (RETRY_S, 2 * RETRY_S, 4 * RETRY_S):
         assert snapshots.due([adapter], ()) == [adapter]
@@ -149,21 +149,43 @@ async def test_who_died_over_being_asked_is_left_alone_longer_each_time(snapshot
         time.now += 1
 
 
-async def test_none_is_taken_while_something_is_decided_that_the_log_does_not_have(snapshots: Snapshots) -> None:
-    """A snapshot would hold its consequences, and the next life would decide otherwise."""
+async def test_no_snapshot_is_taken_while_an_outcome_is_decided_and_not_committed(snapshots: Snapshots) -> None:
+    """A snapshot would hold its consequences, and the next epoch might decide otherwise."""
     adapter = trained(11.0)
     adapter.add(operation(3, STEP))
-    adapter.operations[3].fail(ERROR)
-    adapter.decided.append(adapter.operations[3])
-    adapter.settle()
+    adapter.fail(adapter.operations[3], ERROR)
+    adapter.advance()
     assert snapshots.due([adapter], ()) == []
-    adapter.decided.clear()
+    [failed] = adapter.take_decided()
     assert snapshots.due([adapter], ()) == []
-    adapter.operations[3].is_committed = True
+    failed.commit()
     assert snapshots.due([adapter], ()) == [adapter]
 
 
-async def test_an_adapter_that_cannot_be_asked_makes_nobody_else_be_asked_in_every_cycle(snapshots: Snapshots) -> None:
+async def test_an_adapter_that_cannot_be_snapshotted_does_not_make_others_due_in_every_cycle(
+    snapshots: Snapshots,
+) -> None:
     busy, small = trained(30.0, name="busy"), trained(0.1, name="small")
-    busy.decided.append(operation(9, STEP))
+    busy.add(operation(3, STEP))
+    busy.fail(busy.operations[3], ERROR)
     assert snapshots.due([busy, small], ()) == []
+
+
+async def test_the_end_of_a_write_is_signalled(snapshots: Snapshots, saver: SlowSaver) -> None:
+    written = asyncio.Event()
+    snapshots.changed.subscribe(written)
+    await write(snapshots, saver, trained(11.0))
+    assert written.is_set()
+
+
+async def test_a_snapshot_that_becomes_durable_after_its_adapter_was_deleted_covers_nothing(
+    snapshots: Snapshots, saver: SlowSaver
+) -> None:
+    deleted, namesake = trained(11.0), trained(0.0)
+    saver.may_end.set()
+    snapshots.begin(deleted)
+    snapshots.take(deleted, state(2))
+    await snapshots.finish()
+    snapshots.settle({"a": namesake})
+    assert (deleted.snapshot_seq, namesake.snapshot_seq) == (0, 0)
+    assert not snapshots.is_unsettled("a")

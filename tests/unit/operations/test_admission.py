@@ -1,4 +1,4 @@
-"""Admission against a real store: what consumes a place and what does not, and that a retry is always safe."""
+"""Admission against a real store: what consumes a sequence number and what does not; a retry is always safe."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -9,19 +9,20 @@ import pytest
 
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError, invalid
-from coordinator.operations.adapter_log import AdapterQueue
-from coordinator.operations.admission import Admission, Draft
+from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.admission import Admission, Request
 from coordinator.operations.chunks import Chunk
-from coordinator.operations.in_flight import OperationTable
+from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Kind, Operation
+from coordinator.operations.payloads import decoded_pass
+from coordinator.operations.registry import AdapterGroup, AdapterRegistry
 from coordinator.storage.store import Store
+from tests.support.adapter_logs import adapter_with
 from tests.support.database import open_store
-from tests.support.toy_pool import fail_appends
+from tests.support.toy_pool import FakeTime, fail_appends
 from tinkerpool.v1 import training_pb2, types_pb2
-from workers.contract.messages import AdapterSpec
 
 LIMITS = Limits(pending_operations_max=8, pending_bytes_max=2000, window_bytes_max=500)
-SPEC = AdapterSpec(adapter_id="a", rank=8, alpha=1.0, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
 
 
 @dataclass
@@ -29,23 +30,28 @@ class Desk:
     """An admission and one adapter."""
 
     store: Store
-    table: OperationTable = field(default_factory=OperationTable)
-    adapter: AdapterQueue = field(default_factory=lambda: AdapterQueue("t", "s", "toy", SPEC))
-    touched: int = 0
+    in_flight: InFlightTable = field(default_factory=InFlightTable)
+    adapter: AdapterLog = field(default_factory=adapter_with)
 
     def __post_init__(self) -> None:
-        self.admission = Admission(self.store, self.table, LIMITS)
+        registry = AdapterRegistry(FakeTime(), self.store.adapters)
+        registry.add(self.adapter)
+        self.group: AdapterGroup = registry.group_of(self.adapter)
+        self.admission = Admission(self.store, self.in_flight, registry, LIMITS)
 
-    async def submit(self, *drafts: Draft, seq: int = 0, request_id: str = "") -> list[Operation]:
-        def touch() -> None:
-            self.touched += 1
+    async def submit(self, *requests: Request, seq: int = 0, request_id: str = "") -> list[Operation]:
+        acceptance = self.admission.accept(self.adapter, seq, request_id, requests)
+        return list(await acceptance.until_durable())
 
-        return await self.admission.to_adapter(self.adapter, seq, request_id, drafts, touch)
-
-    async def refusal(self, *drafts: Draft, seq: int = 0, request_id: str = "") -> ServiceError:
+    async def refusal(self, *requests: Request, seq: int = 0, request_id: str = "") -> ServiceError:
         with pytest.raises(ServiceError) as raised:
-            await self.submit(*drafts, seq=seq, request_id=request_id)
+            await self.submit(*requests, seq=seq, request_id=request_id)
         return raised.value
+
+    async def sample(self, seq: int) -> Operation:
+        request = Request(kind=Kind.SAMPLE, raw=training_pb2.OptimStepRequest(), payload=b"sample")
+        [operation] = await self.admission.accept_sample("t", "s", seq, "", request).until_durable()
+        return operation
 
     def logged(self) -> list[int]:
         return [row.seq for row, _ in self.store.operations.since("a", 0)]
@@ -58,21 +64,23 @@ async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
     await store.close()
 
 
-def step(body: bytes = b"step") -> Draft:
-    return Draft(Kind.OPTIM_STEP, training_pb2.OptimStepRequest(adapter_id="a"), lambda: (body, ()))
+def step(payload: bytes = b"step") -> Request:
+    return Request(kind=Kind.OPTIM_STEP, raw=training_pb2.OptimStepRequest(adapter_id="a"), payload=payload)
 
 
-def forward_backward(body: bytes = b"pass") -> Draft:
-    request = training_pb2.ForwardBackwardRequest(adapter_id="a")
-    return Draft(Kind.FORWARD_BACKWARD, request, lambda: (body, (Chunk(0, 1, 4),)))
+def forward_backward(payload: bytes = b"pass") -> Request:
+    return Request(
+        kind=Kind.FORWARD_BACKWARD,
+        raw=training_pb2.ForwardBackwardRequest(adapter_id="a"),
+        payload=payload,
+        decoded=decoded_pass("cross_entropy", {}, []),
+        chunks=(Chunk(0, 1, 4),),
+    )
 
 
-def bad(rate: float = -1.0) -> Draft:
-    def build() -> tuple[bytes, tuple[Chunk, ...]]:
-        raise invalid("adam.learning_rate is wrong")
-
-    adam = types_pb2.AdamParams(learning_rate=rate)
-    return Draft(Kind.OPTIM_STEP, training_pb2.OptimStepRequest(adapter_id="a", adam=adam), build)
+def bad(rate: float = -1.0) -> Request:
+    raw = training_pb2.OptimStepRequest(adapter_id="a", adam=types_pb2.AdamParams(learning_rate=rate))
+    return Request(kind=Kind.OPTIM_STEP, raw=raw, malformed=invalid("adam.learning_rate is wrong"))
 
 
 def seqs(operations: Sequence[Operation]) -> list[int]:
@@ -83,7 +91,19 @@ async def test_an_operation_is_in_the_log_when_it_is_acknowledged(desk: Desk) ->
     [operation] = await desk.submit(step(), seq=1)
     assert operation.is_durable
     assert desk.logged() == [1]
-    assert desk.touched == 1
+
+
+async def test_an_operation_may_run_before_its_append_has_committed(desk: Desk) -> None:
+    """Acceptance does not wait: nothing is awaited before the asserts."""
+    acceptance = desk.admission.accept(desk.adapter, 1, "", [forward_backward()])
+    [operation] = acceptance.operations
+    assert not operation.is_durable
+    assert list(desk.adapter.ready_passes()) == [operation]
+    assert (list(desk.group.dirty), list(desk.group.arrivals.drain())) == (["a"], ["t"])
+    assert desk.in_flight.get("a:1") is operation
+    assert operation.decoded is not None, "the request is decoded once"
+    await acceptance.until_durable()
+    assert operation.is_durable
 
 
 async def test_the_same_again_is_the_same_operation_and_something_else_is_refused(desk: Desk) -> None:
@@ -96,13 +116,27 @@ async def test_the_same_again_is_the_same_operation_and_something_else_is_refuse
     assert desk.logged() == [1]
 
 
-async def test_a_repetition_is_acknowledged_only_when_the_first_is_durable(
+async def test_a_repeat_is_acknowledged_only_when_the_first_is_durable(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_appends(monkeypatch, desk.store, 1)
     answers = await asyncio.gather(*(desk.submit(step(), seq=1) for _ in range(3)), return_exceptions=True)
     assert [getattr(answer, "reason", answer) for answer in answers] == ["STORAGE"] * 3
     assert all(answer.retry_delay_s for answer in answers if isinstance(answer, ServiceError))
+
+
+async def test_a_repeat_of_two_operations_is_acknowledged_only_when_both_are_durable(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_appends(monkeypatch, desk.store, 2)
+    first, second = (
+        desk.admission.accept(desk.adapter, seq, "", [request])
+        for seq, request in ((1, forward_backward()), (2, step()))
+    )
+    assert (await desk.refusal(forward_backward(), step(), seq=1)).reason == "STORAGE"
+    assert seqs(await first.until_durable()) == [1]
+    with pytest.raises(ServiceError):
+        await second.until_durable()
 
 
 async def test_a_storage_failure_consumes_nothing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,19 +148,19 @@ async def test_a_storage_failure_consumes_nothing(desk: Desk, monkeypatch: pytes
         bad_error = await desk.refusal(bad(), seq=2)
         assert bad_error.reason == "STORAGE"
     assert (desk.adapter.next_seq, list(desk.adapter.operations)) == (2, [1])
-    assert (len(desk.table), desk.adapter.window_bytes) == (1, 0)
+    assert (len(desk.in_flight), desk.adapter.window_bytes) == (1, 0)
     assert seqs(await desk.submit(forward_backward(), step(), request_id="r")) == [2, 3]
     assert desk.logged() == [1, 2, 3]
 
 
-async def test_a_refused_seq_is_consumed_once_and_its_repetition_gets_the_same_answer(desk: Desk) -> None:
+async def test_a_refused_seq_is_consumed_once_and_its_repeat_gets_the_same_refusal(desk: Desk) -> None:
     errors = await asyncio.gather(*(desk.refusal(bad(), seq=1) for _ in range(3)))
     errors.append(await desk.refusal(bad(), seq=1))
     assert {(error.code, error.message) for error in errors} == {(Code.INVALID_ARGUMENT, "adam.learning_rate is wrong")}
     assert desk.logged() == [1]
     assert desk.adapter.operations[1].is_failed
     assert (await desk.refusal(bad(-2.0), seq=1)).code is Code.ALREADY_EXISTS
-    assert (len(desk.table), desk.adapter.next_seq) == (0, 2)
+    assert (len(desk.in_flight), desk.adapter.next_seq) == (0, 2)
 
 
 async def test_a_refusal_without_a_seq_consumes_nothing(desk: Desk) -> None:
@@ -136,12 +170,10 @@ async def test_a_refusal_without_a_seq_consumes_nothing(desk: Desk) -> None:
     assert seqs(await desk.submit(step(), request_id="r")) == [1]
 
 
-async def test_a_check_that_no_longer_holds_does_not_matter_to_a_repetition(desk: Desk) -> None:
-    def gone() -> None:
-        raise ServiceError(Code.NOT_FOUND, "NOT_FOUND", "no such checkpoint")
-
-    checked = Draft(Kind.LOAD_STATE, training_pb2.LoadStateRequest(adapter_id="a"), lambda: (b"load", ()))
-    now_gone = Draft(checked.kind, checked.request, checked.build, check=gone)
+async def test_a_check_that_no_longer_holds_does_not_matter_to_a_repeat(desk: Desk) -> None:
+    raw, gone = training_pb2.LoadStateRequest(adapter_id="a"), ServiceError(Code.NOT_FOUND, "NOT_FOUND", "no such one")
+    checked = Request(kind=Kind.LOAD_STATE, raw=raw, payload=b"load")
+    now_gone = Request(kind=Kind.LOAD_STATE, raw=raw, payload=b"load", refusal=gone)
     [first] = await desk.submit(checked, seq=1)
     assert await desk.submit(now_gone, seq=1) == [first]
     assert (await desk.refusal(now_gone, seq=2)).code is Code.NOT_FOUND
@@ -149,7 +181,7 @@ async def test_a_check_that_no_longer_holds_does_not_matter_to_a_repetition(desk
     assert failed.is_failed
 
 
-async def test_a_request_id_takes_the_next_place_once(desk: Desk) -> None:
+async def test_a_request_id_takes_the_next_seq_once(desk: Desk) -> None:
     first, again, other = await asyncio.gather(
         *(desk.submit(step(name), request_id=name.decode()) for name in (b"r", b"r", b"q"))
     )
@@ -157,7 +189,7 @@ async def test_a_request_id_takes_the_next_place_once(desk: Desk) -> None:
     assert (await desk.refusal(step(b"changed"), request_id="r")).code is Code.ALREADY_EXISTS
 
 
-async def test_a_request_id_of_another_seq_is_refused_and_its_place_stays_free(desk: Desk) -> None:
+async def test_a_request_id_of_another_seq_is_refused_and_that_seq_stays_free(desk: Desk) -> None:
     await desk.submit(step(), seq=1, request_id="r")
     assert (await desk.refusal(step(), seq=2, request_id="r")).reason == "REQUEST_ID_TAKEN"
     assert desk.adapter.next_seq == 2
@@ -178,46 +210,56 @@ async def test_two_operations_are_taken_together_or_not_at_all(desk: Desk) -> No
     assert (await desk.refusal(forward_backward(), step(), seq=3)).code is Code.ALREADY_EXISTS
 
 
-async def test_a_full_queue_refuses_with_a_delay_and_consumes_nothing(desk: Desk) -> None:
+async def test_a_full_adapter_log_refuses_with_a_delay_and_consumes_nothing(desk: Desk) -> None:
     for seq in range(1, 9):
         await desk.submit(step(), seq=seq)
     error = await desk.refusal(step(), seq=9)
     assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "QUEUE_FULL")
     assert error.retry_delay_s
     assert desk.adapter.next_seq == 9
-    assert seqs(await desk.submit(step(), seq=8)) == [8], "a repetition needs no room"
+    assert seqs(await desk.submit(step(), seq=8)) == [8], "a repeat needs no room"
     one = desk.adapter.operations[1]
     one.succeed(1)
-    desk.table.finished(one)
+    desk.in_flight.finish(one)
     assert seqs(await desk.submit(step(), seq=9)) == [9]
 
 
-async def test_a_tenants_waiting_bytes_are_bounded(desk: Desk) -> None:
+async def test_a_tenants_bytes_in_flight_are_bounded(desk: Desk) -> None:
     await desk.submit(step(bytes(1999)), seq=1)
-    large = Draft(Kind.OPTIM_STEP, training_pb2.OptimStepRequest(adapter_id="a" * 50), lambda: (bytes(50), ()))
+    raw = training_pb2.OptimStepRequest(adapter_id="a" * 50)
+    large = Request(kind=Kind.OPTIM_STEP, raw=raw, payload=bytes(50))
     assert (await desk.refusal(large, seq=2)).reason == "QUEUE_FULL"
+    with pytest.raises(ServiceError, match="are queued"):
+        desk.admission.check_room(desk.adapter, 2, "", 50)  # before it is decoded
+    desk.admission.check_room(desk.adapter, 1, "", 50)  # a repeat needs no room
 
 
-async def test_samples_that_wait_are_bounded_too(desk: Desk) -> None:
-    sample = Draft(Kind.SAMPLE, training_pb2.OptimStepRequest(), lambda: (b"sample", ()))
+async def test_queued_samples_are_bounded_too(desk: Desk) -> None:
     for seq in range(1, 9):
-        await desk.admission.to_sampler("t", "s", seq, "", 1, sample)
-    with pytest.raises(ServiceError, match="8 operations are waiting"):
-        await desk.admission.to_sampler("t", "s", 9, "", 1, sample)
-    again, is_new = await desk.admission.to_sampler("t", "s", 8, "", 1, sample)
-    assert (again.seq, is_new) == (8, False)
+        await desk.sample(seq)
+    with pytest.raises(ServiceError, match="8 operations are queued"):
+        await desk.sample(9)
+    request = Request(kind=Kind.SAMPLE, raw=training_pb2.OptimStepRequest(), payload=b"sample")
+    again = desk.admission.accept_sample("t", "s", 8, "", request)
+    assert (seqs(again.operations), again.is_new) == ([8], False)
 
 
 async def test_a_repeated_sample_is_acknowledged_only_when_the_first_is_durable(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_appends(monkeypatch, desk.store, 1)
-    sample = Draft(Kind.SAMPLE, training_pb2.OptimStepRequest(), lambda: (b"sample", ()))
-    answers = await asyncio.gather(
-        *(desk.admission.to_sampler("t", "s", 1, "", 1, sample) for _ in range(2)), return_exceptions=True
-    )
-    assert [getattr(answer, "reason", answer) for answer in answers] == ["STORAGE"] * 2
-    assert len(desk.table) == 0
+    found = await asyncio.gather(*(desk.sample(1) for _ in range(2)), return_exceptions=True)
+    assert [getattr(each, "reason", each) for each in found] == ["STORAGE"] * 2
+    assert len(desk.in_flight) == 0
+
+
+async def test_samples_without_a_seq_are_numbered_behind_the_highest_one(desk: Desk) -> None:
+    await desk.sample(7)
+    request = Request(kind=Kind.SAMPLE, raw=training_pb2.OptimStepRequest(), payload=b"sample")
+    accepted = [desk.admission.accept_sample("t", "s", 0, request_id, request) for request_id in ("r", "r", "q")]
+    assert [seqs(each.operations) for each in accepted] == [[8], [8], [9]]
+    for each in accepted:
+        await each.until_durable()
 
 
 async def test_a_seq_far_ahead_is_refused_with_the_one_expected(desk: Desk) -> None:
@@ -225,9 +267,8 @@ async def test_a_seq_far_ahead_is_refused_with_the_one_expected(desk: Desk) -> N
         error = await desk.refusal(step(), seq=seq)
         assert (error.reason, error.metadata) == ("SEQ_TOO_FAR", {"expected_seq": "1"})
     assert seqs(await desk.submit(step(), seq=8)) == [8]
-    sample = Draft(Kind.SAMPLE, training_pb2.OptimStepRequest(), lambda: (b"sample", ()))
     with pytest.raises(ServiceError, match="at most"):
-        await desk.admission.to_sampler("t", "s", 2**63 - 1, "", 1, sample)
+        await desk.sample(2**63 - 1)
 
 
 async def test_a_window_that_grows_too_large_is_refused_with_what_to_do(desk: Desk) -> None:
@@ -238,16 +279,35 @@ async def test_a_window_that_grows_too_large_is_refused_with_what_to_do(desk: De
     await desk.submit(forward_backward(bytes(200)), seq=4)
 
 
-async def test_nothing_new_is_taken_while_stopping_but_what_was_taken_is_known(desk: Desk) -> None:
+async def test_nothing_new_is_accepted_while_stopping_and_an_accepted_operation_is_known(desk: Desk) -> None:
     [first] = await desk.submit(step(), seq=1)
-    desk.admission.is_stopping = True
+    desk.admission.close()
     error = await desk.refusal(step(), seq=2)
     assert (error.code, bool(error.retry_delay_s)) == (Code.UNAVAILABLE, True)
     assert await desk.submit(step(), seq=1) == [first]
 
 
-async def test_what_left_with_a_snapshot_is_not_taken_again(desk: Desk) -> None:
-    desk.adapter.snapshot_seq = desk.adapter.cursor = 5
-    desk.adapter.next_seq = 6
+async def test_an_operation_that_a_snapshot_covers_is_not_accepted_again(desk: Desk) -> None:
+    desk.adapter.cover(5, b"", 0.0)
+    desk.adapter.restore(6)
     assert (await desk.refusal(step(), seq=3)).reason == "RESULT_DROPPED"
     assert seqs(await desk.submit(step(), seq=6)) == [6]
+
+
+async def test_an_adapter_that_is_being_deleted_accepts_nothing(desk: Desk) -> None:
+    desk.adapter.begin_deletion()
+    assert (await desk.refusal(step(), seq=1)).code is Code.NOT_FOUND
+    assert (await desk.refusal(bad(), seq=1)).code is Code.NOT_FOUND
+    assert (len(desk.in_flight), desk.logged()) == (0, [])
+
+
+async def test_a_refusal_that_is_not_recorded_closes_no_window(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.admission.accept(desk.adapter, 2, "", [step()])
+    with monkeypatch.context() as patch:
+        fail_appends(patch, desk.store, 1)
+        wrong = Request(kind=Kind.FORWARD_BACKWARD, raw=forward_backward().raw, malformed=invalid("no data"))
+        assert (await desk.refusal(wrong, seq=1)).reason == "STORAGE"
+    assert not desk.adapter.is_ready()
+    assert not desk.adapter.operations[2].is_final
+    [again] = await desk.submit(forward_backward(), seq=1)
+    assert list(desk.adapter.ready_passes()) == [again]

@@ -1,22 +1,27 @@
-"""Waiting for operations: each outcome once, no waiter left behind, nothing kept afterwards."""
+"""The in-flight table: each wait gets each outcome once, and nothing is kept afterwards; its memory is bounded."""
 
 import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 
-from coordinator.operations.in_flight import OperationTable
+from coordinator.operations import in_flight
+from coordinator.operations.finished_samples import FinishedSamples
+from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Kind, Operation
+from coordinator.operations.payloads import decoded_pass
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 
 def operation(seq: int, request_id: str = "", tenant: str = "t") -> Operation:
-    return Operation(tenant, "a", seq, Kind.OPTIM_STEP, b"", b"", request_id, 0, 100)
+    one = Operation(tenant, "a", seq, Kind.OPTIM_STEP, b"", b"", request_id, 0, 100)
+    one.accept()
+    return one
 
 
-def finish(table: OperationTable, one: Operation) -> None:
+def finish(table: InFlightTable, one: Operation) -> None:
     one.succeed(1)
-    table.finished(one)
+    table.finish(one)
 
 
 def stored(name: str) -> ops_pb.Operation:
@@ -28,7 +33,7 @@ async def names_of(wait: AsyncIterator[ops_pb.Operation]) -> list[str]:
 
 
 async def test_each_is_delivered_once_the_finished_first_then_in_order_of_finishing() -> None:
-    table, ones = OperationTable(), [operation(seq) for seq in (1, 2, 3)]
+    table, ones = InFlightTable(), [operation(seq) for seq in (1, 2, 3)]
     for one in ones:
         table.add(one)
     waiting = asyncio.create_task(names_of(table.wait(["a:3", "a:1", "a:9", "a:2", "a:1"], stored)))
@@ -38,19 +43,20 @@ async def test_each_is_delivered_once_the_finished_first_then_in_order_of_finish
     assert await waiting == ["a:9", "a:2", "a:1", "a:3"]
 
 
-async def test_two_waiters_both_get_it_and_nothing_is_kept() -> None:
-    table, one = OperationTable(), operation(1, "r")
+async def test_two_waits_both_get_the_outcome_and_nothing_is_kept() -> None:
+    table, one = InFlightTable(), operation(1, "r")
     table.add(one)
     waits = [asyncio.create_task(names_of(table.wait(["a:1"], stored))) for _ in range(2)]
     await asyncio.sleep(0)
     finish(table, one)
+    assert one.is_committed
     assert await asyncio.gather(*waits) == [["a:1"], ["a:1"]]
-    assert (len(table), table.pending_bytes("t"), table.num_pending("a")) == (0, 0, 0)
+    assert (len(table), table.bytes_of_tenant("t"), table.num_of_target("a")) == (0, 0, 0)
     assert [*table._waiters, *table._open_queues, *table._num_by_target, *table._by_request_id] == []
 
 
-async def test_a_waiter_that_goes_away_leaves_nothing_behind() -> None:
-    table = OperationTable()
+async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
+    table = InFlightTable()
     table.add(operation(1))
     waiting = asyncio.create_task(names_of(table.wait(["a:1"], stored)))
     await asyncio.sleep(0)
@@ -61,7 +67,7 @@ async def test_a_waiter_that_goes_away_leaves_nothing_behind() -> None:
 
 
 async def test_closing_ends_every_wait_also_one_that_begins_later() -> None:
-    table = OperationTable()
+    table = InFlightTable()
     table.add(operation(1))
     waiting = asyncio.create_task(names_of(table.wait(["a:1"], stored)))
     await asyncio.sleep(0)
@@ -71,7 +77,7 @@ async def test_closing_ends_every_wait_also_one_that_begins_later() -> None:
 
 
 async def test_finished_ones_are_read_one_by_one_as_they_are_taken() -> None:
-    table, read = OperationTable(), []
+    table, read = InFlightTable(), []
 
     def reading(name: str) -> ops_pb.Operation:
         read.append(name)
@@ -83,22 +89,47 @@ async def test_finished_ones_are_read_one_by_one_as_they_are_taken() -> None:
     await wait.aclose()  # type: ignore[attr-defined]
 
 
-def test_pending_operations_and_bytes_are_counted_by_owner() -> None:
-    table = OperationTable()
+def test_operations_in_flight_and_their_bytes_are_counted_by_owner() -> None:
+    table = InFlightTable()
     ones = [operation(1), operation(2), operation(3, tenant="u")]
     for one in ones:
         table.add(one)
-    assert (table.pending_bytes("t"), table.pending_bytes("u"), table.num_pending("a")) == (200, 100, 3)
+    assert (table.bytes_of_tenant("t"), table.bytes_of_tenant("u"), table.num_of_target("a")) == (200, 100, 3)
     table.remove(ones[0])
     table.remove(ones[0])
-    assert (table.pending_bytes("t"), table.num_pending("a")) == (100, 2)
+    assert (table.bytes_of_tenant("t"), table.num_of_target("a")) == (100, 2)
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
-def test_a_request_id_leads_to_its_live_operation(is_finished: bool) -> None:
-    table, one = OperationTable(), operation(1, "r")
+def test_a_request_id_leads_to_its_operation_in_flight(is_finished: bool) -> None:
+    table, one = InFlightTable(), operation(1, "r")
     table.add(one)
     assert table.of_request("a", "r") is one
     assert table.of_request("b", "r") is None
     finish(table, one) if is_finished else table.remove(one)
     assert table.of_request("a", "r") is None
+
+
+def test_decoded_payloads_take_no_more_memory_than_allowed_and_give_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = decoded_pass("cross_entropy", {}, [])
+    monkeypatch.setattr(in_flight, "DECODED_BYTES_MAX", 2 * decoded.num_bytes)  # the real bound is 256 MiB
+    table, ones = InFlightTable(), [operation(seq) for seq in range(1, 6)]
+    for one in ones:
+        table.add(one)
+        table.keep_decoded(one, decoded)
+    held = [one.decoded is not None for one in ones]
+    assert held == [True, True, False, False, False], "the others are decoded when they run"
+    finish(table, ones[0])
+    table.remove(ones[1])
+    for one in ones[2:]:
+        table.keep_decoded(one, decoded)
+    assert [one.decoded is not None for one in ones[2:]] == [True, True, False]
+
+
+async def test_every_committed_outcome_is_noted_for_the_polls_of_its_client() -> None:
+    finished = FinishedSamples(epoch=1)
+    table, one = InFlightTable(finished), operation(1)
+    table.add(one)
+    assert await finished.since("a", 0, 0, 0, list) == ([], 1 << 32)
+    finish(table, one)
+    assert [each.name for each in (await finished.since("a", 0, 0, 0, list))[0]] == ["a:1"]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError
-from coordinator.operations.operation import Kind, Operation
+from coordinator.operations.operation import Kind, Operation, Usage
 from coordinator.operations.sample_payloads import DecodedSample, canonical_sample, decode_sample, fill_sample
 from tests.support.memory import memory_of
 from tests.support.toy_engine import toy_model_info
@@ -240,8 +240,8 @@ def operation(request: sampling_pb2.SampleRequest) -> Operation:
         target_id="s",
         seq=1,
         kind=Kind.SAMPLE,
-        body=payload(request),
-        body_hash=b"",
+        payload=payload(request),
+        payload_hash=b"",
         request_id="",
         chunk_tokens=0,
         num_bytes=0,
@@ -253,8 +253,9 @@ def test_the_result_has_all_fields_of_a_workers_result_and_no_others() -> None:
         tokens=np.array([4, 5], np.int32), logprobs=np.array([-1, -2], np.float32), stop_reason=StopReason.STOP
     )
     plain = operation(asked())
-    fill_sample(plain, SampleResult(op_id="op", sequences=(sequence,)))
+    fill_sample(plain, decode_sample(plain.payload), SampleResult(op_id="op", sequences=(sequence,)), Usage(9, 0.5))
     assert plain.outcome is not None
+    assert (plain.outcome.num_tokens, plain.outcome.engine_seconds) == (9, 0.5)
     result = plain.outcome.sample
     for name in ("prompt_logprobs", "topk_prompt", "prompt_target_logprobs", "prompt_alt_tokens"):
         assert not result.HasField(name)
@@ -276,7 +277,7 @@ def test_the_result_has_all_fields_of_a_workers_result_and_no_others() -> None:
         prompt_alt_tokens=likeliest(2),
         num_cached_tokens=2,
     )
-    fill_sample(full, answer)
+    fill_sample(full, decode_sample(full.payload), answer, Usage())
     assert full.outcome is not None
     result = full.outcome.sample
     assert np.array_equal(from_tensor(result.prompt_logprobs), prompt_logprobs, equal_nan=True)

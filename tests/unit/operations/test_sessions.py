@@ -12,13 +12,7 @@ from coordinator.storage.database import StorageError
 from coordinator.storage.rows import SamplerRow
 from coordinator.storage.store import Store
 from tests.support.database import open_store, session_row
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.toy_pool import FakeTime
 
 
 @pytest.fixture
@@ -38,19 +32,19 @@ async def add_sampler(store: Store, session_id: str, index: int) -> None:
     await store.samplers.insert(row)
 
 
-async def test_a_session_expires_when_it_is_not_heard_of_for_the_time_allowed(store: Store) -> None:
-    clock = Clock()
-    table = SessionTable(store, clock)
+async def test_a_session_without_heartbeats_expires_after_the_time_allowed(store: Store) -> None:
+    time = FakeTime()
+    table = SessionTable(store, time)
     for session_id in ("s1", "s2"):
         await add_row(store, session_id)
     table.add("s1")
-    clock.now += 6
+    time.now += 6
     table.add("s2")
     table.touch("s1")
-    clock.now += 9
+    time.now += 9
     assert [session.session_id for session in table.expired(10)] == []
     table.touch("s2")
-    clock.now += 2
+    time.now += 2
     assert [session.session_id for session in table.expired(10)] == ["s1"]
     with table.ending("s1"):
         assert table.get("s1") is None
@@ -61,7 +55,7 @@ async def test_a_session_expires_when_it_is_not_heard_of_for_the_time_allowed(st
 
 async def test_a_session_goes_on_when_the_last_call_that_would_end_it_has_failed(store: Store) -> None:
     await add_row(store, "s")
-    table = SessionTable(store, Clock())
+    table = SessionTable(store, FakeTime())
     table.add("s")
 
     def end(*, times: int) -> None:
@@ -81,7 +75,7 @@ async def test_an_ended_session_is_not_added_again_and_a_live_one_with_its_numbe
     await add_row(store, "ended", ended_at=5.0)
     await add_row(store, "live")
     await add_sampler(store, "live", 4)
-    table = SessionTable(store, Clock())
+    table = SessionTable(store, FakeTime())
     for session_id in ("ended", "live"):
         table.add(session_id)
     assert table.get("ended") is None
@@ -90,7 +84,7 @@ async def test_an_ended_session_is_not_added_again_and_a_live_one_with_its_numbe
 
 async def test_adding_a_session_again_changes_nothing(store: Store) -> None:
     await add_row(store, "s")
-    table = SessionTable(store, Clock())
+    table = SessionTable(store, FakeTime())
     table.add("s")
     assert table.take_sampler_index("s", "op") == 0
     table.add("s")
@@ -100,7 +94,7 @@ async def test_adding_a_session_again_changes_nothing(store: Store) -> None:
 async def test_a_number_that_is_asked_for_is_given_to_one_operation_only(store: Store) -> None:
     await add_row(store, "s")
     await add_sampler(store, "s", 4)
-    table = SessionTable(store, Clock())
+    table = SessionTable(store, FakeTime())
     table.add("s")
     assert table.take_sampler_index("s", "op1", 7) == 7
     assert table.take_sampler_index("s", "op1", 7) == 7  # it runs again, after its worker was lost
@@ -117,9 +111,8 @@ async def test_downtime_ages_no_session_and_its_numbering_goes_on(store: Store) 
     await add_row(store, "ended", ended_at=5.0)
     for index in (0, 4, 11):
         await add_sampler(store, "live", index)
-    clock = Clock()
-    clock.now = 1e9
-    table = SessionTable(store, clock)
+    time = FakeTime(now=1e9)
+    table = SessionTable(store, time)
     table.load()
     assert table.expired(1) == []
     assert table.get("ended") is None
@@ -127,7 +120,7 @@ async def test_downtime_ages_no_session_and_its_numbering_goes_on(store: Store) 
 
 
 async def test_an_ended_session_gets_no_more_samplers(store: Store) -> None:
-    table = SessionTable(store, Clock())
+    table = SessionTable(store, FakeTime())
     with pytest.raises(ServiceError) as raised:
         table.take_sampler_index("gone", "op")
     assert raised.value.reason == "SESSION_ENDED"

@@ -1,9 +1,11 @@
-"""The cycle clock, with a clock of its own: who waits for whom, and how long."""
+"""The cycle clock, with a time of its own: for which tenants it lingers, and how long."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Mapping
 
-from coordinator.scheduling.clock import GIVEN_UP_S, GUESSES_MAX, CycleClock
+from coordinator.base.signal import Signal
+from coordinator.operations.arrivals import Arrivals
+from coordinator.scheduling.clock import ABSENCE_S_MAX, GUESSES_MAX, RETURNS_KEPT, CycleClock
 from coordinator.scheduling.cost_model import CycleCosts
 
 FIXED_S = 0.02
@@ -12,7 +14,7 @@ LINGER_S = 0.1
 
 
 class FakeTime:
-    """Time that passes only when somebody sleeps; the log has how long."""
+    """Time that passes only in a sleep; `slept` has how long."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -38,192 +40,218 @@ def known_costs(fixed_s: float = FIXED_S) -> CycleCosts:
     return costs
 
 
-async def start(clock: CycleClock, ready: Iterable[str], *, is_full: bool = False) -> None:
-    tenants = frozenset(ready)
-    await clock.next_cycle(lambda: bool(tenants), lambda: tenants, lambda: is_full)
+class Bench:
+    """A clock, the arrivals that it drains, and the ready work that it asks."""
 
+    def __init__(self, linger_s: float = LINGER_S, costs: CycleCosts | None = None) -> None:
+        self.time, changed = FakeTime(), Signal()
+        self.arrivals = Arrivals(self.time, changed)
+        self.clock = CycleClock(self.time, linger_s, costs or known_costs(), self.arrivals)
+        self.ready: set[str] = set()
+        self.has_full_budget = False
+        changed.subscribe(self.clock.wake)
 
-async def clock_after(
-    *tenants: str, back_s: float = BACK_S, linger_s: float = LINGER_S, costs: CycleCosts | None = None
-) -> tuple[CycleClock, FakeTime]:
-    """A clock at the end of a cycle with these tenants, who came back after `back_s` the last times."""
-    time = FakeTime()
-    clock = CycleClock(time, linger_s, costs or known_costs())
-    for _ in range(3):
-        clock.finished(frozenset(tenants))
-        time.now += back_s
+    def is_ready(self) -> bool:
+        return bool(self.ready)
+
+    def tenants(self) -> frozenset[str]:
+        return frozenset(self.ready)
+
+    def is_full(self) -> bool:
+        return self.has_full_budget
+
+    def arrive(self, *tenants: str) -> None:
         for tenant in tenants:
-            clock.arrived(tenant)
-        await start(clock, tenants)
-    time.slept.clear()
-    clock.finished(frozenset(tenants))
-    return clock, time
+            self.arrivals.note(tenant)
+
+    def finish(self, *tenants: str) -> None:
+        """A cycle with these tenants has committed; they have nothing more to run."""
+        self.ready.clear()
+        self.clock.finished(frozenset(tenants))
+
+    async def start(self, *ready: str) -> None:
+        """Return when the next cycle starts, with these tenants ready."""
+        self.ready.update(ready)
+        await self.clock.next_cycle(self)
+
+    async def lingered(self, *ready: str) -> float:
+        """Return the seconds until a cycle starts for these tenants."""
+        began = self.time.now
+        await asyncio.wait_for(self.start(*ready), 5.0)
+        return self.time.now - began
+
+    async def rounds(self, count: int, back_s: Mapping[str, float]) -> None:
+        """Run cycles of these tenants, each of which comes back so long after its last cycle."""
+        for _ in range(count):
+            self.finish(*back_s)
+            ended = self.time.now
+            for tenant, seconds in sorted(back_s.items(), key=lambda each: each[1]):
+                self.time.now = ended + seconds
+                self.arrive(tenant)
+            await self.start(*back_s)
 
 
-async def lingered(clock: CycleClock, time: FakeTime, *ready: str, is_full: bool = False) -> float:
-    """Seconds until a cycle starts for those who are ready."""
-    began = time.now
-    await asyncio.wait_for(start(clock, ready, is_full=is_full), 5.0)
-    return time.now - began
+async def bench_after(
+    *tenants: str, back_s: float = BACK_S, linger_s: float = LINGER_S, costs: CycleCosts | None = None
+) -> Bench:
+    """Return a clock at the end of a cycle with these tenants, which came back after `back_s` the last times."""
+    bench = Bench(linger_s, costs)
+    await bench.rounds(3, dict.fromkeys(tenants, back_s))
+    bench.time.slept.clear()
+    bench.finish(*tenants)
+    return bench
 
 
 async def test_a_lone_tenant_never_waits() -> None:
-    clock, time = await clock_after("a")
-    clock.arrived("a")
-    assert await lingered(clock, time, "a") == 0.0 == sum(time.slept)
+    bench = await bench_after("a")
+    bench.arrive("a")
+    assert await bench.lingered("a") == 0.0 == sum(bench.time.slept)
 
 
-async def test_a_tenant_who_is_ready_without_having_asked_again_is_not_waited_for() -> None:
-    """Its snapshot has been settled, say, or its turn has come."""
-    clock, time = await clock_after("a", back_s=0.008)
-    ready: set[str] = set()
-    starting = asyncio.create_task(clock.next_cycle(lambda: bool(ready), lambda: frozenset(ready), lambda: False))
+async def test_a_tenant_that_is_ready_without_an_arrival_is_not_awaited() -> None:
+    """Its snapshot was settled, or its quarantine has ended."""
+    bench = await bench_after("a", back_s=0.008)
+    starting = asyncio.create_task(bench.start())
     await asyncio.sleep(0)
-    time.now += 0.003
-    ready.add("a")
-    clock.notify()
+    bench.time.now += 0.003
+    bench.ready.add("a")
+    bench.clock.wake.set()
     await asyncio.wait_for(starting, 5.0)
-    assert time.slept == []
+    assert bench.time.slept == []
 
 
-async def test_nobody_waits_for_a_tenant_who_is_away_for_longer_than_a_cycle_of_its_own_costs() -> None:
-    clock, time = await clock_after("a", "b", back_s=FIXED_S * 1.2)
-    clock.arrived("a")
-    assert await lingered(clock, time, "a") == 0.0
+async def test_a_tenant_that_is_away_for_longer_than_a_cycle_of_its_own_costs_is_not_awaited() -> None:
+    bench = await bench_after("a", "b", back_s=FIXED_S * 1.2)
+    bench.arrive("a")
+    assert await bench.lingered("a") == 0.0
 
 
-async def test_a_tenant_who_usually_comes_back_soon_is_waited_for_twice_as_long_and_no_longer() -> None:
-    clock, time = await clock_after("a", "b")
-    clock.arrived("a")
-    assert abs(await lingered(clock, time, "a") - 2 * BACK_S) < 1e-9
+async def test_a_tenant_that_usually_comes_back_soon_is_awaited_twice_as_long_and_no_longer() -> None:
+    bench = await bench_after("a", "b")
+    bench.arrive("a")
+    assert abs(await bench.lingered("a") - 2 * BACK_S) < 1e-9
 
 
-async def first_arrival_after(idle_s: float, clock: CycleClock, time: FakeTime) -> float:
-    """Seconds that the clock lingers when the first tenant comes back so long after the workers are free."""
-    ready: set[str] = set()
-    waiting = asyncio.ensure_future(clock.next_cycle(lambda: bool(ready), lambda: frozenset(ready), lambda: False))
+async def first_arrival_after(idle_s: float, bench: Bench) -> float:
+    """Return how long the clock lingers when the first tenant comes back so long after the workers are free."""
+    waiting = asyncio.ensure_future(bench.start())
     await asyncio.sleep(0)
-    time.now += idle_s
-    ready.add("a")
-    clock.arrived("a")
-    began = time.now
+    bench.time.now += idle_s
+    bench.ready.add("a")
+    bench.arrive("a")
+    began = bench.time.now
     await asyncio.wait_for(waiting, 5.0)
-    return time.now - began
+    return bench.time.now - began
 
 
 async def test_the_workers_are_never_idle_for_longer_than_lingering_can_save() -> None:
-    clock, time = await clock_after("a", "b", back_s=FIXED_S * 0.8)
-    assert abs(await first_arrival_after(0.0, clock, time) - FIXED_S) < 1e-9
-    clock, time = await clock_after("a", "b", back_s=FIXED_S * 0.8)
-    assert abs(await first_arrival_after(FIXED_S * 0.7, clock, time) - FIXED_S * 0.3) < 1e-9
-    clock, time = await clock_after("a", "b", back_s=FIXED_S * 1.2)
-    assert await first_arrival_after(FIXED_S * 0.5, clock, time) == 0.0, "it would come too late to save anything"
+    bench = await bench_after("a", "b", back_s=FIXED_S * 0.8)
+    assert abs(await first_arrival_after(0.0, bench) - FIXED_S) < 1e-9
+    bench = await bench_after("a", "b", back_s=FIXED_S * 0.8)
+    assert abs(await first_arrival_after(FIXED_S * 0.7, bench) - FIXED_S * 0.3) < 1e-9
+    bench = await bench_after("a", "b", back_s=FIXED_S * 1.2)
+    assert await first_arrival_after(FIXED_S * 0.5, bench) == 0.0, "it would come too late to save anything"
 
 
-async def test_the_operators_limit_holds_however_dear_a_cycle_is() -> None:
-    clock, time = await clock_after("a", "b", linger_s=0.006, costs=known_costs(1.0))
-    clock.arrived("a")
-    assert abs(await lingered(clock, time, "a") - 0.006) < 1e-9
-    clock, time = await clock_after("a", "b", linger_s=0.004, costs=known_costs(1.0))
-    clock.arrived("a")
-    assert await lingered(clock, time, "a") == 0.0, "it would be in vain"
+async def test_the_operators_limit_holds_however_expensive_a_cycle_is() -> None:
+    bench = await bench_after("a", "b", linger_s=0.006, costs=known_costs(1.0))
+    bench.arrive("a")
+    assert abs(await bench.lingered("a") - 0.006) < 1e-9
+    bench = await bench_after("a", "b", linger_s=0.004, costs=known_costs(1.0))
+    bench.arrive("a")
+    assert await bench.lingered("a") == 0.0, "it would be in vain"
 
 
 async def test_a_full_budget_does_not_linger() -> None:
-    clock, time = await clock_after("a", "b")
-    clock.arrived("a")
-    assert await lingered(clock, time, "a", is_full=True) == 0.0
+    bench = await bench_after("a", "b")
+    bench.arrive("a")
+    bench.has_full_budget = True
+    assert await bench.lingered("a") == 0.0
 
 
-async def test_nobody_lingers_once_all_are_back() -> None:
-    clock, time = await clock_after("a", "b")
-    clock.arrived("a")
-    clock.arrived("b")
-    assert await lingered(clock, time, "a", "b") == 0.0
+async def test_the_clock_does_not_linger_once_all_are_back() -> None:
+    bench = await bench_after("a", "b")
+    bench.arrive("a", "b")
+    assert await bench.lingered("a", "b") == 0.0
 
 
-async def test_lingering_ends_when_the_last_one_arrives() -> None:
-    clock, time = await clock_after("a", "b", "c")
-    clock.arrived("a")
+async def test_lingering_ends_when_the_last_awaited_tenant_arrives() -> None:
+    bench = await bench_after("a", "b", "c")
+    bench.arrive("a")
 
     async def sleep(seconds: float) -> None:
         await asyncio.Event().wait()
 
-    time.sleep = sleep  # type: ignore[method-assign]
-    waiting = asyncio.ensure_future(start(clock, ("a",)))
+    bench.time.sleep = sleep  # type: ignore[method-assign]
+    waiting = asyncio.ensure_future(bench.start("a"))
     for _ in range(5):
         await asyncio.sleep(0)
-    clock.arrived("b")
+    bench.arrive("b")
     for _ in range(5):
         await asyncio.sleep(0)
     assert not waiting.done()
-    clock.arrived("c")
+    bench.arrive("c")
     await asyncio.wait_for(waiting, 1.0)
 
 
-async def test_a_tenant_who_always_has_more_queued_is_not_away() -> None:
-    clock, time = await clock_after("a", "b")
-    assert await lingered(clock, time, "a", "b") == 0.0
-    time.now += BACK_S
-    assert await lingered(clock, time, "a") == 0.0
+async def test_a_tenant_that_always_has_more_operations_queued_is_not_away() -> None:
+    bench = await bench_after("a", "b")
+    assert await bench.lingered("a", "b") == 0.0
+    bench.time.now += BACK_S
+    assert await bench.lingered("a") == 0.0
 
 
 async def test_one_slow_return_is_an_exception_and_two_are_not() -> None:
-    clock, time = await clock_after("a", "b")
+    bench = await bench_after("a", "b")
     for expected in (True, True, False):
-        clock.arrived("a")
-        assert (await lingered(clock, time, "a") > 0.0) is expected
-        time.now += 10 * FIXED_S
-        clock.arrived("b")
-        await start(clock, ("a", "b"))
-        clock.finished(frozenset(("a", "b")))
+        bench.arrive("a")
+        assert (await bench.lingered("a") > 0.0) is expected
+        bench.time.now += 10 * FIXED_S
+        bench.arrive("b")
+        await bench.start("a", "b")
+        bench.finish("a", "b")
 
 
-async def test_a_tenant_who_has_gone_is_not_waited_for_again() -> None:
-    clock, time = await clock_after("a", "b")
-    clock.arrived("a")
-    assert await lingered(clock, time, "a") > 0.0
-    clock.finished(frozenset("a"))
-    clock.arrived("a")
-    assert await lingered(clock, time, "a") == 0.0
-    time.now += GIVEN_UP_S
-    assert await lingered(clock, time, "a") == 0.0
-    assert not clock._away, "nor thought of"
+async def test_a_tenant_that_has_gone_is_not_awaited_again() -> None:
+    bench = await bench_after("a", "b")
+    bench.arrive("a")
+    assert await bench.lingered("a") > 0.0
+    bench.finish("a")
+    bench.arrive("a")
+    assert await bench.lingered("a") == 0.0
+    bench.time.now += ABSENCE_S_MAX
+    assert await bench.lingered("a") == 0.0
+    assert not bench.clock._away  # private: memory of tenants that never return can be seen nowhere else
 
 
-async def test_waiting_for_a_part_is_worth_only_that_part() -> None:
-    """Five of ten come back soon, the others in any case later: a cycle of theirs there will be."""
-    names = [f"t{index}" for index in range(10)]
-    clock, time = await clock_after(*names, back_s=FIXED_S * 0.6)
-    for _ in range(5):
-        for name in names[1:]:
-            clock._note_return(name, FIXED_S * 0.6 if name < "t5" else FIXED_S * 3)
-    clock.arrived("t0")
-    assert await lingered(clock, time, "t0") == 0.0
+async def test_lingering_for_a_part_of_the_tenants_is_worth_only_that_part() -> None:
+    """Five of ten come back soon, the others later in any case: those need a cycle of their own anyway."""
+    bench = Bench()
+    await bench.rounds(RETURNS_KEPT, {f"t{index}": FIXED_S * 0.6 if index < 5 else FIXED_S * 3 for index in range(10)})
+    bench.finish(*(f"t{index}" for index in range(10)))
+    bench.arrive("t0")
+    assert await bench.lingered("t0") == 0.0
 
 
 async def test_without_known_costs_lingering_is_tried_a_few_times_and_then_left() -> None:
     costs = CycleCosts()
     for _ in range(3):
         costs.observe_pass(64, 16.0, FIXED_S)
-    clock, time = await clock_after("a", "b", costs=costs)
+    bench = await bench_after("a", "b", costs=costs)
     waits = []
     for _ in range(GUESSES_MAX + 2):
-        for _ in range(5):
-            clock._note_return("b", BACK_S)
-        clock.finished(frozenset(("a", "b")))
-        clock.arrived("a")
-        waits.append(await lingered(clock, time, "a"))
+        bench.finish("a", "b")
+        bench.arrive("a")
+        waits.append(await bench.lingered("a"))
     assert all(wait > 0 for wait in waits[:GUESSES_MAX])
     assert waits[GUESSES_MAX:] == [0.0, 0.0]
 
 
-async def test_an_idle_clock_sleeps_until_it_is_notified() -> None:
-    clock = CycleClock(FakeTime(), LINGER_S, known_costs())
-    ready: set[str] = set()
-    waiting = asyncio.ensure_future(clock.next_cycle(lambda: bool(ready), lambda: frozenset(ready), lambda: False))
+async def test_an_idle_clock_sleeps_until_it_is_woken() -> None:
+    bench = Bench()
+    waiting = asyncio.ensure_future(bench.start())
     await asyncio.sleep(0)
     assert not waiting.done()
-    ready.add("a")
-    clock.notify()
+    bench.ready.add("a")
+    bench.clock.wake.set()
     await asyncio.wait_for(waiting, 1.0)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.planner import Candidate, FairState, Share, place, plan_pass
+from coordinator.scheduling.planner import Candidate, place, plan_pass
+from coordinator.scheduling.virtual_counters import FairState, Share
 
 
 def candidate(adapter: str, tenant: str, *chunks: int, worker: str = "", last: int = 0) -> Candidate:
@@ -20,7 +21,7 @@ def test_one_tenant_gets_the_whole_budget() -> None:
     assert plan.tokens == {"w": 20}
 
 
-def test_a_chunk_above_the_budget_runs_alone() -> None:
+def test_a_chunk_above_the_budget_runs_solo() -> None:
     plan, _ = plan_pass([candidate("a", "t", 100), candidate("b", "t", 5)], FairState(), {"w": 0}, 25)
     assert plan.num_chunks == {"a": 1}
 
@@ -38,8 +39,8 @@ def test_shares_follow_weights_within_ten_percent_over_a_hundred_cycles() -> Non
     shares = {"heavy": Share(weight=3.0), "light": Share(weight=1.0)}
     state, given_tokens = FairState(shares=shares), Counter[str]()
     for _ in range(100):
-        queue = [candidate("a", "heavy", *[8] * 20), candidate("b", "light", *[8] * 20)]
-        plan, state = plan_pass(queue, state, {"w": 0}, 80)
+        ready = [candidate("a", "heavy", *[8] * 20), candidate("b", "light", *[8] * 20)]
+        plan, state = plan_pass(ready, state, {"w": 0}, 80)
         for adapter, tenant in (("a", "heavy"), ("b", "light")):
             given_tokens[tenant] += 8 * plan.num_chunks.get(adapter, 0)
     assert abs(given_tokens["heavy"] / given_tokens["light"] - 3.0) < 0.3
@@ -53,7 +54,7 @@ def test_idleness_saves_nothing_up() -> None:
     assert abs(plan.num_chunks["a"] - plan.num_chunks["b"]) <= 1
 
 
-def test_adapters_of_a_tenant_take_turns() -> None:
+def test_adapters_of_a_tenant_are_served_round_robin() -> None:
     plan, state = plan_pass([candidate("a", "t", *[10] * 9), candidate("b", "t", *[10] * 9)], FairState(), {"w": 0}, 40)
     assert plan.num_chunks == {"a": 2, "b": 2}
     plan, _ = plan_pass([candidate("a", "t", 10, last=7), candidate("b", "t", 10, last=3)], state, {"w": 0}, 10)
@@ -72,7 +73,7 @@ def test_an_adapter_waits_for_its_worker() -> None:
     assert plan.num_chunks == {}
 
 
-def test_what_is_not_taken_is_not_looked_at() -> None:
+def test_of_each_adapter_at_most_one_chunk_more_than_it_takes_is_looked_at() -> None:
     looks = Counter[str]()
 
     class Chunks:
@@ -84,10 +85,10 @@ def test_what_is_not_taken_is_not_looked_at() -> None:
                 looks[self.adapter] += 1
                 yield 10
 
-    queues = [replace(candidate(f"a{i}", f"t{i}", worker="w"), chunk_tokens=Chunks(f"a{i}")) for i in range(50)]
-    plan, _ = plan_pass(queues, FairState(), {"w": 50}, 200)
+    candidates = [replace(candidate(f"a{i}", f"t{i}", worker="w"), chunk_tokens=Chunks(f"a{i}")) for i in range(50)]
+    plan, _ = plan_pass(candidates, FairState(), {"w": 50}, 200)
     assert sum(plan.num_chunks.values()) == 20
-    assert all(looks[each.adapter_id] == 1 + plan.num_chunks.get(each.adapter_id, 0) for each in queues)
+    assert all(looks[each.adapter_id] == 1 + plan.num_chunks.get(each.adapter_id, 0) for each in candidates)
 
 
 def test_place_prefers_the_emptier_worker() -> None:

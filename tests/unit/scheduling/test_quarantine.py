@@ -1,77 +1,78 @@
-"""Who is suspected of a worker's death, and how it is found out."""
+"""Which operation ended a worker: found by bisection, and no other one fails for it."""
 
+import asyncio
 import random
 
-from coordinator.scheduling.quarantine import Suspects
+from coordinator.scheduling.quarantine import Quarantine
 
 
-def investigate(names: list[str], culprits: set[str], is_accident: random.Random | None = None) -> list[str]:
-    """Let suspects run as a pool would, until nobody is suspected; returns who was convicted."""
-    suspects, convicted, num_runs = Suspects(), [], 0
-    suspects.died(names, names)
-    left = set(culprits)
-    while group := suspects.group:
+def bisect(names: list[str], poisons: set[str], is_accident: random.Random | None = None) -> list[str]:
+    """Let quarantined groups run as a pool would, until none is left; return what was found to be poison."""
+    quarantine, found, num_runs = Quarantine(), [], 0
+    quarantine.record_loss(names, names)
+    left = set(poisons)
+    while group := quarantine.group:
         num_runs += 1
         assert num_runs < 10 * len(names) + 100
         if group & left or (is_accident is not None and is_accident.random() < 0.3):
-            guilty = suspects.died(group, sorted(group))
-            if guilty is not None:
-                convicted.append(guilty)
-                left.discard(guilty)
+            poison = quarantine.record_loss(group, sorted(group))
+            if poison is not None:
+                found.append(poison)
+                left.discard(poison)
         else:
             for name in group:
-                suspects.clear(name)
-    return convicted
+                quarantine.release(name)
+    return found
 
 
-def test_the_culprit_is_found_by_halving_whoever_it_is() -> None:
+def test_the_poison_is_found_by_bisection_wherever_it_is() -> None:
     names = [f"a{i}" for i in range(13)]
-    for culprit in names:
-        assert investigate(names, {culprit}) == [culprit]
+    for poison in names:
+        assert bisect(names, {poison}) == [poison]
 
 
-def test_several_culprits_are_all_found_and_nobody_else() -> None:
+def test_several_poisons_are_all_found_and_nothing_else() -> None:
     names = [f"a{i}" for i in range(16)]
-    assert sorted(investigate(names, {"a3", "a4", "a15"})) == ["a15", "a3", "a4"]
+    assert sorted(bisect(names, {"a3", "a4", "a15"})) == ["a15", "a3", "a4"]
 
 
-def test_who_ran_with_others_or_died_alone_once_is_not_convicted() -> None:
-    suspects = Suspects()
-    assert suspects.died(["a", "b"], ["a:1", "b:1"]) is None
-    assert suspects.died(["a"], ["a:1"]) is None
-    suspects.clear("a")
-    suspects.clear("b")
-    assert not suspects.group
-    assert suspects.died(["a"], ["a:1"]) is None, "it was not set apart when its worker died"
-    assert suspects.died(["a"], ["a:1"]) is None
-    assert suspects.died(["a"], ["a:1"]) == "a:1"
+def test_an_operation_that_ran_co_batched_or_was_lost_solo_once_is_not_the_poison() -> None:
+    quarantine = Quarantine()
+    assert quarantine.record_loss(["a", "b"], ["a:1", "b:1"]) is None
+    assert quarantine.record_loss(["a"], ["a:1"]) is None
+    quarantine.release("a")
+    quarantine.release("b")
+    assert not quarantine.group
+    assert quarantine.record_loss(["a"], ["a:1"]) is None, "it was not quarantined when its worker was lost"
+    assert quarantine.record_loss(["a"], ["a:1"]) is None
+    assert quarantine.record_loss(["a"], ["a:1"]) == "a:1"
 
 
-def test_a_death_while_more_than_one_operation_of_the_suspect_ran_convicts_nobody() -> None:
-    """Running again what it needs is no run of the suspected operation."""
-    suspects = Suspects()
+def test_a_loss_while_several_operations_of_an_adapter_ran_does_not_tell_which_one_is_the_poison() -> None:
+    """A replay of earlier operations is not a solo run of the quarantined one."""
+    quarantine = Quarantine()
     for _ in range(5):
-        assert suspects.died(["a"], ["a:1", "a:2"]) is None
-    assert suspects.group == {"a"}
+        assert quarantine.record_loss(["a"], ["a:1", "a:2"]) is None
+    assert quarantine.group == {"a"}
 
 
-def test_only_the_group_whose_turn_it_is_may_run_and_while_it_waits_all_the_others() -> None:
-    turns: list[str] = []
-    suspects = Suspects(lambda: turns.append("turn"))
-    suspects.died(["a", "b"], ["a:1", "b:1"])
-    assert [suspects.may_run(name) for name in ("a", "b", "c")] == [True, False, False]
-    suspects.wait(is_waiting=True)
-    assert [suspects.may_run(name) for name in ("a", "b", "c")] == [False, False, True]
-    suspects.wait(is_waiting=False)
-    turns.clear()
-    suspects.clear("a")
-    assert turns == ["turn"]
-    assert [suspects.may_run(name) for name in ("a", "b", "c")] == [False, True, False]
-    suspects.clear("b")
-    assert suspects.may_run("c")
+def test_only_the_first_group_may_run_and_while_it_is_paused_only_all_others() -> None:
+    quarantine, changed = Quarantine(), asyncio.Event()
+    quarantine.changed.subscribe(changed)
+    quarantine.record_loss(["a", "b"], ["a:1", "b:1"])
+    assert [quarantine.may_run(name) for name in ("a", "b", "c")] == [True, False, False]
+    quarantine.pause(is_paused=True)
+    assert [quarantine.may_run(name) for name in ("a", "b", "c")] == [False, False, True]
+    quarantine.pause(is_paused=False)
+    changed.clear()
+    quarantine.release("a")
+    assert changed.is_set()
+    assert [quarantine.may_run(name) for name in ("a", "b", "c")] == [False, True, False]
+    quarantine.release("b")
+    assert quarantine.may_run("c")
 
 
-def test_accidents_do_not_hide_the_culprit() -> None:
+def test_workers_lost_for_other_reasons_do_not_hide_the_poison() -> None:
     for seed in range(50):
         names = [f"a{i}" for i in range(8)]
-        assert "a5" in investigate(names, {"a5"}, random.Random(seed))
+        assert "a5" in bisect(names, {"a5"}, random.Random(seed))

@@ -1,20 +1,24 @@
-"""Who could be in a cycle, and that nobody else costs one anything."""
+"""Which adapters could be in a cycle, and that no other adapter costs one anything."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from coordinator.operations.adapter_log import AdapterQueue
-from coordinator.scheduling.quarantine import Suspects
-from coordinator.scheduling.ready_set import Roster
-from tests.support.adapter_logs import FB, STEP, operation
-from tests.support.toy_pool import running_pool
-from workers.contract.messages import AdapterSpec
+from coordinator.checkpoints.publishing import Publishing
+from coordinator.checkpoints.snapshots import Snapshots
+from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.registry import AdapterGroup
+from coordinator.scheduling.quarantine import Quarantine
+from coordinator.scheduling.ready_set import ReadySet
+from tests.support.adapter_logs import FB, LOAD, SAVE, STEP, adapter_with, operation, run, spec_named
+from tests.support.toy_pool import FakeTime, running_pool
+from workers.contract.messages import ItemResult
 
 NUM_IDLE = 1000
 
 
-class Watched(AdapterQueue):
-    """An adapter that counts how often anything of any of them is looked at."""
+class Watched(AdapterLog):
+    """An adapter log that counts every look at any attribute of any of them."""
 
     num_looks = 0
 
@@ -23,88 +27,144 @@ class Watched(AdapterQueue):
         return super().__getattribute__(name)
 
 
-def spec(name: str) -> AdapterSpec:
-    return AdapterSpec(adapter_id=name, rank=8, alpha=1.0, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
+@dataclass
+class Files:
+    """Stands in for snapshots and published weights: what is being written."""
+
+    unsettled: set[str] = field(default_factory=set)
+    unwritten: set[str] = field(default_factory=set)
+
+    def is_unsettled(self, adapter_id: str) -> bool:
+        return adapter_id in self.unsettled
+
+    def is_unwritten(self, adapter_id: str) -> bool:
+        return adapter_id in self.unwritten
 
 
-def adapter_named(name: str, *kinds: Any, tenant: str = "t") -> AdapterQueue:
-    adapter = AdapterQueue(tenant, "s", "toy", spec(name))
-    for seq, kind in enumerate(kinds, 1):
-        adapter.add(operation(seq, kind))
-    return adapter
+class Bench:
+    """A ready set and what it reads."""
 
+    def __init__(self, *adapters: AdapterLog) -> None:
+        self.group, self.quarantine, self.files = AdapterGroup(FakeTime()), Quarantine(), Files()
+        self.ready = ReadySet(
+            self.group, self.quarantine, cast("Snapshots", self.files), cast("Publishing", self.files)
+        )
+        for adapter in adapters:
+            self.group.add(adapter)
+            self.group.mark_dirty(adapter)
 
-def roster_of(*adapters: AdapterQueue) -> Roster:
-    roster = Roster(Suspects(), lambda _: False, lambda _: False)
-    for adapter in adapters:
-        roster.add(adapter)
-        roster.touch(adapter)
-    return roster
+    def allowed(self) -> list[str]:
+        """Return the adapters that may run."""
+        self.ready.refresh()
+        return [adapter.adapter_id for adapter in self.ready.allowed()]
 
 
 async def test_a_thousand_registered_adapters_with_nothing_to_do_are_not_looked_at_in_a_cycle(tmp_path: Path) -> None:
     """Half of them live on the worker. The sweep, every few seconds, may look at all."""
     async with running_pool(tmp_path, sweep_interval_s=1000.0, linger_s=0.0) as pool:
         core = pool.coordinator.core
-        active, neighbour = await pool.adapter(), await pool.adapter("bob")
+        active, other = await pool.adapter(), await pool.adapter("bob")
         for index in range(NUM_IDLE):
-            idle = Watched("idle", "s", "toy", spec(f"idle-{index}"))
-            core.add_adapter(idle)
-            core.touch(idle)
+            idle = Watched("idle", "s", "toy", spec_named(f"idle-{index}"))
+            core.registry.add(idle)
+            core.registry.group_of(idle).mark_dirty(idle)
             if index % 2:
-                idle.placed("w0")
+                idle.place_copy("w0")
         await pool.wait(await pool.forward_backward(active, 1, 5))  # finds out that the others have nothing to do
         num_looks = Watched.num_looks
         for seq in range(2, 10, 2):
             await pool.wait(await pool.optim_step(active, seq), await pool.forward_backward(active, seq + 1, 5))
-            await pool.wait(await pool.forward_backward(neighbour, seq // 2, 5, tenant="bob"), tenant="bob")
-        assert len(core.cycles) >= 5
+            await pool.wait(await pool.forward_backward(other, seq // 2, 5, tenant="bob"), tenant="bob")
+        assert len(core.journal.recent) >= 5
         assert Watched.num_looks == num_looks > NUM_IDLE
 
 
-def test_an_adapter_with_nothing_to_do_is_forgotten_until_it_is_touched() -> None:
-    busy, idle = adapter_named("busy", FB), adapter_named("idle")
-    roster = roster_of(busy, idle)
-    assert roster.is_ready()
-    assert roster.touched() == [busy]
+def test_an_adapter_with_nothing_to_do_leaves_the_ready_set_until_it_changes() -> None:
+    busy, idle = adapter_with(FB, name="busy"), adapter_with(name="idle")
+    bench = Bench(busy, idle)
+    assert bench.ready.refresh()
+    assert bench.ready.dirty() == [busy]
     idle.add(operation(1, STEP))
-    roster.touch(idle)
-    assert roster.is_ready()
-    assert roster.touched() == [busy, idle]
-    assert list(roster.due_steps()) == [idle]
+    bench.group.submitted(idle)
+    assert bench.ready.refresh()
+    assert bench.ready.dirty() == [busy, idle]
+    assert list(bench.ready.due_steps()) == [idle]
 
 
-def test_residents_are_those_with_a_copy_and_a_deleted_adapter_is_none() -> None:
-    one, other, away = adapter_named("one"), adapter_named("other"), adapter_named("away")
-    roster = roster_of(one, other, away)
-    one.placed("w0")
-    other.placed("w0")
-    assert roster.residents(["w0", "w1"]) == {"w0": 2, "w1": 0}
-    roster.remove(one)
-    roster.remove(away)
-    assert roster.residents(["w0"]) == {"w0": 1}
-    one.placed("w0")  # a cycle that was under way had it
-    assert roster.residents(["w0"]) == {"w0": 1}
+def test_a_deleted_adapter_never_becomes_dirty() -> None:
+    adapter = adapter_with(FB)
+    bench = Bench(adapter)
+    bench.group.remove(adapter)
+    bench.group.mark_dirty(adapter)
+    bench.group.submitted(adapter)
+    assert not bench.ready.refresh()
+    assert bench.group.arrivals.drain() == {}
+
+
+def test_residents_are_the_adapters_with_a_copy_and_a_deleted_adapter_is_none() -> None:
+    one, other, away = (adapter_with(name=name) for name in ("one", "other", "away"))
+    bench = Bench(one, other, away)
+    one.place_copy("w0")
+    other.place_copy("w0")
+    assert bench.ready.residents(["w0", "w1"]) == {"w0": 2, "w1": 0}
+    bench.group.remove(one)
+    bench.group.remove(away)
+    assert bench.ready.residents(["w0"]) == {"w0": 1}
+    one.place_copy("w0")  # a cycle that was under way had it
+    assert bench.ready.residents(["w0"]) == {"w0": 1}
     one.lose_copy()
-    roster.add(one)  # its deletion has failed
-    one.placed("w1")
-    assert roster.residents(["w0", "w1"]) == {"w0": 1, "w1": 1}
+    bench.group.add(one)  # its deletion has failed
+    one.place_copy("w1")
+    assert bench.ready.residents(["w0", "w1"]) == {"w0": 1, "w1": 1}
 
 
-def test_an_adapter_is_ahead_from_what_ran_until_its_snapshot_has_it() -> None:
-    adapter = adapter_named("a", FB)
-    roster = roster_of(adapter)
-    adapter.placed("w0")
-    roster.ran(["a", "deleted meanwhile"])
-    assert roster.ahead() == [], "nothing was applied"
-    adapter.placed_seq = 1
-    roster.ran(["a"])
-    assert roster.ahead() == [adapter]
-    adapter.covered(1, b"", 0.0)
-    assert roster.ahead() == []
+def test_an_adapter_is_ahead_from_what_ran_until_its_snapshot_covers_it() -> None:
+    adapter = adapter_with(FB)
+    bench = Bench(adapter)
+    adapter.place_copy("w0")
+    bench.ready.ran(["a", "deleted meanwhile"])
+    assert bench.ready.ahead() == [], "nothing was applied"
+    run(adapter, 1)
+    bench.ready.ran(["a"])
+    assert bench.ready.ahead() == [adapter]
+    adapter.cover(1, b"", 0.0)
+    assert bench.ready.ahead() == []
 
 
 def test_the_budget_is_full_once_the_ready_chunks_fill_it() -> None:
-    roster = roster_of(adapter_named("a", FB, FB), adapter_named("b", FB))  # 4 tokens each
-    assert roster.has_tokens(12)
-    assert not roster.has_tokens(13)
+    bench = Bench(adapter_with(FB, FB), adapter_with(FB, name="b"))  # 4 tokens each
+    assert bench.ready.has_tokens(12)
+    assert not bench.ready.has_tokens(13)
+
+
+def test_while_files_are_written_a_copy_is_not_installed_and_a_load_does_not_cut_the_log() -> None:
+    away, resident, loading = adapter_with(FB, name="away"), adapter_with(FB, name="resident"), adapter_with(LOAD)
+    bench = Bench(away, resident, loading)
+    for adapter in (resident, loading):
+        adapter.place_copy("w0")
+    bench.files.unsettled = {"away", "resident", "a"}
+    assert bench.allowed() == ["resident"]
+    bench.files.unsettled, bench.files.unwritten = set(), {"away", "resident", "a"}
+    assert bench.allowed() == ["away", "resident"]
+    bench.files.unwritten = set()
+    assert bench.allowed() == ["away", "resident", "a"]
+
+
+def test_a_quarantined_adapter_is_released_once_it_ran_or_has_nothing_to_run() -> None:
+    ran, idle, other = adapter_with(FB, SAVE, name="ran"), adapter_with(name="idle"), adapter_with(FB, name="other")
+    bench = Bench(ran, idle, other)
+    ran.quarantine(1, 1)
+    for name in ("idle", "ran"):
+        bench.quarantine.record_loss([name], [f"{name}:1"])
+    assert bench.allowed() == ["ran"]
+    run(ran, 1)
+    assert bench.allowed() == ["ran", "other"]
+    assert not bench.quarantine.group
+
+
+def test_during_a_stop_only_operations_that_ran_in_part_go_on() -> None:
+    begun, waiting = adapter_with(FB, name="begun"), adapter_with(FB, name="waiting")
+    bench = Bench(begun, waiting)
+    begun.add_result(begun.operations[1], ItemResult(op_id="begun:1"))
+    bench.ready.stop()
+    assert bench.allowed() == ["begun"]

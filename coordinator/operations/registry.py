@@ -1,0 +1,124 @@
+"""Which adapters exist, and which of them have something new. In memory.
+
+Does not depend on what runs next. Main invariant: an adapter that has nothing to do is in no collection
+that a cycle walks through: `AdapterGroup.dirty` has it from a change until it was found to have nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from coordinator.base.signal import Signal
+from coordinator.base.time import Time
+from coordinator.fleet.residency import Residency
+from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.arrivals import Arrivals
+from coordinator.operations.restoring import spec_of_row
+from coordinator.storage.adapters import Adapters
+from workers.contract.messages import AdapterSpec
+
+
+class AdapterGroup:
+    """The adapters of one base model."""
+
+    def __init__(self, time: Time) -> None:
+        self.residency = Residency()
+        self.changed = Signal()
+        """Something that a cycle may take has changed: the clock reads the ready set again."""
+        self.arrivals = Arrivals(time, self.changed)
+        self._logs: dict[str, AdapterLog] = {}
+        self._dirty: dict[str, AdapterLog] = {}
+
+    @property
+    def logs(self) -> Mapping[str, AdapterLog]:
+        """The adapters by id."""
+        return self._logs
+
+    @property
+    def dirty(self) -> Mapping[str, AdapterLog]:
+        """The adapters that changed since they were last found to have nothing to do."""
+        return self._dirty
+
+    def add(self, log: AdapterLog) -> None:
+        """Register an adapter that has no copy yet."""
+        assert not log.worker_id
+        log.join(self.residency)
+        self._logs[log.adapter_id] = log
+
+    def remove(self, log: AdapterLog) -> None:
+        """Forget a deleted adapter. A cycle that has it may still place a copy, which counts nowhere."""
+        self._logs.pop(log.adapter_id, None)
+        self._dirty.pop(log.adapter_id, None)
+        log.join(Residency())
+
+    def mark_dirty(self, log: AdapterLog) -> None:
+        """Note that something about the adapter changed. (It may have been deleted meanwhile.)"""
+        if self._logs.get(log.adapter_id) is log:
+            self._dirty[log.adapter_id] = log
+
+    def submitted(self, log: AdapterLog) -> None:
+        """Note that the adapter's tenant has asked for something."""
+        if self._logs.get(log.adapter_id) is log:
+            self._dirty[log.adapter_id] = log
+            self.arrivals.note(log.tenant_id)
+
+    def mark_clean(self, adapter_ids: Iterable[str]) -> None:
+        """Note that these have nothing to do."""
+        for adapter_id in adapter_ids:
+            del self._dirty[adapter_id]
+
+
+class AdapterRegistry:
+    """All adapters that are not deleted. Those of a base model that is not served belong to a group that never runs."""
+
+    def __init__(self, time: Time, rows: Adapters) -> None:
+        self._time = time
+        self._rows = rows
+        self._logs: dict[str, AdapterLog] = {}
+        self._groups: dict[str, AdapterGroup] = {}
+
+    @property
+    def logs(self) -> Mapping[str, AdapterLog]:
+        """The adapters by id."""
+        return self._logs
+
+    def group(self, base_model: str) -> AdapterGroup:
+        """Return the adapters of a base model."""
+        if base_model not in self._groups:
+            self._groups[base_model] = AdapterGroup(self._time)
+        return self._groups[base_model]
+
+    def group_of(self, log: AdapterLog) -> AdapterGroup:
+        """Return the group that the adapter belongs to."""
+        return self.group(log.base_model)
+
+    def get(self, adapter_id: str) -> AdapterLog | None:
+        """Return the adapter of this id, if it is not deleted."""
+        return self._logs.get(adapter_id)
+
+    def spec(self, adapter_id: str) -> AdapterSpec:
+        """Return what makes an adapter, also a deleted one."""
+        if (log := self._logs.get(adapter_id)) is not None:
+            return log.spec
+        row = self._rows.get(adapter_id)
+        assert row is not None
+        return spec_of_row(row)
+
+    def add(self, log: AdapterLog) -> None:
+        """Register an adapter."""
+        assert log.adapter_id not in self._logs
+        self._logs[log.adapter_id] = log
+        self.group_of(log).add(log)
+
+    def remove(self, log: AdapterLog) -> None:
+        """Forget a deleted adapter."""
+        self._logs.pop(log.adapter_id, None)
+        self.group_of(log).remove(log)
+
+    def num_on(self, worker_id: str) -> int:
+        """Return the number of adapters with a copy on this worker."""
+        return sum(len(group.residency.on(worker_id)) for group in self._groups.values())
+
+    def num_of(self, tenant_id: str) -> int:
+        """Return the number of a tenant's adapters."""
+        return sum(log.tenant_id == tenant_id for log in self._logs.values())

@@ -1,0 +1,99 @@
+"""Deletes an adapter's training state, while cycles, snapshots and published weights may still need it.
+
+The order: accept nothing more, leave the ready set, wait until no cycle has it, write what was published without a
+file (its log goes), then delete in one transaction with the outcomes of its unfinished operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from coordinator.base.time import Time
+from coordinator.checkpoints.saver import Saver
+from coordinator.cycle.loop import CycleLoop
+from coordinator.fleet.fleet import Fleet
+from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.in_flight import InFlightTable
+from coordinator.operations.operation import Operation
+from coordinator.operations.outcomes import decided_row
+from coordinator.operations.registry import AdapterRegistry
+from coordinator.scheduling.quarantine import Quarantine
+from coordinator.storage.database import StorageError
+from coordinator.storage.store import Store
+from tinkerpool.v1 import operations_pb2 as ops_pb
+
+
+class Deletions:
+    """Deletions of adapters."""
+
+    def __init__(
+        self,
+        store: Store,
+        registry: AdapterRegistry,
+        in_flight: InFlightTable,
+        saver: Saver,
+        fleet: Fleet,
+        loops: Mapping[str, CycleLoop],
+        quarantines: Mapping[str, Quarantine],
+        time: Time,
+    ) -> None:
+        self._store = store
+        self._registry = registry
+        self._in_flight = in_flight
+        self._saver = saver
+        self._fleet = fleet
+        self._loops = loops
+        self._quarantines = quarantines
+        self._time = time
+
+    async def delete(self, log: AdapterLog, error: ops_pb.OperationError) -> None:
+        """Delete the adapter; its unfinished operations fail with `error`.
+
+        Raises StorageError, and then the adapter goes on; ServiceError if it can be deleted only later.
+        """
+        publishing = self._saver.publishing
+        publishing.check_rematerialized(log.adapter_id)
+        log.begin_deletion()
+        self._registry.remove(log)
+        await self._leave_cycles(log)
+        unfinished = log.unfinished()
+        for operation in unfinished:
+            if not operation.is_final:
+                operation.fail(error, log.usage(operation))
+        try:
+            await publishing.until_written(log.adapter_id)
+            rows = [decided_row(operation) for operation in unfinished]
+            folder = await self._store.adapters.delete(log.adapter_id, rows, self._time.wall())
+        except StorageError:
+            self._put_back(log, unfinished)
+            raise
+        if log.worker_id:
+            self._fleet.remove(log.worker_id, log.adapter_id)
+        for operation in unfinished:
+            if operation.is_durable:  # an append that failed meanwhile has told its caller
+                self._in_flight.finish(operation)
+                operation.retire()
+        if folder is not None:
+            self._saver.folders.snapshots.remove(folder)
+
+    async def _leave_cycles(self, log: AdapterLog) -> None:
+        """Return when no cycle has the adapter any more."""
+        if (loop := self._loops.get(log.base_model)) is None:
+            return
+        quarantine = self._quarantines[log.base_model]
+        quarantine.release(log.adapter_id)
+        await loop.until_idle()
+        quarantine.release(log.adapter_id)  # its worker may have been lost meanwhile
+        loop.forget(log.adapter_id)
+
+    def _put_back(self, log: AdapterLog, unfinished: list[Operation]) -> None:
+        """The deletion failed. A cycle or a snapshot may have gone on meanwhile without telling the adapter log."""
+        if (row := self._store.snapshots.get(log.adapter_id)) is not None:
+            log.cover(row.seq, row.window_error, math.inf)
+        log.lose_copy()  # its worker may have been lost, too
+        log.cancel_deletion(unfinished)
+        self._registry.add(log)
+        group = self._registry.group_of(log)
+        group.mark_dirty(log)
+        group.changed.notify()

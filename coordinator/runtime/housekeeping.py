@@ -1,0 +1,95 @@
+"""Ends what has had its time: idle sessions, operations behind a seq that never arrived, old results and checkpoints.
+
+All in service time: downtime and steps of the wall clock count for nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from coordinator.base.config import CoordinatorConfig
+from coordinator.base.errors import Code
+from coordinator.base.time import Time
+from coordinator.checkpoints.saver import Saver
+from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.admission import Admission
+from coordinator.operations.registry import AdapterRegistry
+from coordinator.operations.sessions import SessionTable
+from coordinator.sampling.scheduler import SampleScheduler
+from coordinator.storage.database import StorageError
+from coordinator.storage.store import Store
+from tinkerpool.v1 import operations_pb2 as ops_pb
+
+logger = logging.getLogger(__name__)
+
+
+class Housekeeping:
+    """Expiry of everything that a coordinator keeps."""
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        time: Time,
+        store: Store,
+        registry: AdapterRegistry,
+        sessions: SessionTable,
+        saver: Saver,
+        admission: Admission,
+        samples: SampleScheduler,
+    ) -> None:
+        self._config = config
+        self._time = time
+        self._store = store
+        self._registry = registry
+        self._sessions = sessions
+        self._saver = saver
+        self._admission = admission
+        self._samples = samples
+
+    async def run(self) -> None:
+        """Look every few seconds."""
+        while True:
+            await self._time.sleep(self._config.sweep_interval_s)
+            for log in self._registry.logs.values():
+                self._fail_behind_gap(log)
+            try:
+                for session in self._sessions.expired(self._config.session_timeout_s):
+                    logger.info("session %s expired", session.session_id)
+                    await self.end_session(session.session_id)
+                await self._saver.remove_expired()
+                now = self._store.service_time()
+                await self._store.operations.drop_results(
+                    fetched_before=now - self._config.fetched_retention_s,
+                    finished_before=now - self._config.result_retention_s,
+                )
+            except StorageError as error:
+                logger.warning("the database takes no writes: %s; trying on", error)
+
+    async def end_session(self, session_id: str) -> None:
+        """End a session with its samplers and queued samples. Its adapters stay: to be trained on, or read later.
+
+        Raises StorageError, and then the session goes on.
+        """
+        with self._sessions.ending(session_id):
+            await self._store.sessions.end(session_id, self._time.wall())
+        for sampler_id in self._store.samplers.ids_of_session(session_id):
+            self._admission.end_sampler(sampler_id)
+            self._samples.end_sampler(sampler_id)
+        await self._saver.remove_samplers(session_id)
+
+    def _fail_behind_gap(self, log: AdapterLog) -> None:
+        missing, now = log.missing_seq(), self._time.monotonic()
+        if missing is None or log.gap_since is None:
+            log.note_gap(now if missing is not None else None)
+            return
+        if now - log.gap_since > self._config.gap_timeout_s:
+            error = ops_pb.OperationError(
+                code=Code.ABORTED,
+                reason="SEQ_LOST",
+                message=f"operation {missing} of {log.adapter_id} never came: send it, then these again",
+            )
+            log.fail_behind(missing, error)
+            log.note_gap(None)
+            group = self._registry.group_of(log)
+            group.mark_dirty(log)
+            group.changed.notify()

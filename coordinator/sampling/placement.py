@@ -1,0 +1,76 @@
+"""Chooses the worker of a sample: with free sequence slots, with the memory for it, and its version if possible.
+
+Depends on the fleet. A worker is handed samples up to a number of sequence slots; the worker's own scheduler decides
+which sequence runs when.
+"""
+
+from __future__ import annotations
+
+from coordinator.fleet.fleet import Fleet
+from coordinator.fleet.worker import Incarnation
+from coordinator.sampling.sample import Sample
+
+SLOTS_FRACTION = 4
+"""One request counts for at most the fourth part of a worker's slots: its sequences take turns there."""
+
+
+class Placement:
+    """The sequence slots that samples take on the live workers."""
+
+    def __init__(self, fleet: Fleet, slots_max: int) -> None:
+        """`slots_max`: sequences handed to one worker at a time."""
+        self._fleet = fleet
+        self._slots_max = slots_max
+        self._taken: dict[str, int] = {}
+        """Incarnation whose events are followed to its taken slots."""
+
+    def open(self, worker: Incarnation) -> None:
+        """The incarnation's events are followed: it may get samples."""
+        self._taken[worker.name] = 0
+
+    def close(self, incarnation: str) -> None:
+        """The incarnation is lost."""
+        self._taken.pop(incarnation, None)
+
+    def num_slots(self, num_samples: int) -> int:
+        """Return the slots that a request for so many samples counts for."""
+        return min(num_samples, max(1, self._slots_max // SLOTS_FRACTION))
+
+    def take(self, sample: Sample, worker: Incarnation) -> None:
+        """Hand the sample to the worker."""
+        sample.start_on(worker)
+        worker.begin_sample(sample.flight)
+        self._taken[worker.name] += sample.num_slots
+
+    def free(self, sample: Sample) -> None:
+        """The worker no longer has the sample."""
+        worker = sample.worker
+        if worker is not None and worker.end_sample(sample.name) and worker.name in self._taken:
+            self._taken[worker.name] -= sample.num_slots
+
+    def has_room(self, base_model: str) -> bool:
+        """Whether a worker has a free slot; if not, no queue need be looked at."""
+        return any(self._taken[worker.name] < self._slots_max for worker in self._open(base_model))
+
+    def choose(self, sample: Sample) -> Incarnation | None:
+        """Return a worker with room: of those with the memory for it, one that holds the version, then the least busy.
+
+        None if none has room.
+        """
+        workers = self._open(sample.base_model)
+        fitting = [worker for worker in workers if _has_memory(worker, sample)]
+        candidates = [
+            (not worker.holds(sample.sampler.version), self._taken[worker.name], worker.info.worker_id, worker)
+            for worker in fitting or workers  # if none has the memory, any of them refuses the sample and says so
+            if self._taken[worker.name] + sample.num_slots <= self._slots_max
+        ]
+        return min(candidates, key=lambda candidate: candidate[:3])[3] if candidates else None
+
+    def _open(self, base_model: str) -> list[Incarnation]:
+        live = (self._fleet.worker(info.worker_id) for info in self._fleet.live(base_model))
+        return [worker for worker in live if worker.name in self._taken]
+
+
+def _has_memory(worker: Incarnation, sample: Sample) -> bool:
+    num_blocks = worker.info.model.num_cache_blocks
+    return num_blocks is None or sample.decoded.num_cache_blocks_min <= num_blocks

@@ -1,0 +1,74 @@
+"""A sample request that is not finished: its operation, its sampler, and how far it has come. In memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from coordinator.fleet.worker import Flight, Incarnation
+from coordinator.operations.operation import Operation
+from coordinator.operations.sample_payloads import DecodedSample
+from coordinator.storage.rows import SamplerRow
+from workers.contract.messages import TokenEvent
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One unfinished sample request."""
+
+    operation: Operation
+    sampler: SamplerRow
+    decoded: DecodedSample
+    num_slots: int
+    """Sequence slots that it counts for on a worker."""
+    worker: Incarnation | None = None
+    """The incarnation that has it; None: it is queued."""
+    is_cancelled: bool = False
+    num_refused: int = 0
+    """How often a worker did not hold its version."""
+    _num_drawn: Counter[int] = field(default_factory=Counter)
+    """Sequence to tokens drawn on its present worker."""
+    _num_streamed: Counter[int] = field(default_factory=Counter)
+    """Sequence to tokens that were streamed: tokens that are drawn again elsewhere are not sent again."""
+
+    @property
+    def name(self) -> str:
+        """The operation's name."""
+        return self.operation.name
+
+    @property
+    def base_model(self) -> str:
+        """The base model that it samples from."""
+        return self.sampler.base_model
+
+    @property
+    def flight(self) -> Flight:
+        """The record of it for the fleet."""
+        operation = self.operation
+        return Flight(self.name, operation.target_id, operation.seq, operation.tenant_id, self.sampler.version)
+
+    def start_on(self, worker: Incarnation) -> None:
+        """A worker gets it."""
+        self.worker = worker
+
+    def restart(self) -> None:
+        """Queue it again: from its logged seed it draws the same tokens, on any worker."""
+        self.worker = None
+        self._num_drawn.clear()
+
+    def refused(self) -> None:
+        """Its worker did not hold the version."""
+        self.num_refused += 1
+
+    def cancel(self) -> None:
+        """Its owner wants it ended."""
+        self.is_cancelled = True
+
+    def is_new(self, token: TokenEvent) -> bool:
+        """Count a drawn token; whether it was not streamed before."""
+        index = token.sequence_index
+        self._num_drawn[index] += 1
+        if self._num_drawn[index] <= self._num_streamed[index]:
+            return False
+        self._num_streamed[index] += 1
+        return True

@@ -1,0 +1,133 @@
+"""Records the loss of a worker, atomically: nothing else runs between its first and its last step.
+
+The steps: mark the incarnation lost and take what was in flight there (training and samples together); give up every
+adapter copy there; decide the quarantine; fail a poison training operation; then publish one event. Receivers read
+their events before their next dispatch. Depends on the fleet, adapter logs and quarantines; not on how the loss was
+noticed, or on how the worker is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from coordinator.base.errors import Code, ServiceError
+from coordinator.checkpoints.publishing import Publishing
+from coordinator.fleet.fleet import Fleet
+from coordinator.fleet.worker import Flight
+from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.outcomes import service_error, worker_died
+from coordinator.operations.registry import AdapterRegistry
+from coordinator.scheduling.quarantine import SOLO_LOSSES_MAX, Quarantine
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoss:
+    """An incarnation of a worker is lost."""
+
+    worker_id: str
+    incarnation: str
+    samples: tuple[Flight, ...]
+    """Samples that were in flight there."""
+    poison: str
+    """The operation that is the poison; empty: not decided by this loss."""
+
+
+class LossFeed:
+    """The losses that one receiver has not read. Bounded by the number of incarnations."""
+
+    def __init__(self, wake: asyncio.Event) -> None:
+        self._losses: deque[WorkerLoss] = deque()
+        self._wake = wake
+
+    def put(self, loss: WorkerLoss) -> None:
+        """Publish a loss and wake the receiver."""
+        self._losses.append(loss)
+        self._wake.set()
+
+    def take(self) -> list[WorkerLoss]:
+        """Return the losses since the last call, in order."""
+        losses = list(self._losses)
+        self._losses.clear()
+        return losses
+
+
+class LossRecorder:
+    """The one place where a worker is declared lost."""
+
+    def __init__(
+        self, fleet: Fleet, registry: AdapterRegistry, quarantines: Mapping[str, Quarantine], publishing: Publishing
+    ) -> None:
+        self._fleet = fleet
+        self._registry = registry
+        self._quarantines = quarantines
+        self._publishing = publishing
+        self._feeds: list[LossFeed] = []
+
+    def subscribe(self, wake: asyncio.Event) -> LossFeed:
+        """Return a feed of the losses from now on; `wake` is set at each."""
+        feed = LossFeed(wake)
+        self._feeds.append(feed)
+        return feed
+
+    def record(self, worker_id: str, incarnation: str, reason: str) -> None:
+        """Record the loss of an incarnation; the first report counts, later ones are ignored."""
+        in_flight = self._fleet.lose(worker_id, incarnation)
+        if in_flight is None:
+            return
+        logger.warning("worker %s lost: %s", incarnation, reason)
+        training, samples = in_flight
+        base_model = self._fleet.worker(worker_id).info.model.name
+        group, quarantine = self._registry.group(base_model), self._quarantines[base_model]
+        training = tuple(flight for flight in training if flight.target_id in group.logs)
+        for adapter_id in group.residency.on(worker_id):
+            log = group.logs[adapter_id]
+            log.lose_copy()
+            group.mark_dirty(log)
+        for adapter_id in {flight.target_id for flight in training}:
+            seqs = [flight.seq for flight in training if flight.target_id == adapter_id]
+            group.logs[adapter_id].quarantine(min(seqs), max(seqs))
+        poison = self._quarantined(quarantine, training, samples)
+        quarantine.pause(is_paused=True)
+        for flight in training:
+            if flight.name == poison:
+                self._fail_poison(group.logs[flight.target_id], flight)
+                group.mark_dirty(group.logs[flight.target_id])
+        group.changed.notify()
+        for feed in self._feeds:
+            feed.put(WorkerLoss(worker_id, incarnation, samples, poison))
+
+    @staticmethod
+    def _quarantined(quarantine: Quarantine, training: Sequence[Flight], samples: Sequence[Flight]) -> str:
+        names = {flight.target_id for flight in training}.union(flight.name for flight in samples)
+        operations = list(dict.fromkeys(flight.name for flight in (*training, *samples)))
+        return (quarantine.record_loss(names, operations) if names else None) or ""
+
+    def _fail_poison(self, log: AdapterLog, flight: Flight) -> None:
+        """Fail the operation; if it is a replay, give its adapter up: it cannot be rebuilt."""
+        logger.error("%s ended its worker %d times while it ran solo", flight.name, SOLO_LOSSES_MAX)
+        log.release()
+        operation = log.operations.get(flight.seq)
+        if operation is None:
+            return  # its append failed while it ran: it was never accepted
+        if not operation.is_final:
+            log.fail(operation, worker_died(operation))
+            return
+        error = replay_differs(log, flight.name, "its worker was lost")
+        log.give_up(service_error(error))
+        self._publishing.fail(log.adapter_id, error)
+
+
+def replay_differs(log: AdapterLog, operation: str, reason: str) -> ServiceError:
+    """Return why an adapter cannot be rebuilt: an operation that had succeeded failed when it was replayed."""
+    logger.error("replay of %s failed: %s", operation, reason)
+    return ServiceError(
+        Code.DATA_LOSS,
+        "REPLAY_DIFFERS",
+        f"{log.adapter_id} could not be rebuilt: {operation} had succeeded, but failed when run again",
+    )

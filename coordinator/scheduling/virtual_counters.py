@@ -1,0 +1,53 @@
+"""Virtual counters: weighted fair scheduling by tokens. The one implementation; training and sampling keep separate
+counters.
+
+As in VTC (Sheng et al., OSDI 2024): what a tenant got, in tokens over its weight, adds to its counter, and the lowest
+counter is next. A tenant that was inactive is lifted to the lowest counter of the active ones, so that idleness saves
+nothing up. Pure; does not depend on what is scheduled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A tenant's weight and counter."""
+
+    weight: float = 1.0
+    virtual_tokens: float = 0.0
+    """Tokens over the weight."""
+
+    def charged(self, num_tokens: float) -> Share:
+        """Return the share after so many tokens."""
+        return Share(weight=self.weight, virtual_tokens=self.virtual_tokens + num_tokens / self.weight)
+
+    def lifted(self, floor: float) -> Share:
+        """Return the share with a counter of at least `floor`."""
+        return self if self.virtual_tokens >= floor else Share(weight=self.weight, virtual_tokens=floor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FairState:
+    """The counters that planning carries from cycle to cycle."""
+
+    shares: Mapping[str, Share] = field(default_factory=dict)
+    active: frozenset[str] = frozenset()
+    """Tenants of the last plan."""
+
+
+def lowest_counter(shares: Mapping[str, Share], active: Iterable[str]) -> float:
+    """Return the counter that a returning tenant is lifted to: the lowest active one, or without any the highest."""
+    counters = [shares[tenant].virtual_tokens for tenant in active if tenant in shares]
+    return min(counters) if counters else max((share.virtual_tokens for share in shares.values()), default=0.0)
+
+
+def lifted(shares: Mapping[str, Share], returning: Collection[str], active: Iterable[str]) -> dict[str, Share]:
+    """Return the shares with every returning tenant at least at the lowest counter of the active ones."""
+    raised = dict(shares)
+    floor = lowest_counter(shares, active)
+    for tenant in returning:
+        raised[tenant] = raised.get(tenant, Share()).lifted(floor)
+    return raised

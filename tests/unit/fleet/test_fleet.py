@@ -1,0 +1,119 @@
+"""The workers: a lost incarnation never becomes live again, and what is known of it does not pass to the next one."""
+
+import pytest
+
+from coordinator.fleet import worker as worker_module
+from coordinator.fleet.fleet import Fleet
+from coordinator.fleet.worker import Flight
+from tests.support.toy_engine import toy_worker_info
+
+PASS = Flight("a:1", "a", 1, "t")
+
+
+def sample(name: str, version: str = "") -> Flight:
+    return Flight(name, name.partition(":")[0], 1, "t", version)
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    fleet = Fleet()
+    fleet.start([toy_worker_info("w0"), toy_worker_info("w1"), toy_worker_info("w2", model="other")])
+    return fleet
+
+
+def test_a_loss_returns_what_was_in_flight_once_and_the_worker_is_not_live(fleet: Fleet) -> None:
+    worker = fleet.worker("w0")
+    worker.begin_phase((PASS,))
+    worker.begin_sample(sample("s:1"))
+    worker.begin_sample(sample("s:2"))
+    assert worker.end_sample("s:2")
+    assert fleet.lose("w0", "w0.1") == ((PASS,), (sample("s:1"),))
+    assert fleet.lose("w0", "w0.1") is None
+    assert (fleet.find("w0"), fleet.has_lost("toy"), fleet.has_lost("other")) == (None, True, False)
+    assert [each.worker_id for each in fleet.live("toy")] == ["w1"]
+    assert not worker.end_sample("s:1")
+
+
+def test_a_lost_incarnation_never_becomes_live_again(fleet: Fleet) -> None:
+    lost = fleet.worker("w0")
+    fleet.lose("w0", "w0.1")
+    fleet.revive(toy_worker_info("w0", 2))
+    assert fleet.is_live("w0")
+    assert not lost.is_live
+    assert fleet.worker("w0").name == "w0.2"
+    assert fleet.lose("w0", "w0.1") is None, "a late report of the loss before"
+    assert fleet.is_live("w0")
+
+
+def test_an_answered_phase_is_not_in_flight(fleet: Fleet) -> None:
+    fleet.worker("w0").begin_phase((PASS,))
+    fleet.worker("w0").end_phase()
+    assert fleet.lose("w0", "w0.1") == ((), ())
+
+
+def test_a_version_is_held_by_the_incarnation_that_has_it_and_by_no_other(fleet: Fleet) -> None:
+    fleet.hold_version("w0", "w0.1", "v")
+    assert fleet.worker("w0").holds("v")
+    assert not fleet.worker("w1").holds("v")
+    fleet.lose("w0", "w0.1")
+    fleet.revive(toy_worker_info("w0", 2))
+    fleet.hold_version("w0", "w0.1", "v")
+    assert not fleet.worker("w0").holds("v")
+
+
+def test_the_least_recently_used_versions_are_removed_and_none_that_is_in_use(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "VERSIONS_MAX", 3)  # the real bound is 64
+    worker = fleet.worker("w0")
+    worker.begin_sample(sample("s:1", "v1"))
+    for version in ("v1", "v2", "v3", "v2", "v4"):
+        worker.hold(version)
+    assert [worker.holds(version) for version in ("v1", "v2", "v3", "v4")] == [True, True, False, True]
+    assert worker.take_removals() == ("v3",)
+    worker.end_sample("s:1")
+    worker.hold("v5")
+    assert worker.take_removals() == ("v1",)
+
+
+def test_a_version_that_is_wanted_again_is_not_removed(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "VERSIONS_MAX", 1)
+    worker = fleet.worker("w0")
+    for version in ("v1", "v2", "v1"):
+        worker.hold(version)
+    assert worker.take_removals() == ("v2",)
+    worker.misses("v1")
+    assert not worker.holds("v1")
+
+
+def test_a_removal_goes_out_once_and_not_to_another_incarnation(fleet: Fleet) -> None:
+    fleet.remove("w0", "a")
+    assert fleet.worker("w0").take_removals() == ("a",)
+    assert fleet.worker("w0").take_removals() == ()
+    fleet.remove("w0", "b")
+    fleet.lose("w0", "w0.1")
+    fleet.remove("w0", "c")
+    fleet.revive(toy_worker_info("w0", 2))
+    assert fleet.worker("w0").take_removals() == ()
+
+
+def test_losses_are_counted_until_the_worker_answers_a_batch(fleet: Fleet) -> None:
+    assert [fleet.note_loss("w0") for _ in range(3)] == [1, 2, 3]
+    assert fleet.note_loss("w1") == 1
+    fleet.answered("w0")
+    assert fleet.note_loss("w0") == 1
+
+
+def test_a_base_model_has_the_least_memory_to_train_and_the_most_to_sample_of_its_workers() -> None:
+    fleet = Fleet()
+    fleet.start(
+        [
+            toy_worker_info("w0", fitting_tokens=100, num_cache_blocks=7),
+            toy_worker_info("w1", num_cache_blocks=9),
+            toy_worker_info("w2", fitting_tokens=80, num_cache_blocks=5),
+        ]
+    )
+    assert (fleet.models["toy"].fitting_tokens, fleet.models["toy"].num_cache_blocks) == (80, 9)
+    fleet.lose("w2", "w2.1")
+    fleet.revive(toy_worker_info("w2", 2, fitting_tokens=120))
+    assert (fleet.models["toy"].fitting_tokens, fleet.models["toy"].num_cache_blocks) == (100, None)

@@ -1,0 +1,99 @@
+"""An operation's two states: every named transition asserts where it starts, and no other way leads on."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.operations.operation import Acceptance, Operation, OutcomeState, Usage
+from coordinator.operations.restoring import operation_of_row, restored_operation
+from coordinator.storage.rows import OperationRow
+from tests.support.adapter_logs import ERROR, STEP, appending
+from tinkerpool.v1 import operations_pb2 as ops_pb
+
+A, D, W = Acceptance.APPENDING, Acceptance.DURABLE, Acceptance.WITHDRAWN
+UNDECIDED, DECIDING, DECIDED = OutcomeState.UNDECIDED, OutcomeState.DECIDING, OutcomeState.DECIDED
+COMMITTED, RETIRED = OutcomeState.COMMITTED, OutcomeState.RETIRED
+
+Transition = Callable[[Operation], object]
+TRANSITIONS: dict[
+    str, tuple[Transition, set[Acceptance], set[OutcomeState], Acceptance | None, OutcomeState | None]
+] = {
+    "accept": (Operation.accept, {A}, set(OutcomeState), D, None),
+    "withdraw": (Operation.withdraw, {A}, set(OutcomeState), W, None),
+    "begin_deciding": (Operation.begin_deciding, set(Acceptance), {UNDECIDED}, None, DECIDING),
+    "succeed": (lambda one: one.succeed(1), set(Acceptance), {UNDECIDED, DECIDING}, None, DECIDED),
+    "fail": (lambda one: one.fail(ERROR), set(Acceptance), {UNDECIDED, DECIDING}, None, DECIDED),
+    "undecide": (Operation.undecide, set(Acceptance), {DECIDING, DECIDED}, None, UNDECIDED),
+    "commit": (Operation.commit, {D}, {DECIDED}, None, COMMITTED),
+    "retire": (Operation.retire, {D}, {COMMITTED}, None, RETIRED),
+}
+"""Name to transition, the acceptance and outcome states that it may start from, and what it changes them to."""
+
+
+@given(st.lists(st.sampled_from(sorted(TRANSITIONS)), max_size=12))
+def test_each_transition_is_possible_from_its_source_states_only_and_leads_to_its_target(names: list[str]) -> None:
+    one = appending(1, STEP)
+    for name in names:
+        transition, acceptances, outcomes, acceptance, outcome = TRANSITIONS[name]
+        before = one.acceptance, one.outcome_state
+        if one.acceptance in acceptances and one.outcome_state in outcomes:
+            transition(one)
+            assert (one.acceptance, one.outcome_state) == (acceptance or before[0], outcome or before[1])
+        else:
+            with pytest.raises(AssertionError):
+                transition(one)
+            assert (one.acceptance, one.outcome_state) == before
+        assert one.is_final is (one.outcome is not None) is (one.outcome_state not in (UNDECIDED, DECIDING))
+
+
+def test_an_outcome_is_visible_from_its_commit_until_it_has_left_memory() -> None:
+    one = appending(1, STEP)
+    one.accept()
+    one.succeed(7, Usage(4, 0.5)).optim_step.metrics["x"] = 1.0
+    assert one.as_message().state == ops_pb.OPERATION_STATE_QUEUED
+    assert one.as_message(is_running=True).state == ops_pb.OPERATION_STATE_RUNNING
+    one.commit()
+    shown = one.as_message()
+    assert (shown.state, shown.cycle_id, shown.num_tokens) == (ops_pb.OPERATION_STATE_SUCCEEDED, 7, 4)
+    assert shown.optim_step.metrics["x"] == 1.0
+    one.retire()
+    assert one.as_message().state == ops_pb.OPERATION_STATE_RUNNING, "the store has the result"
+    assert one.outcome == ops_pb.Operation(state=ops_pb.OPERATION_STATE_SUCCEEDED)
+
+
+def test_a_retired_failure_keeps_its_error_because_it_may_close_a_window() -> None:
+    one = appending(1, STEP)
+    one.accept()
+    one.fail(ERROR, cycle_id=3)
+    one.commit()
+    one.retire()
+    assert one.outcome == ops_pb.Operation(state=ops_pb.OPERATION_STATE_FAILED, error=ERROR)
+
+
+def row(outcome: bytes | None) -> OperationRow:
+    return OperationRow(
+        target_id="a",
+        seq=1,
+        append_id=5,
+        tenant_id="t",
+        kind=STEP.value,
+        request_id=None,
+        payload_hash=b"",
+        num_bytes=3,
+        chunk_tokens=16,
+        outcome=outcome,
+    )
+
+
+def test_a_logged_operation_comes_back_in_the_state_that_its_row_has() -> None:
+    failed = ops_pb.Operation(state=ops_pb.OPERATION_STATE_FAILED, error=ERROR).SerializeToString()
+    assert [operation_of_row(row(each)).outcome_state for each in (None, failed, b"")] == [
+        UNDECIDED,
+        COMMITTED,
+        OutcomeState.DROPPED,
+    ]
+    undecided, decided = restored_operation(row(None), b"abc"), restored_operation(row(failed), b"abc")
+    assert (undecided.is_durable, undecided.outcome_state, undecided.payload) == (True, UNDECIDED, b"abc")
+    assert (decided.is_durable, decided.outcome_state, decided.payload, decided.is_failed) == (True, RETIRED, b"", True)

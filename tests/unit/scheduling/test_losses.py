@@ -1,0 +1,177 @@
+"""The loss of a worker is recorded as one step: fleet, copies, quarantine and poison agree before a receiver reads."""
+
+import asyncio
+from collections.abc import Collection
+from typing import cast
+
+from coordinator.base.errors import ServiceError
+from coordinator.checkpoints.publishing import Publishing
+from coordinator.fleet.fleet import Fleet
+from coordinator.fleet.worker import Flight
+from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.operation import Operation
+from coordinator.operations.registry import AdapterRegistry
+from coordinator.scheduling.losses import LossRecorder, WorkerLoss
+from coordinator.scheduling.quarantine import SOLO_LOSSES_MAX, Quarantine
+from coordinator.storage.adapters import Adapters
+from tests.support.adapter_logs import FB, STEP, adapter_with, appending, run
+from tests.support.toy_engine import toy_worker_info
+from tests.support.toy_pool import FakeTime
+
+SAMPLE = Flight("s:sample:0:1", "s:sample:0", 1, "t")
+
+
+class Refusals:
+    """Stands in for published weights: which adapters cannot be rebuilt."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+
+    def fail(self, adapter_id: str, error: ServiceError) -> None:
+        self.failed.append(adapter_id)
+
+
+class Bench:
+    """Two workers, adapters with copies on the first one, and a recorder."""
+
+    def __init__(self, *adapters: AdapterLog) -> None:
+        self.fleet, self.quarantine, self.publishing = Fleet(), Quarantine(), Refusals()
+        self.fleet.start([toy_worker_info("w0"), toy_worker_info("w1")])
+        self.registry = AdapterRegistry(FakeTime(), cast("Adapters", None))
+        for adapter in adapters:
+            self.registry.add(adapter)
+            adapter.place_copy("w0")
+            adapter.advance()
+        self.group = self.registry.group("toy")
+        publishing = cast("Publishing", self.publishing)
+        self.recorder = LossRecorder(self.fleet, self.registry, {"toy": self.quarantine}, publishing)
+        self.woken = asyncio.Event()
+        self.feed = self.recorder.subscribe(self.woken)
+
+    def dispatch(self, *operations: Operation, samples: Collection[Flight] = ()) -> None:
+        """Have the first worker run these."""
+        worker = self.fleet.worker("w0")
+        worker.begin_phase(tuple(Flight(o.name, o.target_id, o.seq, o.tenant_id) for o in operations))
+        for operation in operations:
+            self.registry.logs[operation.target_id].start(operation)
+        for sample in samples:
+            worker.begin_sample(sample)
+
+    def lose(self) -> WorkerLoss:
+        """Lose the first worker's incarnation; return the event."""
+        name = self.fleet.worker("w0").name
+        self.recorder.record("w0", name, "test")
+        [loss] = self.feed.take()
+        assert loss.incarnation == name
+        return loss
+
+    def lose_solo(self, operation: Operation, times: int) -> list[str]:
+        """Have the operation run solo and its worker lost so often; return the poison that each loss decided."""
+        found = []
+        for incarnation in range(2, times + 2):
+            self.fleet.revive(toy_worker_info("w0", incarnation))
+            self.quarantine.pause(is_paused=False)
+            if operation.target_id in self.registry.logs:
+                self.registry.logs[operation.target_id].place_copy("w0")
+                self.dispatch(operation)
+            found.append(self.lose().poison)
+        return found
+
+
+async def test_everything_on_a_lost_worker_is_given_up_and_quarantined_before_the_event_is_read() -> None:
+    running, resident, elsewhere = adapter_with(FB, FB), adapter_with(FB, name="b"), adapter_with(FB, name="c")
+    bench = Bench(running, resident, elsewhere)
+    elsewhere.place_copy("w1")
+    generation = running.copy.generation
+    bench.dispatch(*running.operations.values(), samples=[SAMPLE])
+    loss = bench.lose()
+    assert (loss.worker_id, loss.samples, loss.poison) == ("w0", (SAMPLE,), "")
+    assert bench.woken.is_set()
+    assert not bench.fleet.is_live("w0")
+    assert [log.worker_id for log in (running, resident, elsewhere)] == ["", "", "w1"]
+    assert running.copy.generation > generation, "results that arrive now are dropped"
+    assert running.quarantined == (1, 2)
+    assert [bench.quarantine.may_run(name) for name in ("a", SAMPLE.name, "b")] == [False, False, True]
+    assert set(bench.group.dirty) == {"a", "b"}
+    bench.quarantine.pause(is_paused=False)
+    assert [bench.quarantine.may_run(name) for name in ("a", SAMPLE.name, "b")] == [True, False, False]
+
+
+async def test_the_second_report_of_a_loss_and_a_late_one_are_ignored() -> None:
+    log = adapter_with(FB)
+    bench = Bench(log)
+    bench.dispatch(log.operations[1])
+    bench.lose()
+    bench.recorder.record("w0", "w0.1", "again")
+    bench.fleet.revive(toy_worker_info("w0", 2))
+    log.place_copy("w0")
+    bench.recorder.record("w0", "w0.1", "late")
+    assert bench.feed.take() == []
+    assert (log.worker_id, bench.fleet.is_live("w0")) == ("w0", True)
+
+
+async def test_every_receiver_gets_every_loss_once_in_order() -> None:
+    bench, woken = Bench(), asyncio.Event()
+    other = bench.recorder.subscribe(woken)
+    for worker_id in ("w1", "w0"):
+        bench.recorder.record(worker_id, f"{worker_id}.1", "test")
+    assert woken.is_set()
+    for feed in (bench.feed, other):
+        assert [loss.worker_id for loss in feed.take()] == ["w1", "w0"]
+        assert feed.take() == []
+
+
+async def test_a_training_operation_that_is_the_poison_fails_and_closes_its_window() -> None:
+    log = adapter_with(FB, STEP)
+    bench = Bench(log)
+    poison = log.operations[1]
+    bench.dispatch(poison)
+    bench.lose()
+    assert bench.lose_solo(poison, SOLO_LOSSES_MAX) == [""] * (SOLO_LOSSES_MAX - 1) + ["a:1"]
+    assert poison.outcome is not None
+    assert poison.outcome.error.reason == "WORKER_DIED"
+    log.advance()
+    assert log.take_decided() == [poison, log.operations[2]]
+    assert "a" in bench.group.dirty
+    assert bench.publishing.failed == []
+
+
+async def test_an_adapter_whose_replay_is_the_poison_is_given_up() -> None:
+    log = adapter_with(FB, FB)
+    bench = Bench(log)
+    run(log, 1)
+    log.place_copy("w0")
+    bench.dispatch(log.operations[1])
+    bench.lose()
+    assert bench.lose_solo(log.operations[1], SOLO_LOSSES_MAX)[-1] == "a:1"
+    assert log.damage is not None
+    assert log.damage.reason == "REPLAY_DIFFERS"
+    assert log.take_decided() == [log.operations[2]]
+    assert bench.publishing.failed == ["a"]
+
+
+async def test_operations_of_a_deleted_adapter_quarantine_nothing() -> None:
+    log = adapter_with(FB)
+    bench = Bench(log)
+    bench.dispatch(log.operations[1])
+    bench.registry.remove(log)
+    assert bench.lose().poison == ""
+    assert not bench.quarantine.group
+
+
+async def test_a_poison_whose_append_failed_meanwhile_is_not_failed() -> None:
+    """It was never accepted: its caller has an error, and its sequence number is free again."""
+    log = adapter_with()
+    log.add(appending(1, FB))
+    bench = Bench(log)
+    one = log.operations[1]
+    bench.dispatch(one)
+    bench.lose()
+    bench.lose_solo(one, SOLO_LOSSES_MAX - 1)
+    bench.fleet.revive(toy_worker_info("w0", 9))
+    log.place_copy("w0")
+    bench.dispatch(one)
+    log.withdraw(one)
+    assert bench.lose().poison == "a:1"
+    assert log.take_decided() == []
+    assert log.quarantined == (0, -1)
