@@ -1,7 +1,6 @@
-"""What must be true after `chaos.py` has killed: nothing lost, nothing twice, nothing else than without a kill.
+"""Checks of the data directory and of usage after the kills: nothing is lost, nothing was applied twice.
 
-Every check raises Violation with what differs. What the operations gave is the business of `chaos_results`; here it is
-what is in the data directory, and what is charged.
+Every check raises Violation with the difference. `results.py` checks the operations' results.
 """
 
 from __future__ import annotations
@@ -13,43 +12,43 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
-from scripts.reliability.chaos.journal import Journal
 from scripts.reliability.chaos.pool import CALL_TIMEOUT_S, ServedPool, Violation
 from scripts.reliability.chaos.results import check_equal
 from scripts.reliability.chaos.steps import last_checkpoint
+from scripts.reliability.chaos.tenants import Journal
 from tinkerpool.v1 import adapters_pb2, adapters_pb2_grpc
 
 
 def check_adapter(pool: ServedPool, key: str, journal: Journal) -> None:
-    """The service has done exactly what is in the tenant's journal."""
+    """Check that the adapter has applied exactly the operations of the tenant's journal."""
     request = adapters_pb2.GetAdapterRequest(adapter_id=journal.adapter_id)
     stub = adapters_pb2_grpc.AdapterServiceStub(pool.channel())
     adapter = stub.GetAdapter(request, metadata=pool.metadata(key), timeout=CALL_TIMEOUT_S).adapter
     if adapter.next_seq != journal.next_seq:
-        raise Violation(f"{adapter.adapter_id} goes on with {adapter.next_seq}, its journal with {journal.next_seq}")
+        raise Violation(f"{adapter.adapter_id} has next_seq {adapter.next_seq}, its journal {journal.next_seq}")
     if adapter.applied_seq != adapter.next_seq - 1:
         raise Violation(f"of {adapter.adapter_id} only {adapter.applied_seq} of {adapter.next_seq - 1} are applied")
 
 
 def state_files(pool: ServedPool, journal: Journal) -> dict[str, str]:
-    """SHA-256 of each file of the tenant's last checkpoint: weights, moments, and what else is in its folder."""
+    """Return the SHA-256 of each file of the tenant's last checkpoint, weights and moments among them."""
     path = f"tinker://{journal.adapter_id}/weights/{last_checkpoint(len(journal.lines))}"
     with closing(_database(pool.data_dir)) as db:
         row = db.execute("SELECT folder FROM checkpoints WHERE path = ?", (path,)).fetchone()
     if row is None:
-        raise Violation(f"{path} is gone")
+        raise Violation(f"{path} is missing")
     folder = pool.data_dir / "checkpoints" / row[0]
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
 
 
 def check_same_state(tenant: str, disturbed: Mapping[str, str], undisturbed: Mapping[str, str]) -> None:
-    """Weights and moments end bit for bit as without kills."""
+    """Check that weights and moments have the same bits as without kills."""
     assert {"adapter_model.safetensors", "optimizer.safetensors"} <= undisturbed.keys()
     check_equal(undisturbed, disturbed, f"{tenant}'s state differs from that without kills")
 
 
 def check_store(data_dir: Path) -> None:
-    """The database of a stopped pool is whole, everything in it is done, and the folders are those that it knows."""
+    """Check a stopped pool: the database is intact, every operation has finished, and rows and folders match."""
     with closing(_database(data_dir)) as db:
         if (found := db.execute("PRAGMA integrity_check").fetchone()[0]) != "ok":
             raise Violation(f"the database is damaged: {found}")
@@ -70,7 +69,7 @@ def check_store(data_dir: Path) -> None:
 
 
 def usage_of(pool: ServedPool) -> Counter[tuple[str, str, str]]:
-    """Operations and tokens charged, by tenant and kind."""
+    """Return operations and tokens charged, by tenant and kind."""
     charged: Counter[tuple[str, str, str]] = Counter()
     for row in pool.usage():
         charged[row.tenant, row.kind, "operations"] = row.num_operations
@@ -79,11 +78,11 @@ def usage_of(pool: ServedPool) -> Counter[tuple[str, str, str]]:
 
 
 def check_same_usage(disturbed: Counter[tuple[str, str, str]], undisturbed: Counter[tuple[str, str, str]]) -> None:
-    """Nobody was charged twice, or not at all."""
+    """Check that each tenant was charged as without kills."""
     check_equal(
         {" ".join(key): str(n) for key, n in undisturbed.items()},
         {" ".join(key): str(n) for key, n in disturbed.items()},
-        "charged otherwise than without kills",
+        "charges that differ from those without kills",
     )
 
 

@@ -1,7 +1,7 @@
-"""What `chaos.py` kills, when and how, and how long it took until work went on.
+"""The kills: which process, when and how, and the time until work continued.
 
-Every kill is drawn from (seed, number of the kill), so an interrupted run goes on with the kills that it had left.
-About half come at a failpoint, where a state lasts for microseconds that a random moment would hardly ever meet.
+Every kill is drawn from (seed, number of the kill). About half happen at a failpoint, in a state that lasts for
+microseconds and that a random moment would hardly ever hit.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from scripts.reliability.chaos.tenants import Progress
 from workers.contract.failpoints import POINTS
 
 PATIENCE_S = 8.0
-"""How long a failpoint stays armed if nobody comes by; then the kill comes at that moment, wherever everybody is."""
+"""How long a failpoint stays armed. If no process reaches it in time, the kill happens at that moment."""
 MISSES_MAX = 3
-"""A failpoint that was missed so much more often than hit is left alone."""
+"""A failpoint is no longer drawn if misses exceed hits by this number."""
 ASK_S = 0.2
-"""How often the pool is asked for its workers while they are awaited."""
+"""Interval of polling the pool's workers."""
 REPLACED_TIMEOUT_S = 120.0
-"""A worker that was killed or hangs must have a successor by then."""
+"""A killed or hanging worker must be replaced within this time."""
 RESUMED_TIMEOUT_S = 240.0
-"""Some operation must have finished by then."""
+"""An operation must finish within this time after a kill."""
 DELAY_S_MAX = 3.0
-"""Between two kills, when work goes on again."""
+"""Between two kills, after work has continued."""
 GONE_TIMEOUT_S = 30.0
-"""A worker without a coordinator must have ended by then."""
+"""A worker without a coordinator must end within this time."""
 
 
 class Target(Enum):
-    """Who is killed."""
+    """The killed processes."""
 
     WORKER = "worker"
     COORDINATOR = "coordinator"
@@ -43,61 +43,59 @@ class Target(Enum):
 
 
 class Patience(Enum):
-    """What the next kill waits for."""
+    """The condition that the next kill waits for."""
 
     NOTHING = 0
-    """It may come while the pool is still recovering."""
+    """No condition: the next kill may hit a recovering pool."""
     ANY = 1
-    """An operation of some tenant's has finished; others may still be replayed."""
+    """An operation of some tenant has finished; other adapters may still be replayed."""
     ALL = 2
-    """An operation of every tenant's has finished."""
+    """An operation of every tenant has finished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """One kill as it is meant."""
+    """A kill as planned."""
 
     number: int
     """From 1."""
     target: Target
     point: str
-    """The failpoint; empty: at a random moment."""
+    """The failpoint; empty: a random moment."""
     is_hang: bool
-    """The worker is stopped, and goes on only when another has taken its place."""
+    """Stop the worker, and continue it only after its replacement has started."""
     delay_s: float
-    """After the one before."""
+    """After the previous kill."""
     patience: Patience
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A kill that has happened."""
+    """A kill that happened."""
 
     number: int
     target: str
     how: str
     """The failpoint, `hang`, or `moment`."""
     missed: str
-    """The failpoint that was meant, if nobody came to it; empty otherwise."""
+    """The planned failpoint, if no process reached it; empty otherwise."""
     num_unasked: int
-    """Workers that were found replaced although nobody had killed them: they answered no ping for seconds."""
+    """Workers that were replaced without a kill: they answered no ping for seconds."""
     alive_s: float | None
-    """From the kill until everybody was alive again; None: the next kill came first."""
+    """From the kill until all processes were alive again; None: the next kill came first."""
     resumed_s: float | None
-    """From the kill to the first operation that finished after that."""
+    """From the kill to the first finished operation after that."""
     all_resumed_s: float | None
-    """From the kill until one of every tenant had; None where the next kill did not wait for that."""
-    wall: float
-    """When, by the clock on the wall."""
+    """From the kill until an operation of every tenant had finished; None if the next kill did not wait for it."""
 
     @property
-    def sort(self) -> str:
+    def kind(self) -> str:
         """`hang`, `moment` or `failpoint`."""
         return self.how if self.how in {"hang", "moment"} else "failpoint"
 
 
 def draw(seed: int, number: int, points: frozenset[str]) -> Kill:
-    """Kill number `number`: 60 % workers, 30 % coordinators, 10 % both; a sixth of the workers hang."""
+    """Draw kill `number`: 60 % workers, 30 % coordinators, 10 % both; a sixth of the workers hang."""
     rng = random.Random(f"{seed}/{number}")
     target = rng.choices((Target.WORKER, Target.COORDINATOR, Target.BOTH), (60, 30, 10))[0]
     is_hang = target is Target.WORKER and rng.random() < 1 / 6
@@ -110,12 +108,9 @@ def draw(seed: int, number: int, points: frozenset[str]) -> Kill:
 class Killer:
     """Kills processes of one pool, one kill after another."""
 
-    def __init__(
-        self, pool: ServedPool, progress: Progress, seed: int, num_workers: int, records: Sequence[Record]
-    ) -> None:
-        """`records`: what was killed before, on the same pool."""
-        self._hits = Counter(record.how for record in records)
-        self._misses = Counter(record.missed for record in records)
+    def __init__(self, pool: ServedPool, progress: Progress, seed: int, num_workers: int) -> None:
+        self._hits: Counter[str] = Counter()
+        self._misses: Counter[str] = Counter()
         self._num_unasked = 0
         self._pool = pool
         self._progress = progress
@@ -123,11 +118,11 @@ class Killer:
         self._num_workers = num_workers
         self._known: frozenset[str] = frozenset()
         self._is_owed = False
-        """A worker was killed, and nothing has finished since: one operation on which worker after worker dies would
-        rightly be taken for their murderer, and failed."""
+        """A worker was killed and no operation has finished since. Killing another worker now could make the pool
+        fail the running operation as poison, rightly: workers died on it one after another."""
 
     def kill(self, number: int) -> Record:
-        """Kill number `number`, and see that everybody comes back. Raises Violation if something does not."""
+        """Carry out kill `number`, and wait for recovery. Raises Violation if a process does not come back."""
         points = {point for point in POINTS if self._misses[point] - self._hits[point] < MISSES_MAX}
         if self._num_workers == 1:
             points.discard("dispatch.partial")
@@ -136,7 +131,7 @@ class Killer:
             self._resume(time.monotonic(), set(), Patience.ANY)
         time.sleep(kill.delay_s)
         lives = {worker.incarnation: ProcessHandle(worker.pid) for worker in self._workers(kill)}
-        wall, how, missed, moment = time.time(), "moment", "", None
+        how, missed, moment = "moment", "", None
         victims = set(lives)
         if kill.target is Target.WORKER:
             victims = {random.Random(f"{self._seed}/{number}/victim").choice(sorted(lives))}
@@ -151,7 +146,7 @@ class Killer:
             moment = self._now(kill, [lives[victim] for victim in victims])
         if kill.target is not Target.WORKER:
             self._pool.begin()
-        self._see_ended([lives[victim] for victim in victims])
+        self._check_ended([lives[victim] for victim in victims])
         for handle in lives.values():
             handle.close()
         self._known = frozenset()
@@ -169,11 +164,10 @@ class Killer:
             alive_s=waits[0],
             resumed_s=waits[1],
             all_resumed_s=waits[2],
-            wall=wall,
         )
 
     def _workers(self, kill: Kill) -> list[Worker]:
-        """The workers that are alive. A coordinator may also die while it starts and has none yet."""
+        """Return the live workers. A coordinator may also be killed while it starts and has none."""
         if kill.target is not Target.WORKER and not kill.point:
             return self._pool.workers() if self._pool.is_ready() else []
         self._pool.wait_ready()
@@ -187,18 +181,18 @@ class Killer:
 
         if not wait_until(are_complete, REPLACED_TIMEOUT_S, ASK_S):
             raise Violation(f"a worker is missing after {REPLACED_TIMEOUT_S:g} s\n{self._pool.last_words()}")
-        self._note(workers)
+        self._count_unasked(workers)
         return workers
 
-    def _note(self, workers: list[Worker]) -> None:
-        """Count those who are new without having been awaited."""
+    def _count_unasked(self, workers: list[Worker]) -> None:
+        """Count workers that are new although no kill explains it."""
         incarnations = frozenset(worker.incarnation for worker in workers)
         if self._known:
             self._num_unasked += len(incarnations - self._known)
         self._known = incarnations
 
     def _now(self, kill: Kill, handles: Sequence[ProcessHandle]) -> float:
-        """Kill at this moment."""
+        """Kill now."""
         moment = time.monotonic()
         if kill.target is not Target.COORDINATOR:
             for handle in handles:
@@ -208,7 +202,7 @@ class Killer:
         return moment
 
     def _at(self, kill: Kill) -> float | None:
-        """Let somebody die at the failpoint; the moment, or None if nobody comes by."""
+        """Arm the failpoint; return the moment a process died at it, None if none reached it."""
         pool, point = self._pool, kill.point
         pool.arm(point)
         if not wait_until(lambda: pool.was_hit(point), PATIENCE_S) and pool.disarm(point):
@@ -216,14 +210,14 @@ class Killer:
         moment = time.monotonic()
         if kill.target is Target.COORDINATOR:
             if not wait_until(pool.is_dead, GONE_TIMEOUT_S):
-                raise Violation(f"somebody else than the coordinator came to {point}")
+                raise Violation(f"another process than the coordinator reached {point}")
             pool.reap()
         elif kill.target is Target.BOTH:
             pool.kill()
         return moment
 
     def _dead_of(self, lives: Mapping[str, ProcessHandle]) -> set[str]:
-        """Whose process it was that has just died."""
+        """Return the incarnation whose process has just died."""
         dead: set[str] = set()
 
         def is_known() -> bool:
@@ -231,39 +225,39 @@ class Killer:
             return bool(dead)
 
         if not wait_until(is_known, GONE_TIMEOUT_S):
-            raise Violation("somebody else than a worker came to a worker's failpoint")
+            raise Violation("another process than a worker reached a worker's failpoint")
         return dead
 
     def _hang(self, lives: Mapping[str, ProcessHandle], victims: set[str]) -> float:
-        """Stop a worker until another has taken its place, then let it go on, if it can."""
+        """Stop a worker's process until it is replaced, then continue it."""
         [victim] = victims
         moment = time.monotonic()
         lives[victim].send(signal.SIGSTOP)
         try:
             if not wait_until(lambda: self._are_back(victims), REPLACED_TIMEOUT_S, ASK_S):
-                raise Violation(f"{victim} hangs, and was not replaced\n{self._pool.last_words()}")
+                raise Violation(f"{victim} hangs and was not replaced\n{self._pool.last_words()}")
         finally:
             lives[victim].send(signal.SIGCONT)
         return moment
 
-    def _see_ended(self, handles: Iterable[ProcessHandle]) -> None:
-        """Every life that was killed, or lost its coordinator, ends."""
+    def _check_ended(self, handles: Iterable[ProcessHandle]) -> None:
+        """Raise Violation if a worker that was killed, or lost its coordinator, does not end."""
         for handle in handles:
             if not handle.has_ended(GONE_TIMEOUT_S):
-                raise Violation(f"a worker lives on {GONE_TIMEOUT_S:g} s after it was given up")
+                raise Violation(f"a worker still runs {GONE_TIMEOUT_S:g} s after it was killed or lost its coordinator")
 
     def _are_back(self, victims: set[str]) -> bool:
-        """Whether all workers are alive, and none of these lives is among them."""
+        """Return whether all workers are alive and none of them is one of these incarnations."""
         self._pool.check()
         incarnations = frozenset(worker.incarnation for worker in self._pool.workers())
         return len(incarnations) == self._num_workers and victims.isdisjoint(incarnations)
 
     def _resume(self, moment: float, victims: set[str], patience: Patience) -> list[float | None]:
-        """Wait until everybody is alive, and for operations that finish then; `Record`'s three waits."""
+        """Wait until all processes are alive, then for finished operations; return `Record`'s three waits."""
         self._pool.wait_ready()
         if not wait_until(lambda: self._are_back(victims), REPLACED_TIMEOUT_S, ASK_S):
             raise Violation(f"a killed worker was not replaced\n{self._pool.last_words()}")
-        self._note(self._pool.workers())
+        self._count_unasked(self._pool.workers())
         alive = time.monotonic()
         resumed = self._progress.wait_after(alive, RESUMED_TIMEOUT_S)
         resumed_by_all = resumed
@@ -271,7 +265,7 @@ class Killer:
             resumed_by_all = self._progress.wait_after(alive, RESUMED_TIMEOUT_S, of_all=True)
         if resumed is None or resumed_by_all is None:
             raise Violation(
-                f"{RESUMED_TIMEOUT_S:g} s after a kill nothing of {self._progress.without(alive)} has finished\n"
+                f"{RESUMED_TIMEOUT_S:g} s after a kill no operation of {self._progress.without(alive)} has finished\n"
                 f"{self._pool.last_words()}"
             )
         self._is_owed = False

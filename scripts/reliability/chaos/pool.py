@@ -1,9 +1,8 @@
-"""A pool of processes for `chaos.py`: `tinkerpool serve` as an operator starts it, and as nobody should end it.
+"""A pool of processes for the chaos run: `tinkerpool serve` as an operator starts it, ended by `kill -9`.
 
-Knows processes, files and the status of the pool; not who trains there, nor when something is killed. Touches no
-process but its own: the coordinator that it started, and workers that this coordinator named. What a killed coordinator
-leaves behind is its next life's to remove; that it did is checked at the end, by the folder for temporary files that is
-theirs alone.
+Does not depend on the tenants or on the schedule of kills. Touches no other process than the coordinator that it
+started and the workers that this coordinator reported. The next coordinator removes processes and files that a killed
+one left behind; the last `stop` checks that it did, by a TMPDIR that only this pool uses.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from pathlib import Path
 
 import grpc
 
-from coordinator.cli.process import running_pid
 from coordinator.serving import READY_FILE, Serving
 from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
 from workers.contract.failpoints import ENVIRONMENT, POINTS
@@ -36,18 +34,18 @@ STOP_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 5.0
 POLL_S = 0.05
 LEFTOVERS_S = 10.0
-"""How long what a pool has told to end may take."""
+"""Timeout for processes that a stopping pool has told to end."""
 PORTS = range(20_000, 30_000)
-"""Below those that the kernel gives away by itself: nobody takes ours while the coordinator is dead."""
+"""Below the kernel's ephemeral ports, so that no process takes ours while the coordinator is dead."""
 
 
 class Violation(Exception):
-    """Something happened that must not; the text says what."""
+    """A promise is broken; the text says how."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One life of a worker."""
+    """One incarnation of a worker."""
 
     worker_id: str
     incarnation: str
@@ -55,7 +53,7 @@ class Worker:
 
 
 class ServedPool:
-    """One data directory, and the coordinator that serves it, life after life."""
+    """One data directory, and the coordinators that serve it one after another."""
 
     def __init__(self, folder: Path, serve_arguments: Sequence[str]) -> None:
         self.folder = folder
@@ -65,31 +63,25 @@ class ServedPool:
         self._arguments = list(serve_arguments)
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: grpc.Channel | None = None
-        # Ray's sockets are below it, and their paths have 107 letters at most, wherever the run's folder is.
+        # Ray's sockets are in it, and a socket's path has at most 107 bytes, so the run's folder may be too deep.
         name = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]
         self._temp_dir = Path("/tmp") / f"tp-{name}"
         folder.mkdir(parents=True, exist_ok=True)
-        port_file = folder / "port"
-        if not port_file.exists():
-            port_file.write_text(str(_free_port()))
-        self.port = int(port_file.read_text())
+        self.port = _free_port()
 
     @property
     def url(self) -> str:
-        """Where clients find it, in every life."""
+        """Address of the gRPC door, the same for every coordinator."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def admin_key(self) -> str:
-        """Once it has been ready."""
+        """The administrator's key. The pool must have been ready."""
         return str(json.loads((self.folder / "credentials.json").read_text())["api_key"])
 
     def begin(self) -> None:
-        """Start a coordinator, and do not wait for it. One that an interrupted harness left here is ended first."""
-        assert self._process is None, "it runs already"
-        if (pid := running_pid(self.data_dir)) is not None:
-            os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: running_pid(self.data_dir) is None, STOP_TIMEOUT_S)
+        """Start a coordinator without waiting for it."""
+        assert self._process is None, "a coordinator runs already"
         self._temp_dir.mkdir(mode=0o700, exist_ok=True)
         self.failpoints.mkdir(exist_ok=True)
         for file in self.failpoints.iterdir():
@@ -120,22 +112,22 @@ class ServedPool:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C in the terminal is the harness's business
+                start_new_session=True,  # Ctrl-C in the terminal goes to this program only
             )
 
     def is_ready(self) -> bool:
-        """Whether the coordinator serves. Raises Violation if it has ended by itself."""
+        """Return whether the coordinator serves. Raises Violation if it has ended by itself."""
         self.check()
         serving = Serving.read(self.data_dir / READY_FILE)
         return self._process is not None and serving is not None and serving.pid == self._process.pid
 
     def wait_ready(self) -> None:
-        """Raises Violation if it does not start."""
+        """Wait until the coordinator serves. Raises Violation after a timeout."""
         if not wait_until(self.is_ready, START_TIMEOUT_S):
             raise Violation(f"the coordinator was not ready after {START_TIMEOUT_S:g} s:\n{self.last_words()}")
 
     def check(self) -> None:
-        """Raises Violation if the coordinator has ended without having been killed by us."""
+        """Raise Violation if the coordinator has ended without a kill of ours."""
         if self._process is not None and (code := self._process.poll()) is not None:
             raise Violation(f"the coordinator ended by itself, with exit code {code}:\n{self.last_words()}")
 
@@ -147,7 +139,7 @@ class ServedPool:
         self.reap()
 
     def reap(self) -> None:
-        """Take note of a coordinator that was killed."""
+        """Wait for the end of a coordinator that was killed."""
         assert self._process is not None
         code = self._process.wait(STOP_TIMEOUT_S)
         if code != -signal.SIGKILL:
@@ -155,11 +147,11 @@ class ServedPool:
         self._process = None
 
     def is_dead(self) -> bool:
-        """Whether the coordinator has ended, and nobody took note yet."""
+        """Return whether the coordinator has ended and was not reaped yet."""
         return self._process is not None and self._process.poll() is not None
 
     def stop(self) -> None:
-        """End it as an operator does, and clear up. Idempotent."""
+        """Stop the pool as an operator does, and remove temporary files. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
             process.terminate()
@@ -177,45 +169,45 @@ class ServedPool:
         shutil.rmtree(self._temp_dir, ignore_errors=True)
 
     def workers(self) -> list[Worker]:
-        """The live workers, as the coordinator knows them; none while it does not answer."""
+        """Return the live workers that the coordinator reports; none while it does not reply."""
         try:
             return [Worker(w.worker_id, w.incarnation, w.pid) for w in self._status().workers if w.is_live]
         except grpc.RpcError:
             return []
 
     def epoch(self) -> int:
-        """How often a coordinator has begun to live on the data directory."""
+        """Return the epoch: the number of coordinators that have run on the data directory."""
         return self._status().epoch
 
     def create_key(self, tenant: str) -> str:
-        """A key for a tenant."""
+        """Create a key for a tenant."""
         request = pool_pb2.CreateApiKeyRequest(tenant=tenant)
         stub = pool_pb2_grpc.AdminServiceStub(self.channel())
         return str(stub.CreateApiKey(request, metadata=self.metadata(), timeout=CALL_TIMEOUT_S).key)
 
     def usage(self) -> list[pool_pb2.UsageRow]:
-        """What every tenant has been charged."""
+        """Return the charges of every tenant."""
         rows = self._pool_stub().GetUsage(pool_pb2.GetUsageRequest(), metadata=self.metadata(), timeout=CALL_TIMEOUT_S)
         return list(rows.rows)
 
     def channel(self) -> grpc.Channel:
-        """A channel of the harness's own."""
+        """Return the channel of the harness."""
         if self._channel is None:
             options = [("grpc.max_reconnect_backoff_ms", 500), ("grpc.max_receive_message_length", 1 << 28)]
             self._channel = grpc.insecure_channel(f"127.0.0.1:{self.port}", options=options)
         return self._channel
 
     def metadata(self, key: str = "") -> tuple[tuple[str, str], ...]:
-        """What goes with a call; the administrator's key if none is given."""
+        """Return a call's metadata with this key; default: the administrator's."""
         return (("authorization", f"Bearer {key or self.admin_key}"),)
 
     def arm(self, point: str) -> None:
-        """Whoever comes to the point next dies there."""
+        """Arm a failpoint: the next process that reaches it kills itself."""
         assert point in POINTS
         (self.failpoints / point).touch()
 
     def disarm(self, point: str) -> bool:
-        """Take a point back; False if somebody has died there."""
+        """Disarm a failpoint; return False if a process has died at it."""
         try:
             (self.failpoints / point).unlink()
         except FileNotFoundError:
@@ -223,16 +215,16 @@ class ServedPool:
         return True
 
     def was_hit(self, point: str) -> bool:
-        """Whether somebody has died there since it was armed."""
+        """Return whether a process has died at it since it was armed."""
         return (self.failpoints / f"{point}.hit").exists()
 
     def last_words(self) -> str:
-        """The end of the log."""
+        """Return the end of the log."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return "\n".join(f"  {line}" for line in lines[-25:])
 
     def tracebacks(self) -> int:
-        """How many errors that nobody foresaw are in the log."""
+        """Return the number of tracebacks in the log."""
         return self.log.read_text(errors="replace").count("Traceback (most recent call last)")
 
     def _status(self) -> pool_pb2.GetPoolStatusResponse:
@@ -243,15 +235,15 @@ class ServedPool:
         return pool_pb2_grpc.PoolServiceStub(self.channel())
 
     def _check_nothing_left(self) -> None:
-        """Raises Violation if anything of any life of the pool outlives its last one, which has ended in order."""
-        wait_until(lambda: not any(self._family()), LEFTOVERS_S)
-        if left := sorted(f"{name} ({pid})" for pid, name in self._family()):
+        """Raise Violation if a process or folder of any coordinator is left after the last one has stopped."""
+        wait_until(lambda: not any(self._processes()), LEFTOVERS_S)
+        if left := sorted(f"{name} ({pid})" for pid, name in self._processes()):
             raise Violation(f"the pool has stopped and left processes behind: {', '.join(left)}")
         if folders := [path.name for path in self._temp_dir.iterdir() if path.name.startswith("tinkerpool-")]:
             raise Violation(f"the pool has stopped and left folders behind in {self._temp_dir}: {', '.join(folders)}")
 
-    def _family(self) -> Iterator[tuple[int, str]]:
-        """Pid and name of the processes that were started with our folder for temporary files."""
+    def _processes(self) -> Iterator[tuple[int, str]]:
+        """Yield pid and name of every process with our TMPDIR in its environment."""
         mark = f"TMPDIR={self._temp_dir}\0".encode()
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -260,31 +252,31 @@ class ServedPool:
 
 
 class ProcessHandle:
-    """A process that a pid named at one moment, whoever has the pid later."""
+    """The process that has this pid now, even if another process gets the pid later."""
 
     def __init__(self, pid: int) -> None:
         self._pidfd: int | None = None
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             self._pidfd = os.pidfd_open(pid)
 
     def send(self, signum: signal.Signals) -> None:
-        """Nothing happens if it has ended."""
+        """Send a signal; do nothing if the process has ended."""
         if self._pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signum)
 
     def has_ended(self, timeout_s: float) -> bool:
-        """Wait for its end."""
+        """Return whether it has ended, after waiting at most this long."""
         return self._pidfd is None or bool(select.select([self._pidfd], [], [], timeout_s)[0])
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the handle."""
         if self._pidfd is not None:
             os.close(self._pidfd)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, poll_s: float = POLL_S) -> bool:
-    """Whether the condition became true in time."""
+    """Poll the condition; return whether it became true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

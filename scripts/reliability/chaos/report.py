@@ -1,4 +1,4 @@
-"""The figures of a run of `chaos.py`, as JSON and for people. Pure."""
+"""The figures of a chaos run, as JSON and as text. Pure."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from scripts.reliability.chaos.killer import Record, Target
 
 WAITS = {
-    "alive_s": "everybody is alive again",
+    "alive_s": "all processes run again",
     "resumed_s": "the next operation has finished",
-    "all_resumed_s": "one of every tenant has",
+    "all_resumed_s": "one operation of every tenant has finished",
 }
 
 
 def figures_of_kills(records: Sequence[Record]) -> dict[str, Any]:
-    """Kills by kind, where they met whom, and how long it took until work went on."""
+    """Return kills by kind and failpoint, and the seconds until work continued."""
     return {
         "kills": len(records),
-        "kills_by_kind": _counted(f"{record.target}, {record.sort}" for record in records),
-        "failpoints": _counted(record.how for record in records if record.sort == "failpoint"),
+        "kills_by_kind": _counted(f"{record.target}, {record.kind}" for record in records),
+        "failpoints": _counted(record.how for record in records if record.kind == "failpoint"),
         "failpoints_missed": _counted(record.missed for record in records if record.missed),
         "workers_replaced_unasked": sum(record.num_unasked for record in records),
         "seconds": {target.value: _waits(records, target) for target in Target},
@@ -29,27 +29,27 @@ def figures_of_kills(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def lines(kills: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[str]:
-    """The report, for people."""
+    """Yield the report as text."""
     yield f"{kills['kills']} kills: " + ", ".join(f"{n} {kind}" for kind, n in kills["kills_by_kind"].items())
     if kills["failpoints"]:
         yield "  failpoints: " + ", ".join(f"{point} {n}" for point, n in kills["failpoints"].items())
     if kills["failpoints_missed"]:
-        yield "  nobody came to: " + ", ".join(f"{point} {n}" for point, n in kills["failpoints_missed"].items())
+        yield "  not reached: " + ", ".join(f"{point} {n}" for point, n in kills["failpoints_missed"].items())
     for target, waits in kills["seconds"].items():
         for name, text in WAITS.items():
             if name in waits:
                 median, longest = waits[name]["median"], waits[name]["max"]
                 yield f"  {target} killed, {text}: {median:.1f} s median, {longest:.1f} s at most"
     yield (
-        f"  {run['coordinator_lives']} lives of the coordinator; {kills['workers_replaced_unasked']} workers replaced "
+        f"  {run['coordinator_lives']} coordinators; {kills['workers_replaced_unasked']} workers replaced "
         f"unasked; {run['tracebacks_in_log']} tracebacks in its log"
     )
     operations, steps = run["operations"], run["steps"]
     yield f"{sum(operations.values())} operations in {sum(steps.values())} steps of {len(steps)} tenants:"
-    yield "  no error was seen by a client, none is missing, none has failed, each was fetched three times alike;"
+    yield "  clients saw no error; no operation is missing or failed; each was fetched three times with equal bytes;"
     if run["dropped_before_the_end"]:
-        yield f"  (but for {run['dropped_before_the_end']} that were first fetched more than an hour before the end)"
-    yield "  every result, and the last weights and moments, have the same bits as without kills."
+        yield f"  (except {run['dropped_before_the_end']} that were first fetched more than an hour before the end)"
+    yield "  all results, and the last weights and moments, have the same bits as without kills."
 
 
 def _waits(records: Sequence[Record], target: Target) -> dict[str, dict[str, float]]:

@@ -1,7 +1,7 @@
-"""What the tenants of `chaos.py` ask for: every step a pure function of (tenant, step), so that two runs ask the same.
+"""The steps of the tenants: each a pure function of (tenant, step), so that two runs submit the same operations.
 
-Knows no pool, no clock and no kills. A round is `ROUND` steps, each of another sort, and ends with a `save_state`: so
-wherever a tenant stops, at the end of a round, a checkpoint holds its weights and moments.
+Does not depend on the pool, the clock or the kills. A round is `ROUND` steps of different kinds and ends with a
+`save_state`: a tenant stops at the end of a round, so its last checkpoint holds its weights and moments.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from tinkerpool import types
 ROUND = 12
 """Steps in a round."""
 CHECKPOINTS_KEPT = 3
-"""Names that the rounds' checkpoints take in turn, each overwriting the one that had it."""
+"""Names of checkpoints, used in turn: each save overwrites an older checkpoint."""
 SAMPLER_TTL_S = 86400
-"""Of published weights: longer than a run may be interrupted in the middle of a sample, and not for ever."""
+"""Of published weights: longer than any run."""
 FIRST_TOKEN = 2
-"""Those below mean the end of a text and padding."""
+"""Lower ids are end of text and padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """One tenant: its adapter, and the habits of its program."""
+    """One tenant: its adapter, and the behaviour of its program."""
 
     name: str
     rank: int
     seed: int
     """Of the initial weights and of all its data."""
     losses: tuple[types.LossFnType, ...]
-    """Taken in turn, a step each."""
+    """Used in turn, one per step."""
     num_data_max: int
-    """Sequences in a batch at most."""
+    """Maximum number of sequences in a batch."""
     num_tokens_max: int
-    """Tokens in a sequence at most."""
+    """Maximum number of tokens in a sequence."""
     num_ahead: int
-    """Steps submitted before the oldest is awaited. 0: every step is awaited before the next; -1: every operation."""
+    """Steps submitted before the oldest is awaited. 0: await each step before the next; -1: each operation."""
     load_every: int
-    """Every so many rounds the last checkpoint is loaded; 0: never."""
+    """Load the last checkpoint every so many rounds; 0: never."""
     train_attn: bool = True
     train_mlp: bool = True
 
@@ -103,14 +103,14 @@ class Train:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """A checkpoint that takes the name of an older one."""
+    """A checkpoint, possibly under the name of an older one."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Back to a checkpoint."""
+    """Loading a checkpoint."""
 
     name: str
     with_optimizer: bool
@@ -118,7 +118,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Weights published under a name, or under none, and a sample from them."""
+    """Weights published, with a name or without (empty), and a sample from them."""
 
     name: str
     prompt: types.ModelInput
@@ -128,15 +128,15 @@ class Sample:
 Action = Pass | Custom | Optim | Train | Save | Load | Sample
 
 
-def num_places(action: Action) -> int:
-    """How many places it takes in its adapter's order."""
+def num_seqs(action: Action) -> int:
+    """Return how many sequence numbers the action takes."""
     return 2 if isinstance(action, Custom | Train) else 1
 
 
 def actions_of(profile: Profile, step: int, vocab_size: int) -> list[Action]:
-    """What the tenant asks for in its step number `step`, from 0, in order."""
+    """Return the actions of step `step` (from 0), in order."""
     rng = np.random.default_rng((profile.seed, step))
-    round_index, sort = divmod(step, ROUND)
+    round_index, kind = divmod(step, ROUND)
     loss = profile.losses[step % len(profile.losses)]
     adam = types.AdamParams(
         learning_rate=1e-3 * (1 + step % 3), weight_decay=0.01 * (step % 2), grad_clip_norm=1.0 if step % 4 else 0.0
@@ -149,7 +149,7 @@ def actions_of(profile: Profile, step: int, vocab_size: int) -> list[Action]:
     def passed(method: str = "forward_backward") -> Pass:
         return Pass(method=method, data=batch(), loss=loss)
 
-    match sort:
+    match kind:
         case 2:
             return [passed(), passed(), passed(), Optim(adam=adam)]
         case 3:
@@ -177,13 +177,13 @@ def actions_of(profile: Profile, step: int, vocab_size: int) -> list[Action]:
 def custom_loss(
     data: list[types.Datum], logprobs: list[NDArray[np.float32]]
 ) -> tuple[float, list[NDArray[np.float32]], dict[str, float]]:
-    """Half the squared distance of every log-probability from -3, with its gradient."""
+    """Return half the squared distance of every log-probability from -3, and its gradient."""
     gradients = [array + np.float32(3) for array in logprobs]
     return math.fsum(float(np.square(g).sum()) / 2 for g in gradients), gradients, {}
 
 
 def last_checkpoint(num_steps: int) -> str:
-    """Name of the checkpoint at the end of the last of that many steps, a whole number of rounds."""
+    """Return the checkpoint that ends the last of `num_steps` steps, a whole number of rounds."""
     assert num_steps > 0, "nothing was saved yet"
     assert num_steps % ROUND == 0, f"step {num_steps} is in the middle of a round"
     return _checkpoint(num_steps // ROUND - 1)

@@ -1,8 +1,4 @@
-"""The tenants of `chaos.py`: each runs its steps as an ordinary client would, in its own thread, and keeps a journal.
-
-After an interruption of the whole program, the steps that are not in the journal are submitted again, at the same
-places: where the service has them already, they are the same operations.
-"""
+"""The tenants of the chaos run: each takes its steps as an ordinary client, in its own thread, and keeps a journal."""
 
 from __future__ import annotations
 
@@ -17,81 +13,107 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scripts.reliability.chaos import steps
-from scripts.reliability.chaos.journal import Journal, Line
 from scripts.reliability.chaos.steps import ROUND, Action, Profile
-from tinkerpool import SamplingClient, ServiceClient, TrainingClient, types
-from tinkerpool.client.calls import encoding, methods
+from tinkerpool import SamplingClient, ServiceClient, types
+from tinkerpool.client.calls import encoding
 from tinkerpool.client.calls.futures import APIFuture
 from tinkerpool.names import operation_name
-from tinkerpool.v1 import adapters_pb2, operations_pb2
+from tinkerpool.v1 import operations_pb2
 
 
 class Progress:
-    """When operations finish, as the clients see it. For any thread."""
+    """The times at which clients saw operations finish. Thread-safe."""
 
     def __init__(self, tenants: Iterable[str]) -> None:
         self._changed = threading.Condition()
         self._last = dict.fromkeys(tenants, 0.0)
 
     def finished(self, tenant: str) -> None:
-        """An operation of the tenant's has finished."""
+        """Record that an operation of this tenant finished now."""
         with self._changed:
             self._last[tenant] = time.monotonic()
             self._changed.notify_all()
 
     def last(self, tenant: str) -> float:
-        """The moment of its last finished operation; 0.0 if there was none."""
+        """Return when the tenant's last operation finished; 0.0 if none has."""
         with self._changed:
             return self._last[tenant]
 
     def wait_after(self, moment: float, timeout_s: float, *, of_all: bool = False) -> float | None:
-        """When some tenant, or every one, has had an operation finished after `moment`; None if that is not in time."""
+        """Wait until an operation of some tenant, or of every tenant, finished after `moment`.
+
+        Returns the time of return, None after the timeout.
+        """
         choose = min if of_all else max
         with self._changed:
             self._changed.wait_for(lambda: choose(self._last.values()) > moment, timeout_s)
             return time.monotonic() if choose(self._last.values()) > moment else None
 
     def without(self, moment: float) -> str:
-        """Who has had nothing finished since."""
+        """Return the tenants of which no operation finished after `moment`."""
         with self._changed:
             return ", ".join(tenant for tenant, last in self._last.items() if last <= moment)
 
 
-class PlacedServiceClient(ServiceClient):
-    """A ServiceClient that can go back to an earlier place in an adapter's order."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A finished step of a tenant."""
 
-    def training_client_at(self, adapter_id: str, seq: int) -> tuple[TrainingClient, int]:
-        """`get_training_client` whose first request has the place `seq`, and the place after all that there is."""
-        request = adapters_pb2.GetAdapterRequest(adapter_id=adapter_id)
-        adapter = self._connection.start(self._connection.call(methods.GET_ADAPTER, request)).result().adapter
-        next_seq = adapter.next_seq
-        adapter.next_seq = seq
-        return TrainingClient(self._session, adapter), next_seq
+    step: int
+    """From 0."""
+    next_seq: int
+    """The sequence number after its last operation."""
+    results: list[tuple[str, str]]
+    """Name of each of its operations, and the digest of the result that the client got; empty if the client gets
+    none."""
+
+
+@dataclass(slots=True)
+class Journal:
+    """A tenant's adapter and its finished steps: line number `n` is step `n`."""
+
+    adapter_id: str = ""
+    lines: list[Line] = field(default_factory=list)
+
+    @property
+    def next_seq(self) -> int:
+        """The sequence number after the last finished step."""
+        return self.lines[-1].next_seq if self.lines else 1
+
+    def begin(self, adapter_id: str) -> None:
+        """Set the adapter, once."""
+        assert not self.adapter_id
+        self.adapter_id = adapter_id
+
+    def add(self, line: Line) -> None:
+        """Add a step whose operations have all finished."""
+        assert line.step == len(self.lines)
+        self.lines.append(line)
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A step whose operations are under way."""
+    """A step whose operations are in flight."""
 
     step: int
     next_seq: int
     parts: list[tuple[list[str], APIFuture[Any]]] = field(default_factory=list)
-    """Names of operations, and what the client waits for."""
+    """Names of operations, and the client's future of them."""
 
 
 class Tenant:
-    """One tenant's program. `start` it; it ends at the end of a round, once `is_over(steps so far)` says so."""
+    """One tenant's program. After `start` it runs until the end of the first round at which `is_over(steps)`."""
 
     def __init__(
         self,
         profile: Profile,
-        service: PlacedServiceClient,
+        service: ServiceClient,
         journal: Journal,
         progress: Progress,
         is_over: Callable[[int], bool],
         pause_s: float,
     ) -> None:
-        """`pause_s`: how long it thinks between two steps, on average."""
+        """`pause_s`: average pause between two steps."""
         self.name = profile.name
         self.journal = journal
         self.error = ""
@@ -103,61 +125,55 @@ class Tenant:
         self._thread = threading.Thread(target=self._run, name=profile.name, daemon=True)
         self._pending: deque[_Pending] = deque()
         self._next_seq = journal.next_seq
-        self._step = len(journal.lines)
+        self._step = 0
 
     def start(self) -> None:
-        """Begin, or go on after the last step in the journal."""
+        """Begin to take steps."""
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """Whether it is still running."""
+        """Return whether it is still running."""
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """End the session of a tenant that has ended."""
+        """End the session."""
         self._service.close()
 
     def _run(self) -> None:
         try:
-            served_seq = self._open()
+            self._open()
             rng = random.Random(self._profile.seed)
-            while not self._is_at_end(served_seq):
+            while not self._is_at_end():
                 self._submit_step()
                 while len(self._pending) > max(0, self._profile.num_ahead) or (self._pending and self._is_round()):
-                    self._settle()
+                    self._finish_oldest()
                 time.sleep(rng.uniform(0, 2 * self.pause_s))
-        except BaseException:  # noqa: BLE001  # a thread's errors are the harness's business
+        except BaseException:  # noqa: BLE001  # the main thread reports it
             self.error = traceback.format_exc()
 
-    def _open(self) -> int:
-        """Make the adapter or take it up again; the place after all that the service has of it."""
-        capabilities = self._service.get_server_capabilities()
-        [model] = capabilities.supported_models
+    def _open(self) -> None:
+        """Create the adapter."""
+        [model] = self._service.get_server_capabilities().supported_models
         self._vocab_size = model.vocab_size
-        if not self.journal.adapter_id:
-            created = self._service.create_lora_training_client(
-                rank=self._profile.rank,
-                seed=self._profile.seed,
-                train_attn=self._profile.train_attn,
-                train_mlp=self._profile.train_mlp,
-            )
-            self.journal.begin(created.model_id)
-        self._training, next_seq = self._service.training_client_at(self.journal.adapter_id, self._next_seq)
-        return next_seq
+        self._training = self._service.create_lora_training_client(
+            rank=self._profile.rank,
+            seed=self._profile.seed,
+            train_attn=self._profile.train_attn,
+            train_mlp=self._profile.train_mlp,
+        ).result()
+        self.journal.begin(self._training.model_id)
 
     def _is_round(self) -> bool:
         return self._step % ROUND == 0
 
-    def _is_at_end(self, served_seq: int) -> bool:
-        """Never before all that an interrupted harness had submitted is in the journal."""
-        is_caught_up = self._next_seq >= served_seq
-        return is_caught_up and self._step > 0 and self._is_round() and self._is_over(self._step)
+    def _is_at_end(self) -> bool:
+        return self._step > 0 and self._is_round() and self._is_over(self._step)
 
     def _submit_step(self) -> None:
         pending = _Pending(self._step, self._next_seq)
         self._pending.append(pending)
         for action in steps.actions_of(self._profile, self._step, self._vocab_size):
-            seqs = range(self._next_seq, self._next_seq + steps.num_places(action))
+            seqs = range(self._next_seq, self._next_seq + steps.num_seqs(action))
             names = [operation_name(self._training.model_id, seq) for seq in seqs]
             self._next_seq += len(names)
             for part_names, future in self._submit(action, names):
@@ -203,8 +219,8 @@ class Tenant:
         future = sampler.sample(action.prompt, 2, action.params, include_prompt_logprobs=True)
         return [operation_name(sampler.sampler_id, 1)], future
 
-    def _settle(self) -> None:
-        """Wait for the oldest step and note it."""
+    def _finish_oldest(self) -> None:
+        """Wait for the oldest step in flight, and add it to the journal."""
         pending = self._pending.popleft()
         results: list[tuple[str, str]] = []
         for names, future in pending.parts:
@@ -213,14 +229,14 @@ class Tenant:
 
 
 def _digests(result: Any, num_operations: int) -> list[str]:
-    """Of each operation's result. A custom loss is the client's own, and says nothing about either of its passes."""
+    """Return the digest of each operation's result. Of a custom loss the client gets no result of the two passes."""
     if isinstance(result, types.TrainStepResponse):
         return [digest(result.forward_backward), digest(result.optim_step)]
     return [digest(result)] if num_operations == 1 else [""] * num_operations
 
 
 def digest(result: Any) -> str:
-    """SHA-256 of all that must be the same in every run: not the cycle it fell into, nor the ids in a path."""
+    """Return a SHA-256 of everything that is equal in every run: neither the cycle nor the ids in a path."""
     hashed = hashlib.sha256(type(result).__name__.encode())
     match result:
         case types.ForwardBackwardOutput():
@@ -239,7 +255,7 @@ def digest(result: Any) -> str:
 
 
 def operation_digest(operation: operations_pb2.Operation) -> str:
-    """`digest` of what a client is given for an operation that has succeeded."""
+    """Return the `digest` of the result that a client gets from a succeeded operation."""
     match operation.WhichOneof("result"):
         case "forward_backward":
             return digest(encoding.forward_backward_output(operation))
