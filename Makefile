@@ -74,7 +74,7 @@ check: $(READY) $(PROTOS_READY) ## formatting, lint, types, import directions, t
 	@$(BIN)/buf lint
 	@.venv-protos/bin/python -m scripts.generate_protos --check
 
-chaos: $(READY) ## kill a working pool KILLS=200 times (an hour) and show that nothing is lost
+chaos: $(READY) ## kill a working pool KILLS=200 times (an hour) and show that nothing is lost; again: goes on
 	@$(BIN)/python -m scripts.reliability.chaos --kills $(KILLS)
 
 protos: $(PROTOS_READY) ## generate tinkerpool/v1 and compat from protos/ again, after a change there

@@ -1,0 +1,109 @@
+"""Compare the speed of two versions of the project: the new one must reach 0.98 of the old one in every case.
+
+    python -m scripts.bench.versions OLD_DIR NEW_DIR
+    python -m scripts.bench.versions OLD_DIR NEW_DIR --only engine planner --rounds 5 --seconds 2
+
+engine   steps of 4m: 16 x 1 x 64, 8 x 4 x 64 and 1 x 1 x 64 (tenants x sequences x tokens)
+decode   8 tenants with 4 sequences each, in one batch
+planner  a cycle's planning for 1,000 tenants with 10,000 operations, in processor time
+service  a step of one and of 16 tenants through gRPC and Ray
+
+In every round each version measures each item in a fresh process; the order of the versions alternates. A ratio is the
+median over rounds of that round's ratio of speeds, new / old. Prints a Markdown table; --results DIR writes
+DIR/versions.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from scripts.bench.common import Column, Results, Row, Timing, shown_ratio, shown_time
+from scripts.bench.versions.measure import ITEMS
+from workers.contract.settings import num_cores
+
+ROOT = Path(__file__).resolve().parents[3]
+GOAL = 0.98
+
+
+def measure(version: Path, item: str, args: argparse.Namespace) -> dict[str, float]:
+    """Measure an item of a version in a process of its own. Raises RuntimeError if that fails."""
+    paths = [version, version / "scripts", ROOT]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = [sys.executable, "-m", "scripts.bench.versions.measure", item]
+    command += ["--seconds", str(args.seconds), "--threads", str(args.threads)]
+    done = subprocess.run(command, cwd=version, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{item} of {version} failed:\n{done.stderr[-3000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    if Path(found["folder"]) != version:
+        raise RuntimeError(f"{version} was to be measured, not {found['folder']}")
+    seconds: dict[str, float] = found["seconds"]
+    return seconds
+
+
+def commit_of(version: Path) -> str:
+    """Return the commit of a version's folder, empty outside a repository."""
+    command = ["git", "-C", str(version), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def compare(item: str, args: argparse.Namespace) -> list[Row]:
+    """Measure an item of both versions, round by round; return a row for each of its cases."""
+    versions = {"old": args.old, "new": args.new}
+    rounds: dict[str, dict[str, list[float]]] = {}
+    for number in range(args.rounds):
+        names = list(versions) if number % 2 == 0 else list(versions)[::-1]
+        for name in names:
+            for case, seconds in measure(versions[name], item, args).items():
+                rounds.setdefault(case, {"old": [], "new": []})[name].append(seconds)
+    rows = []
+    for case, times in rounds.items():
+        old, new = Timing(tuple(times["old"])), Timing(tuple(times["new"]))
+        rows.append({"case": case, "old": old.summary(), "new": new.summary(), "ratio": old.ratio_to(new)})
+    return rows
+
+
+def main() -> int:
+    """Read the command line, measure, print. 1: the new version is slower than the goal in some case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=_folder, metavar="OLD_DIR")
+    parser.add_argument("new", type=_folder, metavar="NEW_DIR")
+    parser.add_argument("--rounds", type=int, default=5, help="fresh processes of each version (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each case and round (default %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=ITEMS, default=list(ITEMS), help="some items (default: all)")
+    parser.add_argument("--threads", type=int, default=num_cores(), help="of the engine (default: the cores)")
+    parser.add_argument("--results", type=Path, help="folder for versions.json (default: the table is only printed)")
+    args = parser.parse_args()
+    with Results("versions", args) as results:
+        commits = {name: commit_of(folder) for name, folder in (("old", args.old), ("new", args.new))}
+        table = results.table(
+            "versions",
+            (
+                Column("case", lambda r: r["case"]),
+                Column(f"old ({commits['old']})", lambda r: shown_time(r["old"])),
+                Column(f"new ({commits['new']})", lambda r: shown_time(r["new"])),
+                Column("speed of new / old", lambda r: shown_ratio(r["ratio"])),
+            ),
+        )
+        for item in args.only:
+            for row in compare(item, args):
+                table.add(row)
+        for row in table.rows:
+            results.goal(f"{row['case']}: speed of new / old", row["ratio"]["median"], at_least=GOAL, unit=" x")
+    return 0 if all(goal.is_met for goal in results.goals) else 1
+
+
+def _folder(text: str) -> Path:
+    folder = Path(text).resolve()
+    if not (folder / "coordinator").is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a folder of this project: it has no coordinator/")
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""The measuring modules of the version under test, in either layout of the project.
+
+A version is measured through its own `scripts`: they drive its engine, planner and pools as that version needs it.
+Old: commit 3c6fa14 and before, with flat scripts (`bench_sides.py`). New: scripts in rooms.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+from typing import Any
+
+MODULES = {
+    "models": ("bench_models", "scripts.bench.models"),
+    "training": ("bench_sides", "scripts.bench.sides.training"),
+    "samplers": ("bench_samplers", "scripts.bench.sides.samplers"),
+    "planner": ("bench_planner", "scripts.bench.planner"),
+    "tenants": ("bench_pools", "scripts.bench.sides.pools"),
+    "pool": ("demo", "scripts.embedded_pool"),
+}
+"""By name: the module in the old and in the new layout."""
+
+
+def module(name: str) -> Any:
+    """Import a measuring module of the version under test. Import `models` first: it sets torch's threads up."""
+    old, new = MODULES[name]
+    is_old = find_spec(MODULES["training"][0]) is not None
+    return importlib.import_module(old if is_old else new)
