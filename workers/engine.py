@@ -36,7 +36,7 @@ from workers.contract.settings import EngineSettings, num_cores
 from workers.host.allocator import keep_freed_memory, without_holes
 from workers.host.host_memory import MemoryShare, free_bytes
 from workers.host.threads import ThreadChoice
-from workers.sampling.sampler import Sampler
+from workers.sampling.sampler import Sampler, SamplerLimits
 from workers.selftest.fitting import fitting_tokens
 from workers.selftest.loading import load_base_model
 from workers.selftest.threads import is_thread_count_invariant
@@ -70,9 +70,8 @@ class TrainingEngine:
             base_model.group_shapes, settings.num_slots, base_model.device, compute_dtype=base_model.dtype
         )
         memory = MemoryShare(base_model.device, settings.memory_share, free_bytes)
-        self.sampler = Sampler(
-            base_model, bank, cache_bytes_max=settings.cache_bytes_max, free_bytes=lambda _: memory.free_bytes()
-        )
+        limits = SamplerLimits(cache_bytes_max=settings.cache_bytes_max)
+        self.sampler = Sampler(base_model, bank, limits, free_bytes=memory.free_bytes())
         self._prefetch = Prefetch(bank)
         self._passes = PassRunner(base_model, bank, memory, self._prefetch, settings.recompute)
         self._passes.measure(self.sampler.untaken_bytes)
@@ -80,7 +79,7 @@ class TrainingEngine:
         is_invariant = fitting is None and is_thread_count_invariant(base_model)
         self._threads = ThreadChoice(torch.get_num_threads(), num_cores()) if is_invariant else None
         info = base_model.info(
-            is_thread_count_invariant=is_invariant, are_samples_batch_invariant=self.sampler.are_samples_alike
+            is_thread_count_invariant=is_invariant, are_samples_batch_invariant=self.sampler.is_batch_invariant
         )
         self._info = replace(info, fitting_tokens=fitting, num_cache_blocks=self.sampler.num_cache_blocks)
         self._copies = AdapterCopies(bank, base_model.max_rank, self._info.fingerprint)

@@ -40,7 +40,7 @@ import transformers
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from workers.bank.bank import Slab
+from workers.bank.slabs import Slab
 from workers.contract.messages import (
     AdamParams,
     AdapterInstall,

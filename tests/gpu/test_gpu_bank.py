@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.support.numerics.bank_rows import SHAPES, make_spec
-from workers.bank.bank import Bank, HostRow
+from workers.bank.bank import Bank
+from workers.bank.entries import HostRow
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +28,8 @@ def fill(bank: Bank, key: str, seed: int) -> dict[str, torch.Tensor]:
     for name in NAMES:
         getattr(row, name).normal_(generator=generator)
     row.refresh()
-    bank.entry(key).has_grad = bank.entry(key).has_moments = True
+    bank.entry(key).note_step()
+    bank.entry(key).note_gradient()
     return contents(bank.read(key))
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.bank.bank import Bank, Row
+from workers.bank.bank import Bank
+from workers.bank.slabs import Row
 from workers.contract.messages import (
     AdamParams,
     AdapterSpec,
@@ -27,7 +28,7 @@ from workers.contract.messages import (
 )
 from workers.host.host_memory import MemoryShare
 from workers.model.base_model import BaseModel
-from workers.sampling.sampler import Sampler
+from workers.sampling.sampler import Sampler, SamplerLimits
 from workers.training.optim import Step, StepNorms, adamw_step, adamw_steps
 from workers.training.packing import Request
 from workers.training.passes import PassRunner
@@ -150,7 +151,7 @@ def _sampled(base_model: BaseModel, bank: Bank, prompt_tokens: int) -> list[Tens
 
     None if the memory was too small.
     """
-    sampler = Sampler(base_model, bank, cache_bytes_max=TRIAL_CACHE_BYTES)
+    sampler = Sampler(base_model, bank, SamplerLimits(cache_bytes_max=TRIAL_CACHE_BYTES))
     rng = np.random.default_rng(1)
     for number, key in enumerate(("few", "few", "odd", "")):
         request = SampleRequest(

@@ -9,7 +9,7 @@ leaves no gradient in the bank.
 from __future__ import annotations
 
 from workers.bank.bank import Bank
-from workers.bank.snapshot import (
+from workers.bank.state_files import (
     DamagedStateError,
     OtherAdapterError,
     gradient_file,
@@ -108,9 +108,7 @@ class AdapterCopies:
 
     def stepped(self, adapter_id: str) -> int:
         """Record an optimizer step on the copy's row; return the number of sequences in its gradient window."""
-        entry = self._bank.entry(adapter_id)
-        entry.has_grad = False
-        entry.has_moments = True
+        self._bank.entry(adapter_id).note_step()
         return self._progress[adapter_id].stepped()
 
     # ------------------------------------------------------------------ states

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from workers.bank.snapshot import DamagedStateError, NonFiniteGradientError, OtherAdapterError
+from workers.bank.state_files import DamagedStateError, NonFiniteGradientError, OtherAdapterError
 from workers.contract.messages import ErrorCode, ItemError
 from workers.host.allocator import is_out_of_memory
 from workers.training.optim import NonFiniteStepError

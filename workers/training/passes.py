@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.bank.bank import Bank, Row
+from workers.bank.bank import Bank
+from workers.bank.slabs import Row
 from workers.contract.messages import Datum, ErrorCode, ItemError, PassItem
 from workers.contract.settings import Recompute
 from workers.host.allocator import without_holes
@@ -193,7 +194,7 @@ class PassRunner:
         packed = pack(requests, rows, self.base_model.device, by_adapter=is_fused)
         if backward:
             for key in keys:
-                self._bank.entry(key).has_grad = True
+                self._bank.entry(key).note_gradient()
         # A pass in which only unembeddings are adapted ends at the last hidden states.
         is_deep = backward and any(views is not None for row in rows for views in row.groups.groups[:-1])
         recompute = is_deep and (must_recompute or self._must_recompute(packed, rows, num_pending))

@@ -126,7 +126,7 @@ visits = st.lists(
 
 def run_visits(s: Sampling, visits: Sequence[Visit]) -> list[SampleResult]:
     """Decode until all is done, looking after the memory at every step."""
-    pool = s.sampler._seats.pool
+    pool = s.sampler.blocks
     cancels: dict[int, list[str]] = {}
     step = 0
     waiting = [(number, visit) for number, visit in enumerate(visits)]
@@ -144,7 +144,7 @@ def run_visits(s: Sampling, visits: Sequence[Visit]) -> list[SampleResult]:
         assert 0 <= pool.num_available <= pool.num_blocks
         step += 1
         assert step < 3000, "somebody waits for ever"
-    assert (pool.num_taken, pool.num_reserved) == (0, 0), "all that is left is remembered prompts"
+    assert (pool.num_in_use, pool.num_reserved) == (0, 0), "all that is left is remembered prompts"
     return [s.result(str(number)) for number in range(len(visits))]
 
 
@@ -157,7 +157,9 @@ def test_random_company_changes_no_bit_and_no_token_is_other_than_the_naive_samp
 ) -> None:
     torch.set_num_threads(num_threads)
     world = world_of(model_directory, num_threads)
-    sampler = make_sampler(world.sampling.driver, POOL_BLOCKS, num_rows_max=num_rows, prefill_tokens_max=prefill_tokens)
+    sampler = make_sampler(
+        world.sampling.driver, POOL_BLOCKS, num_sequences_max=num_rows, prefill_tokens_max=prefill_tokens
+    )
     s = Sampling(world.sampling.driver, sampler)
     for visit, result in zip(visits, run_visits(s, visits), strict=True):
         if result.error is not None:
@@ -172,4 +174,4 @@ def test_random_company_changes_no_bit_and_no_token_is_other_than_the_naive_samp
         naive = world.naively(visit.request)
         for sequence, (tokens, logprobs) in zip(result.sequences[: len(naive)], naive, strict=True):
             assert sequence.tokens.tolist() == tokens
-            np.testing.assert_allclose(sequence.logprobs, logprobs, atol=1e-5)
+            np.testing.assert_allclose(sequence.logprobs, logprobs, atol=3e-5)

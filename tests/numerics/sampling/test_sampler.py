@@ -144,12 +144,12 @@ def test_one_forward_a_step_serves_all_tenants_and_a_prompt_is_computed_once(qwe
 def test_more_samples_than_rows_wait_and_get_the_same_tokens(qwen3: Path) -> None:
     many = request("many", num_samples=11, stop_tokens=tuple(range(0, 256, 3)))
     (wide,) = sampling(qwen3).sequences(many)
-    s = sampling(qwen3, num_rows_max=3)
+    s = sampling(qwen3, num_sequences_max=3)
     s.sampler.start_sample(many)
     s.sampler.start_sample(request("behind"))
     while s.sampler.can_decode():
         s.step()
-        assert s.sampler._seats.num_taken <= 3
+        assert s.sampler.slots.num_granted <= 3
     assert_same_bits(s.result("many").sequences, wide)
     assert s.result("behind").error is None
 
@@ -260,7 +260,7 @@ def test_zero_tokens_give_the_prompt_logprobs_alone(qwen3: Path) -> None:
 
 
 def test_cancelled_request_ends_and_the_others_do_not_notice(qwen3: Path) -> None:
-    s = sampling(qwen3, num_rows_max=4)
+    s = sampling(qwen3, num_sequences_max=4)
     s.publish("a")
     (alone,) = s.sequences(request("alone", "a/v", num_samples=2))
     s.events.clear()
@@ -278,7 +278,7 @@ def test_cancelled_request_ends_and_the_others_do_not_notice(qwen3: Path) -> Non
         assert error.code is ErrorCode.CANCELLED
     assert (s.result("running").num_sampled_tokens, s.result("waiting").num_prompt_tokens) == (4, 0)
     assert_same_bits(s.result("kept").sequences, alone)
-    assert s.driver.engine.bank.entry("a/v").num_holders == 0
+    assert s.driver.engine.bank.entry("a/v").num_pins == 0
 
 
 def test_request_that_cannot_run_fails_alone_with_a_reason(qwen3: Path) -> None:
@@ -354,7 +354,7 @@ def test_prompt_without_finite_logits_ends_alone_in_everybodys_pass_and_is_charg
     assert result.error.code is ErrorCode.NON_FINITE
     assert (result.num_prompt_tokens, result.num_cached_tokens) == (40, 0)
     assert result.engine_s > 0
-    assert s.driver.engine.bank.entry("sick/v").num_holders == 0
+    assert s.driver.engine.bank.entry("sick/v").num_pins == 0
     s.run()
     for bits, one in zip(alone, wanted, strict=True):
         assert_same_bits(bits, s.result(one.op_id).sequences)
@@ -390,4 +390,4 @@ def test_reset_forgets_everything_without_a_word(qwen3: Path) -> None:
     s.sampler.reset()
     assert not s.sampler.can_decode()
     assert s.sampler.decode_step() == []
-    assert s.driver.engine.bank.entry("a/v").num_holders == 0
+    assert s.driver.engine.bank.entry("a/v").num_pins == 0

@@ -14,12 +14,12 @@ from tests.support.numerics.samplers import Sampling, assert_same_bits, make_sam
 from workers.contract.capacity import BLOCK_TOKENS
 from workers.contract.messages import AdamParams, ErrorCode, SampleRequest, SampleResult
 from workers.sampling.kv_cache import block_bytes
-from workers.sampling.sampler import Sampler
+from workers.sampling.sampler import Sampler, SamplerLimits
 
 
 def assert_all_free(s: Sampling) -> None:
-    pool = s.sampler._seats.pool
-    assert (pool.num_taken, pool.num_reserved) == (0, 0)
+    pool = s.sampler.blocks
+    assert (pool.num_in_use, pool.num_reserved) == (0, 0)
     assert pool.num_available == pool.num_blocks
 
 
@@ -30,7 +30,7 @@ def test_prompt_of_many_samples_is_computed_once(qwen3: Path, monkeypatch: pytes
     (result,) = s.run(wanted)
     assert rows == [500, 64, 64, 64]
     assert (result.num_prompt_tokens, result.num_cached_tokens, result.num_sampled_tokens) == (500, 0, 256)
-    pool = s.sampler._seats.pool
+    pool = s.sampler.blocks
     assert pool.num_blocks - len(pool._free) == 500 // BLOCK_TOKENS, "whole blocks of the prompt are remembered, once"
 
 
@@ -39,7 +39,7 @@ def test_samples_share_their_prompts_memory(qwen3: Path) -> None:
     s.sampler.start_sample(request("r", length=500, num_samples=64, max_tokens=4))
     s.step()
     s.step()
-    assert s.sampler._seats.pool.num_taken == 8 + 64
+    assert s.sampler.blocks.num_in_use == 8 + 64
 
 
 def test_second_prompt_with_the_same_beginning_computes_the_rest_alone(
@@ -175,7 +175,7 @@ def test_what_does_not_fit_waits_and_gets_the_same_bits(qwen3: Path) -> None:
 
 
 def test_many_requests_of_one_adapter_do_not_hold_up_anothers(qwen3: Path) -> None:
-    s = sampling(qwen3, num_rows_max=2)
+    s = sampling(qwen3, num_sequences_max=2)
     s.publish("a", "b")
     for number in range(6):
         s.sampler.start_sample(request(f"hog{number}", "a/v", max_tokens=5))
@@ -188,7 +188,7 @@ def test_many_requests_of_one_adapter_do_not_hold_up_anothers(qwen3: Path) -> No
 
 
 def test_large_request_is_not_passed_over_for_ever(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.sampling.seats.PATIENCE", 3)
+    monkeypatch.setattr("workers.sampling.sequence_slots.PATIENCE", 3)
     s = sampling(qwen3, num_blocks=4)
     s.publish("a", "b")
 
@@ -212,11 +212,11 @@ def test_large_request_is_not_passed_over_for_ever(qwen3: Path, monkeypatch: pyt
 def test_request_of_very_many_samples_leaves_room_for_newcomers_at_the_next_step(
     qwen3: Path, num_rows: int, num_blocks: int, most: int
 ) -> None:
-    s = sampling(qwen3, num_rows_max=num_rows, num_blocks=num_blocks)
+    s = sampling(qwen3, num_sequences_max=num_rows, num_blocks=num_blocks)
     s.sampler.start_sample(request("hog", num_samples=1024, max_tokens=100, scope="hog"))
     s.sampler.start_sample(request("more", num_samples=1024, max_tokens=100, scope="hog"))
     s.step()
-    (hog,) = s.sampler._seats.running
+    (hog,) = s.sampler.slots.running
     for number in range(70):  # who has its share is not passed over, or it would be in the way after 64 times
         s.sampler.start_sample(request(f"newcomer{number}", max_tokens=1, scope="newcomer"))
         s.step()
@@ -234,15 +234,15 @@ def test_many_requests_of_one_scope_have_its_share_together_and_their_common_pro
     for number in range(30):
         s.sampler.start_sample(request(str(number), length=450, max_tokens=60, scope="hog"))
     s.step()
-    assert len(s.sampler._seats.running) == 11, "7 blocks of the prompt are common, and two are each one's own"
-    assert s.sampler._seats.pool.num_taken <= 30
+    assert len(s.sampler.slots.running) == 11, "7 blocks of the prompt are common, and two are each one's own"
+    assert s.sampler.blocks.num_in_use <= 30
 
 
 def test_lone_request_of_many_samples_runs_them_all_at_once(qwen3: Path) -> None:
     s = sampling(qwen3)
     s.sampler.start_sample(request("lone", num_samples=64))
     s.step()
-    (lone,) = s.sampler._seats.running
+    (lone,) = s.sampler.slots.running
     assert len(lone.sequences) == 64
 
 
@@ -250,7 +250,7 @@ def test_single_sequence_may_have_all_memory_and_two_of_them_run_one_by_one(qwen
     s = sampling(qwen3, num_blocks=4)
     s.sampler.start_sample(request("large", length=130, num_samples=2, max_tokens=60))
     s.step()
-    (large,) = s.sampler._seats.running
+    (large,) = s.sampler.slots.running
     assert len(large.sequences) == 1
     s.run()
     assert [len(sequence.tokens) for sequence in s.result("large").sequences] == [60, 60]
@@ -265,14 +265,14 @@ def test_memory_is_free_after_every_kind_of_end(qwen3: Path, monkeypatch: pytest
     s.sampler.start_sample(request("prefilling", length=400, num_samples=2, max_tokens=100))
     s.sampler.start_sample(request("behind", prompt=prompt_of(300, seed=5), max_tokens=10))
     s.step()
-    pool = s.sampler._seats.pool
-    assert pool.num_taken > 0
+    pool = s.sampler.blocks
+    assert pool.num_in_use > 0
     if way == "cancel":
         for op_id in ("decoding", "prefilling", "behind"):
             s.sampler.cancel_sample(op_id)
     elif way == "reset":
         s.sampler.reset()
-        assert pool.num_remembered == 0
+        assert pool.num_idle == 0
     else:
 
         def failing(*_values: Any) -> None:
@@ -281,7 +281,7 @@ def test_memory_is_free_after_every_kind_of_end(qwen3: Path, monkeypatch: pytest
         monkeypatch.setattr(s.driver.engine.base_model, "forward", failing)
         s.run()
     assert_all_free(s)
-    assert not s.sampler._seats
+    assert not s.sampler.slots
 
 
 def test_least_recently_used_prompts_give_way(qwen3: Path) -> None:
@@ -295,7 +295,7 @@ def test_least_recently_used_prompts_give_way(qwen3: Path) -> None:
     assert cached(2) == 0
     assert cached(3) == 0
     assert [cached(0), cached(1)] == [128, 0]
-    assert s.sampler._seats.pool.num_evictions > 0
+    assert s.sampler.blocks.num_evictions > 0
 
 
 def test_version_that_is_published_again_with_other_weights_finds_nothing_of_before(qwen3: Path) -> None:
@@ -312,7 +312,7 @@ def test_version_that_is_published_again_with_other_weights_finds_nothing_of_bef
     assert after.sequences[0].logprobs.tolist() != before[0].logprobs.tolist()
     s.driver.engine.bank.remove("a/v")
     s.run(request("other"))
-    assert s.sampler._seats.pool.num_remembered == 0
+    assert s.sampler.blocks.num_idle == 0
 
 
 def test_training_leaves_free_what_samples_have_not_taken_yet(qwen3: Path) -> None:
@@ -346,7 +346,9 @@ def test_memory_is_counted_as_taken_once_it_was_used(qwen3: Path) -> None:
 def test_memory_is_a_quarter_of_what_is_free_at_most(qwen3: Path) -> None:
     driver = Driver(qwen3)
     model = driver.engine.base_model
-    sampler = Sampler(model, driver.engine.bank, free_bytes=lambda _: 40 * block_bytes(model))
+    sampler = Sampler(
+        model, driver.engine.bank, SamplerLimits(cache_bytes_max=1 << 30), free_bytes=40 * block_bytes(model)
+    )
     assert sampler.untaken_bytes == 10 * block_bytes(model)
 
 
@@ -361,6 +363,6 @@ def test_memory_that_an_overflow_was_in_poisons_nobody(qwen3: Path) -> None:
     for layer in range(s.driver.engine.base_model.num_layers):
         for memory in s.sampler._cache.layer(layer):
             memory.fill_(float("nan"))
-    s.sampler._seats.pool.drop_all()
+    s.sampler.blocks.drop_all()
     (after,) = s.sequences(request("after", length=70, max_tokens=70, num_samples=2))
     assert_same_bits(after, alone)

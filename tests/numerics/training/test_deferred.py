@@ -11,7 +11,8 @@ import torch
 from tests.support.numerics.agreement import distance, observe
 from tests.support.numerics.harness import Driver, Tenant, assemble_again, make_data, make_spec
 from tests.support.numerics.tenants import TENANTS
-from workers.bank.bank import Bank, Row
+from workers.bank.bank import Bank
+from workers.bank.slabs import Row
 from workers.contract.messages import AdamParams, ErrorCode
 from workers.rows import GroupShape
 from workers.training import device_logits, optim

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from workers.bank.bank import Bank, HostRow
+from workers.bank.bank import Bank
+from workers.bank.entries import HostRow
 from workers.contract.messages import AdapterSpec
 from workers.rows import GroupShape
 
@@ -30,7 +31,8 @@ def fill(bank: Bank, key: str, seed: int) -> HostRow:
     for vector in (row.weights, row.exp_avg, row.exp_avg_sq, row.grad):
         assert vector is not None
         vector.copy_(torch.randn(vector.shape, generator=generator))
-    bank.entry(key).has_grad = bank.entry(key).has_moments = True
+    bank.entry(key).note_step()
+    bank.entry(key).note_gradient()
     return copy_of(bank, key)
 
 

@@ -27,7 +27,7 @@ from workers.contract.messages import (
 )
 from workers.sampling.drawing import draw, uniform
 from workers.sampling.kv_cache import block_bytes
-from workers.sampling.sampler import Sampler
+from workers.sampling.sampler import Sampler, SamplerLimits
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ def sampling(model: Path, num_slots: int = 16, num_blocks: int = 400, **limits: 
 def make_sampler(driver: Driver, num_blocks: int = 400, **limits: Any) -> Sampler:
     """A fresh sampler on a driver's model and adapters."""
     model = driver.engine.base_model
-    return Sampler(model, driver.engine.bank, cache_bytes_max=num_blocks * block_bytes(model), **limits)
+    return Sampler(model, driver.engine.bank, SamplerLimits(cache_bytes_max=num_blocks * block_bytes(model), **limits))
 
 
 REQUEST_FIELDS = {field.name for field in fields(SampleRequest)} - {

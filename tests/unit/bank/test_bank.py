@@ -154,13 +154,13 @@ def test_held_version_is_removed_when_its_last_holder_lets_go() -> None:
     bank = Bank(SHAPES, 2)
     bank.add("a", make_spec("a"))
     bank.publish("a", "version")
-    bank.hold("version")
-    bank.hold("version")
+    bank.pin("version")
+    bank.pin("version")
     bank.remove("version")
-    bank.unhold("version")
+    bank.unpin("version")
     assert "version" in bank
     bank.acquire(["version"])
-    bank.unhold("version")
+    bank.unpin("version")
     assert "version" not in bank
 
 
@@ -168,7 +168,7 @@ def test_held_version_that_is_published_again_is_held_still() -> None:
     bank = Bank(SHAPES, 2)
     bank.add("a", make_spec("a"))
     bank.publish("a", "version")
-    bank.hold("version")
+    bank.pin("version")
     bank.remove("version")
     after = fill(bank, "a", 2).weights
     assert after is not None
@@ -176,7 +176,7 @@ def test_held_version_that_is_published_again_is_held_still() -> None:
     assert torch.equal(bank.acquire(["version"])[0].weights, after)
     bank.remove("version")
     bank.acquire(["version"])
-    bank.unhold("version")
+    bank.unpin("version")
     assert "version" not in bank
 
 
@@ -234,8 +234,23 @@ def test_removed_and_cleared_keys_are_gone() -> None:
     bank.remove("unknown")
     assert "a" not in bank
     assert len(bank) == 2
-    bank.hold("b")
+    bank.pin("b")
     bank.clear()
     assert len(bank) == bank.num_resident == 0
     with pytest.raises(KeyError):
         bank.acquire(["a"])
+
+
+def test_publish_without_memory_leaves_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slabs are replaced, because a test cannot run out of memory."""
+    bank = Bank(SHAPES, 2)
+    bank.add("a", make_spec("a"))
+    bank.acquire(["a"])
+
+    def no_memory(*_args: object, **_options: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("workers.bank.bank.Slab", no_memory)
+    with pytest.raises(MemoryError):
+        bank.publish("a", "version")
+    assert "version" not in bank

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from workers.bank.bank import HostRow
+from workers.bank.entries import HostRow
 from workers.contract.messages import AdapterSpec
 from workers.rows import RowLayout
 

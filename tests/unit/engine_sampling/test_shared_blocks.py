@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from workers.sampling.block_pool import BlockPool, Prefix
+from workers.sampling.shared_blocks import BlockPool, Prefix
 
 
 class Owner:
@@ -21,7 +21,7 @@ def chain_of(pool: BlockPool, key: str, *tokens: bytes, owner: object | None = N
     assert pool.reserve(len(tokens))
     last, chain = pool.root(key, owner), []
     for block_tokens in tokens:
-        prefix = pool.remember(last, block_tokens, pool.take("low"))
+        prefix = pool.share(last, block_tokens, pool.take("low"))
         assert prefix is not None
         chain.append(prefix)
         last = prefix
@@ -32,7 +32,7 @@ def test_prompts_grow_from_one_end_and_samples_from_the_other() -> None:
     pool = BlockPool(6)
     pool.reserve(6)
     assert [pool.take("low"), pool.take("high"), pool.take("low"), pool.take("high")] == [0, 5, 1, 4]
-    pool.give([0, 5])
+    pool.free([0, 5])
     assert [pool.take("low"), pool.take("high")] == [0, 5]
 
 
@@ -85,9 +85,9 @@ def test_same_tokens_computed_twice_are_remembered_once() -> None:
     pool = BlockPool(4)
     (first,) = chain_of(pool, "v", b"a")
     pool.reserve(1)
-    assert pool.remember(pool.root("v", None), b"a", pool.take("low")) is first
+    assert pool.share(pool.root("v", None), b"a", pool.take("low")) is first
     assert first.num_holders == 2
-    assert pool.num_taken == 1
+    assert pool.num_in_use == 1
 
 
 def test_other_weights_under_a_key_find_nothing_and_what_is_held_is_free_when_it_is_let_go() -> None:
@@ -97,13 +97,13 @@ def test_other_weights_under_a_key_find_nothing_and_what_is_held_is_free_when_it
     pool.release(idle)
     root = pool.root("v", after)
     assert pool.find(root, b"a") is None
-    assert (pool.num_taken, pool.num_remembered) == (1, 0)
+    assert (pool.num_in_use, pool.num_idle) == (1, 0)
     pool.reserve(1)
     block = pool.take("low")
-    assert pool.remember(held[0], b"c", block) is None, "nobody would ever find it"
-    pool.give([block])
+    assert pool.share(held[0], b"c", block) is None, "nobody would ever find it"
+    pool.free([block])
     pool.release(held)
-    assert (pool.num_taken, pool.num_available) == (0, 4)
+    assert (pool.num_in_use, pool.num_available) == (0, 4)
 
 
 def test_what_belongs_to_weights_that_are_gone_is_dropped() -> None:
@@ -112,12 +112,12 @@ def test_what_belongs_to_weights_that_are_gone_is_dropped() -> None:
     pool.release(chain_of(pool, "v", b"a", owner=owner))
     pool.release(chain_of(pool, "", b"a"))
     pool.drop_orphans()
-    assert pool.num_remembered == 2
+    assert pool.num_idle == 2
     del owner
     pool.drop_orphans()
-    assert pool.num_remembered == 1, "the base model never goes"
+    assert pool.num_idle == 1, "the base model never goes"
     pool.drop_all()
-    assert pool.num_remembered == 0
+    assert pool.num_idle == 0
 
 
 def test_faults_of_ours_are_noticed() -> None:
@@ -125,7 +125,7 @@ def test_faults_of_ours_are_noticed() -> None:
     with pytest.raises(AssertionError):
         pool.take("low")
     with pytest.raises(AssertionError):
-        pool.give([1])
+        pool.free([1])
 
 
 class Users(RuleBasedStateMachine):
@@ -152,7 +152,7 @@ class Users(RuleBasedStateMachine):
             self.pool.release(chain)
             return
         for block_tokens in tokens[len(chain) :]:
-            prefix = self.pool.remember(last, block_tokens, self.pool.take("low"))
+            prefix = self.pool.share(last, block_tokens, self.pool.take("low"))
             assert prefix is not None
             chain.append(prefix)
             last = prefix
@@ -172,7 +172,7 @@ class Users(RuleBasedStateMachine):
     @rule(data=st.data())
     def give(self, data: st.DataObject) -> None:
         if self.own:
-            self.pool.give([self.own.pop(data.draw(st.integers(0, len(self.own) - 1)))])
+            self.pool.free([self.own.pop(data.draw(st.integers(0, len(self.own) - 1)))])
 
     @rule(key=st.sampled_from("ab"))
     def publish_again(self, key: str) -> None:
@@ -182,9 +182,9 @@ class Users(RuleBasedStateMachine):
     @invariant()
     def every_block_has_one_user(self) -> None:
         held = {prefix.block for _, chain in self.chains for prefix in chain}
-        assert len(held) + len(set(self.own)) == len(held | set(self.own)) == self.pool.num_taken
+        assert len(held) + len(set(self.own)) == len(held | set(self.own)) == self.pool.num_in_use
         assert len(set(self.own)) == len(self.own)
-        assert self.pool.num_available == 7 - self.pool.num_taken
+        assert self.pool.num_available == 7 - self.pool.num_in_use
 
     @invariant()
     def chains_are_whole(self) -> None:

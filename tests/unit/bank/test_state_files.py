@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load, save
 
 from tests.support.numerics.bank_rows import SHAPES, make_spec
-from workers.bank.bank import HostRow
-from workers.bank.snapshot import (
+from workers.bank.entries import HostRow
+from workers.bank.state_files import (
     DamagedStateError,
     NonFiniteGradientError,
     OtherAdapterError,

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from tests.support.numerics.harness import Driver
 from workers.contract.capacity import BLOCK_TOKENS
-from workers.sampling import block_attention, sample_pass
-from workers.sampling.block_attention import (
+from workers.sampling import sample_pass
+from workers.sampling.attention import block_products
+from workers.sampling.attention.block_products import (
     HIDDEN,
     ROWS_MULTIPLES,
-    Parts,
+    BlockReads,
     attend_rows,
     attend_to_blocks,
+    combine,
     find_rows_multiple,
-    put_together,
 )
 from workers.sampling.sample_pass import SamplePass
 
@@ -32,7 +33,7 @@ def values(*shape: int) -> Tensor:
 
 
 @given(heads_per_key=st.integers(1, 5), num_seqs=st.integers(1, 5), num_seen=st.integers(1, 2 * BLOCK_TOKENS))
-def test_two_blocks_put_together_are_the_attention_over_both(heads_per_key: int, num_seqs: int, num_seen: int) -> None:
+def test_two_blocks_combine_are_the_attention_over_both(heads_per_key: int, num_seqs: int, num_seen: int) -> None:
     """Whatever number of rows is filled up, and however little of the second block is seen."""
     num_keys, scaling = 2, HEAD_DIM**-0.5
     queries = values(num_seqs, num_keys * heads_per_key, HEAD_DIM)
@@ -40,8 +41,8 @@ def test_two_blocks_put_together_are_the_attention_over_both(heads_per_key: int,
     vals = values(2 * num_seqs, num_keys, BLOCK_TOKENS, HEAD_DIM)
     mask = torch.zeros(2 * BLOCK_TOKENS).masked_fill_(torch.arange(2 * BLOCK_TOKENS) >= num_seen, HIDDEN)
     # First everybody's first block, then everybody's second.
-    parts = Parts(
-        looks=torch.arange(num_seqs).repeat(2),
+    parts = BlockReads(
+        queries=torch.arange(num_seqs).repeat(2),
         num_rows=-(-heads_per_key // 4) * 4,
         blocks=torch.arange(2 * num_seqs),
         runs=[(0, 0, 2 * num_seqs)],
@@ -49,7 +50,7 @@ def test_two_blocks_put_together_are_the_attention_over_both(heads_per_key: int,
     )
     results = attend_to_blocks(queries, keys, vals, parts, scaling)
     owners = torch.arange(num_seqs).repeat(2)
-    joined = put_together(*results, owners, [(0, num_seqs), (num_seqs, num_seqs)])  # (S, K, G, E)
+    joined = combine(*results, owners, [(0, num_seqs), (num_seqs, num_seqs)])  # (S, K, G, E)
     for seq in range(num_seqs):
         key = keys[[seq, num_seqs + seq]].permute(1, 0, 3, 2).flatten(1, 2)[:, :num_seen]  # (K, seen, E)
         value = vals[[seq, num_seqs + seq]].transpose(0, 1).flatten(1, 2)[:, :num_seen]
@@ -75,13 +76,13 @@ def test_a_number_of_rows_is_looked_for_until_rows_do_not_notice_each_other(
     good_multiple: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here every row's bits change with the number of rows, but for multiples of 16; or always."""
-    real = block_attention.attend_rows
+    real = block_products.attend_rows
 
     def uneven(query: Tensor, *args: Tensor | float) -> tuple[Tensor, Tensor]:
         result, log_sum_exp = real(query, *args)  # type: ignore[arg-type]
         return result * (1 + 2.0**-20 * (query.shape[2] % good_multiple)), log_sum_exp
 
-    monkeypatch.setattr(block_attention, "attend_rows", uneven)
+    monkeypatch.setattr(block_products, "attend_rows", uneven)
     find_rows_multiple.cache_clear()
     try:
         assert find_rows_multiple(HEAD_DIM, BLOCK_TOKENS, torch.get_num_threads()) == expected

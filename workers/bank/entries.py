@@ -1,0 +1,165 @@
+"""The adapters and sampler versions of a bank, wherever their values are: in a bank slot or in host memory.
+
+Does not depend on slabs' free rows or on eviction; `bank` moves entries.
+
+Main invariant: an entry has its values in exactly one place, and they are the same bits in both.
+
+Dimensions: P values of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from workers.bank.slabs import Row
+from workers.bank.transfers import Transfer
+from workers.contract.messages import AdapterSpec
+from workers.rows import RowLayout
+
+
+@dataclass(slots=True)
+class HostRow:
+    """An entry's values in host memory: vectors (P,), fp32, which are replaced but never written in place."""
+
+    weights: Tensor | None = None
+    """None: a fresh adapter, whose weights are drawn from its seed."""
+    exp_avg: Tensor | None = None
+    """First moment; None, like the next two: zeros."""
+    exp_avg_sq: Tensor | None = None
+    grad: Tensor | None = None
+    transfer: Transfer | None = field(default=None, kw_only=True)
+    """The copy that fills the vectors; the host must wait for it before it reads them."""
+
+    def wait(self) -> None:
+        """Wait until the vectors can be read."""
+        if self.transfer is not None:
+            self.transfer.wait_on_host()
+            self.transfer = None
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Entry:
+    """One adapter or sampler version. When a key gets other weights by `publish`, it gets another entry."""
+
+    key: str
+    spec: AdapterSpec
+    layout: RowLayout
+    is_trained: bool
+    """False: a sampler version, which has weights alone."""
+    row: Row | None = None
+    """Its bank slot; None: its values are in `host`."""
+    host: HostRow | None = None
+    has_moments: bool = False
+    """Whether the moments may be other than zero."""
+    has_grad: bool = False
+    """Whether the gradient may be other than zero."""
+    num_pins: int = 0
+    """Users that keep the entry from being removed."""
+    is_removed: bool = False
+    """Removed while pinned: it goes with its last pin."""
+
+    # ------------------------------------------------------------------ changes by training
+
+    def note_gradient(self) -> None:
+        """Record that a pass adds to the gradient of the row."""
+        self.has_grad = True
+
+    def note_step(self) -> None:
+        """Record an optimizer step on the row, which has written the moments and made the gradient zero."""
+        self.has_grad = False
+        self.has_moments = True
+
+    def drop_grad(self) -> None:
+        """Make the gradient zero."""
+        if not self.has_grad:
+            return
+        if self.row is not None:
+            assert self.row.grad is not None
+            self.row.settle()
+            self.row.grad.zero_()
+        else:
+            assert self.host is not None
+            self.host.grad = None
+        self.has_grad = False
+
+    def restore_grad(self, gradient: Tensor | None) -> None:
+        """Replace the gradient by an earlier one (P,); None: zeros."""
+        self.drop_grad()
+        if gradient is None:
+            return
+        if self.row is not None:
+            assert self.row.grad is not None
+            self.row.grad.copy_(gradient)
+        else:
+            assert self.host is not None
+            self.host.grad = gradient.cpu()
+        self.has_grad = True
+
+    def read(self) -> HostRow:
+        """Return the values without moving them. In a slot they are views of the row: do not keep them."""
+        row = self.row
+        if row is None:
+            assert self.host is not None
+            if self.host.weights is None:
+                self.host.weights = self.layout.initial_weights(self.spec)
+            self.host.wait()
+            return self.host
+        row.settle()
+        moments = (row.exp_avg, row.exp_avg_sq) if self.has_moments else (None, None)
+        return HostRow(row.weights, *moments, row.grad if self.has_grad else None)
+
+    # ------------------------------------------------------------------ moves
+
+    @property
+    def held_vectors(self) -> dict[str, Tensor]:
+        """The vectors of the row that may be other than zero, by their names in `HostRow`."""
+        row = self.row
+        assert row is not None
+        vectors = {"weights": row.weights}
+        if self.has_moments:
+            assert row.exp_avg is not None
+            assert row.exp_avg_sq is not None
+            vectors |= {"exp_avg": row.exp_avg, "exp_avg_sq": row.exp_avg_sq}
+        if self.has_grad:
+            assert row.grad is not None
+            vectors["grad"] = row.grad
+        return vectors
+
+    def occupy(self, row: Row) -> None:
+        """Take a row that holds the entry's values from now on."""
+        row.groups.occupy(self.spec)
+        self.row, self.host = row, None
+
+    def vacate(self, host: HostRow | None) -> Row:
+        """Return the row; the values are in `host` from now on, None if the entry is going."""
+        row = self.row
+        assert row is not None
+        self.row, self.host = None, host
+        return row
+
+    def replace(self, host: HostRow) -> None:
+        """Take other values; the entry has no row."""
+        assert self.row is None
+        self.host = host
+        self.has_moments = host.exp_avg is not None
+        self.has_grad = host.grad is not None
+
+    # ------------------------------------------------------------------ pins
+
+    def pin(self) -> None:
+        """Keep the entry from being removed."""
+        self.num_pins += 1
+
+    def unpin(self) -> bool:
+        """Undo one `pin`; return whether the entry was removed meanwhile and can go now."""
+        if not self.num_pins:
+            return False
+        self.num_pins -= 1
+        return self.is_removed and not self.num_pins
+
+    def remove(self) -> bool:
+        """Mark the entry as removed; return whether it can go now, because it has no pin."""
+        self.is_removed = True
+        return not self.num_pins

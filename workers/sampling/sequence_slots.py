@@ -1,0 +1,126 @@
+"""Sequence slots: how many sequences a request decodes at a time, and the key-value memory behind each of them.
+
+`slot_order` says which waiting request is next. Does not depend on passes, drawn tokens or events.
+
+Main invariants: a slot comes with memory reserved up to its sequence's last token, so a sequence with a slot can always
+finish. A request that has begun keeps one slot until its last sequence has ended, so it never stops half way. One scope
+never has more than `SCOPE_SHARE` of the slots or of the memory, except for a single sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from workers.sampling.prefill import Prefill
+from workers.sampling.sequences import ActiveRequest, ActiveSequence
+from workers.sampling.shared_blocks import BlockPool
+from workers.sampling.slot_order import SlotOrder
+
+PATIENCE = 64
+"""How many slots may be granted past a request that does not fit; then it gets the next one."""
+SCOPE_SHARE = 3 / 4
+"""The part of all slots, and of all memory, that one scope has at most, so that a new scope can begin at once."""
+
+
+class SequenceSlots:
+    """The requests of one worker, waiting and running. Used by one thread only."""
+
+    def __init__(self, pool: BlockPool, prefill: Prefill, num_slots: int) -> None:
+        """Grant `num_slots` slots at most."""
+        self.running: list[ActiveRequest] = []
+        """Requests with a slot, in the order in which they got their first."""
+        self.num_granted = 0
+        self._pool = pool
+        self._prefill = prefill
+        self._num_slots = num_slots
+        self._waiting: SlotOrder[ActiveRequest] = SlotOrder(PATIENCE)
+        """Requests with a sequence that has no slot yet."""
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting or self.running)
+
+    def __iter__(self) -> Iterator[ActiveRequest]:
+        """Yield every request once."""
+        return iter(dict.fromkeys((*self.running, *self._waiting)))
+
+    # ------------------------------------------------------------------ granting
+
+    def add(self, active: ActiveRequest) -> None:
+        """Queue a request of which at least one sequence fits into the memory."""
+        self._waiting.add(active.scope, active)
+
+    def grant(self) -> None:
+        """Grant slots one at a time, in the order of `SlotOrder`, as long as there are slots and memory."""
+        while self._waiting and self.num_granted < self._num_slots:
+            active = self._waiting.serve(self._try_reserve, self._is_scope_at_share)
+            if active is None:
+                return
+            active.grant_slot()
+            self.num_granted += 1
+            if not active.num_waiting:
+                self._waiting.remove(active.scope, active)
+
+    def _is_scope_at_share(self, active: ActiveRequest) -> bool:
+        """Return whether one more sequence would take its scope beyond `SCOPE_SHARE`; never so for its only one."""
+        own = [other for other in self.running if other.scope == active.scope]
+        if not own:
+            return False
+        if sum(other.num_slots for other in own) >= int(self._num_slots * SCOPE_SHARE):
+            return True
+        shared = {prefix.block for other in own for prefix in other.prompt.shared}
+        num_blocks = len(shared) + active.num_own_blocks
+        for other in own:
+            num_blocks += other.prompt.num_blocks - len(other.prompt.shared) + other.num_slots * other.num_own_blocks
+        if not active.num_slots:
+            num_blocks += active.prompt.num_blocks
+            num_blocks -= sum(prefix.block in shared for prefix in self._prefill.find_shared(active))
+        return num_blocks > int(self._pool.num_blocks * SCOPE_SHARE)
+
+    def _try_reserve(self, active: ActiveRequest) -> bool:
+        """Reserve the memory for one more sequence, and for the prompt if it is the first; return whether it fits."""
+        if active.num_slots:
+            return self._pool.reserve(active.num_own_blocks)
+        shared = self._prefill.hold_shared(active)
+        if not self._pool.reserve(active.prompt.num_blocks - len(shared) + active.num_own_blocks):
+            self._pool.release(shared)
+            return False
+        self.running.append(active)
+        self._prefill.add(active, shared)
+        return True
+
+    # ------------------------------------------------------------------ using and returning
+
+    def extend(self, sequence: ActiveSequence) -> list[int]:
+        """Give a sequence the block for its next token if it needs one; return the blocks given."""
+        if len(sequence.blocks) >= sequence.num_blocks_wanted:
+            return []
+        block = self._pool.take("high")
+        sequence.add_block(block)
+        return [block]
+
+    def end_sequence(self, active: ActiveRequest, sequence: ActiveSequence) -> None:
+        """Free an ended sequence's blocks, and its slot unless it is the last one of a request with more to run."""
+        self._pool.free(sequence.blocks)
+        if active.num_slots == 1 and active.num_begun < active.request.num_samples:
+            is_reserved = self._pool.reserve(len(sequence.blocks))
+            assert is_reserved, "the blocks were freed just now"
+            if not active.num_waiting:
+                self._waiting.remove(active.scope, active)
+            return
+        self._pool.unreserve(active.num_own_blocks - len(sequence.blocks))
+        active.return_slot()
+        self.num_granted -= 1
+
+    def remove(self, active: ActiveRequest) -> None:
+        """Remove a request in any state, and free everything that it holds."""
+        self._waiting.remove(active.scope, active)
+        self._prefill.remove(active)
+        if active not in self.running:
+            return
+        self.running.remove(active)
+        own = [block for sequence in active.sequences for block in sequence.blocks]
+        self._pool.free(own)
+        self._pool.free(active.prompt.private_blocks)
+        self._pool.unreserve(active.num_slots * active.num_own_blocks - len(own) + active.prompt.num_missing_blocks)
+        self._pool.release(active.prompt.shared)
+        self.num_granted -= active.num_slots

@@ -1,0 +1,287 @@
+"""A sample request on a worker, from its admission to its result, and its sequences.
+
+Does not depend on passes, on the bank, or on the order in which requests get slots and memory.
+
+Main invariant: a sequence's tokens are drawn from its own logits with its own random numbers, whatever else runs.
+
+Dimensions: V vocabulary, N rows of logits, S sequences, k likeliest tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.contract.capacity import BLOCK_TOKENS, num_own_blocks
+from workers.contract.messages import (
+    ItemError,
+    SampledSequence,
+    SampleEvent,
+    SampleRequest,
+    SampleResult,
+    StopReason,
+    TokenEvent,
+    TokenLogprobs,
+)
+from workers.sampling.drawing import Distribution, NonFiniteLogitsError, check_finite, likeliest, uniforms
+from workers.sampling.kv_cache import SequenceBlocks
+from workers.sampling.prompt_outputs import PromptOutputs
+from workers.sampling.prompts import Prompt
+from workers.sampling.sample_pass import LogitsRows
+from workers.sampling.stop_strings import StopStrings
+
+NUMBERS_AHEAD = 64
+"""Random numbers of a sequence that are generated at once."""
+
+
+@dataclass(slots=True, eq=False)
+class ActiveSequence:
+    """A sequence that has begun and has not ended."""
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    topk: list[tuple[NDArray[np.intp], NDArray[np.float32]]] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    """Key-value blocks of its own tokens."""
+    _numbers: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+
+    @property
+    def num_cached(self) -> int:
+        """Own tokens whose keys and values are computed: all but the last."""
+        return len(self.tokens) - 1
+
+    @property
+    def num_blocks_wanted(self) -> int:
+        """Blocks that its next decode step needs."""
+        return self.num_cached // BLOCK_TOKENS + 1
+
+    @property
+    def location(self) -> SequenceBlocks:
+        """The same blocks as attention sees them."""
+        return SequenceBlocks(self.index, self.blocks, self.num_cached)
+
+    def add_block(self, block: int) -> None:
+        """Append a block for further tokens."""
+        self.blocks.append(block)
+
+    def next_number(self, seed: int) -> float:
+        """Return the random number of its next token."""
+        position = len(self.tokens)
+        if position % NUMBERS_AHEAD == 0:
+            self._numbers = uniforms(seed, self.index, position, NUMBERS_AHEAD)
+        return float(self._numbers[position % NUMBERS_AHEAD])
+
+
+class ActiveRequest:
+    """A request that waits, runs its prompt, or decodes."""
+
+    def __init__(self, request: SampleRequest, stop_strings: StopStrings | None, vocab_size: int) -> None:
+        """Take a request that was checked."""
+        self.request = request
+        self.outputs = PromptOutputs(request, vocab_size)
+        # The last token, and tokens before logits that are wanted, are computed even if their block is shared.
+        num_shareable = min(self.outputs.first_row, len(request.prompt) - 1) // BLOCK_TOKENS
+        self.prompt = Prompt(request.prompt, num_shareable)
+        self.sequences: list[ActiveSequence] = []
+        self.num_slots = 0
+        """Sequence slots that it has."""
+        self.num_begun = 0
+        """Sequences that have begun, ended ones included."""
+        self.engine_s = 0.0
+        self.is_over = False
+        self.failure: NonFiniteLogitsError | None = None
+        """Set when the prompt's logits are not finite: the request fails after the pass, which others share."""
+        self._first: LogitsRows | None = None
+        """The row (1, V) that every sequence's first token is drawn from; until the last sequence has begun."""
+        self._stop_strings = stop_strings
+        self._vocab_size = vocab_size
+        self._finished: list[SampledSequence | None] = [None] * request.num_samples
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def key(self) -> str:
+        """The version's key; empty for the base model."""
+        return self.request.version.key
+
+    @property
+    def scope(self) -> str:
+        """The scope that its slots count for: the request's; without one, the adapter of its version."""
+        version = self.request.version
+        return self.request.scope or (version.key if version.spec is None else version.spec.adapter_id)
+
+    @property
+    def num_own_blocks(self) -> int:
+        """Blocks that each sequence takes at most, its prompt not counted."""
+        return num_own_blocks(self.request.params.max_tokens)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have no slot yet."""
+        return self.request.num_samples - self.num_begun - self.num_free_slots
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots for sequences that have not begun."""
+        return self.num_slots - len(self.sequences)
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether a sequence can begin: the prompt is computed, and there is a slot."""
+        return self._first is not None and self.num_free_slots > 0
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens drawn so far."""
+        ended = sum(len(sequence.tokens) for sequence in self._finished if sequence is not None)
+        return ended + sum(len(sequence.tokens) for sequence in self.sequences)
+
+    # ------------------------------------------------------------------ changes
+
+    def grant_slot(self) -> None:
+        """Take one more slot."""
+        self.num_slots += 1
+
+    def return_slot(self) -> None:
+        """Return the slot of an ended sequence."""
+        self.num_slots -= 1
+
+    def charge(self, engine_s: float) -> None:
+        """Add to the engine time of this request."""
+        self.engine_s += engine_s
+
+    def end(self) -> None:
+        """Mark the request as over; it runs in no further pass."""
+        self.is_over = True
+
+    def note(self, row: int, logits: Tensor) -> None:
+        """Take logits (N, V) of the prompt's positions from `row` on; record a failure if they are not finite."""
+        try:
+            self.outputs.note(row, logits)
+        except NonFiniteLogitsError as error:
+            self.failure = error.with_traceback(None)  # a traceback would keep the pass's tensors in memory
+
+    def prompt_computed(self, first: LogitsRows) -> None:
+        """Take the logits (1, V) of the prompt's last position."""
+        self._first = first
+
+    # ------------------------------------------------------------------ sequences
+
+    def begin(self) -> tuple[list[SampleEvent], list[ActiveSequence]]:
+        """Begin a sequence in every free slot and draw its first token; return events, and sequences that ended."""
+        assert self._first is not None
+        begun = [ActiveSequence(self.num_begun + number) for number in range(self.num_free_slots)]
+        self.num_begun += len(begun)
+        self.sequences += begun
+        first = self._first
+        if self.num_begun == self.request.num_samples:
+            self._first = None
+        check_finite(first.logits)
+        params = self.request.params
+        if params.max_tokens == 0:
+            return [], [self._finish(sequence, StopReason.LENGTH) for sequence in begun]
+        distribution = Distribution(first.logits[0], params)
+        tokens = [distribution.pick(number) for number in self._numbers(begun)]
+        return self._append(begun, tokens, first.logprobs_of(tokens), first, [0] * len(begun))
+
+    def next_numbers(self) -> list[float]:
+        """Return the random number of the next token of every running sequence."""
+        return self._numbers(self.sequences)
+
+    def append(
+        self, tokens: Sequence[int], logprobs: Sequence[float], rows: LogitsRows, first_row: int
+    ) -> tuple[list[SampleEvent], list[ActiveSequence]]:
+        """Append a drawn token to every running sequence; return events, and sequences that ended.
+
+        `first_row` is the index in `rows` of the first sequence's logits; the others follow.
+        """
+        return self._append(self.sequences, tokens, logprobs, rows, range(first_row, first_row + len(tokens)))
+
+    def _numbers(self, sequences: Sequence[ActiveSequence]) -> list[float]:
+        params = self.request.params
+        return [0.0 if params.temperature == 0 else sequence.next_number(params.seed) for sequence in sequences]
+
+    def _append(
+        self,
+        sequences: Sequence[ActiveSequence],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        rows: LogitsRows,
+        row_of: Sequence[int],
+    ) -> tuple[list[SampleEvent], list[ActiveSequence]]:
+        request = self.request
+        events: list[SampleEvent] = []
+        reasons: list[tuple[ActiveSequence, StopReason]] = []
+        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            if request.stream:
+                events.append(
+                    TokenEvent(op_id=request.op_id, sequence_index=sequence.index, token=token, logprob=logprob)
+                )
+            reason = self._stop_reason(sequence.tokens)
+            if reason is not None:
+                reasons.append((sequence, reason))
+        if request.topk_sample_logprobs:
+            self._note_likeliest(sequences, rows, row_of)
+        return events, [self._finish(*ended) for ended in reasons]
+
+    def _note_likeliest(self, sequences: Sequence[ActiveSequence], rows: LogitsRows, row_of: Sequence[int]) -> None:
+        logprobs = rows.logprobs.cpu().numpy()  # (N, V)
+        for row, sequence in zip(row_of, sequences, strict=True):
+            own = logprobs[row]
+            tokens = likeliest(own, self.request.topk_sample_logprobs)
+            sequence.topk.append((tokens, own[tokens]))
+
+    def _stop_reason(self, tokens: Sequence[int]) -> StopReason | None:
+        """Return why a sequence ends with its last token; None if it goes on."""
+        params = self.request.params
+        if tokens[-1] in params.stop_tokens or (self._stop_strings and self._stop_strings.is_completed(tokens)):
+            return StopReason.STOP
+        return StopReason.LENGTH if len(tokens) == params.max_tokens else None
+
+    def _finish(self, sequence: ActiveSequence, reason: StopReason) -> ActiveSequence:
+        topk = None
+        if self.request.topk_sample_logprobs:
+            shape = (len(sequence.tokens), min(self.request.topk_sample_logprobs, self._vocab_size))
+            topk = TokenLogprobs(
+                token_ids=np.array([tokens for tokens, _ in sequence.topk], np.int32).reshape(shape),
+                logprobs=np.array([logprobs for _, logprobs in sequence.topk], np.float32).reshape(shape),
+            )
+        self._finished[sequence.index] = SampledSequence(
+            tokens=np.array(sequence.tokens, np.int32),
+            logprobs=np.array(sequence.logprobs, np.float32),
+            stop_reason=reason,
+            topk=topk,
+        )
+        self.sequences.remove(sequence)
+        return sequence
+
+    # ------------------------------------------------------------------ result
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sequence has ended."""
+        return all(sequence is not None for sequence in self._finished)
+
+    def result(self, error: ItemError | None = None) -> SampleResult:
+        """Return the request's result; with `error`, one that failed."""
+        outputs = self.outputs
+        return SampleResult(
+            op_id=self.request.op_id,
+            sequences=() if error else tuple(sequence for sequence in self._finished if sequence is not None),
+            prompt_logprobs=None if error else outputs.logprobs,
+            topk_prompt=None if error else outputs.topk,
+            prompt_target_logprobs=None if error else outputs.targets,
+            prompt_alt_tokens=None if error else outputs.alternatives,
+            error=error,
+            num_prompt_tokens=self.prompt.num_computed,
+            num_cached_tokens=self.prompt.num_cached_tokens,
+            num_sampled_tokens=self.num_sampled,
+            engine_s=self.engine_s,
+        )
