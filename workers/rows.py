@@ -1,10 +1,10 @@
-"""How an adapter lies in one row of a bank: which part of the flat vector is which A and B.
+"""The layout of an adapter in one row of a bank, and the views of it that the model's layers use.
 
-Knows shapes only. A row is padded: ranks 1 to 8 lie in rows of rank 8, and so on, with zeros that stay zero, because an
-adapter's numbers may depend on its own rank but on nobody else's.
+Depends on shapes only. A row is padded: ranks 1 to 8 have rows of rank 8, and so on, with zeros that stay zero, so that
+an adapter's numbers depend on its own rank and on no other adapter's.
 
 Main invariant: the layout depends on the base model, the rank class and the trained kinds of modules alone, and every
-matrix begins at a multiple of `ALIGNMENT` values, so that matmuls see the same alignment in every slot.
+matrix begins at a multiple of `ALIGNMENT` values, so that matmuls have the same alignment in every slot.
 
 Dimensions: P values of a row, R padded rank, r rank, D inputs, F outputs, G linears in a group.
 """
@@ -35,7 +35,7 @@ class GroupShape:
     """Linear modules that read the same input (query, key and value; gate and up; the others alone)."""
 
     index: int
-    """Place among the base model's groups."""
+    """Index among the base model's groups."""
     kind: ModuleKind
     names: tuple[str, ...]
     """Full module names, as `named_modules` gives them."""
@@ -45,18 +45,18 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupViews:
-    """Views of a group's A and B in a bank: of one row, or of all S rows of a slab with S as the first dimension."""
+    """Views of a group's A and B in a bank: of one row, or of all S rows of a slab, with S as the first dimension."""
 
     A: Tensor
-    """(G * R, D): the A of every linear, one below the other."""
+    """(G * R, D): the A of all linears, stacked."""
     Bs: tuple[Tensor, ...]
-    """Per linear B^T (R, F): products with B in this layout are several times faster than with (F, R)."""
+    """B^T (R, F) of each linear: products with B in this layout are several times faster than with (F, R)."""
     A_grad: Tensor | None
-    """As A, added to by the backward; None in rows that are only sampled from."""
+    """Like A, added to by the backward; None in rows of sampler versions."""
     B_grads: tuple[Tensor, ...]
 
     def row(self, slot: int) -> GroupViews:
-        """The views of one row of a slab."""
+        """Return the views of one row of a slab."""
         return GroupViews(
             A=self.A[slot],
             Bs=tuple(B[slot] for B in self.Bs),
@@ -67,10 +67,10 @@ class GroupViews:
 
 @dataclass(slots=True, eq=False)
 class AdapterViews:
-    """An adapter in its slot: what a `Segment` needs to know of it."""
+    """An adapter in its bank slot, as a `Segment` of a pass refers to it."""
 
     slab: Sequence[GroupViews | None]
-    """Per group of the base model, over all rows of the slab; None where the group is not adapted."""
+    """Of each group of the base model, over all rows of the slab; None where the group is not adapted."""
     groups: Sequence[GroupViews | None]
     """The same of this row alone."""
     slot: int
@@ -88,7 +88,7 @@ class AdapterViews:
 
 
 def rank_class(rank: int) -> int:
-    """The padded rank of a rank. Raises ValueError outside 1 to 128."""
+    """Return the padded rank of a rank. Raises ValueError outside 1 to 128."""
     for padded in RANK_CLASSES:
         if 1 <= rank <= padded:
             return padded
@@ -96,7 +96,7 @@ def rank_class(rank: int) -> int:
 
 
 def trained_kinds(spec: AdapterSpec) -> tuple[ModuleKind, ...]:
-    """The kinds of modules that an adapter adapts. Raises ValueError if there are none."""
+    """Return the kinds of modules that an adapter adapts. Raises ValueError if there are none."""
     flags: tuple[tuple[ModuleKind, bool], ...] = (
         ("attn", spec.train_attn),
         ("mlp", spec.train_mlp),
@@ -110,21 +110,21 @@ def trained_kinds(spec: AdapterSpec) -> tuple[ModuleKind, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One matrix in the flat row."""
+    """The place of one matrix in the flat row."""
 
     offset: int
     num_rows: int
     num_columns: int
 
     def view(self, flat: Tensor) -> Tensor:
-        """(..., P) -> (..., num_rows, num_columns), sharing memory."""
+        """Return (..., P) as (..., num_rows, num_columns), sharing memory."""
         part = flat[..., self.offset : self.offset + self.num_rows * self.num_columns]
         return part.view(*flat.shape[:-1], self.num_rows, self.num_columns)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupParts:
-    """Where a group lies: its As (R, D) one below the other, then each B^T (R, F)."""
+    """The place of a group: its As (R, D), stacked, then each B^T (R, F)."""
 
     shape: GroupShape
     A: Part
@@ -156,7 +156,7 @@ class RowLayout:
         """P."""
 
     def views(self, weights: Tensor, grad: Tensor | None) -> tuple[GroupViews | None, ...]:
-        """Views of rows' weights and gradients (S, P), per group of the base model."""
+        """Return the views of rows' weights and gradients (S, P), for each group of the base model."""
         return tuple(None if parts is None else self._views(parts, weights, grad) for parts in self.parts)
 
     def _views(self, parts: GroupParts, weights: Tensor, grad: Tensor | None) -> GroupViews:
@@ -168,7 +168,7 @@ class RowLayout:
         )
 
     def matrices(self, flat: Tensor, rank: int) -> Iterator[tuple[str, Tensor]]:
-        """Name and unpadded view of every A (r, D) and B (F, r) in (P,), as `<module>.lora_A.weight` and so on."""
+        """Yield `<module>.lora_A.weight` or `.lora_B.weight` and the unpadded view of every A (r, D) and B (F, r)."""
         for parts in self.parts:
             if parts is None:
                 continue
@@ -178,7 +178,7 @@ class RowLayout:
                 yield f"{name}.lora_B.weight", B.view(flat)[:rank].t()
 
     def initial_weights(self, spec: AdapterSpec) -> Tensor:
-        """A fresh adapter (P,), fp32 on the CPU: A uniform in +-1/sqrt(D) from the seed and the module's name, B zero.
+        """Return a fresh adapter (P,), fp32 on the CPU: A uniform in +-1/sqrt(D) from seed and module name, B zero.
 
         Depends on neither slot nor process nor padding; drawn from Philox, whose stream is fixed by its definition.
         """
@@ -190,7 +190,7 @@ class RowLayout:
 
 
 def _uniform(seed: int, name: str, rank: int, d_in: int) -> Tensor:
-    """(r, D) fp32, uniform in +-1/sqrt(D): the top 24 bits of each 64 of Philox, keyed by seed and name."""
+    """Return (r, D) fp32, uniform in +-1/sqrt(D): the top 24 bits of each 64 of Philox, keyed by seed and name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     bits = np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(rank * d_in)
     unit = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)  # in [-1, 1)

@@ -1,10 +1,9 @@
-"""What coordinator and workers say to each other: frozen data, and nothing that computes.
+"""The messages between coordinator and workers: frozen data without behaviour.
 
-Knows neither torch, ray, SQL, gRPC nor tenants. Arrays are numpy and never written to after construction.
+Depends on neither torch, ray, SQL, gRPC nor tenants. Arrays are numpy and never written to after construction.
 
-Main invariant: an item names the seq that must come directly before it on its adapter (`prev_seq`); a worker that is
-anywhere else in that adapter's order refuses the item. That is what makes applying an item twice, or skipping one,
-impossible whatever the network or a restart does.
+Main invariant: an item names the sequence number directly before it on its adapter (`prev_seq`). A worker whose copy is
+at another one refuses the item, so no item is applied twice or skipped, whatever the network or a restart does.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from workers.contract.capacity import SEQUENCE_SLOTS
 
 
 class ErrorCode(Enum):
-    """Why an item failed; the coordinator maps it to a canonical status code."""
+    """The kind of an item's failure; the coordinator maps it to a canonical status code."""
 
     INVALID_ARGUMENT = "invalid_argument"
-    """The request itself is wrong, in a way only the engine can see."""
+    """The request is wrong in a way that only the engine can detect."""
     NON_FINITE = "non_finite"
     """The loss or the gradient overflowed or became NaN; the adapter's weights are unchanged."""
     OUT_OF_MEMORY = "out_of_memory"
     """The item alone does not fit on the device."""
     DATA_LOSS = "data_loss"
-    """State that was to be loaded does not match its own description."""
+    """A state to load does not match its own description."""
     OUT_OF_ORDER = "out_of_order"
-    """The worker's copy of the adapter is not at `prev_seq`, or it does not hold the version of a sample that came
-    without its state: a fence held, the coordinator sends what is missing."""
+    """The worker's copy of the adapter is not at `prev_seq`, or the worker does not hold a sample's version that came
+    without a state. Nothing was applied; the coordinator sends the missing state."""
     CANCELLED = "cancelled"
     """A sample that was cancelled."""
     INTERNAL = "internal"
-    """A fault of ours."""
+    """A fault of the worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemError:
-    """One item's failure. `message` is for the user: what was wrong and how to mend it; no paths, no stack."""
+    """One item's failure. `message` tells the user the cause and the remedy, without paths or a stack."""
 
     code: ErrorCode
     message: str
@@ -49,7 +48,7 @@ class ItemError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:
-    """Everything that makes a fresh adapter, bit for bit, on any worker of its base model."""
+    """Everything that a worker of the base model needs to make a fresh adapter, bit for bit."""
 
     adapter_id: str
     rank: int
@@ -88,9 +87,9 @@ class AdapterState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterInstall:
-    """Put an adapter on a worker, replacing any copy it has. `state` None: a fresh one, from the seed, at seq 0.
+    """Put a copy of an adapter on a worker, replacing an older one. `state` None: a fresh one, from the seed, at seq 0.
 
-    A gradient in the state is pending again: what follows gives the same bits as if the copy had never been lost.
+    A gradient in the state is pending again, so later items give the same bits as if the copy had never been lost.
     """
 
     spec: AdapterSpec
@@ -125,16 +124,16 @@ class AdamParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One operation's part in a batch. All items act on one adapter at one place in its order."""
+    """One operation's part in a batch: on one adapter, at one place in its order."""
 
     op_id: str
     adapter_id: str
     prev_seq: int
-    """The worker's `applied_seq` must equal this, else the item is OUT_OF_ORDER."""
+    """The `applied_seq` that the worker's copy must have; otherwise the item fails with OUT_OF_ORDER."""
     seq: int
     """`applied_seq` after the item (for a chunked pass: after its last chunk), whether it succeeds or fails."""
     drop_gradient: bool = False
-    """Discard the pending gradient first: an operation between `prev_seq` and `seq` failed and closed its window."""
+    """Drop the pending gradient first: an operation between `prev_seq` and `seq` failed and closed its window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,56 +151,57 @@ class PassItem(Item):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimStepItem(Item):
-    """One AdamW step on the accumulated gradient, which is zero afterwards."""
+    """One AdamW step on the accumulated gradient, which the step makes zero."""
 
     params: AdamParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveItem(Item):
-    """Read the adapter's state out; changes nothing, whether a gradient is pending or not."""
+    """Read the adapter's state; changes nothing, also if a gradient is pending."""
 
     with_optimizer: bool
     with_gradient: bool = False
-    """Also the pending gradient, if there is one (a closed window has none): a snapshot for recovery, not a checkpoint.
+    """Also read the pending gradient, for a snapshot; a checkpoint has none, and neither has a closed window.
 
-    Fails with NON_FINITE if the gradient has overflowed, for no install would take it.
+    Fails with NON_FINITE if the gradient has overflowed, for no install would accept it.
     """
     publish_as: str = ""
-    """If set, also pin a copy of the weights for sampling under this version key, on this worker."""
+    """If set, also publish the weights on this worker, under this version key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadItem(Item):
-    """Replace weights (and moments) by a checkpoint's; discards the pending gradient.
+    """Replace weights (and moments) by a checkpoint's; drops the pending gradient.
 
     `state.applied_seq`, `gradient` and `num_datums` are ignored.
     """
 
     state: AdapterState
     with_optimizer: bool
-    """False: fresh moments and step count, whatever the state holds."""
+    """False: fresh moments and step count, also if the state has others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one worker does in one phase of one cycle: installs, removals, then items.
+    """One worker's work in one phase of a cycle: installs, removals, then items.
 
-    Items of one adapter stand in seq order. Consecutive `PassItem`s are one packed pass.
+    Items of one adapter are in seq order. Consecutive `PassItem`s become packed passes.
     """
 
     epoch: int
-    """The coordinator's life; a worker refuses older ones and drops all adapters when it sees a newer one."""
+    """The coordinator's epoch. A worker refuses batches of older epochs, and drops all adapters when a newer one
+    begins."""
     cycle_id: int
     installs: tuple[AdapterInstall, ...] = ()
     removals: tuple[str, ...] = ()
-    """Adapter ids and version keys to forget."""
+    """Adapter ids and version keys to drop."""
     items: tuple[Item, ...] = ()
     decode_share: float = 0.5
-    """The part of the worker's time, above 0 and below 1, that sampling gets while both have work."""
+    """The part of the worker's time, above 0 and below 1, that decoding gets while there are batches and samples."""
     expected: tuple[str, ...] = ()
-    """Adapters that the next batch is likely to need, most likely first: a hint, which a worker whose device copies
-    beside its computation follows while this batch runs. It changes no result."""
+    """Adapters that the next batch is likely to need, most likely first. A hint: a worker whose device copies while it
+    computes loads them during this batch. It changes no result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,14 +224,14 @@ class ItemResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchResult:
-    """A worker's answer to a batch."""
+    """A worker's results of a batch."""
 
     epoch: int
     cycle_id: int
     incarnation: str
     results: tuple[ItemResult, ...]
     wall_s: float
-    """Seconds from taking the batch to having the results, on the worker."""
+    """Seconds from the start of the batch to its results, on the worker."""
 
 
 class StopReason(Enum):
@@ -243,7 +243,7 @@ class StopReason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to draw tokens. Checked by the coordinator; the engine trusts it."""
+    """How to draw tokens. Checked by the coordinator; the engine does not check again."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -252,7 +252,7 @@ class SamplingParams:
     """-1: all tokens."""
     top_p: float = 1.0
     seed: int = 0
-    """Always set: a missing seed is drawn at admission, so that a rerun gives the same tokens."""
+    """A missing seed is drawn at admission, so that a rerun gives the same tokens."""
     stop_tokens: tuple[int, ...] = ()
     """Token ids that end a sequence (they are part of its tokens)."""
     stop_strings: tuple[str, ...] = ()
@@ -260,13 +260,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerVersion:
-    """Immutable weights to sample from: an adapter as it was at one moment, or the bare base model."""
+    """Immutable weights to sample from: an adapter's at one sequence number, or the base model alone."""
 
     key: str
     """Names the version; the empty string is the base model without an adapter."""
     spec: AdapterSpec | None = None
     state: AdapterState | None = None
-    """Given when the worker may not hold `key` yet; only `weights` is used."""
+    """Given if the worker may not hold `key` yet; only `weights` is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,8 +275,8 @@ class SampleRequest:
 
     op_id: str
     scope: str = ""
-    """Who may know of this request, for a worker knows no tenants: what is computed of a prompt is found again only
-    within its scope, or counts and times would tell what others asked; and scopes take turns."""
+    """The tenant, as an opaque key. Keys and values of a prompt are shared only within a scope, because shared counts
+    and times would reveal other tenants' prompts; and scopes take turns."""
     version: SamplerVersion
     prompt: NDArray[np.int32]
     """Token ids, shape (p,), p >= 1."""
@@ -286,22 +286,22 @@ class SampleRequest:
     prompt_logprobs_last_n: int = 0
     """With `prompt_logprobs` or `topk_prompt_logprobs`: only of the last this many prompt tokens. 0: of all."""
     topk_prompt_logprobs: int = 0
-    """The likeliest tokens wanted at every prompt position. 0: none."""
+    """Number of likeliest tokens to return at every prompt position. 0: none."""
     topk_sample_logprobs: int = 0
-    """The likeliest tokens wanted at every sampled position. 0: none."""
+    """Number of likeliest tokens to return at every sampled position. 0: none."""
     prompt_targets: NDArray[np.int32] | None = None
-    """Token ids, shape (p - 1, k), whose log-probabilities are wanted: row i at prompt position i + 1. -1: of none."""
+    """Token ids, shape (p - 1, k), whose log-probabilities to return: row i at prompt position i + 1. -1: of none."""
     prompt_alt_tokens_k: int = 0
-    """Draws wanted at every prompt position but the first, at the request's temperature. 0: none."""
+    """Number of draws to return at every prompt position but the first, at the request's temperature. 0: none."""
     stream: bool = False
     """Emit a `TokenEvent` per token; the final `SampleResult` comes either way."""
     removals: tuple[str, ...] = ()
-    """As in `Batch`, forgotten before this version is taken in: a worker that only samples gets no batches."""
+    """As in `Batch`, dropped before this version is loaded: a worker that only samples receives no batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """One token of one sequence, the moment it is drawn."""
+    """One token of one sequence, sent when it is drawn."""
 
     op_id: str
     sequence_index: int
@@ -312,7 +312,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Some tokens per position, and their natural log-probabilities under the untempered model."""
+    """Some tokens of each position, and their natural log-probabilities under the untempered model."""
 
     token_ids: NDArray[np.int32]
     """Shape (n, k). Of likeliest tokens: the likeliest first, the lowest id first among equals."""
@@ -340,18 +340,18 @@ class SampleResult:
     op_id: str
     sequences: tuple[SampledSequence, ...] = ()
     prompt_logprobs: NDArray[np.float32] | None = None
-    """Shape (p,); NaN at the first (nothing comes before it) and where it was not asked for."""
+    """Shape (p,); NaN at the first position (it has no context) and where the request did not ask for it."""
     topk_prompt: TokenLogprobs | None = None
     """(p, k), if asked for; NaN where `prompt_logprobs` is."""
     prompt_target_logprobs: NDArray[np.float32] | None = None
     """Shape (p - 1, k), if asked for; 0 where the request had -1."""
     prompt_alt_tokens: TokenLogprobs | None = None
-    """(p - 1, k), if asked for; row i are draws of what could stand at prompt position i + 1."""
+    """(p - 1, k), if asked for; row i are draws for prompt position i + 1."""
     error: ItemError | None = None
     num_prompt_tokens: int = 0
     """Of the prompt, counted once for all its samples; those of `num_cached_tokens` included."""
     num_cached_tokens: int = 0
-    """Prompt tokens whose keys and values were there already."""
+    """Prompt tokens whose keys and values were already cached."""
     num_sampled_tokens: int = 0
     engine_s: float = 0.0
 
@@ -361,7 +361,7 @@ SampleEvent = TokenEvent | SampleResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What a worker found its base model to be."""
+    """Facts of a worker's base model, found when it was loaded."""
 
     name: str
     """The name users ask for."""
@@ -379,32 +379,31 @@ class ModelInfo:
     mlp_modules: tuple[str, ...]
     unembed_modules: tuple[str, ...]
     tokenizer_files: Mapping[str, bytes]
-    """`tokenizer.json`, `tokenizer_config.json` and the like, whole, so that a client needs no model hub."""
+    """Contents of `tokenizer.json`, `tokenizer_config.json` and the like, so that a client needs no model hub."""
     fingerprint: str
     is_exact: bool = True
-    """Whether what is run again gives the same bits, whoever shares its passes: then a log can stand for weights."""
+    """Whether a replay gives the same bits with any co-batched tenants, so that weights can be rematerialized."""
     fitting_tokens: int | None = None
-    """The most tokens of a sequence, and of a canonical chunk, that the worker has memory to train, found when it
-    started; None: any that the model takes."""
+    """Most tokens of a sequence, and of a canonical chunk, that the worker has the memory to train; None: any length
+    that the model takes."""
     num_cache_blocks: int | None = None
-    """Blocks of memory for keys and values, as in `capacity`, found when the worker started; None: not known, or the
-    worker does not sample."""
+    """Blocks of memory for keys and values, as in `capacity`; None: unknown."""
     num_sequence_slots: int = SEQUENCE_SLOTS
     """Most sequences that the worker decodes at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """One life of a worker."""
+    """One incarnation of a worker."""
 
     worker_id: str
-    """Stays the same when the worker is replaced."""
+    """The same for all incarnations."""
     incarnation: str
-    """Changes with every life."""
+    """Different for each incarnation."""
     model: ModelInfo
     pid: int
     node: str
     """Host name or Ray node id."""
     num_slots: int
-    """Adapters (and sampler versions) that fit in its bank at once; more are evicted to its host memory."""
+    """Bank slots: adapters and sampler versions that are resident at a time; others are in host memory."""
     device: str

@@ -1,4 +1,5 @@
-"""Trials that run when a base model is loaded: what its bits depend on, and what fits into the memory.
+"""Trials that run when a base model is loaded: the conditions of equal bits, and the longest sequence that fits.
 
-Public: `loading.load_base_model` (with the trials of rows and batching), `threads.is_thread_count_invariant`.
+Public: `loading.load_base_model` (with the trials of rows and batching), `fitting.fitting_tokens`,
+`threads.is_thread_count_invariant`.
 """

@@ -20,7 +20,7 @@ BATCHED_SEGMENTS = 5
 
 @torch.no_grad()
 def can_batch_segments(weights: Iterable[Tensor], rows_min: int) -> bool:
-    """Whether segments computed as one batch get the bits that each gets alone, at whatever row it begins."""
+    """Return whether segments computed as one batch have the bits of each segment solo, at any first row."""
     weights = list(weights)
     kernel = Kernel.of(weights[0])
     shapes = dict.fromkeys((weight.shape[0], weight.shape[1]) for weight in weights)
@@ -42,7 +42,7 @@ def _batch_equals_singles(kernel: Kernel, d_out: int, d_in: int, rank: int, leng
     adapters = [AdapterViews((), (), slot, 2.0) for slot in range(num)]
 
     def compute(start: int, segments: slice) -> list[Tensor]:
-        """y, dx, dA, dB of some segments, whose rows begin at `start`."""
+        """Return y, dx, dA, dB of some segments, whose rows begin at `start`."""
         run = Run(start, length, adapters[segments])
         B = Bs[segments, :, :d_out].squeeze(0)
         views = GroupViews(A=As[segments].squeeze(0), Bs=(B,), A_grad=None, B_grads=())

@@ -104,12 +104,11 @@ def _is_invariant(matrix: Tensor, block_rows: int) -> bool:
 def find_rows_min(
     groups: Sequence[Sequence[Tensor]], elementwise: Iterable[Elementwise], *, is_packed: bool
 ) -> int | None:
-    """The smallest number of rows from which every row's bits are independent of the number and place of the others.
+    """Return the smallest number of rows from which a row keeps its bits among any others; None: no candidate does.
 
     Tries products with each shape among the weights (F, D) of linears that read the same input, forward and backward,
     packed or not, softmax over F, and the elementwise functions (whose vector kernels end in scalar code that gives
-    other bits), with the number of threads in use. None if no candidate passes. Takes a fraction of a second for small
-    models.
+    other bits), with the number of threads in use. Takes a fraction of a second for small models.
     """
     kernel = Kernel.of(groups[0][0])
     shapes = dict.fromkeys((tuple(weight.shape[0] for weight in group), group[0].shape[1]) for group in groups)
@@ -127,7 +126,7 @@ def find_rows_min(
 def _has_independent_products(
     kernel: Kernel, d_outs: tuple[int, ...], d_in: int, rows_min: int, *, is_packed: bool
 ) -> bool:
-    """Blocks of logits may have any number of rows from the minimum up."""
+    """Try a group's products, with the numbers of rows of passes and of blocks of logits, from the minimum up."""
     width = sum(d_outs)
     multiples = [multiple for multiple in MULTIPLES if multiple <= 4 or not is_large(width, d_in)]
     counts = [rows_min * multiple for multiple in multiples]
@@ -144,12 +143,12 @@ def _has_independent_products(
 
 
 def _has_independent_rows(width: int, function: Callable[[Tensor], Tensor], kernel: Kernel, rows_min: int) -> bool:
-    """A pass is padded to a multiple of the minimum."""
+    """Try an elementwise function, with the numbers of rows of passes: multiples of the minimum."""
     return _keeps_rows(kernel.values(rows_min * MULTIPLES[-1], width), function, [rows_min * m for m in MULTIPLES])
 
 
 def _keeps_rows(values: Tensor, compute: Callable[[Tensor], Tensor], counts: list[int]) -> bool:
-    """Whether some rows of `values`, from two places, give the same bits as all of them together."""
+    """Return whether some rows of `values`, from two places, have the same bits as in all of them together."""
     whole = compute(values)
     for count in counts:
         for start in (0, len(values) - count):

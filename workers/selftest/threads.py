@@ -41,16 +41,17 @@ TRIAL_LENGTHS = {
     "many": (256,),
     "long": (1024,),
 }
-"""Sequences of the adapters of a trial: few rows, two adapters computed as one batch, many targets of each token, and a
+"""Lengths of the sequences of each adapter: few rows, two adapters computed as one batch, many targets of a token, and a
 whole chunk of the largest rank."""
 TRIAL_TARGETS = {"many": 200}
-"""Of each token, where it is not one."""
+"""Targets of each token, where it is not one."""
 TRIAL_PROMPT_TOKENS, TRIAL_DRAWN_TOKENS, TRIAL_CACHE_BYTES = 70, 3, 64 << 20
-"""Of its samples: a prompt of a block of keys and a part of one."""
+"""Size of the samples: a prompt of a block of keys and a part of one."""
 TRIAL_SHORT_PARAMS_MIN, TRIAL_SHORT_LENGTH = 50_000_000, 128
-"""From so many parameters on no sequence of the trial is longer than this, or it would take many seconds."""
+"""With at least this many parameters, sequences of the trial are no longer than this, to keep it short."""
 TRIAL_PARAMS_MAX = 1_000_000_000
-"""A larger base model is not tried: it would take minutes, and its operations are so long that meeting costs little."""
+"""Larger base models are not tried: the trial would take minutes, and threads that wait cost their long operations
+little."""
 _TRIED: dict[object, bool] = {}
 """Results of trials in this process, by all that kernels are chosen by."""
 

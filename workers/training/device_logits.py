@@ -1,14 +1,14 @@
-"""From hidden states to losses and back where the device runs behind the host: nothing is read before the pass is over.
+"""Computes losses from hidden states on a device that runs behind the host: it reads no result before the pass ends.
 
-Does what `logits.ChunkedLoss` does, block by block, for base models in bf16 and for GPUs: logits are in the model's
-dtype, everything from them to d(loss)/d(logits) in fp32; sums, counts and log-probabilities stay on the device until
-`settle` fetches those of all requests together.
+The same as `logits.ChunkedLoss`, block by block, for base models in bf16 and for GPUs: logits are in the model's dtype,
+everything from them to d(loss)/d(logits) in fp32; sums, counts and log-probabilities stay on the device until `settle`
+fetches those of all requests together.
 
-Knows the unembedding, the losses and which rows are whose; not layers below the last.
+Depends on the unembedding, the losses and the rows of each request; not on lower layers.
 
-Main invariant: what is computed for a request's rows depends on its own rows alone, and no step waits for the device. A
-request whose loss is not finite goes on with slopes of zero; its own rows may stay infinite, its neighbours' are not
-touched, for no product mixes rows of two requests.
+Main invariant: the results of a request's rows depend on its own rows alone, and no step waits for the device. If a
+request's loss is not finite, its slopes become zero; its own rows may stay infinite, but no product mixes rows of two
+requests, so its neighbours' are not affected.
 
 Dimensions: T rows of the pass, B rows of a block, N rows of a request or a piece of one, D hidden size, V vocabulary, K
 targets of a token.
@@ -25,31 +25,31 @@ from workers.model.lora import FusedSaved, LinearGroup, Saved, Segment
 from workers.training.logits import Part, Piece, blocks_of
 
 BLOCK_VALUES = 1 << 27
-"""Logits per block aimed at: 256 MiB in bf16, and 512 MiB for their log-probabilities."""
+"""Logits of a block, about: 256 MiB in bf16, and 512 MiB for their log-probabilities."""
 BLOCK_ROWS_MIN, BLOCK_ROWS_MAX = 256, 4096
 
 
 def block_rows_of(vocab_size: int) -> int:
-    """Rows of a block, a power of two: a constant of the base model, for the grouping of sums depends on it."""
+    """Return the rows of a block, a power of two: a constant of the base model, for it decides how sums are grouped."""
     fitting = max(1, BLOCK_VALUES // vocab_size)
     return min(BLOCK_ROWS_MAX, max(BLOCK_ROWS_MIN, 1 << (fitting.bit_length() - 1)))
 
 
 class _DevicePart:
-    """One request, and its results as far as they are on the device."""
+    """One request, and its results on the device."""
 
     def __init__(self, part: Part, device: torch.device) -> None:
         self.part = part
         self.loss = part.loss.to(device)
         self.logprobs = torch.empty(part.loss.targets.shape, device=device)  # (N, K)
         self.slopes: Tensor | None = None
-        """(N, K) if they had to be known before."""
+        """(N, K) for a loss over whole sequences."""
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.num_clipped: Tensor | None = None
         self.is_finite = torch.ones((), dtype=torch.bool, device=device)
 
     def add(self, loss: Tensor, slope: Tensor, num_clipped: Tensor | None) -> Tensor:
-        """Add a piece's losses to the sums; returns its slopes, zeros from the first that is not finite on."""
+        """Add a piece's losses to the sums; return its slopes, or zeros once a value was not finite."""
         self.loss_sum += loss.sum(-1, dtype=torch.float64).sum()
         if num_clipped is not None:
             self.num_clipped = num_clipped if self.num_clipped is None else self.num_clipped + num_clipped
@@ -57,13 +57,13 @@ class _DevicePart:
         return torch.where(self.is_finite, slope, torch.zeros_like(slope))
 
     def numbers(self) -> Tensor:
-        """Loss sum, clipped tokens and whether all is finite: (3,) float64."""
+        """Return loss sum, clipped tokens and whether all values are finite: (3,) float64."""
         clipped = self.loss_sum.new_zeros(()) if self.num_clipped is None else self.num_clipped.to(torch.float64)
         return torch.stack((self.loss_sum, clipped, self.is_finite.to(torch.float64)))
 
 
 class DeviceLoss:
-    """Implements `logits.PassLoss`; keeps nothing between passes but what `settle` is to fetch."""
+    """Implements `logits.PassLoss`; between `run` and `settle` it keeps the results to fetch."""
 
     def __init__(self, unembedding: LinearGroup, vocab_size: int) -> None:
         self.unembedding = unembedding
@@ -72,9 +72,9 @@ class DeviceLoss:
 
     @torch.no_grad()
     def run(self, hidden: Tensor, parts: Sequence[Part], *, backward: bool) -> Tensor | None:
-        """From hidden states (T, D); with `backward` returns d(loss)/d(hidden) (T, D), in their dtype.
+        """Compute the losses of hidden states (T, D); with `backward` return d(loss)/d(hidden) (T, D), in their dtype.
 
-        Gradients of adapters of the unembedding are added on the way. The parts are filled by `settle`.
+        `backward` also adds the gradients of adapters of the unembedding. `settle` fills the parts.
         """
         ordered = sorted(parts, key=lambda part: part.start)
         of_part = {id(part): _DevicePart(part, hidden.device) for part in ordered}
@@ -88,7 +88,7 @@ class DeviceLoss:
         return dhidden
 
     def settle(self) -> None:
-        """Fetch the results of the last `run`: the one place where the host waits for the device."""
+        """Fetch the results of the last `run`: the only place where the host waits for the device."""
         parts, self._unsettled = self._unsettled, []
         numbers = torch.stack([part.numbers() for part in parts])  # (requests, 3)
         logprobs = torch.cat([part.logprobs.flatten() for part in parts])
@@ -100,7 +100,7 @@ class DeviceLoss:
             part.part.is_finite = bool(is_finite)
 
     def _find_slopes(self, hidden: Tensor, own: _DevicePart) -> None:
-        """For a loss over whole sequences: all log-probabilities first; the logits are made again afterwards."""
+        """Compute the slopes of a loss over whole sequences, from all log-probabilities. The logits are not kept."""
         for block in blocks_of([own.part], self.block_rows):
             logits, _ = self._logits_of(hidden, block)
             logprobs = torch.log_softmax(logits, -1, dtype=torch.float32)
@@ -138,7 +138,7 @@ class DeviceLoss:
         dhidden[rows] = dblock
 
     def _logits_of(self, hidden: Tensor, block: Sequence[Piece]) -> tuple[Tensor, list[Saved | FusedSaved]]:
-        """The block's logits (B, V) in the model's dtype, and what the backward needs."""
+        """Return the block's logits (B, V) in the model's dtype, and values for the backward."""
         first = block[0].first_row
         segments = [Segment(piece.first_row - first, piece.end_row - first, piece.part.adapter) for piece in block]
         rows = hidden[first : block[-1].end_row]
@@ -147,7 +147,10 @@ class DeviceLoss:
 
 
 def _pick(logprobs: Tensor, first: Piece, piece: Piece, own: _DevicePart) -> Tensor:
-    """A piece's log-probabilities of its targets (N, K), noted in its part; `logprobs` (B, V) begin at `first`."""
+    """Return a piece's log-probabilities of its targets (N, K), and store them in its part.
+
+    The first row of `logprobs` (B, V) is that of piece `first`.
+    """
     start = piece.first_row - first.first_row
     rows = logprobs[start : start + piece.stop - piece.start]
     picked = rows.gather(1, own.loss.targets[piece.start : piece.stop])

@@ -1,12 +1,12 @@
-"""From hidden states to losses and back, a block of rows at a time: no (tokens, vocabulary) tensor is ever held.
+"""Computes losses and their gradient from hidden states, a block of rows at a time: no (tokens, vocabulary) tensor.
 
-Knows the unembedding, the losses and which rows are whose; not layers below the last. A block of logits is made, turned
-into log-probabilities and, in place, into d(loss)/d(logits), sent back through the unembedding and its adapters, and
-forgotten, all within the forward pass.
+Depends on the unembedding, the losses and the rows of each request; not on lower layers. Within the forward pass a
+block of logits is computed, turned into log-probabilities and, in place, into d(loss)/d(logits), sent back through the
+unembedding and its adapters, and dropped.
 
-Main invariant: a request's rows are cut into pieces of at most `block_rows`, counted from its own first row. What
-reduces over rows or calls transcendental functions of vectors does so within one piece; what a block does for several
-pieces at once (the base matmul, softmax over the vocabulary) is row by row.
+Main invariant: a request's rows are cut into pieces of at most `block_rows`, counted from its own first row. Reductions
+over rows and transcendental functions of vectors stay within one piece; operations on several pieces of a block (the
+base matmul, softmax over the vocabulary) work row by row.
 
 Dimensions: T rows of the pass, B rows of a block, N rows of a piece, D hidden size, V vocabulary, K targets of a token.
 """
@@ -27,23 +27,21 @@ from workers.rows import AdapterViews
 from workers.training.losses import RequestLoss
 
 BLOCK_VALUES = 1 << 21
-"""Logits per block aimed at: 8 MiB in fp32."""
+"""Logits of a block, about: 8 MiB in fp32."""
 BLOCK_ROWS_MIN, BLOCK_ROWS_MAX = 64, 256
-
-
 ROW_ALIGNMENT = 16
 """In values. Rows of logits begin at whole cache lines, or a product's bits would depend on a piece's place."""
 
 
 def block_rows_of(vocab_size: int) -> int:
-    """Rows of a block, a power of two: a constant of the base model, for the grouping of sums depends on it."""
+    """Return the rows of a block, a power of two: a constant of the base model, for it decides how sums are grouped."""
     fitting = max(1, BLOCK_VALUES // vocab_size)
     return min(BLOCK_ROWS_MAX, max(BLOCK_ROWS_MIN, 1 << (fitting.bit_length() - 1)))
 
 
 @dataclass(slots=True, kw_only=True)
 class Part:
-    """One request's rows in the pass, and what becomes of them."""
+    """One request's rows in the pass, and their results."""
 
     start: int
     stop: int
@@ -52,17 +50,17 @@ class Part:
     logprobs: Tensor = field(init=False)
     """(N, K), filled piece by piece."""
     slopes: Tensor | None = None
-    """(N, K) if they had to be known before; otherwise found piece by piece."""
+    """(N, K) for a loss over whole sequences; other losses compute them piece by piece."""
     loss_sum: float = 0.0
     num_clipped: int | None = None
     is_finite: bool = True
-    """Whether all losses and slopes are; if not, its gradient is worthless, and its alone."""
+    """Whether all losses and slopes are finite. If not, this request's gradient is meaningless; no other's is."""
 
     def __post_init__(self) -> None:
         self.logprobs = torch.empty(self.loss.targets.shape)
 
     def add(self, loss: Tensor, num_clipped: Tensor | None) -> None:
-        """Add a piece's losses (N, K) to the sum, in double precision; in two steps, which threads do not split."""
+        """Add a piece's losses (N, K) to the sum, in double precision; in two steps, which threads cannot split."""
         self.loss_sum += float(loss.sum(-1, dtype=torch.float64).sum())
         if num_clipped is not None:
             self.num_clipped = (self.num_clipped or 0) + int(num_clipped)
@@ -78,17 +76,17 @@ class Piece:
 
     @property
     def first_row(self) -> int:
-        """In the pass."""
+        """Return the index of the first row in the pass."""
         return self.part.start + self.start
 
     @property
     def end_row(self) -> int:
-        """In the pass, the row after the last."""
+        """Return the index in the pass of the row after the last."""
         return self.part.start + self.stop
 
 
 def blocks_of(parts: Sequence[Part], block_rows: int) -> Iterator[list[Piece]]:
-    """Pieces of consecutive rows, as many as fit in a block; `parts` in row order."""
+    """Yield blocks: pieces of consecutive rows, as many as fit. `parts` are in row order."""
     block: list[Piece] = []
     for part in parts:
         for start in range(0, part.stop - part.start, block_rows):
@@ -103,17 +101,17 @@ def blocks_of(parts: Sequence[Part], block_rows: int) -> Iterator[list[Piece]]:
 
 
 class PassLoss(Protocol):
-    """From the last hidden states of a pass to its losses and back: `ChunkedLoss` or `device_logits.DeviceLoss`."""
+    """The losses of a pass from its last hidden states: `ChunkedLoss` or `device_logits.DeviceLoss`."""
 
     def run(self, hidden: Tensor, parts: Sequence[Part], *, backward: bool) -> Tensor | None:
-        """See `ChunkedLoss.run`; the parts' results may be known after `settle` only."""
+        """See `ChunkedLoss.run`; parts may have their results only after `settle`."""
 
     def settle(self) -> None:
-        """Fill in what the parts of the last `run` do not have yet. Called when all else of the pass is on its way."""
+        """Fill in the missing results of the last `run`'s parts. Called when the rest of the pass is enqueued."""
 
 
 class ChunkedLoss:
-    """Implements `PassLoss` where numbers are known when they are computed.
+    """Implements `PassLoss` for a device that computes synchronously.
 
     Runs the unembedding of one base model and the losses on it. Keeps a block of probabilities between passes.
     """
@@ -126,15 +124,14 @@ class ChunkedLoss:
         aligned = -(-num_columns // ROW_ALIGNMENT) * ROW_ALIGNMENT
         self._probabilities = weight.new_empty(num_rows, aligned)[:, :num_columns]
         self._logits = None if num_columns == aligned else torch.empty_like(self._probabilities)
-        """Where logits go whose rows would otherwise begin anywhere."""
+        """Buffer for logits whose rows would otherwise not be aligned."""
 
     @torch.no_grad()
     def run(self, hidden: Tensor, parts: Sequence[Part], *, backward: bool) -> Tensor | None:
         """Fill the parts' results from hidden states (T, D); with `backward` return d(loss)/d(hidden) (T, D).
 
-        With `backward` the gradients of adapters of the unembedding are added on the way. A part that is not finite has
-        `is_finite` False; its rows of the result, and its adapter's gradient, are then meaningless and must be dropped,
-        the others' are not touched by it.
+        `backward` also adds the gradients of adapters of the unembedding. If a part's `is_finite` is False, its rows of
+        the result and its adapter's gradient are meaningless and must be dropped; other parts are not affected.
         """
         parts = sorted(parts, key=lambda part: part.start)
         for part in parts:
@@ -146,10 +143,10 @@ class ChunkedLoss:
         return dhidden
 
     def settle(self) -> None:
-        """Every part has its results when `run` returns."""
+        """Do nothing: every part has its results when `run` returns."""
 
     def _find_slopes(self, hidden: Tensor, part: Part) -> None:
-        """For a loss over whole sequences: all log-probabilities first; the logits are made again afterwards."""
+        """Compute the slopes of a loss over whole sequences, from all log-probabilities. The logits are not kept."""
         for block in blocks_of([part], self.block_rows):
             _, logits, _ = self._logits_of(hidden, block)
             self._logprobs_of(logits, block)
@@ -180,7 +177,7 @@ class ChunkedLoss:
         dhidden[first : first + num_rows] = dblock[:num_rows]
 
     def _logits_of(self, hidden: Tensor, block: list[Piece]) -> tuple[Tensor, Tensor, list[Saved | FusedSaved]]:
-        """The block's rows of `hidden` (B, D), padded if few, its logits (B, V), and what the backward needs."""
+        """Return the block's rows of `hidden` (B, D), padded if few, its logits (B, V), and values for the backward."""
         first = block[0].first_row
         segments = [Segment(piece.first_row - first, piece.end_row - first, piece.part.adapter) for piece in block]
         rows = hidden[first : block[-1].end_row]
@@ -214,7 +211,7 @@ class ChunkedLoss:
             row = rows.stop
 
     def _slopes_of(self, piece: Piece) -> Tensor:
-        """d(loss)/d(log-probability) (N, K) of a piece, zero if it is not finite; adds to the part's sums."""
+        """Return d(loss)/d(log-probability) (N, K) of a piece, zero if it is not finite; add to the part's sums."""
         part = piece.part
         if part.slopes is not None:
             slope = part.slopes[piece.start : piece.stop]

@@ -21,9 +21,9 @@ from workers.training import device_logits, logits
 
 VALUE_BYTES = 4
 MASK_BYTES = 4
-"""Per pair of tokens that a sliding window's mask keeps, on the CPU."""
+"""Bytes of a sliding window's mask for each pair of tokens, on the CPU."""
 MASK_MAKING_BYTES = 11
-"""The same while it is made, on top: distances (int64) and three comparisons."""
+"""Further bytes while the mask is made: distances (int64) and three comparisons."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,12 @@ class Load:
     num_tokens: int
     """T."""
     lengths: Sequence[int]
-    """Of the sequences."""
+    """Tokens of each sequence."""
     rank: int
     """The largest padded rank."""
     num_adapters: int = 1
     num_targets: int = 1
-    """Of a token, at most."""
+    """Most targets of a token."""
     pending_values: int = 0
     """Values of pending gradients; the pass keeps a copy of them, in case it must be undone."""
 

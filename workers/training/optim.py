@@ -1,10 +1,10 @@
 """AdamW on adapters' rows, with each step's own hyperparameters: one fused call over contiguous vectors.
 
-Knows vectors of numbers; not which adapter or model they belong to. `adamw_step` takes one row and knows how it went
-when it returns; `adamw_steps` takes many, and waits for the device once for all of them.
+Depends on vectors of numbers; not on their adapter or model. `adamw_step` steps one row and returns its norms;
+`adamw_steps` steps many rows and waits for the device once.
 
 Main invariant: a step reads and writes one row alone, and its bits depend on that row's length and values alone. If the
-gradient, or what the weights would become, is not finite, nothing is written: an adapter's state is always finite.
+gradient or the new weights are not finite, nothing is written: an adapter's state is always finite.
 
 Dimensions: P values of a row.
 """
@@ -23,11 +23,11 @@ from workers.contract.messages import AdamParams
 from workers.host.allocator import is_out_of_memory
 
 KEPT_BYTES_MAX = 4 << 30
-"""Of the rows before their steps, which are kept until it is known that the steps went well, unless it is one row."""
+"""Most bytes of copies of rows, which are kept until their steps have succeeded. A single row may exceed it."""
 
 
 class NonFiniteStepError(ArithmeticError):
-    """The gradient's norm or the new weights are infinite or not a number; no step was taken. Says which."""
+    """The norm of the gradient or of the new weights is infinite or not a number; no step was taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class StepNorms:
 
 
 def check_params(params: AdamParams) -> None:
-    """Raise ValueError, naming the field, unless a step with these is defined."""
+    """Raise ValueError, naming the field, if a hyperparameter is outside its range."""
     checks = {
         "learning_rate": (params.learning_rate, params.learning_rate >= 0, "at least 0"),
         "beta1": (params.beta1, 0 <= params.beta1 < 1, "at least 0 and below 1"),
@@ -64,15 +64,15 @@ class Step:
     row: Row
     params: AdamParams
     num_steps: int
-    """Counts this step too (bias correction)."""
+    """Includes this step (bias correction)."""
 
 
 @torch.no_grad()
 def adamw_steps(steps: Sequence[Step]) -> list[StepNorms | Exception]:
-    """Take the steps of different rows in place and make the gradients zero; what each came to, in their order.
+    """Take the steps of different rows in place and make the gradients zero; return their outcomes in order.
 
-    The same definition as `adamw_step`, and the same promise: a step that comes to an error (NonFiniteStepError,
-    one of missing memory) has changed no weights or moments. Compute copies of weights are brought up to date.
+    The same definition as `adamw_step`, and the same promise: a step whose outcome is an error (NonFiniteStepError, or
+    out of memory) has changed no weights or moments. Compute copies of weights are updated too.
     """
     outcomes: list[StepNorms | Exception] = []
     for together in _within_memory(steps):
@@ -88,7 +88,7 @@ def adamw_steps(steps: Sequence[Step]) -> list[StepNorms | Exception]:
 
 
 class _Kept:
-    """What a row held before its step, and room for how its weights change: all memory that a step takes."""
+    """A copy of a row from before its step, and a buffer for the change of its weights: all memory of a step."""
 
     def __init__(self, row: Row) -> None:
         self.state = [vector.clone() for vector in _state(row)[:3]]
@@ -96,7 +96,7 @@ class _Kept:
 
 
 def _within_memory(steps: Sequence[Step]) -> Iterator[list[Step]]:
-    """Steps in order, so many at a time as may be kept."""
+    """Yield steps in order, as many at a time as may be kept."""
     together: list[Step] = []
     num_bytes = 0
     for step in steps:
@@ -145,7 +145,7 @@ def _steps_together(steps: Sequence[Step], kept: Sequence[_Kept]) -> list[StepNo
 
 
 def _state(row: Row) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weights, first and second moment and gradient (P,) of a row that is trained."""
+    """Return weights, first and second moment and gradient (P,) of a trained row."""
     assert row.exp_avg is not None
     assert row.exp_avg_sq is not None
     assert row.grad is not None
@@ -154,7 +154,7 @@ def _state(row: Row) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def adamw_step(row: Row, params: AdamParams, num_steps: int) -> StepNorms:
-    """Take one step in place and make the gradient zero. `num_steps` counts this step too (bias correction).
+    """Take one step in place and make the gradient zero. `num_steps` includes this step (bias correction).
 
     Same definition as `torch.optim.AdamW` after `torch.nn.utils.clip_grad_norm_`. Raises NonFiniteStepError.
     """

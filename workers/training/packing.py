@@ -1,9 +1,9 @@
-"""Lays the sequences of many requests out as the rows of one pass, without padding between them.
+"""Packs the sequences of many requests into the rows of one pass, without padding between them.
 
-Knows requests and rows of the bank; not models or losses' formulas.
+Depends on requests and rows of the bank; not on models or formulas of losses.
 
-Main invariant: one segment per request (a request here is one canonical chunk), its sequences in request order; the
-requests of one adapter in the order given. What a request contributes does not depend on where its rows lie.
+Main invariant: one segment for each request (here: a canonical chunk), its sequences in request order; the requests of
+one adapter in the given order. A request's results do not depend on the place of its rows.
 
 Dimensions: T rows of the pass.
 """
@@ -27,14 +27,14 @@ from workers.training.losses import RequestLoss
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A chunk that is to run, checked."""
+    """A chunk to run, checked."""
 
     item: PassItem
     loss: RequestLoss
 
     @property
     def num_tokens(self) -> int:
-        """Rows that it takes."""
+        """Return the number of its rows."""
         return len(self.loss.targets)
 
 
@@ -47,16 +47,16 @@ class Packed:
     positions: Tensor
     """(T,) int64, from 0 in every sequence."""
     lengths: list[int]
-    """Of the sequences, in row order."""
+    """Tokens of each sequence, in row order."""
     counts: list[int]
     """Sequences of each request, in row order."""
     segments: list[Segment]
     parts: list[Part]
-    """Per request, in the order given (their rows may stand in another)."""
+    """Of each request, in the given order; their rows may be in another."""
 
 
 def pack(requests: Sequence[Request], rows: Sequence[Row], device: torch.device, *, by_adapter: bool = False) -> Packed:
-    """Put requests one behind the other; `rows[i]` is the adapter of request i. `by_adapter`: see `row_order`."""
+    """Concatenate requests; `rows[i]` is the adapter of request i. `by_adapter`: see `row_order`."""
     tokens, positions, segments = [], [], []
     lengths: list[int] = []
     counts: list[int] = []
@@ -84,10 +84,10 @@ def pack(requests: Sequence[Request], rows: Sequence[Row], device: torch.device,
 
 
 def row_order(requests: Sequence[Request], rows: Sequence[Row], *, by_adapter: bool = False) -> list[int]:
-    """Indices of requests in the order of their rows: what can be computed in one batch stands together.
+    """Return indices of requests in the order of their rows: requests that can be one batch are adjacent.
 
     First each adapter's first request, then each one's second, and so on, so that gradients are added in order. With
-    `by_adapter` each adapter's requests stand together, for kernels that take adapters of any number of rows at once.
+    `by_adapter` each adapter's requests are adjacent, for kernels that take adapters of any number of rows at once.
     """
     rounds: Counter[int] = Counter()
     keys: list[tuple[float, ...]] = []
