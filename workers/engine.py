@@ -43,8 +43,6 @@ from workers.selftest.threads import is_thread_count_invariant
 from workers.training.copies import AdapterCopies
 from workers.training.items import ItemRunner
 from workers.training.passes import PassRunner
-from workers.training.prefetch import Prefetch
-from workers.training.steps import StepRunner
 
 
 class TrainingEngine:
@@ -72,8 +70,7 @@ class TrainingEngine:
         memory = MemoryShare(base_model.device, settings.memory_share, free_bytes)
         limits = SamplerLimits(cache_bytes_max=settings.cache_bytes_max)
         self.sampler = Sampler(base_model, bank, limits, free_bytes=memory.free_bytes())
-        self._prefetch = Prefetch(bank)
-        self._passes = PassRunner(base_model, bank, memory, self._prefetch, settings.recompute)
+        self._passes = PassRunner(base_model, bank, memory, settings.recompute)
         self._passes.measure(self.sampler.untaken_bytes)
         fitting = fitting_tokens(self._passes)
         is_invariant = fitting is None and is_thread_count_invariant(base_model)
@@ -83,13 +80,8 @@ class TrainingEngine:
         )
         self._info = replace(info, fitting_tokens=fitting, num_cache_blocks=self.sampler.num_cache_blocks)
         self._copies = AdapterCopies(bank, base_model.max_rank, self._info.fingerprint)
-        steps = StepRunner(bank, self._copies, is_deferred=base_model.is_deferred)
         self._items = ItemRunner(
-            self._passes,
-            steps,
-            self._copies,
-            num_slots=settings.num_slots,
-            pass_tokens_max=settings.pass_tokens_max,
+            self._passes, self._copies, num_slots=settings.num_slots, pass_tokens_max=settings.pass_tokens_max
         )
         self._incarnation = incarnation
         self._epoch = 0
@@ -115,12 +107,12 @@ class TrainingEngine:
                 self._copies.install(install)
             for key in batch.removals:
                 self._copies.remove(key)
-            self._prefetch.expect(batch.expected, own=frozenset(item.adapter_id for item in batch.items))
+            self._passes.prefetch.expect(batch.expected, own=frozenset(item.adapter_id for item in batch.items))
             if any(isinstance(item, PassItem) for item in batch.items):
                 self._passes.measure(self.sampler.untaken_bytes)
             with self._running():
                 results = self._items.run(batch.items)
-            self._prefetch.end_batch()
+            self._passes.prefetch.end_batch()
         return BatchResult(
             epoch=self._epoch,
             cycle_id=batch.cycle_id,

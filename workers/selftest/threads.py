@@ -41,8 +41,8 @@ TRIAL_LENGTHS = {
     "many": (256,),
     "long": (1024,),
 }
-"""Lengths of the sequences of each adapter: few rows, two adapters computed as one batch, many targets of a token, and a
-whole chunk of the largest rank."""
+"""Lengths of the sequences of each adapter: few rows, two adapters computed as one batch, many targets of a token, and
+a whole chunk of the largest rank."""
 TRIAL_TARGETS = {"many": 200}
 """Targets of each token, where it is not one."""
 TRIAL_PROMPT_TOKENS, TRIAL_DRAWN_TOKENS, TRIAL_CACHE_BYTES = 70, 3, 64 << 20

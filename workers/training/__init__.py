@@ -1,5 +1,5 @@
 """Training: runs a batch's items on the adapters' rows, in packed passes and steps.
 
-Public, for the engine: `items.ItemRunner`, and its parts `passes.PassRunner`, `steps.StepRunner`,
-`copies.AdapterCopies`, `prefetch.Prefetch`. For trials also `memory`, `packing.Request` and `optim`.
+Public, for the engine: `items.ItemRunner`, `passes.PassRunner` and `copies.AdapterCopies`. For trials also `memory`,
+`packing.Request` and `optim`.
 """

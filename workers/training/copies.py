@@ -8,7 +8,10 @@ leaves no gradient in the bank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from workers.bank.bank import Bank
+from workers.bank.slabs import Row
 from workers.bank.state_files import (
     DamagedStateError,
     OtherAdapterError,
@@ -101,6 +104,10 @@ class AdapterCopies:
             self._bank.drop_grad(item.adapter_id)
 
     # ------------------------------------------------------------------ steps
+
+    def rows(self, adapter_ids: Sequence[str]) -> list[Row]:
+        """Return the rows of copies, resident together; valid until the bank loads others."""
+        return self._bank.acquire(adapter_ids)
 
     def next_step(self, adapter_id: str) -> int:
         """Return the number of the copy's next optimizer step, counted from 1."""

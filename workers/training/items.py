@@ -58,12 +58,10 @@ class _Group:
 class ItemRunner:
     """Runs items of one engine. One thread only."""
 
-    def __init__(
-        self, passes: PassRunner, steps: StepRunner, copies: AdapterCopies, *, num_slots: int, pass_tokens_max: int
-    ) -> None:
+    def __init__(self, passes: PassRunner, copies: AdapterCopies, *, num_slots: int, pass_tokens_max: int) -> None:
         """At most `num_slots` adapters are in one pass or one group of steps."""
         self._passes = passes
-        self._steps = steps
+        self._steps = StepRunner(copies, is_deferred=passes.base_model.is_deferred)
         self._copies = copies
         self._num_slots = num_slots
         self._pass_tokens_max = pass_tokens_max

@@ -55,7 +55,6 @@ class PassRunner:
         base_model: BaseModel,
         bank: Bank,
         memory: MemoryShare,
-        prefetch: Prefetch | None = None,
         recompute: Recompute = "auto",
     ) -> None:
         """Run passes in the memory that is free when `measure` is called."""
@@ -64,9 +63,9 @@ class PassRunner:
         self.recompute = recompute
         self.room_bytes = 0
         """Memory that a pass may take at its peak."""
+        self.prefetch = Prefetch(bank)
         self._bank = bank
         self._share = memory
-        self._prefetch = Prefetch(bank) if prefetch is None else prefetch
         make_loss = DeviceLoss if base_model.is_deferred else ChunkedLoss
         self._loss: PassLoss = make_loss(base_model.unembedding, base_model.vocab_size)
         self.measure()
@@ -204,7 +203,7 @@ class PassRunner:
             hidden = self.base_model.forward(
                 packed.tokens, packed.positions, packed.segments, attend, recompute=recompute
             )
-            self._prefetch.begin()  # these copies follow the forward, and run while the backward computes
+            self.prefetch.begin()  # these copies follow the forward, and run while the backward computes
             dhidden = self._loss.run(hidden.detach(), packed.parts, backward=backward)
             if is_deep:
                 torch.autograd.backward(hidden, dhidden)

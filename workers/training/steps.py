@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Sequence
 
-from workers.bank.bank import Bank
 from workers.contract.messages import ItemError, ItemResult, OptimStepItem
 from workers.training.copies import AdapterCopies
 from workers.training.failures import item_error
@@ -23,9 +22,8 @@ logger = logging.getLogger(__name__)
 class StepRunner:
     """Runs steps of one engine. One thread only."""
 
-    def __init__(self, bank: Bank, copies: AdapterCopies, *, is_deferred: bool) -> None:
+    def __init__(self, copies: AdapterCopies, *, is_deferred: bool) -> None:
         """`is_deferred`: the device computes behind the host, so wait for it once for many steps."""
-        self._bank = bank
         self._copies = copies
         self._is_deferred = is_deferred
 
@@ -38,7 +36,7 @@ class StepRunner:
         outcome: StepNorms | ItemError | None = self._checked(item)
         if outcome is None:
             try:
-                [row] = self._bank.acquire([item.adapter_id])
+                [row] = self._copies.rows([item.adapter_id])
                 outcome = adamw_step(row, item.params, self._copies.next_step(item.adapter_id))
             except Exception as error:  # noqa: BLE001 (becomes the item's error)
                 outcome = self._failed(item, error)
@@ -73,7 +71,7 @@ class StepRunner:
     def _take(self, items: Sequence[OptimStepItem]) -> list[StepNorms | Exception]:
         """Take steps that were admitted. If memory runs out, none of them has been taken."""
         try:
-            rows = self._bank.acquire([item.adapter_id for item in items])
+            rows = self._copies.rows([item.adapter_id for item in items])
         except Exception as error:
             logger.warning("the adapters of %d steps cannot be loaded", len(items), exc_info=error)
             return [error] * len(items)

@@ -35,8 +35,6 @@ from workers.host.host_memory import MemoryShare, free_bytes
 from workers.training.copies import AdapterCopies
 from workers.training.items import ItemRunner
 from workers.training.passes import PassRunner
-from workers.training.prefetch import Prefetch
-from workers.training.steps import StepRunner
 
 ARCHITECTURES: tuple[Architecture, ...] = ("qwen3", "llama", "gemma3")
 """What every promise is tested on: tied and untied, with and without a window, with and without norms of the heads."""
@@ -112,12 +110,10 @@ def assemble_again(engine: TrainingEngine, bank: Bank | None = None, free_bytes:
     if bank is not None:
         engine.bank = bank
         engine._copies = AdapterCopies(bank, model.max_rank, engine.info.fingerprint)
-    engine._prefetch = Prefetch(engine.bank)
     memory = MemoryShare(model.device, measure=lambda _: free_bytes + engine.sampler.untaken_bytes)
-    engine._passes = PassRunner(model, engine.bank, memory, engine._prefetch, settings.recompute)
-    steps = StepRunner(engine.bank, engine._copies, is_deferred=model.is_deferred)
+    engine._passes = PassRunner(model, engine.bank, memory, settings.recompute)
     limits = {"num_slots": settings.num_slots, "pass_tokens_max": settings.pass_tokens_max}
-    engine._items = ItemRunner(engine._passes, steps, engine._copies, **limits)
+    engine._items = ItemRunner(engine._passes, engine._copies, **limits)
 
 
 class Driver:
