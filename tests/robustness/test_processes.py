@@ -20,7 +20,7 @@ from tests.support.serving import TOY, Terminal
 from tinkerpool import TrainingClient, types
 
 RAY_TOY = ("--pool", "ray", "--engine", "tests.support.toy_engine:toy_factory", "--port", "0", "--cpus", "0.5")
-NUM_FILLS = 20
+NUM_FILLS = 6
 
 
 @pytest.fixture

@@ -307,7 +307,7 @@ async def test_a_sample_whose_worker_is_lost_before_it_got_it_is_started_once_on
         core.pool.start_sample = start  # type: ignore[method-assign]
         name = await pool.sample(sampler, 1)
         await pool.kill_worker()
-        await pool.wait(await pool.forward_backward(adapter, 2, 3))  # on the next life
+        await until(lambda: len(pool.engines["w0"]) == 2)
         may_read.set()
         [operation] = await asyncio.wait_for(pool.wait(name), 5)
     assert operation.state == SUCCEEDED
