@@ -10,8 +10,8 @@ import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.database import StoreBrokenError, set_pragmas
-from tests.support.apsw_connection import ApswConnection
-from tests.support.lossy_vfs import LossyVfs, sync_error
+from tests.support.disk.apsw_connection import ApswConnection
+from tests.support.disk.lossy_vfs import LossyVfs, sync_error
 from tests.support.toy_pool import LENGTHS, expected_chain, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
 

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import tinkerpool
 from coordinator.serving import Serving
 from tests.support.serving import TOY, Terminal
+from tests.support.waiting import wait_until
 from tinkerpool import TrainingClient, types
 
 RAY_TOY = ("--pool", "ray", "--engine", "tests.support.toy_engine:toy_factory", "--port", "0", "--cpus", "0.5")
@@ -44,14 +45,6 @@ def step(training: TrainingClient) -> None:
     stepped.result(60)
 
 
-def seconds_until(condition: Callable[[], bool], timeout_s: float) -> float:
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < timeout_s, f"not within {timeout_s} s"
-        time.sleep(0.05)
-    return time.monotonic() - began
-
-
 @pytest.mark.ray
 @pytest.mark.slow
 def test_health_is_not_serving_within_ten_seconds_of_all_workers_stopping_and_serving_after_that(
@@ -69,8 +62,8 @@ def test_health_is_not_serving_within_ten_seconds_of_all_workers_stopping_and_se
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
             waiting = training.forward_backward([a_datum()], "cross_entropy")
-            assert seconds_until(lambda: not health(), 10.0) < 10.0
-            seconds_until(health, 30.0)
+            assert wait_until(lambda: not health(), 10.0) < 10.0
+            wait_until(health, 30.0)
             waiting.result(30)
             step(training)
         assert all(has_ended(pid) for pid in pids)

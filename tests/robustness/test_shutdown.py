@@ -9,6 +9,7 @@ from pathlib import Path
 from coordinator.base.errors import ServiceError
 from tests.support.toy_engine import POISON_TOKEN
 from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, pass_request, running_pool
+from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import Batch, BatchResult, OptimStepItem, PassItem
 
@@ -102,8 +103,7 @@ async def test_what_is_decided_as_the_last_cycle_commits_is_in_the_log_before_th
         poison = pass_request(adapter, 3, [5])
         poison.data[0].tokens.data = bytes([POISON_TOKEN, 0, 0, 0]) * 5
         await pool.wait((await pool.service.forward_backward(principal, poison)).operation.name)
-        while not late:  # noqa: ASYNC110 (nothing tells)
-            await asyncio.sleep(0.001)
+        await until(lambda: late)
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
         [step] = await pool.wait(late[0])

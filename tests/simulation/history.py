@@ -34,8 +34,8 @@ from tests.simulation.oracle import Wrong, check_checkpoints, check_published, e
 from tests.simulation.pool import SimPool, SimPoolFront, WorkerFaults
 from tests.simulation.script import draw_script
 from tests.simulation.world import SimTime, World
-from tests.support.apsw_connection import ApswConnection, Cursor
-from tests.support.lossy_vfs import LossyVfs, close_quietly, sync_error
+from tests.support.disk.apsw_connection import ApswConnection, Cursor
+from tests.support.disk.lossy_vfs import LossyVfs, close_quietly, sync_error
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2
 from workers.contract import failpoints

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from tests.simulation.disk import SimDisk
-from tests.support.apsw_connection import ApswConnection
-from tests.support.lossy_vfs import LossyVfs, close_quietly, sync_error
+from tests.support.disk.apsw_connection import ApswConnection
+from tests.support.disk.lossy_vfs import LossyVfs, close_quietly, sync_error
 
 
 @pytest.fixture

@@ -120,12 +120,6 @@ def snapshot_seq(pool: ToyPool, adapter: str) -> int:
     return 0 if row is None else row.seq
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not is_so():  # noqa: ASYNC110 (nothing tells)
-            await asyncio.sleep(0.002)
-
-
 @contextmanager
 def held_batches() -> Iterator[threading.Event]:
     """No engine runs a batch before the event is set."""

@@ -33,9 +33,9 @@ from tests.support.publishing import (
     sampler_of,
     snapshot_seq,
     train,
-    until,
 )
 from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, fail_appends, running_pool, tokens_of
+from tests.support.waiting import until
 from tinkerpool.v1 import adapters_pb2, sessions_pb2, training_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import AdapterInstall, Batch, BatchResult, ErrorCode, ItemError, SaveItem

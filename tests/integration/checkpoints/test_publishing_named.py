@@ -25,9 +25,9 @@ from tests.support.publishing import (
     sampler_of,
     snapshot_seq,
     train,
-    until,
 )
 from tests.support.toy_pool import ToyPool, running_pool
+from tests.support.waiting import until
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tests.support.toy_engine import POISON_TOKEN, ToyEngine, fresh_chain
+from tests.support.waiting import wait_until
 from tinkerpool import (
     AdamParams,
     Datum,
@@ -316,10 +317,7 @@ def test_two_thousand_samples_are_asked_for_at_once_without_a_thread_each(
     engine.may_decode = False
     before = threading.active_count()
     futures = [sampler.sample(PROMPT, 1, params) for _ in range(2000)]
-    deadline = time.monotonic() + 60
-    while sampling.num_samples < 2000:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: sampling.num_samples == 2000)
     assert threading.active_count() <= before + 2
     pool._run(pool.pool.release())
     assert all(future.result(60).sequences == expected for future in futures)
@@ -362,10 +360,7 @@ def test_a_stream_that_is_closed_frees_the_engine(pool: RestartablePool, service
     with sampler.sample_stream(PROMPT, 1, SamplingParams(max_tokens=60, stop=[])) as stream:
         assert next(stream).token > 0
         assert len(engine._running) == 1
-    deadline = time.monotonic() + 10
-    while sampling.num_samples or engine._running:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not sampling.num_samples and not engine._running)
 
 
 def test_a_restart_of_the_coordinator_is_noticed_only_as_time(tmp_path: Path) -> None:

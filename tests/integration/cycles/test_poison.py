@@ -11,6 +11,7 @@ import pytest
 from coordinator.scheduling import deadlines
 from tests.support.toy_engine import KILL_TOKEN
 from tests.support.toy_pool import ToyPool, pass_request, running_pool
+from tests.support.waiting import until
 from tinkerpool.v1 import adapters_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import Batch, BatchResult, PassItem, SaveItem
@@ -90,9 +91,7 @@ async def test_nobodys_state_is_handed_out_beside_a_suspect(tmp_path: Path) -> N
         [quarantine] = core.quarantines.values()
         pool.hold()
         name = await pool.forward_backward(adapter, 1, 5)
-        async with asyncio.timeout(10):
-            while not core.fleet.worker("w0").training:  # noqa: ASYNC110 (nothing tells)
-                await asyncio.sleep(0.002)
+        await until(lambda: core.fleet.worker("w0").training)
         quarantine.record_loss([suspect], [suspect])
         await pool.release()
         await asyncio.wait_for(pool.wait(name), 10)

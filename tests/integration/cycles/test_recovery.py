@@ -25,6 +25,7 @@ from tests.support.toy_pool import (
     running_pool,
     sample_request,
 )
+from tests.support.waiting import until
 from tinkerpool.v1 import checkpoints_pb2, training_pb2, types_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import (
@@ -261,8 +262,7 @@ async def begin_life_that_runs_twice(pool: ToyPool, often: float) -> Counter[str
     second is what comes back. Returns how often each operation has come."""
     lives = pool.engines["w0"]
     await pool.kill_worker()
-    while len(lives) < 2:  # noqa: ASYNC110 (nothing tells)
-        await asyncio.sleep(0.001)
+    await until(lambda: len(lives) == 2)
     seen: Counter[str] = Counter()
     engine, run = lives[-1], lives[-1].run
 
@@ -462,8 +462,7 @@ async def test_a_request_whose_result_was_dropped_is_known_and_not_run_again(tmp
         names.append(await pool.sample(sampler, 7))
         await pool.wait(*names)
         await pool.written()
-        while len(query(tmp_path, "SELECT 1 FROM operations WHERE outcome = x''")) < 3:  # noqa: ASYNC110 (nothing tells)
-            await asyncio.sleep(0.01)
+        await until(lambda: len(query(tmp_path, "SELECT 1 FROM operations WHERE outcome = x''")) == 3)
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
         for repeat in (

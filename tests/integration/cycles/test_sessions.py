@@ -10,6 +10,7 @@ from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.database import DiskFullError
 from coordinator.storage.rows import SamplerRow
 from tests.support.toy_pool import FakeTime, ToyPool, running_pool
+from tests.support.waiting import until
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
@@ -76,9 +77,7 @@ async def test_a_silent_session_expires_after_its_time_and_a_heard_one_does_not(
             assert took < 100
             await time.advance(5)
             await heartbeat(pool, heard)
-            async with asyncio.timeout(10):
-                while len(time.sleepers) < num_asleep:  # noqa: ASYNC110 (the sweep, with its commit, tells nobody)
-                    await asyncio.sleep(0.002)
+            await until(lambda: len(time.sleepers) >= num_asleep)  # the sweep, with its commit, tells nobody
         assert 60 < took <= 80
         assert await is_live(pool, heard)
         listed = await pool.service.list_sessions(await pool.principal(), sessions_pb2.ListSessionsRequest())

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +21,7 @@ from coordinator.base.config import Limits
 from coordinator.doors.openai import samplers
 from tests.support.database import query
 from tests.support.restartable_pool import RestartablePool, restartable_pool
+from tests.support.waiting import until, wait_until
 from tinkerpool.convert import from_tensor
 from tinkerpool.v1 import checkpoints_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -67,13 +68,6 @@ def call(pool: RestartablePool, work: Any) -> Any:
 
 def rows(pool: RestartablePool, sql: str) -> list[Any]:
     return list(query(pool.pool.coordinator.core.config.data_dir, sql))
-
-
-def until(holds: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def outcome_of(pool: RestartablePool) -> ops_pb.Operation:
@@ -168,8 +162,7 @@ def ask_and_leave(pool: RestartablePool, headers: dict[str, str] | None = None, 
     async def ask() -> None:
         async with httpx.AsyncClient(base_url=pool.http_url, headers=own) as client:
             asking = asyncio.create_task(client.post("/v1/completions", json=body))
-            while not pool.pool.coordinator.core.samples.num_samples:  # noqa: ASYNC110  # there is no event for it
-                await asyncio.sleep(0.02)
+            await until(lambda: pool.pool.coordinator.core.samples.num_samples)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
@@ -180,7 +173,7 @@ def ask_and_leave(pool: RestartablePool, headers: dict[str, str] | None = None, 
 def test_a_client_that_disconnects_cancels_its_samples(pool: RestartablePool, stream: bool) -> None:
     pool.pool.hold()
     ask_and_leave(pool, stream=stream)
-    until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_FAILED)
+    wait_until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_FAILED)
     assert outcome_of(pool).error.reason == "CANCELLED"
     call(pool, pool.pool.release())
 
@@ -190,7 +183,7 @@ def test_a_request_with_an_idempotency_key_continues_after_its_client_disconnect
     ask_and_leave(pool, {"idempotency-key": "mine"})
     time.sleep(0.3)
     call(pool, pool.pool.release())
-    until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_SUCCEEDED)
+    wait_until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_SUCCEEDED)
     with client_of(pool) as client:
         answer = client.completions.create(
             model="toy", prompt="w1", max_tokens=60, extra_headers={"Idempotency-Key": "mine"}
@@ -213,7 +206,7 @@ def test_a_client_that_leaves_a_stream_cancels_its_samples(pool: RestartablePool
         engine.decode_step = slowly  # type: ignore[method-assign]
         with client.completions.create(model="toy", prompt="w1", max_tokens=60, stream=True) as chunks:
             assert next(iter(chunks)).choices[0].text
-    until(lambda: outcome_of(pool).error.reason == "CANCELLED")
+    wait_until(lambda: outcome_of(pool).error.reason == "CANCELLED")
     assert num_steps < 50
 
 
@@ -225,7 +218,7 @@ def test_a_request_with_an_idempotency_key_runs_once_across_a_restart(tmp_path: 
         )
         with ThreadPoolExecutor(1) as threads:
             lost = threads.submit(ask)
-            until(lambda: pool.pool.coordinator.core.samples.num_samples == 2)
+            wait_until(lambda: pool.pool.coordinator.core.samples.num_samples == 2)
             pool.stop()
             with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
                 lost.result(WAIT_S)
@@ -245,12 +238,12 @@ def test_a_stop_of_the_pool_cancels_no_samples(tmp_path: Path) -> None:
         pool.pool.hold()
         with ThreadPoolExecutor(1) as threads:
             lost = threads.submit(client.completions.create, model="toy", prompt="w1", max_tokens=8)
-            until(lambda: pool.pool.coordinator.core.samples.num_samples)
+            wait_until(lambda: pool.pool.coordinator.core.samples.num_samples)
             pool.stop()
             with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
                 lost.result(WAIT_S)
         pool.start()
-        until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_SUCCEEDED)
+        wait_until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_SUCCEEDED)
 
 
 def test_the_doors_session_lives_while_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +255,7 @@ def test_the_doors_session_lives_while_it_is_used(tmp_path: Path, monkeypatch: p
         assert client.completions.create(model="toy", prompt="w1", max_tokens=2).choices[0].text
         live = "SELECT * FROM sessions WHERE ended_at IS NULL"
         assert len(rows(pool, live)) == 1
-        until(lambda: not rows(pool, live))
+        wait_until(lambda: not rows(pool, live))
         assert client.completions.create(model="toy", prompt="w1", max_tokens=2).choices[0].text
 
 
@@ -272,7 +265,7 @@ def test_a_full_queue_is_refused_with_a_retry_delay(tmp_path: Path) -> None:
         pool.pool.hold()
         with ThreadPoolExecutor(1) as threads:
             running = threads.submit(client.completions.create, model="toy", prompt="w1", max_tokens=2)
-            until(lambda: pool.pool.coordinator.core.samples.num_samples)
+            wait_until(lambda: pool.pool.coordinator.core.samples.num_samples)
             with pytest.raises(openai.RateLimitError) as refused:
                 client.completions.create(model="toy", prompt="w1", max_tokens=2)
             assert refused.value.response.headers["retry-after"] == "1"
@@ -299,7 +292,7 @@ def test_a_partly_refused_batch_leaves_no_sample_running(tmp_path: Path) -> None
         pool.pool.hold()
         with pytest.raises(openai.RateLimitError):
             client.completions.create(model="toy", prompt=["w1", "w2", "w3"], max_tokens=60)
-        until(lambda: not pool.pool.coordinator.core.samples.num_samples)
+        wait_until(lambda: not pool.pool.coordinator.core.samples.num_samples)
 
 
 def test_a_stream_that_a_stop_interrupts_ends_with_an_error(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tinker import types
 from coordinator.operations.finished_samples import CLIENT_SEQS
 from tests.support.doors.sdk import LEAKS, Wire, sdk
 from tests.support.restartable_pool import RestartablePool, restartable_pool
+from tests.support.waiting import wait_until
 
 pytestmark = LEAKS
 WAIT_S = 30
@@ -167,10 +168,3 @@ def test_running_samples_survive_a_restart_of_the_pool(tmp_path: Path) -> None:
         pool.start()
         for future in futures:
             assert future.result(WAIT_S).sequences[0].tokens == before.sequences[0].tokens
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

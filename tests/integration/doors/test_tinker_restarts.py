@@ -13,6 +13,7 @@ from tests.support.doors.sdk import LEAKS, datum, sdk
 from tests.support.restartable_pool import restartable_pool
 from tests.support.serving import TOY, Terminal
 from tests.support.toy_engine import ToyEngine
+from tests.support.waiting import wait_until
 
 pytestmark = LEAKS
 WAIT_S = 60
@@ -30,7 +31,7 @@ def test_pending_results_of_the_sdk_survive_a_restart_of_the_pool(tmp_path: Path
         passed = client.forward_backward([datum(2, 3), datum(4)], "cross_entropy")
         step = client.optim_step(ADAM)
         client.forward([datum(1)], "cross_entropy")
-        wait_for(lambda: f"{client.model_id}:5" in {o.name for o in list(pool.pool.coordinator.core.in_flight.all())})
+        wait_until(lambda: f"{client.model_id}:5" in {o.name for o in list(pool.pool.coordinator.core.in_flight.all())})
         threading.Timer(0.3, engine.may_run.set).start()  # a stop waits for the running cycle
         pool.stop()
         assert not step.future().done() or step.result()
@@ -64,12 +65,3 @@ def test_steps_under_way_survive_a_killed_pool_and_run_once_each(tmp_path: Path)
                 service.close("success").result(WAIT_S)  # while the pool still runs
         assert [m["num_datums:sum"] for m in metrics] == [1] * NUM_STEPS
         assert after["num_datums:sum"] == 0
-
-
-def wait_for(holds: Any) -> None:
-    is_there = threading.Event()
-    for _ in range(WAIT_S * 100):
-        if holds():
-            return
-        is_there.wait(0.01)
-    raise AssertionError("it never came")

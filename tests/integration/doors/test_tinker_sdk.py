@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from coordinator.doors.tinker import futures
 from tests.support.doors.sdk import LEAKS, Wire, datum, sdk
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tests.support.toy_engine import POISON_TOKEN
+from tests.support.waiting import wait_until
 
 pytestmark = LEAKS
 
@@ -43,13 +43,6 @@ def service(pool: RestartablePool) -> Iterator[tinker.ServiceClient]:
 @pytest.fixture
 def client(service: tinker.ServiceClient) -> Any:
     return service.create_lora_training_client("toy", rank=8, seed=3).result(WAIT_S)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_step_sent_as_a_pair_takes_one_cycle_and_says_which(pool: RestartablePool, client: Any) -> None:

@@ -13,6 +13,7 @@ from coordinator.fleet.worker import VERSIONS_MAX
 from coordinator.storage.cycles import CycleCommit
 from coordinator.storage.database import DiskFullError
 from tests.support.toy_pool import FakeTime, ToyPool, fail_appends, running_pool, sample_request
+from tests.support.waiting import until
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import checkpoints_pb2, sampling_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb

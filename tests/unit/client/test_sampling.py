@@ -5,13 +5,14 @@ import gc
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.doors.fake_transport import UNREACHABLE, FakePool, sample_operation
+from tests.support.waiting import wait_until
 from tinkerpool import ModelInput, SampledSequence, SamplingClient, SamplingParams, ServiceClient, TensorData
 from tinkerpool.client.calls.background import shared_loop
 from tinkerpool.convert import from_tensor, to_tensor
@@ -112,20 +113,13 @@ def test_two_thousand_samples_wait_at_once_and_need_no_thread_each(pool: FakePoo
     before = threading.active_count()
     futures = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2)) for _ in range(2000)]
     wait_until(lambda: len(pool.requests("Sample")) == 2000)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     assert not any(future.done() for future in futures)
     pool.is_held = False
     for operation in list(pool.operations.values()):
         operation.CopyFrom(sample_operation(operation.name, 1, 2))
     shared_loop().loop.call_soon_threadsafe(pool.release)
     assert all(future.result(20).sequences[0].tokens == [0, 1] for future in futures)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_cancelled_sample_is_cancelled_in_the_pool(pool: FakePool, sampler: SamplingClient) -> None:

@@ -34,6 +34,7 @@ from coordinator.service.auth import Principal
 from tests.support.doors.certificates import make_certificate
 from tests.support.doors.fake_service import KEY, PRINCIPAL, FakeBackend, FakeService
 from tests.support.toy_pool import FakeTime
+from tests.support.waiting import until
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import checkpoints_pb2, sessions_pb2
@@ -324,9 +325,7 @@ async def test_a_download_that_is_not_read_is_aborted_and_a_tenants_downloads_ar
         held.append(writer)
     refused = await client.get(url)
     assert (refused.status_code, refused.json()["reason"]) == (429, "DOWNLOADS_BUSY")
-    async with asyncio.timeout(10):
-        while num_running:  # noqa: ASYNC110  # the door has no event for the end of a download
-            await asyncio.sleep(0.05)
+    await until(lambda: not num_running)  # the door has no event for the end of a download
     assert num_sent < 1000  # as many as the socket's buffers hold
     async with client.stream("GET", url) as begun:
         assert begun.status_code == 200
