@@ -78,7 +78,12 @@ class TrainingEngine:
         info = base_model.info(
             is_thread_count_invariant=is_invariant, are_samples_batch_invariant=self.sampler.is_batch_invariant
         )
-        self._info = replace(info, fitting_tokens=fitting, num_cache_blocks=self.sampler.num_cache_blocks)
+        self._info = replace(
+            info,
+            fitting_tokens=fitting,
+            num_cache_blocks=self.sampler.num_cache_blocks,
+            num_sequence_slots=limits.num_sequences_max,
+        )
         self._copies = AdapterCopies(bank, base_model.max_rank, self._info.fingerprint)
         self._items = ItemRunner(
             self._passes, self._copies, num_slots=settings.num_slots, pass_tokens_max=settings.pass_tokens_max

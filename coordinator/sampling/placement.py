@@ -18,7 +18,7 @@ class Placement:
     """The sequence slots that samples take on the live workers."""
 
     def __init__(self, fleet: Fleet, slots_max: int) -> None:
-        """`slots_max`: sequences handed to one worker at a time."""
+        """`slots_max`: sequences handed to one worker at a time, if the worker has announced as many slots."""
         self._fleet = fleet
         self._slots_max = slots_max
         self._taken: dict[str, int] = {}
@@ -50,7 +50,7 @@ class Placement:
 
     def has_room(self, base_model: str) -> bool:
         """Whether a worker has a free slot; if not, no queue need be looked at."""
-        return any(self._taken[worker.name] < self._slots_max for worker in self._open(base_model))
+        return any(self._has_room(worker, 1) for worker in self._open(base_model))
 
     def choose(self, sample: Sample) -> Incarnation | None:
         """Return a worker with room: of those with the memory for it, one that holds the version, then the least busy.
@@ -62,9 +62,14 @@ class Placement:
         candidates = [
             (not worker.holds(sample.sampler.version), self._taken[worker.name], worker.info.worker_id, worker)
             for worker in fitting or workers  # if none has the memory, any of them refuses the sample and says so
-            if self._taken[worker.name] + sample.num_slots <= self._slots_max
+            if self._has_room(worker, sample.num_slots)
         ]
         return min(candidates, key=lambda candidate: candidate[:3])[3] if candidates else None
+
+    def _has_room(self, worker: Incarnation, num_slots: int) -> bool:
+        """Whether the worker has so many free slots, or no samples at all."""
+        taken, slots = self._taken[worker.name], min(self._slots_max, worker.info.model.num_sequence_slots)
+        return not taken or taken + num_slots <= slots
 
     def _open(self, base_model: str) -> list[Incarnation]:
         live = (self._fleet.worker(info.worker_id) for info in self._fleet.live(base_model))
