@@ -1,7 +1,7 @@
 """Generate the Python code of the contract: protos/tinkerpool/** becomes tinkerpool/**.
 
-The generated files are committed, so that nobody needs a compiler to install or to read them. With --check nothing is
-written: the exit status is 1 if the committed code is not what the .proto files give.
+The generated files are committed, so that installing and reading them needs no compiler. With --check no file is
+written: the exit status is 1 if the committed code does not match the .proto files.
 
 Runs in the environment of `constraints-protos.txt`; `make protos` sets that up and calls this.
 """
@@ -26,7 +26,7 @@ def generate(out: Path) -> None:
     sources = sorted(path.relative_to(PROTOS).as_posix() for path in (PROTOS / PACKAGE).rglob("*.proto"))
     if not sources:
         raise SystemExit(f"no .proto files below {PROTOS / PACKAGE}")
-    # The stub plugins are found through PATH; they lie beside the interpreter that runs this.
+    # The stub plugins are found through PATH; they are in the folder of this interpreter.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     well_known_types = Path(grpc_tools.__file__).parent / "_proto"
     arguments = ["protoc", f"-I{PROTOS}", f"-I{well_known_types}"]
@@ -37,7 +37,7 @@ def generate(out: Path) -> None:
 
 
 def generated_files(base: Path) -> dict[str, bytes]:
-    """The generated files below `base`, by their path relative to it."""
+    """Return the generated files below `base`, by their path relative to it."""
     return {
         path.relative_to(base).as_posix(): path.read_bytes()
         for pattern in GENERATED
@@ -46,7 +46,7 @@ def generated_files(base: Path) -> dict[str, bytes]:
 
 
 def main() -> int:
-    """Generate or check; the process's exit status."""
+    """Generate or check; return the process's exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the committed code is out of date")
     check = parser.parse_args().check

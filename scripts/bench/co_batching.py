@@ -181,7 +181,7 @@ def main() -> None:
     """Read the command line, measure, print."""
     command = parser(__doc__)
     add_model_options(command)
-    command.add_argument("--seconds", type=float, default=6.0, help="for each row (at least 5 rounds in any case)")
+    command.add_argument("--seconds", type=float, default=6.0, help="for each row (at least 5 rounds)")
     args = command.parse_args()
     args.effort = Effort(seconds=0, rounds_min=2, rounds_max=2) if args.quick else Effort(seconds=args.seconds)
     with open_models(chosen_models(args)) as models, Results("co_batching", args) as results:

@@ -1,9 +1,9 @@
-"""What every benchmark shares: timing turn about, tables that are printed row by row, goals, results as JSON.
+"""The base of every benchmark: interleaved timing, tables printed row by row, goals, results as JSON.
 
-Knows no engine, no model and no service, and imports no torch, so that a script without torch starts at once.
+Does not depend on engine, model or service, and imports no torch, so that a script without torch starts at once.
 
-Main invariant: sides that are compared are measured in one run, turn about, the same number of times, and a ratio is
-the median over rounds of that round's ratio: what slows the whole machine down slows both sides of a round.
+Main invariant: compared sides are measured in one run, alternating, the same number of times, and a ratio is the median
+over rounds of that round's ratio: a slow moment of the machine slows both sides of a round.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from typing import Any, Self
 from workers.contract.settings import num_cores
 
 Row = dict[str, Any]
-"""One measurement: raw numbers by name, as they stand in the JSON."""
+"""One measurement: raw numbers by name, as in the JSON file."""
 LOSS_TOLERANCE = 1e-3
-"""Largest relative difference of a tenant's loss between two sides that have trained the same."""
+"""Largest relative difference of a tenant's loss between two sides with equal training."""
 VERSIONS_OF = ("torch", "transformers", "peft", "ray", "grpcio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How long to measure one cell of a table."""
+    """The time spent on one cell of a table."""
 
     seconds: float
-    """Rounds go on until they have taken this long together ..."""
+    """Rounds are repeated for this long in total."""
     rounds_min: int = 5
-    """... but there are at least so many of them, however long that takes ..."""
+    """Minimum number of rounds, however long they take."""
     rounds_max: int = 200
-    """... and at most so many."""
+    """Maximum number of rounds."""
     warm_up: int = 1
-    """Rounds before, which are not counted."""
+    """Earlier rounds that are not counted."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.rounds_min <= self.rounds_max:
@@ -51,17 +51,17 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one side, round by round."""
+    """Seconds of one side by round."""
 
     seconds: tuple[float, ...]
 
     @property
     def median_s(self) -> float:
-        """The middle one."""
+        """The median."""
         return statistics.median(self.seconds)
 
     def quantile(self, share: float) -> float:
-        """The value below which a share of all lies, linear between two; 0.99 says little of fewer than 100 values."""
+        """Return a quantile, interpolated linearly; 0.99 of fewer than 100 values is about the maximum."""
         ordered = sorted(self.seconds)
         place = share * (len(ordered) - 1)
         low = math.floor(place)
@@ -69,7 +69,7 @@ class Timing:
         return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
     def summary(self) -> Row:
-        """Median, quartiles and number, for a row."""
+        """Return median, quartiles and number of rounds, for a row."""
         return {
             "median_s": self.median_s,
             "quartiles_s": [self.quantile(0.25), self.quantile(0.75)],
@@ -77,7 +77,7 @@ class Timing:
         }
 
     def ratio_to(self, other: Timing) -> Row:
-        """How many times as long as the other: the median over rounds, and the quartiles."""
+        """Return this time divided by the other: median and quartiles over rounds."""
         ratios = Timing(tuple(a / b for a, b in zip(self.seconds, other.seconds, strict=True)))
         return {"median": ratios.median_s, "quartiles": [ratios.quantile(0.25), ratios.quantile(0.75)]}
 
@@ -89,10 +89,10 @@ def turn_about(
     in_order: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Run all sides once a round, each round beginning with another side; returns what each took.
+    """Run all sides once per round, each round starting with the next side; return the timing of each.
 
-    `in_order`: every round begins with the first side, because the sides prepare one another. `clock`: its seconds are
-    the ones of the result and of the effort.
+    `in_order`: every round starts with the first side, because a side prepares the next one. `clock` measures both the
+    results and the effort.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
@@ -112,7 +112,7 @@ def turn_about(
 
 
 def check_losses(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Largest relative difference of losses. Raises RuntimeError if the two sides do not train the same."""
+    """Return the largest relative difference of losses. Raises RuntimeError if the sides do not train equally."""
     difference = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
     if not difference <= LOSS_TOLERANCE:
         raise RuntimeError(f"two sides' losses differ by {difference:.1e}: their times cannot be compared")
@@ -121,7 +121,7 @@ def check_losses(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a table for readers."""
+    """One column of a table."""
 
     title: str
     show: Callable[[Row], str]
@@ -129,21 +129,21 @@ class Column:
 
 @dataclass(slots=True)
 class Table:
-    """Rows under a name; what is printed is what stands in the documentation."""
+    """Rows under a name, printed as in the documentation."""
 
     name: str
     columns: Sequence[Column]
     rows: list[Row] = field(default_factory=list)
 
     def add(self, row: Row) -> None:
-        """Take a row and print it at once."""
+        """Add a row and print it at once."""
         if not self.rows:
             print("\n" + self._head(), flush=True)
         self.rows.append(row)
         print(self._line(row), flush=True)
 
     def markdown(self) -> str:
-        """The whole table."""
+        """Return the whole table."""
         return "\n".join([self._head(), *map(self._line, self.rows)])
 
     def _head(self) -> str:
@@ -155,7 +155,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What is aimed at, and what came out."""
+    """A target and the measured value."""
 
     what: str
     target: float
@@ -167,18 +167,18 @@ class Goal:
 
     @property
     def is_met(self) -> bool:
-        """Whether the measured value is on the right side."""
+        """Whether the measured value reaches the target."""
         return self.measured >= self.target if self.is_floor else self.measured <= self.target
 
     def line(self) -> str:
-        """As a row of a Markdown table: what, goal, measured, met."""
+        """Return a row of a Markdown table: what, goal, measured, met."""
         sign = "≥" if self.is_floor else "≤"
         verdict = "yes" if self.is_met else "**no**"
         return f"| {self.what} | {sign} {self.target:g}{self.unit} | {self.measured:.3g}{self.unit} | {verdict} |"
 
 
 class Results:
-    """All that one script found. As a context manager it writes the JSON at the end, unless an error ended it."""
+    """All results of one script. As a context manager it writes the JSON file at the end, except after an error."""
 
     def __init__(self, item: str, args: argparse.Namespace) -> None:
         """`item` names the file: `<results>/<item>.json`; `args` as from `parser`."""
@@ -192,7 +192,7 @@ class Results:
         print(self._machine, flush=True)
 
     def table(self, name: str, columns: Sequence[Column]) -> Table:
-        """A new table; the documentation has it between `<!-- bench:NAME -->` and `<!-- /bench -->`."""
+        """Add a table; its place in the page is between `<!-- bench:NAME -->` and `<!-- /bench -->`."""
         table = Table(name, columns)
         self.tables.append(table)
         return table
@@ -200,7 +200,7 @@ class Results:
     def goal(
         self, what: str, measured: float, *, at_least: float | None = None, at_most: float | None = None, unit: str = ""
     ) -> None:
-        """Set a result against its goal, a floor or a ceiling."""
+        """Record a measured value with its goal, a floor or a ceiling."""
         assert (at_least is None) != (at_most is None), "a goal has one bound"
         target = at_least if at_least is not None else at_most
         assert target is not None
@@ -234,22 +234,22 @@ class Results:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A command line with what every benchmark takes: --quick, --threads, --results."""
+    """Return a parser with the options of every benchmark: --quick, --threads, --results."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--quick", action="store_true", help="few and tiny cells, seconds in all: shows that it works")
+    made.add_argument("--quick", action="store_true", help="few and tiny cells, seconds in all: a smoke test")
     made.add_argument(
         "--threads", type=int, default=num_cores(), help="threads of each side's kernels (default: the cores)"
     )
     made.add_argument(
         "--results",
         type=Path,
-        help="folder for the results as JSON, for bench_report.py (default: they are only printed)",
+        help="folder for the results as JSON, for scripts.bench.report (default: they are only printed)",
     )
     return made
 
 
 def machine_line(num_threads: int) -> str:
-    """When, on what and with which versions this was measured, and how busy the machine was before."""
+    """Return date, machine, library versions, and the load of the machine before the run."""
     versions = []
     for name in VERSIONS_OF:
         try:
@@ -263,7 +263,7 @@ def machine_line(num_threads: int) -> str:
 
 
 def _processor() -> str:
-    """The processor's name, where Linux tells it."""
+    """Return the processor's name, from Linux where available."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():
@@ -273,12 +273,12 @@ def _processor() -> str:
 
 
 def shown_ms(seconds: float) -> str:
-    """Milliseconds with a sensible number of digits."""
+    """Format as milliseconds with about three digits."""
     return f"{_milliseconds(seconds)} ms"
 
 
 def shown_time(summary: Row) -> str:
-    """A median with its quartiles, from `Timing.summary`."""
+    """Format a median with its quartiles, from `Timing.summary`."""
     low, high = summary["quartiles_s"]
     return f"{_milliseconds(summary['median_s'])} ms ({_milliseconds(low)} - {_milliseconds(high)})"
 
@@ -289,6 +289,6 @@ def _milliseconds(seconds: float) -> str:
 
 
 def shown_ratio(ratio: Row) -> str:
-    """A ratio with its quartiles, from `Timing.ratio_to`."""
+    """Format a ratio with its quartiles, from `Timing.ratio_to`."""
     low, high = ratio["quartiles"]
     return f"{ratio['median']:.2f} ({low:.2f} - {high:.2f})"

@@ -1,12 +1,12 @@
-"""Measure what durability adds to a step: the same service with its log and snapshots synced to disk, and without.
+"""Measure the cost of durability: a step of the same service with and without syncs to disk.
 
     python -m scripts.bench.durability --quick
     python -m scripts.bench.durability                      # the shipped model, 200 steps of each side
-    python -m scripts.bench.durability --dir /mnt/data      # on the disk that matters
+    python -m scripts.bench.durability --dir /mnt/data      # on another disk
 
-Two pools in this process, alike but for one thing: one keeps its data on a disk and syncs it, the other in memory and
-syncs nothing. One tenant steps turn about on both: a forward_backward and an optim_step submitted together. Prints the
-medians, their difference, and how many transactions a step took: each is one fsync, and there should be two.
+Two pools in this process differ in one thing: one keeps its data on a disk and syncs it, the other keeps it in memory
+without syncs. One tenant steps on both, alternating: a forward_backward and an optim_step submitted together. Prints
+the medians, their difference, and the transactions per step: each is one fsync, and there should be two.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Forgetful(RealDisk):
     """A disk that syncs nothing."""
 
     def sync(self, path: Path) -> None:
-        """Not here."""
+        """Do nothing."""
 
 
 def unsynced(path: Path) -> Connection:
-    """A database that leaves syncing to nobody."""
+    """Open a database that never syncs."""
     db = open_connection(path)
     db.execute("PRAGMA synchronous = OFF")
     return db
@@ -48,7 +48,7 @@ def main() -> None:
     command.add_argument("--seqs", type=int, default=8, help="sequences per step")
     command.add_argument("--tokens", type=int, default=32, help="tokens per sequence")
     command.add_argument("--steps", type=int, help="of each side; default: 200")
-    command.add_argument("--dir", type=Path, help="where the durable side keeps its data")
+    command.add_argument("--dir", type=Path, help="folder of the durable side's data")
     args = command.parse_args()
     args.steps = args.steps or (3 if args.quick else 200)
     case = Case(num_tenants=1, num_seqs=args.seqs, num_tokens=args.tokens)

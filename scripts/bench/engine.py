@@ -1,16 +1,16 @@
 """Measure the fused engine against sequential PEFT, one process per tenant, and the base model's own matmuls.
 
-    python -m scripts.bench.engine --quick                        # does it work? some seconds
+    python -m scripts.bench.engine --quick                        # a smoke test of some seconds
     python -m scripts.bench.engine                                # three models, all cells: half an hour
     python -m scripts.bench.engine --models 4m --tenants 1 8 --tokens 64 256
     python -m scripts.bench.engine --models 4m path/to/SmolLM2-135M
 
 One step is a forward_backward and an optimizer step of every tenant. All sides take turns, step by step, on the same
-tokens; the engine and PEFT begin with the same adapters, so their losses must agree, and the script stops if not.
+tokens. Engine and PEFT start with the same adapters, so their losses must agree; otherwise the script stops.
 
-limit       the base model's matmuls at that number of tokens: forward, and backward to the inputs; nothing else; by
-            torch's matmul, as the model itself and PEFT have them
-packed      the same matmuls as the engine has them, which on a CPU are faster
+limit       only the base model's matmuls at that number of tokens, forward, and backward to the inputs, by torch's
+            matmul as in the model itself and in PEFT
+packed      the same matmuls as the engine computes them, faster on a CPU
 fused       the engine: one pass for all tenants
 PEFT        one process, one base model, `set_adapter`, an AdamW per tenant; one tenant after another
 processes   one process per tenant, all at once, with 1 thread or 2, whichever is faster
@@ -43,9 +43,9 @@ from workers.contract.messages import Datum
 
 RANK = 8
 CELL_COST_MAX = 1.4e11
-"""Parameters x tokens of the largest cell; larger ones take minutes each and are left out, unless a goal names them."""
+"""Largest parameters x tokens of a cell. Larger cells take minutes and are left out, unless a goal needs them."""
 GOAL_CELLS = ((1, 64), (1, 256), (8, 256), (16, 64))
-"""Tenants and tokens per tenant that the goals are about."""
+"""Tenants and tokens per tenant in the goals' cells."""
 
 
 def _shown_processes(row: Row) -> str:
@@ -73,7 +73,7 @@ COLUMNS = (
 
 
 def cells_of(model: Model, tenants: Sequence[int], tokens: Sequence[int]) -> dict[int, list[int]]:
-    """Tokens per tenant by number of tenants, without cells that would take too long."""
+    """Return the cells that are small enough: tokens per tenant by number of tenants."""
 
     def is_measured(num_tenants: int, num_tokens: int) -> bool:
         is_small = model.num_matmul_params * num_tenants * num_tokens <= CELL_COST_MAX
@@ -83,13 +83,13 @@ def cells_of(model: Model, tenants: Sequence[int], tokens: Sequence[int]) -> dic
 
 
 def case_of(num_tenants: int, tokens_per_tenant: int) -> Case:
-    """One sequence up to 64 tokens, four above."""
+    """Return a tenant's number of sequences: one up to 64 tokens, four above."""
     num_seqs = 1 if tokens_per_tenant <= 64 else 4
     return Case(num_tenants=num_tenants, num_seqs=num_seqs, num_tokens=tokens_per_tenant // num_seqs)
 
 
 def measure_model(results: Results, model: Model, cells: dict[int, list[int]], args: argparse.Namespace) -> None:
-    """The table of one base model."""
+    """Fill the table of one base model."""
     if not cells:
         print(f"\n{model.name}: no cell has at most {CELL_COST_MAX:.1e} parameters x tokens; ask for fewer --tokens")
         return
@@ -120,7 +120,7 @@ def measure_cell(
     processes: ProcessPerTenant | None,
     args: argparse.Namespace,
 ) -> Row:
-    """All sides turn about on one case."""
+    """Measure all sides of one case in turn."""
     data = case.data(model.vocab_size)
     limit, packed = Limit(fused), Limit(fused, of_engine=True)
     for side in (fused, peft):
@@ -158,7 +158,7 @@ def measure_cell(
 
 
 def better_threads(processes: ProcessPerTenant, data: Sequence[tuple[Datum, ...]], num_threads: int) -> int:
-    """Leave the processes with one thread each, or as many as the engine has, whichever is faster in two rounds."""
+    """Choose one thread per process, or the engine's number, whichever is faster in two rounds."""
     best_s = {}
     for threads in sorted({1, num_threads}):
         processes.give(data, threads)
@@ -170,7 +170,7 @@ def better_threads(processes: ProcessPerTenant, data: Sequence[tuple[Datum, ...]
 
 
 def add_goals(results: Results, table: Table, model: Model) -> None:
-    """What the table says about the goals that its cells are about."""
+    """Compare the table's cells with the goals."""
     rows = {(row["tenants"], row["tokens_per_tenant"]): row for row in table.rows}
     alone = [row["over_peft"]["median"] for (tenants, _), row in rows.items() if tenants == 1]
     if alone:
@@ -193,10 +193,10 @@ def main() -> None:
     add_model_options(command)
     command.add_argument("--tenants", type=int, nargs="+", help="default: 1 2 4 8 16 32")
     command.add_argument("--tokens", type=int, nargs="+", help="tokens per tenant; default: 16 64 256 1024")
-    command.add_argument("--processes", type=int, default=8, help="tenants at most with a process each; 0: leave out")
-    command.add_argument("--seconds", type=float, default=0.5, help="for each cell (at least 5 rounds in any case)")
+    command.add_argument("--processes", type=int, default=8, help="most tenants with a process each; 0: none")
+    command.add_argument("--seconds", type=float, default=0.5, help="for each cell (at least 5 rounds)")
     command.add_argument(
-        "--lone-seconds", type=float, default=8.0, help="the same of one tenant: little separates them"
+        "--lone-seconds", type=float, default=8.0, help="the same for one tenant, whose sides differ little"
     )
     args = command.parse_args()
     args.effort, args.lone_effort = Effort(seconds=args.seconds), Effort(seconds=args.lone_seconds)

@@ -4,11 +4,11 @@
     python -m scripts.bench.memory
     python -m scripts.bench.memory --tokens 8192 16384 --vocabularies 4096 --threads 8
 
-Every case has a process of its own, which loads a random Qwen3, runs a short pass for what is made once, sets the
-kernel's record of its largest resident size back, and runs one forward_backward of four tenants in one pass. What the
-record then is above the size before that pass is the figure. Beside it stand the engine's own estimate, from which it
-decides what fits, and what the logits of all tokens alone would take, which the engine never holds. Linux only. The
-processes are forked, so whoever runs this as a part of something has run nothing on torch before.
+Every case runs in its own process, which loads a random Qwen3, runs a short pass (for allocations that happen once),
+resets the kernel's record of its peak resident size, and runs one forward_backward of four tenants in one pass. The
+figure is the new peak minus the size before that pass. For comparison: the engine's estimate, from which it decides
+whether a pass fits, and the size of all tokens' logits, which the engine never holds. Linux only. The processes are
+forked, so this process must not have run any torch operation before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SEQUENCE_TOKENS_MAX = 256
 RANK = 8
 MIB = 1 << 20
 WAYS: dict[str, Literal["off", "on"]] = {"kept": "off", "again": "on"}
-"""What a row calls it: do layers keep what they compute, or run again in the backward?"""
+"""By name in the rows: whether layers run again in the backward instead of keeping their activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Case:
 
 
 def passes(num_tokens: int, vocab_size: int, prev_seq: int) -> list[PassItem]:
-    """Every tenant's forward_backward, together `num_tokens` tokens."""
+    """Return every tenant's forward_backward, `num_tokens` tokens in total."""
     own = num_tokens // NUM_TENANTS
     lengths = [min(SEQUENCE_TOKENS_MAX, own - begin) for begin in range(0, own, SEQUENCE_TOKENS_MAX)]
     return [
@@ -74,9 +74,9 @@ def passes(num_tokens: int, vocab_size: int, prev_seq: int) -> list[PassItem]:
 
 
 def measure(case: Case) -> Row:
-    """Load and run a case in this process; returns what the pass took and what the engine expected, in bytes."""
+    """Load and run a case in this process; return the bytes that the pass took and the engine's estimate."""
     with tempfile.TemporaryDirectory() as directory:
-        with without_holes():  # the heap shall be as a worker's is, which makes no model
+        with without_holes():  # the state of a worker's heap, which creates no model
             model = write_random_model(case.shape, Path(directory), vocab_size=case.vocab_size)
         settings = EngineSettings(
             model_path=str(model),
@@ -113,7 +113,7 @@ def _run(engine: TrainingEngine, items: Sequence[PassItem], installs: tuple[Adap
 
 
 def _status_bytes(name: str) -> int:
-    """A size of this process as the kernel has it: VmRSS now, VmHWM at the most."""
+    """Return a size of this process in the kernel's record: VmRSS (current) or VmHWM (peak)."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
@@ -125,8 +125,8 @@ def _measure_into(connection: Connection, case: Case) -> None:
 
 
 def measure_apart(case: Case) -> Row:
-    """The same in a process that has run nothing before. Raises RuntimeError if it fails."""
-    # Forked before any operation of torch has run here, so without its threads, and with the libraries loaded.
+    """Run a case in a fresh process. Raises RuntimeError if it fails."""
+    # Forked with the libraries loaded, but before torch runs anything and starts threads.
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=_measure_into, args=(theirs, case))
@@ -142,7 +142,7 @@ def measure_apart(case: Case) -> Row:
 
 
 def measure_point(shape: str, num_threads: int, vocab_size: int, num_tokens: int) -> Row:
-    """One row: both ways, and the bytes of the logits of all tokens in fp32."""
+    """Measure one row: both modes, and the bytes of the logits of all tokens in fp32."""
     hidden_size, num_layers, *_ = SHAPES[shape]
     row: Row = {
         "model": shape,
@@ -161,7 +161,7 @@ def measure_point(shape: str, num_threads: int, vocab_size: int, num_tokens: int
 
 
 def columns() -> tuple[Column, ...]:
-    """Of both tables."""
+    """Return the columns of both tables."""
     return (
         Column("model", lambda r: r["model"]),
         Column("vocabulary", lambda r: f"{r['vocab_size']:,}"),

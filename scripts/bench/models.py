@@ -1,7 +1,7 @@
-"""What the benchmarks train: base models by name, and tenants' data.
+"""The benchmarks' base models, by name, and their tenants' data.
 
-Knows torch and transformers; not engines, PEFT or timing. Importing it sets this process's threads up as a worker's
-are, so it comes before whatever else imports torch.
+Depends on torch and transformers, not on engines, PEFT or timing. Importing it configures this process's threads like a
+worker's, so import it before any module that imports torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from workers.contract.settings import num_cores
 from workers.pool.environment import thread_environment
 
-# A bound on spinning is kind to all sides alike where several processes share the cores.
+# Bounded spinning is fair to all sides when several processes share the cores.
 os.environ.update(thread_environment(num_cores()) | os.environ)
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
@@ -37,7 +37,7 @@ SHAPES = {"4m": (256, 4, 4, 2, 768, 4096), "27m": (512, 8, 8, 4, 1536, 4096), "t
 DEFAULT_MODELS = ("kjv-2m", "4m", "27m")
 
 transformers.utils.logging.disable_progress_bar()
-# PEFT's advice on merging; nothing is merged here. And what PEFT asks transformers for by an old name.
+# PEFT's advice on merging (not done here), and an attribute that PEFT reads by its old name.
 warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
 warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
 
@@ -50,38 +50,38 @@ class Model:
     path: Path
     vocab_size: int
     num_matmul_params: int
-    """N: weights of all linear layers, the unembedding included; what a token is multiplied with."""
+    """N: weights of all linear layers, the unembedding included."""
     attention_flops: int
-    """FLOP to train one pair of query and key in all layers: 6 matmuls, 2 forward, of 2 x heads x head size each."""
+    """FLOP per pair of query and key, in all layers: 6 matmuls (2 forward) of 2 x heads x head size each."""
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """FLOP to train one token of a sequence of `num_tokens`: 4N, and attention to half of it on average."""
+        """Return the FLOP to train a token of a sequence: 4N, and attention to half of it on average."""
         return 4 * self.num_matmul_params + self.attention_flops * (num_tokens + 1) / 2
 
 
 @contextlib.contextmanager
 def open_models(names: Sequence[str]) -> Iterator[list[Model]]:
-    """Base models by name: a shape (random weights from a fixed seed), a shipped model, or a directory."""
+    """Open base models by name: a shape (random weights from a fixed seed), a shipped model, or a directory."""
     with tempfile.TemporaryDirectory(prefix="bench-models-") as folder:
         yield [_model(name, _path(name, Path(folder))) for name in names]
 
 
 def add_model_options(command: argparse.ArgumentParser) -> None:
-    """The options that `chosen_models` reads."""
+    """Add the options that `chosen_models` reads."""
     default = " ".join(DEFAULT_MODELS)
     command.add_argument(
         "--models", nargs="+", type=_known, help=f"names or Hugging Face directories (default: {default})"
     )
-    command.add_argument("--also", nargs="+", type=_known, default=[], help="models beside the default ones")
+    command.add_argument("--also", nargs="+", type=_known, default=[], help="models in addition to the default ones")
 
 
 def chosen_models(args: argparse.Namespace) -> list[str]:
-    """Names for `open_models`, from the command line."""
+    """Return the names for `open_models` from the command line."""
     return [*(args.models or (["tiny"] if args.quick else DEFAULT_MODELS)), *args.also]
 
 
 def _known(text: str) -> str:
-    """For argparse: refuse what `open_models` could not open."""
+    """Refuse a name that `open_models` could not open (for argparse)."""
     if text in SHAPES or text in shipped_models() or (Path(text) / "config.json").is_file():
         return text
     known = ", ".join([*SHAPES, *shipped_models()])
@@ -97,7 +97,7 @@ def _path(name: str, folder: Path) -> Path:
 
 
 def write_random_model(shape: str, path: Path, *, vocab_size: int | None = None) -> Path:
-    """Make a model of one of `SHAPES`, with weights from a fixed seed and the shape's vocabulary or this one."""
+    """Write a model of one of `SHAPES`: weights from a fixed seed, the shape's vocabulary unless given."""
     hidden, layers, heads, kv_heads, mlp, vocab = SHAPES[shape]
     config = Qwen3Config(
         hidden_size=hidden,
@@ -132,7 +132,7 @@ def _model(name: str, path: Path) -> Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What each tenant brings to a step: sequences of equal length."""
+    """The load of a step: tenants with sequences of equal length."""
 
     num_tenants: int
     num_seqs: int
@@ -148,13 +148,13 @@ class Case:
         return self.num_tenants * self.num_seqs * self.num_tokens
 
     def data(self, vocab_size: int) -> list[tuple[Datum, ...]]:
-        """Random tokens, tenant by tenant, the same in every run."""
+        """Return random sequences by tenant, equal in every run."""
         lengths = [self.num_tokens] * self.num_seqs
         return [random_data(tenant, lengths, vocab_size) for tenant in range(self.num_tenants)]
 
 
 def random_data(seed: int, lengths: Sequence[int], vocab_size: int) -> tuple[Datum, ...]:
-    """One tenant's sequences: random tokens, next-token targets, weights of one."""
+    """Return a tenant's sequences: random tokens, next-token targets, weights of one."""
     rng = np.random.default_rng(seed)
     data = []
     for length in lengths:

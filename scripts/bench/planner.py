@@ -1,4 +1,4 @@
-"""Measure what planning a cycle costs the coordinator: 1,000 tenants with 10,000 queued operations in under 20 ms.
+"""Measure the cost of planning a cycle: 1,000 tenants with 10,000 queued operations in under 20 ms.
 
     python -m scripts.bench.planner            # every load 50 times
     python -m scripts.bench.planner --quick    # a smoke test
@@ -151,14 +151,14 @@ def part_column(name: str) -> Column:
 
 
 def processor_s(work: Callable[[], object]) -> float:
-    """Return how long the work kept a processor busy."""
+    """Return the processor time of the work."""
     began_s = time.thread_time()
     work()
     return time.thread_time() - began_s
 
 
 def measure_idle(num_idle: int, args: argparse.Namespace) -> Row:
-    """Return what registered adapters cost that have nothing to do."""
+    """Measure the cost of registered adapters without operations."""
     sides = {
         "alone": Cycle(make_ready_set(8, PAIRS, args.tokens), args.budgets[0]),
         "beside": Cycle(make_ready_set(8, PAIRS, args.tokens, num_idle=num_idle), args.budgets[0]),

@@ -1,14 +1,13 @@
-"""Measure how soon weights that were just trained can be sampled.
+"""Measure the time from a training step until its weights can be sampled.
 
     python -m scripts.bench.publish --quick
     python -m scripts.bench.publish
     python -m scripts.bench.publish --models 27m --seconds 60
 
-Each round trains a step and then calls `save_weights_and_get_sampling_client` through gRPC and Ray, and asks for one
-token with a prompt of 16: the time until the call has returned, and until the token is there. In the same rounds, on an
-engine in this process: the copy of the adapter's row that publishes it, after which the version before is
-removed; and a memcpy of the same bytes.
-Prints a Markdown table.
+Each round trains a step, calls `save_weights_and_get_sampling_client` through gRPC and Ray, and samples one token with
+a prompt of 16: the time until the call returns, and until the token arrives. In the same rounds, on an engine in this
+process: publishing, a copy of the adapter's row, with the removal of the previous version; and a memcpy of the same
+bytes. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ PROMPT = types.ModelInput.from_ints(list(range(1, 17)))
 
 
 def measure(model: Model, args: argparse.Namespace) -> Row:
-    """One model's row."""
+    """Measure one model's row."""
     data = CASE.data(model.vocab_size)
     fused = Fused(model, [RANK], args.threads)
     fused.give(data)
@@ -94,7 +93,7 @@ def main() -> None:
     command = parser(__doc__)
     add_model_options(command)
     command.add_argument("--pool", choices=("ray", "local"), default="ray", help="local: threads stand in for Ray")
-    command.add_argument("--seconds", type=float, default=15.0, help="for each row (at least 5 rounds in any case)")
+    command.add_argument("--seconds", type=float, default=15.0, help="for each row (at least 5 rounds)")
     args = command.parse_args()
     args.effort = Effort(seconds=0, rounds_min=2, rounds_max=2) if args.quick else Effort(seconds=args.seconds)
     with open_models(chosen_models(args)) as models, Results("publish", args) as results:

@@ -1,20 +1,19 @@
-"""Measure the sampler: tenants together against one after another, transformers, the base model, shared prompts.
+"""Measure the sampler: co-batched tenants, one adapter's batch against transformers, shared and repeated prompts.
 
     python -m scripts.bench.sampling --quick
     python -m scripts.bench.sampling                      # three models, some minutes
     python -m scripts.bench.sampling --models 4m --seconds 30
 
-together     8 tenants with an adapter each and 4 sequences each, in one decode batch, against one tenant after another
-batch        32 prompts of one adapter, against the same without an adapter, and against transformers with the same
-             adapter (PEFT): `generate` in one batch, and its continuous batching. Each with 1 thread or as many as
-             --threads says, whichever is faster; the engine chooses its threads itself.
-prompt       64 samples of one prompt of 512 tokens as one request, against 64 requests of that prompt, and against 64
-             requests of a prompt each, which nothing can share: time, and prompt tokens that were really computed
-first token  a prompt of 480 tokens that is new, that came before, and one that goes on after the same 480 tokens
+together     8 tenants with one adapter and 4 sequences each, in one decode batch, against one tenant after another
+batch        32 prompts of one adapter, against the base model without an adapter, and against transformers with the
+             same adapter (PEFT): `generate` in one batch, and its continuous batching. Each with 1 thread or --threads,
+             whichever is faster; the engine chooses its threads itself.
+prompt       64 samples of one prompt of 512 tokens as one request, against 64 requests with that prompt, and against 64
+             requests with different prompts, which share nothing: time, and prompt tokens that were computed
+first token  a prompt of 480 tokens that is new, that is repeated, and one that continues the same 480 tokens
 
-Sides take turns, on new prompts each time, so that a cache helps where it is measured only. What engine and PEFT sample
-from is the same: the script stops if log-probabilities differ. Prints Markdown tables. `bench_decoding.py` shows where
-the time goes.
+Sides take turns, on new prompts each time, so that the cache helps only where it is measured. Engine and PEFT sample
+from the same weights: the script stops if log-probabilities differ. Prints Markdown tables.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from scripts.bench.sides.samplers import Ask, ContinuousBatching, EngineSampler,
 from workers.contract.messages import SampleResult
 
 SLOW_PARAMS_MIN = 10_000_000
-"""A larger model draws half as many tokens in a round, and is not asked for 64 long prompts that share nothing."""
+"""A larger model draws half as many tokens in a round, and the case of 64 different long prompts is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is asked for."""
+    """Sizes of the requests."""
 
     num_tenants: int = 8
     num_seqs: int = 4
     """Of each tenant."""
     num_prompts: int = 32
-    """Of the batch of one adapter."""
+    """In the batch of one adapter."""
     prompt_tokens: int = 32
     num_tokens: int = 64
     """Drawn for each sequence."""
@@ -53,9 +52,9 @@ class Sizes:
     group_prompt_tokens: int = 512
     group_tokens: int = 16
     cached_tokens: int = 480
-    """Of a prompt that comes again."""
+    """Of the repeated prompt."""
     added_tokens: int = 32
-    """Of a prompt that goes on where that one ends."""
+    """By which another prompt continues it."""
 
 
 QUICK = Sizes(
@@ -86,11 +85,11 @@ class Bench:
         self.engine = EngineSampler(model, sizes.num_tenants, args.threads)
 
     def row(self, **cells: object) -> Row:
-        """A row of this model's."""
+        """Return a row of this model."""
         return {"model": self.model.name, **cells}
 
     def together(self, *, shares_prompt: bool) -> Row:
-        """All tenants at once against one after another; a tenant's sequences have a prompt each, or one prompt."""
+        """Compare all tenants at once with one after another; a tenant's sequences have different prompts or one."""
         sizes = self.sizes
         num_prompts, num_samples = (1, sizes.num_seqs) if shares_prompt else (sizes.num_seqs, 1)
 
@@ -118,7 +117,7 @@ class Bench:
         )
 
     def batch(self) -> Row:
-        """One adapter's batch on the engine, without the adapter, and in both ways of transformers."""
+        """Compare one adapter's batch on the engine, without the adapter, and with both methods of transformers."""
         sizes = self.sizes
 
         def prompts() -> list[NDArray[np.int32]]:
@@ -159,7 +158,7 @@ class Bench:
         )
 
     def _better_threads(self, use: Callable[[int], None], side: Callable[[], object]) -> int:
-        """Leave a side with one thread, or with as many as all have, whichever is faster in two rounds."""
+        """Choose one thread for a side, or the common number, whichever is faster in two rounds."""
         best_s = {}
         for num_threads in sorted({1, self.num_threads}):
             use(num_threads)
@@ -170,7 +169,7 @@ class Bench:
         return chosen
 
     def prompt(self) -> Row:
-        """Many samples of one long prompt: one request, as many requests of it, as many requests of others."""
+        """Compare samples of one long prompt: one request, a request each, and a request and prompt each."""
         sizes = self.sizes
 
         def ask(num_samples: int, prompt: NDArray[np.int32]) -> Ask:
@@ -211,7 +210,7 @@ class Bench:
         )
 
     def first_token(self) -> Row:
-        """The first token after a new prompt, the same again, and one that begins with it."""
+        """Measure the first token after a new prompt, a repeated one, and a continued one."""
         sizes = self.sizes
         prompt = self.prompts.draw(sizes.cached_tokens)
         computed = {}
@@ -246,7 +245,7 @@ class Bench:
 
 
 def num_decoded(results: Sequence[SampleResult]) -> int:
-    """Rows that were no prompt's: a token that was drawn goes through the model to draw the next one."""
+    """Return the rows that belong to no prompt: each drawn token except the last passes through the model."""
     return sum(len(sequence.tokens) - 1 for result in results for sequence in result.sequences)
 
 
@@ -307,7 +306,7 @@ FIRST_TOKEN_COLUMNS = (
 
 
 def add_goals(results: Results, together: Table, batch: Table, prompt: Table) -> None:
-    """What the tables say about the goals."""
+    """Compare the tables with the goals."""
     for row in together.rows:
         what = f"{row['model']}: {row['case']}, sampled together against one tenant after another"
         results.goal(what, row["ratio"]["median"], at_least=3.5, unit=" x")
@@ -326,7 +325,7 @@ def main() -> None:
     """Read the command line, measure, print."""
     command = parser(__doc__)
     add_model_options(command)
-    command.add_argument("--seconds", type=float, default=3.0, help="for each row (at least 5 rounds in any case)")
+    command.add_argument("--seconds", type=float, default=3.0, help="for each row (at least 5 rounds)")
     args = command.parse_args()
     args.effort = Effort(seconds=0, rounds_min=2, rounds_max=2) if args.quick else Effort(seconds=args.seconds)
     sizes = QUICK if args.quick else Sizes()

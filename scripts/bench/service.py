@@ -1,23 +1,23 @@
-"""Measure what the service adds to a step, and what tenants get through it, against sequential PEFT.
+"""Measure the latency that the service adds to a step, and its throughput against sequential PEFT.
 
     python -m scripts.bench.service --quick
     python -m scripts.bench.service                         # ten minutes; throughput on 4m only
     python -m scripts.bench.service --models 4m --skip-latency
     python -m scripts.bench.service --models 27m --skip-throughput --seconds 60
 
-Latency: 1 tenant with 4 x 64 tokens and 16 with 1 x 64, who submit a forward_backward and its optim_step together and
-wait for both, at the same time. The same step, turn about, on
+Latency: 1 tenant with 4 x 64 tokens and 16 tenants with 1 x 64 submit a forward_backward and its optim_step together,
+all at the same time, and wait for both. The same step, alternating, on
 
 engine      the engine alone, in this process
 in process  client library, coordinator with its log (two fsyncs a step) and engine in this process, no network
 gRPC        the same coordinator, through its gRPC door
-Ray         gRPC to a coordinator in a process of its own, whose engine is in another one, of Ray's: `make up`
+Ray         gRPC to a coordinator in its own process, with its engine in a process of Ray: `make up`
 
-What a way adds is its step's time without that of the engine alone in the same round. The engine itself takes now
-longer, now shorter in a service than alone, so in process there is also what of a step is outside its engine.
+The added latency is the step's time minus the engine's time alone in the same round. The engine's time inside a service
+may be longer or shorter than alone, so for "in process" the time outside its engine is measured as well.
 
-Throughput: pipelined loops of all tenants through gRPC and Ray, against sequential PEFT and against the engine alone,
-in blocks of some steps, turn about; client, coordinator, engine and PEFT have the same cores. Prints Markdown tables.
+Throughput: pipelined loops of all tenants through gRPC and Ray, against sequential PEFT and the engine alone, in
+alternating blocks of steps; client, coordinator, engine and PEFT use the same cores. Prints Markdown tables.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ RANK = 8
 WAYS = ("engine", "in process", "gRPC", "Ray")
 LATENCY_CASES = (Case(num_tenants=1, num_seqs=4, num_tokens=64), Case(num_tenants=16, num_seqs=1, num_tokens=64))
 GOALS = {"1 x 4 x 64": 0.9, "8 x 4 x 64": 1.1, "16 x 1 x 64": 2.0}
-"""Throughput through gRPC and Ray against sequential PEFT, on the 4M shape."""
+"""Throughput through gRPC and Ray relative to sequential PEFT, on the 4M shape."""
 THROUGHPUT_CASES = (
     Case(num_tenants=1, num_seqs=1, num_tokens=64),
     Case(num_tenants=4, num_seqs=1, num_tokens=64),
@@ -66,19 +66,19 @@ THROUGHPUT_CASES = (
 )
 QUICK_CASE = Case(num_tenants=2, num_seqs=1, num_tokens=16)
 STEPS_PER_BLOCK = 8
-"""The first step of a pipelined block has nothing to overlap with; its share shrinks with the block."""
+"""Steps of a pipelined block. The first step overlaps with no other; a longer block makes its share smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """The ways into the two pools on one model."""
+    """The ways into the two pools of one model."""
 
     model: Model
     local: LocalService
     ray: EmbeddedPool
 
     def tenants(self, stack: contextlib.ExitStack, way: str, data: Sequence[tuple[Datum, ...]]) -> Tenants:
-        """New tenants, one for each part of the data, whose clients are closed with the stack."""
+        """Create tenants, one per part of the data. The stack closes their clients."""
         names = [f"bench-{index}" for index in range(len(data))]
         clients = [stack.enter_context(self._client(way, name)) for name in names]
         return Tenants(clients, self.model.name, RANK, data)
@@ -95,7 +95,7 @@ class Ways:
 
 
 def measure_latency(case: Case, ways: Ways, args: argparse.Namespace) -> Row:
-    """One step of all tenants, each way."""
+    """Measure a step of all tenants on every way."""
     model = ways.model
     data = case.data(model.vocab_size)
     fused = Fused(model, [RANK] * case.num_tenants, args.threads)
@@ -125,7 +125,7 @@ def measure_latency(case: Case, ways: Ways, args: argparse.Namespace) -> Row:
 
 
 def _noting_outside(step: Callable[[], object], local: LocalService, outside: list[float]) -> Callable[[], None]:
-    """A step in process that notes for how long its engine was not running."""
+    """Wrap a step in process: record the time in which its engine was not running."""
 
     def noting() -> None:
         begin_s, before_s = time.perf_counter(), local.engine_s
@@ -140,7 +140,7 @@ def _recorded(tenants: Tenants, seconds: list[float]) -> Callable[[], None]:
 
 
 def measure_throughput(case: Case, ways: Ways, args: argparse.Namespace) -> Row:
-    """Blocks of steps through gRPC and Ray, of the engine alone, and of sequential PEFT."""
+    """Measure blocks of steps through gRPC and Ray, on the engine alone, and with sequential PEFT."""
     model = ways.model
     data = case.data(model.vocab_size)
     ranks = [RANK] * case.num_tenants
@@ -212,7 +212,7 @@ THROUGHPUT_COLUMNS = (
 
 @contextlib.contextmanager
 def ways_into(model: Model, args: argparse.Namespace) -> Iterator[Ways]:
-    """Both pools on a model, and the ways in."""
+    """Start both pools on a model."""
     pool_model = PoolModel(name=model.name, path=str(model.path))
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-service-")))
@@ -223,7 +223,7 @@ def ways_into(model: Model, args: argparse.Namespace) -> Iterator[Ways]:
 
 
 def add_goals(results: Results, latency: Table, throughput: Table) -> None:
-    """What the tables say about the goals."""
+    """Compare the tables with the goals."""
     for row in latency.rows:
         if row["case"] == str(LATENCY_CASES[0]):
             for way, most in (("in process", 10.0), ("Ray", 20.0)):
@@ -241,7 +241,7 @@ def main() -> None:
     command = parser(__doc__)
     add_model_options(command)
     command.add_argument("--steps", type=int, help=f"steps of a block; default: {STEPS_PER_BLOCK}")
-    command.add_argument("--seconds", type=float, default=8.0, help="for each row (at least 5 rounds in any case)")
+    command.add_argument("--seconds", type=float, default=8.0, help="for each row (at least 5 rounds)")
     command.add_argument("--pool", choices=("ray", "local"), default="ray", help="local: threads stand in for Ray")
     command.add_argument("--skip-latency", action="store_true")
     command.add_argument("--skip-throughput", action="store_true")

@@ -1,14 +1,14 @@
-"""Measure how a worker's time is shared between a tenant that trains and a tenant that samples.
+"""Measure the shares of a worker's time that a training tenant and a sampling tenant get.
 
     python -m scripts.bench.shares --quick
     python -m scripts.bench.shares                        # some minutes
     python -m scripts.bench.shares --models 4m --windows 10
 
-A pool of its own, reached through gRPC. One tenant trains on 4 x 64 tokens, with three steps under way: there is always
-one to run. Another keeps 8 requests under way, of 16 prompt tokens and 32 drawn, from an adapter of its own: there is
-always a token to draw. Window after window of 10 seconds: the seconds of engine time that each was charged (`tinkerpool
-usage`), which shall be half and half, and the time between two tokens of one request, as its reader sees it. Prints a
-Markdown table.
+Starts a pool, reached through gRPC. One tenant trains on 4 x 64 tokens with three steps in flight, so the worker always
+has a step to run. Another keeps 8 sample requests in flight on its own adapter, of 16 prompt tokens and 32 drawn, so
+the worker always has a token to draw. In consecutive windows of 10 seconds: the engine time charged to each
+(`tinkerpool usage`), which should be equal, and the time between two tokens of a streamed request. Prints a Markdown
+table.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ NUM_UNDER_WAY = 8
 PROMPT = types.ModelInput.from_ints(list(range(1, 17)))
 NUM_TOKENS = 32
 DEVIATION_MAX = 0.1
-"""Of a tenant's share of the engine time."""
+"""Largest deviation of a tenant's share from one half."""
 
 
 class Streamed:
-    """One tenant's samples, always the same number under way, one of them streamed."""
+    """One tenant's samples: a constant number in flight, one of them streamed."""
 
     def __init__(self, sampling: SamplingClient) -> None:
         self.gaps_s: list[float] = []
@@ -70,7 +70,7 @@ class Streamed:
 
 @contextlib.contextmanager
 def busy(training: TrainingClient, batch: list[types.Datum], streamed: Streamed) -> Iterator[None]:
-    """While inside, one trains and one samples. Raises what went wrong with either."""
+    """Let one tenant train and one sample until the block ends. Raises their errors."""
     done = threading.Event()
     errors: list[BaseException] = []
 
@@ -106,7 +106,7 @@ def busy(training: TrainingClient, batch: list[types.Datum], streamed: Streamed)
 
 
 def engine_seconds(admin: ServiceClient) -> dict[str, float]:
-    """Charged so far, by tenant."""
+    """Return the engine time charged so far, by tenant."""
     totals = {TRAINER: 0.0, SAMPLER: 0.0}
     for row in admin.create_rest_client().get_usage().result().rows:
         if row.tenant in totals:
@@ -115,7 +115,7 @@ def engine_seconds(admin: ServiceClient) -> dict[str, float]:
 
 
 def measure(model: Model, args: argparse.Namespace) -> Row:
-    """One model's row."""
+    """Measure one model's row."""
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(embedded_pool(serve_arguments(model, args)))
 
@@ -145,7 +145,7 @@ def measure(model: Model, args: argparse.Namespace) -> Row:
 
 
 def row_of(model: Model, windows: Sequence[dict[str, float]], gaps_s: Sequence[float]) -> Row:
-    """What the windows show. Raises RuntimeError if one tenant got nothing at all."""
+    """Summarize the windows. Raises RuntimeError if a tenant was charged nothing."""
     if any(min(window[TRAINER], window[SAMPLER]) == 0 for window in windows):
         raise RuntimeError(f"in a window one tenant was charged nothing, so it was too short: {windows}")
     shares = Timing(tuple(window[SAMPLER] / (window[SAMPLER] + window[TRAINER]) for window in windows))

@@ -1,14 +1,14 @@
-"""Measure what it costs that adapters come and go: a swap against a memcpy, and a thousand registered against eight.
+"""Measure the cost of loading and evicting adapters, and of a thousand registered adapters.
 
     python -m scripts.bench.swap --quick
     python -m scripts.bench.swap
     python -m scripts.bench.swap --models 27m --ranks 8 64
 
-swap        one adapter that has trained (weights and both moments) leaves its slot of the bank and comes back, against
-            copies of the same number of bytes between two buffers that are there already; and what of its coming is
-            that the gradient of its slot is set to zero, whoever was there before
-registered  8 tenants (1 x 64 tokens) step on an engine that holds 1,000 adapters, all of which have trained, with slots
-            for 16, and on one that holds these 8; turn about
+swap        one trained adapter (weights and both moments) is evicted from its bank slot and loaded again, against
+            copies of the same number of bytes between two allocated buffers; and the part of loading that zeroes the
+            gradient of the slot
+registered  8 tenants (1 x 64 tokens) step on an engine with 1,000 trained adapters and 16 bank slots, and on an engine
+            with only these 8, alternating
 
 Prints Markdown tables.
 """
@@ -23,16 +23,16 @@ from scripts.bench.sides.training import Fused, Memcpy
 
 NUM_SLOTS = 16
 VECTORS_SWAPPED = 3
-"""Weights and two moments; a gradient is pending only between a pass and its step."""
+"""Weights and two moments. A gradient exists only between a pass and its step."""
 REGISTERED_BYTES_MAX = 4 << 30
-"""Host memory for the adapters that are registered; a model whose adapters need more is left out."""
+"""Host memory for the registered adapters. A model whose adapters need more is left out."""
 
 
 def measure_swap(model: Model, rank: int, args: argparse.Namespace) -> Row:
-    """One adapter out and in, and the copies."""
+    """Evict and load one adapter, against copies."""
     fused = Fused(model, [rank], args.threads, num_slots=NUM_SLOTS)
     fused.give(Case(num_tenants=1, num_seqs=1, num_tokens=16).data(model.vocab_size))
-    fused.step()  # moments that are not zero
+    fused.step()  # so that the moments are not zero
     bank, key = fused.engine.bank, fused.keys[0]
     memcpy = Memcpy(VECTORS_SWAPPED * bank.entry(key).layout.num_values)
 
@@ -61,7 +61,7 @@ def measure_swap(model: Model, rank: int, args: argparse.Namespace) -> Row:
 
 
 def measure_registered(model: Model, many: Fused, num_active: int, args: argparse.Namespace) -> Row:
-    """A few tenants in the company of many that are registered and idle, and alone."""
+    """Compare a few tenants beside many idle registered ones with the same tenants alone."""
     few = Fused(model, [8] * num_active, args.threads, num_slots=NUM_SLOTS)
     data = Case(num_tenants=num_active, num_seqs=1, num_tokens=64).data(model.vocab_size)
     many.give(data)
@@ -78,7 +78,7 @@ def measure_registered(model: Model, many: Fused, num_active: int, args: argpars
 
 
 def trained_crowd(model: Model, number: int, args: argparse.Namespace) -> Fused | None:
-    """An engine with so many adapters that have all taken a step; None if their states would need too much memory."""
+    """Return an engine with this many trained adapters; None if their states would need too much memory."""
     fused = Fused(model, [8], args.threads, num_slots=NUM_SLOTS)
     state_bytes = 4 * VECTORS_SWAPPED * fused.engine.bank.entry(fused.keys[0]).layout.num_values
     if number * state_bytes > REGISTERED_BYTES_MAX:
@@ -93,7 +93,7 @@ def trained_crowd(model: Model, number: int, args: argparse.Namespace) -> Fused 
 
 
 def measure(results: Results, models: list[Model], args: argparse.Namespace) -> None:
-    """Both tables."""
+    """Fill both tables."""
     swap = results.table(
         "swap",
         (
@@ -141,8 +141,8 @@ def main() -> None:
     command = parser(__doc__)
     add_model_options(command)
     command.add_argument("--ranks", type=int, nargs="+", help="default: 8 32")
-    command.add_argument("--registered", type=int, help="adapters of the crowd; default: 1000")
-    command.add_argument("--seconds", type=float, default=5.0, help="for each row (at least 5 rounds in any case)")
+    command.add_argument("--registered", type=int, help="registered adapters; default: 1000")
+    command.add_argument("--seconds", type=float, default=5.0, help="for each row (at least 5 rounds)")
     args = command.parse_args()
     args.effort = Effort(seconds=0, rounds_min=3, rounds_max=3) if args.quick else Effort(seconds=args.seconds)
     args.registered = args.registered or (20 if args.quick else 1000)

@@ -1,1 +1,1 @@
-"""Foreign clients against a pool: the cookbook, the official SDK, Node."""
+"""Other clients of a pool: the Tinker cookbook, the official SDK, Node."""

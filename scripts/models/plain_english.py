@@ -1,14 +1,14 @@
-"""Say a clause of the King James Version in plainer English, by rule: thou becomes you, goeth becomes goes.
+"""Rewrite clauses of the King James Version in plainer English, by rule: thou becomes you, goeth becomes goes.
 
-The demo's supervised task is made with this: rewriting a short clause. A small model learns it in a minute, from
-answers that ignore the prompt to answers that repeat it in the new style, and both loss and old words can be counted.
-The rules are ours and mechanical; they make no claim to be a translation.
+This is the data of the demo's supervised task. A small model learns it in a minute, from answers that ignore the prompt
+to answers that repeat it in the new style, and both loss and old words can be counted. The rules are mechanical and no
+translation.
 
     python -m scripts.models.plain_english --output scripts/demo/data
 
 writes plain_english.train.jsonl and plain_english.test.jsonl: one object a line with `prompt` (a clause in the old
-style and a line end) and `completion` (the same in plain English and a line end). Training clauses come from all over
-the text that the shipped model has read in its old form, test clauses from the last 3 %, which it has not read.
+style and a line end) and `completion` (the same in plain English and a line end). Training clauses are spread over the
+shipped model's own training text; test clauses come from the last 3 %, which it was not trained on.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ PLAIN_PHRASES = (
 
 NO_VERB_IN_ETH = re.compile(r"teeth|seventh|.+tieth|.+[a-z]{2}eenth|beneth", re.IGNORECASE)
 CLAUSE_BYTES = range(21, 61)
-"""Longer clauses are harder to repeat for a model of this size, and slower."""
+"""A model of this size repeats longer clauses less well, and more slowly."""
 TRAIN_STRIDE = 8
-"""Every 8th suitable clause that the model has read becomes a training pair."""
+"""Every 8th suitable clause becomes a training pair."""
 TEST_STRIDE = 5
 
 
 class PlainEnglish:
-    """The rules, with a vocabulary to find what a verb is without its old ending."""
+    """The rules, with a vocabulary to find a verb's form without its old ending."""
 
     def __init__(self, chapters: Sequence[Chapter]) -> None:
         self._known = Counter(word for chapter in chapters for word in re.findall(r"[a-z]+", chapter.text))
 
     def say(self, verse: str) -> str:
-        """The verse in plain English; a capital at the start of a word stays."""
+        """Return the verse in plain English; a capital at the start of a word stays."""
         verse = re.sub(r"\b(thou|ye)( \w+)? (\w+est)\b", self._plain_you_verb, verse, flags=re.IGNORECASE)
         verse = re.sub(r"\b(\w+est)(?= thou\b)", lambda m: self._without_est(m[1]), verse, flags=re.IGNORECASE)
         for pattern, plain in PLAIN_PHRASES:
@@ -92,7 +92,7 @@ class PlainEnglish:
         return _cased(verb, self._base_form(verb.lower().removesuffix("est")))
 
     def _base_form(self, stem: str) -> str:
-        """`mak` is make, `sitt` is sit, `cri` is cry, `walk` is walk: whichever the text knows."""
+        """Return the verb in the vocabulary: `mak` is make, `sitt` is sit, `cri` is cry, `walk` is walk."""
         if stem.endswith("i"):
             return stem + "e" if len(stem) == 2 else stem[:-1] + "y"
         candidates = [stem + "e", stem, *([stem[:-1]] if stem[-1:] == stem[-2:-1] else [])]
@@ -107,7 +107,7 @@ class PlainEnglish:
 
 
 def num_old_words(text: str) -> int:
-    """How many words of the old style the text has: those with a plain word here, thine, and verbs in -eth."""
+    """Count words of the old style: those with a plain word here, thine, and verbs in -eth."""
     words = re.findall(r"[A-Za-z]+", text)
     return sum(
         word.lower() in PLAIN_WORDS
@@ -118,14 +118,14 @@ def num_old_words(text: str) -> int:
 
 
 def clauses(chapters: Sequence[Chapter]) -> list[str]:
-    """The clauses that have an old word and are short, each once, in order, with a capital at the start."""
+    """Return the short clauses with an old word, each once, in order, with a capital at the start."""
     parts = [part for chapter in chapters for verse in chapter.verses for part in re.split(r"(?<=[:;.?!]) ", verse)]
     capitalised = [part[0].upper() + part[1:] for part in parts if len(part) in CLAUSE_BYTES]
     return list(dict.fromkeys(clause for clause in capitalised if num_old_words(clause)))
 
 
 def pairs(texts: Sequence[str], english: PlainEnglish) -> list[dict[str, str]]:
-    """Prompt and completion of every clause, each ended by a line end."""
+    """Return prompt and completion of every clause, each with a line end."""
     return [{"prompt": text + "\n", "completion": english.say(text) + "\n"} for text in texts]
 
 

@@ -1,1 +1,1 @@
-"""Proofs of durability: simulation, chaos, guards."""
+"""Proofs of durability: the simulation, the chaos run, and the removal of guards."""

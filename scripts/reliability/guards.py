@@ -1,10 +1,10 @@
-"""Remove the guards that durability stands on, one at a time, and show that a test fails for each.
+"""Remove the guards of durability, one at a time, and show that a test fails for each.
 
-    make guards                       # all of them, some minutes
-    python -m scripts.reliability.guards rename   # those whose name has this word
+    make guards                                   # all guards, some minutes
+    python -m scripts.reliability.guards rename   # guards with this word in their name
 
-Works on a copy of the project in a temporary folder. For each guard: its tests pass on the copy as it is, the guard is
-taken out, the same tests fail, the guard is put back. A guard whose tests do not notice is not tested: exit code 1.
+Works on a copy of the project in a temporary folder. For each guard: its tests pass on the unchanged copy, the guard is
+removed, the same tests fail, the guard is restored. If the tests pass without the guard, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ TAKE_ALONG = ("coordinator", "protos", "scripts", "tests", "tinkerpool", "worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """Something without which a promise is broken."""
+    """A piece of code without which a promise is broken."""
 
     name: str
     file: str
     before: str
-    """A piece of the file, found in it once."""
+    """A piece of the file that occurs once."""
     after: str
-    """What stands there without the guard."""
+    """Its replacement without the guard."""
     tests: tuple[str, ...]
     """Arguments of pytest."""
 
@@ -204,14 +204,14 @@ GUARDS = (
 
 
 def without(guard: Guard, source: str) -> str:
-    """The file's text without the guard. Raises ValueError if it is not there exactly once."""
+    """Return the file's text without the guard. Raises ValueError unless the guard occurs exactly once."""
     if source.count(guard.before) != 1:
         raise ValueError(f"{guard.name}: {guard.file} has {source.count(guard.before)} of {guard.before!r}, not 1")
     return source.replace(guard.before, guard.after)
 
 
 def passes(copy: Path, tests: Sequence[str]) -> bool:
-    """Whether these tests pass on the copy."""
+    """Return whether these tests pass on the copy."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, check=False, timeout=TIMEOUT_S)
@@ -221,9 +221,9 @@ def passes(copy: Path, tests: Sequence[str]) -> bool:
 
 
 def main() -> int:
-    """0: a test fails for each guard. 1: some guard is not tested."""
+    """Read the command line, remove the guards in turn. 1: a guard is not tested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", help="only guards whose name has one of these; default: all")
+    parser.add_argument("words", nargs="*", help="only guards with one of these words in their name; default: all")
     words = parser.parse_args().words
     guards = [guard for guard in GUARDS if not words or any(word in guard.name for word in words)]
     unnoticed = []

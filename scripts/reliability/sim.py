@@ -1,13 +1,13 @@
-"""Put the coordinator through seeded histories of crashes, power cuts, dying workers and lying networks.
+"""Run the coordinator through seeded histories of crashes, power cuts, dying workers and unreliable networks.
 
-Runs the real coordinator on an event loop in virtual time, over a disk that forgets what was not synced and over toy
-engines whose state is a hash of all that was applied to them, in order. Clients send their operations again and again
-and lose the answers. At the end of each history the hashes, results and checkpoints must be those of an undisturbed
-run. A seed gives the same history, event for event, in every process.
+Runs the real coordinator on an event loop in virtual time, over a disk that loses unsynced writes and over toy engines
+whose state is a hash of all operations applied, in order. Clients retry their operations and lose responses. At the end
+of each history the hashes, results and checkpoints must equal those of an undisturbed run. A seed gives the same
+history, event for event, in every process.
 
-    python -m scripts.reliability.sim --seeds 20000          many histories on all cores, and what happened in them
+    python -m scripts.reliability.sim --seeds 20000          many histories on all cores, with a summary
     python -m scripts.reliability.sim --seed 1234            one history again
-    python -m scripts.reliability.sim --seed 1234 --verbose  ... with every event
+    python -m scripts.reliability.sim --seed 1234 --verbose  the same with every event
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tests.simulation.runner import add_up, report, require_fixed_hashes, run_se
 
 
 def main() -> int:
-    """0: all is well. 1: some seed failed."""
+    """Read the command line, run the histories. 1: a seed failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=2000, metavar="N", help="how many histories (default %(default)s)")
+    parser.add_argument("--seeds", type=int, default=2000, metavar="N", help="histories (default %(default)s)")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="the first seed (default %(default)s)")
     parser.add_argument("--seed", type=int, metavar="N", help="only this one")
     parser.add_argument("--verbose", action="store_true", help="with --seed: print every event, and the service's log")
@@ -33,9 +33,9 @@ def main() -> int:
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default %(default)s)"
     )
     parser.add_argument(
-        "--failures", type=int, default=10, metavar="N", help="stop after so many (default %(default)s)"
+        "--failures", type=int, default=10, metavar="N", help="stop after this many (default %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print the figures for a program")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args()
     require_fixed_hashes()
     return _one(options.seed, verbose=options.verbose) if options.seed is not None else _many(options)

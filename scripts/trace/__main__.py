@@ -4,7 +4,7 @@
     python -m scripts.trace --json paths.json
 
 Starts a pool with one worker in Ray, so that client, coordinator and worker are three processes. Every request is sent
-twice before it is recorded, so that what is done once (imports, connections, caches) is not in its path.
+twice before it is recorded, so that work that happens once (imports, connections, caches) is not in its path.
 """
 
 from __future__ import annotations

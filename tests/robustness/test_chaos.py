@@ -1,4 +1,4 @@
-"""The short form of `make chaos`: real processes, SQLite, gRPC, Ray and the shipped model, and six kills."""
+"""`make chaos` with six kills: real processes, SQLite, gRPC, Ray and the shipped model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NUM_KILLS = 6
 SEED = 14739
-"""Its first kills are of every sort, and do not last long."""
+"""Its first kills are of every kind and recover quickly."""
 
 
 @pytest.mark.ray

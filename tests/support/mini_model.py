@@ -38,7 +38,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 WEIGHT_STD = 0.1
-"""Larger than the 0.02 of real initialisations, so that logits differ visibly and tests of equality mean something."""
+"""Larger than the 0.02 of real initializations, so that logits differ and tests of equality are meaningful."""
 
 
 def build_mini_model(
@@ -107,7 +107,7 @@ def _config(architecture: Architecture, vocab_size: int) -> Any:
 
 @torch.no_grad()
 def _draw_weights(model: Any) -> None:
-    """Draw every parameter: initialisations leave norms and biases at constants that hide mistakes."""
+    """Draw every parameter: initializations leave norms and biases at constants that hide mistakes."""
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape) * WEIGHT_STD
         parameter.copy_(noise if parameter.ndim >= 2 else parameter + noise)
@@ -131,7 +131,7 @@ def _byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that byte-level tokenizers (GPT-2's and after) write for each byte value."""
+    """Return the printable character that byte-level tokenizers (since GPT-2) write for each byte value."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(NUM_BYTES, 2 * NUM_BYTES))
     return [chr(byte if byte in printable else next(others)) for byte in range(NUM_BYTES)]

@@ -3,13 +3,13 @@
     python -m scripts.bench.report                            # docs/results -> docs/benchmarks.md and docs/images
     python -m scripts.bench.report --results DIR --page PAGE --images DIR
 
-Reads every `<item>.json` that a `bench_*.py --results` has written. In the page, what stands between
+Reads every `<item>.json` that a benchmark has written with --results. In the page, the text between
 
     <!-- bench:NAME --> and <!-- /bench -->
 
-is replaced by the table of that name, or, if NAME ends in a star, by all tables whose names begin so, each under its
-own; `ITEM:machine` is the line that says when and on what an item was measured, and `goals` is one table of all goals.
-What no result is there for stays as it is. A table that the page has no place for is an error.
+is replaced by the table of that name, or, if NAME ends in a star, by all tables with that prefix, each under its name.
+`ITEM:machine` is the line with date and machine of an item's measurement, and `goals` is one table of all goals. A
+place without a result stays unchanged. A table without a place in the page is an error.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PLACE = re.compile(r"(<!-- bench:(?P<name>[\w:.*-]+) -->\n).*?(<!-- /bench -->)"
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
-    """Results by item."""
+    """Read the results by item."""
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
 
 
 def texts_of(results: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """What belongs into the page, by the name of its place."""
+    """Return the texts for the page, by the name of their place."""
     texts: dict[str, str] = {}
     goals = []
     for item, result in results.items():
@@ -49,7 +49,7 @@ def texts_of(results: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def filled(page: str, texts: dict[str, str]) -> str:
-    """The page with the texts in their places. Raises ValueError if one has no place."""
+    """Return the page with the texts in their places. Raises ValueError if a text has no place."""
     places = [match["name"] for match in PLACE.finditer(page)]
     homeless = sorted(name for name in texts if not any(fnmatchcase(name, place) for place in places))
     if homeless:
@@ -72,7 +72,7 @@ def filled(page: str, texts: dict[str, str]) -> str:
 
 
 def main() -> int:
-    """Read the command line, write page and pictures. 1: something has no place."""
+    """Read the command line, write page and pictures. 1: no results, or a table has no place."""
     command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_argument("--results", type=Path, default=DOCS / "results")
     command.add_argument("--page", type=Path, default=DOCS / "benchmarks.md")
@@ -80,7 +80,7 @@ def main() -> int:
     args = command.parse_args()
     results = read_results(args.results)
     if not results:
-        print(f"no results in {args.results}: run a bench_*.py with --results {args.results}", file=sys.stderr)
+        print(f"no results in {args.results}: run a benchmark with --results {args.results}", file=sys.stderr)
         return 1
     try:
         page = filled(args.page.read_text(encoding="utf-8"), texts_of(results))

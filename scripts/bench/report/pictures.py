@@ -1,4 +1,4 @@
-"""Pictures of the benchmarks' results. Knows the rows that the scripts write; measures nothing."""
+"""Pictures of the benchmarks' results, from the rows that the benchmarks write."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LABELS = {
 
 
 def draw(results: Mapping[str, dict[str, Any]], folder: Path) -> list[Path]:
-    """Draw what there are results for; returns the pictures."""
+    """Draw a picture for each item with results; return the pictures' paths."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -51,13 +51,13 @@ def draw(results: Mapping[str, dict[str, Any]], folder: Path) -> list[Path]:
 
 
 def _rows(results: Mapping[str, dict[str, Any]], item: str, prefix: str) -> dict[str, Rows]:
-    """An item's tables whose names begin so, by name, without empty ones."""
+    """Return an item's non-empty tables with this prefix, by name."""
     tables = results.get(item, {}).get("tables", {})
     return {name: table["rows"] for name, table in tables.items() if name.startswith(prefix) and table["rows"]}
 
 
 def _engine(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
-    """Tokens per second against the number of tenants: a row per model, a column per tokens of each tenant."""
+    """Draw tokens per second against the number of tenants: a row per model, a column per tokens of a tenant."""
     tables = _rows(results, "engine", "engine-")
     if not tables:
         return False
@@ -88,7 +88,7 @@ def _engine(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
 
 
 def _curves(axis: Any, rows: Rows) -> None:
-    """One panel: a line per side, on a doubling axis of tenants."""
+    """Draw one panel: a line per side, on a logarithmic axis of tenants."""
     for side, label in LABELS.items():
         having = [row for row in rows if side in row]
         tenants = [row["tenants"] for row in having]
@@ -108,7 +108,7 @@ def _curves(axis: Any, rows: Rows) -> None:
 
 
 def _service(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
-    """Left: what each way in adds to a step. Right: throughput against sequential PEFT."""
+    """Draw the latency that each way adds to a step (left) and throughput against sequential PEFT (right)."""
     latency = _rows(results, "service", "service-latency").get("service-latency", [])
     throughput = _rows(results, "service", "service-throughput").get("service-throughput", [])
     if not latency or not throughput:
@@ -121,7 +121,7 @@ def _service(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
 
 
 def _added_latency(axis: Any, rows: Rows) -> None:
-    """Milliseconds over the engine alone, by the way in, and the goals."""
+    """Draw milliseconds over the engine alone, by way, and the goals."""
     ways = {"in process": "#a9c4e0", "gRPC": "#6b9bcb", "Ray": "#2f6fb0"}
     for index, (way, color) in enumerate(ways.items()):
         places = [place + (index - 1) * 0.26 for place in range(len(rows))]
@@ -137,12 +137,12 @@ def _added_latency(axis: Any, rows: Rows) -> None:
     axis.set_ylim(len(rows) - 0.5, -0.7)
     axis.margins(x=0.12)
     axis.set_xlabel("milliseconds")
-    axis.set_title("What the service adds to a step of all tenants (median)", loc="left", fontsize=9.5, pad=12)
+    axis.set_title("Latency that the service adds to a step of all tenants (median)", loc="left", fontsize=9.5, pad=12)
     _legend_below(axis)
 
 
 def _service_bars(axis: Any, rows: Rows) -> None:
-    """Tokens per second of engine, service and PEFT."""
+    """Draw tokens per second of engine, service and PEFT."""
     sides = {"engine": ("engine alone", "#9a9a9a"), "service": ("gRPC and Ray", "#2f6fb0")}
     sides["peft"] = ("sequential PEFT, alone", COLORS["peft"])
     for index, (side, (label, color)) in enumerate(sides.items()):
@@ -165,7 +165,7 @@ def _legend_below(axis: Any) -> None:
 
 
 def _memory(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
-    """Peak memory of a pass: left against its tokens, right against the vocabulary."""
+    """Draw the peak memory of a pass against its tokens (left) and against the vocabulary (right)."""
     tables = _rows(results, "memory", "memory-")
     if len(tables) < 2:
         return False
@@ -190,9 +190,9 @@ def _memory(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
 
 
 def _memory_lines(axis: Any, rows: Rows, against: str) -> None:
-    """Mebibytes of both ways to run the layers, and of the logits."""
+    """Draw mebibytes of both modes of the layers, and of the logits."""
     lines = {
-        "engine, layers keep what they compute": ("#2f6fb0", "-", [row["kept"]["measured_bytes"] for row in rows]),
+        "engine, layers keep their activations": ("#2f6fb0", "-", [row["kept"]["measured_bytes"] for row in rows]),
         "engine, layers run again in the backward": ("#4f9a57", "-", [row["again"]["measured_bytes"] for row in rows]),
         "logits of all tokens alone (calculated; never held)": ("#b0524f", "--", [row["logits_bytes"] for row in rows]),
     }
@@ -209,7 +209,7 @@ def _memory_lines(axis: Any, rows: Rows, against: str) -> None:
 
 
 def _sampling(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
-    """Tokens drawn per second. Left: one adapter's batch. Right: tenants together, and one after another."""
+    """Draw tokens sampled per second: one adapter's batch (left), tenants together and in turn (right)."""
     batch = _rows(results, "sampling", "sampling-batch").get("sampling-batch", [])
     together = _rows(results, "sampling", "sampling-together").get("sampling-together", [])
     if not batch or not together:
@@ -243,7 +243,7 @@ def _speed_bars(
     sides: Mapping[str, tuple[str, str]],
     notes: Mapping[str, Callable[[dict[str, Any]], str]],
 ) -> None:
-    """Horizontal bars of tokens per second, one group a row, and what stands beside a side's bar."""
+    """Draw horizontal bars of tokens per second, one group per row, with a note at one side's bar."""
     height = 0.8 / len(sides)
     for index, (side, (label, color)) in enumerate(sides.items()):
         places = [place + (index - (len(sides) - 1) / 2) * height for place in range(len(rows))]

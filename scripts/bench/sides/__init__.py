@@ -1,1 +1,1 @@
-"""The sides of the benchmarks: the engine, PEFT, processes, samplers and pools."""
+"""The sides that the benchmarks compare: the engine, PEFT, processes, samplers and pools."""

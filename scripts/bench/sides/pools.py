@@ -1,7 +1,6 @@
-"""Services to measure through: one in this process, entered directly or over gRPC, and tenants that step on either.
+"""A service in this process, reached directly or over gRPC, and tenants that step on any service.
 
-Knows the coordinator, the client and its seam; not what is measured. A pool in Ray, in a process of its own, is the
-demo's `embedded_pool`.
+Depends on the coordinator, the client and its transport. `scripts.embedded_pool` is a pool in another process.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class LocalService:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         pool = make_pool(PoolConfig(models=(model,), kind="local", num_threads=num_threads, num_slots=num_slots))
         self.engine_s = 0.0
-        """How long the engine has been running batches, by its own clock."""
+        """Seconds in which the engine ran batches, by its own clock."""
         self.coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir), self._timed(pool), **seams)
         self._door = GrpcDoor(GrpcConfig(port=0))
         self._call(self._start())
@@ -64,12 +63,12 @@ class LocalService:
         self._call(self._stop())
 
     def over_grpc(self, tenant: str) -> ServiceClient:
-        """A client of a tenant's, through the door."""
+        """Return a tenant's client through the door."""
         key, _ = self._call(self.coordinator.authenticator.create_key(tenant))
         return ServiceClient(f"http://127.0.0.1:{self._door.port}", key)
 
     def direct(self, tenant: str) -> ServiceClient:
-        """A client of a tenant's that calls the use cases: no network, nothing serialized."""
+        """Return a tenant's client that calls the use cases directly, without network or serialization."""
         key, _ = self._call(self.coordinator.authenticator.create_key(tenant))
         principal = self.coordinator.authenticator.authenticate(key)
         return ServiceClient(transport=DirectTransport(self.coordinator.service, principal, self._loop))
@@ -103,7 +102,7 @@ class LocalService:
 class DirectTransport:
     """Implements the client's `Transport` with the use cases of a coordinator on another thread's loop.
 
-    A refusal comes out as the coordinator's own exception: a benchmark is not refused, or it shall stop.
+    A refusal is raised as the coordinator's own exception and ends the benchmark.
     """
 
     def __init__(self, service: Service, principal: Principal, loop: asyncio.AbstractEventLoop) -> None:
@@ -147,12 +146,12 @@ class DirectTransport:
 
 
 def serve_arguments(model: Model, args: argparse.Namespace) -> list[str]:
-    """What `tinkerpool serve` is told to serve a model as the command line says."""
+    """Return the arguments of `tinkerpool serve` for a model and this command line."""
     return ["--model", f"{model.name}={model.path}", "--threads", str(args.threads), "--pool", args.pool]
 
 
 def to_user_data(data: Sequence[messages.Datum]) -> list[types.Datum]:
-    """An engine's sequences as a user hands them over."""
+    """Convert an engine's sequences to the client's type."""
     return [
         types.Datum(types.ModelInput.from_ints(datum.tokens.astype(np.int64)), dict(datum.loss_inputs))
         for datum in data
@@ -160,7 +159,7 @@ def to_user_data(data: Sequence[messages.Datum]) -> list[types.Datum]:
 
 
 async def _pipelined(training: TrainingClient, batch: list[types.Datum], num_steps: int) -> list[float]:
-    """The next step is submitted before the last one is awaited; returns the steps' cycles."""
+    """Submit each step before awaiting the previous one; return the steps' cycles."""
     waiting: deque[Any] = deque()
     cycles = []
     for step in range(num_steps + 1):
@@ -174,15 +173,15 @@ async def _pipelined(training: TrainingClient, batch: list[types.Datum], num_ste
 
 
 class Tenants:
-    """Tenants of a service, each with a client and an adapter of its own, who step at the same time."""
+    """Tenants of a service that step at the same time, each with its own client and adapter."""
 
     def __init__(self, clients: Sequence[ServiceClient], model_name: str, rank: int, data: Sequence[Any]) -> None:
-        """`data[i]` is what tenant i trains on, as an engine takes it."""
+        """`data[i]`: the training data of tenant i, as an engine takes it."""
         self.trainings = [c.create_lora_training_client(model_name, rank=rank).result() for c in clients]
         self._batches = [to_user_data(part) for part in data]
 
     def step(self) -> list[float]:
-        """A step of everybody, pass and optimizer step submitted together; seconds until each had both results."""
+        """Take a step of every tenant, pass and optimizer step submitted together; return the seconds of each."""
         begin_s: list[float] = []
         end_s = [0.0] * len(self.trainings)
         halves: list[Future[Any]] = []
@@ -201,11 +200,11 @@ class Tenants:
         for _ in halves:
             noted.acquire()
         for half in halves:
-            half.result()  # raises what went wrong
+            half.result()  # raises an error of the operation
         return [end - begin for begin, end in zip(begin_s, end_s, strict=True)]
 
     def train(self, num_steps: int) -> list[float]:
-        """So many steps of everybody's pipelined loop; returns each tenant's cycles per step, others' included."""
+        """Run every tenant's pipelined loop; return each tenant's cycles per step, those of others included."""
 
         async def all_of_them() -> list[list[float]]:
             loops = (_pipelined(t, b, num_steps) for t, b in zip(self.trainings, self._batches, strict=True))

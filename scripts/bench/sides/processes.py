@@ -1,8 +1,8 @@
-"""One process per tenant: what a group without a shared engine does, each with plain PEFT on a share of the cores.
+"""One process per tenant, as without a shared engine: each with plain PEFT on a share of the cores.
 
-Knows processes and pipes; what a process does in a step is `bench_sides.SequentialPeft` with one adapter. The processes
-are forked from one that has imported torch and loaded nothing, so that many of them start in seconds and share what the
-libraries allocate: kinder to them, in time and memory, than processes that users start.
+A process steps with `SequentialPeft` on one adapter. The processes are forked from one that has imported torch and
+loaded no model, so they start in seconds and share the libraries' memory: less time and memory than processes that
+users start.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from scripts.bench.sides.training import SequentialPeft
 from workers.contract.messages import Datum
 
 BYTES_PER_PROCESS = 400 << 20
-"""What one takes beside its base model, roughly: for the decision how many fit."""
+"""Rough memory of a process without its base model, to decide how many fit."""
 STOP_TIMEOUT_S = 10.0
 PRELOADED = ["peft", "transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"]
-"""Imported once, before forking. Not our own modules: the process that forks may not know the folder of this script."""
+"""Imported once, before forking."""
 
 
 def num_processes_that_fit(model: Model) -> int:
-    """How many tenants' processes fit into half of the memory that is free now; 1 where that is not known."""
+    """Return how many tenants' processes fit into half of the free memory; 1 where that is unknown."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.is_file():
         return 1
@@ -38,10 +38,10 @@ def num_processes_that_fit(model: Model) -> int:
 
 
 class ProcessPerTenant:
-    """Tenants' processes, ready to step on command. As a context manager it ends them."""
+    """Tenants' processes that step on command. As a context manager it ends them."""
 
     def __init__(self, model: Model, rank: int, initial: Sequence[bytes]) -> None:
-        """One process per adapter in `initial`. Returns when all have loaded the model."""
+        """Start one process per adapter in `initial`, and wait until all have loaded the model."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._pipes: list[Connection] = []
@@ -71,20 +71,20 @@ class ProcessPerTenant:
                 process.kill()
 
     def give(self, data: Sequence[tuple[Datum, ...]], num_threads: int) -> None:
-        """From now on process i trains on `data[i]` with so many threads, and the others wait."""
+        """Let process i train on `data[i]` with this many threads; processes without data do nothing."""
         self._num_active = len(data)
         for pipe, part in zip(self._pipes, data, strict=False):
             pipe.send((part, num_threads))
 
     def step(self) -> list[float]:
-        """All of them at the same time; returns their summed losses."""
+        """Step all processes at the same time; return their summed losses."""
         active = self._pipes[: self._num_active]
         for pipe in active:
             pipe.send(None)
         return [pipe.recv() for pipe in active]
 
     def memory_bytes(self) -> int:
-        """Proportional set size of the processes that train now; 0 where the system does not tell."""
+        """Return the proportional set size of the training processes; 0 where it is unknown."""
         total = 0
         for process in self._processes[: self._num_active]:
             rollup = Path(f"/proc/{process.pid}/smaps_rollup")
@@ -95,7 +95,7 @@ class ProcessPerTenant:
 
 
 def _serve(pipe: Connection, model: Model, rank: int, file: bytes) -> None:
-    """A process's life: data and threads, or None for a step, until the pipe is closed."""
+    """Run in a process: receive data and threads, or None for a step, until the pipe is closed."""
     side = SequentialPeft(model, [rank], [file])
     pipe.send(None)
     while True:

@@ -1,9 +1,8 @@
-"""The ways to sample that are compared in one process: the engine's sampler, and transformers with a PEFT adapter.
+"""Sampling in one process: the engine's sampler, and transformers with a PEFT adapter.
 
-Knows the engine, PEFT and transformers' generation; not how long to measure or what to print. Import `bench_models`
-first: it sets threads up.
+Depends on the engine, PEFT and transformers' generation. Import `scripts.bench.models` first: it configures threads.
 
-Dimensions: S sequences, P tokens of a prompt, N tokens that are drawn for each.
+Dimensions: S sequences, P tokens of a prompt, N tokens drawn for each.
 """
 
 from __future__ import annotations
@@ -27,47 +26,47 @@ from workers.contract.messages import SampleRequest, SampleResult, SamplerVersio
 
 RANK = 8
 LOGPROB_TOLERANCE = 1e-3
-"""Largest difference of a drawn token's log-probability between two sides that sample from the same weights."""
+"""Largest difference of a drawn token's log-probability between two sides with equal weights."""
 RESULT_TIMEOUT_S = 60.0
-"""How long continuous batching may give no result at all."""
+"""Continuous batching has failed after this long without a result."""
 PAGE_TOKENS = 256
 """Of continuous batching's cache; its own default."""
 
 
 class Prompts:
-    """Random prompts, never the same twice, so that no side finds one in a cache unless it is meant to."""
+    """Random prompts, never repeated, so that caches help only where the benchmark repeats a prompt."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._rng = np.random.default_rng(0)
 
     def draw(self, num_tokens: int) -> NDArray[np.int32]:
-        """One prompt (P,)."""
+        """Draw one prompt (P,)."""
         return self._rng.integers(0, self._vocab_size, num_tokens).astype(np.int32)
 
     def draw_many(self, num_prompts: int, num_tokens: int) -> list[NDArray[np.int32]]:
-        """Prompts of equal length."""
+        """Draw prompts of equal length."""
         return [self.draw(num_tokens) for _ in range(num_prompts)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request of a tenant's."""
+    """One request of a tenant."""
 
     prompt: NDArray[np.int32]
     """(P,)."""
     num_tokens: int
-    """N; nothing ends a sequence before."""
+    """N; no stop condition ends a sequence earlier."""
     num_samples: int = 1
     tenant: int | None = 0
-    """None: the base model alone."""
+    """None: the base model without an adapter."""
 
 
 class EngineSampler:
-    """The engine's sampler, driven as a worker drives it: requests are handed over, then it decodes until all ended."""
+    """The engine's sampler, driven as in a worker: requests are started, then decoded until all have ended."""
 
     def __init__(self, model: Model, num_tenants: int, num_threads: int) -> None:
-        """Tenants with an adapter of rank `RANK` each that has taken a step, published as it is then."""
+        """Create tenants with one adapter of rank `RANK` each, take a step, and publish."""
         slots = max(16, 2 * num_tenants)
         self.fused = Fused(model, [RANK] * num_tenants, num_threads, num_slots=slots)
         self.fused.give(Case(num_tenants=num_tenants, num_seqs=1, num_tokens=64).data(model.vocab_size))
@@ -75,12 +74,12 @@ class EngineSampler:
         for tenant in range(num_tenants):
             self.fused.publish(tenant, _version(tenant))
         self.num_rows = 0
-        """Rows that passes were asked for since it was last set to 0: tokens of prompts, and tokens drawn before."""
+        """Rows of passes since it was last set to 0: tokens of prompts, and tokens drawn earlier."""
         self._numbers = itertools.count()
         self._count_rows()
 
     def sample(self, asks: Sequence[Ask]) -> list[SampleResult]:
-        """All requests at once, until the last has ended. Raises RuntimeError if one failed or ended early."""
+        """Run all requests at once to their end. Raises RuntimeError if one failed or ended early."""
         names = self.start(asks)
         results: dict[str, SampleResult] = {}
         engine = self.fused.engine
@@ -96,7 +95,7 @@ class EngineSampler:
         return [results[name] for name in names]
 
     def start(self, asks: Sequence[Ask]) -> list[str]:
-        """Hand requests over without decoding; returns their names."""
+        """Start requests without decoding; return their names."""
         names = []
         for ask in asks:
             number = next(self._numbers)
@@ -127,7 +126,7 @@ def _version(tenant: int) -> str:
 
 
 class Generate:
-    """`generate` of transformers as a careful user calls it: one batch, evaluation, inference mode, a cache."""
+    """`generate` of transformers, well configured: one batch, evaluation, inference mode, a cache."""
 
     def __init__(self, model: Model, weights: bytes, num_tokens: int) -> None:
         """`weights`: the adapter as `Fused.weights` gives it."""
@@ -137,11 +136,11 @@ class Generate:
         self._num_threads = 1
 
     def use_threads(self, num_threads: int) -> None:
-        """From now on with so many threads."""
+        """Use this many threads from now on."""
         self._num_threads = num_threads
 
     def sample(self, prompts: Sequence[NDArray[np.int32]]) -> Tensor:
-        """Prompts (P,) of equal length -> tokens (S, P + N). Raises RuntimeError if it ended early."""
+        """Sample from prompts (P,) of equal length: tokens (S, P + N). Raises RuntimeError if it ended early."""
         tokens = torch.from_numpy(np.stack(prompts).astype(np.int64))  # (S, P)
         with _threads(self._num_threads), torch.inference_mode():
             out: Tensor = self.model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens))
@@ -151,7 +150,7 @@ class Generate:
 
     @torch.inference_mode()
     def logprobs(self, prompt: NDArray[np.int32], drawn: NDArray[np.int32]) -> Tensor:
-        """Log-probabilities (N,) of tokens after a prompt."""
+        """Return the log-probabilities (N,) of tokens after a prompt."""
         tokens = torch.from_numpy(np.concatenate([prompt, drawn]).astype(np.int64))  # (P + N,)
         logprobs = self.model(input_ids=tokens[None, :-1], use_cache=False).logits[0].log_softmax(-1)  # (P + N - 1, V)
         taken: Tensor = logprobs[len(prompt) - 1 :].gather(1, tokens[len(prompt) :, None]).squeeze(1)
@@ -159,9 +158,9 @@ class Generate:
 
 
 class ContinuousBatching:
-    """Continuous batching of transformers on the same model: a manager that runs all the while, and requests to it.
+    """Continuous batching of transformers on the same model: a manager that keeps running, and requests to it.
 
-    What it would size by the machine's memory is given: a cache and batches of the size of the job.
+    Its cache and batches have the size of the job, not of the machine's memory.
     """
 
     def __init__(self, generate: Generate, num_prompts: int, prompt_tokens: int, num_tokens: int) -> None:
@@ -186,7 +185,7 @@ class ContinuousBatching:
         self._stop()
 
     def use_threads(self, num_threads: int) -> None:
-        """Start it, or start it again, with so many threads. Its own thread takes the number when it first computes."""
+        """Start or restart it with this many threads; its thread reads the number at its first computation."""
         self._stop()
         with _threads(num_threads):
             self._manager = self._model.init_continuous_batching(self._generation_config, self._config)
@@ -194,7 +193,7 @@ class ContinuousBatching:
             self.sample([np.zeros(8, np.int32)])
 
     def sample(self, prompts: Sequence[NDArray[np.int32]]) -> list[list[int]]:
-        """Prompts (P,) -> the tokens drawn after each, in any order. Raises RuntimeError if one fails."""
+        """Return the tokens drawn after each of the prompts (P,), in any order. Raises RuntimeError if one fails."""
         self._manager.add_requests([prompt.tolist() for prompt in prompts], max_new_tokens=self._num_tokens)
         drawn: list[list[int]] = []
         while len(drawn) < len(prompts):
@@ -215,7 +214,7 @@ class ContinuousBatching:
 
 
 def check_logprobs(result: SampleResult, prompt: NDArray[np.int32], generate: Generate) -> float:
-    """Largest difference of a sample's log-probabilities from PEFT's. Raises RuntimeError if the weights differ."""
+    """Return the largest difference of log-probabilities from PEFT's. Raises RuntimeError if the weights differ."""
     [sequence] = result.sequences
     difference = float((torch.from_numpy(sequence.logprobs) - generate.logprobs(prompt, sequence.tokens)).abs().max())
     if not difference <= LOGPROB_TOLERANCE:
@@ -224,7 +223,7 @@ def check_logprobs(result: SampleResult, prompt: NDArray[np.int32], generate: Ge
 
 
 def _generation_config(num_tokens: int, *, eos_token_id: int | None) -> GenerationConfig:
-    """Plain sampling of exactly so many tokens. `eos_token_id`: what stands for "never" where it is used."""
+    """Configure plain sampling of exactly `num_tokens` tokens; `eos_token_id` must be an id that never occurs."""
     return GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=num_tokens, eos_token_id=eos_token_id
     )

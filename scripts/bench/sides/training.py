@@ -1,7 +1,6 @@
-"""The ways to train that are compared in one process: the fused engine, sequential PEFT, and the base model's own
-matmuls, which bound both.
+"""Training in one process: the fused engine, sequential PEFT, and the base model's own matmuls, which bound both.
 
-Knows the engine and PEFT; not how long to measure or what to print. Import `bench_models` first: it sets threads up.
+Depends on the engine and PEFT. Import `scripts.bench.models` first: it configures threads.
 
 Dimensions: T rows of a pass, D inputs and F outputs of a linear layer, S sequences, L tokens of the longest.
 """
@@ -40,7 +39,7 @@ from workers.engine import TrainingEngine
 ADAM = AdamParams(learning_rate=1e-4, beta2=0.95, eps=1e-8)
 ALPHA = 32.0
 PASS_ROWS_MAX = 8192
-"""Rows of the largest pass of the engine, and of the largest matmul that it is compared with."""
+"""Rows of the engine's largest pass, and of the largest matmul of the limit."""
 
 
 class Fused:
@@ -67,7 +66,7 @@ class Fused:
             self.install(rank)
 
     def install(self, rank: int) -> int:
-        """Another tenant with a fresh adapter; returns its number."""
+        """Add a tenant with a new adapter; return its number."""
         key = f"tenant{len(self.keys)}"
         flags = {"train_attn": True, "train_mlp": True, "train_unembed": True}
         spec = AdapterSpec(adapter_id=key, rank=rank, alpha=ALPHA, seed=len(self.keys), **flags)
@@ -76,15 +75,15 @@ class Fused:
         return len(self.keys) - 1
 
     def give(self, data: Sequence[tuple[Datum, ...]], first: int = 0) -> None:
-        """From now on tenant `first + i` trains on `data[i]`, and nobody else trains."""
+        """Let tenant `first + i` train on `data[i]` from now on, and no other tenant."""
         self._work = [(self.keys[first + index], part) for index, part in enumerate(data)]
 
     def add_work(self, tenant: int, data: tuple[Datum, ...]) -> None:
-        """From now on this tenant trains as well."""
+        """Let this tenant train as well from now on."""
         self._work.append((self.keys[tenant], data))
 
     def step(self) -> list[float]:
-        """Every tenant's forward_backward in one pass, then every tenant's step; returns their summed losses."""
+        """Run every tenant's forward_backward in one pass, then every tenant's step; return their summed losses."""
         passes = []
         for key, data in self._work:
             chunks = cut_chunks([len(datum.tokens) for datum in data], self.engine.info.chunk_tokens)
@@ -115,11 +114,11 @@ class Fused:
         return [losses[key] for key, _ in self._work]
 
     def weights(self) -> list[bytes]:
-        """Every tenant's adapter as a safetensors file, names as in PEFT."""
+        """Return every tenant's adapter as a safetensors file, names as in PEFT."""
         return [self._save(key).weights for key in self.keys]
 
     def publish(self, tenant: int, version: str) -> None:
-        """Pin a tenant's weights as they are now under a version key, for sampling."""
+        """Publish a tenant's current weights under a version key, for sampling."""
         self._save(self.keys[tenant], publish_as=version)
 
     def _save(self, key: str, *, publish_as: str = "") -> AdapterState:
@@ -140,10 +139,10 @@ class Fused:
 
 
 class SequentialPeft:
-    """One adapter after another on one base model, as a careful user writes it: `set_adapter`, a fused AdamW each."""
+    """One adapter after another on one base model, well written: `set_adapter`, a fused AdamW per adapter."""
 
     def __init__(self, model: Model, ranks: Sequence[int], initial: Sequence[bytes]) -> None:
-        """`initial`: every tenant's adapter as `Fused.weights` gives it, so that both sides begin alike."""
+        """`initial`: every tenant's adapter from `Fused.weights`, so that both sides start with equal weights."""
         base = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)
         leaves = {
             name.rpartition(".")[2] for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)
@@ -175,11 +174,11 @@ class SequentialPeft:
         self._batches: list[tuple[dict[str, Tensor], Tensor]] = []
 
     def give(self, data: Sequence[tuple[Datum, ...]]) -> None:
-        """From now on tenant i trains on `data[i]`; a tenant's unequal lengths are padded to its longest."""
+        """Let tenant i train on `data[i]` from now on; unequal lengths are padded to the tenant's longest."""
         self._batches = [_padded(part) for part in data]
 
     def step(self) -> list[float]:
-        """Every tenant in turn: switch, forward, backward, step; returns their summed losses."""
+        """Run every tenant in turn: switch, forward, backward, step; return their summed losses."""
         losses = []
         is_alone = len(self.keys) == 1
         for key, optimizer, (inputs, targets) in zip(self.keys, self.optimizers, self._batches, strict=False):
@@ -195,7 +194,7 @@ class SequentialPeft:
 
 
 def _padded(data: Sequence[Datum]) -> tuple[dict[str, Tensor], Tensor]:
-    """Model inputs and targets (S, L); the mask is left out where nothing is padded, and padding has target -100."""
+    """Return model inputs and targets (S, L). There is no mask without padding; padding has target -100."""
 
     def rectangle(arrays: Sequence[NDArray[Any]], fill: int) -> Tensor:
         out = np.full((len(arrays), max(map(len, arrays))), fill, dtype=np.int64)
@@ -211,10 +210,10 @@ def _padded(data: Sequence[Datum]) -> tuple[dict[str, Tensor], Tensor]:
 
 
 class Limit:
-    """The base model's own matmuls of a training step and nothing else: x W^T forward and dy W backward.
+    """Only the base model's matmuls of a training step: x W^T forward and dy W backward.
 
-    By torch's matmul, as the model itself and PEFT have them, or as the engine has them (`frozen`). One call
-    per weight, as large as the engine's largest pass allows.
+    By torch's matmul, as in the model itself and in PEFT, or by the engine's frozen products. One call per weight, as
+    large as the engine's largest pass allows.
     """
 
     def __init__(self, fused: Fused, *, of_engine: bool = False) -> None:
@@ -226,7 +225,7 @@ class Limit:
         self._outputs: dict[int, Tensor] = {}
 
     def give(self, num_tokens: int) -> None:
-        """From now on a step is of so many tokens."""
+        """Set the number of tokens of a step."""
         self._num_tokens = num_tokens
         num_rows = min(num_tokens, PASS_ROWS_MAX)
         widths = sorted({width for weight in self._weights for width in weight.shape})
@@ -235,7 +234,7 @@ class Limit:
 
     @torch.no_grad()
     def step(self) -> None:
-        """All of them once."""
+        """Compute all matmuls once."""
         for start in range(0, self._num_tokens, PASS_ROWS_MAX):
             num_rows = min(PASS_ROWS_MAX, self._num_tokens - start)
             values = {width: tensor[:num_rows] for width, tensor in self._values.items()}
@@ -259,12 +258,12 @@ class Limit:
 
 
 class Memcpy:
-    """A copy of fp32 values between two buffers that are there already."""
+    """A copy of fp32 values between two allocated buffers."""
 
     def __init__(self, num_values: int) -> None:
         self.num_bytes = 4 * num_values
         self._source, self._target = torch.randn(num_values), torch.zeros(num_values)
 
     def step(self) -> None:
-        """Copy them once."""
+        """Copy the values once."""
         self._target.copy_(self._source)

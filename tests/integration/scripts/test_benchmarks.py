@@ -1,4 +1,4 @@
-"""Every benchmark in its quick mode: it runs, compares like with like, and its results make a page with pictures.
+"""Every benchmark with --quick: it runs, compares equal work, and its results fill the page and the pictures.
 
 No timing is tested: these cells are tiny and the machine is busy.
 """
@@ -20,11 +20,11 @@ import pytest
 from workers.training.passes import USED_FRACTION
 
 ROOT = Path(__file__).resolve().parents[3]
-# Memory first, for it forks its processes and must do so before torch has threads.
+# Memory first: it forks its processes, before torch has threads.
 ENGINE_ITEMS = ("memory", "planner", "engine", "co_batching", "swap")
 SERVICE_ITEMS = ("durability", "service", "publish", "sampling", "shares")
 OPTIONS = {"publish": "--pool local", "shares": "--pool local"}
-# A process for many, for importing torch takes longer than each of them.
+# One process for many items, because importing torch takes longer than each item.
 DRIVER = """
 import runpy, sys
 for line in sys.argv[1:]:
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of every script."""
+    """Return the folder of every item's results."""
     folder = tmp_path_factory.mktemp("results")
     with ThreadPoolExecutor() as threads:
         for done in threads.map(partial(run_scripts, folder), (ENGINE_ITEMS, SERVICE_ITEMS)):
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_scripts(folder: Path, items: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Measure these, one after another."""
+    """Measure these items one after another, in one process."""
     options = f"--quick --threads 1 --results {folder}"
     lines = [f"scripts.bench.{item} {options} {OPTIONS.get(item, '')}" for item in items]
     command = [sys.executable, "-c", DRIVER, *lines]
@@ -178,7 +178,7 @@ def test_memory_is_measured_as_the_engine_expects_it(reports: dict[str, Report])
     for row in (fewer, more):
         assert 0 < row["again"]["measured_bytes"] < row["kept"]["measured_bytes"]
         for way in ("again", "kept"):
-            # The estimate counts tensors. The engine leaves room for the heap around them; a few MiB it always takes.
+            # The estimate counts tensors; the engine reserves room for the heap around them, and a few MiB.
             assert row[way]["measured_bytes"] <= row[way]["estimated_bytes"] / USED_FRACTION + (8 << 20)
         assert row["logits_bytes"] == 4 * 1024 * row["tokens"]
     assert more["kept"]["measured_bytes"] > 2 * fewer["kept"]["measured_bytes"]

@@ -19,7 +19,7 @@ STEP_FILES_MAX = 79
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """The steps of each path, by door and request."""
+    """Return the steps of each path, by door and request."""
     file = tmp_path_factory.mktemp("trace") / "paths.json"
     command = [sys.executable, "-m", "scripts.trace", "--json", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)

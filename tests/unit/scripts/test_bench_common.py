@@ -1,4 +1,4 @@
-"""How the benchmarks compare, what they print, and how the page of results is filled. No timing is tested."""
+"""Comparison, output and the page of results of the benchmarks. No timing is tested."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_effort_without_a_round_is_refused() -> None:
 
 
 def test_a_ratio_compares_within_rounds() -> None:
-    # The machine was ten times slower in the second round: neither side is to blame.
+    # The machine was ten times slower in the second round, for both sides.
     slow, fast = Timing((2.0, 20.0, 2.0)), Timing((1.0, 10.0, 1.0))
     assert slow.ratio_to(fast) == {"median": 2.0, "quartiles": [2.0, 2.0]}
 

@@ -1,4 +1,4 @@
-"""What the GPU benchmark counts, checked against the model itself. What it measures needs a GPU."""
+"""The counts of the GPU benchmark, checked against the model itself. Its measurements need a GPU."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from scripts.bench.gpu import (
 )
 from workers.contract.settings import EngineSettings
 
-# PEFT warns of merging an adapter of a tied unembedding; nobody merges here.
+# PEFT warns of merging an adapter of a tied unembedding; this test merges none.
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 CPU = torch.device("cpu")
 
 
 def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str) -> list[list[str]]:
-    """The cells of the rows that it prints on a CPU, without the table's head."""
+    """Return the cells of the rows that it prints on a CPU, without the table's head."""
     argv = ["bench_gpu.py", "--device", "cpu", "--shape", "tiny", "--rank", "4", "--rounds", "1", *args]
     monkeypatch.setattr(sys, "argv", argv)
     bench_gpu.main()
@@ -89,7 +89,7 @@ def test_sides_share_the_base_weights_and_hold_what_they_add(tmp_path: Path) -> 
 
 
 class NotingSide:
-    """Implements `Side`: notes what it is told, under its name."""
+    """Implements `Side`: records its calls under its name."""
 
     def __init__(self, name: str, events: list[str]) -> None:
         self._name, self._events = name, events

@@ -1,4 +1,4 @@
-"""When two ways to sample are not compared. No timing is tested."""
+"""Samples of different weights are not compared. No timing is tested."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT = np.array([1, 2, 3], np.int32)
 
 
 class FixedLogprobs:
-    """Stands in for PEFT: says the same of whatever was drawn."""
+    """Stands in for PEFT: returns the same log-probability for all tokens."""
 
     def __init__(self, *values: float) -> None:
         self.values = values

@@ -1,4 +1,4 @@
-"""Fetching the real model, as far as it goes without a network."""
+"""Fetching the real model: the steps that need no network."""
 
 import subprocess
 from pathlib import Path

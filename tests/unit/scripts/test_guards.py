@@ -1,4 +1,4 @@
-"""`make guards` removes guards by their text: it must be there."""
+"""`make guards` removes guards by their text, so the text must occur."""
 
 from pathlib import Path
 

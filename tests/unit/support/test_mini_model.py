@@ -1,4 +1,4 @@
-"""The random miniatures that other tests are made of."""
+"""The random miniature models of other tests."""
 
 from pathlib import Path
 from typing import get_args
