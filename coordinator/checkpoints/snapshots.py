@@ -21,7 +21,7 @@ from coordinator.base.signal import Signal
 from coordinator.base.time import Time
 from coordinator.checkpoints.saver import Saver
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.canonical import serialize
+from coordinator.payloads.canonical import serialize
 from coordinator.storage.database import StorageError
 from workers.contract.messages import AdapterState, ItemResult
 

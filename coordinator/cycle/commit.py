@@ -13,9 +13,9 @@ from coordinator.checkpoints.saver import Saver
 from coordinator.cycle.journal import CycleJournal
 from coordinator.cycle.phase import Cycle
 from coordinator.fleet.fleet import Fleet
-from coordinator.operations.canonical import serialize
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.registry import AdapterGroup
+from coordinator.payloads.canonical import serialize
 from coordinator.scheduling.planning import Planning
 from coordinator.storage.cycles import CycleCommit
 

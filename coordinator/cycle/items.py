@@ -13,7 +13,7 @@ from coordinator.checkpoints.folders import StateFolders
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.outcomes import service_error
-from coordinator.operations.payloads import DecodedPass, decode_adam, decode_pass
+from coordinator.payloads.passes import DecodedPass, decode_adam, decode_pass
 from coordinator.storage.store import Store
 from tinkerpool.v1 import training_pb2
 from workers.contract.messages import AdapterInstall, Item, LoadItem, OptimStepItem, PassItem, SaveItem

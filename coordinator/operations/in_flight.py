@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 from coordinator.operations.finished_samples import FinishedSamples
 from coordinator.operations.operation import Operation
-from coordinator.operations.payloads import DecodedPass
+from coordinator.payloads.passes import DecodedPass
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 DECODED_BYTES_MAX = 256 << 20

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from coordinator.operations.chunks import Chunk
-from coordinator.operations.payloads import DecodedPass
+from coordinator.payloads.chunks import Chunk
+from coordinator.payloads.passes import DecodedPass
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.windows import WindowRole
 

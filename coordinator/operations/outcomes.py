@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from coordinator.base.errors import Code, ServiceError
-from coordinator.operations.canonical import serialize
 from coordinator.operations.operation import Kind, Operation, Usage
+from coordinator.payloads.canonical import serialize
+from coordinator.payloads.samples import DecodedSample
 from coordinator.storage.rows import DecidedOperation, NewOperation
 from tinkerpool import names
 from tinkerpool.convert import to_tensor
 from tinkerpool.metrics import merge_metrics
 from tinkerpool.v1 import checkpoints_pb2, training_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.contract.messages import ErrorCode, ItemError, ItemResult
+from workers.contract.messages import ErrorCode, ItemError, ItemResult, SampleResult, StopReason, TokenLogprobs
 
 
 def fill_pass(operation: Operation, parts: Sequence[ItemResult], usage: Usage, cycle_id: int) -> None:
@@ -40,6 +43,42 @@ def fill_load(operation: Operation, usage: Usage, cycle_id: int) -> None:
     """Decide a load_state that has succeeded."""
     path = training_pb2.LoadStateRequest.FromString(operation.payload).path
     operation.succeed(cycle_id, usage).load_state.path = path
+
+
+def fill_sample(operation: Operation, asked: DecodedSample, result: SampleResult, usage: Usage) -> None:
+    """Decide a sample: succeeded, with a worker's result."""
+    sample = operation.succeed(0, usage).sample
+    sample.note = asked.note
+    for sequence in result.sequences:
+        added = sample.sequences.add(
+            tokens=to_tensor(sequence.tokens),
+            logprobs=to_tensor(sequence.logprobs),
+            stop_reason=_STOP_REASONS[sequence.stop_reason],
+        )
+        if sequence.topk is not None:
+            added.topk.CopyFrom(_token_logprobs(sequence.topk))
+    if result.prompt_logprobs is not None:
+        sample.prompt_logprobs.CopyFrom(to_tensor(result.prompt_logprobs))
+    if result.topk_prompt is not None:
+        sample.topk_prompt.CopyFrom(_token_logprobs(result.topk_prompt))
+    if result.prompt_target_logprobs is not None:
+        assert asked.prompt_targets is not None
+        # NaN where no token was named: 0 would be a possible log-probability.
+        logprobs = np.where(asked.prompt_targets < 0, np.float32(np.nan), result.prompt_target_logprobs)
+        sample.prompt_target_logprobs.CopyFrom(to_tensor(logprobs))
+    if result.prompt_alt_tokens is not None:
+        sample.prompt_alt_tokens.CopyFrom(_token_logprobs(result.prompt_alt_tokens))
+    sample.num_cached_prompt_tokens = result.num_cached_tokens
+
+
+_STOP_REASONS = {
+    StopReason.STOP: ops_pb.STOP_REASON_STOP,
+    StopReason.LENGTH: ops_pb.STOP_REASON_LENGTH,
+}
+
+
+def _token_logprobs(found: TokenLogprobs) -> ops_pb.TokenLogprobs:
+    return ops_pb.TokenLogprobs(token_ids=to_tensor(found.token_ids), logprobs=to_tensor(found.logprobs))
 
 
 def save_request(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.chunks import cut_chunks
 from coordinator.operations.operation import Acceptance, Kind, Operation, OutcomeState
-from coordinator.operations.payloads import decode_pass
+from coordinator.payloads.chunks import cut_chunks
+from coordinator.payloads.passes import decode_pass
 from coordinator.storage.rows import AdapterRow, OperationRow
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import AdapterSpec

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from coordinator.fleet.worker import Flight, Incarnation
 from coordinator.operations.operation import Operation
-from coordinator.operations.sample_payloads import DecodedSample
+from coordinator.payloads.samples import DecodedSample
 from coordinator.storage.rows import SamplerRow
 from workers.contract.messages import TokenEvent
 

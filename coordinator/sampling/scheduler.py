@@ -20,8 +20,8 @@ from coordinator.base.failure import Failure
 from coordinator.fleet.worker import Incarnation
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Operation, Usage
-from coordinator.operations.outcomes import decided_row, item_error, service_error, worker_died
-from coordinator.operations.sample_payloads import DecodedSample, decode_sample, fill_sample
+from coordinator.operations.outcomes import decided_row, fill_sample, item_error, service_error, worker_died
+from coordinator.payloads.samples import DecodedSample, decode_sample
 from coordinator.sampling.placement import Placement
 from coordinator.sampling.sample import Sample
 from coordinator.sampling.streams import TokenStreams

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.canonical import serialize
-from coordinator.operations.payloads import check_metadata
 from coordinator.operations.sessions import Session
+from coordinator.payloads.canonical import serialize
+from coordinator.payloads.passes import check_metadata
 from coordinator.runtime.core import Core
 from coordinator.service.auth import Authenticator, Principal
 from coordinator.service.base import (

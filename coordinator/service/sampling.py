@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found, sampler_exists
 from coordinator.operations.admission import Request
-from coordinator.operations.canonical import serialize
 from coordinator.operations.operation import Kind, Operation
-from coordinator.operations.sample_payloads import canonical_sample, check_sample_fits
 from coordinator.operations.sessions import Session
+from coordinator.payloads.canonical import serialize
+from coordinator.payloads.samples import canonical_sample, check_sample_fits
 from coordinator.sampling.streams import Event
 from coordinator.service.auth import Principal
 from coordinator.service.base import UseCases, check_index, refusal_of, request_id_taken, uninterrupted

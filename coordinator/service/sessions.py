@@ -7,7 +7,7 @@ import json
 import uuid
 
 from coordinator.base.version import VERSION
-from coordinator.operations.payloads import check_metadata
+from coordinator.payloads.passes import check_metadata
 from coordinator.service.auth import Principal
 from coordinator.service.base import UseCases, metadata_of, timestamp, uninterrupted
 from coordinator.storage.database import ConflictError

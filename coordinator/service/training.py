@@ -9,10 +9,10 @@ from google.protobuf.message import Message
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.admission import Request
-from coordinator.operations.canonical import serialize
-from coordinator.operations.chunks import cut_chunks
 from coordinator.operations.operation import Kind
-from coordinator.operations.payloads import PassRequest, canonical_adam, canonical_pass, check_fits, check_metadata
+from coordinator.payloads.canonical import serialize
+from coordinator.payloads.chunks import cut_chunks
+from coordinator.payloads.passes import PassRequest, canonical_adam, canonical_pass, check_fits, check_metadata
 from coordinator.service.auth import Principal
 from coordinator.service.base import UseCases, check_number, check_ttl, refusal_of
 from tinkerpool import names

@@ -20,9 +20,9 @@ from coordinator.base.time import SystemTime
 from coordinator.checkpoints.publishing import Publishing
 from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.chunks import cut_chunks
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.registry import AdapterGroup
+from coordinator.payloads.chunks import cut_chunks
 from coordinator.scheduling.planner import plan_pass
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.ready_set import ReadySet

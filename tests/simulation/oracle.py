@@ -11,8 +11,8 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from coordinator.operations.chunks import cut_chunks
-from coordinator.operations.payloads import decode_adam, decode_pass
+from coordinator.payloads.chunks import cut_chunks
+from coordinator.payloads.passes import decode_adam, decode_pass
 from tests.simulation.client import Client, Sent
 from tests.simulation.script import Step
 from tests.support.toy_engine import digest, fresh_chain, item_digest, toy_model_info, toy_token
@@ -162,7 +162,7 @@ def _step(adapter: Expected, sent: Sent, seq: int) -> None:
 
 
 def _filled(adam: object) -> bytes:
-    from coordinator.operations.payloads import canonical_adam
+    from coordinator.payloads.passes import canonical_adam
 
     return canonical_adam("", adam)  # type: ignore[arg-type]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.chunks import Chunk
 from coordinator.operations.operation import Kind, Operation
+from coordinator.payloads.chunks import Chunk
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import AdapterSpec
 

@@ -18,8 +18,8 @@ import pytest
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.time import Time
 from coordinator.coordinator import Coordinator
-from coordinator.operations.chunks import cut_chunks
-from coordinator.operations.payloads import decode_pass
+from coordinator.payloads.chunks import cut_chunks
+from coordinator.payloads.passes import decode_pass
 from coordinator.service.auth import Principal
 from coordinator.storage.rows import NewOperation
 from coordinator.storage.store import Store

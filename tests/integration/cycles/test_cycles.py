@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.operations.payloads import decode_pass
+from coordinator.payloads.passes import decode_pass
 from tests.support.toy_engine import KILL_TOKEN, POISON_TOKEN, digest, fresh_chain, item_digest
 from tests.support.toy_pool import ToyPool, datum, pass_request, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from coordinator.fleet.residency import Residency
 from coordinator.operations.adapter_log import AdapterLog, ReadyChunks
-from coordinator.operations.chunks import Chunk
 from coordinator.operations.operation import Kind, Operation, Usage
+from coordinator.payloads.chunks import Chunk
 from tests.support.adapter_logs import (
     ERROR,
     FB,

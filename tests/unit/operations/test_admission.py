@@ -11,11 +11,11 @@ from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.admission import Admission, Request
-from coordinator.operations.chunks import Chunk
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Kind, Operation
-from coordinator.operations.payloads import decoded_pass
 from coordinator.operations.registry import AdapterGroup, AdapterRegistry
+from coordinator.payloads.chunks import Chunk
+from coordinator.payloads.passes import decoded_pass
 from coordinator.storage.store import Store
 from tests.support.adapter_logs import adapter_with
 from tests.support.database import open_store

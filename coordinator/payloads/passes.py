@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from coordinator.base.config import Limits
 from coordinator.base.errors import invalid
-from coordinator.operations.canonical import serialize
-from coordinator.operations.chunks import Chunk
+from coordinator.payloads.canonical import serialize
+from coordinator.payloads.chunks import Chunk
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import training_pb2, types_pb2
 from workers.contract.losses import IGNORED_INPUT, LOSS_RULES, LossRule

@@ -18,21 +18,16 @@ from numpy.typing import NDArray
 
 from coordinator.base.config import Limits
 from coordinator.base.errors import invalid
-from coordinator.operations.canonical import serialize
-from coordinator.operations.operation import Operation, Usage
-from coordinator.operations.payloads import ARRAY_BYTES, checked_array, checked_tokens, frozen_array
+from coordinator.payloads.canonical import serialize
+from coordinator.payloads.passes import ARRAY_BYTES, checked_array, checked_tokens, frozen_array
 from tinkerpool.convert import from_tensor, to_tensor
-from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2
 from workers.contract.capacity import num_blocks_for, num_own_blocks, what_is_too_large
 from workers.contract.messages import (
     ModelInfo,
     SampleRequest,
-    SampleResult,
     SamplerVersion,
     SamplingParams,
-    StopReason,
-    TokenLogprobs,
 )
 
 NOTE_BYTES_MAX = 256
@@ -182,42 +177,6 @@ def _decoded(request: sampling_pb2.SampleRequest) -> DecodedSample:
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         note=request.note,
     )
-
-
-def fill_sample(operation: Operation, asked: DecodedSample, result: SampleResult, usage: Usage) -> None:
-    """Decide a sample: succeeded, with a worker's result."""
-    sample = operation.succeed(0, usage).sample
-    sample.note = asked.note
-    for sequence in result.sequences:
-        added = sample.sequences.add(
-            tokens=to_tensor(sequence.tokens),
-            logprobs=to_tensor(sequence.logprobs),
-            stop_reason=_STOP_REASONS[sequence.stop_reason],
-        )
-        if sequence.topk is not None:
-            added.topk.CopyFrom(_token_logprobs(sequence.topk))
-    if result.prompt_logprobs is not None:
-        sample.prompt_logprobs.CopyFrom(to_tensor(result.prompt_logprobs))
-    if result.topk_prompt is not None:
-        sample.topk_prompt.CopyFrom(_token_logprobs(result.topk_prompt))
-    if result.prompt_target_logprobs is not None:
-        assert asked.prompt_targets is not None
-        # NaN where no token was named: 0 would be a possible log-probability.
-        logprobs = np.where(asked.prompt_targets < 0, np.float32(np.nan), result.prompt_target_logprobs)
-        sample.prompt_target_logprobs.CopyFrom(to_tensor(logprobs))
-    if result.prompt_alt_tokens is not None:
-        sample.prompt_alt_tokens.CopyFrom(_token_logprobs(result.prompt_alt_tokens))
-    sample.num_cached_prompt_tokens = result.num_cached_tokens
-
-
-_STOP_REASONS = {
-    StopReason.STOP: ops_pb.STOP_REASON_STOP,
-    StopReason.LENGTH: ops_pb.STOP_REASON_LENGTH,
-}
-
-
-def _token_logprobs(found: TokenLogprobs) -> ops_pb.TokenLogprobs:
-    return ops_pb.TokenLogprobs(token_ids=to_tensor(found.token_ids), logprobs=to_tensor(found.logprobs))
 
 
 def _canonical_params(
