@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.time import Time
 from coordinator.runtime.core import Core
+from coordinator.runtime.data_dir import Seams
 from coordinator.service import Service
 from coordinator.service.auth import Authenticator
 from workers.contract.protocols import Pool
@@ -17,9 +16,11 @@ DEFAULT_TENANT = "default"
 class Coordinator:
     """Start it, put doors before `service` and `authenticator`, await `failed`, stop it."""
 
-    def __init__(self, config: CoordinatorConfig, pool: Pool, time: Time | None = None, **seams: Any) -> None:
-        """`seams`: see `Core`."""
-        self.core = Core(config, pool, time, **seams)
+    def __init__(
+        self, config: CoordinatorConfig, pool: Pool, time: Time | None = None, seams: Seams | None = None
+    ) -> None:
+        """See `Core`."""
+        self.core = Core(config, pool, time, seams)
         self.authenticator: Authenticator
         self.service: Service
 

@@ -10,6 +10,7 @@ Depends on the planning, phases and commits below; not on doors, tenants' names 
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from coordinator.base.time import Time
 from coordinator.checkpoints.snapshots import Snapshots
@@ -22,6 +23,10 @@ from coordinator.operations.registry import AdapterGroup
 from coordinator.scheduling.clock import CycleClock
 from coordinator.scheduling.planner import PassPlan
 from coordinator.scheduling.planning import Planning
+from coordinator.storage.database import StorageError
+from workers.contract.protocols import WorkerLost
+
+logger = logging.getLogger(__name__)
 
 SNAPSHOTS_AT_ONCE = 8
 """States that are in memory at a time when every adapter is snapshotted."""
@@ -102,7 +107,16 @@ class CycleLoop:
         self._snapshots.forget(adapter_id)
 
     async def snapshot_all(self) -> None:
-        """Snapshot every adapter whose copy is ahead of its snapshot, so that the next start replays nothing."""
+        """Snapshot every adapter whose copy is ahead of its snapshot, so that the next start replays nothing.
+
+        A snapshot that fails is reported: the next start replays.
+        """
+        try:
+            await self._snapshot_all()
+        except (StorageError, WorkerLost) as error:
+            logger.warning("not everything has a snapshot, the next start will replay: %s", error)
+
+    async def _snapshot_all(self) -> None:
         await self._snapshots.finish()
         self._snapshots.settle(self._group.logs)
         for log in self._group.logs.values():

@@ -1,41 +1,27 @@
-"""The coordinator's parts, put together, and their start and stop. Depends on no door and no request.
+"""The life of a coordinator: start, stop and health. Depends on no door and no request.
 
-One process holds the data directory's lock and has an epoch of its own; workers refuse batches of older epochs.
+One process holds the data directory and has an epoch of its own; workers refuse batches of older epochs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
-from pathlib import Path
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from coordinator.base.config import CoordinatorConfig
+from coordinator.base.context import Context
 from coordinator.base.failure import Failure
 from coordinator.base.time import SystemTime, Time
-from coordinator.checkpoints.folders import StateFolders
 from coordinator.checkpoints.saver import Saver
-from coordinator.cycle.journal import CycleJournal
-from coordinator.cycle.loop import CycleLoop
 from coordinator.fleet.fleet import Fleet
-from coordinator.operations.admission import Admission
-from coordinator.operations.finished_samples import FinishedSamples
-from coordinator.operations.in_flight import InFlightTable
-from coordinator.operations.registry import AdapterRegistry
-from coordinator.operations.sessions import SessionTable
-from coordinator.runtime.assembly import SharedParts, assemble_loop, assemble_samples
-from coordinator.runtime.deletion import Deletions
-from coordinator.runtime.housekeeping import Housekeeping
-from coordinator.runtime.lock import DataDirLock
+from coordinator.operations.registers import Registers, open_registers
+from coordinator.runtime.assembly import Runners, make_runners
+from coordinator.runtime.data_dir import DataDir, Seams
 from coordinator.runtime.recovery import Recovery, load_fair_state
-from coordinator.runtime.supervision import Supervisor
 from coordinator.runtime.tasks import Tasks
-from coordinator.scheduling.losses import LossRecorder
-from coordinator.scheduling.quarantine import Quarantine
-from coordinator.storage.database import Connection, StorageError
-from coordinator.storage.disk import Disk, RealDisk
-from coordinator.storage.store import Store
-from workers.contract.protocols import Pool, WorkerLost
+from coordinator.scheduling.schedule import make_scheduling
+from workers.contract.protocols import Pool
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -45,15 +31,9 @@ class Core:
     """Everything that outlives a request."""
 
     def __init__(
-        self,
-        config: CoordinatorConfig,
-        pool: Pool,
-        time: Time | None = None,
-        *,
-        disk: Disk | None = None,
-        connect: Callable[[Path], Connection] | None = None,
+        self, config: CoordinatorConfig, pool: Pool, time: Time | None = None, seams: Seams | None = None
     ) -> None:
-        """`disk` holds the state folders, `connect` opens the database; by default they are the machine's."""
+        """`time` and `seams` are the machine's by default."""
         self.config = config
         self.pool = pool
         self.time = time or SystemTime()
@@ -62,54 +42,49 @@ class Core:
         self.fleet = Fleet()
         self.epoch = 0
         self.started_at = 0.0
-        self._disk = disk or RealDisk()
-        self._connect = connect
+        self._seams = seams or Seams()
         self._tasks = Tasks(self.failure)
-        self._lock: DataDirLock | None = None
-        self.loops: dict[str, CycleLoop] = {}
-        self._is_started = self._is_stopping = False
+        self._data_dir: DataDir | None = None
+        self._runners: Runners | None = None
+        self._is_stopping = False
 
     async def start(self) -> None:
         """Take the data directory, recover, start the pool, begin cycles. Raises DataDirInUse."""
-        self.config.data_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = DataDirLock(self.config.data_dir)
-        self._open_log()
+        self._data_dir = DataDir(self.config.data_dir, self.time, self.failure, self._seams)
+        self.store = self._data_dir.store
         self.epoch = await self.store.raise_epoch()
-        self._make_registers()
+        context = Context(config=self.config, time=self.time, failure=self.failure, epoch=self.epoch)
+        registers = open_registers(context, self.store)
+        self.saver = Saver(self._data_dir.folders, self.store, self.fleet, registers.sessions, self.time, self.failure)
+        self.saver.remove_orphans()
         await self.pool.start()
         self.fleet.start(self.pool.workers())
-        self._assemble()
-        self._is_started = True
+        self.scheduling = make_scheduling(
+            context, self.fleet, registers.registry, self.saver, load_fair_state(self.store)
+        )
+        self._runners = make_runners(
+            context, self.pool, self.store, self.fleet, registers, self.saver, self.scheduling, self._tasks
+        )
+        self._publish(registers, self._runners)
         Recovery(self.store, self.registry, self.in_flight, self.saver, self.samples).run()
-        self.samples.start()
-        self._supervisor.start()
-        for loop in self.loops.values():
-            self._tasks.spawn(loop.run())
-        self._tasks.spawn(self.housekeeping.run())
+        self._runners.start(self._tasks)
         self.started_at = self.time.monotonic()
 
     async def stop(self) -> None:
         """Admit nothing more, finish the running cycles, snapshot, end the pool. Idempotent."""
-        if self._is_stopping or self._lock is None:
+        if self._is_stopping or self._data_dir is None:
             return
         self._is_stopping = True
-        if self._is_started:
-            self.admission.close()
-            self.store.give_up()
-            self.in_flight.close()
-            self.finished_samples.close()
-            self.journal.close()
-            self.saver.publishing.give_up()
-            self._supervisor.stop()
-            await self.samples.stop()
-            for loop in self.loops.values():
-                await self._finish_loop(loop)
-            await self.saver.publishing.finish()
+        if self._runners is not None:
+            await self._finish(self._runners)
         await self._tasks.stop()
         await self.pool.stop()
-        if hasattr(self, "store"):
-            await self.store.close()
-        self._lock.release()
+        await self._data_dir.close()
+
+    def abandon(self) -> None:
+        """Let go of the data directory as a killed process does."""
+        if self._data_dir is not None:
+            self._data_dir.abandon()
 
     async def uninterrupted(self, use_case: Coroutine[Any, Any, T]) -> T:
         """Run a use case to its end even if its caller goes away. Raises ServiceError if the log does not take it."""
@@ -117,73 +92,30 @@ class Core:
 
     def is_healthy(self) -> bool:
         """Whether cycles can make progress: nothing has failed, and every base model has a live worker."""
-        is_running = self._is_started and not self._is_stopping and not self.failure.is_reported
-        return is_running and bool(self.loops) and all(loop.is_healthy for loop in self.loops.values())
+        if self._runners is None or self._is_stopping or self.failure.is_reported:
+            return False
+        return bool(self.loops) and all(loop.is_healthy for loop in self.loops.values())
 
-    # ---- assembly
+    def _publish(self, registers: Registers, runners: Runners) -> None:
+        """Name the parts that use cases work with."""
+        self.registry, self.sessions = registers.registry, registers.sessions
+        self.in_flight, self.finished_samples = registers.in_flight, registers.finished_samples
+        self.admission = registers.admission
+        self.journal, self.loops, self.samples = runners.journal, runners.loops, runners.samples
+        self.deletions, self.housekeeping = runners.deletions, runners.housekeeping
 
-    def _open_log(self) -> None:
-        path = self.config.data_dir / "tinkerpool.db"
-        self.store = Store(path, self.time, self.failure, connect=self._connect)
-
-    def _make_registers(self) -> None:
-        """Make the parts that hold state by tenant, session, adapter and operation."""
-        config, store, time = self.config, self.store, self.time
-        self.finished_samples = FinishedSamples(self.epoch)
-        self.in_flight = InFlightTable(self.finished_samples)
-        self.registry = AdapterRegistry(time, store.adapters)
-        self.sessions = SessionTable(store, time)
-        self.sessions.load()
-        self.admission = Admission(store, self.in_flight, self.registry, config.limits)
-        self.journal = CycleJournal(store.cycles)
-        folders = StateFolders(config.data_dir, self._disk)
-        self.saver = Saver(folders, store, self.fleet, self.sessions, time, self.failure)
-        self.saver.remove_orphans()
-
-    def _assemble(self) -> None:
-        """Make the parts that run operations, for each base model that the pool serves."""
-        self.quarantines = quarantines = {base_model: Quarantine() for base_model in self.fleet.models}
-        self.losses = LossRecorder(self.fleet, self.registry, quarantines, self.saver.publishing)
-        shared = SharedParts(
-            config=self.config,
-            pool=self.pool,
-            time=self.time,
-            epoch=self.epoch,
-            store=self.store,
-            fleet=self.fleet,
-            registry=self.registry,
-            in_flight=self.in_flight,
-            saver=self.saver,
-            journal=self.journal,
-            losses=self.losses,
-            quarantines=quarantines,
-            fair=load_fair_state(self.store),
-            failure=self.failure,
-        )
-        self.loops = {base_model: assemble_loop(base_model, shared) for base_model in self.fleet.models}
-        self.samples = assemble_samples(shared)
-        self._supervisor = Supervisor(
-            self.pool, self.time, self.fleet, self.losses, quarantines, self.registry, self.samples, self._tasks
-        )
-        self.deletions = Deletions(
-            self.store, self.registry, self.in_flight, self.saver, self.fleet, self.loops, quarantines, self.time
-        )
-        self.housekeeping = Housekeeping(
-            self.config,
-            self.time,
-            self.store,
-            self.registry,
-            self.sessions,
-            self.saver,
-            self.admission,
-            self.samples,
-        )
-
-    async def _finish_loop(self, loop: CycleLoop) -> None:
-        await loop.stop(self.config.stop_s_max)
-        if self.failure.is_reported:
-            return
-        try:
-            await loop.snapshot_all()
-        except (StorageError, WorkerLost) as error:
-            logger.warning("not everything has a snapshot, the next start will replay: %s", error)
+    async def _finish(self, runners: Runners) -> None:
+        """Admit nothing more, end the waits, finish the running cycles and write what is in memory only."""
+        self.admission.close()
+        self.store.give_up()
+        self.in_flight.close()
+        self.finished_samples.close()
+        runners.journal.close()
+        self.saver.publishing.give_up()
+        runners.supervisor.stop()
+        await runners.samples.stop()
+        for loop in runners.loops.values():
+            await loop.stop(self.config.stop_s_max)
+            if not self.failure.is_reported:
+                await loop.snapshot_all()
+        await self.saver.publishing.finish()

@@ -6,10 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from coordinator.fleet.worker import Flight, Incarnation
-from coordinator.operations.operation import Operation
+from coordinator.operations.operation import Operation, Usage
+from coordinator.operations.outcomes import fill_sample, item_error
 from coordinator.payloads.samples import DecodedSample
 from coordinator.storage.rows import SamplerRow
-from workers.contract.messages import TokenEvent
+from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.contract.messages import SampleResult, TokenEvent
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +48,19 @@ class Sample:
         """The record of it for the fleet."""
         operation = self.operation
         return Flight(self.name, operation.target_id, operation.seq, operation.tenant_id, self.sampler.version)
+
+    def fail(self, error: ops_pb.OperationError) -> None:
+        """Decide: failed before a worker answered."""
+        self.operation.fail(error)
+
+    def decide(self, result: SampleResult) -> int:
+        """Decide by a worker's result; return how many tokens the engine computed."""
+        usage = Usage(result.num_prompt_tokens + result.num_sampled_tokens, result.engine_s)
+        if result.error is not None:
+            self.operation.fail(item_error(result.error), usage)
+        else:
+            fill_sample(self.operation, self.decoded, result, usage)
+        return result.num_prompt_tokens - result.num_cached_tokens + result.num_sampled_tokens
 
     def start_on(self, worker: Incarnation) -> None:
         """A worker gets it."""

@@ -13,25 +13,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 
 from coordinator.base.errors import ServiceError
 from coordinator.base.failure import Failure
 from coordinator.fleet.worker import Incarnation
-from coordinator.operations.in_flight import InFlightTable
-from coordinator.operations.operation import Operation, Usage
-from coordinator.operations.outcomes import decided_row, fill_sample, item_error, service_error, worker_died
+from coordinator.operations.operation import Operation
+from coordinator.operations.outcomes import service_error, worker_died
 from coordinator.payloads.samples import DecodedSample, decode_sample
+from coordinator.sampling.commits import SampleCommits
 from coordinator.sampling.placement import Placement
+from coordinator.sampling.queues import SampleQueues
 from coordinator.sampling.sample import Sample
 from coordinator.sampling.streams import TokenStreams
 from coordinator.sampling.versions import SamplerVersions
-from coordinator.scheduling.fair_queue import FairQueue
 from coordinator.scheduling.losses import LossRecorder, WorkerLoss
-from coordinator.scheduling.quarantine import Quarantine
-from coordinator.storage.cycles import CycleCommit
 from coordinator.storage.rows import SamplerRow
-from coordinator.storage.store import Store
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2
 from workers.contract.messages import ErrorCode, ItemError, SampleResult, TokenEvent
@@ -44,42 +41,28 @@ REFUSALS_MAX = 3
 CANCELLED = ItemError(code=ErrorCode.CANCELLED, message="cancelled")
 
 
-class SampleQueue:
-    """The queued samples of one base model, and which of them the quarantine lets run."""
-
-    def __init__(self, fair: FairQueue, quarantine: Quarantine) -> None:
-        self.fair = fair
-        self.quarantine = quarantine
-
-    def next(self) -> str | None:
-        """Return the name of the next sample that may run."""
-        return self.fair.peek(self.quarantine.may_run)
-
-
 class SampleScheduler:
     """All unfinished samples of a coordinator."""
 
     def __init__(
         self,
         pool: Pool,
-        store: Store,
-        in_flight: InFlightTable,
         versions: SamplerVersions,
         placement: Placement,
-        queues: Mapping[str, SampleQueue],
+        queues: SampleQueues,
+        commits: SampleCommits,
+        streams: TokenStreams,
         losses: LossRecorder,
         failure: Failure,
     ) -> None:
-        """`queues`: by base model."""
-        self.streams = TokenStreams()
+        self.streams = streams
         self.wake = asyncio.Event()
         """Set when samples may run that could not before; subscribe it to the signals of their producers."""
         self._pool = pool
-        self._store = store
-        self._in_flight = in_flight
         self._versions = versions
         self._placement = placement
-        self._queues = dict(queues)
+        self._queues = queues
+        self._commits = commits
         self._losses = losses
         self._lost = losses.subscribe(self.wake)
         self._failure = failure
@@ -105,11 +88,10 @@ class SampleScheduler:
         slots = self._placement.num_slots(decoded.num_samples)
         sample = Sample(operation, self._versions.current(sampler), decoded, slots)
         self._samples[operation.name] = sample
-        self._queues.setdefault(sample.base_model, SampleQueue(FairQueue({}), Quarantine()))  # it may not be served now
         if self._versions.is_awaited(sample.sampler.version):
             self._awaiting.setdefault(sample.sampler.version, []).append(sample)
             return
-        self._enqueue(sample)
+        self._queues.of(sample.base_model).add(sample)
         self._dispatch(sample.base_model)
 
     def is_running(self, name: str) -> bool:
@@ -159,34 +141,30 @@ class SampleScheduler:
             for version in [v for v in self._awaiting if not self._versions.is_awaited(v)]:
                 for sample in self._awaiting.pop(version):
                     if not sample.operation.is_final:
-                        self._enqueue(sample)
+                        self._queues.of(sample.base_model).add(sample)
             self._dispatch_all()
 
     def _dispatch_all(self) -> None:
-        for base_model in self._queues:
+        for base_model in self._queues.base_models():
             self._dispatch(base_model)
 
     def _dispatch(self, base_model: str) -> None:
         """Hand samples out while a worker has room for the next one."""
         self._read_losses()
-        queue = self._queues[base_model]
+        queue = self._queues.of(base_model)
         while not self._is_stopping and self._placement.has_room(base_model):
-            name = queue.next()
+            name = queue.peek()
             worker = self._placement.choose(self._samples[name]) if name is not None else None
             if name is None or worker is None:
                 return
-            queue.fair.start(name)
+            queue.start(self._samples[name])
             self._placement.take(self._samples[name], worker)
             self._spawn(self._start(worker, self._samples[name]))
-
-    def _enqueue(self, sample: Sample) -> None:
-        queue = self._queues[sample.base_model].fair
-        queue.add(sample.name, sample.operation.tenant_id, sample.decoded.num_tokens_max)
 
     def _requeue(self, sample: Sample) -> None:
         self._placement.free(sample)
         sample.restart()
-        self._queues[sample.base_model].fair.requeue(sample.name)
+        self._queues.of(sample.base_model).requeue(sample)
 
     def _read_losses(self) -> None:
         """Fail the poison, then start the other samples of lost workers again."""
@@ -268,31 +246,19 @@ class SampleScheduler:
     # ---- outcomes
 
     def _finish(self, sample: Sample, result: SampleResult) -> None:
-        usage = Usage(result.num_prompt_tokens + result.num_sampled_tokens, result.engine_s)
-        if result.error is not None:
-            sample.operation.fail(item_error(result.error), usage)
-        else:
-            fill_sample(sample.operation, sample.decoded, result, usage)
-        num_computed = result.num_prompt_tokens - result.num_cached_tokens + result.num_sampled_tokens
-        self._queues[sample.base_model].fair.finish(sample.name, num_computed)
+        self._queues.of(sample.base_model).finish(sample, sample.decide(result))
         self._spawn(self._commit(sample))
         self._dispatch(sample.base_model)
 
     def _fail(self, sample: Sample, error: ops_pb.OperationError) -> None:
-        self._queues[sample.base_model].fair.finish(sample.name, 0)
-        sample.operation.fail(error)
+        sample.fail(error)
+        self._queues.of(sample.base_model).finish(sample, 0)
         self._spawn(self._commit(sample))
 
     async def _commit(self, sample: Sample) -> None:
-        operation = sample.operation
-        lost = await self._store.persist(CycleCommit(finished=[decided_row(operation)]))
-        assert not lost, f"{operation.name} ran without being logged"
-        self._samples.pop(operation.name, None)
-        self._queues[sample.base_model].quarantine.release(operation.name)
-        operation.drop_payload()
-        self._in_flight.finish(operation)
-        assert operation.outcome is not None
-        self.streams.finish(operation.name, operation.outcome)
+        await self._commits.commit(sample)
+        self._samples.pop(sample.name, None)
+        self._queues.of(sample.base_model).release(sample)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -24,6 +24,7 @@ from coordinator.base.config import CoordinatorConfig
 from coordinator.checkpoints import publishing
 from coordinator.coordinator import Coordinator
 from coordinator.runtime.core import Core
+from coordinator.runtime.data_dir import Seams
 from coordinator.storage import database as coordinator_database
 from coordinator.storage.database import Connection, StorageError, set_pragmas
 from coordinator.storage.store import Store
@@ -140,7 +141,7 @@ class History:
         loop = SimLoop(random, world.now, world.now + LIFE_S_MAX, self._files_start_s)
         time = SimTime(world)
         front = SimPoolFront(self._pool, lambda: coordinator.core.epoch)
-        coordinator = Coordinator(self._config, front, time, connect=self._connect, disk=self._disk)
+        coordinator = Coordinator(self._config, front, time, Seams(self._disk, self._connect))
         self._arm()
         patches = contextlib.ExitStack()
         patches.enter_context(mock.patch.object(coordinator_database, "CHECKPOINT_COMMITS", self._checkpoint_commits))
@@ -159,8 +160,7 @@ class History:
             for connection in self._connections:
                 close_quietly(connection)
             self._connections.clear()
-            if coordinator.core._lock is not None:
-                coordinator.core._lock.release()
+            coordinator.core.abandon()
             loop.close()
         if problems:
             raise Broken("\n".join(problems))

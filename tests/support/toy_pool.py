@@ -20,6 +20,7 @@ from coordinator.base.time import Time
 from coordinator.coordinator import Coordinator
 from coordinator.payloads.chunks import cut_chunks
 from coordinator.payloads.passes import decode_pass
+from coordinator.runtime.data_dir import Seams
 from coordinator.service.auth import Principal
 from coordinator.storage.rows import NewOperation
 from coordinator.storage.store import Store
@@ -156,7 +157,7 @@ class ToyPool:
     def lose_worker(self, worker_id: str = "w0", incarnation: str = "") -> None:
         """Report a worker's incarnation, by default its present one, as lost, though it lives."""
         core = self.coordinator.core
-        core.losses.record(worker_id, incarnation or core.fleet.worker(worker_id).name, "a test says so")
+        core.scheduling.losses.record(worker_id, incarnation or core.fleet.worker(worker_id).name, "a test says so")
 
     def samples_on(self, worker_id: str = "w0") -> list[str]:
         """Return the samples that a worker has."""
@@ -229,7 +230,7 @@ async def running_pool(
         return factory
 
     pool = LocalPool({worker_id: factory_of(worker_id) for worker_id in engines})
-    coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir, **config), pool, time, connect=connect)
+    coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir, **config), pool, time, Seams(connect=connect))
     await coordinator.start()
     toys = ToyPool(coordinator, engines)
     try:

@@ -88,7 +88,7 @@ async def test_nobodys_state_is_handed_out_beside_a_suspect(tmp_path: Path) -> N
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
         adapter, suspect = await pool.adapter(), "a:sample:0:1"
         core = pool.coordinator.core
-        [quarantine] = core.quarantines.values()
+        [quarantine] = core.scheduling.quarantines.values()
         pool.hold()
         name = await pool.forward_backward(adapter, 1, 5)
         await until(lambda: core.fleet.worker("w0").training)
@@ -111,7 +111,7 @@ async def test_random_deaths_never_fail_an_innocent_operation(tmp_path: Path) ->
     """
     chance = random.Random(7)
     async with running_pool(tmp_path, num_workers=2, replay_s_max=0.0) as pool:
-        quarantine = pool.coordinator.core.quarantines["toy"]
+        quarantine = pool.coordinator.core.scheduling.quarantines["toy"]
         tenants = [f"tenant{i}" for i in range(3)]
         adapters = [await pool.adapter(tenant) for tenant in tenants]
         names: dict[str, list[str]] = {tenant: [] for tenant in tenants}

@@ -1,0 +1,19 @@
+"""What every part of a coordinator shares: its settings, its clock, its epoch and its place for fatal errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.base.config import CoordinatorConfig
+from coordinator.base.failure import Failure
+from coordinator.base.time import Time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """One epoch of a coordinator."""
+
+    config: CoordinatorConfig
+    time: Time
+    failure: Failure
+    epoch: int

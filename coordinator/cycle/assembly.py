@@ -1,0 +1,43 @@
+"""Puts the cycle loop of each base model together."""
+
+from __future__ import annotations
+
+from coordinator.base.context import Context
+from coordinator.checkpoints.saver import Saver
+from coordinator.cycle.commit import Committer
+from coordinator.cycle.dispatch import Dispatch
+from coordinator.cycle.items import ItemBuilder
+from coordinator.cycle.journal import CycleJournal
+from coordinator.cycle.loop import CycleLoop
+from coordinator.cycle.phases import Phases
+from coordinator.cycle.results import Results
+from coordinator.fleet.fleet import Fleet
+from coordinator.operations.registers import Registers
+from coordinator.scheduling.schedule import Scheduling
+from coordinator.storage.store import Store
+from workers.contract.protocols import Pool
+
+
+def make_loops(
+    context: Context,
+    pool: Pool,
+    store: Store,
+    fleet: Fleet,
+    registers: Registers,
+    saver: Saver,
+    scheduling: Scheduling,
+    journal: CycleJournal,
+) -> dict[str, CycleLoop]:
+    """Return a loop for every base model that the pool serves."""
+    time, loops = context.time, {}
+    for base_model, schedule in scheduling.schedules.items():
+        group, planning, snapshots = registers.registry.group(base_model), schedule.planning, schedule.snapshots
+        dispatch = Dispatch(
+            pool, time, context.epoch, fleet, scheduling.losses, schedule.quarantine, schedule.deadlines
+        )
+        results = Results(saver, snapshots, fleet)
+        items = ItemBuilder(store, saver.folders)
+        phases = Phases(planning, group, fleet, items, dispatch, results, snapshots, time)
+        committer = Committer(planning, group, saver, registers.in_flight, fleet, journal, time)
+        loops[base_model] = CycleLoop(schedule.clock, planning, phases, committer, journal, group, snapshots, time)
+    return loops

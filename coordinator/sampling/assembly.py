@@ -1,0 +1,44 @@
+"""Puts the scheduler of samples together, and says which signals wake it."""
+
+from __future__ import annotations
+
+from coordinator.base.context import Context
+from coordinator.checkpoints.saver import Saver
+from coordinator.fleet.fleet import Fleet
+from coordinator.operations.registers import Registers
+from coordinator.sampling.commits import SampleCommits
+from coordinator.sampling.placement import Placement
+from coordinator.sampling.queues import SampleQueues
+from coordinator.sampling.scheduler import SampleScheduler
+from coordinator.sampling.streams import TokenStreams
+from coordinator.sampling.versions import SamplerVersions
+from coordinator.scheduling.schedule import Scheduling
+from coordinator.storage.store import Store
+from workers.contract.protocols import Pool
+
+
+def make_sample_scheduler(
+    context: Context,
+    pool: Pool,
+    store: Store,
+    fleet: Fleet,
+    registers: Registers,
+    saver: Saver,
+    scheduling: Scheduling,
+) -> SampleScheduler:
+    """Return the scheduler of all base models' samples."""
+    streams = TokenStreams()
+    samples = SampleScheduler(
+        pool,
+        SamplerVersions(store, registers.registry, saver),
+        Placement(fleet, context.config.samples_per_worker_max),
+        SampleQueues(scheduling),
+        SampleCommits(store, registers.in_flight, streams),
+        streams,
+        scheduling.losses,
+        context.failure,
+    )
+    for quarantine in scheduling.quarantines.values():
+        quarantine.changed.subscribe(samples.wake)
+    saver.publishing.changed.subscribe(samples.wake)
+    return samples

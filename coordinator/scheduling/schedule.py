@@ -1,0 +1,89 @@
+"""What decides when cycles run and what they contain, put together: per base model a schedule, and the recorder of
+losses for all of them.
+
+The one place that says which signals wake a cycle clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from coordinator.base.context import Context
+from coordinator.checkpoints.saver import Saver
+from coordinator.checkpoints.snapshots import Snapshots
+from coordinator.fleet.fleet import Fleet
+from coordinator.operations.registry import AdapterRegistry
+from coordinator.scheduling.budget import TokenBudget
+from coordinator.scheduling.clock import CycleClock
+from coordinator.scheduling.cost_model import CycleCosts
+from coordinator.scheduling.deadlines import Deadlines
+from coordinator.scheduling.losses import LossRecorder
+from coordinator.scheduling.planning import Planning
+from coordinator.scheduling.quarantine import Quarantine
+from coordinator.scheduling.ready_set import ReadySet
+from coordinator.scheduling.virtual_counters import FairState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """What schedules the cycles of one base model."""
+
+    clock: CycleClock
+    planning: Planning
+    quarantine: Quarantine
+    deadlines: Deadlines
+    snapshots: Snapshots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduling:
+    """The schedules of all base models."""
+
+    schedules: Mapping[str, Schedule]
+    """By base model."""
+    losses: LossRecorder
+    fair: FairState
+    """Every tenant's weight and virtual counter when this epoch began."""
+
+    @property
+    def quarantines(self) -> Mapping[str, Quarantine]:
+        """The quarantine of each base model."""
+        return {base_model: schedule.quarantine for base_model, schedule in self.schedules.items()}
+
+
+def make_scheduling(
+    context: Context, fleet: Fleet, registry: AdapterRegistry, saver: Saver, fair: FairState
+) -> Scheduling:
+    """Return the schedules of every base model that the pool serves."""
+    schedules = {
+        base_model: _schedule(base_model, context, fleet, registry, saver, fair) for base_model in fleet.models
+    }
+    quarantines = {base_model: schedule.quarantine for base_model, schedule in schedules.items()}
+    losses = LossRecorder(fleet, registry, quarantines, saver.publishing)
+    return Scheduling(schedules=schedules, losses=losses, fair=fair)
+
+
+def _schedule(
+    base_model: str, context: Context, fleet: Fleet, registry: AdapterRegistry, saver: Saver, fair: FairState
+) -> Schedule:
+    config, time, group, costs = context.config, context.time, registry.group(base_model), CycleCosts()
+    quarantine, snapshots = Quarantine(), Snapshots(saver, time, config.replay_s_max)
+    clock = CycleClock(time, config.linger_s, costs, group.arrivals)
+    for signal in (group.changed, quarantine.changed, snapshots.changed, saver.publishing.changed):
+        signal.subscribe(clock.wake)
+    budget = TokenBudget(
+        costs,
+        base_model=base_model,
+        chunk_tokens=fleet.models[base_model].chunk_tokens,
+        tokens=config.cycle_tokens_max,
+        cycle_s_max=config.cycle_s_max,
+    )
+    ready = ReadySet(group, quarantine, snapshots, saver.publishing)
+    return Schedule(
+        clock=clock,
+        planning=Planning(base_model, ready, budget, costs, fleet, fair),
+        quarantine=quarantine,
+        deadlines=Deadlines(costs),
+        snapshots=snapshots,
+    )
