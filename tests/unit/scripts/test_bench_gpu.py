@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,17 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from scripts.bench import gpu as bench_gpu
-from scripts.bench.gpu import (
-    SHAPES,
-    Case,
-    Fused,
-    SequentialPeft,
-    make_data,
-    measure,
-    train_flops_per_token,
-    write_model,
-)
+from scripts.bench.gpu.cases import SHAPES, Case, make_data, train_flops_per_token, write_model
+from scripts.bench.gpu.run import main, measure
+from scripts.bench.gpu.sides import Fused, SequentialPeft
 from workers.contract.settings import EngineSettings
 
 # PEFT warns of merging an adapter of a tied unembedding; this test merges none.
@@ -30,19 +21,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=T
 CPU = torch.device("cpu")
 
 
-def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str) -> list[list[str]]:
+def run_script(capsys: pytest.CaptureFixture[str], *args: str) -> list[list[str]]:
     """Return the cells of the rows that it prints on a CPU, without the table's head."""
-    argv = ["bench_gpu.py", "--device", "cpu", "--shape", "tiny", "--rank", "4", "--rounds", "1", *args]
-    monkeypatch.setattr(sys, "argv", argv)
-    bench_gpu.main()
+    main(["--device", "cpu", "--shape", "tiny", "--rank", "4", "--rounds", "1", *args])
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows][2:]
 
 
-def test_script_runs_on_a_cpu_and_prints_a_row_of_every_side(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = run_script(monkeypatch, capsys, "--cases", "2x1x16", "--exact")
+def test_script_runs_on_a_cpu_and_prints_a_row_of_every_side(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run_script(capsys, "--cases", "2x1x16", "--exact")
     assert [row[:2] for row in rows] == [["2 x 1 x 16", side] for side in ("fused", "exact", "sequential PEFT")]
     assert all(len(row) == 8 and re.fullmatch(r"[\d.]+ \([\d.]+-[\d.]+\)", row[2]) for row in rows)
 
@@ -58,7 +45,7 @@ def test_case_without_memory_is_left_out_and_the_next_is_measured(
         step(side)
 
     monkeypatch.setattr(SequentialPeft, "step", short_of_memory)
-    rows = run_script(monkeypatch, capsys, "--cases", "3x1x16", "1x1x16")
+    rows = run_script(capsys, "--cases", "3x1x16", "1x1x16")
     assert [row[:2] for row in rows] == [
         ["3 x 1 x 16", "out of memory, left out"],
         ["1 x 1 x 16", "fused"],

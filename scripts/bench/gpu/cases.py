@@ -1,0 +1,114 @@
+"""Models and loads of the GPU benchmark, and the FLOP of a trained token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from workers.contract.messages import Datum
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "vocab_size": 512,
+        "tie_word_embeddings": True,
+    },
+    "0.6b": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12_288,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": False,
+    },
+}
+"""Shapes of Qwen3. The weights are random."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The load of a step: tenants with sequences of equal length."""
+
+    num_tenants: int
+    num_seqs: int
+    num_tokens: int
+
+    @classmethod
+    def read(cls, text: str) -> Case:
+        """Parse "tenants x sequences x tokens", without blanks. Raises ValueError."""
+        return cls(*(int(part) for part in text.split("x")))
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens trained in a step."""
+        return self.num_tenants * self.num_seqs * self.num_tokens
+
+    def __str__(self) -> str:
+        return f"{self.num_tenants} x {self.num_seqs} x {self.num_tokens}"
+
+
+def train_flops_per_token(config: Any, num_tokens: int, rank: int) -> float:
+    """Return the FLOP of a trained token in sequences of `num_tokens`: 4N + 6P + attention.
+
+    N are the weights of all linears (forward, and backward to the inputs: 2N each), P those of the adapter (forward,
+    backward to inputs and to weights). Attention is causal: a token sees half of its sequence on average; scores and
+    values are two products forward and five backward; flash attention recomputes one of them.
+    """
+    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    hidden, mlp = config.hidden_size, config.intermediate_size
+    linears = [
+        (hidden, query),
+        (hidden, key),
+        (hidden, key),
+        (query, hidden),
+        (hidden, mlp),
+        (hidden, mlp),
+        (mlp, hidden),
+    ]
+    layers = config.num_hidden_layers
+    base = layers * sum(d_in * d_out for d_in, d_out in linears) + hidden * config.vocab_size
+    adapter = rank * (layers * sum(d_in + d_out for d_in, d_out in linears) + hidden + config.vocab_size)
+    attention = layers * 7 * 2 * query * num_tokens / 2
+    return float(4 * base + 6 * adapter + attention)
+
+
+def write_model(shape: str, directory: Path, device: torch.device) -> Path:
+    """Write a random Qwen3 of a named shape as a Hugging Face directory."""
+    config = Qwen3Config(**SHAPES[shape], max_position_embeddings=32_768, dtype=torch.bfloat16)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    return directory
+
+
+def make_data(case: Case, vocab_size: int, tenant: int) -> tuple[Datum, ...]:
+    """Return a tenant's sequences: random tokens, next-token targets, weights of one."""
+    rng = np.random.default_rng(tenant)
+    data = []
+    for _ in range(case.num_seqs):
+        tokens = rng.integers(0, vocab_size, case.num_tokens + 1).astype(np.int32)
+        weights = np.ones(case.num_tokens, dtype=np.float32)
+        data.append(Datum(tokens=tokens[:-1], loss_inputs={"target_tokens": tokens[1:], "weights": weights}))
+    return tuple(data)
