@@ -43,7 +43,7 @@ class Coordinator:
         await self.core.failure.wait()
 
     def health(self) -> bool:
-        """Whether cycles can make progress."""
+        """Return whether cycles can make progress."""
         return self.core.is_healthy()
 
     async def first_admin_key(self) -> str | None:

@@ -1,5 +1,12 @@
-"""Errors, configuration, fatal failures, time and version: imported by every other room, imports none of them.
+"""Errors, configuration, fatal failures, signals, time and version.
 
-Public interface: `errors` (the kinds of errors; `ServiceError` and `Code`), `config` (every option of a coordinator and
-its doors), `failure.Failure` (the first fatal error), `time.Time`, `version.VERSION`.
+Public interface:
+
+- `errors`: the kinds of errors; `ServiceError`, `Code`, and functions that make common refusals;
+- `config`: every option of a coordinator and its doors;
+- `failure.Failure`: the first fatal error; `signal.Signal`: a wake-up without data;
+- `time`: `Time`, `SystemTime`, and `within`, a time-out that a pause of the process does not trigger;
+- `version.VERSION`.
+
+Imported by every other room; must not depend on any of them.
 """

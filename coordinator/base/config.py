@@ -38,7 +38,7 @@ class Limits:
     topk_max: int = 100
     """Most top-k tokens, targets or draws at one position of a sample."""
     sample_logprobs_max: int = 4 << 20
-    """Most log-probabilities in one sample's result besides those of its tokens; each takes 8 bytes."""
+    """Most log-probabilities in one sample's result, without those of its tokens; each takes 8 bytes."""
     wait_names_max: int = 10_000
     """Most operations in one wait."""
 
@@ -131,7 +131,7 @@ class GrpcConfig(DoorConfig):
     streams_max: int = 1000
     """Most calls at a time on one connection; more wait at the client."""
     keepalive_s: float = 60.0
-    """Seconds of silence after which a client is pinged; it is gone if it does not reply in 20 s."""
+    """Seconds of silence after which a client is pinged; without a reply in 20 s its connection is closed."""
     idle_s_max: float = 600.0
     """Seconds after which a connection without calls is closed; clients open another by themselves."""
     connection_age_s_max: float = 3600.0

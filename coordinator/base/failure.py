@@ -1,6 +1,7 @@
-"""The one place for errors that the coordinator cannot survive.
+"""Fatal errors: the ones after which the coordinator must stop.
 
-Any part may report such an error; the code that runs the coordinator waits for the first one and then stops it.
+Any part may report such an error; the code that runs the coordinator waits for the first one and then stops it. Main
+invariant: the first reported error is the one that is raised.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Failure:
 
     def report(self, error: BaseException) -> None:
         """Record that the coordinator must stop. The first error wins; every error is logged."""
-        logger.critical("the coordinator cannot go on", exc_info=error)
+        logger.critical("fatal error: the coordinator stops", exc_info=error)
         if self._error is None:
             self._error = error
             self._is_reported.set()

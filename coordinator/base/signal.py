@@ -1,4 +1,4 @@
-"""A wake-up without data: a producer says that state has changed, and receivers read that state.
+"""A wake-up without data: a producer signals that its state has changed, and receivers read that state.
 
 Does not depend on what changes. Main invariant: a notification is never lost; several before a receiver looks count as
 one.

@@ -123,8 +123,10 @@ class Publishing:
     # ---- a version's way
 
     def can_hold(self, base_model: str, state: AdapterState) -> bool:
-        """Whether this version may be committed before its file exists: the log can make it again bit for bit, and
-        there is memory for it until then."""
+        """Return whether this version may be committed before its file exists.
+
+        The log must be able to rematerialize it bit for bit, and there must be memory for it until then.
+        """
         num_bytes = sum(version.num_bytes for version in self._versions.values())
         return self._models[base_model].is_exact and num_bytes + len(state.weights) <= HELD_BYTES_MAX
 
@@ -183,7 +185,7 @@ class Publishing:
     # ---- questions
 
     def is_awaited(self, name: str) -> bool:
-        """Whether this version must be rematerialized before anything can be sampled from it."""
+        """Return whether this version must be rematerialized before anything can be sampled from it."""
         version = self._versions.get(name)
         return version is not None and version.state is None and version.error is None
 
@@ -198,7 +200,7 @@ class Publishing:
             )
 
     def is_unwritten(self, adapter_id: str) -> bool:
-        """Whether a file of this adapter's versions is being written."""
+        """Return whether a file of this adapter's versions is being written."""
         return any(version.state is not None for version in self._of(adapter_id))
 
     async def until_written(self, adapter_id: str, seq: float = math.inf) -> None:

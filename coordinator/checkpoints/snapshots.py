@@ -74,7 +74,7 @@ class Snapshots:
         return [adapter for resident in by_worker.values() for adapter in self._due_on_worker(resident)]
 
     def can_take(self, adapter: AdapterLog) -> bool:
-        """Whether the adapter's copy is ahead of its last snapshot and at a point where one may be taken."""
+        """Return whether the adapter's copy is ahead of its last snapshot and at a point where one may be taken."""
         if adapter.adapter_id in self._writing:
             return False
         is_ahead = bool(adapter.worker_id) and adapter.copy.applied_seq > adapter.snapshot_seq
@@ -111,7 +111,7 @@ class Snapshots:
         self._retry_at[adapter.adapter_id] = self._time.monotonic() + pause_s
 
     def is_unsettled(self, adapter_id: str) -> bool:
-        """Whether a snapshot may be durable that the adapter log was not told of.
+        """Return whether a snapshot may be durable that the adapter log was not told of.
 
         Then no copy may be installed from the snapshot before: the operations to replay after it may have left the log.
         """

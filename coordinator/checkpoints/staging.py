@@ -30,7 +30,7 @@ class StagedStates:
         self.checkpoints.append(row)
 
     def has_path(self, path: str) -> bool:
-        """Whether a checkpoint is staged under this path."""
+        """Return whether a checkpoint is staged under this path."""
         return any(row.path == path for row in self.checkpoints)
 
     def add_sampler(self, row: SamplerRow) -> None:

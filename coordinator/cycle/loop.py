@@ -132,7 +132,7 @@ class CycleLoop:
     # ---- what the clock asks
 
     def is_ready(self) -> bool:
-        """Whether a cycle would do anything, or the loop is to end."""
+        """Return whether a cycle would do anything, or the loop is to end."""
         if self._is_over:
             return True
         self._snapshots.settle(self._group.logs)
@@ -143,7 +143,7 @@ class CycleLoop:
         return self.planning.ready.tenants()
 
     def is_full(self) -> bool:
-        """Whether the ready chunks fill the budget."""
+        """Return whether the ready chunks fill the budget."""
         return self.planning.is_full()
 
     # ---- plan, log, run, commit

@@ -77,7 +77,7 @@ class Results:
             log.lose_copy()
             return
         logger.error("%s: %s", log.adapter_id, error.message)
-        log.give_up(service_error(error))
+        log.abort(service_error(error))
         self._saver.publishing.fail(log.adapter_id, error)
 
     def _take_in_replay(

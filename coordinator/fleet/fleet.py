@@ -1,7 +1,7 @@
-"""The workers: the incarnation of each, whether it is live, what it holds, and the facts of its base model.
+"""The workers of a pool, each with its present incarnation, and the facts of the base models.
 
 Does not depend on operations, schedules or storage. Main invariant: an incarnation that was marked lost never becomes
-live again; its worker comes back as another one.
+live again; its replacement is a new incarnation of the same worker.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Fleet:
         sample."""
         self._workers: dict[str, Incarnation] = {}
         self._num_losses: Counter[str] = Counter()
-        """By worker, since it last answered a batch."""
+        """By worker, since its last reply to a batch."""
 
     def start(self, workers: Iterable[WorkerInfo]) -> None:
         """Take in the workers of a pool that has started."""
@@ -33,7 +33,7 @@ class Fleet:
         self._note_memory()
 
     def revive(self, info: WorkerInfo) -> None:
-        """A worker has a new incarnation, empty."""
+        """Replace a lost incarnation of a worker by a new one, which holds no adapter and no version."""
         assert info.worker_id in self._workers
         self._workers[info.worker_id] = Incarnation(info)
         self._note_memory()
@@ -52,7 +52,7 @@ class Fleet:
         return found if found is not None and found.is_live else None
 
     def is_live(self, worker_id: str) -> bool:
-        """Whether this worker may be sent anything."""
+        """Return whether the worker's present incarnation is live."""
         return self.find(worker_id) is not None
 
     def live(self, base_model: str) -> list[WorkerInfo]:
@@ -60,7 +60,7 @@ class Fleet:
         return [w.info for w in self._workers.values() if w.is_live and w.info.model.name == base_model]
 
     def has_lost(self, base_model: str) -> bool:
-        """Whether a worker of this base model is lost and not yet replaced."""
+        """Return whether a worker of this base model is lost and not yet replaced."""
         return any(not w.is_live and w.info.model.name == base_model for w in self._workers.values())
 
     def lose(self, worker_id: str, incarnation: str) -> tuple[tuple[Flight, ...], tuple[Flight, ...]] | None:
@@ -74,26 +74,30 @@ class Fleet:
         return found.end()
 
     def note_loss(self, worker_id: str) -> int:
-        """Count a loss of the worker; return how many there were since it last answered a batch."""
+        """Count a loss of the worker; return the number of losses since its last reply to a batch."""
         self._num_losses[worker_id] += 1
         return self._num_losses[worker_id]
 
     def answered(self, worker_id: str) -> None:
-        """The worker has answered a batch: it works."""
+        """Reset the count of losses: the worker replied to a batch."""
         self._num_losses.pop(worker_id, None)
 
     def hold_version(self, worker_id: str, incarnation: str, version: str) -> None:
-        """That incarnation of the worker holds a sampler version; ignored if it is lost."""
+        """Record that an incarnation of the worker holds a sampler version; ignored if that incarnation is lost."""
         if (found := self.find(worker_id)) is not None and found.name == incarnation:
             found.hold(version)
 
     def remove(self, worker_id: str, key: str) -> None:
-        """Have a worker drop an adapter or version with the next message that it gets; ignored if it is lost."""
+        """Have a worker drop an adapter or version with its next message; ignored if the worker is lost."""
         if (found := self.find(worker_id)) is not None:
             found.remove(key)
 
     def _note_memory(self) -> None:
-        """An adapter may come to live on the worker with the least memory; a sample can go to the one with the most."""
+        """Update the memory facts of every base model.
+
+        The worker with the least memory limits training, because an adapter may be placed on any worker. The one with
+        the most limits sampling, because a large sample can be placed there.
+        """
         for name, model in self.models.items():
             found = [each.info.model for each in self._workers.values() if each.info.model.name == name]
             fitting = [each.fitting_tokens for each in found if each.fitting_tokens is not None]

@@ -16,7 +16,7 @@ class Residency:
         self._by_worker.setdefault(worker_id, {})[adapter_id] = None
 
     def leave(self, worker_id: str, adapter_id: str) -> None:
-        """Record that the adapter's copy there is gone."""
+        """Record that the adapter has no copy there any more."""
         self._by_worker.get(worker_id, {}).pop(adapter_id, None)
 
     def on(self, worker_id: str) -> list[str]:

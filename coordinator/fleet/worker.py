@@ -1,6 +1,7 @@
-"""One incarnation of a worker as the coordinator believes it to be. In memory.
+"""One incarnation of a worker: its operations in flight, and the sampler versions that it holds. In memory.
 
-Does not depend on what operations mean: flights are opaque records.
+Does not depend on what operations mean: flights are opaque records. Main invariant: a lost incarnation has nothing in
+flight.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ VERSIONS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """An operation that a worker has and has not answered."""
+    """An operation that a worker was sent, and whose result has not arrived."""
 
     name: str
-    """Of the operation."""
+    """The operation's name."""
     target_id: str
     """The adapter or sampler."""
     seq: int
@@ -30,14 +31,14 @@ class Flight:
 
 @dataclass(slots=True, eq=False)
 class Incarnation:
-    """What one incarnation of a worker holds and runs."""
+    """One incarnation of a worker."""
 
     info: WorkerInfo
     is_live: bool = True
     training: tuple[Flight, ...] = ()
     """The operations of the present phase."""
     samples: dict[str, Flight] = field(default_factory=dict)
-    """The samples that it has, by name."""
+    """The samples in flight there, by name."""
     _versions: OrderedDict[str, None] = field(default_factory=OrderedDict)
     _removals: list[str] = field(default_factory=list)
 
@@ -47,23 +48,23 @@ class Incarnation:
         return self.info.incarnation
 
     def begin_phase(self, flights: tuple[Flight, ...]) -> None:
-        """The worker gets these operations of a cycle's phase."""
+        """Record the operations of a cycle's phase that are sent to the worker."""
         self.training = flights
 
     def end_phase(self) -> None:
-        """The worker has answered the phase."""
+        """Record that the worker replied to the phase."""
         self.training = ()
 
     def begin_sample(self, flight: Flight) -> None:
-        """The worker gets a sample."""
+        """Record that a sample is sent to the worker."""
         self.samples[flight.name] = flight
 
     def end_sample(self, name: str) -> bool:
-        """The worker no longer has this sample; whether it had it."""
+        """Record that the worker no longer has this sample; return whether it had it."""
         return self.samples.pop(name, None) is not None
 
     def end(self) -> tuple[tuple[Flight, ...], tuple[Flight, ...]]:
-        """The incarnation is lost: return the training operations and samples that were in flight."""
+        """Mark the incarnation lost; return the training operations and samples that were in flight."""
         self.is_live = False
         training, samples = self.training, tuple(self.samples.values())
         self.training, self.samples = (), {}
@@ -75,11 +76,11 @@ class Incarnation:
         return tuple(self._versions)
 
     def holds(self, version: str) -> bool:
-        """Whether the worker holds this sampler version, as far as is known here."""
+        """Return whether this record has the sampler version as held; the worker may have dropped it."""
         return version in self._versions
 
     def hold(self, version: str) -> None:
-        """The worker holds this version, or is being sent it; the least recently used ones are removed."""
+        """Record that the worker holds this version, or is being sent it; remove the least recently used ones."""
         self._versions[version] = None
         self._versions.move_to_end(version)
         if version in self._removals:
@@ -92,14 +93,14 @@ class Incarnation:
             self._removals.append(old)
 
     def misses(self, version: str) -> None:
-        """The worker turned out not to hold this version."""
+        """Record that the worker does not hold this version, as it reported."""
         self._versions.pop(version, None)
 
     def remove(self, key: str) -> None:
-        """Have the worker drop an adapter or version with the next batch or sample that it gets."""
+        """Have the worker drop an adapter or version with its next batch or sample."""
         self._removals.append(key)
 
     def take_removals(self) -> tuple[str, ...]:
-        """Return what the worker is to drop with the message that is sent now."""
+        """Return the adapters and versions that the worker must drop with the message that is sent now."""
         removals, self._removals = tuple(self._removals), []
         return removals

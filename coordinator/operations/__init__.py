@@ -1,1 +1,13 @@
-"""Operations and their states, adapter logs, sessions, payloads, admission and the in-flight table."""
+"""Operations and their states, adapter logs, sessions, admission and the in-flight table.
+
+Public interface:
+
+- `operation`: `Operation`, its `Kind` and `Usage`; `outcomes`: outcomes from results and errors, and rows of the log;
+- `adapter_log`: `AdapterLog`, one adapter's operations by sequence number, with the cursor of its copy on a worker;
+- `registry`: `AdapterRegistry`, and `AdapterGroup`, the adapters of one base model; `arrivals.Arrivals`;
+- `admission`: `Admission`, the only way for a `Request` to become an operation; `storage_error`;
+- `in_flight.InFlightTable`: operations without a committed outcome, and the waits for them; `finished_samples`;
+- `sessions`: `SessionTable` and `Session`; `restoring`: operations and adapter logs from rows, for recovery.
+
+Must not depend on what runs next, on how workers are called, or on a transport.
+"""

@@ -1,14 +1,14 @@
-"""One adapter's operations by sequence number, and the replay cursor of its copy on a worker. In memory; rebuilt from
-the operation log in the database.
+"""One adapter's operations by sequence number, and the replay cursor of its copy on a worker.
 
-Does not depend on fairness, storage, or on what the operations compute. The invariants:
+In memory; rebuilt from the operation log in the database. Does not depend on fairness, storage, or on what the
+operations compute. The invariants:
 
-- operations run strictly by seq, with no gap; a decided one that failed counts as done;
-- `copy.cursor` is the last seq that the copy has behind it, `copy.applied_seq` the last one that its worker ran; they
-  differ by operations that need no worker (failed ones, and on a replay everything that changes no state, except saves
-  whose weights must be rematerialized);
+- operations run strictly by seq, with no gap; a failed one counts as done;
+- `copy.cursor` is the last seq that the copy has passed, `copy.applied_seq` the last one that its worker ran. They
+  differ by operations that need no worker: failed ones, and on a replay all that change no state, except saves whose
+  weights must be rematerialized;
 - once an operation that adds gradient or loads a state fails, its gradient window is closed: operations that need it
-  fail too, up to and including the next optim_step, and the worker is told to drop the pending gradient first;
+  fail too, up to and including the next optim_step, and the worker drops the pending gradient first;
 - progress of execution belongs to one generation of the copy: losing or installing the copy starts the next one.
 """
 
@@ -34,13 +34,13 @@ class Progress:
 
     num_chunks_done: int = 0
     results: list[ItemResult] = field(default_factory=list)
-    """Of those chunks."""
+    """The results of those chunks."""
     is_running: bool = False
     """A worker has it."""
 
     @property
     def usage(self) -> Usage:
-        """What its chunks cost so far."""
+        """The cost of its chunks so far."""
         return Usage(sum(r.num_tokens for r in self.results), sum(r.engine_s for r in self.results))
 
 
@@ -71,32 +71,32 @@ class AdapterLog:
     base_model: str
     spec: AdapterSpec
     residency: Residency = field(default_factory=Residency)
-    """Where this base model's adapters live."""
+    """Which worker each adapter of this base model has its copy on."""
     snapshot_seq: int = 0
-    """What the newest durable snapshot contains; a new copy starts there."""
+    """The last seq that the newest durable snapshot contains; a new copy starts there."""
     snapshot_window_error: ops_pb.OperationError | None = None
     """The failure that had closed the gradient window there."""
     quarantined: tuple[int, int] = NO_SEQS
-    """First and last seq of operations whose worker was lost: they run one by one, each in a batch of its own."""
+    """First and last seq of operations whose worker was lost: each of them runs in a batch of its own."""
     next_seq: int = 1
-    """The seq after the highest accepted one: what a server-assigned operation gets."""
+    """The seq after the highest accepted one: the next one that the server assigns."""
     operations: dict[int, Operation] = field(default_factory=dict)
     """All after `snapshot_seq`, by seq."""
     copy: Copy = field(default_factory=lambda: Copy(0, 0, 0, None))
     engine_s_since_snapshot: float = 0.0
-    """What a replay from the snapshot would cost."""
+    """Engine seconds that a replay from the snapshot would take."""
     window_bytes: int = 0
     """Bytes of the payloads since the last optimizer step was accepted."""
     gap_since: float | None = None
     """When an operation was first seen behind a seq that has not arrived."""
     damage: ops_pb.OperationError | None = None
-    """Why no copy can be made: every operation fails with this until the next start tries again."""
+    """Why no copy can be made: every operation fails with this error until the next start tries again."""
     is_deleted: bool = False
-    """Its deletion has begun, and has not failed: it accepts nothing more."""
+    """Its deletion has begun, and has not failed: it accepts no more operations."""
     _decided: list[Operation] = field(default_factory=list)
     """Failed without a worker, not yet committed."""
     _reinstalls: Counter[str] = field(default_factory=Counter)
-    """How often each operation found the copy out of order, since the copy last ran something new."""
+    """How often each operation found the copy out of order, since the last result for an undecided operation."""
 
     @property
     def adapter_id(self) -> str:
@@ -130,13 +130,13 @@ class AdapterLog:
 
     @property
     def is_as_committed(self) -> bool:
-        """Everything after the copy's last operation is committed: the log agrees on how the window stands."""
+        """Everything after the copy's last operation is committed: the log has the present state of the window."""
         since = (self.operations.get(seq) for seq in range(self.copy.applied_seq, self.copy.cursor + 1))
         return not self._decided and all(operation is None or operation.is_committed for operation in since)
 
     @property
     def is_ahead(self) -> bool:
-        """Something ran on the copy that the snapshot does not contain."""
+        """An operation ran on the copy that the snapshot does not contain."""
         has_run = self.engine_s_since_snapshot > 0 or self.copy.applied_seq > self.snapshot_seq
         return bool(self.worker_id) and has_run
 
@@ -160,7 +160,7 @@ class AdapterLog:
     # ---- acceptance
 
     def add(self, operation: Operation) -> None:
-        """Take an accepted operation into the order."""
+        """Add an accepted operation."""
         assert operation.seq not in self.operations
         self.operations[operation.seq] = operation
         self.next_seq = max(self.next_seq, operation.seq + 1)
@@ -170,7 +170,7 @@ class AdapterLog:
             self.window_bytes = 0
 
     def withdraw(self, operation: Operation) -> None:
-        """Take back an operation whose append failed. If a worker may have seen it, its copy is given up."""
+        """Remove an operation whose append failed. If a worker may have run it, drop the adapter's copy."""
         has_begun = operation.seq in self.copy.progress
         operation.withdraw()
         if self.operations.get(operation.seq) is not operation:
@@ -186,43 +186,43 @@ class AdapterLog:
             self.lose_copy()
 
     def restore(self, next_seq: int) -> None:
-        """After recovery: continue the numbering of the last epoch."""
+        """Continue the numbering of the last epoch, in a recovery."""
         self.next_seq = max(self.next_seq, next_seq)
 
     def begin_deletion(self) -> None:
-        """Accept nothing more."""
+        """Accept no more operations."""
         self.is_deleted = True
 
     def cancel_deletion(self, decided: Iterable[Operation]) -> None:
-        """The deletion failed: go on, with the operations that it decided still to be committed."""
+        """Accept operations again, as the deletion failed; the operations that it decided are still to be committed."""
         self._decided = list(decided)
         self.is_deleted = False
 
     # ---- the copy
 
     def lose_copy(self) -> None:
-        """Start again from the snapshot: the copy on the worker is gone or not to be trusted."""
+        """Start again from the snapshot: the copy on the worker was lost or cannot be trusted."""
         if self.worker_id:
             self.residency.leave(self.worker_id, self.adapter_id)
         seq = self.snapshot_seq
         self.copy = Copy(self.copy.generation + 1, seq, seq, self.snapshot_window_error)
 
     def place_copy(self, worker_id: str) -> None:
-        """A fresh copy from the snapshot is being installed on this worker."""
+        """Start a new copy from the snapshot, which is being installed on this worker."""
         self.lose_copy()
         self.copy.worker_id = worker_id
         self.residency.enter(worker_id, self.adapter_id)
         self.engine_s_since_snapshot = 0.0
 
     def join(self, residency: Residency) -> None:
-        """Count a copy of this adapter here from now on, and no longer where it counted before."""
+        """Record this adapter's copy in `residency` from now on, and no longer in the residency before."""
         if self.worker_id:
             self.residency.leave(self.worker_id, self.adapter_id)
             residency.enter(self.worker_id, self.adapter_id)
         self.residency = residency
 
     def quarantine(self, first: int, last: int) -> None:
-        """The worker was lost while it ran operations `first` to `last`."""
+        """Quarantine operations `first` to `last`: their worker was lost while it ran them."""
         self.quarantined = (first, max(last, self.quarantined[1]))
 
     def release(self) -> None:
@@ -230,15 +230,15 @@ class AdapterLog:
         self.quarantined = NO_SEQS
 
     def charge_replay(self, engine_s: float) -> None:
-        """Add what just ran to the cost of a replay."""
+        """Add engine seconds of work that a replay would repeat."""
         self.engine_s_since_snapshot += engine_s
 
     def took_gradient_drop(self) -> None:
-        """An item on its way to the worker carries the order to drop the closed window's gradient."""
+        """Record that an item on its way to the worker tells it to drop the closed window's gradient."""
         self.copy.must_drop_gradient = False
 
     def count_reinstall(self, op_id: str) -> int:
-        """Give the copy up because `op_id` found it out of order; return how often in a row that happened."""
+        """Drop the copy because `op_id` found it out of order; return how often in a row that happened."""
         self.lose_copy()
         self._reinstalls[op_id] += 1
         return self._reinstalls[op_id]
@@ -255,12 +255,12 @@ class AdapterLog:
         return found.num_chunks_done if found is not None else 0
 
     def is_running(self, operation: Operation) -> bool:
-        """Whether a worker has the operation, or has run a part of it."""
+        """Return whether a worker has the operation, or has run a part of it."""
         found = self.copy.progress.get(operation.seq)
         return found is not None and found.is_running
 
     def has_begun(self, operation: Operation) -> bool:
-        """Whether a worker has the operation, has run a part of it, or its result is being written."""
+        """Return whether a worker has the operation, has run a part of it, or its result is being written."""
         found = self.copy.progress.get(operation.seq)
         has_run = found is not None and (found.is_running or bool(found.num_chunks_done))
         return has_run or operation.outcome_state is OutcomeState.DECIDING
@@ -271,34 +271,34 @@ class AdapterLog:
         return found.usage if found is not None else Usage()
 
     def start(self, operation: Operation) -> None:
-        """A worker is about to get it."""
+        """Record that the operation is about to be sent to a worker."""
         self.progress(operation).is_running = True
 
     def pause(self, operation: Operation) -> None:
-        """The worker has run a part of it; the rest waits for another cycle."""
+        """Record that the worker ran a part of the operation; the rest waits for another cycle."""
         self.progress(operation).is_running = False
 
     def add_result(self, operation: Operation, result: ItemResult) -> None:
-        """The worker has run one more chunk, or the whole of an operation without chunks."""
+        """Add the result of one more chunk, or of a whole operation without chunks."""
         progress = self.progress(operation)
         progress.results.append(result)
         progress.num_chunks_done += 1
         self._reinstalls.clear()
 
     def replayed_chunk(self, operation: Operation, *, is_last: bool) -> None:
-        """The worker has run one more chunk of a decided operation."""
+        """Count one more replayed chunk of a decided operation."""
         progress = self.progress(operation)
         progress.num_chunks_done = 0 if is_last else progress.num_chunks_done + 1
 
     def applied(self, operation: Operation) -> None:
-        """The worker has this operation behind it, whether it succeeded or failed."""
+        """Record that the worker ran this operation to its end, whether it succeeded or failed."""
         self.copy.applied_seq = operation.seq
         self.copy.progress.pop(operation.seq, None)
 
     # ---- decisions without a worker
 
     def fail(self, operation: Operation, error: ops_pb.OperationError) -> None:
-        """Fail an operation here; the next commit makes it known."""
+        """Fail an operation without a worker; the next commit makes the failure visible."""
         operation.fail(error, self.usage(operation))
         self.copy.progress.pop(operation.seq, None)
         self._decided.append(operation)
@@ -310,30 +310,30 @@ class AdapterLog:
                 self.fail(operation, error)
 
     def take_decided(self) -> list[Operation]:
-        """Return the operations that were failed here since the last call: they are to be committed."""
+        """Return the operations that were failed without a worker since the last call: they are to be committed."""
         decided, self._decided = self._decided, []
         return decided
 
-    def give_up(self, error: ops_pb.OperationError) -> None:
-        """No copy can be made: fail every operation, now and from now on."""
+    def abort(self, error: ops_pb.OperationError) -> None:
+        """Fail every operation, now and from now on: no copy can be made in this epoch."""
         self.damage = self.damage or error
         self._reinstalls.clear()
         self.lose_copy()
         self.fail_behind(self.snapshot_seq, self.damage)
 
     def note_gap(self, now: float | None) -> None:
-        """Remember since when a seq is missing; None: none is."""
+        """Record since when a seq is missing; None: none is."""
         self.gap_since = now
 
     # ---- order
 
     def advance(self) -> None:
-        """Move the cursor over everything that needs no worker, failing what a closed window forbids.
+        """Move the cursor over everything that needs no worker; fail the operations that a closed window forbids.
 
-        A refused operation whose record is not durable stops it: if the append fails, it never was there.
+        A refused operation stops the cursor until its record is durable: if that append fails, it was never accepted.
         """
         if self.damage is not None:
-            self.give_up(self.damage)
+            self.abort(self.damage)
             return
         while (operation := self.operations.get(self.copy.cursor + 1)) is not None:
             if not operation.is_final:
@@ -350,15 +350,15 @@ class AdapterLog:
         return self._one_by_one(self._ready_passes())
 
     def ready_states(self) -> Iterator[Operation]:
-        """Yield what the step phase may run now, in order: saves, at most one optim_step, and at most one load, as the
-        last: should it fail, the operations behind it must not have run.
+        """Yield the operations that the step phase may run now, in order. Call `advance` first.
 
-        Call `advance` first.
+        These are saves, at most one optim_step, and at most one load. The load is the last one: if it fails, the
+        operations behind it must not have run.
         """
         return self._one_by_one(self._ready_states())
 
     def is_ready(self) -> bool:
-        """Whether a cycle would do anything for it."""
+        """Return whether a cycle would run or decide an operation of this adapter."""
         self.advance()
         if self._decided:
             return True
@@ -368,7 +368,7 @@ class AdapterLog:
         return not first.is_final or self._is_replay(first)
 
     def cover(self, seq: int, window_error: bytes, replay_s: float) -> None:
-        """A snapshot up to `seq` is durable; replaying what it contains would have taken `replay_s`."""
+        """Drop the operations up to `seq`: a durable snapshot covers them; their replay would have taken `replay_s`."""
         if seq <= self.snapshot_seq:
             return
         self.snapshot_seq = seq
@@ -377,7 +377,7 @@ class AdapterLog:
         for old in [s for s in self.operations if s <= seq and self.operations[s].is_committed]:
             del self.operations[old]
         if self.copy.applied_seq < seq:
-            self.lose_copy()  # it was lost while the snapshot was written, and what it would replay is gone
+            self.lose_copy()  # it was lost while the snapshot was written: the operations that it would replay left
 
     def missing_seq(self) -> int | None:
         """Return the seq that operations wait for and that has not arrived, if there is one."""
@@ -389,7 +389,7 @@ class AdapterLog:
         return expected if waits_behind else None
 
     def _one_by_one(self, ready: Iterable[Operation]) -> Iterator[Operation]:
-        """Yield up to the first quarantined operation, or that one alone."""
+        """Yield the operations before the first quarantined one, or only that one if it is first."""
         first, last = self.quarantined
         for index, operation in enumerate(ready):
             is_quarantined = first <= operation.seq <= last
@@ -423,7 +423,7 @@ class AdapterLog:
                 if operation.kind is Kind.OPTIM_STEP and num_steps == 1:
                     return
                 if operation.kind is Kind.LOAD_STATE and has_save:
-                    return  # it may load what that saves, and it cuts the log that an unwritten save needs
+                    return  # it may load the checkpoint being saved, and it cuts the log that an unwritten save needs
                 num_steps += operation.kind is Kind.OPTIM_STEP
                 has_save |= operation.kind.is_save
                 yield operation
@@ -432,7 +432,7 @@ class AdapterLog:
             seq += 1
 
     def _is_forbidden(self, operation: Operation) -> bool:
-        """Its window is closed: `advance` fails it when it comes to it."""
+        """Return whether the operation's window is closed, so that `advance` will fail it."""
         return self.copy.window_error is not None and operation.kind.needs_open_window and not operation.is_final
 
     def _is_replay(self, operation: Operation) -> bool:
@@ -476,6 +476,6 @@ def window_closed(first: ops_pb.OperationError) -> ops_pb.OperationError:
     return ops_pb.OperationError(
         code=Code.FAILED_PRECONDITION,
         reason="GRADIENT_WINDOW_CLOSED",
-        message=f"not run: an earlier operation of the same step failed and its gradient is gone; {first.message};"
+        message=f"not run: an earlier operation of the same step failed and its gradient was dropped; {first.message};"
         " submit the step again after the next optim_step",
     )

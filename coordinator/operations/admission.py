@@ -1,11 +1,12 @@
-"""Which requests become operations, and at which sequence number: the one way into adapter log, table and log.
+"""Admission: which requests become operations, and at which sequence number.
 
-A retryable refusal consumes nothing. A permanent refusal of an explicit seq is recorded as a failed operation, so that
-the order does not wait for it. A seq or request id that is known gives the operation that it named, if the payload is
-the same. Acceptance is synchronous: the operation enters its adapter log at once, so that a cycle may start while the
-append is being synced; the caller is acknowledged after the append.
+The only way into an adapter log, the in-flight table and the operation log. A retryable refusal consumes no seq. A
+permanent refusal of an explicit seq is recorded as a failed operation, so that later operations do not wait for it. A
+known seq or request id returns the operation that it named, if the payload is the same. Acceptance is synchronous: the
+operation enters its adapter log at once, so that a cycle may start while the append is being synced.
 
-Depends on the log and the adapter logs; not on how requests are decoded, and not on cycles.
+Depends on the store and the adapter logs; not on how requests are decoded, and not on cycles. Main invariant: a caller
+is acknowledged only after the append is durable.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tinkerpool.names import operation_name
 
 RETRY_DELAY_S = 1.0
 SAMPLER_SEQ_MAX = 4 * 10**18
-"""So that the numbers that the server assigns after it still fit everywhere."""
+"""Leaves room below 2^63 for the numbers that the server assigns afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +45,9 @@ class Request:
 
     kind: Kind
     raw: Message
-    """As it came, for the record if it is refused."""
+    """The message as it was received, for the record of a refusal."""
     payload: bytes = b""
-    """Its canonical bytes, which depend on nothing that changes, so that a repeat is recognized."""
+    """Its canonical bytes: a function of the request only, so that a repeat is recognized."""
     decoded: DecodedPass | None = None
     chunks: tuple[Chunk, ...] = ()
     chunk_tokens: int = 0
@@ -58,11 +59,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Operations that have entered the log, or did before."""
+    """Operations that were accepted, now or by an earlier call."""
 
     operations: Sequence[Operation]
     appended: Sequence[asyncio.Future[None]]
-    """All done when they are durable; ServiceError if the log did not take them. Empty: they were durable before."""
+    """Their appends: done when they are durable; ServiceError if an append failed. Empty: they were durable before."""
     refusal: ServiceError | None = None
     """The permanent refusal that these operations record."""
     is_new: bool = True
@@ -90,7 +91,7 @@ class Admission:
         self._is_closed = False
 
     def close(self) -> None:
-        """Accept nothing more."""
+        """Accept no more operations."""
         self._is_closed = True
 
     def check_open(self) -> None:
@@ -106,19 +107,19 @@ class Admission:
         A repeat needs no room, nor does a request that is refused for its seq.
         """
         try:
-            seq = self._place(log.adapter_id, seq, request_id) or log.next_seq
+            seq = self._known_seq(log.adapter_id, seq, request_id) or log.next_seq
         except ServiceError:
-            return  # `accept` says so
+            return  # `accept` raises it
         if self._find_from(log, seq) is None and seq > log.snapshot_seq:
             self._check_room(log.tenant_id, log.adapter_id, num_bytes)
 
     def accept(self, log: AdapterLog, seq: int, request_id: str, requests: Sequence[Request]) -> Acceptance:
-        """Take consecutive operations into an adapter's order, all or none.
+        """Accept consecutive operations of an adapter, all or none.
 
-        Raises ServiceError for what leaves no record; a recorded refusal is part of the result.
+        Raises ServiceError for a refusal that leaves no record; a recorded refusal is part of the result.
         """
         is_explicit = seq > 0
-        seq = self._place(log.adapter_id, seq, request_id) or log.next_seq
+        seq = self._known_seq(log.adapter_id, seq, request_id) or log.next_seq
         existing = [self._find_from(log, seq + i) for i in range(len(requests))]
         if existing[0] is not None:
             return self._repeat(log, existing, requests)
@@ -129,7 +130,7 @@ class Admission:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
                 "SEQ_TOO_FAR",
-                f"seq {seq} is too far ahead: {log.adapter_id} goes on with {log.next_seq}",
+                f"seq {seq} is too far ahead: the next free seq of {log.adapter_id} is {log.next_seq}",
                 metadata=_expected(log),
             )
         if taken := next((o for o in existing if o is not None), None):
@@ -145,7 +146,7 @@ class Admission:
             self._operation(log.tenant_id, log.adapter_id, seq + i, request_id if i == 0 else "", request)
             for i, request in enumerate(requests)
         ]
-        appended = self._hand_in(log, operations)
+        appended = self._enter(log, operations)
         for operation, request in zip(operations, requests, strict=True):
             if request.decoded is not None:
                 self._in_flight.keep_decoded(operation, request.decoded)
@@ -153,10 +154,10 @@ class Admission:
         return Acceptance(operations, (appended,))
 
     def accept_sample(self, tenant_id: str, sampler_id: str, seq: int, request_id: str, request: Request) -> Acceptance:
-        """Take a sample in. Raises ServiceError."""
+        """Accept a sample. Raises ServiceError."""
         if seq > SAMPLER_SEQ_MAX:
             raise invalid(f"seq must be at most {SAMPLER_SEQ_MAX}, not {seq}")
-        known_seq = self._place(sampler_id, seq, request_id)
+        known_seq = self._known_seq(sampler_id, seq, request_id)
         existing = self.find(sampler_id, known_seq) if known_seq else None
         if request.malformed is not None:
             raise request.malformed
@@ -189,7 +190,7 @@ class Admission:
         return self._store.operations.owner(target_id, seq)
 
     def end_sampler(self, sampler_id: str) -> None:
-        """The sampler's session has ended: it gets no more samples."""
+        """Drop the numbering of a sampler whose session has ended: it gets no more samples."""
         self._numbers.forget(sampler_id)
 
     # ---- checks
@@ -197,7 +198,7 @@ class Admission:
     def _find_from(self, log: AdapterLog, seq: int) -> Operation | None:
         return self.find(log.adapter_id, seq) if seq < log.next_seq else None
 
-    def _place(self, target_id: str, seq: int, request_id: str) -> int:
+    def _known_seq(self, target_id: str, seq: int, request_id: str) -> int:
         """Return the explicit seq, or that of an earlier request of this id; 0: the server is to assign one."""
         if seq < 0:
             raise invalid(f"seq must be 1 or more, or 0 with a request_id, not {seq}")
@@ -210,7 +211,7 @@ class Admission:
         return self._store.operations.seq_of_request(target_id, request_id) or 0
 
     def _repeat(self, log: AdapterLog, existing: Sequence[Operation | None], requests: Sequence[Request]) -> Acceptance:
-        """Return what a repeated request named the first time."""
+        """Return the operations that a repeated request named the first time."""
         operations: list[Operation] = []
         for operation, request in zip(existing, requests, strict=True):
             if operation is None and operations and operations[-1].seq < log.snapshot_seq:
@@ -227,7 +228,7 @@ class Admission:
         return Acceptance(operations, self._appends_of(operations), refusal, is_new=False)
 
     def _appends_of(self, operations: Iterable[Operation]) -> tuple[asyncio.Future[None], ...]:
-        """Return the appends of these operations that have not ended; each may be in one of its own."""
+        """Return the unfinished appends of these operations, which may have entered by several calls."""
         return tuple(self._appending[each.name] for each in operations if each.name in self._appending)
 
     def _check_room(self, tenant_id: str, target_id: str, num_bytes: int) -> None:
@@ -257,7 +258,7 @@ class Admission:
     # ---- the way into the log
 
     def _record(self, log: AdapterLog, seq: int, requests: Sequence[Request], refusal: ServiceError) -> Acceptance:
-        """Record a refused seq as a failed operation, so that the order goes on."""
+        """Record a refused seq as a failed operation, so that operations behind it can run."""
         failure = service_error(refusal)
         operations = []
         for i, request in enumerate(requests):
@@ -265,15 +266,15 @@ class Admission:
             operation.fail(failure if i == 0 else window_closed(failure))
             operations.append(operation)
         refusal.operation = operation_name(log.adapter_id, seq)
-        return Acceptance(operations, (self._hand_in(log, operations, is_record=True),), refusal)
+        return Acceptance(operations, (self._enter(log, operations, is_record=True),), refusal)
 
-    def _hand_in(
+    def _enter(
         self, log: AdapterLog, operations: Sequence[Operation], *, is_record: bool = False
     ) -> asyncio.Future[None]:
-        """Put operations into adapter log, table and append, without an await between: a deletion that begins after
-        this finds them in the adapter log, and hands its write in behind theirs.
+        """Put operations into the adapter log and the in-flight table, and begin their append.
 
-        Raises ServiceError if the deletion has begun.
+        There is no await between these: a deletion that begins later finds the operations in the adapter log, and its
+        write is queued behind theirs. Raises ServiceError if a deletion has begun.
         """
         if log.is_deleted:
             raise not_found("adapter", log.adapter_id)
@@ -285,9 +286,9 @@ class Admission:
     def _append(
         self, log: AdapterLog | None, operations: Sequence[Operation], *, is_record: bool = False
     ) -> asyncio.Future[None]:
-        """Hand in the append; `is_record`: it records a refusal, whose outcome is durable with it."""
+        """Queue the append; `is_record`: it records a refusal, whose outcome becomes durable with it."""
         appended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        appended.add_done_callback(asyncio.Future.exception)  # the caller may be gone: nobody else need look at it
+        appended.add_done_callback(asyncio.Future.exception)  # mark it retrieved: the caller may have been cancelled
         for operation in operations:
             self._appending[operation.name] = appended
         written = self._store.operations.append([new_row(operation) for operation in operations])
@@ -302,7 +303,7 @@ class Admission:
         is_record: bool,
         written: asyncio.Future[None],
     ) -> None:
-        """The append has ended; runs before anything that waits for a later commit."""
+        """Finish or withdraw the operations of an append that ended; runs before the waits for later commits resume."""
         error = written.exception()
         for operation in operations:
             del self._appending[operation.name]
@@ -353,12 +354,12 @@ class Admission:
 
 
 def storage_error(error: object) -> ServiceError:
-    """Return why the log did not take a request, or may not have. Sending the same again is safe either way."""
+    """Return the refusal for a request whose append failed, or may have failed. Repeating it is safe in both cases."""
     if isinstance(error, StoreBrokenError):
         return ServiceError(
             Code.UNAVAILABLE,
             "STORAGE_BROKEN",
-            "the server's disk fails and the server ends; whether the request was logged is not known: send it again",
+            "the server's disk fails and the server stops; whether the request was logged is not known: send it again",
             retry_delay_s=RETRY_DELAY_S,
         )
     return ServiceError(
@@ -376,7 +377,7 @@ def _append_error(error: BaseException) -> BaseException:
 
 
 def _refused_payload(request: Request) -> bytes:
-    """Return what the log has for a request without a payload: only its hash matters."""
+    """Return the payload that records a refused request: a hash of the message as it was received."""
     raw = type(request.raw)()
     raw.CopyFrom(request.raw)
     for name in ("seq", "request_id"):
@@ -385,7 +386,7 @@ def _refused_payload(request: Request) -> bytes:
 
 
 def _check_same(operation: Operation, request: Request, metadata: dict[str, str]) -> None:
-    """Raise unless the request is the operation's own: by its payload, or as it came if it was refused."""
+    """Raise ServiceError unless the operation has this request's payload, or records the refusal of this request."""
     if request.malformed is None and operation.payload_hash == digest(request.payload, operation.kind.value):
         return
     if operation.payload_hash != digest(_refused_payload(request), operation.kind.value):

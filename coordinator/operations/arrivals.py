@@ -1,4 +1,4 @@
-"""When tenants asked for something since the cycle clock last looked. In memory.
+"""When tenants submitted operations since the cycle clock last read this. In memory.
 
 Admission notes arrivals; the clock drains them. Main invariant: the signal is raised once no awaited tenant is missing,
 so that a thousand arrivals do not wake a lingering clock a thousand times.
@@ -28,11 +28,11 @@ class Arrivals:
         return bool(self._awaited)
 
     def await_tenants(self, tenants: Iterable[str]) -> None:
-        """Stay silent until all of these have arrived; empty: signal each arrival."""
+        """Signal only once all of these have arrived; empty: signal each arrival."""
         self._awaited = set(tenants)
 
     def note(self, tenant_id: str) -> None:
-        """Record that the tenant has asked for something."""
+        """Record that the tenant has submitted operations."""
         self._at.setdefault(tenant_id, self._time.monotonic())
         self._awaited.discard(tenant_id)
         if not self._awaited:

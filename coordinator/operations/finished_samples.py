@@ -1,8 +1,8 @@
-"""Which samples of a sampler's client have finished, told to who asks again and again, with a cursor. In memory.
+"""The finished samples of each client of a sampler, for clients that poll with a cursor. In memory.
 
-A client's samples have numbers in a block of its own. Its list begins with what the store has and nobody has fetched;
-so one that is lost costs its client nothing but to hear again what it knows. Main invariant: cursors only grow, in all
-lives, and what finishes later stands behind every cursor given before.
+The samples of a client have sequence numbers in a block of its own. A client's list begins with the finished samples in
+the store that were not fetched, so a list may be dropped at any time: its client then gets some samples twice.
+Main invariant: cursors only grow, over all epochs, and a sample that finishes later is behind every earlier cursor.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 CLIENT_SEQS = 10**9
 """Numbers in a client's block."""
 CLIENTS_MAX = 4096
-"""Lists that are kept; who has not asked for longest loses its."""
-UNTOLD_MAX = 4096
-"""Samples that a list keeps; one that nobody asks for is dropped."""
-TOLD_MAX = 1000
-"""Samples in one answer."""
-_LIFE_BITS = 32
-"""Of a cursor, for the place within a life of the coordinator; the life's epoch is above."""
+"""Lists that are kept; beyond that, the list polled least recently is dropped."""
+UNREPORTED_MAX = 4096
+"""Samples in one list; a list that grows longer, because it is not polled, is dropped."""
+REPORTED_MAX = 1000
+"""Samples in one response."""
+_POSITION_BITS = 32
+"""Low bits of a cursor: the position within an epoch. The epoch is in the bits above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,34 +35,34 @@ class Finished:
     name: str
     is_failed: bool
     num_bytes: int
-    """Of its result."""
+    """Size of its result."""
 
 
 @dataclass(slots=True, eq=False)
 class _List:
-    untold: deque[tuple[int, Finished]] = field(default_factory=deque)
-    """With their places, ascending."""
+    unreported: deque[tuple[int, Finished]] = field(default_factory=deque)
+    """Samples with their positions, ascending."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once there is more, or the list is dropped."""
+    """Set once the list has grown or was dropped."""
 
 
 class FinishedSamples:
-    """The lists of all clients that have asked."""
+    """The lists of all clients that poll."""
 
     def __init__(self, epoch: int) -> None:
-        """`epoch`: this life of the coordinator's."""
+        """`epoch`: the coordinator's present epoch."""
         self._epoch = epoch
-        self._places = count(1)
+        self._positions = count(1)
         self._clients = count(1)
         self._lists: OrderedDict[tuple[str, int], _List] = OrderedDict()
         self._is_closed = False
 
     def new_client(self) -> int:
-        """A number that no other client has, of any sampler, in this life or the hundreds before; not 0."""
+        """Return a number, not 0, that no other client of any sampler has, in this epoch or the hundreds before."""
         return 1 + ((self._epoch << 20) + next(self._clients)) % (CLIENT_SEQS - 1)
 
     def note(self, operation: ops_pb.Operation) -> None:
-        """Something has finished, and its outcome has committed."""
+        """Add a finished operation, whose outcome has committed, to its client's list."""
         key = (operation.target_id, (operation.seq - 1) // CLIENT_SEQS)
         found = self._lists.get(key)
         if found is None:
@@ -70,35 +70,37 @@ class FinishedSamples:
         is_failed = operation.state == ops_pb.OPERATION_STATE_FAILED
         self._add(found, Finished(operation.name, is_failed, operation.ByteSize()))
         found.changed.set()
-        if len(found.untold) > UNTOLD_MAX:
+        if len(found.unreported) > UNREPORTED_MAX:
             del self._lists[key]
 
     async def since(
         self, target_id: str, client: int, cursor: int, timeout_s: float, unfetched: Callable[[], Iterable[Finished]]
     ) -> tuple[list[Finished], int]:
-        """What has finished since a cursor (0: any), oldest first, and the cursor behind it.
+        """Return the samples that finished since a cursor (0: any), oldest first, and the next cursor.
 
-        Waits for it, but no longer than `timeout_s`. What is at or before the cursor is forgotten. `unfetched` reads
-        what has finished and was not fetched. Raises ServiceError UNAVAILABLE when the coordinator stops.
+        Waits for the first one, at most for `timeout_s`. Samples up to the cursor are dropped from the list.
+        `unfetched` reads the finished samples that were not fetched from the store. Raises ServiceError UNAVAILABLE
+        when the coordinator stops.
         """
-        place = cursor & ((1 << _LIFE_BITS) - 1) if cursor >> _LIFE_BITS == self._epoch else 0
-        told: list[tuple[int, Finished]] = []
+        position = cursor & ((1 << _POSITION_BITS) - 1) if cursor >> _POSITION_BITS == self._epoch else 0
+        reported: list[tuple[int, Finished]] = []
         try:
             async with asyncio.timeout(timeout_s):
-                while not told:
+                while not reported:
                     found = self._list((target_id, client), unfetched)
-                    while found.untold and found.untold[0][0] <= place:
-                        found.untold.popleft()
-                    told = list(islice(found.untold, TOLD_MAX))
-                    if not told:
+                    while found.unreported and found.unreported[0][0] <= position:
+                        found.unreported.popleft()
+                    reported = list(islice(found.unreported, REPORTED_MAX))
+                    if not reported:
                         found.changed.clear()
                         await found.changed.wait()
         except TimeoutError:
             pass
-        return [finished for _, finished in told], (self._epoch << _LIFE_BITS) + (told[-1][0] if told else place)
+        last = reported[-1][0] if reported else position
+        return [finished for _, finished in reported], (self._epoch << _POSITION_BITS) + last
 
     def close(self) -> None:
-        """End every wait; who asks again after the next start hears the rest."""
+        """End every wait; polls after the next start return the remaining samples."""
         self._is_closed = True
         for found in self._lists.values():
             found.changed.set()
@@ -120,4 +122,4 @@ class FinishedSamples:
         return found
 
     def _add(self, found: _List, finished: Finished) -> None:
-        found.untold.append((next(self._places), finished))
+        found.unreported.append((next(self._positions), finished))

@@ -1,8 +1,8 @@
-"""The in-flight table: operations without a committed outcome, by name, and the waits for them. In memory; finished
-operations are read from the store.
+"""The in-flight table: operations without a committed outcome, by name, and the waits for them.
 
-Nothing polls: a wait is a queue that gets each operation once, when its outcome has committed. The table also counts
-what unfinished requests take of memory: payloads by tenant, and decoded payloads in all.
+In memory; finished operations are read from the store. A wait does not poll: it has a queue that gets each operation
+once, when its outcome has committed. The table also counts the memory of unfinished requests: payloads by tenant, and
+decoded payloads in total. Does not depend on which operation runs next.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class InFlightTable:
     """The operations in flight and their waits."""
 
     def __init__(self, finished_samples: FinishedSamples | None = None) -> None:
-        """`finished_samples` is told of every committed outcome."""
+        """`finished_samples` gets every committed outcome."""
         self._finished_samples = finished_samples
         self._operations: dict[str, Operation] = {}
         self._waiters: dict[str, list[asyncio.Queue[ops_pb.Operation | None]]] = {}
@@ -41,7 +41,7 @@ class InFlightTable:
         return len(self._operations)
 
     def add(self, operation: Operation) -> None:
-        """Take in an accepted operation."""
+        """Add an accepted operation."""
         self._operations[operation.name] = operation
         self._bytes_by_tenant[operation.tenant_id] += operation.num_bytes
         self._num_by_target[operation.target_id] += 1
@@ -77,7 +77,7 @@ class InFlightTable:
         return self._bytes_by_tenant[tenant_id]
 
     def remove(self, operation: Operation) -> None:
-        """Take out an operation that finished, or whose append failed."""
+        """Remove an operation that finished, or whose append failed."""
         if self._operations.get(operation.name) is not operation:
             return
         del self._operations[operation.name]
@@ -132,7 +132,7 @@ class InFlightTable:
                         del self._waiters[name]
 
     def close(self) -> None:
-        """End every wait; unfinished operations go on after the next start."""
+        """End every wait; unfinished operations resume after the next start."""
         self._is_closed = True
         for queue in self._open_queues:
             queue.put_nowait(None)

@@ -1,4 +1,4 @@
-"""An operation in memory: what was asked, how it is cut into chunks, whether it is in the log, and how it ended.
+"""An operation in memory: its payload, its chunks, whether the operation log has it, and its outcome.
 
 Two states, each changed by named transitions that assert where they start:
 
@@ -79,13 +79,13 @@ class Acceptance(Enum):
 
 
 class OutcomeState(Enum):
-    """How far the operation's outcome has come."""
+    """How far the operation is from a visible outcome."""
 
     UNDECIDED = auto()
     DECIDING = auto()
-    """It ran, and its state is being written: its worker's loss changes nothing about it."""
+    """It ran, and its state is being written: the loss of its worker does not affect it any more."""
     DECIDED = auto()
-    """The outcome is set, and not visible to anybody."""
+    """The outcome is set, and not visible yet."""
     COMMITTED = auto()
     RETIRED = auto()
     """The result has left memory; the store has it."""
@@ -95,7 +95,7 @@ class OutcomeState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What an operation cost."""
+    """The cost of an operation."""
 
     num_tokens: int = 0
     """Tokens that went through the base model."""
@@ -122,11 +122,11 @@ class Operation:
     """Size of the payload."""
     chunks: tuple[Chunk, ...] = ()
     append_id: int = 0
-    """Names this append in the log; another operation at the same sequence number has another one."""
+    """Identifies this append in the log: another operation at the same sequence number has another id."""
     decoded: DecodedPass | None = None
     """The decoded payload of a pass; dropped with the payload, and decoded again where a replay needs it."""
     must_rematerialize: bool = False
-    """A save whose weights were lost with the last epoch before their file existed: it runs again to make them."""
+    """A save whose weights were lost in a crash before their file existed: it runs again to rematerialize them."""
     acceptance: Acceptance = Acceptance.APPENDING
     outcome_state: OutcomeState = OutcomeState.UNDECIDED
     outcome: ops_pb.Operation | None = field(default=None)
@@ -174,33 +174,33 @@ class Operation:
     # ---- acceptance
 
     def accept(self) -> None:
-        """APPENDING -> DURABLE: the log has it."""
+        """Move from APPENDING to DURABLE: the log has it."""
         assert self.acceptance is Acceptance.APPENDING, f"{self.name} is {self.acceptance.name}"
         self.acceptance = Acceptance.DURABLE
 
     def withdraw(self) -> None:
-        """APPENDING -> WITHDRAWN: the append failed."""
+        """Move from APPENDING to WITHDRAWN: the append failed."""
         assert self.acceptance is Acceptance.APPENDING, f"{self.name} is {self.acceptance.name}"
         self.acceptance = Acceptance.WITHDRAWN
 
     # ---- outcome
 
     def begin_deciding(self) -> None:
-        """UNDECIDED -> DECIDING: its result has arrived and is being made durable."""
+        """Move from UNDECIDED to DECIDING: its result has arrived and is being made durable."""
         assert self.outcome_state is OutcomeState.UNDECIDED, f"{self.name} is {self.outcome_state.name}"
         self.outcome_state = OutcomeState.DECIDING
 
     def succeed(self, cycle_id: int, usage: Usage | None = None) -> ops_pb.Operation:
-        """UNDECIDED or DECIDING -> DECIDED: success. Returns the outcome; the caller fills in its result."""
+        """Move from UNDECIDED or DECIDING to DECIDED, with success; return the outcome, for the caller to fill in."""
         return self._decide(ops_pb.OPERATION_STATE_SUCCEEDED, cycle_id, usage or Usage())
 
     def fail(self, error: ops_pb.OperationError, usage: Usage | None = None, *, cycle_id: int = 0) -> None:
-        """UNDECIDED or DECIDING -> DECIDED: failure. What already ran stays charged."""
+        """Move from UNDECIDED or DECIDING to DECIDED, with an error. Work that was done stays charged."""
         outcome = self._decide(ops_pb.OPERATION_STATE_FAILED, cycle_id, usage or Usage())
         outcome.error.CopyFrom(error)
 
     def undecide(self) -> None:
-        """DECIDED -> UNDECIDED: its commit was refused, so it runs again or is failed anew."""
+        """Move back to UNDECIDED: its commit was refused, so it runs again or is failed anew."""
         assert self.outcome_state in (OutcomeState.DECIDING, OutcomeState.DECIDED), (
             f"{self.name} is {self.outcome_state.name}"
         )
@@ -208,13 +208,13 @@ class Operation:
         self.outcome_state = OutcomeState.UNDECIDED
 
     def commit(self) -> None:
-        """DECIDED -> COMMITTED: the outcome is durable and visible."""
+        """Move from DECIDED to COMMITTED: the outcome is durable and visible."""
         assert self.outcome_state is OutcomeState.DECIDED, f"{self.name} is {self.outcome_state.name}"
         assert self.is_durable, f"{self.name} committed while {self.acceptance.name}"
         self.outcome_state = OutcomeState.COMMITTED
 
     def retire(self) -> None:
-        """COMMITTED -> RETIRED: keep what order and replay need, and leave the result to the store."""
+        """Move from COMMITTED to RETIRED: keep the state that a replay needs, and leave the result to the store."""
         assert self.outcome_state is OutcomeState.COMMITTED, f"{self.name} is {self.outcome_state.name}"
         assert self.outcome is not None
         self.drop_payload()
@@ -225,7 +225,7 @@ class Operation:
     def as_message(self, *, is_running: bool = False) -> ops_pb.Operation:
         """Return the operation as its owner may see it now; `is_running`: a worker has it.
 
-        One that just retired is shown as running: the wait that follows reads its result from the store.
+        A retired operation is shown as running: the wait that follows reads its result from the store.
         """
         if self.outcome is not None and self.outcome_state in (OutcomeState.COMMITTED, OutcomeState.DROPPED):
             return self.outcome
@@ -244,7 +244,7 @@ class Operation:
         self.decoded = None
 
     def drop_decoded(self) -> None:
-        """Free the decoded payload; whoever runs the operation decodes it again."""
+        """Free the decoded payload; it is decoded again when the operation runs."""
         self.decoded = None
 
     def keep_decoded(self, decoded: DecodedPass) -> None:
@@ -252,7 +252,7 @@ class Operation:
         self.decoded = decoded
 
     def rematerialized(self) -> None:
-        """Its weights have been made again."""
+        """Record that its weights have been rematerialized."""
         self.must_rematerialize = False
 
     def _decide(self, state: ops_pb.OperationState.ValueType, cycle_id: int, usage: Usage) -> ops_pb.Operation:

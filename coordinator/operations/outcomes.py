@@ -1,4 +1,7 @@
-"""From workers' results and errors to the outcomes of operations. Does not depend on order, time or storage access."""
+"""Outcomes of operations from workers' results and errors, and the rows that store them.
+
+Pure: does not depend on order, time or the database.
+"""
 
 from __future__ import annotations
 
@@ -106,12 +109,12 @@ def service_error(error: ServiceError) -> ops_pb.OperationError:
 
 
 def worker_died(operation: Operation) -> ops_pb.OperationError:
-    """Return why an operation that ends its worker whenever it runs does not run any more."""
+    """Return the error of a poison operation: it ended its worker whenever it ran."""
     return ops_pb.OperationError(
         code=Code.INTERNAL,
         reason="WORKER_DIED",
         message=f"{operation.name} ended its worker each time that it ran, the last times solo: it does not fit into "
-        "memory, takes far too long, or has found a fault of the engine; send less at once",
+        "memory, takes far too long, or triggers a fault of the engine; send less at once",
     )
 
 

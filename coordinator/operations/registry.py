@@ -1,7 +1,7 @@
-"""Which adapters exist, and which of them have something new. In memory.
+"""Which adapters exist, and which of them changed. In memory.
 
-Does not depend on what runs next. Main invariant: an adapter that has nothing to do is in no collection
-that a cycle walks through: `AdapterGroup.dirty` has it from a change until it was found to have nothing to do.
+Does not depend on the order in which operations run. Main invariant: an idle adapter is in no collection that a cycle
+walks through; `AdapterGroup.dirty` has an adapter from a change until it was found idle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class AdapterGroup:
     def __init__(self, time: Time) -> None:
         self.residency = Residency()
         self.changed = Signal()
-        """Something that a cycle may take has changed: the clock reads the ready set again."""
+        """An adapter that a cycle may take has changed: the clock reads the ready set again."""
         self.arrivals = Arrivals(time, self.changed)
         self._logs: dict[str, AdapterLog] = {}
         self._dirty: dict[str, AdapterLog] = {}
@@ -36,7 +36,7 @@ class AdapterGroup:
 
     @property
     def dirty(self) -> Mapping[str, AdapterLog]:
-        """The adapters that changed since they were last found to have nothing to do."""
+        """The adapters that changed since they were last found idle."""
         return self._dirty
 
     def add(self, log: AdapterLog) -> None:
@@ -46,30 +46,30 @@ class AdapterGroup:
         self._logs[log.adapter_id] = log
 
     def remove(self, log: AdapterLog) -> None:
-        """Forget a deleted adapter. A cycle that has it may still place a copy, which counts nowhere."""
+        """Remove a deleted adapter. A cycle that has it may still place a copy, which no residency counts."""
         self._logs.pop(log.adapter_id, None)
         self._dirty.pop(log.adapter_id, None)
         log.join(Residency())
 
     def mark_dirty(self, log: AdapterLog) -> None:
-        """Note that something about the adapter changed. (It may have been deleted meanwhile.)"""
+        """Record that the adapter changed. (It may have been deleted meanwhile.)"""
         if self._logs.get(log.adapter_id) is log:
             self._dirty[log.adapter_id] = log
 
     def submitted(self, log: AdapterLog) -> None:
-        """Note that the adapter's tenant has asked for something."""
+        """Record that operations of the adapter were submitted."""
         if self._logs.get(log.adapter_id) is log:
             self._dirty[log.adapter_id] = log
             self.arrivals.note(log.tenant_id)
 
     def mark_clean(self, adapter_ids: Iterable[str]) -> None:
-        """Note that these have nothing to do."""
+        """Record that these adapters are idle."""
         for adapter_id in adapter_ids:
             del self._dirty[adapter_id]
 
 
 class AdapterRegistry:
-    """All adapters that are not deleted. Those of a base model that is not served belong to a group that never runs."""
+    """All adapters that are not deleted. A base model that is not served has a group, too, which never runs."""
 
     def __init__(self, time: Time, rows: Adapters) -> None:
         self._time = time
@@ -97,7 +97,7 @@ class AdapterRegistry:
         return self._logs.get(adapter_id)
 
     def spec(self, adapter_id: str) -> AdapterSpec:
-        """Return what makes an adapter, also a deleted one."""
+        """Return the spec of an adapter, also of a deleted one."""
         if (log := self._logs.get(adapter_id)) is not None:
             return log.spec
         row = self._rows.get(adapter_id)
@@ -111,7 +111,7 @@ class AdapterRegistry:
         self.group_of(log).add(log)
 
     def remove(self, log: AdapterLog) -> None:
-        """Forget a deleted adapter."""
+        """Remove a deleted adapter."""
         self._logs.pop(log.adapter_id, None)
         self.group_of(log).remove(log)
 

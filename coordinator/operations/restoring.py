@@ -1,4 +1,4 @@
-"""From the rows of the operation log back to operations and adapter logs. Pure."""
+"""Operations and adapter logs from the rows of the operation log. Pure; does not read the database."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def adapter_of_row(row: AdapterRow) -> AdapterLog:
 
 
 def spec_of_row(row: AdapterRow) -> AdapterSpec:
-    """Return what makes the adapter."""
+    """Return the adapter's spec."""
     return AdapterSpec(
         adapter_id=row.adapter_id,
         rank=row.rank,

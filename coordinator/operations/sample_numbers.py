@@ -1,4 +1,7 @@
-"""Sequence numbers that the server assigns to samples. In memory, with the log behind it."""
+"""Sequence numbers that the server assigns to samples. In memory; the first one of a sampler is read from the store.
+
+Main invariant: no two samples of a sampler get the same number, in any epoch.
+"""
 
 from __future__ import annotations
 
@@ -24,5 +27,5 @@ class SampleNumbers:
         self._last[sampler_id] = max(seq, self._last.get(sampler_id, 0))
 
     def forget(self, sampler_id: str) -> None:
-        """The sampler's session has ended."""
+        """Drop the numbering of a sampler whose session has ended."""
         self._last.pop(sampler_id, None)

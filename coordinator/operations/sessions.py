@@ -1,7 +1,7 @@
-"""Live sessions: who they belong to, when they were last heard of, and how far their numbering has come.
+"""Live sessions: the tenant of each, the time of its last call, and the next numbers of its adapters and samplers.
 
-In service time only: downtime and steps of the wall clock age no session. Knows nothing of what a session owns. Main
-invariant: a session leaves only once its end is durable, so what has ended never comes back with numbers given before.
+Uses service time only: downtime and steps of the wall clock do not age a session. Does not depend on adapters or
+samplers. Main invariant: a session leaves the table only once its end is durable, so a number is never given twice.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Session:
     next_adapter: int
     next_sampler: int
     creating: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while an adapter or sampler is created in it: who repeats the call finds the first one's."""
+    """Held while an adapter or sampler is created in it, so that a concurrent repeat finds the first call's row."""
     taken: dict[int, str] = field(default_factory=dict)
     """Sampler numbers that are given though their rows may not be durable yet, each with the operation or sampler that
     has it."""
     num_endings: int = 0
-    """Calls that are ending it: nothing new starts in it meanwhile."""
+    """Calls that are ending it: it accepts no new work meanwhile."""
 
     def take_adapter_index(self, wanted: int | None) -> int:
         """Return the number of a new adapter: the wanted one, or the next free one."""
@@ -44,7 +44,7 @@ class Session:
 
     @contextmanager
     def reserving(self, index: int) -> Iterator[None]:
-        """Nobody else gets this sampler number while the block writes its row. Raises ServiceError if it is taken."""
+        """Reserve this sampler number while the block writes its row. Raises ServiceError if it is taken."""
         sampler_id = names.sampler_id(self.session_id, index)
         if index in self.taken:
             raise sampler_exists(sampler_id)
@@ -53,7 +53,7 @@ class Session:
         try:
             yield
         finally:
-            del self.taken[index]  # readable by now, or never
+            del self.taken[index]  # its row can be read now, or the write failed
 
 
 class SessionTable:
@@ -65,40 +65,40 @@ class SessionTable:
         self._live: dict[str, Session] = {}
 
     def load(self) -> None:
-        """Take up the sessions that were live when the last coordinator ended."""
+        """Load the sessions that were live when the last epoch ended."""
         for row in self._store.sessions.live():
-            self._take_up(row)
+            self._load(row)
 
     def add(self, session_id: str) -> None:
-        """A session whose creation is durable, now or for long: one that has ended stays so."""
+        """Add a session that is in the database, unless it has ended."""
         if session_id in self._live:
             return
         if (row := self._store.sessions.get_live(session_id)) is not None:
-            self._take_up(row)
+            self._load(row)
 
     def get(self, session_id: str) -> Session | None:
-        """A live session that nobody is ending."""
+        """Return a live session; None if it has ended or is being ended."""
         session = self._live.get(session_id)
         return None if session is None or session.num_endings else session
 
-    def touch(self, session_id: str) -> None:
-        """It was heard of."""
+    def keep_alive(self, session_id: str) -> None:
+        """Record a call of the session's client."""
         if session := self._live.get(session_id):
             session.last_seen = self._monotonic()
 
     def take_sampler_index(self, session_id: str, operation: str, wanted: int | None = None) -> int:
-        """A number for a sampler whose row comes with a cycle's commit: nobody else gets it.
+        """Reserve a number for a sampler whose row is stored with a cycle's commit, and return it.
 
-        `operation` names who takes it; `wanted` is the number that it must be, None: the next free one. Raises
-        ServiceError if the session has ended or another sampler has the number.
+        `operation` is the save that makes the sampler. `wanted` is the number to reserve; None: the next free one.
+        Raises ServiceError if the session has ended or another sampler has the number.
         """
         session = self.get(session_id)
         if session is None:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
                 "SESSION_ENDED",
-                f"session {session_id} has ended, and a sampler without a name lives no longer than its session: give "
-                "a name to save a checkpoint",
+                f"session {session_id} has ended, and a sampler without a name ends with its session: give a name to "
+                "save a checkpoint",
             )
         index = session.next_sampler if wanted is None else wanted
         if session.taken.get(index, operation) != operation or self._has_sampler(session_id, index):
@@ -108,13 +108,13 @@ class SessionTable:
         return index
 
     def expired(self, timeout_s: float) -> list[Session]:
-        """Sessions not heard of for that long, and that nobody is ending."""
+        """Return the sessions without a call for `timeout_s` that are not being ended."""
         limit = self._monotonic() - timeout_s
         return [s for s in self._live.values() if s.last_seen < limit and not s.num_endings]
 
     @contextmanager
     def ending(self, session_id: str) -> Iterator[None]:
-        """Nothing new starts in it while the block makes its end durable; if the block raises, the session goes on."""
+        """Accept no new work in the session while the block makes its end durable; if the block raises, it stays live."""
         session = self._live.get(session_id)
         if session is not None:
             session.num_endings += 1
@@ -128,7 +128,7 @@ class SessionTable:
     def _has_sampler(self, session_id: str, index: int) -> bool:
         return self._store.samplers.get(names.sampler_id(session_id, index)) is not None
 
-    def _take_up(self, row: SessionRow) -> None:
+    def _load(self, row: SessionRow) -> None:
         self._live[row.session_id] = Session(
             row.session_id,
             row.tenant_id,

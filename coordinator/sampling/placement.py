@@ -49,7 +49,7 @@ class Placement:
             self._taken[worker.name] -= sample.num_slots
 
     def has_room(self, base_model: str) -> bool:
-        """Whether a worker has a free slot; if not, no queue need be looked at."""
+        """Return whether a worker has a free slot; if not, no queue need be looked at."""
         return any(self._has_room(worker, 1) for worker in self._open(base_model))
 
     def choose(self, sample: Sample) -> Incarnation | None:

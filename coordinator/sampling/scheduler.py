@@ -95,7 +95,7 @@ class SampleScheduler:
         self._dispatch(sample.base_model)
 
     def is_running(self, name: str) -> bool:
-        """Whether a worker has the sample."""
+        """Return whether a worker has the sample."""
         sample = self._samples.get(name)
         return sample is not None and sample.worker is not None
 
@@ -272,5 +272,5 @@ class SampleScheduler:
 
 
 def _is_version_unknown(event: SampleResult) -> bool:
-    """Whether the worker's fence held: it has dropped a version that it was believed to hold."""
+    """Return whether the worker's fence held: it has dropped a version that it was believed to hold."""
     return event.error is not None and event.error.code is ErrorCode.OUT_OF_ORDER

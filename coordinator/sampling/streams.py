@@ -35,7 +35,7 @@ class TokenStreams:
             self._listeners.pop(name, None)
 
     def has_listener(self, name: str) -> bool:
-        """Whether the sample's tokens are wanted."""
+        """Return whether the sample's tokens are wanted."""
         return name in self._listeners
 
     def send_token(self, name: str, token: sampling_pb2.SampledToken) -> None:

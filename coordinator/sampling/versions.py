@@ -32,7 +32,7 @@ class SamplerVersions:
         return newest
 
     def is_awaited(self, version: str) -> bool:
-        """Whether the log must be replayed before anything can be sampled from this version."""
+        """Return whether the log must be replayed before anything can be sampled from this version."""
         return self._saver.publishing.is_awaited(version)
 
     async def for_worker(self, sampler: SamplerRow, worker: Incarnation) -> SamplerVersion:

@@ -35,13 +35,13 @@ class ReadyWork(Protocol):
     """What the clock asks before a cycle."""
 
     def is_ready(self) -> bool:
-        """Whether a cycle would do anything."""
+        """Return whether a cycle would do anything."""
 
     def tenants(self) -> frozenset[str]:
         """Return the tenants that are ready."""
 
     def is_full(self) -> bool:
-        """Whether the ready work fills the budget."""
+        """Return whether the ready work fills the budget."""
 
 
 class CycleClock:

@@ -119,7 +119,7 @@ class LossRecorder:
             log.fail(operation, worker_died(operation))
             return
         error = replay_differs(log, flight.name, "its worker was lost")
-        log.give_up(service_error(error))
+        log.abort(service_error(error))
         self._publishing.fail(log.adapter_id, error)
 
 

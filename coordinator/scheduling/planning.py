@@ -42,11 +42,11 @@ class Planning:
         return self._fair.shares
 
     def has_workers(self) -> bool:
-        """Whether a worker of this base model is live."""
+        """Return whether a worker of this base model is live."""
         return bool(self._fleet.live(self.base_model))
 
     def is_full(self) -> bool:
-        """Whether the ready chunks fill the budget of every worker."""
+        """Return whether the ready chunks fill the budget of every worker."""
         return self.ready.has_tokens(self.budget.tokens * max(1, len(self._fleet.live(self.base_model))))
 
     def residents(self) -> dict[str, int]:

@@ -40,7 +40,7 @@ class Quarantine:
         return frozenset(self._groups[0]) if self._groups else frozenset()
 
     def may_run(self, name: str) -> bool:
-        """Whether this adapter or sample may run now."""
+        """Return whether this adapter or sample may run now."""
         if self._is_paused:
             return not any(name in group for group in self._groups)
         return not self._groups or name in self._groups[0]

@@ -75,7 +75,7 @@ class ReadySet:
         return frozenset(log.tenant_id for log in self.allowed())
 
     def has_tokens(self, num_tokens: int) -> bool:
-        """Whether the ready chunks fill so many tokens."""
+        """Return whether the ready chunks fill so many tokens."""
         for log in self.allowed():
             for chunk_tokens in ReadyChunks(log):
                 num_tokens -= chunk_tokens
@@ -114,11 +114,11 @@ class ReadySet:
         return list(self._ahead.values())
 
     def may_run(self, log: AdapterLog) -> bool:
-        """Whether the quarantine lets this adapter run."""
+        """Return whether the quarantine lets this adapter run."""
         return self._quarantine.may_run(log.adapter_id)
 
     def waits_for_file(self, log: AdapterLog) -> bool:
-        """Whether the adapter must wait until a snapshot of it is settled or its published weights are written.
+        """Return whether the adapter must wait until a snapshot of it is settled or its published weights are written.
 
         A copy is installed from the newest snapshot; a load brings a snapshot of its own and so cuts the log.
         """

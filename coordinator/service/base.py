@@ -62,7 +62,7 @@ class UseCases:
         return adapter
 
     def _is_running(self, operation: Operation) -> bool:
-        """Whether a worker has the operation."""
+        """Return whether a worker has the operation."""
         if operation.kind is Kind.SAMPLE:
             return self._core.samples.is_running(operation.name)
         log = self._core.registry.get(operation.target_id)
@@ -71,7 +71,7 @@ class UseCases:
     def _live_session(self, principal: Principal, session_id: str) -> Session:
         session = self._core.sessions.get(session_id)
         if session is not None and session.tenant_id == principal.tenant_id:
-            self._core.sessions.touch(session_id)
+            self._core.sessions.keep_alive(session_id)
             return session
         self._session_row(principal, session_id, "SESSION_UNKNOWN")
         raise ServiceError(

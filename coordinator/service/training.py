@@ -107,7 +107,7 @@ class TrainingUseCases(UseCases):
     def _served(self, principal: Principal, request: PlacedRequest) -> tuple[AdapterLog, ModelInfo]:
         """Return the adapter and its base model, if the pool serves that and has room for the request."""
         log = self._adapter(principal, request.adapter_id)
-        self._core.sessions.touch(log.session_id)
+        self._core.sessions.keep_alive(log.session_id)
         if log.base_model not in self._core.fleet.models:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,

@@ -222,7 +222,7 @@ def test_what_a_snapshot_covers_leaves_memory_and_nothing_else() -> None:
 def test_an_adapter_that_cannot_be_rebuilt_fails_all_it_is_asked_and_is_never_ready_to_run() -> None:
     adapter = adapter_with(FB, STEP, FB)
     run(adapter, 1, 2)
-    adapter.give_up(ERROR)
+    adapter.abort(ERROR)
     assert seqs(adapter.take_decided()) == [3]
     assert not adapter.is_ready()
     adapter.add(operation(4, STEP))

@@ -77,8 +77,8 @@ async def test_a_cursor_of_an_earlier_epoch_begins_with_the_stored_samples_that_
 
 async def test_a_dropped_list_is_made_again_behind_every_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finished_samples, "CLIENTS_MAX", 2)
-    monkeypatch.setattr(finished_samples, "UNTOLD_MAX", 3)
-    monkeypatch.setattr(finished_samples, "TOLD_MAX", 2)
+    monkeypatch.setattr(finished_samples, "UNREPORTED_MAX", 3)
+    monkeypatch.setattr(finished_samples, "REPORTED_MAX", 2)
     finished = FinishedSamples(epoch=1)
     await returned(finished)
     finished.note(sample(1))

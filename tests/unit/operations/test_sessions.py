@@ -40,10 +40,10 @@ async def test_a_session_without_heartbeats_expires_after_the_time_allowed(store
     table.add("s1")
     time.now += 6
     table.add("s2")
-    table.touch("s1")
+    table.keep_alive("s1")
     time.now += 9
     assert [session.session_id for session in table.expired(10)] == []
-    table.touch("s2")
+    table.keep_alive("s2")
     time.now += 2
     assert [session.session_id for session in table.expired(10)] == ["s1"]
     with table.ending("s1"):
