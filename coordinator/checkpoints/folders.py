@@ -1,4 +1,7 @@
-"""The three roots of state folders in a data directory: checkpoints, snapshots and unnamed samplers' weights."""
+"""The three roots of state folders in a data directory: checkpoints, snapshots and unnamed samplers' weights.
+
+Does not depend on rows: `coordinator.storage.folders` has the format of a folder and its invariants.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Published weights: versions that may be sampled from before their file exists.
 
 A version is committed with its cycle, without a folder: as the row of an unnamed sampler, or of a checkpoint for
-sampling. Its weights are held here, handed to any worker that lacks them, and written while later cycles run; then its
+sampling. Its weights are held here, sent to any worker that lacks them, and written while later cycles run; then its
 row gets the folder. A crash before that loses the memory, not the version: the next epoch replays the log up to the
-save, and saves there (it rematerializes the version). So the log is not cut at or behind a save whose version has no
-file: every cut waits for `until_written`, and a trigger of the schema refuses one that does not.
+save, which rematerializes the version. So the log is not cut at or behind a save whose version has no file: every cut
+waits for `until_written`, and a trigger of the schema refuses one that does not.
 
-Depends on files and rows; not on adapter logs or workers. Main invariant: a version whose row is committed, and that no
-end of a session or deletion has ended, is in a file, held here, or in the log.
+Depends on files and rows; not on adapter logs or workers. Main invariant: a version whose row is committed is in a
+file, held here, or in the log, until it is deleted or its session ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HELD_BYTES_MAX = 1 << 30
 WRITERS = 2
 """Files that are written at a time."""
 RETRY_S, RETRY_S_MAX = 1.0, 30.0
-"""Pause before a file that could not be written is tried again; twice as long each time, and the most."""
+"""First and longest pause before a failed write of a file is retried; each pause is twice the one before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,11 +46,11 @@ class Version:
     """Saved weights and the row that names them; made by `unnamed` and `named`."""
 
     name: str
-    """Of the operation that saved it."""
+    """The name of the operation that saved it."""
     label: str
     """Its name for users: the id of a sampler, or the path of a checkpoint."""
     session_id: str
-    """The session that it ends with; empty: none."""
+    """The session whose end ends it; empty: none."""
     base_model: str
     """The base model of its adapter."""
     spec: AdapterSpec
@@ -59,7 +59,7 @@ class Version:
     error: ServiceError | None = None
     """Why it cannot be rematerialized."""
     writing: asyncio.Task[None] | None = None
-    """From the commit on, or since it was rematerialized."""
+    """Begins with the commit, or when it was rematerialized."""
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     @property
@@ -77,8 +77,8 @@ class Version:
         """Its size in memory."""
         return len(self.state.weights) if self.state is not None else 0
 
-    def tell(self, error: StorageError | None) -> None:
-        """Tell the waiters for its file how the attempt ended."""
+    def resolve(self, error: StorageError | None) -> None:
+        """End the waits for its file, with success or this error."""
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
             if waiter.done():
@@ -105,11 +105,11 @@ def version_of(checkpoint: CheckpointRow) -> str:
 
 
 class Publishing:
-    """The versions that have no file yet, and what needs them."""
+    """The versions that have no file yet, and the waits for them."""
 
     def __init__(self, folders: StateFolders, store: Store, fleet: Fleet, failure: Failure) -> None:
         self.changed = Signal()
-        """A version does not need the log any more, or was rematerialized, or never will be."""
+        """A version does not need the log any more, was rematerialized, or cannot be rematerialized."""
         self._samplers = folders.samplers
         self._checkpoints = folders.checkpoints
         self._store = store
@@ -120,7 +120,7 @@ class Publishing:
         self._writers = asyncio.Semaphore(WRITERS)
         self._gives_up = asyncio.Event()
 
-    # ---- a version's way
+    # ---- states of a version
 
     def can_hold(self, base_model: str, state: AdapterState) -> bool:
         """Return whether this version may be committed before its file exists.
@@ -140,41 +140,41 @@ class Publishing:
         self._versions.pop(name, None)
 
     def committed(self, name: str) -> None:
-        """The version's row is durable: write its file. (Its session may have ended meanwhile.)"""
+        """Begin to write the version's file: its row is durable. (Its session may have ended meanwhile.)"""
         if (version := self._versions.get(name)) is not None:
             self._begin_writing(version)
 
     def expect(self, version: Version, *, is_in_log: bool) -> None:
-        """Take in a row without a file after a crash: replay rematerializes it, if its save is in the log."""
+        """Add a version that has no file after a crash: replay rematerializes it, if its save is in the log."""
         version.error = None if is_in_log else _lost(version.label)
         self._versions[version.name] = version
 
     def rematerialized(self, name: str, state: AdapterState) -> None:
-        """The log was replayed up to its save. (Its session may have ended meanwhile.)"""
+        """Hold the weights of a version whose save was replayed. (Its session may have ended meanwhile.)"""
         if (version := self._versions.get(name)) is not None:
             version.state = state
             self._begin_writing(version)
             self.changed.notify()
 
     def fail(self, adapter_id: str, error: ServiceError) -> None:
-        """The adapter cannot be rebuilt in this epoch, and no version of it that has to be rematerialized."""
+        """Fail the versions of an adapter that must be rematerialized: it cannot be rebuilt in this epoch."""
         for version in self._of(adapter_id):
             if version.state is None:
                 version.error = error
                 self.changed.notify()
 
     def end_session(self, session_id: str) -> None:
-        """The session's end is durable: its unnamed versions end."""
+        """End the unnamed versions of a session whose end is durable."""
         for version in [each for each in self._versions.values() if each.session_id == session_id]:
-            self._end(version)
+            self._release(version)
 
     def deleted(self, name: str) -> None:
-        """The deletion of this version's checkpoint is durable: the version ends."""
+        """End a version whose checkpoint's deletion is durable."""
         if (version := self._versions.get(name)) is not None:
-            self._end(version)
+            self._release(version)
 
     def give_up(self) -> None:
-        """The coordinator stops: try files that could not be written once more, then leave them to the log."""
+        """Retry failed writes once more, then leave these versions to the log: the coordinator stops."""
         self._gives_up.set()
 
     async def finish(self) -> None:
@@ -185,7 +185,7 @@ class Publishing:
     # ---- questions
 
     def is_awaited(self, name: str) -> bool:
-        """Return whether this version must be rematerialized before anything can be sampled from it."""
+        """Return whether this version must be rematerialized before it can be sampled from."""
         version = self._versions.get(name)
         return version is not None and version.state is None and version.error is None
 
@@ -266,14 +266,10 @@ class Publishing:
         version.waiters.append(waiter)
         await waiter
 
-    def _end(self, version: Version) -> None:
-        """End a version."""
-        self._settle(version)
-
-    def _settle(self, version: Version) -> None:
-        """The version does not need the log any more."""
+    def _release(self, version: Version) -> None:
+        """Drop the held weights of a version that needs neither memory nor the log any more."""
         if self._versions.pop(version.name, None) is not None:
-            version.tell(None)
+            version.resolve(None)
             self.changed.notify()
 
     def _begin_writing(self, version: Version) -> None:
@@ -285,7 +281,7 @@ class Publishing:
     def _written(self, version: Version, writing: asyncio.Task[None]) -> None:
         self._writing.discard(writing)
         if not writing.cancelled() and (error := writing.exception()) is not None:
-            version.tell(StorageError(f"the weights that {version.name} has saved were not written: {error!r}"))
+            version.resolve(StorageError(f"the weights that {version.name} has saved were not written: {error!r}"))
             self._failure.report(error)
 
     async def _write(self, version: Version) -> None:
@@ -297,14 +293,14 @@ class Publishing:
             except (OSError, StorageError) as error:
                 logger.warning("%s has no file yet: %s", version.name, error)
                 reason = error.strerror if isinstance(error, OSError) else error
-                version.tell(StorageError(f"the weights that {version.name} has saved cannot be written: {reason}"))
+                version.resolve(StorageError(f"the weights that {version.name} has saved cannot be written: {reason}"))
                 if self._gives_up.is_set() or isinstance(error, StoreBrokenError):
                     return
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._gives_up.wait(), pause_s)
                 pause_s = min(2 * pause_s, RETRY_S_MAX)
             else:
-                self._settle(version)
+                self._release(version)
 
     async def _write_once(self, version: Version) -> None:
         """Write the file and give its row the folder. Raises OSError and StorageError; the log is still needed then."""
@@ -338,7 +334,7 @@ def _not_rematerialized(label: str) -> ServiceError:
     return ServiceError(
         Code.UNAVAILABLE,
         "ADAPTER_CHANGING",
-        f"the weights of {label} are being made again after a crash: try again later",
+        f"the weights of {label} are being rematerialized after a crash: try again later",
         retry_delay_s=1.0,
     )
 
@@ -347,5 +343,5 @@ def _lost(label: str) -> ServiceError:
     return ServiceError(
         Code.DATA_LOSS,
         "VERSION_LOST",
-        f"the weights of {label} were not on disk when the service died, and their adapter is gone: train again",
+        f"the weights of {label} were not on disk when the service crashed, and their adapter was deleted: train again",
     )

@@ -1,9 +1,9 @@
-"""Makes the states that workers hand out durable, and the rows that name them: checkpoints, samplers, snapshots.
+"""Makes states from workers durable, and the rows that name them: checkpoints, samplers, snapshots.
 
-The order is file first (synced and renamed), then row, for a user's state in the transaction of the cycle's commit; a
-folder that is replaced is removed only after that. Only weights for sampling are committed first: until their file
-exists the log stands for them (`publishing`), and a reader that needs the file waits for it. Does not depend on workers
-or order.
+Main invariant: a folder is durable (synced and renamed) before a row names it, and a replaced folder is removed only
+after the row of its replacement is durable. A user's row is stored in the transaction of the cycle's commit. Weights
+for sampling are the exception: their row is committed first, and until their file exists the log can rematerialize them
+(`publishing`). Does not depend on workers, or on the order of operations.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Saver:
         request: checkpoints_pb2.SaveWeightsForSamplerRequest,
         state: AdapterState,
     ) -> SamplerRow:
-        """Return the row of an unnamed sampler: it is sampled from as soon as the cycle commits; its file follows."""
+        """Return the row of an unnamed sampler: it can be sampled from once the cycle commits; its file may follow."""
         wanted = request.sampler_index if request.HasField("sampler_index") else None
         index = self._sessions.take_sampler_index(log.session_id, operation.name, wanted)
         row = SamplerRow(
@@ -140,7 +140,7 @@ class Saver:
         return replace(row, folder=saved.folder, sha256=saved.sha256)
 
     async def save_loaded(self, staged: StagedStates, log: AdapterLog, result: ItemResult) -> None:
-        """Make what was just loaded the adapter's snapshot, in the same commit. Raises ServiceError."""
+        """Stage a loaded state as its adapter's snapshot, for the same commit. Raises ServiceError."""
         assert result.state is not None
         replaced = self._store.snapshots.get(log.adapter_id)
         start = await self.write_start(log, result.state)
@@ -149,7 +149,7 @@ class Saver:
     async def persist(self, commit: CycleCommit, staged: StagedStates, finished: Sequence[Operation]) -> frozenset[str]:
         """Store a commit with staged states and outcomes; return the adapters that it had to leave out.
 
-        A commit holds many tenants' outcomes: a save whose sampler id another row has taken fails alone. Raises
+        A save whose sampler id is taken by another row is failed, and the outcomes of all others are committed. Raises
         StorageError.
         """
         while True:
@@ -169,7 +169,10 @@ class Saver:
                     raise
 
     def committed(self, staged: StagedStates, lost: Collection[str]) -> None:
-        """The commit is durable, except for the adapters `lost`: remove what it overwrote, write what it published."""
+        """Remove the folders that a durable commit replaced, and write the weights that it published.
+
+        Nothing of the adapters `lost` was stored: drop their weights and new folders.
+        """
         for row in staged.samplers:
             if row.adapter_id in lost:
                 self._discard(row)
@@ -210,7 +213,7 @@ class Saver:
         try:
             replaced = await self._store.snapshots.commit(row)
         except StoreBrokenError:
-            raise  # the row may be durable: the next start finds out whether the folder is an orphan
+            raise  # the row may be durable: the next start removes the folder if it is an orphan
         except StorageError:
             self.folders.snapshots.remove(saved.folder)
             raise
@@ -226,9 +229,9 @@ class Saver:
     # ---- checkpoints
 
     async def read_checkpoint(self, row: CheckpointRow) -> AdapterState:
-        """Return what a checkpoint holds, from memory if its file is not written yet.
+        """Return a checkpoint's state, from memory if its file is not written yet.
 
-        Raises ServiceError if that is damaged, cannot be read now, or was deleted since its row was read.
+        Raises ServiceError if the state is damaged, cannot be read now, or was deleted since its row was read.
         """
         if not row.folder:
             if (state := self.publishing.held(version_of(row))) is not None:
@@ -237,8 +240,10 @@ class Saver:
         return await asyncio.to_thread(self.folders.checkpoints.read, row.folder, row.sha256)
 
     async def with_file(self, row: CheckpointRow) -> CheckpointRow:
-        """Return a checkpoint's row once its file exists. Raises ServiceError as `read_checkpoint`, and StorageError if
-        its file cannot be written."""
+        """Return a checkpoint's row once its file exists.
+
+        Raises ServiceError as `read_checkpoint`, and StorageError if its file cannot be written.
+        """
         if row.folder:
             return row
         await self.publishing.until_file(version_of(row))
@@ -260,7 +265,7 @@ class Saver:
             await self.delete_checkpoint(row)
 
     async def remove_samplers(self, session_id: str) -> None:
-        """Remove the weights of a session's unnamed samplers: it has ended."""
+        """Remove the weights of the unnamed samplers of a session that has ended."""
         self.publishing.end_session(session_id)
         for folder in self._store.samplers.folders_of_session(session_id):
             await asyncio.to_thread(self.folders.samplers.remove, folder)
@@ -272,11 +277,11 @@ class Saver:
         self.folders.samplers.remove_orphans(self._store.samplers.folders())
 
     def _refuse_taken(self, staged: StagedStates, finished: Iterable[Operation]) -> bool:
-        """Fail the saves whose sampler ids are taken; whether there are any."""
+        """Fail the saves whose sampler ids are taken; return whether there are any."""
         taken = {row.version: row for row in staged.samplers if self._store.samplers.get(row.sampler_id) is not None}
         for operation in finished:
             if (row := taken.get(operation.name)) is not None:
-                logger.error("%s: %s was there before", operation.name, row.sampler_id)
+                logger.error("%s: the sampler %s exists already", operation.name, row.sampler_id)
                 assert operation.outcome is not None
                 outcome = operation.outcome
                 operation.undecide()

@@ -49,7 +49,7 @@ class Snapshots:
 
     def __init__(self, saver: Saver, time: Time, replay_s_max: float) -> None:
         self.changed = Signal()
-        """There is something to `settle`."""
+        """A snapshot was written or failed: call `settle`."""
         self._saver = saver
         self._time = time
         self._replay_s_max = replay_s_max
@@ -60,7 +60,7 @@ class Snapshots:
         self._retry_at: dict[str, float] = {}
         self._num_failures: Counter[str] = Counter()
         self._asked: dict[str, tuple[AdapterLog, bytes]] = {}
-        """Adapters whose states were asked for, and how their gradient windows stood."""
+        """Adapters whose states were requested, and the failures that had closed their gradient windows."""
 
     def due(self, adapters: Iterable[AdapterLog], lost: Collection[str]) -> list[AdapterLog]:
         """Return the adapters to snapshot now, without the `lost` ones: they ran an operation that was never logged.
@@ -81,19 +81,19 @@ class Snapshots:
         return is_ahead and adapter.is_between_operations and adapter.is_as_committed
 
     def begin(self, adapter: AdapterLog) -> None:
-        """The copy is being asked for its state."""
+        """Record that a worker is about to be asked for the copy's state."""
         window_error = serialize(adapter.copy.window_error) if adapter.copy.window_error is not None else b""
         self._asked[adapter.adapter_id] = adapter, window_error
 
     def end(self) -> None:
-        """Workers that did not reply are lost: record the failures."""
+        """Record a failure for every worker that did not reply: it is lost."""
         for adapter, _ in list(self._asked.values()):
             self.failed(adapter, "its worker was lost")
 
     def take(self, adapter: AdapterLog, result: ItemResult) -> None:
-        """Begin to write the state that a worker handed out.
+        """Begin to write the state that a worker returned.
 
-        A failure is only reported: without this snapshot the log stays longer, and nothing else.
+        A failure is only logged: without this snapshot a replay takes longer, and no state is lost.
         """
         if result.state is None:
             self.failed(adapter, str(result.error))
@@ -103,7 +103,7 @@ class Snapshots:
         self._writing[adapter.adapter_id] = asyncio.get_running_loop().create_task(writing)
 
     def failed(self, adapter: AdapterLog, reason: str) -> None:
-        """The snapshot failed; schedule a retry."""
+        """Schedule a retry of a snapshot that failed."""
         logger.warning("no snapshot of %s: %s", adapter.adapter_id, reason)
         self._asked.pop(adapter.adapter_id, None)
         self._num_failures[adapter.adapter_id] += 1
@@ -111,14 +111,14 @@ class Snapshots:
         self._retry_at[adapter.adapter_id] = self._time.monotonic() + pause_s
 
     def is_unsettled(self, adapter_id: str) -> bool:
-        """Return whether a snapshot may be durable that the adapter log was not told of.
+        """Return whether a snapshot may be durable that the adapter log has not covered yet.
 
         Then no copy may be installed from the snapshot before: the operations to replay after it may have left the log.
         """
         return adapter_id in self._writing or any(each.adapter.adapter_id == adapter_id for each in self._durable)
 
     def settle(self, adapters: Mapping[str, AdapterLog]) -> None:
-        """Tell the adapter logs which snapshots became durable. Call between cycles."""
+        """Cover the adapter logs by the snapshots that became durable. Call between cycles."""
         durable, self._durable = self._durable, []
         for each in durable:
             if adapters.get(each.adapter.adapter_id) is each.adapter:
@@ -132,7 +132,7 @@ class Snapshots:
             await asyncio.gather(*self._writing.values())
 
     def forget(self, adapter_id: str) -> None:
-        """Drop what is remembered of a deleted adapter."""
+        """Drop the measurements of a deleted adapter."""
         self._cost_s.pop(adapter_id, None)
         self._retry_at.pop(adapter_id, None)
         self._num_failures.pop(adapter_id, None)

@@ -1,4 +1,7 @@
-"""States that a cycle has written or holds, and whose rows its commit will store. In memory."""
+"""The rows of states that a cycle has written or holds, and that its commit will store. In memory.
+
+Does not access files or the database. Main invariant: at most one staged checkpoint has a path.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,18 @@ class StagedStates:
         self.checkpoints: list[CheckpointRow] = []
         self.samplers: list[SamplerRow] = []
         self.snapshots: list[SnapshotRow] = []
-        """Of loads: they cannot be replayed once their checkpoint is deleted."""
+        """Snapshots of loads, which cannot be replayed once their checkpoint is deleted."""
         self.replaced_checkpoints: list[tuple[str, str]] = []
         """Adapter and folder of each checkpoint that is overwritten."""
         self.replaced_snapshots: list[tuple[str, str]] = []
         """Adapter and folder of each snapshot that a load replaces."""
 
     def add_checkpoint(self, row: CheckpointRow, stored: CheckpointRow | None) -> None:
-        """Stage a checkpoint; `stored` and what is staged under its path are replaced."""
+        """Stage a checkpoint; it replaces `stored`, and a checkpoint staged under its path."""
         replaced = [each for each in self.checkpoints if each.path == row.path]
         self.checkpoints = [each for each in self.checkpoints if each.path != row.path]
         for each in (*replaced, *([stored] if stored is not None else [])):
-            assert each.folder, "only training states are overwritten, and they have their file first"
+            assert each.folder, "only training states are overwritten, and their file is written before their row"
             self.replaced_checkpoints.append((row.adapter_id, each.folder))
         self.checkpoints.append(row)
 
@@ -38,7 +41,7 @@ class StagedStates:
         self.samplers.append(row)
 
     def drop_samplers(self, versions: Collection[str]) -> None:
-        """Take these unnamed samplers back."""
+        """Remove these unnamed samplers."""
         self.samplers = [row for row in self.samplers if row.version not in versions]
 
     def add_snapshot(self, row: SnapshotRow, replaced: SnapshotRow | None) -> None:

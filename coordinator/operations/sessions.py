@@ -114,7 +114,7 @@ class SessionTable:
 
     @contextmanager
     def ending(self, session_id: str) -> Iterator[None]:
-        """Accept no new work in the session while the block makes its end durable; if the block raises, it stays live."""
+        """Accept no new work in a session while the block makes its end durable. If the block raises, it stays live."""
         session = self._live.get(session_id)
         if session is not None:
             session.num_endings += 1

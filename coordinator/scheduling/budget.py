@@ -1,8 +1,8 @@
-"""How many tokens one cycle carries on one worker: the operator's number, or the knee of what was measured.
+"""How many tokens one cycle carries on one worker: the operator's number, or the knee of the measured costs.
 
-A cycle costs a fixed time and a time per token. Where the tokens take `KNEE` times as long as what is fixed, a larger
-cycle is hardly faster, and everybody waits longer for the next one. Knows costs; neither who waits nor what is queued.
-The numbers of a result never depend on it: chunks are canonical.
+A cycle costs a fixed time and a time per token. Where the tokens take `KNEE` times as long as the fixed part, a larger
+cycle is hardly more efficient, and every tenant waits longer for the next one. Depends on costs only; not on tenants or
+queued operations. Main invariant: no result depends on the budget, because chunks are canonical.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ KNEE = 20.0
 START_TOKENS = 2048
 """The budget until the knee is known."""
 TRUST = 2.0
-"""A budget is at most this many times what has been measured (or the start): beyond that the line is only a guess."""
+"""A budget is at most this many times the largest measured pass (or the start): beyond it the line is unreliable."""
 TOKENS_MAX = 65_536
-"""The most tokens: where a measured token costs nothing, something else must end."""
+"""The largest budget, for a machine on which the measured cost of a token is zero."""
 NOTABLE = 0.1
-"""Changes by a smaller part are not logged."""
+"""Changes by a smaller fraction are not logged."""
 
 
 class TokenBudget:
@@ -31,7 +31,7 @@ class TokenBudget:
     def __init__(
         self, costs: CycleCosts, *, base_model: str, chunk_tokens: int, tokens: int | None, cycle_s_max: float
     ) -> None:
-        """`tokens`: as the operator wants it; None: measured, between one chunk and what takes `cycle_s_max`."""
+        """`tokens`: the operator's number; None: measured, from one chunk up to a pass of `cycle_s_max` seconds."""
         self._costs = costs
         self._base_model = base_model
         self._chunk_tokens = chunk_tokens
@@ -45,7 +45,7 @@ class TokenBudget:
         return self._tokens
 
     def update(self) -> None:
-        """Take in what has been measured. Call between cycles."""
+        """Update the budget from the measured costs. Call between cycles."""
         if not self._is_measured:
             return
         self._tokens = self._measured()

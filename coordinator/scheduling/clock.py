@@ -1,7 +1,7 @@
 """When a cycle starts.
 
-Depends on time, on which tenants are ready, on when tenants of earlier cycles came back, and on what a cycle costs; not
-on what they asked for or which worker runs it.
+Depends on time, on which tenants are ready, on when tenants of earlier cycles returned, and on the cost of a cycle; not
+on their operations or on workers. Main invariant: a lone tenant never waits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNMEASURED_S = 0.004
 LOOK_S = 0.001
 """While lingering, the interval at which the budget is checked: not at each of a thousand arrivals."""
 RETURNS_KEPT, RETURNS_MIN = 5, 3
-"""Returns of a tenant that are kept, and the number from which the slowest counts as an exception."""
+"""Returns of a tenant that are kept, and the number from which the slowest one is ignored as an exception."""
 LATE = 2.0
 """A tenant is awaited for at most this many times its usual absence."""
 GUESSES_MAX = 8
@@ -32,10 +32,10 @@ TENANTS_KEPT = 4096
 
 
 class ReadyWork(Protocol):
-    """What the clock asks before a cycle."""
+    """The ready work of one base model, as the clock reads it before a cycle."""
 
     def is_ready(self) -> bool:
-        """Return whether a cycle would do anything."""
+        """Return whether a cycle would run or decide an operation."""
 
     def tenants(self) -> frozenset[str]:
         """Return the tenants that are ready."""
@@ -47,10 +47,10 @@ class ReadyWork(Protocol):
 class CycleClock:
     """Event-driven: a cycle starts as soon as the workers are free and something is ready.
 
-    The start may linger for tenants of earlier cycles that usually come back soon, because a tenant that misses the
-    cycle costs another one. It lingers at most for the fixed cost of a cycle, which is what waiting saves; at most for
-    `linger_s`; only for tenants whose past returns lie within that; and only while the budget has room. Where no other
-    tenant is expected it does not linger at all: a lone tenant never waits.
+    The start may linger for tenants of earlier cycles that usually return soon, because a tenant that misses the cycle
+    costs another one. It lingers at most for the fixed cost of a cycle, because waiting saves no more than that. It
+    lingers at most for `linger_s`, only for tenants whose past returns were faster than that, and only while the budget
+    has room. If no other tenant is expected it does not linger: a lone tenant never waits.
     """
 
     def __init__(self, time: Time, linger_s: float, costs: CycleCosts, arrivals: Arrivals) -> None:
@@ -69,7 +69,7 @@ class CycleClock:
         """How many cycles in a row lingered with the fixed cost unknown."""
 
     def finished(self, tenants: frozenset[str]) -> None:
-        """A cycle with these tenants has committed."""
+        """Record that a cycle with these tenants has committed."""
         self._note_arrivals()
         self._last_tenants = tenants
         now = self._time.monotonic()
@@ -86,7 +86,7 @@ class CycleClock:
         self._note_arrivals()
         ready = work.tenants()
         for tenant in ready:
-            # It had asked for more before its cycle ended, a snapshot was settled, or its quarantine ended.
+            # It was not absent: it submitted more before its cycle ended, or waited for a snapshot or a quarantine.
             self._away.pop(tenant, None)
         until = self._choose(free_at, len(ready)) if self._away else 0.0
         while self._arrivals.is_awaiting and not work.is_full():

@@ -1,11 +1,11 @@
-"""What the cycles of one base model cost: a pass by its tokens, and a commit. Measured, and read by all who predict.
+"""The measured costs of one base model's cycles: a pass by its tokens, and a commit.
 
-Passes are kept by size, in classes of a factor of two, the last few of each. A class speaks by its medians, so that a
-pause, a swap or a first run of new shapes changes nothing; and because sizes are kept apart, a thousand large passes do
-not wash out what the small ones said about the fixed cost. What has not been confirmed for long is forgotten.
+The last few passes are kept in classes by size, each spanning a factor of two. A class counts by its medians, so that
+a pause, a swap or a first run of new shapes has no effect. Because classes are separate, a thousand large passes do not
+outweigh the small ones, which show the fixed cost. A class without new passes is dropped after a while.
 
-Knows tokens and seconds; not what is computed, who asked, or what follows from a cost (`budget`, `clock`, `deadlines`).
-Main invariant: everything here is a function of the measurements alone, in their order.
+Depends on tokens and seconds only; not on operations, tenants, or the uses of a cost (`budget`, `clock`, `deadlines`).
+Main invariant: every cost is a function of the measurements, in their order, and of nothing else.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 KEPT = 9
-"""Measurements of one class: its median stands up to four that are wrong."""
+"""Measurements kept in one class: its median is right with up to four outliers."""
 KEPT_MIN = 3
-"""With fewer, a class has no say in the line: one wrong measurement must not decide."""
+"""A class with fewer measurements is left out of the line: one outlier must not decide."""
 MEMORY = 512
-"""Passes after which a class of which there was none is forgotten: the machine may not be what it was."""
+"""Passes after which a class without a new measurement is dropped: the speed of the machine may have changed."""
 SPAN_MIN, SPAN_WIDE = 1.5, 4.0
-"""How many times more tokens the largest class must have than the smallest, or the two costs cannot be told apart; and
-from where on they can be told apart well enough to go by them beyond what was measured."""
+"""Ratio of tokens, largest class to smallest: from the first value on, the fixed cost and the cost of a token can be
+told apart; from the second on, well enough to extrapolate beyond the measured sizes."""
 TOKENS_MIN = 64
 """A pass with fewer tokens shows little about the price of one: it counts only while there is nothing better."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A pass, or what stands for several."""
+    """A pass, or the medians of several."""
 
     num_tokens: float
     length: float
@@ -44,7 +44,7 @@ class Line:
     fixed_s: float
     token_s: float
     is_wide: bool
-    """What it was drawn through is far enough apart to go by it for other sizes."""
+    """Its points span enough sizes to extrapolate to other sizes."""
 
 
 class CycleCosts:
@@ -55,14 +55,14 @@ class CycleCosts:
         """By the bits of the number of tokens; each measurement with its number."""
         self._medians: dict[int, Measured] = {}
         self._hint: Measured | None = None
-        """All that is known: a pass that did more than passing."""
+        """A pass that was not pure, used as long as there is no other measurement."""
         self._num_passes = 0
         self._commits: deque[float] = deque(maxlen=KEPT)
         self._line: Line | None = None
 
     @property
     def line(self) -> Line | None:
-        """What a pass costs; None: not known. Neither cost is negative, and they are not both zero."""
+        """The cost of a pass; None: unknown. Neither part is negative, and they are not both zero."""
         return self._line
 
     @property
@@ -72,9 +72,9 @@ class CycleCosts:
 
     @property
     def fixed_s(self) -> float | None:
-        """Seconds that a cycle takes whatever it carries, its commit included. None: nothing is known.
+        """Seconds that a cycle of any size takes, its commit included. None: nothing was measured.
 
-        Without a line: those of the smallest passes, which cannot be less.
+        Without a line, the time of the smallest passes: an upper bound.
         """
         known = self._known()
         if not known:
@@ -83,12 +83,14 @@ class CycleCosts:
 
     @property
     def num_tokens_seen(self) -> float:
-        """Tokens of the largest passes that are remembered; 0: none is."""
+        """Tokens of the largest class of passes; 0: nothing was measured."""
         return max((each.num_tokens for each in self._medians.values()), default=0.0)
 
     def observe_pass(self, num_tokens: int, length: float, seconds: float, *, is_pure: bool = True) -> None:
-        """A pass of so many tokens (1 or more) took so long. One that is not pure did something else besides: it counts
-        only as long as nothing is known."""
+        """Record the time of a pass of 1 or more tokens.
+
+        A pass that is not pure included other work, such as installs: it counts only while there is no other.
+        """
         if not is_pure:
             if self._hint is None and not self._classes:
                 self._hint = Measured(num_tokens, length, seconds)
@@ -111,14 +113,14 @@ class CycleCosts:
         self._line = _fit([self._medians[k] for k, kept in self._classes.items() if len(kept) >= KEPT_MIN])
 
     def observe_commit(self, seconds: float) -> None:
-        """A cycle's commit took so long."""
+        """Record the time of a cycle's commit."""
         self._commits.append(seconds)
 
     def predicted_s(self, num_tokens: int, length: float) -> float | None:
-        """What a pass of 1 or more tokens may well take, as a bound; None: not known.
+        """Return an upper bound of the seconds of a pass of 1 or more tokens; None: unknown.
 
-        In proportion to the nearest smaller pass, which counts the fixed cost again and again, and to the length of the
-        sequences, because attention makes a token dearer the longer its sequence, at most in proportion.
+        In proportion to the nearest smaller pass, which counts the fixed cost several times, and to the length of the
+        sequences, because the cost of attention per token grows at most in proportion to it.
         """
         known = self._known()
         if not known:
@@ -128,9 +130,9 @@ class CycleCosts:
         return near.seconds * max(1.0, num_tokens / near.num_tokens) * max(1.0, length / near.length)
 
     def tokens_within(self, seconds: float) -> float:
-        """Tokens of a pass that takes so long; infinite if nothing is known, or nothing limits them.
+        """Return the tokens of a pass of this many seconds; infinite if that is unknown, or tokens cost no time.
 
-        Without a wide line: in proportion to the largest passes seen, which gives too few rather than too many.
+        Without a wide line: in proportion to the largest passes, which gives too few rather than too many.
         """
         if (line := self._line) is not None and line.is_wide:
             return max(0.0, seconds - line.fixed_s) / line.token_s if line.token_s else float("inf")
@@ -138,19 +140,19 @@ class CycleCosts:
         return seconds / known[-1].seconds * known[-1].num_tokens if known and known[-1].seconds else float("inf")
 
     def _known(self) -> list[Measured]:
-        """By number of tokens."""
+        """Return the measurements of all classes, and the hint, by number of tokens."""
         hints = [self._hint] if self._hint is not None else []
         return sorted([*self._medians.values(), *hints], key=lambda each: each.num_tokens)
 
 
 def _median(values: Iterable[float]) -> float:
-    """The middle one; of two in the middle the lower, so that it is one that was measured."""
+    """Return the middle value; of two in the middle the lower, so that it is a measured one."""
     ordered = sorted(values)
     return ordered[(len(ordered) - 1) // 2]
 
 
 def _fit(points: list[Measured]) -> Line | None:
-    """The line with the least squares of relative errors: a small pass, which shows the fixed cost, counts as much."""
+    """Fit a line by least squares of relative errors, so that small passes count as much: they show the fixed cost."""
     if not points or any(point.seconds <= 0 for point in points):
         return None
     span = max(point.num_tokens for point in points) / min(point.num_tokens for point in points)

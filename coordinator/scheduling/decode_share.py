@@ -1,4 +1,7 @@
-"""The part of a worker's time that its samples get beside a batch of training operations. Pure."""
+"""The part of a worker's time that its samples get while it runs a batch of training operations. Pure.
+
+Depends on tenants' weights only; not on counters or on what is sampled.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Collection, Mapping
 from coordinator.scheduling.virtual_counters import Share
 
 DECODE_SHARE, DECODE_SHARE_MIN, DECODE_SHARE_MAX = 0.5, 0.1, 0.9
-"""The share where no weights decide, the least and the most."""
+"""The share if there are no training tenants or no sampling tenants, the least and the most."""
 
 
 def decode_share(sampling: Collection[str], training: Collection[str], shares: Mapping[str, Share]) -> float:

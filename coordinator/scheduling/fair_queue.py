@@ -1,17 +1,17 @@
-"""The fair queue of one base model's samples: whose request is next, tenant by tenant, by virtual counters.
+"""The fair queue of one base model's samples: which request is next, by virtual counters of tenants.
 
-The next request is that of the tenant with the lowest counter, whatever the size of its requests. How many tokens a
-request will draw is known only at its end: while it runs it counts with the most that it may draw, afterwards with the
-tokens that the engine computed, so that asking for much gains nothing. The most that may be drawn lifts no returning
-tenant, or that tenant would wait for tokens that are never drawn; so it gets more than its share once, by what ran when
-it came.
+The next request is that of the tenant with the lowest counter, whatever the size of its requests. The tokens of a
+request are known only at its end. While it runs, it counts with the most tokens that it may draw; afterwards, with the
+tokens that the engine computed, so that a large limit gains no share. Tokens that may still be drawn do not lift the
+counter of a returning tenant, because it would then wait for tokens that are never drawn. So such a tenant once gets
+more than its share, by at most the tokens of the requests that ran when it returned.
 
-These counters are not those of training. A tenant that only samples and one that only trains do not compete for the
-next place but for the worker's time, which `Batch.decode_share` divides; with one counter for both, a tenant that did
-much of the one while the pool was idle would be last in the other. They start anew with every epoch.
+These counters are separate from those of training. A tenant that only samples and one that only trains compete for the
+worker's time, which `Batch.decode_share` divides, and not for the same queue. With one counter for both, a tenant that
+trained much while the pool was idle would be last in sampling. The counters start at zero in every epoch.
 
-Depends on names, tenants and numbers of tokens; not on workers or on what a request asks. The cost of a choice does not
-grow with the number of queued requests.
+Depends on names, tenants and numbers of tokens; not on workers or on the content of a request. Main invariant: the cost
+of a choice does not grow with the number of queued requests.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ class FairQueue:
         return name
 
     def start(self, name: str) -> None:
-        """Take a queued request out: it runs."""
+        """Move a queued request to the running ones."""
         entry = self._entries[name]
         self._dequeue(name, entry.tenant_id)
         self._running_tokens[entry.tenant_id] += entry.num_tokens_max
         self._rank(entry.tenant_id)
 
     def requeue(self, name: str) -> None:
-        """Queue a running request again, behind its tenant's others; what it drew is not charged."""
+        """Queue a running request again, behind its tenant's others; the tokens that it drew are not charged."""
         entry = self._entries[name]
         self._running_tokens[entry.tenant_id] -= entry.num_tokens_max
         self._enqueue(name, entry.tenant_id)
@@ -115,7 +115,7 @@ class FairQueue:
             del self._num_unfinished[tenant_id], self._running_tokens[tenant_id]
 
     def _rank(self, tenant_id: str) -> None:
-        """Rank the tenant anew: its counter changed, or whether it has queued requests."""
+        """Rank the tenant again, after its counter changed, or its first request was queued or its last one started."""
         self._ranks.pop(tenant_id, None)
         if tenant_id in self._queued:
             share = self._shares[tenant_id]

@@ -1,9 +1,9 @@
 """Records the loss of a worker, atomically: nothing else runs between its first and its last step.
 
-The steps: mark the incarnation lost and take what was in flight there (training and samples together); give up every
-adapter copy there; decide the quarantine; fail a poison training operation; then publish one event. Receivers read
-their events before their next dispatch. Depends on the fleet, adapter logs and quarantines; not on how the loss was
-noticed, or on how the worker is replaced.
+The steps: mark the incarnation lost and collect the operations in flight there (training and samples together); drop
+every adapter copy there; decide the quarantine; fail a poison training operation; then publish one event. Receivers
+read their events before their next dispatch. Depends on the fleet, adapter logs and quarantines; not on how the loss
+was noticed, or on how the worker is replaced. Main invariant: an incarnation is recorded as lost at most once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class WorkerLoss:
 
 
 class LossFeed:
-    """The losses that one receiver has not read. Bounded by the number of incarnations."""
+    """The losses that one receiver has not read. Their number is bounded by that of incarnations."""
 
     def __init__(self, wake: asyncio.Event) -> None:
         self._losses: deque[WorkerLoss] = deque()
@@ -58,7 +58,7 @@ class LossFeed:
 
 
 class LossRecorder:
-    """The one place where a worker is declared lost."""
+    """Declares workers lost; no other code does."""
 
     def __init__(
         self, fleet: Fleet, registry: AdapterRegistry, quarantines: Mapping[str, Quarantine], publishing: Publishing
@@ -109,7 +109,7 @@ class LossRecorder:
         return (quarantine.record_loss(names, operations) if names else None) or ""
 
     def _fail_poison(self, log: AdapterLog, flight: Flight) -> None:
-        """Fail the operation; if it is a replay, give its adapter up: it cannot be rebuilt."""
+        """Fail the operation; if it is a replay, abort its adapter, which cannot be rebuilt."""
         logger.error("%s ended its worker %d times while it ran solo", flight.name, SOLO_LOSSES_MAX)
         log.release()
         operation = log.operations.get(flight.seq)

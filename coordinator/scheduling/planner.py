@@ -1,11 +1,9 @@
-"""Which adapters share the next pass, and on which worker each runs: a pure function of what is ready, what each tenant
-has had, and the token budget.
+"""Which adapters share the next pass, and on which worker each runs: a pure function of the ready chunks, the tenants'
+virtual counters and the token budget.
 
-Fairness is by virtual counters: the next chunk goes to the tenant with the lowest counter, and within a tenant round
-robin over its adapters.
-
-Depends on no clock, database or worker: values come in, a new state goes out. Of a thousand long logs a cycle takes a
-few chunks: of each adapter at most one chunk more than it takes is looked at.
+The next chunk is one of the tenant with the lowest counter; within a tenant, adapters take turns round robin. Does not
+depend on a clock, the database or workers. Main invariant: planning reads at most one chunk of an adapter more than it
+plans, because a cycle takes a few chunks of a thousand long logs.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ class Candidate:
     adapter_id: str
     tenant_id: str
     worker_id: str
-    """Where its copy lives; empty: any worker may get it."""
+    """The worker of its copy; empty: it may be placed on any worker."""
     chunk_tokens: Iterable[int]
     """Tokens of its ready chunks, in the order in which they must run; each iteration yields the same."""
     last_cycle_id: int
@@ -45,14 +43,14 @@ class PassPlan:
 
 
 @dataclass(slots=True)
-class _Turn:
+class _Unplanned:
     """A candidate with a chunk left."""
 
     candidate: Candidate
     rest: Iterator[int]
     cost: int
     """Tokens of its next chunk."""
-    num_taken: int = 0
+    num_planned: int = 0
 
 
 def plan_pass(
@@ -60,15 +58,15 @@ def plan_pass(
 ) -> tuple[PassPlan, FairState]:
     """Fill every worker's budget fairly.
 
-    `residents` has the live workers and the number of adapters that live on each; a candidate whose worker is not among
-    them waits. A worker always takes at least one chunk, so that a chunk above the budget runs too.
+    `residents` has the live workers and the number of adapters with a copy on each; a candidate whose worker is not
+    among them waits. A worker always takes at least one chunk, so that a chunk above the budget runs too.
     """
-    rotations: dict[str, deque[_Turn]] = {}
+    rotations: dict[str, deque[_Unplanned]] = {}
     for candidate in sorted(candidates, key=lambda c: (c.last_cycle_id, c.adapter_id)):
         if not candidate.worker_id or candidate.worker_id in residents:
             rest = iter(candidate.chunk_tokens)
             if (cost := next(rest, None)) is not None:
-                rotations.setdefault(candidate.tenant_id, deque()).append(_Turn(candidate, rest, cost))
+                rotations.setdefault(candidate.tenant_id, deque()).append(_Unplanned(candidate, rest, cost))
     active = frozenset(rotations)
     shares = lifted(state.shares, active - state.active, active & state.active)
 
@@ -81,21 +79,21 @@ def plan_pass(
     while heap and min(tokens.values(), default=budget_tokens) < budget_tokens:
         counter, tenant = heapq.heappop(heap)
         rotation = rotations[tenant]
-        turn = rotation.popleft()
-        adapter_id, cost = turn.candidate.adapter_id, turn.cost
-        worker = placements.get(adapter_id) or turn.candidate.worker_id or placer.choose()
+        first = rotation.popleft()
+        adapter_id, cost = first.candidate.adapter_id, first.cost
+        worker = placements.get(adapter_id) or first.candidate.worker_id or placer.choose()
         if tokens[worker] == 0 or tokens[worker] + cost <= budget_tokens:
-            if adapter_id not in placements and not turn.candidate.worker_id:
-                placer.placed(turn.candidate, worker)
-            turn.num_taken += 1
+            if adapter_id not in placements and not first.candidate.worker_id:
+                placer.placed(first.candidate, worker)
+            first.num_planned += 1
             placements[adapter_id] = worker
-            num_chunks[adapter_id] = turn.num_taken
+            num_chunks[adapter_id] = first.num_planned
             tokens[worker] += cost
             shares[tenant] = shares[tenant].charged(cost)
             counter = shares[tenant].virtual_tokens
-            if (cost_next := next(turn.rest, None)) is not None:
-                turn.cost = cost_next
-                rotation.append(turn)
+            if (cost_next := next(first.rest, None)) is not None:
+                first.cost = cost_next
+                rotation.append(first)
         if rotation:
             heapq.heappush(heap, (counter, tenant))
     return (
@@ -107,11 +105,13 @@ def plan_pass(
 class _Placer:
     """Places adapters without a copy on the worker with the fewest tokens of residents and of adapters placed there."""
 
-    def __init__(self, rotations: Iterable[Iterable[_Turn]], residents: Mapping[str, int], budget_tokens: int) -> None:
+    def __init__(
+        self, rotations: Iterable[Iterable[_Unplanned]], residents: Mapping[str, int], budget_tokens: int
+    ) -> None:
         self._num_residents = dict(residents)
         self._budget_tokens = budget_tokens
         self._load = dict.fromkeys(residents, 0)
-        candidates = [turn.candidate for rotation in rotations for turn in rotation]
+        candidates = [each.candidate for rotation in rotations for each in rotation]
         if len(residents) > 1 and not all(candidate.worker_id for candidate in candidates):
             for candidate in candidates:
                 if candidate.worker_id:
@@ -122,7 +122,7 @@ class _Placer:
         return min(self._load, key=lambda worker: (self._load[worker], self._num_residents[worker], worker))
 
     def placed(self, candidate: Candidate, worker_id: str) -> None:
-        """Count the candidate there."""
+        """Count a candidate that was placed on this worker."""
         self._num_residents[worker_id] += 1
         self._load[worker_id] += self._tokens(candidate)
 

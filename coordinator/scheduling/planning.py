@@ -1,7 +1,7 @@
-"""Plans the passes of one base model: ready set, budget, virtual counters and placements, together.
+"""Plans the passes of one base model, from its ready set, budget, virtual counters and workers.
 
-The state of planning between cycles; the plan itself is the pure function of `planner`. Does not depend on how a plan
-is run.
+Owns the state of planning between cycles; the plan itself is the pure function of `planner`. Does not depend on how a
+plan is run. Main invariant: a chunk is charged to its tenant's counter when it is planned.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coordinator.scheduling.virtual_counters import FairState, Share
 
 
 class Planning:
-    """What the cycles of one base model are planned from."""
+    """The planning of one base model's cycles."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Planning:
         return plan
 
     def left_over(self, plan: PassPlan) -> Iterator[AdapterLog]:
-        """Yield adapters with a copy on a live worker whose ready passes did not get into the plan."""
+        """Yield adapters with a copy on a live worker whose ready passes are not in the plan."""
         for log in self.ready.allowed():
             is_left = log.adapter_id not in plan.num_chunks and self._fleet.is_live(log.worker_id)
             if is_left and next(log.ready_passes(), None) is not None:

@@ -22,15 +22,15 @@ class Quarantine:
 
     def __init__(self) -> None:
         self.changed = Signal()
-        """Others may run than before."""
+        """Another set of adapters and samples may run than before."""
         self._groups: deque[set[str]] = deque()
         """The first one may run. No name is in two."""
         self._solo_losses: Counter[str] = Counter()
-        """By operation."""
+        """Solo losses by operation."""
         self._is_paused = False
 
     def pause(self, *, is_paused: bool) -> None:
-        """Hold quarantined groups back while a worker is missing, and let all others run; or let them run."""
+        """Hold quarantined groups back while a worker is missing, and run all others meanwhile; or end that pause."""
         self._is_paused = is_paused
         self.changed.notify()
 
@@ -50,7 +50,7 @@ class Quarantine:
         return self._solo_losses[operation]
 
     def record_loss(self, names: Collection[str], operations: Collection[str]) -> str | None:
-        """A worker was lost with these adapters and samples on it, running these operations.
+        """Record the loss of a worker that had these adapters and samples in flight, running these operations.
 
         Returns the operation that is the poison, if that is decided by this loss.
         """
@@ -73,7 +73,7 @@ class Quarantine:
         return None
 
     def release(self, name: str) -> None:
-        """The adapter or sample ran and its worker survived, or it is gone."""
+        """Release an adapter or sample that ran and whose worker survived, or that was deleted or has finished."""
         before = self.group
         self._take_out(name)
         for operation in [o for o in self._solo_losses if o == name or o.rpartition(":")[0] == name]:

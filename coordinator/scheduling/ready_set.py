@@ -1,8 +1,8 @@
 """The ready set of one base model: the adapters that have something to run, and which of them may run now.
 
 Depends on adapter logs, quarantine, and on which snapshots and published weights are still being written; not on time,
-budgets or what a cycle does. Main invariant: an adapter that has nothing to do costs a cycle nothing: it is in no
-collection that is walked through here.
+budgets or how a cycle runs. Main invariant: an idle adapter adds no cost to a cycle: it is in no collection that is
+walked through here.
 """
 
 from __future__ import annotations
@@ -34,26 +34,25 @@ class ReadySet:
         self._last_cycle: dict[str, int] = {}
 
     def stop(self) -> None:
-        """Begin no more operations; those that have run in part may go on."""
+        """Stop beginning operations; those that have run in part may continue."""
         self._is_stopping = True
 
     def forget(self, adapter_id: str) -> None:
-        """The adapter is deleted."""
+        """Drop the state of a deleted adapter."""
         self._ahead.pop(adapter_id, None)
         self._last_cycle.pop(adapter_id, None)
 
     def ran(self, adapter_ids: Iterable[str]) -> None:
-        """A worker has answered for these adapters."""
+        """Record that workers returned results for these adapters."""
         logs = self._group.logs
         self._ahead.update((name, logs[name]) for name in adapter_ids if name in logs)
 
     def planned(self, adapter_id: str, cycle_id: int) -> None:
-        """The adapter is in the pass of this cycle."""
+        """Record that the adapter is in the pass of this cycle."""
         self._last_cycle[adapter_id] = cycle_id
 
     def refresh(self) -> bool:
-        """Drop adapters that have nothing to do, release quarantined ones that survived; whether a cycle would do
-        anything."""
+        """Drop idle adapters and release quarantined ones that survived; return whether any adapter may run."""
         self._group.mark_clean([name for name, log in self._group.dirty.items() if not log.is_ready()])
         self._release_survivors()
         return any(True for _ in self.allowed())
@@ -63,7 +62,7 @@ class ReadySet:
         return list(self._group.dirty.values())
 
     def allowed(self) -> Iterator[AdapterLog]:
-        """Yield the ready adapters that may run. During a stop: those in the middle of an operation."""
+        """Yield the ready adapters that may run; during a stop, only adapters in the middle of an operation."""
         for log in self._group.dirty.values():
             if not self._quarantine.may_run(log.adapter_id) or (self._is_stopping and log.is_between_operations):
                 continue
@@ -75,7 +74,7 @@ class ReadySet:
         return frozenset(log.tenant_id for log in self.allowed())
 
     def has_tokens(self, num_tokens: int) -> bool:
-        """Return whether the ready chunks fill so many tokens."""
+        """Return whether the ready chunks have at least this many tokens."""
         for log in self.allowed():
             for chunk_tokens in ReadyChunks(log):
                 num_tokens -= chunk_tokens
@@ -84,7 +83,7 @@ class ReadySet:
         return False
 
     def candidates(self) -> list[Candidate]:
-        """Return the adapters that may have something for a pass."""
+        """Return the adapters that may have ready chunks."""
         return [
             Candidate(
                 adapter_id=log.adapter_id,
@@ -97,7 +96,7 @@ class ReadySet:
         ]
 
     def due_steps(self) -> Iterator[AdapterLog]:
-        """Yield the adapters with something for the step phase; each is looked at when it is asked for."""
+        """Yield the adapters with operations for the step phase; each is examined when it is yielded."""
         for log in list(self.allowed()):
             log.advance()
             if next(log.ready_states(), None) is not None:
@@ -108,7 +107,7 @@ class ReadySet:
         return self._group.residency.counts(worker_ids)
 
     def ahead(self) -> list[AdapterLog]:
-        """Return the adapters on whose copies something ran that their snapshots do not contain."""
+        """Return the adapters whose copies ran operations that their snapshots do not contain."""
         for name in [name for name, log in self._ahead.items() if not log.is_ahead]:
             del self._ahead[name]
         return list(self._ahead.values())
@@ -118,7 +117,7 @@ class ReadySet:
         return self._quarantine.may_run(log.adapter_id)
 
     def waits_for_file(self, log: AdapterLog) -> bool:
-        """Return whether the adapter must wait until a snapshot of it is settled or its published weights are written.
+        """Return whether the adapter must wait for the writing of its snapshot or of its published weights.
 
         A copy is installed from the newest snapshot; a load brings a snapshot of its own and so cuts the log.
         """
@@ -131,7 +130,7 @@ class ReadySet:
         return is_loading or (is_unsettled and not log.worker_id)
 
     def _release_survivors(self) -> None:
-        """Release quarantined adapters that ran their quarantined operations, or have nothing to run any more."""
+        """Release quarantined adapters that ran their quarantined operations, or became idle."""
         while survivors := [log for name in self._quarantine.group if (log := self._survivor(name)) is not None]:
             for log in survivors:
                 log.release()

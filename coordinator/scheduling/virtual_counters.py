@@ -1,9 +1,8 @@
-"""Virtual counters: weighted fair scheduling by tokens. The one implementation; training and sampling keep separate
-counters.
+"""Virtual counters: weighted fair scheduling by tokens, for training and for sampling, which keep separate counters.
 
-As in VTC (Sheng et al., OSDI 2024): what a tenant got, in tokens over its weight, adds to its counter, and the lowest
-counter is next. A tenant that was inactive is lifted to the lowest counter of the active ones, so that idleness saves
-nothing up. Pure; does not depend on what is scheduled.
+As in VTC (Sheng et al., OSDI 2024): the tokens of a tenant, over its weight, add to its counter, and the tenant with
+the lowest counter is next. A tenant that was inactive is lifted to the lowest counter of the active ones, so that an
+idle tenant saves up no share. Pure; does not depend on what is scheduled. Main invariant: a counter never decreases.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Share:
     """Tokens over the weight."""
 
     def charged(self, num_tokens: float) -> Share:
-        """Return the share after so many tokens."""
+        """Return the share after this many more tokens."""
         return Share(weight=self.weight, virtual_tokens=self.virtual_tokens + num_tokens / self.weight)
 
     def lifted(self, floor: float) -> Share:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from coordinator.scheduling.cost_model import CycleCosts
-from coordinator.scheduling.deadlines import ALONE_FACTOR, FACTOR, FLOOR_S, STEP_TOKENS, UNKNOWN_S, Deadlines
+from coordinator.scheduling.deadlines import FACTOR, FLOOR_S, SOLO_FACTOR, STEP_TOKENS, UNKNOWN_S, Deadlines
 from workers.contract.messages import AdapterInstall, AdapterSpec, Batch, Datum, PassItem
 
 
@@ -62,8 +62,8 @@ def test_longer_sequences_may_take_longer_per_token_and_shorter_ones_no_less() -
 def test_what_a_worker_may_just_have_been_too_slow_for_gets_more_time_alone() -> None:
     deadlines = Deadlines(CycleCosts())
     deadlines.observe(batch(100), "w0", 1.0)
-    alone = deadlines.allowed_s(batch(100), "w0", deaths_alone=1)
-    assert alone == ALONE_FACTOR * deadlines.allowed_s(batch(100), "w0")
+    solo = deadlines.allowed_s(batch(100), "w0", num_solo_losses=1)
+    assert solo == SOLO_FACTOR * deadlines.allowed_s(batch(100), "w0")
 
 
 def test_batches_of_few_tokens_count_only_while_there_is_nothing_better() -> None:
