@@ -1,4 +1,4 @@
-"""Miniature models whose widths suit the kernels of a GPU; without one all is skipped. See `make test-gpu`."""
+"""Miniature models whose widths suit the kernels of a GPU; without one all tests are skipped. See `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.numerics.harness import ARCHITECTURES
 
 
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Skip tests that need a GPU on machines without one."""
     if torch.cuda.is_available():
         return
     for item in items:
@@ -39,5 +39,5 @@ def even_model(request: pytest.FixtureRequest, even_models: dict[str, Path]) -> 
 
 @pytest.fixture
 def even_qwen3(even_models: dict[str, Path]) -> Path:
-    """For what does not depend on the architecture."""
+    """For tests that do not depend on the architecture."""
     return even_models["qwen3"]

@@ -1,4 +1,4 @@
-"""The bank on a GPU: rows go to pinned memory and come back beside the computation, with their bits."""
+"""The bank on a GPU: rows go to pinned memory and come back during the computation, with their bits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_evicted_rows_lie_in_pinned_memory_and_come_back_with_their_bits() -> No
     assert_same(contents(host), expected["a"])
 
 
-def test_prefetch_runs_beside_the_computation_and_keeps_the_bits() -> None:
+def test_prefetch_runs_during_the_computation_and_keeps_the_bits() -> None:
     bank = make_bank(3, "abcd")
     expected = {key: fill(bank, key, seed) for seed, key in enumerate("abcd")}
     for running, expected_next in (("a", "bc"), ("b", "cd"), ("d", "ab")):

@@ -63,7 +63,7 @@ def test_flash_attention_is_that_of_each_sequence(
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_deterministic_flash_attention_by_request_has_the_bits_of_the_request_alone(head_dim: int) -> None:
+def test_deterministic_flash_attention_by_request_has_the_bits_of_the_request_solo(head_dim: int) -> None:
     kernel = FlashKernel(is_deterministic=True)
     generator = torch.Generator().manual_seed(2)
     tensors = [
@@ -83,8 +83,8 @@ def test_deterministic_flash_attention_by_request_has_the_bits_of_the_request_al
     start = 0
     for lengths in (LENGTHS[:2], LENGTHS[2:3], LENGTHS[3:]):
         stop = start + sum(lengths)
-        alone = outputs(start, stop, lengths, [len(lengths)])
-        for whole, own in zip(together, alone, strict=True):
+        solo = outputs(start, stop, lengths, [len(lengths)])
+        for whole, own in zip(together, solo, strict=True):
             assert torch.equal(whole[start:stop], own)
         start = stop
 
@@ -135,6 +135,6 @@ def test_grouped_matmul_is_each_adapters_own_products(slots: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_of_a_block_are_treated_alike(dtype: torch.dtype) -> None:
+def test_rows_keep_their_bits_at_every_place_of_a_block(dtype: torch.dtype) -> None:
     weights = [torch.randn(shape, device="cuda", dtype=dtype) for shape in ((1024, 1024), (3072, 1024), (4096, 12288))]
     assert are_blocks_invariant(weights, BLOCK_ROWS)

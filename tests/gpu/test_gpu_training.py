@@ -35,7 +35,7 @@ def test_bf16_on_the_gpu_is_fp32_on_the_cpu_to_rounding(even_model: Path, exact:
     assert 0 < apart.gradients < GRADIENTS
 
 
-def test_bf16_is_what_a_gpu_gets_unless_told_otherwise(even_qwen3: Path) -> None:
+def test_bf16_is_the_default_on_a_gpu(even_qwen3: Path) -> None:
     base_model = on_gpu(even_qwen3).engine.base_model
     assert base_model.dtype == torch.bfloat16
     assert (base_model.current.fuse is not None) == can_group(
@@ -55,13 +55,13 @@ def test_grouped_matmul_agrees_with_one_product_per_segment(even_model: Path) ->
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tenant_in_company_has_the_bits_of_alone_in_exact_mode(even_model: Path, dtype: str) -> None:
+def test_co_batched_tenant_has_the_bits_of_solo_in_exact_mode(even_model: Path, dtype: str) -> None:
     config = {"dtype": dtype, "exact": True}
     for tenant in TENANTS:
-        alone = train(on_gpu(even_model, **config), [tenant], num_steps=2)
-        for company in (TENANTS, TENANTS[::-1]):
-            together = train(on_gpu(even_model, **config), company, num_steps=2)
-            assert_same({tenant.key: together[tenant.key]}, alone)
+        solo = train(on_gpu(even_model, **config), [tenant], num_steps=2)
+        for tenants in (TENANTS, TENANTS[::-1]):
+            together = train(on_gpu(even_model, **config), tenants, num_steps=2)
+            assert_same({tenant.key: together[tenant.key]}, solo)
 
 
 def test_exact_mode_gives_the_same_bits_again(even_qwen3: Path) -> None:
@@ -87,7 +87,7 @@ def test_training_lowers_the_loss_as_on_the_cpu(even_qwen3: Path) -> None:
     assert actual == pytest.approx(expected, rel=0.02)
 
 
-def test_tenant_whose_numbers_overflow_fails_alone(even_qwen3: Path) -> None:
+def test_tenant_whose_numbers_overflow_fails_without_others(even_qwen3: Path) -> None:
     sound = [Tenant(spec=make_spec(name), passes=[make_data("cross_entropy", [24], ord(name))]) for name in "ac"]
     driver = on_gpu(even_qwen3)
     driver.install(make_spec("b"), *(tenant.spec for tenant in sound))

@@ -33,7 +33,7 @@ def any_model_directory(request: pytest.FixtureRequest, model_directories: dict[
 
 @pytest.fixture
 def qwen3(model_directories: dict[str, Path]) -> Path:
-    """For what does not depend on the architecture."""
+    """For tests that do not depend on the architecture."""
     return model_directories["qwen3"]
 
 

@@ -38,7 +38,7 @@ def run(model: Path, cuts: list[int], *, neighbours: bool = False, num_slots: in
     return outcome(driver, [items[a:b] for a, b in pairwise(bounds)], neighbours)
 
 
-@pytest.mark.parametrize("neighbours", [False, True], ids=["alone", "with neighbours"])
+@pytest.mark.parametrize("neighbours", [False, True], ids=["solo", "co-batched"])
 @pytest.mark.parametrize("cuts", [[], [1], [2], [1, 2]], ids=["one batch", "after 1", "after 2", "three batches"])
 def test_three_chunks_give_the_same_bits_however_they_are_spread(
     model_directory: Path, cuts: list[int], neighbours: bool

@@ -48,7 +48,9 @@ def test_blocks_of_logits_may_end_within_a_request(qwen3: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("loss_fn", ["cross_entropy", "gspo"])
-def test_request_whose_loss_overflows_fails_alone(qwen3: Path, loss_fn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_whose_loss_overflows_fails_without_its_neighbours(
+    qwen3: Path, loss_fn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sound = [Tenant(spec=make_spec(name), passes=[make_data("cross_entropy", [24], ord(name))]) for name in "ac"]
     driver, undisturbed = deferred(qwen3), deferred(qwen3)
     driver.install(make_spec("b"), *(tenant.spec for tenant in sound))
@@ -70,10 +72,10 @@ def test_request_whose_loss_overflows_fails_alone(qwen3: Path, loss_fn: str, mon
     (gradient,) = gradients
     assert gradient is not None
     assert gradient.isfinite().all(), "infinite slopes do not even begin their way back"
-    alone = undisturbed.train(*(undisturbed.backward(tenant.key, tenant.passes[0]) for tenant in sound))
+    solo = undisturbed.train(*(undisturbed.backward(tenant.key, tenant.passes[0]) for tenant in sound))
     assert failed.error is not None
     assert failed.error.code == ErrorCode.NON_FINITE
-    for mine, theirs in zip((first, last), alone, strict=True):
+    for mine, theirs in zip((first, last), solo, strict=True):
         assert mine.error is None
         assert mine.metrics == pytest.approx(theirs.metrics, rel=1e-5)
     for tenant in sound:
@@ -99,7 +101,7 @@ def test_steps_of_a_batch_answer_each_for_itself(qwen3: Path) -> None:
     assert all(result.engine_s >= 0 for result in results)
 
 
-# ---------------------------------------------------------------------- optimizer alone
+# ---------------------------------------------------------------------- optimizer steps
 
 SHAPE = GroupShape(index=0, kind="mlp", names=("up_proj",), d_in=24, d_outs=(40,))
 
@@ -174,7 +176,7 @@ def test_step_that_is_not_finite_changes_no_weights_and_no_neighbour(
         torch.testing.assert_close(mine, theirs)
 
 
-def test_step_without_memory_for_what_it_keeps_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_without_memory_for_its_copies_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = make_rows(2)
     before = [state(row) for row in rows]
 

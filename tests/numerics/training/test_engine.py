@@ -77,7 +77,7 @@ def test_newer_epoch_drops_everything_and_an_older_one_is_refused(driver: Driver
 # ---------------------------------------------------------------------- failures
 
 
-def test_bad_item_fails_alone_with_its_reason(driver: Driver) -> None:
+def test_bad_item_fails_with_its_reason_and_no_other_item_does(driver: Driver) -> None:
     bad = driver.backward("a", DATA, loss_fn="nonsense")
     failed, fine = driver.run(bad, driver.backward("b", DATA))
     assert code(failed) == ErrorCode.INVALID_ARGUMENT
@@ -106,7 +106,7 @@ def test_failed_pass_drops_the_whole_window_and_the_next_one_is_clean(driver: Dr
     assert driver.state("a").weights == reference.state("a").weights
 
 
-def test_drop_gradient_discards_what_is_pending(driver: Driver) -> None:
+def test_drop_gradient_drops_the_pending_gradient(driver: Driver) -> None:
     other = make_data("cross_entropy", [9], 5)
     driver.train(driver.backward("a", DATA), driver.backward("a", other, drop_gradient=True))
     dropped = driver.gradient("a")
@@ -157,7 +157,7 @@ def test_pass_that_cannot_be_done_is_halved_until_only_the_culprit_fails(
     results = driver.run(*(driver.backward(key, data) for key, data in zip(keys, more, strict=True)))
     assert [code(result) for result in results] == [None, None, expected, None]
     again = [1] if expected is ErrorCode.OUT_OF_MEMORY else []
-    assert sizes == [4, 2, 1, *again], "one that finds no memory alone is tried once more, in less"
+    assert sizes == [4, 2, 1, *again], "a solo request without memory is tried once more, with recomputed layers"
     for key in ("a", "b", "d"):
         assert torch.equal(driver.gradient(key), expected_gradients[key])
     assert not driver.gradient("c").any()
@@ -308,7 +308,7 @@ def test_a_row_has_the_same_bits_among_few_rows_of_its_adapter_as_among_many(dri
 # ---------------------------------------------------------------------- models
 
 
-def test_info_tells_what_the_model_is(model_directory: Path) -> None:
+def test_info_has_the_facts_of_the_model(model_directory: Path) -> None:
     info = Driver(model_directory).engine.info
     assert (info.vocab_size, info.max_seq_len, info.max_rank, info.chunk_tokens) == (258, 512, 64, 1024)
     assert info.attn_modules == ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -388,7 +388,7 @@ def test_other_dense_models_give_the_naive_gradients_too(tmp_path: Path, config:
         (transformers.MixtralConfig(**SMALL, num_local_experts=4), "mixtral"),
     ],
 )
-def test_mixture_of_experts_is_refused_with_what_to_take_instead(tmp_path: Path, config: Any, name: str) -> None:
+def test_mixture_of_experts_is_refused_with_alternatives(tmp_path: Path, config: Any, name: str) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=rf"{name} is a mixture of 4 experts .* take a dense model: .*Qwen"):
         load_base_model(EngineSettings(model_path=str(tmp_path)))

@@ -22,14 +22,14 @@ from workers.selftest.loading import load_base_model
 FEW = TENANTS[:3]
 
 
-def alone(model: Path, **config: Any) -> dict[str, Trace]:
+def solo(model: Path, **config: Any) -> dict[str, Trace]:
     return {tenant.key: train(Driver(model, **config), [tenant], num_steps=2)[tenant.key] for tenant in FEW}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tenant_in_company_has_the_bits_of_alone_in_exact_mode(model_directory: Path, dtype: str) -> None:
+def test_co_batched_tenant_has_the_bits_of_solo_in_exact_mode(model_directory: Path, dtype: str) -> None:
     config: dict[str, Any] = {"dtype": dtype, "exact": True}
-    expected = alone(model_directory, **config)
+    expected = solo(model_directory, **config)
     together = train(Driver(model_directory, **config), TENANTS, num_steps=2)
     assert_same(together, expected)
 
@@ -68,13 +68,13 @@ def rows_decide(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("rows_decide")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_exact_mode_needs_no_luck_with_the_library(qwen3: Path, dtype: str) -> None:
-    expected = alone(qwen3, dtype=dtype, exact=True)
+    expected = solo(qwen3, dtype=dtype, exact=True)
     assert_same(train(Driver(qwen3, dtype=dtype, exact=True), TENANTS, num_steps=2), expected)
 
 
 @pytest.mark.usefixtures("rows_decide")
 def test_without_exact_mode_such_a_library_makes_neighbours_count(qwen3: Path) -> None:
-    expected = alone(qwen3, dtype="bfloat16")
+    expected = solo(qwen3, dtype="bfloat16")
     with pytest.raises(AssertionError):
         assert_same(train(Driver(qwen3, dtype="bfloat16"), TENANTS, num_steps=2), expected)
 

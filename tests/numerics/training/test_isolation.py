@@ -1,4 +1,4 @@
-"""A tenant's numbers do not depend on who shares the pool with it, bit by bit: results, gradients, weights, moments."""
+"""A tenant's bits do not depend on co-batched tenants: results, gradients, weights, moments."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tests.support.numerics.tenants import NUM_STEPS, TENANTS, assert_same, trai
 from workers.contract.messages import AdamParams, Batch, Datum, ErrorCode
 
 
-def train_alone(model: Path, tenants: Sequence[Tenant]) -> dict[str, Trace]:
+def train_solo(model: Path, tenants: Sequence[Tenant]) -> dict[str, Trace]:
     """Each tenant on an engine of its own."""
     return {tenant.key: train(Driver(model), [tenant])[tenant.key] for tenant in tenants}
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_tenant_sharing_a_pass_gets_the_same_bits_as_alone(model_directory: Path, num_threads: int) -> None:
+def test_co_batched_tenant_gets_the_same_bits_as_solo(model_directory: Path, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
-    alone = train_alone(model_directory, TENANTS)
-    assert_same(train(Driver(model_directory), TENANTS), alone)
-    assert_same(train(Driver(model_directory), TENANTS[::-1]), alone)
+    solo = train_solo(model_directory, TENANTS)
+    assert_same(train(Driver(model_directory), TENANTS), solo)
+    assert_same(train(Driver(model_directory), TENANTS[::-1]), solo)
 
 
 def test_bits_do_not_depend_on_the_number_of_threads(model_directory: Path) -> None:
@@ -45,7 +45,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(model_directory: Path) -> N
 
 
 @pytest.mark.parametrize("length", [16, 17, 33, 64])
-def test_tenants_of_equal_length_computed_as_one_batch_get_the_same_bits_as_alone(qwen3: Path, length: int) -> None:
+def test_tenants_of_equal_length_computed_as_one_batch_get_the_same_bits_as_solo(qwen3: Path, length: int) -> None:
     """Ranks of one class with three scalings, and another class, so that batches form and must end in time."""
     tenants = [
         Tenant(spec=make_spec(f"{name}{rank}", rank), passes=[make_data("cross_entropy", [length], rank)])
@@ -55,16 +55,16 @@ def test_tenants_of_equal_length_computed_as_one_batch_get_the_same_bits_as_alon
     driver = Driver(qwen3)
     driver.install(make_spec("early"), make_spec("gap"))
     driver.train(*(driver.step(key) for key in ("early", "gap")))
-    alone = train_alone(qwen3, tenants)
-    assert_same(train(driver, tenants), alone)
-    # Free slots in the middle: the next adapters are not beside each other.
+    solo = train_solo(qwen3, tenants)
+    assert_same(train(driver, tenants), solo)
+    # Free slots in the middle: the next adapters are not in adjacent slots.
     driver.engine.run(Batch(epoch=1, cycle_id=1, removals=("early", "a8")))
-    assert_same(train(driver, tenants[::-1]), alone)
+    assert_same(train(driver, tenants[::-1]), solo)
 
 
-def test_eight_tenants_on_two_slots_get_the_same_bits_as_alone(qwen3: Path) -> None:
+def test_eight_tenants_on_two_slots_get_the_same_bits_as_solo(qwen3: Path) -> None:
     driver = Driver(qwen3, num_slots=2)
-    assert_same(train(driver, TENANTS), train_alone(qwen3, TENANTS))
+    assert_same(train(driver, TENANTS), train_solo(qwen3, TENANTS))
     assert driver.engine.bank.num_resident <= 2
     assert driver.engine.bank.stats.num_evictions > len(TENANTS)
 
@@ -117,7 +117,7 @@ def _with(data: Sequence[Datum], name: str, value: float) -> tuple[Datum, ...]:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-def test_neighbour_with_values_that_are_not_finite_fails_alone(qwen3: Path, value: float) -> None:
+def test_neighbour_with_values_that_are_not_finite_fails_without_others(qwen3: Path, value: float) -> None:
     good = [TENANTS[1], TENANTS[2]]
     driver = Driver(qwen3)
     driver.install(*(tenant.spec for tenant in good), make_spec("bad"))
@@ -143,7 +143,7 @@ def test_neighbour_with_values_that_are_not_finite_fails_alone(qwen3: Path, valu
         assert failed.error is None or failed.error.code == ErrorCode.NON_FINITE
         assert all(torch.equal(before[name], matrix) for name, matrix in driver.weights("bad").items())
         assert not driver.gradient("bad").any()
-    assert_same(traces, train_alone(qwen3, good))
+    assert_same(traces, train_solo(qwen3, good))
 
 
 @pytest.mark.parametrize(
@@ -161,4 +161,4 @@ def test_neighbour_with_a_huge_learning_rate_or_weight_decay_changes_nothing(qwe
         trace.gradients.append(driver.gradient(good.key).numpy().tobytes())
         note(trace, driver.run(driver.step(good.key, good.params), driver.step("wild", params))[0])
         trace.states.append(driver.state(good.key))
-    assert_same({good.key: trace}, train_alone(qwen3, [good]))
+    assert_same({good.key: trace}, train_solo(qwen3, [good]))

@@ -122,7 +122,7 @@ def _changed(loss_fn: str = "ppo", **changes: Any) -> tuple[Datum, ...]:
         ((Datum(tokens=np.zeros(0, np.int32), loss_inputs={}),), "ppo", {}, "datum 0 has no tokens"),
     ],
 )
-def test_bad_loss_inputs_are_refused_with_what_to_change(
+def test_bad_loss_inputs_are_refused_with_the_change_needed(
     data: tuple[Datum, ...], loss_fn: str, config: dict[str, float], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

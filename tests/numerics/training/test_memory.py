@@ -1,4 +1,4 @@
-"""What a pass is said to take is what it takes; what does not fit is cut, run another way or said to be too long."""
+"""The estimate of a pass's memory holds; passes that do not fit are cut, recomputed or refused as too long."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def limited(driver: Driver, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["off", "on", "forward"])
-def test_the_estimate_is_above_what_a_pass_takes_and_not_far(model_directory: Path, mode: str) -> None:
+def test_the_estimate_is_above_the_memory_of_a_pass_and_not_far(model_directory: Path, mode: str) -> None:
     backward = mode != "forward"
     driver = Driver(model_directory, recompute="on" if mode == "on" else "off")
     driver.install(*(make_spec(key, rank) for key, rank in RANKS.items()))
@@ -151,7 +151,7 @@ def test_the_copy_of_a_pending_gradient_takes_memory_too(driver: Driver) -> None
         before = driver.engine.base_model.num_base_matmuls
         driver.train(driver.backward("a", make_data("cross_entropy", [500])))
         counts.append(driver.engine.base_model.num_base_matmuls - before)
-    assert counts[1] - counts[0] == 14, "the second pass, beside a copy, runs its layers again"
+    assert counts[1] - counts[0] == 14, "the second pass, with a copy of the gradient, recomputes its layers"
 
 
 def test_short_requests_still_share_a_pass_where_memory_is_short(driver: Driver) -> None:
@@ -174,7 +174,7 @@ def test_forwards_share_a_pass_that_would_be_too_much_with_a_backward(driver: Dr
 
 
 @pytest.mark.parametrize("recompute", ["off", "auto", "on"])
-def test_the_engine_tells_what_fits_and_that_is_what_its_memory_holds(qwen3: Path, recompute: Any) -> None:
+def test_the_engine_announces_the_longest_sequence_that_its_memory_holds(qwen3: Path, recompute: Any) -> None:
     free = 6_000_000
     engine = make_engine(qwen3, recompute=recompute, free_bytes=lambda _: free)
     memory = PassMemory(engine.base_model)
@@ -225,7 +225,7 @@ def test_free_memory_is_a_number_that_one_could_allocate() -> None:
     assert 1 << 20 < free_bytes(torch.device("cpu")) < 1 << 50
 
 
-def test_what_an_engine_tries_while_it_loads_is_not_kept(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_trials_at_loading_is_not_kept(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial of threads takes more memory than the model, and leaves it in pieces."""
     grown: list[int] = []
 

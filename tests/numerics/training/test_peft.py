@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from workers.contract.messages import AdamParams, AdapterSpec, AdapterState, Datum
 
-# PEFT warns of merging an adapter of a tied unembedding; nobody merges here.
+# PEFT warns of merging an adapter of a tied unembedding; these tests do not merge.
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 
 DATA = make_data("cross_entropy", [23, 8, 40])
@@ -104,11 +104,11 @@ def test_exported_names_are_exactly_those_that_peft_saves(model_directory: Path,
 NUM_STEPS = 6
 PARAMS = AdamParams(learning_rate=2e-2, weight_decay=0.1, eps=1e-3, grad_clip_norm=5.0)
 """Adam divides a gradient by its own size: where it is nothing but rounding, an eps below that would make a step of it,
-in a direction that is nobody's."""
+in a direction that no other parameter has."""
 
 
 def trained_by_peft(model_directory: Path, adapter: Path, data: Sequence[Datum]) -> tuple[list[float], dict[str, Any]]:
-    """Losses and final parameters of one tenant alone: PEFT, autograd and torch's AdamW."""
+    """Losses and final parameters of one solo tenant: PEFT, autograd and torch's AdamW."""
     base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True).eval()
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -130,9 +130,7 @@ def trained_by_peft(model_directory: Path, adapter: Path, data: Sequence[Datum])
     return losses, parameters
 
 
-def test_two_tenants_trained_in_one_pass_are_what_peft_makes_of_each_alone(
-    any_model_directory: Path, tmp_path: Path
-) -> None:
+def test_two_co_batched_tenants_equal_peft_training_of_each_solo(any_model_directory: Path, tmp_path: Path) -> None:
     tenants = [
         Tenant(spec=make_spec("a", 4), passes=[make_data("cross_entropy", [23, 8, 70], seed=1)], params=PARAMS),
         Tenant(spec=make_spec("b", 16), passes=[make_data("cross_entropy", [5, 41], seed=2)], params=PARAMS),

@@ -47,7 +47,7 @@ class Allocations(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    """All tensors in nested arguments but packed weights, which show nobody their storage."""
+    """All tensors in nested arguments but packed weights, whose storage is not accessible."""
     if isinstance(values, torch.Tensor):
         return [] if values.is_mkldnn else [values]
     if isinstance(values, dict):

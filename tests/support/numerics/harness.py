@@ -76,7 +76,7 @@ def make_data(loss_fn: str, lengths: Sequence[int], seed: int = 0, num_targets: 
 
 @dataclass(slots=True, kw_only=True)
 class Tenant:
-    """A tenant's whole training run: what it sends, step after step."""
+    """A tenant's whole training run: its requests, step after step."""
 
     spec: AdapterSpec
     passes: Sequence[Sequence[Datum]]
@@ -104,7 +104,7 @@ def make_engine(
 def assemble_again(engine: TrainingEngine, bank: Bank | None = None, free_bytes: int = 1 << 40) -> None:
     """Give an engine other parts for training: around another, empty bank, and with this much free memory.
 
-    Writes private fields, for outside of tests an engine has the same parts for all its life.
+    Writes private fields: outside of tests an engine never changes its parts.
     """
     model, settings = engine.base_model, engine.settings
     if bank is not None:

@@ -1,4 +1,4 @@
-"""Tenants of every kind who train together, and what each of them sees of it."""
+"""Tenants of every kind that train together, and the trace of each."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def train(driver: Driver, tenants: Sequence[Tenant], *, num_steps: int = NUM_STE
     return traces
 
 
-def assert_same(traces: dict[str, Trace], alone: dict[str, Trace]) -> None:
-    for key, trace in alone.items():
+def assert_same(traces: dict[str, Trace], solo: dict[str, Trace]) -> None:
+    for key, trace in solo.items():
         traces[key].assert_equal(trace)

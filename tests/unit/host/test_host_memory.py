@@ -40,7 +40,7 @@ def group(folder: str, limit: object, usage: int, inactive: int = 0, *, version:
     return {f"{root}/{folder}/{name}": v for name, v in zip((*names, "memory.stat"), values, strict=True)}
 
 
-def test_without_groups_it_is_what_the_machine_has_available(tmp_path: Path) -> None:
+def test_without_groups_the_free_memory_is_that_of_the_machine(tmp_path: Path) -> None:
     assert free_host_bytes(machine(tmp_path, "0::/")) == 8 * GIB
 
 
@@ -49,7 +49,7 @@ def test_where_the_machine_does_not_say_it_is_all_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_group_s_limit_counts_less_its_use_and_what_is_cached_is_free(tmp_path: Path, version: int) -> None:
+def test_a_groups_limit_counts_less_its_use_and_cached_files_are_free(tmp_path: Path, version: int) -> None:
     groups = {1: "4:cpu,cpuacct:/x\n3:memory:/pod/box", 2: "0::/pod/box"}[version]
     write(machine(tmp_path, groups), group("pod/box", 4 * GIB, 3 * GIB, GIB // 2, version=version))
     assert free_host_bytes(tmp_path) == GIB + GIB // 2
@@ -65,7 +65,7 @@ def test_in_a_container_the_group_at_the_top_counts(tmp_path: Path) -> None:
     assert free_host_bytes(tmp_path) == 2 * GIB
 
 
-def test_what_version_1_calls_unlimited_is_no_limit(tmp_path: Path) -> None:
+def test_version_1_s_number_for_unlimited_is_no_limit(tmp_path: Path) -> None:
     write(machine(tmp_path, "3:memory:/box"), group("box", (1 << 63) - 4096, GIB, version=1))
     assert free_host_bytes(tmp_path) == 8 * GIB
 
@@ -85,7 +85,7 @@ def test_files_are_read_as_they_are_now(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("free", "kept", "counted"), [(5, 1, 6), (7, 3, PLENTY_BYTES // GIB), (8, 3, 8), (100, 3, 100)]
 )
-def test_what_the_library_keeps_is_asked_only_where_memory_may_be_short(
+def test_the_librarys_free_blocks_are_counted_only_where_memory_may_be_short(
     monkeypatch: pytest.MonkeyPatch, free: int, kept: int, counted: int
 ) -> None:
     """It takes a while, in every pass."""

@@ -1,4 +1,4 @@
-"""How many threads a pass runs with, on a machine of which the test tells how busy it is."""
+"""The number of threads of a pass, on a machine whose load the test sets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _two_threads() -> None:
     torch.set_num_threads(2)
 
 
-def test_a_pass_gives_way_to_who_holds_a_core_and_takes_it_back() -> None:
+def test_a_pass_gives_up_a_core_that_others_use_and_takes_it_back() -> None:
     machine = Machine()
     choice = ThreadChoice(2, 2, machine.read)
     assert [machine.run(choice) for _ in range(2)] == [2, 2]
@@ -75,7 +75,7 @@ def test_never_fewer_than_one_thread_nor_more_than_allowed() -> None:
     assert [machine.run(choice) for _ in range(2)] == [4, 2]
 
 
-def test_where_the_system_does_not_tell_all_threads_are_taken() -> None:
+def test_without_figures_of_the_system_all_threads_are_used() -> None:
     choice = ThreadChoice(2, 2, lambda: None)
     for _ in range(3):
         with choice.running():

@@ -44,7 +44,7 @@ def test_every_point_in_the_code_has_its_meaning_and_every_meaning_its_point() -
         first, _, second = name.partition(".")
         is_literal = f'failpoint("{name}")' in code
         is_of_a_kind = f'failpoint(f"{{kind}}.{second}")' in code and f', "{first}"' in code
-        assert is_literal or is_of_a_kind, f"nobody comes to {name}"
+        assert is_literal or is_of_a_kind, f"no code reaches {name}"
 
 
 def test_a_file_in_the_folder_kills_the_process_that_comes_by_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The pool in this process, and what is checked of a pool's settings."""
+"""The pool in this process, and the checks of a pool's settings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_workers_are_listed_in_order_with_an_incarnation_each() -> None:
     assert pool.workers() == ()
 
 
-async def test_results_come_from_the_life_that_ran_the_batch() -> None:
+async def test_results_name_the_incarnation_that_ran_the_batch() -> None:
     async with started(toy_pool()) as pool:
         for worker in pool.workers():
             result = await pool.run(worker.worker_id, batch(7))

@@ -27,8 +27,9 @@ TIMEOUT_S = 20.0
 
 
 class RecordingEngine(ToyEngine):
-    """Notes what it did; a closed gate keeps batches from running. By default a batch takes 4 s of its own time, a step
-    1 s.
+    """Records its batches and steps; a closed gate keeps batches from running.
+
+    By default a batch takes 4 s of the engine's own time, a step 1 s.
     """
 
     def __init__(self, incarnation: str) -> None:
@@ -65,7 +66,7 @@ class RecordingEngine(ToyEngine):
 
 
 class Running:
-    """A loop around a recording engine, and what came out of it."""
+    """A loop around a recording engine, and its events."""
 
     def __init__(self) -> None:
         self.events: list[SampleEvent] = []
@@ -100,8 +101,8 @@ def test_decoding_gets_after_each_batch_as_long_as_the_batch_took() -> None:
     assert between == [call for i in range(1, 8) for call in (f"batch {i}", *["decode"] * 4)] + ["batch 8"]
 
 
-def beside_batches(share: float, batch_s: Iterator[float], step_s: Iterator[float]) -> list[tuple[str, float]]:
-    """What an engine did while there were a sample and a batch all the time, for at least ten seconds of its own."""
+def decoded_between_batches(share: float, batch_s: Iterator[float], step_s: Iterator[float]) -> list[tuple[str, float]]:
+    """Batches and steps of an engine that always has a sample and a queued batch, for ten seconds of its own time."""
     running = Running()
     running.engine.batch_s, running.engine.step_s = batch_s, step_s
     running.engine.gate.clear()
@@ -129,27 +130,27 @@ def varied(seed: int, low: float, high: float) -> Iterator[float]:
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 2 / 3, 0.9])
 def test_decoding_has_its_share_of_ten_seconds_within_ten_percent(share: float) -> None:
-    found = part_decoding(beside_batches(share, varied(1, 0.05, 0.25), varied(2, 0.002, 0.008)))
+    found = part_decoding(decoded_between_batches(share, varied(1, 0.05, 0.25), varied(2, 0.002, 0.008)))
     assert abs(found - share) < 0.1 * min(share, 1 - share)
 
 
-def test_steps_that_take_longer_than_what_is_owed_are_made_up_for() -> None:
+def test_steps_longer_than_the_owed_time_shorten_later_turns() -> None:
     """Without that there would be two of these steps for each batch, and decoding would have 0.62 of the time."""
-    found = part_decoding(beside_batches(0.5, itertools.repeat(0.06), itertools.repeat(0.05)))
+    found = part_decoding(decoded_between_batches(0.5, itertools.repeat(0.06), itertools.repeat(0.05)))
     assert abs(found - 0.5) < 0.05
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("step_s", [0.005, 0.05, 0.5])
 def test_between_two_tokens_lie_at_most_one_batch_and_one_step(share: float, step_s: float) -> None:
-    done = beside_batches(share, varied(3, 0.05, 0.25), itertools.repeat(step_s))
+    done = decoded_between_batches(share, varied(3, 0.05, 0.25), itertools.repeat(step_s))
     begun = [index for index, (what, _) in enumerate(done) if what == "decode"]
     gaps = [done[begun[i] + 1 : begun[i + 1] + 1] for i in range(len(begun) - 1)]
     assert all([what for what, _ in gap] in (["decode"], ["batch", "decode"]) for gap in gaps)
     assert max(sum(seconds for _, seconds in gap) for gap in gaps) <= 0.25 + step_s
 
 
-def test_time_that_nobody_waited_for_is_not_held_against_decoding() -> None:
+def test_decoding_while_no_batch_is_queued_does_not_count_against_its_share() -> None:
     running = Running()
     running.loop.start_sample(request("s", max_tokens=100))
     assert running.has_result.wait(TIMEOUT_S)
@@ -165,7 +166,7 @@ def test_time_that_nobody_waited_for_is_not_held_against_decoding() -> None:
     assert calls[calls.index("batch 0") + 1 : calls.index("batch 1")] == ["decode"] * 4
 
 
-def test_who_comes_or_is_cancelled_during_a_batch_is_so_at_the_first_step_after_it() -> None:
+def test_requests_and_cancellations_during_a_batch_count_at_the_first_step_after_it() -> None:
     running = Running()
     running.loop.start_sample(request("old", max_tokens=10**9))
     running.engine.gate.clear()
@@ -173,7 +174,7 @@ def test_who_comes_or_is_cancelled_during_a_batch_is_so_at_the_first_step_after_
     assert running.engine.has_begun.wait(TIMEOUT_S)
     running.loop.start_sample(request("new", max_tokens=1))
     running.loop.cancel_sample("old")
-    told = len(running.events)
+    before = len(running.events)
     futures.append(running.loop.submit(batch(1, decode_share=0.1)))
     running.engine.gate.set()
     for future in futures:
@@ -181,8 +182,8 @@ def test_who_comes_or_is_cancelled_during_a_batch_is_so_at_the_first_step_after_
     running.loop.stop()
     calls = running.engine.calls
     assert calls[calls.index("batch 0") + 1 : calls.index("batch 1")] == ["decode"]
-    assert {event.op_id for event in running.events[told:] if isinstance(event, SampleResult)} == {"old", "new"}
-    assert not [event for event in running.events[told:] if isinstance(event, TokenEvent) and event.op_id == "old"]
+    assert {event.op_id for event in running.events[before:] if isinstance(event, SampleResult)} == {"old", "new"}
+    assert not [event for event in running.events[before:] if isinstance(event, TokenEvent) and event.op_id == "old"]
 
 
 def test_cancelled_sample_ends_with_an_error_and_unknown_ids_are_ignored() -> None:
@@ -197,7 +198,7 @@ def test_cancelled_sample_ends_with_an_error_and_unknown_ids_are_ignored() -> No
     running.loop.stop()
 
 
-def test_engine_that_raises_fails_what_waits_and_ends_the_loop() -> None:
+def test_engine_that_raises_fails_queued_batches_and_ends_the_loop() -> None:
     running = Running()
     running.engine.gate.clear()
     doomed, waiting = running.loop.submit(batch(0, token=KILL_TOKEN)), running.loop.submit(batch(1))

@@ -1,4 +1,4 @@
-"""Processes with a mark: found whoever their parent is, and killed; nobody else is."""
+"""Processes with a mark are found, also orphans, and killed; no other process is."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def pids(found: list[Process]) -> set[int]:
     return {process.pid for process in found}
 
 
-def test_marked_processes_are_killed_orphans_too_and_nobody_else(mark: str, start: Start) -> None:
+def test_marked_processes_are_killed_orphans_too_and_no_others(mark: str, start: Start) -> None:
     marked = start(mark)
     others = [start(None), start(mark + "0"), start(mark[:-1])]
     done = subprocess.run(
@@ -86,7 +86,7 @@ def test_pid_that_another_process_has_by_now_is_not_killed(
     mark: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     marked, innocent = start(mark), start(None)
-    # Between the look at /proc and the handle, the marked process ends and somebody else gets its pid.
+    # Between the look at /proc and the handle, the marked process ends and another process gets its pid.
     pidfd_open = os.pidfd_open
     monkeypatch.setattr(os, "pidfd_open", lambda pid: pidfd_open(innocent.pid if pid == marked.pid else pid))
     is_marked, looks = processes._is_marked, []

@@ -57,7 +57,7 @@ def test_items_in_order_move_the_adapter_on() -> None:
 
 
 @pytest.mark.parametrize("seq", [1, 3, 7])
-def test_item_at_another_place_is_out_of_order_and_changes_nothing(seq: int) -> None:
+def test_item_at_another_seq_is_out_of_order_and_changes_nothing(seq: int) -> None:
     progress = Progress(applied_seq=1)
     before = repr(progress)
     for item in (a_pass(seq), a_step(seq)):
@@ -77,7 +77,7 @@ def test_chunks_run_in_order_once_each_and_the_seq_is_applied_with_the_last() ->
     assert progress.applied_seq == 1
 
 
-def test_failed_chunk_consumes_the_seq_and_later_chunks_answer_the_same() -> None:
+def test_failed_chunk_consumes_the_seq_and_later_chunks_have_the_same_error() -> None:
     progress = Progress()
     first, second, third = (a_pass(1, chunk, 3) for chunk in range(3))
     for item in (first, second):
@@ -89,7 +89,7 @@ def test_failed_chunk_consumes_the_seq_and_later_chunks_answer_the_same() -> Non
     assert progress.applied_seq == 1
 
 
-def test_chunk_that_ran_beside_a_failed_one_answers_the_same() -> None:
+def test_chunk_that_ran_with_a_failed_one_has_the_same_error() -> None:
     progress = Progress()
     items = [a_pass(1, chunk, 3) for chunk in range(3)]
     assert [progress.admit(item) for item in items] == [None] * 3
@@ -98,11 +98,11 @@ def test_chunk_that_ran_beside_a_failed_one_answers_the_same() -> None:
 
 def test_failed_pass_closes_the_window_up_to_the_next_step() -> None:
     progress = Progress()
-    failing, beside = a_pass(1), a_pass(2)
+    failing, neighbour = a_pass(1), a_pass(2)
     assert progress.admit(failing) is None
-    assert progress.admit(beside) is None
+    assert progress.admit(neighbour) is None
     assert progress.settle(failing, FAILURE) == FAILURE
-    error = progress.settle(beside, None)
+    error = progress.settle(neighbour, None)
     assert error is not None
     assert FAILURE.message in error.message
     assert code(progress.admit(a_pass(3))) == FAILURE.code
@@ -157,7 +157,7 @@ def test_step_ends_a_window_whether_it_succeeds_or_fails() -> None:
         done(progress, a_pass(3))
 
 
-def test_save_runs_in_a_closed_window_and_at_the_seq_it_stands_at() -> None:
+def test_save_runs_in_a_closed_window_and_at_the_current_seq() -> None:
     progress = Progress()
     failing = a_pass(1)
     assert progress.admit(failing) is None
