@@ -14,6 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PROMISES = ("README.md", "docs/promises.md", "docs/sampling.md", "docs/reliability.md")
 FOLDERS = ("coordinator", "workers", "tinkerpool", "scripts", "tests", "docs", "protos")
 
+PACKAGES = ("coordinator", "workers", "tinkerpool")
+GENERATED = ("tinkerpool/v1/", "tinkerpool/compat/")
+
 REFUSALS = {"ServiceError", "OperationError", "UnreadableBody", "invalid", "not_found", "refused"}
 """Functions and classes that take the reason of a refusal or failed outcome."""
 
@@ -63,6 +66,26 @@ def test_every_file_that_a_page_names_is_there(page: str) -> None:
         name for name in named if not (ROOT / name).exists() and not (ROOT / page).parent.joinpath(name).exists()
     }
     assert not missing
+
+
+def described_modules() -> list[str]:
+    """The modules that the page of the architecture has a row for: tables below a heading that names their folder."""
+    found: list[str] = []
+    folder = ""
+    for line in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines():
+        if heading := re.match(r"#+ (?:`([\w/]+/)`)?", line):
+            folder = heading.group(1) or ""
+        elif row := re.match(r"\| `([\w/]+\.py)` \| \S", line):
+            found.append(folder + row.group(1))
+    return found
+
+
+def test_page_of_the_architecture_has_one_row_for_each_module_and_no_other() -> None:
+    described = described_modules()
+    rooms = {path for name in PACKAGES for path in (ROOT / name).rglob("*.py") if path.name != "__init__.py"}
+    names = {path.relative_to(ROOT).as_posix() for path in rooms}
+    assert set(described) == {name for name in names if not name.startswith(GENERATED)}
+    assert len(described) == len(set(described))
 
 
 def strings(node: ast.AST) -> Iterator[str]:
