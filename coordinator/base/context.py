@@ -1,4 +1,4 @@
-"""What every part of a coordinator shares: its settings, its clock, its epoch and its place for fatal errors."""
+"""The context that all parts of a coordinator share: settings, clock, epoch, and the record of fatal errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts the cycle loop of each base model together."""
+"""Puts the cycle loop of each base model together. Makes no decision about cycles."""
 
 from __future__ import annotations
 

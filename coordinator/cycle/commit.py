@@ -1,7 +1,7 @@
-"""Commits a cycle: outcomes, states, counters and metering in one transaction; then wakes the waiters.
+"""Commits a cycle: outcomes, states, counters and metering in one transaction; then wakes the waits for them.
 
-Main invariant: a result is visible only after the transaction that has it. What ran on an operation that was never
-logged is not stored, and runs again.
+Does not depend on how items were run. Main invariants: a result is visible only after its transaction is durable; the
+effects of an operation that was never logged are not stored, and the operations on top of it run again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Committer:
         self._time = time
 
     async def commit(self, cycle: Cycle) -> frozenset[str]:
-        """Commit what the cycle did. Returns the adapters of which an operation ran whose append had failed.
+        """Commit the cycle. Returns the adapters that ran an operation whose append had failed.
 
         Raises StorageError.
         """
@@ -69,7 +69,7 @@ class Committer:
         return lost
 
     def _publish_outcomes(self, cycle: Cycle, lost: frozenset[str]) -> None:
-        """Bring memory to where the transaction brought the database."""
+        """Update memory after the transaction: show outcomes, and drop the copies of the adapters `lost`."""
         for operation in cycle.finished:
             if operation.target_id in lost:
                 operation.undecide()

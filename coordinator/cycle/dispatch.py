@@ -1,4 +1,4 @@
-"""Sends one phase of a cycle to its workers, all at once, and waits for each no longer than its batch may take.
+"""Sends one phase of a cycle to all its workers at once, and waits for each until the deadline of its batch.
 
 Depends on the fleet, deadlines and the recorder of losses; not on what a result means (`results`). Main invariant: a
 batch goes to the incarnation that its copies were built for, or not at all.
@@ -24,7 +24,7 @@ from workers.contract.messages import Batch, BatchResult, ItemResult
 from workers.contract.protocols import Pool, WorkerLost
 
 OVERDUE_S = 5.0
-"""A cycle is stuck if it has not moved on this long after its deadline."""
+"""Seconds after its deadline at which a cycle that has made no progress counts as stuck."""
 
 
 class TakenOver(Exception):
@@ -32,7 +32,7 @@ class TakenOver(Exception):
 
 
 class Dispatch:
-    """The way to the workers of one base model."""
+    """Sends batches to the workers of one base model."""
 
     def __init__(
         self,
@@ -55,24 +55,21 @@ class Dispatch:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the present cycle has not moved on for longer than it may."""
+        """Whether the present cycle has passed its deadline by more than `OVERDUE_S`."""
         return self._time.monotonic() > self._overdue_at
 
     def watch(self, seconds: float) -> None:
-        """The cycle must move on within this time and `OVERDUE_S`."""
+        """Start a deadline: the cycle must make progress within these seconds and `OVERDUE_S`."""
         self._overdue_at = self._time.monotonic() + seconds + OVERDUE_S
 
     def rest(self) -> None:
-        """The cycle waits for nothing that has a deadline."""
+        """End the deadline."""
         self._overdue_at = math.inf
 
     async def run(
         self, cycle_id: int, work: PhaseWork, shares: Mapping[str, Share]
     ) -> list[tuple[Entry, Incarnation, ItemResult]]:
-        """Run one phase. Returns the results of the workers that replied, item by item; lost workers have none.
-
-        Raises TakenOver.
-        """
+        """Run one phase; return the results of the workers that replied, item by item. Raises TakenOver."""
         sent: list[tuple[Incarnation, list[Entry], Batch, float]] = []
         for worker_id in work.worker_ids():
             worker, entries = self._fleet.find(worker_id), work.entries(worker_id)

@@ -1,4 +1,4 @@
-"""From operations to the items that workers run, and from snapshots to copies that they install.
+"""Builds the items that workers run from operations, and the copies that they install from snapshots.
 
 Depends on adapter logs, payloads and stored states; not on time, fairness or workers. Main invariant: the items of one
 adapter form a chain, in which each names the seq that its worker ran before it; the worker's fence checks this chain.
@@ -23,7 +23,7 @@ SNAPSHOT = "snapshot"
 
 
 class ItemBuilder:
-    """Makes installs and items; reads payloads and states back that have left memory."""
+    """Makes installs and items; reads payloads and states that have left memory from the store."""
 
     def __init__(self, store: Store, folders: StateFolders) -> None:
         self._store = store
@@ -66,11 +66,11 @@ class ItemBuilder:
         return items
 
     def state_items(self, log: AdapterLog) -> list[tuple[Operation, Item]]:
-        """Return what the step phase runs for the adapter.
+        """Return the items that the step phase runs for the adapter.
 
-        A snapshot of what a load loaded stands behind it: its checkpoint may be deleted at any time, and then it could
-        not be replayed. An operation that cannot even start is failed here and ends the chain. Raises ServiceError if
-        it is a replay: then the adapter cannot be rebuilt.
+        A load is followed by a snapshot of the loaded state, because its checkpoint may be deleted at any time, and the
+        load could not be replayed then. An operation that cannot start is failed here and ends the chain. Raises
+        ServiceError if that operation is a replay: the adapter cannot be rebuilt then.
         """
         items: list[tuple[Operation, Item]] = []
         prev_seq = log.copy.applied_seq

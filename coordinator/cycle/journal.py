@@ -1,4 +1,7 @@
-"""The journal of cycles: their ids, the notes of plans in the log, the last committed cycles and their watchers."""
+"""The journal of cycles: their ids, the notes of plans in the log, the last committed cycles and their watchers.
+
+Does not depend on what a cycle runs. Main invariant: ids grow over all base models and epochs.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class CycleJournal:
         return self._last_id
 
     def note_plan(self, cycle_id: int, plan: PassPlan) -> None:
-        """Note which adapters run where. The note rides the next commit: no barrier, only a hint after a crash."""
+        """Note which adapters run where: a hint after a crash, which becomes durable with the next commit."""
         placements = {adapter_id: plan.placements[adapter_id] for adapter_id in plan.num_chunks}
         self._cycles.note_plan(cycle_id, placements)
 
@@ -44,7 +47,7 @@ class CycleJournal:
 
     @contextmanager
     def watch(self) -> Iterator[asyncio.Queue[pool_pb2.Cycle | None]]:
-        """Get the cycles that are committed during the block; None: the coordinator stops."""
+        """Make a queue of the cycles that are committed during the block; None in it: the coordinator stops."""
         queue: asyncio.Queue[pool_pb2.Cycle | None] = asyncio.Queue()
         self._watchers.add(queue)
         if self._is_closed:

@@ -1,10 +1,10 @@
-"""The hot loop of one base model: plan, log, run, commit.
+"""The loop of one base model's cycles: plan, log, run, commit.
 
-A cycle has two phases. The pass runs chunks of forwards and forward_backwards of many tenants on every worker at once;
-the step phase, planned when the pass has ended, takes the optimizer steps, saves and loads that are due by then.
-Nothing that a cycle did is visible before its commit.
+A cycle has two phases. The pass runs chunks of forwards and forward_backwards of many tenants on every worker at once.
+The step phase is planned when the pass has ended; it runs the optimizer steps, saves and loads that are due by then.
 
-Depends on the planning, phases and commits below; not on doors, tenants' names or SQL.
+Depends on planning, phases and commits; not on doors, tenants' names or SQL. Main invariant: no effect of a cycle is
+visible before its commit.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class CycleLoop:
             self._has_ended.set()
 
     async def stop(self, seconds_max: float) -> None:
-        """Begin no more operations; wait for the running cycle, and so long for operations that ran in part."""
+        """Begin no more operations; wait for the running cycle, and at most `seconds_max` for operations that ran in
+        part.
+        """
         self.planning.ready.stop()
         await self._is_idle.wait()
         deadline = self._time.monotonic() + seconds_max
@@ -94,7 +96,7 @@ class CycleLoop:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether a worker is live and the present cycle has not been stuck for longer than it may."""
+        """Whether a worker is live and the present cycle is not overdue."""
         return self.planning.has_workers() and not self._phases.dispatch.is_overdue
 
     async def until_idle(self) -> None:
@@ -102,19 +104,19 @@ class CycleLoop:
         await self._is_idle.wait()
 
     def forget(self, adapter_id: str) -> None:
-        """The adapter is deleted, and no cycle has it."""
+        """Drop the state of a deleted adapter that is in no cycle."""
         self.planning.ready.forget(adapter_id)
         self._snapshots.forget(adapter_id)
 
     async def snapshot_all(self) -> None:
-        """Snapshot every adapter whose copy is ahead of its snapshot, so that the next start replays nothing.
+        """Snapshot every adapter whose copy is ahead of its snapshot, so that the next start needs no replay.
 
-        A snapshot that fails is reported: the next start replays.
+        A snapshot that fails is logged: the next start replays that adapter.
         """
         try:
             await self._snapshot_all()
         except (StorageError, WorkerLost) as error:
-            logger.warning("not everything has a snapshot, the next start will replay: %s", error)
+            logger.warning("some adapters have no snapshot, so the next start replays their logs: %s", error)
 
     async def _snapshot_all(self) -> None:
         await self._snapshots.finish()
@@ -132,7 +134,7 @@ class CycleLoop:
     # ---- what the clock asks
 
     def is_ready(self) -> bool:
-        """Return whether a cycle would do anything, or the loop is to end."""
+        """Return whether a cycle would run or decide an operation, or the loop must end."""
         if self._is_over:
             return True
         self._snapshots.settle(self._group.logs)
@@ -168,9 +170,9 @@ class CycleLoop:
         return lost
 
     async def _snapshot(self, lost: frozenset[str]) -> None:
-        """Have states handed out that are due for a snapshot.
+        """Snapshot the adapters that are due, except quarantined ones.
 
-        Not of a quarantined adapter: a worker that is lost during a snapshot would look as if that had been the cause.
+        If their worker were lost during a snapshot, the quarantine would blame the operations and not the snapshot.
         """
         ready = self.planning.ready
         due = self._snapshots.due([log for log in ready.ahead() if ready.may_run(log)], lost)

@@ -1,4 +1,7 @@
-"""A cycle under way: what it has done so far, and what one of its phases sends to the workers. Data, no decisions."""
+"""A running cycle: its decided operations and states so far, and the items that a phase sends to the workers.
+
+Data only; makes no decisions. Main invariant: an item belongs to one generation of its adapter's copy.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class Entry:
 
     log: AdapterLog
     generation: int
-    """Of the adapter's copy that the item was built for; the result of another one is dropped."""
+    """The generation of the copy that the item was built for; the result is dropped if the copy has another one."""
     operation: Operation | None
     """None: the item is a snapshot for recovery."""
     item: Item
@@ -32,7 +35,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Cycle:
-    """The cycle that is under way; id 0: no cycle, only operations that were decided without one."""
+    """The running cycle; id 0: no cycle, only operations that were decided without one."""
 
     cycle_id: int
     started_wall: float
@@ -45,14 +48,14 @@ class Cycle:
     """The adapters' parts in the cycle, by adapter id."""
     staged: StagedStates = field(default_factory=StagedStates)
     published: list[tuple[str, str, Operation]] = field(default_factory=list)
-    """Saves whose weights a worker holds since: worker, incarnation, operation."""
+    """Saves that published weights, which their worker holds since: worker, incarnation, operation."""
 
     def end_pass(self, now: float) -> None:
-        """The pass has ended."""
+        """Record the end of the pass."""
         self.pass_ended = now
 
     def end_steps(self, now: float) -> None:
-        """The step phase has ended."""
+        """Record the end of the step phase."""
         self.steps_ended = now
 
     def finish(self, operations: Iterable[Operation]) -> None:
@@ -86,7 +89,7 @@ class Cycle:
 
 
 class PhaseWork:
-    """What one phase of a cycle sends to the workers."""
+    """The items and copies that one phase of a cycle sends to the workers."""
 
     def __init__(self) -> None:
         self._entries: dict[str, list[Entry]] = {}
@@ -102,11 +105,11 @@ class PhaseWork:
         self._installs.setdefault(log.worker_id, []).append((log, log.copy.generation, install))
 
     def expect(self, log: AdapterLog) -> None:
-        """Tell the worker that the next phase is likely to have this adapter: a hint."""
+        """Add a hint for the worker: the next phase is likely to have this adapter."""
         self._expected.setdefault(log.worker_id, []).append(log.adapter_id)
 
     def worker_ids(self) -> list[str]:
-        """Return the workers that get something."""
+        """Return the workers that get copies or items."""
         return list(dict.fromkeys((*self._installs, *self._entries)))
 
     def entries(self, worker_id: str) -> list[Entry]:

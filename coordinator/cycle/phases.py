@@ -1,6 +1,7 @@
 """Runs the phases of a cycle: the pass, the step phase, and the snapshots between two cycles.
 
-Makes sure that an adapter has a copy where it runs, builds the items, has them dispatched and the results taken in.
+Makes sure that an adapter has a copy where it runs, builds the items, dispatches them and applies the results. Does not
+depend on what a result means (`results`). Main invariant: an item is built only for an adapter with a current copy.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from coordinator.scheduling.planner import PassPlan, place
 from coordinator.scheduling.planning import Planning
 
 EXPECTED_MAX = 64
-"""Adapters that a worker is told are likely to come next; more than it can load during a cycle would be useless."""
+"""Adapters in the hints to one worker; hints for more than it can load during a cycle would be useless."""
 
 
 class Phases:
@@ -77,7 +78,7 @@ class Phases:
             try:
                 items = self._items.state_items(log)
             except ServiceError as error:
-                await self._give_up(log, error)
+                await self._refuse_copy(log, error)
                 continue
             for operation, item in items:
                 log.start(operation)
@@ -85,7 +86,7 @@ class Phases:
         await self._run(cycle, work)
 
     async def take_snapshots(self, logs: Iterable[AdapterLog]) -> None:
-        """Have the workers hand out these adapters' states; they are written while later cycles run."""
+        """Read these adapters' states from their workers; they are written while later cycles run."""
         work = PhaseWork()
         for log in logs:
             self._snapshots.begin(log)
@@ -95,12 +96,12 @@ class Phases:
 
     async def _run(self, cycle: Cycle, work: PhaseWork) -> None:
         for entry, worker, result in await self.dispatch.run(cycle.cycle_id, work, self._planning.shares):
-            await self._results.take_in(cycle, entry, worker, result)
+            await self._results.apply(cycle, entry, worker, result)
 
     async def _install(self, log: AdapterLog, worker_id: str, work: PhaseWork) -> bool:
-        """Make sure that the adapter has a copy on the worker.
+        """Place a copy of the adapter on the worker, unless it has one; return whether it has one.
 
-        False if it cannot have one now, or if its stored state is damaged; its operations fail then.
+        False also if its stored state is damaged; its operations are failed then.
         """
         if log.worker_id:
             return True
@@ -110,7 +111,7 @@ class Phases:
         try:
             install = await asyncio.to_thread(self._items.install, log)
         except ServiceError as error:
-            await self._give_up(log, error)
+            await self._refuse_copy(log, error)
             return False
         is_there = self._group.logs.get(log.adapter_id) is log
         if not is_there or not worker.is_live or self._snapshots.is_unsettled(log.adapter_id):
@@ -120,9 +121,11 @@ class Phases:
         work.install(log, install)
         return True
 
-    async def _give_up(self, log: AdapterLog, error: ServiceError) -> None:
-        """No copy of the adapter can be made. After a transient failure wait, so that the next cycle does not retry at
-        once."""
-        self._results.give_up(log, error)
+    async def _refuse_copy(self, log: AdapterLog, error: ServiceError) -> None:
+        """Handle an adapter of which no copy can be made.
+
+        After a transient failure: back off, so that the next cycle does not retry at once.
+        """
+        self._results.refuse_copy(log, error)
         if error.retry_delay_s is not None:
             await self._time.sleep(error.retry_delay_s)

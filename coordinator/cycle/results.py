@@ -1,4 +1,4 @@
-"""What workers' results mean: operations are decided, replays confirmed, copies that are out of order reinstalled.
+"""Applies workers' results: decides operations, confirms replays, reinstalls copies that are out of order.
 
 Depends on adapter logs, outcomes and the saver; not on how items were sent. Main invariant: a result counts only for
 the generation of the copy that it was computed on; the others are dropped, and their operations run again.
@@ -23,21 +23,21 @@ from workers.contract.messages import ErrorCode, ItemResult, LoadItem, PassItem
 logger = logging.getLogger(__name__)
 
 REINSTALLS_MAX = 5
-"""How often in a row one operation may find its adapter's copy out of order before the adapter is given up."""
+"""How often in a row one operation may find its adapter's copy out of order before the adapter is aborted."""
 TRANSIENT = {ErrorCode.OUT_OF_MEMORY, ErrorCode.INTERNAL}
-"""Failures of a replay that say nothing about what is replayed."""
+"""Failures of a replay that do not show that the replayed operation differs: it is retried."""
 
 
 class Results:
-    """Takes in the results for the adapters of one base model."""
+    """Applies the results for the adapters of one base model."""
 
     def __init__(self, saver: Saver, snapshots: Snapshots, fleet: Fleet) -> None:
         self._saver = saver
         self._snapshots = snapshots
         self._fleet = fleet
 
-    async def take_in(self, cycle: Cycle, entry: Entry, worker: Incarnation, result: ItemResult) -> None:
-        """Take in one item's result."""
+    async def apply(self, cycle: Cycle, entry: Entry, worker: Incarnation, result: ItemResult) -> None:
+        """Apply one item's result."""
         log, operation, item = entry.log, entry.operation, entry.item
         if not entry.is_current or (operation is not None and operation.is_failed):
             return  # of a lost copy; or a later chunk of an operation that just failed
@@ -51,7 +51,7 @@ class Results:
             return
         is_last = not isinstance(item, PassItem) or item.chunk_index == item.num_chunks - 1
         if operation.is_final:
-            self._take_in_replay(log, operation, worker, result, is_last=is_last)
+            self._apply_replay(log, operation, worker, result, is_last=is_last)
         else:
             log.add_result(operation, result)
             if operation.kind.needs_open_window and log.copy.window_error is not None:
@@ -70,8 +70,8 @@ class Results:
             shown.is_step |= operation.kind is Kind.OPTIM_STEP and not operation.is_failed
         log.advance()
 
-    def give_up(self, log: AdapterLog, error: ServiceError) -> None:
-        """No copy of the adapter can be made: not now if the error may pass, otherwise not in this epoch."""
+    def refuse_copy(self, log: AdapterLog, error: ServiceError) -> None:
+        """Drop the copy of an adapter that cannot be rebuilt now, or abort the adapter if a retry cannot succeed."""
         if error.retry_delay_s is not None:
             logger.warning("%s: %s", log.adapter_id, error.message)
             log.lose_copy()
@@ -80,14 +80,14 @@ class Results:
         log.abort(service_error(error))
         self._saver.publishing.fail(log.adapter_id, error)
 
-    def _take_in_replay(
+    def _apply_replay(
         self, log: AdapterLog, operation: Operation, worker: Incarnation, result: ItemResult, *, is_last: bool
     ) -> None:
         log.replayed_chunk(operation, is_last=is_last)
         if result.error is not None and result.error.code in TRANSIENT:
             self._reinstall(log, result)
         elif result.error is not None:
-            self.give_up(log, replay_differs(log, operation.name, str(result.error)))
+            self.refuse_copy(log, replay_differs(log, operation.name, str(result.error)))
         elif is_last:
             operation.drop_payload()
             log.applied(operation)
@@ -127,12 +127,12 @@ class Results:
                 raise AssertionError(f"{operation.kind} is not an operation on an adapter")
 
     def _reinstall(self, log: AdapterLog, result: ItemResult) -> None:
-        """The copy is out of order, or cannot be brought forward now: install it anew, unless that never helps.
+        """Drop a copy that is out of order or cannot be replayed now, so that it is installed again.
 
-        An adapter that can never be rebuilt fails at the same operation each time; a lost reply, at any. The worker's
-        reason is logged.
+        After `REINSTALLS_MAX` times at the same operation the adapter is aborted: an adapter that cannot be rebuilt
+        fails at the same operation each time, but a reply can be lost at any. The worker's reason is logged.
         """
         logger.warning("%s: %s", log.adapter_id, result.error)
         if log.count_reinstall(result.op_id) > REINSTALLS_MAX:
             error = ServiceError(Code.INTERNAL, "STATE_LOST", "the adapter's state cannot be rebuilt on any worker")
-            self.give_up(log, error)
+            self.refuse_copy(log, error)

@@ -7,7 +7,8 @@ Public interface:
 - `registry`: `AdapterRegistry`, and `AdapterGroup`, the adapters of one base model; `arrivals.Arrivals`;
 - `admission`: `Admission`, the only way for a `Request` to become an operation; `storage_error`;
 - `in_flight.InFlightTable`: operations without a committed outcome, and the waits for them; `finished_samples`;
-- `sessions`: `SessionTable` and `Session`; `restoring`: operations and adapter logs from rows, for recovery.
+- `sessions`: `SessionTable` and `Session`; `restoring`: operations and adapter logs from rows, for recovery;
+- `registers.Registers`: all of these for one epoch, put together by `open_registers`.
 
 Must not depend on what runs next, on how workers are called, or on a transport.
 """

@@ -1,4 +1,7 @@
-"""The registers of one epoch: adapters, sessions, operations in flight, and admission over them, put together."""
+"""The registers of one epoch: adapters, sessions, operations in flight, and admission over them, put together.
+
+Does not depend on cycles, samples or workers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from coordinator.storage.store import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registers:
-    """What holds state by tenant, session, adapter and operation."""
+    """The state of one epoch by session, adapter and operation."""
 
     registry: AdapterRegistry
     sessions: SessionTable

@@ -1,5 +1,7 @@
-"""What a request asks for, as canonical bytes and decoded. Pure; depends on limits and the workers' messages alone.
+"""Payloads: the content of requests, as canonical bytes and decoded.
 
-Public: `canonical` (bytes and hash of a message), `chunks` (the units of a pass), `passes` and `samples` (check, make
-canonical, decode).
+Public interface: `canonical` (bytes and hash of a message), `chunks` (the units of a pass), `passes` and `samples`
+(check a request, make its payload, decode a payload).
+
+Pure; must not depend on anything but `base` and the workers' contract.
 """

@@ -1,4 +1,7 @@
-"""Opens a data directory: its lock, its database and its state folders."""
+"""Opens a data directory: its lock, its database and its state folders.
+
+Main invariant: the lock is held as long as the database is open. Does not depend on what the rows mean.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from coordinator.storage.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Seams:
-    """What a test may put in place of the machine's disk and database."""
+    """Replacements for the machine's disk and database, for tests."""
 
     disk: Disk | None = None
     connect: Callable[[Path], Connection] | None = None
@@ -38,10 +41,10 @@ class DataDir:
             raise
 
     async def close(self) -> None:
-        """Commit what was handed in, close the database and release the lock."""
+        """Commit the queued writes, close the database and release the lock."""
         await self.store.close()
         self._lock.release()
 
     def abandon(self) -> None:
-        """Release the lock without closing anything, as the kernel does for a killed process."""
+        """Release the lock and leave the database open, as the kernel does for a killed process."""
         self._lock.release()

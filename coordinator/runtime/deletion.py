@@ -1,7 +1,9 @@
 """Deletes an adapter's training state, while cycles, snapshots and published weights may still need it.
 
-The order: accept nothing more, leave the ready set, wait until no cycle has it, write what was published without a
-file (its log goes), then delete in one transaction with the outcomes of its unfinished operations.
+The order: accept no more operations, leave the ready set, wait until no cycle has the adapter, write its published
+weights that have no file (its log is deleted with it), then delete in one transaction with the outcomes of its
+unfinished operations. Main invariant: a deletion that fails leaves the adapter as it was. Does not depend on how a
+cycle runs.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Deletions:
     async def delete(self, log: AdapterLog, error: ops_pb.OperationError) -> None:
         """Delete the adapter; its unfinished operations fail with `error`.
 
-        Raises StorageError, and then the adapter goes on; ServiceError if it can be deleted only later.
+        Raises StorageError, and the adapter stays then; ServiceError if it can be deleted only later.
         """
         publishing = self._saver.publishing
         publishing.check_rematerialized(log.adapter_id)
@@ -71,7 +73,7 @@ class Deletions:
         if log.worker_id:
             self._fleet.remove(log.worker_id, log.adapter_id)
         for operation in unfinished:
-            if operation.is_durable:  # an append that failed meanwhile has told its caller
+            if operation.is_durable:  # if its append failed meanwhile, its caller got that error
                 self._in_flight.finish(operation)
                 operation.retire()
         if folder is not None:
@@ -88,7 +90,10 @@ class Deletions:
         loop.forget(log.adapter_id)
 
     def _put_back(self, log: AdapterLog, unfinished: list[Operation]) -> None:
-        """The deletion failed. A cycle or a snapshot may have gone on meanwhile without telling the adapter log."""
+        """Restore an adapter whose deletion failed.
+
+        Meanwhile a cycle or a snapshot may have advanced without updating the adapter log.
+        """
         if (row := self._store.snapshots.get(log.adapter_id)) is not None:
             log.cover(row.seq, row.window_error, math.inf)
         log.lose_copy()  # its worker may have been lost, too

@@ -1,6 +1,7 @@
-"""Ends what has had its time: idle sessions, operations behind a seq that never arrived, old results and checkpoints.
+"""Expires idle sessions, operations behind a seq that never arrived, old results and checkpoints.
 
-All in service time: downtime and steps of the wall clock count for nothing.
+Does not depend on cycles. Main invariant: every expiry is decided in service time, in which downtime and steps of the
+wall clock do not count.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Housekeeping:
         self._samples = samples
 
     async def run(self) -> None:
-        """Look every few seconds."""
+        """Expire everything that is due, every `sweep_interval_s`."""
         while True:
             await self._time.sleep(self._config.sweep_interval_s)
             for log in self._registry.logs.values():
@@ -63,12 +64,12 @@ class Housekeeping:
                     finished_before=now - self._config.result_retention_s,
                 )
             except StorageError as error:
-                logger.warning("the database takes no writes: %s; trying on", error)
+                logger.warning("the database refuses writes: %s; retrying later", error)
 
     async def end_session(self, session_id: str) -> None:
-        """End a session with its samplers and queued samples. Its adapters stay: to be trained on, or read later.
+        """End a session with its samplers and queued samples. Its adapters stay.
 
-        Raises StorageError, and then the session goes on.
+        Raises StorageError; the session stays live then.
         """
         with self._sessions.ending(session_id):
             await self._store.sessions.end(session_id, self._time.wall())
@@ -86,7 +87,7 @@ class Housekeeping:
             error = ops_pb.OperationError(
                 code=Code.ABORTED,
                 reason="SEQ_LOST",
-                message=f"operation {missing} of {log.adapter_id} never came: send it, then these again",
+                message=f"operation {missing} of {log.adapter_id} did not arrive: send it, then these again",
             )
             log.fail_behind(missing, error)
             log.note_gap(None)

@@ -1,4 +1,4 @@
-"""The lock on a data directory: one coordinator at a time, held by the process and freed by the kernel with it."""
+"""The lock on a data directory: at most one coordinator holds it. The kernel frees it when its process ends."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ class DataDirLock:
         self._file.flush()
 
     def release(self) -> None:
-        """Let another coordinator have the data directory."""
+        """Release the data directory for another coordinator."""
         self._file.close()

@@ -1,7 +1,8 @@
-"""From the operation log back to memory: adapter logs, published weights and unfinished samples of the last epoch.
+"""Recovery: adapter logs, published weights and unfinished samples of the last epoch, from the operation log to memory.
 
-Reads only. An adapter log gets everything after its snapshot: what had finished there is replayed silently when the
-adapter is next installed, and what had not runs for the first time.
+Writes nothing; does not depend on workers. An adapter log gets all operations after its snapshot. When the adapter is
+next installed, its finished operations are replayed without new outcomes, and the unfinished ones run for the first
+time. Main invariant: every acknowledged operation is finished or in the in-flight table afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Brings memory to where the log is."""
+    """Loads the state of the last epoch."""
 
     def __init__(
         self,
@@ -57,7 +58,8 @@ class Recovery:
     def _load_adapters(self, unwritten: set[str]) -> set[str]:
         """Load every adapter that is not deleted, with its operations since its snapshot.
 
-        `unwritten`: saves whose weights have no file; returns those of them that the log can make again.
+        `unwritten`: saves whose weights have no file. Returns those of them that are in the log, and so can be
+        rematerialized.
         """
         in_log: set[str] = set()
         for row in self._store.adapters.not_deleted():

@@ -1,7 +1,8 @@
 """Supervises the workers: pings them, has losses recorded, and replaces lost workers with back-off.
 
-Ray restarts nothing by itself. Whatever notices a loss reports it to the recorder of losses; the supervisor reads the
-event and starts the worker's next incarnation. Does not depend on what workers run.
+Ray restarts no worker by itself. The part that notices a loss reports it to the recorder of losses; the supervisor
+reads the event and starts the worker's next incarnation. Does not depend on what workers run. Main invariant: a lost
+worker is replaced until a replacement starts, or the coordinator stops.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ logger = logging.getLogger(__name__)
 PING_INTERVAL_S = 2.0
 PING_TIMEOUT_S = 5.0
 BACKOFF_S, BACKOFF_S_MAX = 0.25, 30.0
-"""Pause before the replacement of an incarnation that was lost before it answered a batch; twice as long each time, and
-the most."""
+"""First and longest pause before the replacement of an incarnation that was lost before its first reply to a batch;
+each pause is twice the one before."""
 
 
 class Supervisor:
@@ -92,8 +93,8 @@ class Supervisor:
             try:
                 worker = await self._pool.replace(worker_id)
             except WorkerLost as error:
-                logger.error("worker %s does not start again: %s; trying on", worker_id, error)
-                quarantine.pause(is_paused=False)  # running with others is a risk; waiting might never end
+                logger.error("worker %s does not start again: %s; retrying", worker_id, error)
+                quarantine.pause(is_paused=False)  # running co-batched is a risk, but this wait might never end
         logger.warning("worker %s replaced by %s", worker_id, worker.incarnation)
         self._fleet.revive(worker)
         quarantine.pause(is_paused=self._fleet.has_lost(base_model))

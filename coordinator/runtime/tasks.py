@@ -1,6 +1,7 @@
-"""The owner of the coordinator's background tasks and of the use cases under way.
+"""Owns the coordinator's background tasks and the running use cases. Does not depend on what they do.
 
-A task that fails reports a fatal error and cancels no other task: a cycle must not be cut off in its commit.
+Main invariant: a task that fails reports a fatal error and cancels no other task, because a cycle must not be cut off
+in its commit.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Tasks:
         task.add_done_callback(self._background_done)
 
     async def uninterrupted(self, use_case: Coroutine[Any, Any, T]) -> T:
-        """Run a use case to its end even if its caller goes away: half of one would leave memory and log apart.
+        """Run a use case to its end even if its caller is cancelled: memory and log would differ after a part of it.
 
-        Raises ServiceError if the log does not take it.
+        Raises ServiceError if the log refuses its writes.
         """
         task = asyncio.get_running_loop().create_task(use_case)
         self._use_cases.add(task)
@@ -59,4 +60,4 @@ class Tasks:
     def _use_case_done(self, task: asyncio.Task[Any]) -> None:
         self._use_cases.discard(task)
         if not task.cancelled():
-            task.exception()  # the caller may be gone: then nothing else looks at it
+            task.exception()  # mark it retrieved: the caller may have been cancelled

@@ -1,1 +1,7 @@
-"""Decides which worker samples what, and streams tokens back."""
+"""Decides which worker runs which sample, streams tokens, and commits finished samples.
+
+Public interface: `assembly.make_sample_scheduler`, `scheduler.SampleScheduler` (all unfinished samples; its `streams`
+have the listeners), `streams.Event`.
+
+Must not depend on cycles, on use cases or doors, or on what a token means.
+"""

@@ -1,4 +1,4 @@
-"""Puts the scheduler of samples together, and says which signals wake it."""
+"""Puts the scheduler of samples together, and subscribes it to the signals that wake it. Schedules no sample itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Commits decided samples, each by itself, and then shows them to their owner."""
+"""Commits decided samples, each in a write of its own, and then makes their outcomes visible.
+
+Does not depend on workers. Main invariant: an outcome is visible only after it is durable.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from coordinator.storage.store import Store
 
 
 class SampleCommits:
-    """The way of a decided sample into the log and to its listeners."""
+    """Commits the samples of all base models."""
 
     def __init__(self, store: Store, in_flight: InFlightTable, streams: TokenStreams) -> None:
         self._store = store

@@ -1,4 +1,7 @@
-"""The queued samples of each base model, and which of them the quarantine lets run."""
+"""The queued samples of each base model in fair order, filtered by the quarantine.
+
+Does not depend on workers. Main invariant: a sample is in its queue, or running, until it is decided.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class SampleQueue:
         return self._fair.peek(self._quarantine.may_run)
 
     def start(self, sample: Sample) -> None:
-        """Take a queued sample out: a worker gets it."""
+        """Move a queued sample to the running ones."""
         self._fair.start(sample.name)
 
     def requeue(self, sample: Sample) -> None:
@@ -32,7 +35,7 @@ class SampleQueue:
         self._fair.requeue(sample.name)
 
     def finish(self, sample: Sample, num_tokens: int) -> None:
-        """Remove a decided sample; the engine computed so many tokens for it."""
+        """Remove a decided sample; the engine computed `num_tokens` for it."""
         self._fair.finish(sample.name, num_tokens)
 
     def release(self, sample: Sample) -> None:

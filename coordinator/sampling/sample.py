@@ -1,4 +1,7 @@
-"""A sample request that is not finished: its operation, its sampler, and how far it has come. In memory."""
+"""A sample request that is not finished: its operation, its sampler, its worker, and its streamed tokens. In memory.
+
+Does not depend on queues or placement. Main invariant: a token is streamed at most once, also if it is drawn again.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ class Sample:
 
     @property
     def flight(self) -> Flight:
-        """The record of it for the fleet."""
+        """Its record for the fleet."""
         operation = self.operation
         return Flight(self.name, operation.target_id, operation.seq, operation.tenant_id, self.sampler.version)
 
@@ -63,7 +66,7 @@ class Sample:
         return result.num_prompt_tokens - result.num_cached_tokens + result.num_sampled_tokens
 
     def start_on(self, worker: Incarnation) -> None:
-        """A worker gets it."""
+        """Record the worker that it is sent to."""
         self.worker = worker
 
     def restart(self) -> None:
@@ -72,15 +75,15 @@ class Sample:
         self._num_drawn.clear()
 
     def refused(self) -> None:
-        """Its worker did not hold the version."""
+        """Count a refusal: its worker did not hold the version."""
         self.num_refused += 1
 
     def cancel(self) -> None:
-        """Its owner wants it ended."""
+        """Mark it as cancelled by its owner."""
         self.is_cancelled = True
 
     def is_new(self, token: TokenEvent) -> bool:
-        """Count a drawn token; whether it was not streamed before."""
+        """Count a drawn token; return whether it was not streamed before."""
         index = token.sequence_index
         self._num_drawn[index] += 1
         if self._num_drawn[index] <= self._num_streamed[index]:

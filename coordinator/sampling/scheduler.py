@@ -1,12 +1,12 @@
-"""Samples: which one runs next and on which worker, and its tokens and result on the way back.
+"""Schedules samples: which one runs next and on which worker; receives its tokens and its result.
 
-Samples have no order among themselves, so they do not pass through cycles. The fair queue names the next sample; it
-waits until a worker has room for it, and the others wait behind it, or a large one would never run. Tokens stream to
-listeners and are not kept; a finished sample commits by group commit. The samples of a lost worker start again from
-their logged seeds and draw the same tokens.
+Samples have no order among themselves, so they are not part of cycles. The fair queue names the next sample. It waits
+until a worker has room for it, and the others wait behind it, because a large one would never run otherwise. Tokens
+stream to listeners and are not kept; a finished sample is committed by group commit. The samples of a lost worker start
+again from their logged seeds and draw the same tokens.
 
 Depends on the pool's sampling side and the store; not on what a token means. Main invariant: losses of workers are read
-before anything else is done with a sample's placement.
+before a sample's placement is used or changed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SampleScheduler:
         self._lost = losses.subscribe(self.wake)
         self._failure = failure
         self._awaiting: dict[str, list[Sample]] = {}
-        """Samples from versions that only the log can make again, by version."""
+        """Samples from versions that must be rematerialized first, by version."""
         self._samples: dict[str, Sample] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopping = False
@@ -82,7 +82,7 @@ class SampleScheduler:
         self._spawn(self._dispatch_at_changes())
 
     def submit(self, operation: Operation, sampler: SamplerRow, decoded: DecodedSample | None = None) -> None:
-        """Queue a durable sample operation; its payload is decoded unless that was done before."""
+        """Queue a durable sample operation; `decoded` is its decoded payload, if that is at hand."""
         assert operation.is_durable
         decoded = decoded or decode_sample(operation.payload)
         slots = self._placement.num_slots(decoded.num_samples)
@@ -104,7 +104,7 @@ class SampleScheduler:
         self._read_losses()
         sample = self._samples.get(name)
         if sample is None or sample.is_cancelled or sample.operation.is_final:
-            return  # a decided one that is being committed may have outlived its worker
+            return  # a decided sample is being committed, perhaps after the loss of its worker
         sample.cancel()
         if sample.worker is not None:
             self._spawn(self._cancel_on(sample.worker, name))
@@ -112,19 +112,19 @@ class SampleScheduler:
             self._finish(sample, SampleResult(op_id=name, error=CANCELLED))
 
     def end_sampler(self, sampler_id: str) -> None:
-        """The sampler's session has ended: cancel its samples."""
+        """Cancel the samples of a sampler whose session has ended."""
         for sample in [s for s in self._samples.values() if s.operation.target_id == sampler_id]:
             self.cancel(sample.name)
 
     def follow(self, worker: Incarnation) -> None:
-        """A worker has started: read its events from now on, and let it have samples."""
+        """Read the events of a worker that has started, from now on, and let it have samples."""
         self._read_losses()
         self._placement.open(worker)
         self._spawn(self._follow(worker))
         self._dispatch_all()
 
     async def stop(self) -> None:
-        """Start and follow nothing more. Unfinished samples run again after the next start."""
+        """Stop dispatching and following. Unfinished samples run again after the next start."""
         self._is_stopping = True
         self.streams.close()
         for task in list(self._tasks):
@@ -149,7 +149,7 @@ class SampleScheduler:
             self._dispatch(base_model)
 
     def _dispatch(self, base_model: str) -> None:
-        """Hand samples out while a worker has room for the next one."""
+        """Send samples to workers while a worker has room for the next one."""
         self._read_losses()
         queue = self._queues.of(base_model)
         while not self._is_stopping and self._placement.has_room(base_model):
@@ -272,5 +272,5 @@ class SampleScheduler:
 
 
 def _is_version_unknown(event: SampleResult) -> bool:
-    """Return whether the worker's fence held: it has dropped a version that it was believed to hold."""
+    """Return whether the worker's fence refused the sample: it has dropped the version that the sample needs."""
     return event.error is not None and event.error.code is ErrorCode.OUT_OF_ORDER

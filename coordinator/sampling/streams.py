@@ -1,4 +1,7 @@
-"""Listeners to samples: their tokens as they are drawn, and at the end the finished operation. Tokens are not kept."""
+"""Streams of samples to listeners: tokens as they are drawn, and at the end the finished operation.
+
+Tokens are not kept. Does not depend on workers or scheduling. Main invariant: the operation is a stream's last event.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2
 
 Event = sampling_pb2.SampledToken | ops_pb.Operation
-"""What a listener gets; None when the coordinator stops."""
+"""An event for a listener; None in its queue: the coordinator stops."""
 
 
 class TokenStreams:
@@ -35,7 +38,7 @@ class TokenStreams:
             self._listeners.pop(name, None)
 
     def has_listener(self, name: str) -> bool:
-        """Return whether the sample's tokens are wanted."""
+        """Return whether the sample has a listener."""
         return name in self._listeners
 
     def send_token(self, name: str, token: sampling_pb2.SampledToken) -> None:

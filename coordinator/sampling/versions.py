@@ -1,6 +1,7 @@
 """Which weights a sampler samples from, and how a worker gets them.
 
-Depends on the stored rows and on weights that have no file yet (`publishing`); not on turns or places.
+Depends on the stored rows and on weights that have no file yet (`publishing`); not on queues or placement. Main
+invariant: a sampler's weights never change, unless it follows its adapter (`is_inflight`).
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ class SamplerVersions:
         return newest
 
     def is_awaited(self, version: str) -> bool:
-        """Return whether the log must be replayed before anything can be sampled from this version."""
+        """Return whether this version must be rematerialized before it can be sampled from."""
         return self._saver.publishing.is_awaited(version)
 
     async def for_worker(self, sampler: SamplerRow, worker: Incarnation) -> SamplerVersion:
         """Return the version as the worker needs it: with its weights, unless the worker holds them.
 
-        Raises ServiceError if the weights are gone or damaged.
+        Raises ServiceError if the weights were deleted or are damaged.
         """
         key = sampler.version
         if not key:
@@ -57,7 +58,7 @@ class SamplerVersions:
         return SamplerVersion(key=key, spec=spec, state=state)
 
     def _checkpoint(self, sampler: SamplerRow) -> CheckpointRow:
-        """Return the checkpoint that the sampler was made of. Raises ServiceError if it is gone."""
+        """Return the checkpoint that the sampler was made of. Raises ServiceError if it was deleted."""
         found = self._store.checkpoints.by_path(sampler.model_path)
         # Another checkpoint may have this path by now: a sampler's weights never change.
         if found is None or version_of(found) != sampler.version:

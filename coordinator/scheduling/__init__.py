@@ -2,12 +2,13 @@
 
 Public interface:
 
+- `schedule`: `Scheduling` and its `Schedule` of each base model, put together by `make_scheduling`;
 - `planning.Planning`: plans the passes of one base model (`planner.PassPlan`, `planner.place`);
 - `ready_set.ReadySet`, `quarantine.Quarantine`: the adapters that have something to run, and those that may run now;
 - `clock.CycleClock`: when a cycle starts; `deadlines.Deadlines`: how long a batch may take;
-- `cost_model.CycleCosts`, `budget.TokenBudget`: measured costs, and the tokens of a cycle;
+
 - `virtual_counters` (`Share`, `FairState`), `fair_queue.FairQueue` (samples), `decode_share`: fairness;
-- `losses.LossRecorder`: declares a worker lost; its receivers read `WorkerLoss` events.
+- `losses`: `LossRecorder` declares a worker lost, receivers read `WorkerLoss` events; `replay_differs`.
 
 Must not depend on how a plan is run, on transports, or on SQL.
 """

@@ -1,7 +1,6 @@
-"""What decides when cycles run and what they contain, put together: per base model a schedule, and the recorder of
-losses for all of them.
+"""Puts scheduling together: a schedule for each base model, and the recorder of losses for all of them.
 
-The one place that says which signals wake a cycle clock.
+Subscribes each cycle clock to the signals that wake it. Makes no decision about cycles.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from coordinator.scheduling.virtual_counters import FairState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What schedules the cycles of one base model."""
+    """The parts that schedule the cycles of one base model."""
 
     clock: CycleClock
     planning: Planning

@@ -581,7 +581,7 @@ async def test_a_save_that_was_undone_and_can_run_no_more_says_so(
         await until(lambda: not publishing_of(pool)._versions)
         [loop] = core.loops.values()
         log = core.registry.logs[adapter]
-        loop._phases._results.give_up(log, ServiceError(Code.DATA_LOSS, "CHECKSUM_MISMATCH", "damaged"))
+        loop._phases._results.refuse_copy(log, ServiceError(Code.DATA_LOSS, "CHECKSUM_MISMATCH", "damaged"))
         core.registry.group("toy").mark_dirty(log)
         core.registry.group("toy").changed.notify()
         [saved] = await asyncio.wait_for(pool.wait(name), 5)
