@@ -14,9 +14,9 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from coordinator.base_models import DEFAULT_MODEL, resolve_model
+from coordinator.runtime.data_dir import Seams
 from coordinator.storage.database import Connection, open_connection
 from coordinator.storage.disk import RealDisk
 from scripts.bench.common import Column, Effort, Results, Timing, parser, shown_ms, shown_time, turn_about
@@ -54,17 +54,17 @@ def main() -> None:
     case = Case(num_tenants=1, num_seqs=args.seqs, num_tokens=args.tokens)
     with contextlib.ExitStack() as stack, Results("durability", args) as results:
 
-        def side(parent: Path | None, **seams: Any) -> tuple[LocalService, Tenants]:
+        def side(parent: Path | None, seams: Seams | None = None) -> tuple[LocalService, Tenants]:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=parent)))
             model = resolve_model(args.model, 1)
-            service = stack.enter_context(LocalService(folder, model, num_threads=args.threads, **seams))
+            service = stack.enter_context(LocalService(folder, model, num_threads=args.threads, seams=seams))
             client = stack.enter_context(service.over_grpc("bench"))
             served = client.get_server_capabilities().supported_models[0]
             return service, Tenants([client], served.model_name, RANK, case.data(served.vocab_size))
 
         memory = Path("/dev/shm")
         service, durable = side(args.dir)
-        _, forgetful = side(memory if memory.is_dir() else None, connect=unsynced, disk=Forgetful())
+        _, forgetful = side(memory if memory.is_dir() else None, Seams(connect=unsynced, disk=Forgetful()))
         for _ in range(WARM_UP):
             durable.step()
             forgetful.step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +19,8 @@ class Step:
     file: str
     function: str
     """The first of the file's functions that was called."""
+    num_functions: int
+    """Different functions of the file that were called."""
     at_ms: float
     """After the first step of the path."""
 
@@ -43,7 +45,9 @@ class RequestPath:
         lines = [f"{self.door}, {self.request}: {len(self.files)} files ({totals})"]
         width = max((len(step.file) for step in self.steps), default=0)
         for number, step in enumerate(self.steps, start=1):
-            lines.append(f"{number:4} {step.at_ms:8.1f} ms  {step.process:11}  {step.file:{width}}  {step.function}")
+            others = f" and {step.num_functions - 1} more" if step.num_functions > 1 else ""
+            place = f"{number:4} {step.at_ms:8.1f} ms  {step.process:11}  {step.file:{width}}"
+            lines.append(f"{place}  {step.function}{others}")
         return "\n".join(lines)
 
 
@@ -60,14 +64,22 @@ def path_of(
 ) -> RequestPath:
     """Return the path from each process's calls; `background` is what each executed while idle."""
     first: dict[tuple[str, str], Call] = {}
+    functions: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for process, recorded in calls.items():
         for call in sorted(recorded, key=lambda call: call.at_ns):
             if (call.root, call.function) not in background[process]:
                 first.setdefault((process, call.function.file), call)
+                functions[process, call.function.file].add(call.function.name)
     in_order = sorted(first.items(), key=lambda item: item[1].at_ns)
     begin_ns = in_order[0][1].at_ns if in_order else 0
     steps = tuple(
-        Step(process=process, file=file, function=call.function.name, at_ms=(call.at_ns - begin_ns) / 1e6)
+        Step(
+            process=process,
+            file=file,
+            function=call.function.name,
+            num_functions=len(functions[process, file]),
+            at_ms=(call.at_ns - begin_ns) / 1e6,
+        )
         for (process, file), call in in_order
     )
     return RequestPath(door=door, request=request, steps=steps)

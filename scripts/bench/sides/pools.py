@@ -23,6 +23,7 @@ from coordinator.base.config import CoordinatorConfig, GrpcConfig
 from coordinator.coordinator import Coordinator
 from coordinator.doors.grpc.calls import SERVICES, use_case_name
 from coordinator.doors.grpc.server import GrpcDoor
+from coordinator.runtime.data_dir import Seams
 from coordinator.service import Service
 from coordinator.service.auth import Principal
 from scripts.bench.models import Model
@@ -43,14 +44,16 @@ USE_CASES = {method.name: use_case_name(method) for service in SERVICES for meth
 class LocalService:
     """A coordinator with its log on disk, an engine on a thread, and a gRPC door, all in this process."""
 
-    def __init__(self, data_dir: Path, model: PoolModel, *, num_threads: int = 0, num_slots: int = 16, **seams: Any):
+    def __init__(
+        self, data_dir: Path, model: PoolModel, *, num_threads: int = 0, num_slots: int = 16, seams: Seams | None = None
+    ) -> None:
         """`seams` as for `coordinator.core.Core`. Returns when it serves."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         pool = make_pool(PoolConfig(models=(model,), kind="local", num_threads=num_threads, num_slots=num_slots))
         self.engine_s = 0.0
         """Seconds in which the engine ran batches, by its own clock."""
-        self.coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir), self._timed(pool), **seams)
+        self.coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir), self._timed(pool), seams=seams)
         self._door = GrpcDoor(GrpcConfig(port=0))
         self._call(self._start())
 
