@@ -53,6 +53,7 @@ async def test_ten_thousand_steps_leave_a_log_as_small_as_a_thousand(tmp_path: P
     assert sum(len(log.operations) for log in logs) < 3000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_steps", [True, False])
 async def test_a_replay_never_takes_longer_than_configured_also_in_a_window_without_a_step(
     tmp_path: Path, *, has_steps: bool

@@ -23,6 +23,8 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract import failpoints
 from workers.contract.messages import AdapterSpec
 
+pytestmark = pytest.mark.slow
+
 T = TypeVar("T")
 SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
 NUM_ADAPTERS = 3

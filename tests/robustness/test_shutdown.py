@@ -6,6 +6,8 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from coordinator.base.errors import ServiceError
 from tests.support.toy_engine import POISON_TOKEN
 from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, pass_request, running_pool
@@ -28,6 +30,7 @@ def applied(pool: ToyPool) -> Counter[tuple[str, int, int]]:
     return counts
 
 
+@pytest.mark.slow
 async def test_fifty_stops_under_load_lose_nothing_and_the_next_start_replays_nothing(tmp_path: Path) -> None:
     """In the middle of requests, of gradient windows, and while a snapshot is being written."""
     chance = random.Random(3)

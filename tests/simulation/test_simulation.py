@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(600)  # about half a minute where nobody else wants the cores
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # about half a minute on a quiet machine
 ROOT = Path(__file__).resolve().parents[2]
 NUM_SEEDS = 250
 FAULTS = {

@@ -5,8 +5,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,13 +31,16 @@ CONFINED = {
 }
 
 
-def imports_of(path: Path) -> Iterator[str]:
-    """Top-level names of all libraries that a file imports, inside functions too."""
+@cache
+def imports_of(path: Path) -> frozenset[str]:
+    """Return the top-level names of all libraries that a file imports, inside functions too."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
+            found.add(node.module.partition(".")[0])
+    return frozenset(found)
 
 
 @pytest.mark.parametrize("library", CONFINED)
@@ -125,11 +128,13 @@ def run_without(libraries: str, program: str, *args: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_engine_trains_without_ray_and_grpc(tmp_path: Path) -> None:
     model = build_mini_model(tmp_path / "model", "qwen3")
     assert float(run_without("ray,grpc,coordinator", TRAIN_A_STEP, str(model))) > 0
 
 
+@pytest.mark.slow
 def test_gpu_tests_are_found_on_a_machine_with_little_else() -> None:
     found = run_without("ray,grpc,hypothesis,peft", COLLECT_GPU_TESTS)
     for path in (ROOT / "tests" / "gpu").glob("test_*.py"):

@@ -307,6 +307,7 @@ def test_all_that_can_be_asked_of_a_sample_comes_through_grpc(service: ServiceCl
         sampler.sample(PROMPT, 1, params, target_prompt_logprobs=[[1]]).result(10)
 
 
+@pytest.mark.slow
 def test_two_thousand_samples_are_asked_for_at_once_without_a_thread_each(
     pool: RestartablePool, service: ServiceClient
 ) -> None:
@@ -323,6 +324,7 @@ def test_two_thousand_samples_are_asked_for_at_once_without_a_thread_each(
     assert all(future.result(60).sequences == expected for future in futures)
 
 
+@pytest.mark.slow
 def test_a_sampling_client_travels_to_other_processes_and_its_copies_get_answers_of_their_own(
     pool: RestartablePool, service: ServiceClient
 ) -> None:

@@ -15,6 +15,8 @@ from tests.support.served_pool import SHIPPED_MODEL, ServedPool, served_pool
 from workers.contract.settings import PoolConfig, PoolModel
 from workers.pool.factory import make_pool
 
+pytestmark = pytest.mark.slow
+
 TEXT = "In the beginning God created the heaven and the earth.\n"
 
 

@@ -11,6 +11,8 @@ import pytest
 from tests.support.timed_pool import TimedPool, in_virtual_time, paired_step
 from tests.support.toy_pool import ToyPool
 
+pytestmark = pytest.mark.slow
+
 FIXED_S, TOKEN_S = 0.012, 0.0002
 COMMIT_S = 0.02
 """More than a commit takes in virtual time, nearly always."""

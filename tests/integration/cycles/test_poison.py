@@ -26,6 +26,7 @@ async def submit_poison(pool: ToyPool, adapter: str, seq: int, tenant: str = "al
     return str((await pool.service.forward_backward(await pool.principal(tenant), request)).operation.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 async def test_a_request_that_kills_its_worker_is_failed_alone_and_the_others_do_not_notice(
     tmp_path: Path, num_workers: int
@@ -104,6 +105,7 @@ async def test_nobodys_state_is_handed_out_beside_a_suspect(tmp_path: Path) -> N
         assert any(isinstance(item, SaveItem) for batch in pool.engines["w0"][-1].batches for item in batch.items)
 
 
+@pytest.mark.slow
 async def test_random_deaths_never_fail_an_innocent_operation(tmp_path: Path) -> None:
     """Among them deaths of workers while something runs alone: it takes two in a row of the same operation.
 

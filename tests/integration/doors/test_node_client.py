@@ -17,6 +17,8 @@ from coordinator.doors.grpc.server import GrpcDoor
 from workers.contract.settings import PoolConfig, PoolModel
 from workers.pool.factory import make_pool
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 NODE_CLIENT = ROOT / "scripts" / "clients" / "node"
 MODEL = ROOT / "workers" / "models" / "kjv-2m"

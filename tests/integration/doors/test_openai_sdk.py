@@ -15,6 +15,8 @@ from tests.support.served_pool import SHIPPED_MODEL, ServedPool, served_pool
 from workers.contract.settings import PoolConfig, PoolModel
 from workers.pool.factory import make_pool
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 100
 MODEL = "kjv-2m"
 PROMPT = "And the LORD said unto"

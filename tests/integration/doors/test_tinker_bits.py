@@ -15,7 +15,7 @@ from tests.support.served_pool import SHIPPED_MODEL, ServedPool, served_pool
 from workers.contract.settings import PoolConfig, PoolModel
 from workers.pool.factory import make_pool
 
-pytestmark = LEAKS
+pytestmark = [LEAKS, pytest.mark.slow]
 WAIT_S = 100
 TEXTS = ("In the beginning God created the heaven and the earth.\n", "The LORD is my shepherd.\n")
 

@@ -16,7 +16,7 @@ from tests.support.doors.sdk import LEAKS, Wire, sdk
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tests.support.waiting import wait_until
 
-pytestmark = LEAKS
+pytestmark = [LEAKS, pytest.mark.slow]
 WAIT_S = 30
 POLL_S = 0.3
 PROMPT = types.ModelInput.from_ints([1, 2, 3])

@@ -16,6 +16,8 @@ import pytest
 from tests.support.doors import older_sdk
 from tests.support.restartable_pool import restartable_pool
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 OLDER = Path(sys.prefix) / "older-tinker"
 

@@ -204,6 +204,7 @@ def test_a_refused_json_forward_closes_no_gradient_window(wired: Wire, model: st
     assert wired.result(wired.ok("/optim_step", step(model, 5))["request_id"])["metrics"]["num_datums:sum"] == 1
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=40, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.example(shape=[1] * 100, is_sparse=False)
 @hypothesis.example(shape=[0, 1 << 62], is_sparse=False)
@@ -398,6 +399,7 @@ def test_another_tenants_session_is_forbidden(
     stranger.close()
 
 
+@pytest.mark.slow
 def test_two_hundred_futures_are_held_without_a_thread_each(tmp_path: Path) -> None:
     with restartable_pool(tmp_path / "data") as pool:
         wired = Wire(pool.http_url, pool.key())
@@ -522,6 +524,7 @@ def bodies(session: str) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional={name: st.just(value) | JSON for name, value in right.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", POSTS)
 def test_no_json_body_causes_an_internal_error_or_a_refusal_without_a_reason(wired: Wire, path: str) -> None:
     session = wired.session()

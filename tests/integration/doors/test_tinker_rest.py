@@ -22,7 +22,7 @@ from coordinator.service import checkpoints
 from tests.support.doors.sdk import LEAKS, Wire, datum, sdk
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 
-pytestmark = LEAKS
+pytestmark = [LEAKS, pytest.mark.slow]
 WAIT_S = 30
 
 

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tinker import types
 
 from tests.support.doors.sdk import LEAKS, datum, sdk
@@ -15,7 +16,7 @@ from tests.support.serving import TOY, Terminal
 from tests.support.toy_engine import ToyEngine
 from tests.support.waiting import wait_until
 
-pytestmark = LEAKS
+pytestmark = [LEAKS, pytest.mark.slow]
 WAIT_S = 60
 NUM_STEPS = 40
 ADAM = types.AdamParams(learning_rate=1e-3)

@@ -19,7 +19,7 @@ from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tests.support.toy_engine import POISON_TOKEN
 from tests.support.waiting import wait_until
 
-pytestmark = LEAKS
+pytestmark = [LEAKS, pytest.mark.slow]
 
 ADAM = types.AdamParams(learning_rate=1e-3)
 PROMPT = types.ModelInput.from_ints([1, 2, 3])

@@ -50,6 +50,7 @@ def rest_of_the_run(driver: Driver, key: str) -> Trace:
     return trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [0, 2])
 @pytest.mark.parametrize("key", ["a", "padded"])
 @pytest.mark.parametrize("is_evicted", [False, True], ids=["in its slot", "evicted"])

@@ -39,6 +39,7 @@ def test_grouped_matmul_gives_what_one_product_per_segment_gives(even_vocabulary
     assert apart.gradients < 1e-5
 
 
+@pytest.mark.slow
 def test_grouped_matmul_in_bf16_is_as_close_to_fp32_as_one_product_per_segment(even_vocabulary: Path) -> None:
     expected = observe(Driver(even_vocabulary), TENANTS)
     one_by_one = distance(observe(Driver(even_vocabulary, dtype="bfloat16"), TENANTS), expected)

@@ -12,6 +12,8 @@ from torch import Tensor
 from tests.support.numerics.samplers import Sampling, sampling
 from workers.model.lora import Segment
 
+pytestmark = pytest.mark.slow
+
 KEYS = ("a", "b", "c", "d", "e")
 RANKS = (8, 8, 8, 4, 16)
 """Three that can be one batch; one of another scaling, one that lies in another slab."""

@@ -23,6 +23,8 @@ from tests.support.numerics.samplers import (
 )
 from workers.contract.messages import AdamParams, ErrorCode, SamplerVersion, StopReason, TokenEvent
 
+pytestmark = pytest.mark.slow
+
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {},

@@ -16,6 +16,8 @@ from workers.contract.messages import AdamParams, ErrorCode, SampleRequest, Samp
 from workers.sampling.kv_cache import block_bytes
 from workers.sampling.sampler import Sampler, SamplerLimits
 
+pytestmark = pytest.mark.slow
+
 
 def assert_all_free(s: Sampling) -> None:
     pool = s.sampler.blocks

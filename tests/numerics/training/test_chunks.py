@@ -10,6 +10,8 @@ import pytest
 from tests.support.numerics.harness import Driver, make_data, make_spec
 from workers.contract.messages import Batch, Datum, PassItem
 
+pytestmark = pytest.mark.slow
+
 # The second and third have equal numbers of tokens: they must not be taken for segments of two adapters.
 CHUNKS = [make_data("cross_entropy", lengths, seed) for seed, lengths in enumerate([[9, 9, 9, 40], [30, 12], [42]])]
 

@@ -19,6 +19,8 @@ from workers.model.lora import Segment
 from workers.selftest import rows
 from workers.selftest.loading import load_base_model
 
+pytestmark = pytest.mark.slow
+
 FEW = TENANTS[:3]
 
 

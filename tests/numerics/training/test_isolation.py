@@ -18,6 +18,8 @@ from tests.support.numerics.harness import Driver, Tenant, Trace, make_data, mak
 from tests.support.numerics.tenants import NUM_STEPS, TENANTS, assert_same, train
 from workers.contract.messages import AdamParams, Batch, Datum, ErrorCode
 
+pytestmark = pytest.mark.slow
+
 
 def train_solo(model: Path, tenants: Sequence[Tenant]) -> dict[str, Trace]:
     """Each tenant on an engine of its own."""

@@ -45,6 +45,7 @@ def assert_equals_plain(data: tuple[Datum, ...], loss_fn: str, config: dict[str,
         torch.testing.assert_close(torch.cat([piece.slope for piece in pieces]), slope, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_fn", "config"), [(name, config) for name, configs in CONFIGS.items() for config in configs], ids=str
 )

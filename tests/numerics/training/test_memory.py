@@ -35,6 +35,7 @@ def limited(driver: Driver, num_bytes: int) -> None:
     assemble_again(driver.engine, free_bytes=round(num_bytes / USED_FRACTION) + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["off", "on", "forward"])
 def test_the_estimate_is_above_the_memory_of_a_pass_and_not_far(model_directory: Path, mode: str) -> None:
     backward = mode != "forward"

@@ -32,6 +32,7 @@ def warmed_up(model: Path, tenants: list[Tenant]) -> Driver:
     return driver
 
 
+@pytest.mark.slow
 def test_packed_pass_equals_one_sequence_at_a_time(model_directory: Path) -> None:
     tenants = [
         Tenant(spec=make_spec("sft", 8), passes=[make_data("cross_entropy", LENGTHS)]),

@@ -17,7 +17,7 @@ from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from workers.contract.messages import AdamParams, AdapterSpec, AdapterState, Datum
 
 # PEFT warns of merging an adapter of a tied unembedding; these tests do not merge.
-pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"), pytest.mark.slow]
 
 DATA = make_data("cross_entropy", [23, 8, 40])
 

@@ -18,6 +18,8 @@ from workers.model.lora import MultiLoraLinear
 from workers.selftest.loading import load_base_model
 from workers.training import passes
 
+pytestmark = pytest.mark.slow
+
 
 def inner_linears(driver: Driver) -> int:
     return sum(isinstance(module, MultiLoraLinear) for module in driver.engine.base_model.model.model.modules())

@@ -22,6 +22,8 @@ from tests.support.serving import ROOT, TOY, Terminal
 from tinkerpool.credentials import FILE_NAME
 from workers.contract.settings import SHIPPED_MODELS_DIR
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[Terminal]:

@@ -381,6 +381,7 @@ def pass_result(num_datums: int, num_tokens: int) -> ops_pb.WaitOperationsRespon
     return ops_pb.WaitOperationsResponse(operation=operation)
 
 
+@pytest.mark.slow
 async def test_other_calls_run_while_a_large_result_is_encoded_as_json(opened: Open) -> None:
     _, client = await opened(FakeService(wait_operations=[pass_result(1, JSON_RESULT_BYTES_MAX // 4 - 1000)]))
     response, num_turns = await turns_during(client.post("/retrieve_future", json={"request_id": "s:train:0:1"}))

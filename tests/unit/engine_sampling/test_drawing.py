@@ -43,6 +43,7 @@ def test_greedy_takes_the_lowest_of_the_largest() -> None:
     assert draw(LOGITS, params(temperature=0.0), 0.9) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_frequencies_follow_the_tempered_distribution(temperature: float) -> None:
     expected = np.exp(LOGITS.astype(np.float64) / temperature)

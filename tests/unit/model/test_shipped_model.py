@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "workers" / "models" / "kjv-2m"
 HELD_OUT = ROOT / "tests" / "data" / "kjv_held_out.txt"
 """The last two chapters of the text, parted by an empty line; the model never saw them."""
-DEMO_DATA = ROOT / "scripts" / "data"
+DEMO_DATA = ROOT / "scripts" / "demo" / "data"
 
 
 @pytest.fixture(scope="module")

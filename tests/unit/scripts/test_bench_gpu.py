@@ -28,12 +28,14 @@ def run_script(capsys: pytest.CaptureFixture[str], *args: str) -> list[list[str]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows][2:]
 
 
+@pytest.mark.slow
 def test_script_runs_on_a_cpu_and_prints_a_row_of_every_side(capsys: pytest.CaptureFixture[str]) -> None:
     rows = run_script(capsys, "--cases", "2x1x16", "--exact")
     assert [row[:2] for row in rows] == [["2 x 1 x 16", side] for side in ("fused", "exact", "sequential PEFT")]
     assert all(len(row) == 8 and re.fullmatch(r"[\d.]+ \([\d.]+-[\d.]+\)", row[2]) for row in rows)
 
 
+@pytest.mark.slow
 def test_case_without_memory_is_left_out_and_the_next_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,6 +62,7 @@ def test_engine_that_answers_out_of_memory_does_not_fit(tmp_path: Path, monkeypa
         fused.step()
 
 
+@pytest.mark.slow
 def test_sides_share_the_base_weights_and_hold_what_they_add(tmp_path: Path) -> None:
     model, case = write_model("tiny", tmp_path, CPU), Case.read("2x1x16")
     fused = Fused(EngineSettings(model_path=str(model), dtype="bfloat16", num_slots=2), case, 8)
