@@ -5,8 +5,8 @@ Two bounds decide. The loss of a worker: replaying everything that ran on it sin
 wins. Between optimizer steps a snapshot is smaller, because there is no gradient in it; that moment is preferred until
 the first bound is reached.
 
-Depends on adapter logs and, through the saver, on files and rows; not on what a state holds. Main invariant: an adapter
-log is told that a snapshot covers it only between cycles, so that nothing changes during a cycle.
+Depends on adapter logs and, through `states`, on files and rows; not on what a state holds. Main invariant: an
+adapter log is told that a snapshot covers it only between cycles, so that nothing changes during a cycle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from coordinator.base.signal import Signal
 from coordinator.base.time import Time
-from coordinator.checkpoints.saver import Saver
+from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.payloads.canonical import serialize
 from coordinator.storage.database import StorageError
@@ -47,10 +47,10 @@ class _Durable:
 class Snapshots:
     """The snapshots of one base model's adapters."""
 
-    def __init__(self, saver: Saver, time: Time, replay_s_max: float) -> None:
+    def __init__(self, states: States, time: Time, replay_s_max: float) -> None:
         self.changed = Signal()
         """A snapshot was written or failed: call `settle`."""
-        self._saver = saver
+        self._states = states
         self._time = time
         self._replay_s_max = replay_s_max
         self._writing: dict[str, asyncio.Task[None]] = {}
@@ -124,7 +124,7 @@ class Snapshots:
             if adapters.get(each.adapter.adapter_id) is each.adapter:
                 each.adapter.cover(each.seq, each.window_error, each.replay_s)
             if each.replaced:
-                self._saver.folders.snapshots.remove(each.replaced)
+                self._states.folders.snapshots.remove(each.replaced)
 
     async def finish(self) -> None:
         """Wait until every snapshot that is being written is durable or has failed."""
@@ -162,7 +162,7 @@ class Snapshots:
     async def _write(self, adapter: AdapterLog, state: AdapterState, window_error: bytes, replay_s: float) -> None:
         began = self._time.monotonic()
         try:
-            replaced = await self._saver.write_snapshot(adapter, state, window_error)
+            replaced = await self._states.write_snapshot(adapter, state, window_error)
         except (OSError, StorageError) as error:
             self.failed(adapter, str(error))
         else:

@@ -36,7 +36,7 @@ def make_loops(
             pool, time, context.epoch, fleet, scheduling.losses, schedule.quarantine, schedule.deadlines
         )
         results = Results(saver, snapshots, fleet)
-        items = ItemBuilder(store, saver.folders)
+        items = ItemBuilder(store, saver.states.folders)
         phases = Phases(planning, group, fleet, items, dispatch, results, snapshots, time)
         committer = Committer(planning, group, saver, registers.in_flight, fleet, journal, time)
         loops[base_model] = CycleLoop(schedule.clock, planning, phases, committer, journal, group, snapshots, time)

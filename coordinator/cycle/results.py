@@ -78,7 +78,7 @@ class Results:
             return
         logger.error("%s: %s", log.adapter_id, error.message)
         log.abort(service_error(error))
-        self._saver.publishing.fail(log.adapter_id, error)
+        self._saver.states.publishing.fail(log.adapter_id, error)
 
     def _apply_replay(
         self, log: AdapterLog, operation: Operation, worker: Incarnation, result: ItemResult, *, is_last: bool
@@ -95,7 +95,7 @@ class Results:
                 assert result.state is not None
                 operation.rematerialized()
                 worker.hold(operation.name)
-                self._saver.publishing.rematerialized(operation.name, result.state)
+                self._saver.states.publishing.rematerialized(operation.name, result.state)
 
     async def _succeed(self, cycle: Cycle, entry: Entry, worker: Incarnation, result: ItemResult) -> None:
         log, operation = entry.log, entry.operation

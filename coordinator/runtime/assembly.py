@@ -55,23 +55,23 @@ def make_runners(
     tasks: Tasks,
 ) -> Runners:
     """Return the running parts for every base model that the pool serves."""
-    time, quarantines = context.time, scheduling.quarantines
+    time, quarantines, states = context.time, scheduling.quarantines, saver.states
     journal = CycleJournal(store.cycles)
     loops = make_loops(context, pool, store, fleet, registers, saver, scheduling, journal)
-    samples = make_sample_scheduler(context, pool, store, fleet, registers, saver, scheduling)
+    samples = make_sample_scheduler(context, pool, store, fleet, registers, states, scheduling)
     return Runners(
         journal=journal,
         loops=loops,
         samples=samples,
         supervisor=Supervisor(pool, time, fleet, scheduling.losses, quarantines, registers.registry, samples, tasks),
-        deletions=Deletions(store, registers.registry, registers.in_flight, saver, fleet, loops, quarantines, time),
+        deletions=Deletions(store, registers.registry, registers.in_flight, states, fleet, loops, quarantines, time),
         housekeeping=Housekeeping(
             context.config,
             time,
             store,
             registers.registry,
             registers.sessions,
-            saver,
+            states,
             registers.admission,
             samples,
         ),

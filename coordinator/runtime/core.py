@@ -14,6 +14,7 @@ from coordinator.base.context import Context
 from coordinator.base.failure import Failure
 from coordinator.base.time import SystemTime, Time
 from coordinator.checkpoints.saver import Saver
+from coordinator.checkpoints.states import States
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.registers import Registers, open_registers
 from coordinator.runtime.assembly import Runners, make_runners
@@ -55,18 +56,19 @@ class Core:
         self.epoch = await self.store.raise_epoch()
         context = Context(config=self.config, time=self.time, failure=self.failure, epoch=self.epoch)
         registers = open_registers(context, self.store)
-        self.saver = Saver(self._data_dir.folders, self.store, self.fleet, registers.sessions, self.time, self.failure)
-        self.saver.remove_orphans()
+        self.states = States(self._data_dir.folders, self.store, self.fleet, self.failure)
+        self.states.remove_orphans()
+        saver = Saver(self.states, self.store, registers.sessions, self.time)
         await self.pool.start()
         self.fleet.start(self.pool.workers())
         self.scheduling = make_scheduling(
-            context, self.fleet, registers.registry, self.saver, load_fair_state(self.store)
+            context, self.fleet, registers.registry, self.states, load_fair_state(self.store)
         )
         self._runners = make_runners(
-            context, self.pool, self.store, self.fleet, registers, self.saver, self.scheduling, self._tasks
+            context, self.pool, self.store, self.fleet, registers, saver, self.scheduling, self._tasks
         )
         self._publish(registers, self._runners)
-        Recovery(self.store, self.registry, self.in_flight, self.saver, self.samples).run()
+        Recovery(self.store, self.registry, self.in_flight, self.states, self.samples).run()
         self._runners.start(self._tasks)
         self.started_at = self.time.monotonic()
 
@@ -111,11 +113,11 @@ class Core:
         self.in_flight.close()
         self.finished_samples.close()
         runners.journal.close()
-        self.saver.publishing.give_up()
+        self.states.publishing.give_up()
         runners.supervisor.stop()
         await runners.samples.stop()
         for loop in runners.loops.values():
             await loop.stop(self.config.stop_s_max)
             if not self.failure.is_reported:
                 await loop.snapshot_all()
-        await self.saver.publishing.finish()
+        await self.states.publishing.finish()

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 
 from coordinator.base.time import Time
-from coordinator.checkpoints.saver import Saver
+from coordinator.checkpoints.states import States
 from coordinator.cycle.loop import CycleLoop
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
@@ -34,7 +34,7 @@ class Deletions:
         store: Store,
         registry: AdapterRegistry,
         in_flight: InFlightTable,
-        saver: Saver,
+        states: States,
         fleet: Fleet,
         loops: Mapping[str, CycleLoop],
         quarantines: Mapping[str, Quarantine],
@@ -43,7 +43,7 @@ class Deletions:
         self._store = store
         self._registry = registry
         self._in_flight = in_flight
-        self._saver = saver
+        self._states = states
         self._fleet = fleet
         self._loops = loops
         self._quarantines = quarantines
@@ -54,7 +54,7 @@ class Deletions:
 
         Raises StorageError, and the adapter stays then; ServiceError if it can be deleted only later.
         """
-        publishing = self._saver.publishing
+        publishing = self._states.publishing
         publishing.check_rematerialized(log.adapter_id)
         log.begin_deletion()
         self._registry.remove(log)
@@ -77,7 +77,7 @@ class Deletions:
                 self._in_flight.finish(operation)
                 operation.retire()
         if folder is not None:
-            self._saver.folders.snapshots.remove(folder)
+            self._states.folders.snapshots.remove(folder)
 
     async def _leave_cycles(self, log: AdapterLog) -> None:
         """Return when no cycle has the adapter any more."""

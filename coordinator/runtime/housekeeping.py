@@ -11,7 +11,7 @@ import logging
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Code
 from coordinator.base.time import Time
-from coordinator.checkpoints.saver import Saver
+from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.admission import Admission
 from coordinator.operations.registry import AdapterRegistry
@@ -34,7 +34,7 @@ class Housekeeping:
         store: Store,
         registry: AdapterRegistry,
         sessions: SessionTable,
-        saver: Saver,
+        states: States,
         admission: Admission,
         samples: SampleScheduler,
     ) -> None:
@@ -43,7 +43,7 @@ class Housekeeping:
         self._store = store
         self._registry = registry
         self._sessions = sessions
-        self._saver = saver
+        self._states = states
         self._admission = admission
         self._samples = samples
 
@@ -57,7 +57,7 @@ class Housekeeping:
                 for session in self._sessions.expired(self._config.session_timeout_s):
                     logger.info("session %s expired", session.session_id)
                     await self.end_session(session.session_id)
-                await self._saver.remove_expired()
+                await self._states.remove_expired()
                 now = self._store.service_time()
                 await self._store.operations.drop_results(
                     fetched_before=now - self._config.fetched_retention_s,
@@ -76,7 +76,7 @@ class Housekeeping:
         for sampler_id in self._store.samplers.ids_of_session(session_id):
             self._admission.end_sampler(sampler_id)
             self._samples.end_sampler(sampler_id)
-        await self._saver.remove_samplers(session_id)
+        await self._states.remove_samplers(session_id)
 
     def _fail_behind_gap(self, log: AdapterLog) -> None:
         missing, now = log.missing_seq(), self._time.monotonic()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 
 from coordinator.checkpoints.publishing import named, unnamed
-from coordinator.checkpoints.saver import Saver
+from coordinator.checkpoints.states import States
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.operations.restoring import adapter_of_row, restored_operation
@@ -29,13 +29,13 @@ class Recovery:
         store: Store,
         registry: AdapterRegistry,
         in_flight: InFlightTable,
-        saver: Saver,
+        states: States,
         samples: SampleScheduler,
     ) -> None:
         self._store = store
         self._registry = registry
         self._in_flight = in_flight
-        self._saver = saver
+        self._states = states
         self._samples = samples
 
     def run(self) -> None:
@@ -47,7 +47,7 @@ class Recovery:
         versions += [named(row, spec(row.adapter_id)) for row in self._store.checkpoints.unwritten()]
         in_log = self._load_adapters({version.name for version in versions})
         for version in versions:
-            self._saver.publishing.expect(version, is_in_log=version.name in in_log)
+            self._states.publishing.expect(version, is_in_log=version.name in in_log)
         for row, payload in self._store.operations.unfinished_samples():
             operation = restored_operation(row, payload)
             self._in_flight.add(operation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator.base.context import Context
-from coordinator.checkpoints.saver import Saver
+from coordinator.checkpoints.states import States
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.registers import Registers
 from coordinator.sampling.commits import SampleCommits
@@ -23,14 +23,14 @@ def make_sample_scheduler(
     store: Store,
     fleet: Fleet,
     registers: Registers,
-    saver: Saver,
+    states: States,
     scheduling: Scheduling,
 ) -> SampleScheduler:
     """Return the scheduler of all base models' samples."""
     streams = TokenStreams()
     samples = SampleScheduler(
         pool,
-        SamplerVersions(store, registers.registry, saver),
+        SamplerVersions(store, registers.registry, states),
         Placement(fleet, context.config.samples_per_worker_max),
         SampleQueues(scheduling),
         SampleCommits(store, registers.in_flight, streams),
@@ -40,5 +40,5 @@ def make_sample_scheduler(
     )
     for quarantine in scheduling.quarantines.values():
         quarantine.changed.subscribe(samples.wake)
-    saver.publishing.changed.subscribe(samples.wake)
+    states.publishing.changed.subscribe(samples.wake)
     return samples

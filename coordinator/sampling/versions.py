@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.checkpoints.publishing import version_of
-from coordinator.checkpoints.saver import Saver
+from coordinator.checkpoints.states import States
 from coordinator.fleet.worker import Incarnation
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.storage.rows import CheckpointRow, SamplerRow
@@ -19,10 +19,10 @@ from workers.contract.messages import SamplerVersion
 class SamplerVersions:
     """The versions of all samplers."""
 
-    def __init__(self, store: Store, registry: AdapterRegistry, saver: Saver) -> None:
+    def __init__(self, store: Store, registry: AdapterRegistry, states: States) -> None:
         self._store = store
         self._registry = registry
-        self._saver = saver
+        self._states = states
 
     def current(self, sampler: SamplerRow) -> SamplerRow:
         """Return the sampler whose weights it samples from now: itself, or the newest that follows the same adapter."""
@@ -34,7 +34,7 @@ class SamplerVersions:
 
     def is_awaited(self, version: str) -> bool:
         """Return whether this version must be rematerialized before it can be sampled from."""
-        return self._saver.publishing.is_awaited(version)
+        return self._states.publishing.is_awaited(version)
 
     async def for_worker(self, sampler: SamplerRow, worker: Incarnation) -> SamplerVersion:
         """Return the version as the worker needs it: with its weights, unless the worker holds them.
@@ -51,9 +51,9 @@ class SamplerVersions:
             worker.hold(key)
             return SamplerVersion(key=key, spec=spec)
         if checkpoint is None:
-            state = await self._saver.publishing.state(sampler.sampler_id)
+            state = await self._states.publishing.state(sampler.sampler_id)
         else:
-            state = await self._saver.read_checkpoint(checkpoint)
+            state = await self._states.read_checkpoint(checkpoint)
         worker.hold(key)
         return SamplerVersion(key=key, spec=spec, state=state)
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from coordinator.base.context import Context
-from coordinator.checkpoints.saver import Saver
 from coordinator.checkpoints.snapshots import Snapshots
+from coordinator.checkpoints.states import States
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.scheduling.budget import TokenBudget
@@ -52,24 +52,24 @@ class Scheduling:
 
 
 def make_scheduling(
-    context: Context, fleet: Fleet, registry: AdapterRegistry, saver: Saver, fair: FairState
+    context: Context, fleet: Fleet, registry: AdapterRegistry, states: States, fair: FairState
 ) -> Scheduling:
     """Return the schedules of every base model that the pool serves."""
     schedules = {
-        base_model: _schedule(base_model, context, fleet, registry, saver, fair) for base_model in fleet.models
+        base_model: _schedule(base_model, context, fleet, registry, states, fair) for base_model in fleet.models
     }
     quarantines = {base_model: schedule.quarantine for base_model, schedule in schedules.items()}
-    losses = LossRecorder(fleet, registry, quarantines, saver.publishing)
+    losses = LossRecorder(fleet, registry, quarantines, states.publishing)
     return Scheduling(schedules=schedules, losses=losses, fair=fair)
 
 
 def _schedule(
-    base_model: str, context: Context, fleet: Fleet, registry: AdapterRegistry, saver: Saver, fair: FairState
+    base_model: str, context: Context, fleet: Fleet, registry: AdapterRegistry, states: States, fair: FairState
 ) -> Schedule:
     config, time, group, costs = context.config, context.time, registry.group(base_model), CycleCosts()
-    quarantine, snapshots = Quarantine(), Snapshots(saver, time, config.replay_s_max)
+    quarantine, snapshots = Quarantine(), Snapshots(states, time, config.replay_s_max)
     clock = CycleClock(time, config.linger_s, costs, group.arrivals)
-    for signal in (group.changed, quarantine.changed, snapshots.changed, saver.publishing.changed):
+    for signal in (group.changed, quarantine.changed, snapshots.changed, states.publishing.changed):
         signal.subscribe(clock.wake)
     budget = TokenBudget(
         costs,
@@ -78,7 +78,7 @@ def _schedule(
         tokens=config.cycle_tokens_max,
         cycle_s_max=config.cycle_s_max,
     )
-    ready = ReadySet(group, quarantine, snapshots, saver.publishing)
+    ready = ReadySet(group, quarantine, snapshots, states.publishing)
     return Schedule(
         clock=clock,
         planning=Planning(base_model, ready, budget, costs, fleet, fair),

@@ -91,7 +91,7 @@ class AdapterUseCases(UseCases):
             await self._core.store.adapters.insert(row, start)
         except StorageError as error:
             if start is not None:
-                self._core.saver.folders.snapshots.remove(start.folder)
+                self._core.states.folders.snapshots.remove(start.folder)
             if not isinstance(error, ConflictError):
                 raise
             existing = self._existing_adapter(request)
@@ -188,10 +188,10 @@ class AdapterUseCases(UseCases):
 
     async def _write_start(self, adapter: AdapterLog, source: CheckpointRow, with_optimizer: bool) -> SnapshotRow:
         """Copy a checkpoint as the new adapter's first snapshot, so that the checkpoint may be deleted."""
-        state = await self._core.saver.read_checkpoint(source)
+        state = await self._core.states.read_checkpoint(source)
         if not with_optimizer:
             state = replace(state, optimizer=None, num_steps=0)
-        return await self._core.saver.write_start(adapter, state)
+        return await self._core.states.write_start(adapter, state)
 
     def _row(self, adapter_id: str) -> AdapterRow:
         row = self._core.store.adapters.get(adapter_id)

@@ -62,7 +62,7 @@ class CheckpointUseCases(UseCases):
         self, principal: Principal, request: pb.DeleteCheckpointRequest
     ) -> pb.DeleteCheckpointResponse:
         """Delete a checkpoint."""
-        await self._core.saver.delete_checkpoint(self._checkpoint(principal, request.path))
+        await self._core.states.delete_checkpoint(self._checkpoint(principal, request.path))
         return pb.DeleteCheckpointResponse()
 
     @uninterrupted
@@ -92,7 +92,7 @@ class CheckpointUseCases(UseCases):
     ) -> AsyncIterator[pb.ExportCheckpointResponse]:
         """Stream a checkpoint as a tar archive of a PEFT directory."""
         row = await self._with_file(self._readable_checkpoint(principal, request.path))
-        async for piece in _read(self._core.saver.folders.checkpoints.tar(row.folder, row.sha256), request.path):
+        async for piece in _read(self._core.states.folders.checkpoints.tar(row.folder, row.sha256), request.path):
             yield pb.ExportCheckpointResponse(data=piece)
 
     async def export_file(self, principal: Principal, path: str, file: str) -> AsyncGenerator[bytes]:
@@ -101,12 +101,12 @@ class CheckpointUseCases(UseCases):
         if file not in (CONFIG, WEIGHTS):
             raise not_found("file", file)
         row = await self._with_file(row)
-        async for piece in _read(self._core.saver.folders.checkpoints.piecewise(row.folder, row.sha256, file), path):
+        async for piece in _read(self._core.states.folders.checkpoints.piecewise(row.folder, row.sha256, file), path):
             yield piece
 
     async def _with_file(self, row: CheckpointRow) -> CheckpointRow:
         try:
-            return await self._core.saver.with_file(row)
+            return await self._core.states.with_file(row)
         except StorageError as error:
             raise storage_error(error) from None
 

@@ -153,7 +153,7 @@ GUARDS = (
     ),
     Guard(
         name="a snapshot that waits for what was published before it",
-        file="coordinator/checkpoints/saver.py",
+        file="coordinator/checkpoints/states.py",
         before="        await self.publishing.until_written(log.adapter_id, state.applied_seq)\n",
         after="",
         tests=("tests/integration/checkpoints/test_publishing.py", "-k", "cuts_the_log"),
@@ -181,7 +181,7 @@ GUARDS = (
     ),
     Guard(
         name="weights that are let go when their checkpoint is deleted",
-        file="coordinator/checkpoints/saver.py",
+        file="coordinator/checkpoints/states.py",
         before="        self.publishing.deleted(version_of(row))\n",
         after="",
         tests=("tests/integration/checkpoints/test_publishing_named.py", "-k", "deleted_before"),

@@ -328,7 +328,7 @@ class Client:
 
     def _note_unwritten(self, sent: Sent) -> None:
         """Note that a sample is there before all the weights that its adapter has published are in files."""
-        is_unwritten = self._coordinator.core.saver.publishing.is_unwritten(self.adapter_id)
+        is_unwritten = self._coordinator.core.states.publishing.is_unwritten(self.adapter_id)
         if sent.method == "sample" and is_unwritten:
             self._world.work["samples before the file"] += 1
 

@@ -331,7 +331,7 @@ class History:
             for each in listed:
                 row = core.store.checkpoints.by_path(each.path)
                 assert row is not None
-                stored[each.path] = each.seq, core.saver.folders.checkpoints.read(row.folder, row.sha256)
+                stored[each.path] = each.seq, core.states.folders.checkpoints.read(row.folder, row.sha256)
             check_checkpoints(expected, stored)
             while _num_unwritten(core.store):  # noqa: ASYNC110 (nothing tells)
                 await asyncio.sleep(0.01)
@@ -352,7 +352,7 @@ def _unnamed(core: Core, session_id: str) -> dict[int, AdapterState]:
     found = [core.store.samplers.get(sampler_id) for sampler_id in core.store.samplers.ids_of_session(session_id)]
     rows = [row for row in found if row is not None and not row.model_path]
     return {
-        int(row.version.rpartition(":")[2]): core.saver.folders.samplers.read(row.folder, row.sha256) for row in rows
+        int(row.version.rpartition(":")[2]): core.states.folders.samplers.read(row.folder, row.sha256) for row in rows
     }
 
 
@@ -360,7 +360,7 @@ def _named(core: Core, adapter_id: str) -> dict[int, AdapterState]:
     """What the files of an adapter's checkpoints for sampling have, by the seq of the save."""
     tenant_id = core.registry.logs[adapter_id].tenant_id
     page = core.store.checkpoints.page(tenant_id, [names.SAMPLER], adapter_id, limit=1000, offset=0)
-    return {row.seq: core.saver.folders.checkpoints.read(row.folder, row.sha256) for row in page.rows}
+    return {row.seq: core.states.folders.checkpoints.read(row.folder, row.sha256) for row in page.rows}
 
 
 def _num_unwritten(store: Store) -> int:

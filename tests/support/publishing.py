@@ -21,13 +21,13 @@ ROUND = 4
 
 
 def publishing_of(pool: ToyPool) -> Publishing:
-    return pool.coordinator.core.saver.publishing
+    return pool.coordinator.core.states.publishing
 
 
 @contextmanager
 def held_files(pool: ToyPool) -> Iterator[threading.Event]:
     """No file of saved weights gets further than its beginning before the event is set, at the end at last."""
-    may_write, saver = threading.Event(), pool.coordinator.core.saver
+    may_write, states = threading.Event(), pool.coordinator.core.states
 
     def hold(write: Callable[..., Any]) -> Callable[..., Any]:
         def held(*arguments: Any) -> Any:
@@ -36,7 +36,7 @@ def held_files(pool: ToyPool) -> Iterator[threading.Event]:
 
         return held
 
-    for files in (saver.folders.samplers, saver.folders.checkpoints):
+    for files in (states.folders.samplers, states.folders.checkpoints):
         files.write = hold(files.write)  # type: ignore[method-assign]
     try:
         yield may_write
@@ -46,8 +46,8 @@ def held_files(pool: ToyPool) -> Iterator[threading.Event]:
 
 def refuse_files(pool: ToyPool) -> Callable[[], None]:
     """No file of saved weights is written: the disk is full. Returns what makes room."""
-    saver = pool.coordinator.core.saver
-    writes = {files: files.write for files in (saver.folders.samplers, saver.folders.checkpoints)}
+    states = pool.coordinator.core.states
+    writes = {files: files.write for files in (states.folders.samplers, states.folders.checkpoints)}
 
     def full(*_: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")

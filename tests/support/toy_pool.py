@@ -149,7 +149,7 @@ class ToyPool:
 
     async def written(self) -> None:
         """Wait until no snapshot and no weights are being written."""
-        await self.coordinator.core.saver.publishing.finish()
+        await self.coordinator.core.states.publishing.finish()
         for loop in self.coordinator.core.loops.values():
             await loop.until_idle()
             await loop._snapshots.finish()  # snapshots are written beside the cycles, and nothing waits for them

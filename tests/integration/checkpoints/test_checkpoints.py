@@ -354,7 +354,7 @@ async def test_a_load_is_durable_with_its_state_or_fails_and_changes_nothing(
         await train(pool, adapter, 2)
         chain = pool.chain(adapter)
         with monkeypatch.context() as patch:
-            patch.setattr(pool.coordinator.core.saver.folders.snapshots, "write", full)
+            patch.setattr(pool.coordinator.core.states.folders.snapshots, "write", full)
             [failed] = await pool.wait(await load(pool, adapter, 4, path))
         assert failed.error.reason == "DISK"
         [closed] = await pool.wait(await pool.optim_step(adapter, 5))
@@ -390,8 +390,8 @@ async def test_killed_between_file_and_row_leaves_no_broken_checkpoint_and_the_s
     async with running_pool(tmp_path / "data") as pool:
         adapter = await pool.adapter()
         await train(pool, adapter, 1)
-        saver = pool.coordinator.core.saver
-        write = saver.folders.checkpoints.write
+        states = pool.coordinator.core.states
+        write = states.folders.checkpoints.write
 
         def write_then_die(*args: Any) -> Any:
             saved = write(*args)
@@ -399,7 +399,7 @@ async def test_killed_between_file_and_row_leaves_no_broken_checkpoint_and_the_s
             shutil.copytree(tmp_path / "data", killed)  # what a kill at this moment would leave
             return saved
 
-        saver.folders.checkpoints.write = write_then_die  # type: ignore[method-assign,assignment]
+        states.folders.checkpoints.write = write_then_die  # type: ignore[method-assign,assignment]
         request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=3, name="first")
         name = (await pool.service.save_state(await pool.principal(), request)).operation.name
         is_acknowledged.set()

@@ -561,7 +561,7 @@ async def test_a_writer_that_fails_as_nobody_expected_lets_a_deletion_and_the_st
                 may_fail.wait(10)
                 raise MemoryError
 
-            core.saver.folders.samplers.write = fail  # type: ignore[method-assign,assignment]
+            core.states.folders.samplers.write = fail  # type: ignore[method-assign,assignment]
             await train(pool, adapter, 0)
             request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
             deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))

@@ -50,7 +50,7 @@ async def test_an_adapter_deleted_while_another_one_is_read_from_disk_stops_nobo
         await pool.wait(*[await pool.submit(adapter, 1) for adapter in adapters])
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
-        principal, snapshots = await pool.principal(), pool.coordinator.core.saver.folders.snapshots
+        principal, snapshots = await pool.principal(), pool.coordinator.core.states.folders.snapshots
         read, is_reading, may_read = snapshots.read, threading.Event(), threading.Event()
 
         def slow(folder: str, sha256: str) -> AdapterState:
@@ -78,7 +78,11 @@ async def test_an_adapter_whose_deletion_fails_goes_on_from_the_snapshot_that_be
     """What it would run again from the snapshot before has left the log."""
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
         adapter, principal, core = await pool.adapter(), await pool.principal(), pool.coordinator.core
-        spec, snapshots, write = pool.spec_of(adapter), core.saver.folders.snapshots, core.saver.folders.snapshots.write
+        spec, snapshots, write = (
+            pool.spec_of(adapter),
+            core.states.folders.snapshots,
+            core.states.folders.snapshots.write,
+        )
         is_writing, may_write, is_deleting, may_fail = (threading.Event() for _ in range(4))
 
         def slow(*args: Any) -> Any:

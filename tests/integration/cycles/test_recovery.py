@@ -183,7 +183,7 @@ async def test_a_step_behind_a_load_that_the_worker_refuses_is_not_taken(
         adapter, principal = await pool.adapter(), await pool.principal()
         path = (await pool.save(adapter, 1, "a")).save_state.path
         junk = AdapterState(weights=b"junk", optimizer=None, num_steps=0, applied_seq=1, fingerprint="toy")
-        monkeypatch.setattr(pool.coordinator.core.saver.folders.checkpoints, "read", lambda *_: junk)
+        monkeypatch.setattr(pool.coordinator.core.states.folders.checkpoints, "read", lambda *_: junk)
         chain = pool.chain(adapter)
         pool.hold()
         await pool.forward_backward(adapter, 2, 5)
@@ -241,16 +241,16 @@ def snapshot_event(pool: ToyPool) -> threading.Event:
 async def test_a_worker_lost_while_its_snapshot_is_written_does_not_stop_its_adapter(tmp_path: Path) -> None:
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
         adapter = await pool.adapter()
-        saver, loop = pool.coordinator.core.saver, asyncio.get_running_loop()
-        write = saver.folders.snapshots.write
+        states, loop = pool.coordinator.core.states, asyncio.get_running_loop()
+        write = states.folders.snapshots.write
 
         def lose_then_write(*args: Any) -> Any:
             loop.call_soon_threadsafe(pool.lose_worker)
             return write(*args)
 
-        saver.folders.snapshots.write = lose_then_write  # type: ignore[method-assign,assignment]
+        states.folders.snapshots.write = lose_then_write  # type: ignore[method-assign,assignment]
         await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
-        saver.folders.snapshots.write = write  # type: ignore[method-assign]
+        states.folders.snapshots.write = write  # type: ignore[method-assign]
         operations = await asyncio.wait_for(pool.wait(*[await pool.submit(adapter, seq) for seq in (4, 5, 6)]), 10)
         assert [each.state for each in operations] == [SUCCEEDED] * 3
         assert pool.chain(adapter) == expected_chain(pool.spec_of(adapter), [((1, 2), 3), ((4, 5), 6)])
@@ -485,14 +485,14 @@ async def test_a_save_whose_worker_dies_and_whose_owner_cancels_while_it_is_writ
     async with running_pool(tmp_path) as pool:
         adapter, principal, core = await pool.adapter(), await pool.principal(), pool.coordinator.core
         await pool.wait(await pool.submit(adapter, 1))
-        write, is_writing, may_write = core.saver.folders.checkpoints.write, threading.Event(), threading.Event()
+        write, is_writing, may_write = core.states.folders.checkpoints.write, threading.Event(), threading.Event()
 
         def slow(*arguments: Any) -> Any:
             is_writing.set()
             may_write.wait(10)
             return write(*arguments)
 
-        monkeypatch.setattr(core.saver.folders.checkpoints, "write", slow)
+        monkeypatch.setattr(core.states.folders.checkpoints, "write", slow)
         request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=2, name="a")
         name = (await pool.service.save_state(principal, request)).operation.name
         await asyncio.to_thread(is_writing.wait, 10)

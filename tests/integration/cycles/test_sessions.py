@@ -203,7 +203,7 @@ async def test_a_sampler_being_made_and_a_save_under_way_never_get_the_same_numb
         core = pool.coordinator.core
         adapter = await pool.adapter()
         begun, may_go = asyncio.Event(), asyncio.Event()
-        insert, write = core.store.samplers.insert, core.saver._write
+        insert, write = core.store.samplers.insert, core.states.write
 
         async def slow_insert(row: SamplerRow) -> None:
             begun.set()
@@ -216,7 +216,7 @@ async def test_a_sampler_being_made_and_a_save_under_way_never_get_the_same_numb
             return await write(*args)
 
         monkeypatch.setattr(core.store.samplers, "insert", slow_insert)
-        monkeypatch.setattr(core.saver, "_write", late_write)
+        monkeypatch.setattr(core.states, "write", late_write)
         creating = asyncio.create_task(pool.sampler(adapter.partition(":")[0], index=5))
         await begun.wait()
         [refused, kept] = await pool.wait(await unnamed(pool, adapter, 1, 5), await pool.optim_step(adapter, 2))

@@ -242,7 +242,7 @@ def get_sampler(sampler_id: str) -> sampling_pb2.GetSamplerRequest:
 async def test_a_fresh_publish_is_sampled_without_reading_its_file(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         _, sampler = await trained(pool)
-        pool.coordinator.core.saver.folders.samplers.read = None  # type: ignore[method-assign,assignment]  # or it would fail
+        pool.coordinator.core.states.folders.samplers.read = None  # type: ignore[method-assign,assignment]  # or it would fail
         [operation] = await pool.wait(await pool.sample(sampler, 1))
     assert operation.state == SUCCEEDED
 
@@ -279,7 +279,7 @@ async def test_a_sampler_that_cannot_be_read_makes_room_for_who_waits_behind_it(
             may_read.wait(10)
             raise ServiceError(Code.DATA_LOSS, "CHECKSUM_MISMATCH", "damaged")
 
-        pool.coordinator.core.saver.folders.checkpoints.read = read  # type: ignore[method-assign,assignment]
+        pool.coordinator.core.states.folders.checkpoints.read = read  # type: ignore[method-assign,assignment]
         names = [await pool.sample(sampler, 1, num_samples=5), await pool.sample(base, 1, num_samples=2)]
         may_read.set()
         damaged, fine = await asyncio.wait_for(pool.wait(*names), 5)
@@ -292,7 +292,7 @@ async def test_a_sample_whose_worker_is_lost_before_it_got_it_is_started_once_on
         adapter = await pool.adapter()
         path = (await pool.save(adapter, 1, "first")).save_state.path
         sampler = await pool.sampler(adapter.partition(":")[0], model_path=path)
-        checkpoints, core = pool.coordinator.core.saver.folders.checkpoints, pool.coordinator.core
+        checkpoints, core = pool.coordinator.core.states.folders.checkpoints, pool.coordinator.core
         read, may_read, started = checkpoints.read, threading.Event(), []
         start_sample = core.pool.start_sample
 
@@ -523,7 +523,7 @@ async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(
     async with running_pool(tmp_path) as pool:
         adapter, principal = await pool.adapter(), await pool.principal()
         session = adapter.partition(":")[0]
-        write = pool.coordinator.core.saver.folders.samplers.write
+        write = pool.coordinator.core.states.folders.samplers.write
         is_writing, may_write = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -532,7 +532,7 @@ async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(
             asyncio.run_coroutine_threadsafe(may_write.wait(), loop).result(10)
             return write(*args)
 
-        pool.coordinator.core.saver.folders.samplers.write = slow_write  # type: ignore[method-assign,assignment]
+        pool.coordinator.core.states.folders.samplers.write = slow_write  # type: ignore[method-assign,assignment]
         request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=1)
         name = (await pool.service.save_weights_for_sampler(principal, request)).operation.name
         await is_writing.wait()

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.checkpoints.saver import Saver
 from coordinator.checkpoints.snapshots import LOGGED_OPERATIONS_MAX, RETRY_S, Snapshots
+from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
 from tests.support.adapter_logs import ERROR, FB, STEP, adapter_with, operation, run
 from tests.support.toy_pool import FakeTime
@@ -43,7 +43,7 @@ def saver(time: FakeTime) -> SlowSaver:
 
 @pytest.fixture
 def snapshots(saver: SlowSaver, time: FakeTime) -> Snapshots:
-    return Snapshots(cast("Saver", saver), time, 10.0)
+    return Snapshots(cast("States", saver), time, 10.0)
 
 
 def trained(engine_s: float, *, worker: str = "w0", has_step: bool = True, name: str = "a") -> AdapterLog:

@@ -1,0 +1,137 @@
+"""Writes, reads and deletes the states of adapters: checkpoints, snapshots and published weights.
+
+Files come first (synced and renamed), then rows. Depends on files, rows and the facts of base models; not on what a
+cycle saves (`saver`), workers or order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from coordinator.base.errors import Code, ServiceError, not_found
+from coordinator.base.failure import Failure
+from coordinator.checkpoints.folders import StateFolders
+from coordinator.checkpoints.publishing import Publishing, version_of
+from coordinator.fleet.fleet import Fleet
+from coordinator.operations.adapter_log import AdapterLog
+from coordinator.storage.database import StorageError, StoreBrokenError
+from coordinator.storage.folders import Saved, StateFiles
+from coordinator.storage.rows import CheckpointRow, SnapshotRow
+from coordinator.storage.store import Store
+from workers.contract.messages import AdapterState
+
+logger = logging.getLogger(__name__)
+
+
+class States:
+    """The state folders of a data directory, and the published weights that have none yet."""
+
+    def __init__(self, folders: StateFolders, store: Store, fleet: Fleet, failure: Failure) -> None:
+        self.folders = folders
+        self.publishing = Publishing(folders, store, fleet, failure)
+        self._store = store
+        self._fleet = fleet
+
+    # ---- writing
+
+    async def write(self, files: StateFiles, log: AdapterLog, state: AdapterState) -> Saved:
+        """Write a state below one of the roots. Raises ServiceError."""
+        try:
+            return await asyncio.to_thread(files.write, log.spec, self._fleet.models[log.base_model], state)
+        except OSError as error:
+            logger.exception("cannot write the state of %s", log.adapter_id)
+            raise ServiceError(
+                Code.RESOURCE_EXHAUSTED,
+                "DISK",
+                f"the server cannot write the state to disk ({error.strerror}): nothing was saved; try again later",
+            ) from None
+
+    async def write_snapshot(self, log: AdapterLog, state: AdapterState, window_error: bytes) -> str | None:
+        """Make a snapshot durable and cut the log there, once no published version needs the log.
+
+        Returns the folder that it replaces, empty if none; None if the adapter was deleted meanwhile. Raises OSError
+        and StorageError.
+        """
+        await self.publishing.until_written(log.adapter_id, state.applied_seq)
+        model = self._fleet.models[log.base_model]
+        saved = await asyncio.to_thread(self.folders.snapshots.write, log.spec, model, state)
+        row = SnapshotRow(
+            adapter_id=log.adapter_id,
+            seq=state.applied_seq,
+            folder=saved.folder,
+            sha256=saved.sha256,
+            window_error=window_error,
+        )
+        try:
+            replaced = await self._store.snapshots.commit(row)
+        except StoreBrokenError:
+            raise  # the row may be durable: the next start removes the folder if it is an orphan
+        except StorageError:
+            self.folders.snapshots.remove(saved.folder)
+            raise
+        if replaced is None:
+            self.folders.snapshots.remove(saved.folder)
+        return replaced
+
+    async def write_start(self, log: AdapterLog, state: AdapterState) -> SnapshotRow:
+        """Write the state that a new adapter starts from, if that is not its seed. Raises ServiceError."""
+        saved = await self.write(self.folders.snapshots, log, state)
+        return SnapshotRow(adapter_id=log.adapter_id, seq=0, folder=saved.folder, sha256=saved.sha256)
+
+    # ---- checkpoints
+
+    async def read_checkpoint(self, row: CheckpointRow) -> AdapterState:
+        """Return a checkpoint's state, from memory if its file is not written yet.
+
+        Raises ServiceError if the state is damaged, cannot be read now, or was deleted since its row was read.
+        """
+        if not row.folder:
+            if (state := self.publishing.held(version_of(row))) is not None:
+                return state
+            row = self._again(row)
+        return await asyncio.to_thread(self.folders.checkpoints.read, row.folder, row.sha256)
+
+    async def with_file(self, row: CheckpointRow) -> CheckpointRow:
+        """Return a checkpoint's row once its file exists.
+
+        Raises ServiceError as `read_checkpoint`, and StorageError if its file cannot be written.
+        """
+        if row.folder:
+            return row
+        await self.publishing.until_file(version_of(row))
+        return self._again(row)
+
+    async def delete_checkpoint(self, row: CheckpointRow) -> None:
+        """Delete a checkpoint: the row first, so that a crash leaves an orphaned folder and not a broken checkpoint.
+
+        Raises StorageError.
+        """
+        folder = await self._store.checkpoints.delete(row.path, row.seq)
+        self.publishing.deleted(version_of(row))
+        if folder:
+            await asyncio.to_thread(self.folders.checkpoints.remove, folder)
+
+    async def remove_expired(self) -> None:
+        """Delete checkpoints past their time to live. Raises StorageError."""
+        for row in self._store.checkpoints.expired():
+            await self.delete_checkpoint(row)
+
+    async def remove_samplers(self, session_id: str) -> None:
+        """Remove the weights of the unnamed samplers of a session that has ended."""
+        self.publishing.end_session(session_id)
+        for folder in self._store.samplers.folders_of_session(session_id):
+            await asyncio.to_thread(self.folders.samplers.remove, folder)
+
+    def remove_orphans(self) -> None:
+        """Delete folders that a crash left without a row."""
+        self.folders.checkpoints.remove_orphans(self._store.checkpoints.folders())
+        self.folders.snapshots.remove_orphans(self._store.snapshots.folders())
+        self.folders.samplers.remove_orphans(self._store.samplers.folders())
+
+    def _again(self, row: CheckpointRow) -> CheckpointRow:
+        """Return a checkpoint's row as it is now, with its folder. Raises ServiceError if it was deleted."""
+        if (found := self._store.checkpoints.of_save(row.path, row.seq)) is None:
+            raise not_found("checkpoint", row.path)
+        assert found.folder, f"{row.path} is neither in a file nor in memory"
+        return found
