@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from workers.model.attention import Attend
-from workers.model.blocks import BLOCK_ROWS
-from workers.model.device_attention import FlashKernel, SdpaAttention, VarlenAttention
-from workers.model.grouped import MAJOR_CAPABILITIES, GroupedRun, group_segments
-from workers.model.lora import Segment
+from workers.model.exact_products import BLOCK_ROWS
+from workers.model.gpu_attention import FlashKernel, SdpaAttention, VarlenAttention
+from workers.model.lora.grouped import MAJOR_CAPABILITIES, GroupedRun, group_segments
+from workers.model.lora.segments import Segment
 from workers.rows import AdapterViews, GroupViews
 from workers.selftest.rows import are_blocks_invariant
 

@@ -1,1 +1,4 @@
-"""Adapter rows: where they lie, how they move, how they are saved."""
+"""The adapters of a worker: which of them are in a bank slot, how they move, and their files.
+
+Public interface: `bank.Bank`, `slabs.Row`, `entries` (`Entry`, `HostRow`), `state_files`.
+"""

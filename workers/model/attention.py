@@ -1,7 +1,9 @@
-"""Causal attention over packed rows, one sequence at a time, without a mask across sequences.
+"""Causal attention over packed rows on a CPU, sequence by sequence, without a mask across sequences.
 
-Knows where sequences begin and end; not layers, models or adapters. Consecutive sequences of one length are one call of
-the kernel, which treats every sequence and head for itself: the bits are those of each sequence alone.
+Consecutive sequences of one length are one call of the kernel, which computes every sequence and head by itself: the
+bits are those of each sequence solo.
+
+Does not depend on layers, models or adapters.
 
 Main invariant: a sequence's output and gradient depend on its own rows alone. Rows of no sequence get zeros.
 
@@ -18,13 +20,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# The overloads themselves: a call looks up nothing.
+# The overloads: a call needs no lookup.
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class Attend(Protocol):
-    """How a pass attends: the seam between the base model and what runs it (packed training, or a key-value cache)."""
+    """The attention of a pass: the seam between the base model and its callers (packed training, key-value cache)."""
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
@@ -32,21 +34,20 @@ class Attend(Protocol):
         """Query (1, H, T, E), key and value (1, K, T, E), rotary embedding applied -> (1, T, H, E).
 
         `layer` counts from 0. With `sliding_window` w, a query at position i sees keys at positions i - w + 1 to i;
-        with None all up to i. T includes the padding rows that the base model appended at the end; their output is
-        ignored but must be finite.
+        with None, all up to i. T includes padding rows at the end, whose output is ignored but must be finite.
         """
 
 
 class AttendSequences(Attend, Protocol):
-    """An `Attend` of whole sequences that stand one behind the other from row 0."""
+    """An `Attend` of whole sequences, one after another from row 0."""
 
     makes_masks: bool
     """Whether it keeps a mask (L, L) for every length L above a sliding window."""
 
 
 AttendPacked = Callable[[Sequence[int], Sequence[int]], AttendSequences]
-"""Makes the `Attend` of sequences that stand one behind the other from row 0. Takes their lengths and, in row order,
-how many of them each request has, for what is computed for a request may have to depend on that request alone."""
+"""Makes the `Attend` of whole sequences, one after another from row 0. Takes their lengths and, in row order, the
+number of sequences of each request, because the results of a request may have to depend on that request alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Run:
 
 
 def runs_of(lengths: Sequence[int]) -> tuple[Run, ...]:
-    """Group consecutive equal lengths of sequences that stand one behind the other from row 0."""
+    """Return the runs of equal lengths among sequences that follow one another from row 0."""
     runs: list[Run] = []
     start = 0
     for length in lengths:
@@ -73,7 +74,7 @@ def runs_of(lengths: Sequence[int]) -> tuple[Run, ...]:
 
 
 class PackedAttention:
-    """Implements `AttendSequences` by the kernel of a CPU. Differentiable."""
+    """Implements `AttendSequences` by the library's kernel for a CPU. Differentiable."""
 
     makes_masks = True
 
@@ -92,7 +93,7 @@ class PackedAttention:
         return out
 
     def _mask(self, length: int, window: int | None, like: Tensor) -> Tensor | None:
-        """None: plain causal. Otherwise an additive (L, L) mask of a sliding window that is shorter than L."""
+        """Return the additive mask (L, L) of a sliding window that is shorter than L; otherwise None: plain causal."""
         if window is None or length <= window:
             return None
         mask = self._masks.get((length, window))
@@ -125,7 +126,7 @@ class _PackedAttentionFunction(torch.autograd.Function):
             outputs.append(out)
             saved.append((q, k, v, out, log_sum_exp))
         ctx.saved = saved
-        ctx.runs, ctx.masks, ctx.scaling, ctx.num_groups = runs, masks, scaling, num_groups
+        ctx.runs, ctx.masks, ctx.scale, ctx.num_groups = runs, masks, scaling, num_groups
         return _packed(outputs, query.shape[2]).transpose(1, 2)
 
     @staticmethod
@@ -144,7 +145,7 @@ class _PackedAttentionFunction(torch.autograd.Function):
                 0.0,
                 mask is None,
                 attn_mask=mask,
-                scale=ctx.scaling,
+                scale=ctx.scale,
             )
             dqs.append(dq)
             dks.append(_sum_groups(dk, ctx.num_groups))
@@ -153,14 +154,14 @@ class _PackedAttentionFunction(torch.autograd.Function):
 
 
 def _sequences(tensor: Tensor, run: Run) -> Tensor:
-    """The run's rows of (1, H, T, E) as a view (S, H, L, E)."""
+    """Return the run's rows of (1, H, T, E) as a view (S, H, L, E)."""
     rows = tensor[0, :, run.start : run.start + run.count * run.length]
     sequences: Tensor = rows.unflatten(1, (run.count, run.length))
     return sequences.transpose(0, 1)
 
 
 def _packed(runs: list[Tensor], num_rows: int) -> Tensor:
-    """Runs (S, H, L, E) one behind the other, zeros after the last: (1, H, T, E), rows outermost in memory."""
+    """Return runs (S, H, L, E) one after another, then zeros: (1, H, T, E), rows outermost in memory."""
     parts = [run.transpose(1, 2).flatten(0, 1) for run in runs]  # (S * L, H, E) each
     missing = num_rows - sum(part.shape[0] for part in parts)
     if missing:
@@ -170,7 +171,7 @@ def _packed(runs: list[Tensor], num_rows: int) -> Tensor:
 
 
 def _sum_groups(grad: Tensor, num_groups: int) -> Tensor:
-    """Gradients of repeated heads (S, H, L, E) -> (S, K, L, E), added in a fixed order."""
+    """Add the gradients of repeated heads (S, H, L, E) in a fixed order: (S, K, L, E)."""
     if num_groups == 1:
         return grad
     grouped: Tensor = grad.unflatten(1, (-1, num_groups))

@@ -1,7 +1,9 @@
-"""RMS normalisation in place of the eager one of transformers: with a backward written by hand for fp32 on a CPU, with
-the library's fused kernel elsewhere.
+"""RMS normalisation that replaces the eager one of transformers.
 
-Knows normalisation layers; not models. A module is replaced only if ours gives the same numbers as its own forward.
+For fp32 on a CPU with a backward written by hand; otherwise by the library's fused kernel. A module is replaced only if
+the replacement gives the same numbers as the module's own forward.
+
+Does not depend on models.
 
 Main invariant: a row's result depends on that row alone.
 
@@ -17,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 LOW_PRECISION_TOLERANCE = 2.0**-7
-"""Relative difference to a module's own result in bf16: it rounds to 8 bits twice, before and after the weight."""
+"""Relative difference from a module's own result in bf16, which is rounded to 8 bits before and after the weight."""
 
 
 def _inverse(x: Tensor, eps: float) -> Tensor:
-    """1 / rms(x) (..., 1): sqrt(D) / |x|, with eps inside the root."""
+    """Return 1 / rms(x) (..., 1): sqrt(D) / |x|, with eps inside the root."""
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
@@ -62,7 +64,7 @@ class FusedRmsNorm(nn.Module):
 
 
 class LibraryRmsNorm(nn.Module):
-    """As `FusedRmsNorm`, by the library's own kernel: sums in fp32, rounded to the dtype of x once."""
+    """Like `FusedRmsNorm`, by the library's kernel: sums in fp32, rounded to the dtype of x once."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
@@ -76,7 +78,7 @@ class LibraryRmsNorm(nn.Module):
 
 
 def fuse_rms_norms(model: nn.Module) -> int:
-    """Replace every RMS normalisation that ours reproduces to rounding; return how many. Others stay as they are."""
+    """Replace every RMS normalisation that a replacement reproduces to rounding; return how many."""
     num_fused = 0
     for name, module in list(model.named_modules()):
         if not type(module).__name__.endswith("RMSNorm"):
@@ -91,7 +93,7 @@ def fuse_rms_norms(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _fused(module: nn.Module) -> FusedRmsNorm | LibraryRmsNorm | None:
-    """Ours for this module, whichever convention its weight follows; None if neither fits."""
+    """Return the replacement of a module, with either convention for its weight; None if neither fits."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, Tensor) or not isinstance(eps, float):
@@ -102,7 +104,7 @@ def _fused(module: nn.Module) -> FusedRmsNorm | LibraryRmsNorm | None:
     x = torch.linspace(-2, 3, 4 * weight.numel(), device=weight.device).view(4, -1).sin().to(weight.dtype)
     expected = module(x)
     for factor in (weight, 1 + weight):
-        # 1 + w, rounded to fewer bits, would be wrong in all rows alike.
+        # 1 + w must not lose bits: the comparison would not show an error that is the same in all rows.
         is_same = factor is weight or torch.equal(factor.float(), 1 + weight.float())
         fused = make(factor, eps)
         if is_same and torch.allclose(fused(x), expected, rtol=rtol, atol=1e-6):

@@ -1,11 +1,10 @@
-"""Runs decoder layers again in the backward instead of keeping all that they computed (gradient checkpointing).
+"""Recomputation of decoder layers in the backward, instead of keeping their results (gradient checkpointing).
 
-Knows that a layer is a function of hidden states; not what is inside, nor when it pays (see `memory`).
+Does not depend on the inside of a layer, which is a function of hidden states; `training.memory` chooses the passes.
 
-Main invariant: the bits are the same with and without. What a layer computes is computed by the same kernels from the
-same input; its adapters' gradients, which the backward adds as a side effect, are added once, by the second run, in the
-order of a backward that kept everything. Whatever else a pass has in its layers (which rows go through which adapter,
-how to attend) must still be what it was, so the backward must run before the next forward.
+Main invariant: the bits are the same with and without. A layer runs the same kernels on the same input both times, and
+its adapters' gradients are added once, by the second run, in the order of a backward without recomputation. The second
+run reads the state of the pass (`CurrentPass`), so the backward must run before the next forward.
 
 Dimensions: T rows of the pass, D hidden size.
 """
@@ -19,21 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.model.lora import CurrentPass
+from workers.model.lora.routing import CurrentPass
 
 
 class Recomputation:
-    """Takes the place of the forwards of a model's decoder layers. One per base model; used by one thread."""
+    """Wraps the forwards of a model's decoder layers. One per base model; used by one thread."""
 
     def __init__(self, layers: Iterable[nn.Module], current: CurrentPass) -> None:
-        self.is_on = False
-        """Whether layers that are run with gradients enabled keep nothing but their input."""
+        self._is_on = False
         self._current = current
         for layer in layers:
             layer.forward = partial(self._run, layer.forward)
 
+    def switch(self, *, on: bool) -> None:
+        """Choose whether the layers of the next forward with gradients keep their input alone."""
+        self._is_on = on
+
     def _run(self, layer: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """What transformers calls in place of a layer: hidden states (1, T, D) first -> hidden states (1, T, D)."""
+        """Run a layer in its place, as transformers calls it: hidden states (1, T, D) -> hidden states (1, T, D)."""
 
         def run(hidden: Tensor) -> Tensor:
             out = layer(hidden, *args, **kwargs)
@@ -41,7 +43,7 @@ class Recomputation:
                 raise ValueError("the model's decoder layers return more than hidden states, which is not supported")
             return out
 
-        if self.is_on and torch.is_grad_enabled():
+        if self._is_on and torch.is_grad_enabled():
             out: Tensor = _LayerFunction.apply(  # type: ignore[no-untyped-call]
                 hidden, self._current.anchor, run, self._current
             )
@@ -50,7 +52,7 @@ class Recomputation:
 
 
 class _LayerFunction(torch.autograd.Function):
-    """Autograd sees a layer as one operation of its input (1, T, D), which is all that is kept."""
+    """A layer as one operation of autograd, which keeps its input (1, T, D) alone."""
 
     @staticmethod
     def forward(

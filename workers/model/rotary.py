@@ -1,8 +1,10 @@
-"""Rotary position embedding with a hand-written backward, in place of the eager one of transformers.
+"""Rotary position embedding with a backward written by hand, which replaces the eager one of transformers.
 
-Knows the one function of that name that most models share; not models. Transformers calls it as a global of the model's
-module, so an attention layer of ours gets its own copy of `forward` in which that name means ours; nobody else's layers
-change. A layer is left alone if its function gives other numbers than ours.
+Transformers calls a global function of the model's module. So each attention layer gets its own copy of `forward`, in
+which that name is our function; layers of other models do not change. A layer is left alone if its function gives other
+numbers than ours.
+
+Does not depend on models beyond that name.
 
 Main invariant: a row's result depends on that row alone.
 
@@ -21,11 +23,11 @@ NAME = "apply_rotary_pos_emb"
 
 
 def _rotated(x: Tensor, cos: Tensor, sin_first: Tensor, sin_second: Tensor) -> Tensor:
-    """x cos + (-x2 sin1, x1 sin2), with x1 and x2 the halves of x (1, H, T, E), cos (1, 1, T, E), sin1 and sin2 the
-    halves of the sines (1, 1, T, E / 2)."""
+    """Return x cos + (-x2 sin1, x1 sin2), with x1 and x2 the halves of x (1, H, T, E), cos (1, 1, T, E), and sin1 and
+    sin2 the halves of the sines (1, 1, T, E / 2)."""
     y = x * cos
     first, second = x.chunk(2, -1)
-    y_first, y_second = y.chunk(2, -1)  # one call for two views: with few rows the calls are what takes time
+    y_first, y_second = y.chunk(2, -1)  # one call for two views: with few rows the calls take the time
     y_first.addcmul_(second, sin_first, value=-1)
     y_second.addcmul_(first, sin_second)
     return y
@@ -51,7 +53,7 @@ class _RotaryFunction(torch.autograd.Function):
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Queries (1, H, T, E) and keys, rotated by cos and sin (1, T, E)."""
+    """Return queries (1, H, T, E) and keys, rotated by cos and sin (1, T, E)."""
     angles = (cos.unsqueeze(unsqueeze_dim), *sin.unsqueeze(unsqueeze_dim).chunk(2, -1))
     if not torch.is_grad_enabled():
         return _rotated(q, *angles), _rotated(k, *angles)
@@ -60,7 +62,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
 
 
 def fuse_rotary(model: nn.Module) -> int:
-    """Give every attention layer that uses the shared function ours; return how many."""
+    """Let every attention layer that uses the shared function use ours; return how many."""
     num_fused = 0
     for module in model.modules():
         forward = type(module).forward

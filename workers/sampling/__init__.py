@@ -1,1 +1,4 @@
-"""Continuous batching: sequences, key-value blocks, decode attention, drawing."""
+"""Continuous batching of samples: sequence slots, key-value blocks, prefill and decode passes, drawing.
+
+Public interface: `sampler.Sampler` and `SamplerLimits`.
+"""

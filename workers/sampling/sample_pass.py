@@ -24,7 +24,7 @@ from workers.bank.bank import Bank
 from workers.bank.slabs import Row
 from workers.contract.capacity import BLOCK_TOKENS
 from workers.model.base_model import BaseModel
-from workers.model.lora import Segment
+from workers.model.lora.segments import Segment
 from workers.sampling.attention.block_products import ROWS_MULTIPLES, find_rows_multiple
 from workers.sampling.attention.decode import DecodeAttention
 from workers.sampling.attention.decode_plan import NextToken

@@ -11,7 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from workers.model.lora import Run, backward_segments, forward_segments
+from workers.model.lora.products import backward_segments, forward_segments
+from workers.model.lora.segments import Run
 from workers.rows import AdapterViews, GroupViews
 from workers.selftest.kernels import Kernel, is_large
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from workers.model.base_model import BaseModel, UnsupportedModelError
-from workers.model.frozen import FrozenProducts, PackedProducts, PlainProducts, can_pack
-from workers.model.grouped import VALUES_MULTIPLE
+from workers.model.base_model import BaseModel
+from workers.model.frozen_products import FrozenProducts, PackedProducts, PlainProducts, can_pack
+from workers.model.lora.grouped import VALUES_MULTIPLE
 from workers.model.numerics import ROWS_MIN, Numerics
+from workers.model.pretrained import UnsupportedModelError
 from workers.selftest.batching import can_batch_segments
 from workers.selftest.kernels import Kernel, is_large
 

@@ -16,8 +16,8 @@ from tests.support.mini_model import build_mini_model
 from tests.support.numerics.agreement import distance, observe
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from tests.support.numerics.tenants import TENANTS
-from workers.model.grouped import GroupedRun, can_group, group_segments
-from workers.model.lora import Segment
+from workers.model.lora.grouped import GroupedRun, can_group, group_segments
+from workers.model.lora.segments import Segment
 from workers.rows import AdapterViews, GroupShape
 
 
@@ -104,7 +104,7 @@ def test_segments_are_in_one_run_as_far_as_one_kernel_can_take_them(segments: li
 def test_segments_of_two_slabs_are_in_two_runs() -> None:
     first, second = AdapterViews([None], (), 0, 4.0), AdapterViews([None], (), 1, 4.0)
     run = GroupedRun(Segment(0, 5, first))
-    assert not run.take(Segment(5, 9, second))
+    assert not run.try_add(Segment(5, 9, second))
 
 
 def test_grouping_is_for_gpus_that_have_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from tests.support.numerics.agreement import GRADIENTS, LOGPROBS, SMOOTH, distan
 from tests.support.numerics.harness import Driver, make_data, make_spec
 from workers.contract.messages import AdamParams
 from workers.contract.settings import EngineSettings
-from workers.model.base_model import UnsupportedModelError
+from workers.model.pretrained import UnsupportedModelError
 from workers.selftest.loading import load_base_model
 
 

@@ -22,8 +22,8 @@ from workers.contract.messages import (
     SaveItem,
 )
 from workers.contract.settings import EngineSettings
-from workers.model.base_model import UnsupportedModelError
-from workers.model.lora import Segment
+from workers.model.lora.segments import Segment
+from workers.model.pretrained import UnsupportedModelError
 from workers.selftest import threads
 from workers.selftest.loading import load_base_model
 from workers.training.logits import ChunkedLoss

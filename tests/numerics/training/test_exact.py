@@ -13,9 +13,9 @@ from torch import Tensor
 from tests.support.numerics.harness import Driver, Trace, make_spec
 from tests.support.numerics.tenants import TENANTS, assert_same, train
 from workers.contract.settings import EngineSettings
-from workers.model import blocks
-from workers.model.base_model import UnsupportedModelError
-from workers.model.lora import Segment
+from workers.model import exact_products
+from workers.model.lora.segments import Segment
+from workers.model.pretrained import UnsupportedModelError
 from workers.selftest import rows
 from workers.selftest.loading import load_base_model
 
@@ -88,12 +88,12 @@ def test_products_by_blocks_are_the_products(num_rows: int) -> None:
         torch.randn(shape, generator=generator, dtype=torch.float64)
         for shape in ((num_rows, 24), (40, 24), (40, 24), (40,))
     )
-    y = blocks.linear(x, weight.t(), bias, None, 64)
+    y = exact_products.linear(x, weight.t(), bias, None, 64)
     torch.testing.assert_close(y, x @ weight.t() + bias)
     out = torch.empty(num_rows, 48, dtype=torch.float64)[:, :40]
-    assert blocks.linear(x, weight.t(), None, out, 64) is out
+    assert exact_products.linear(x, weight.t(), None, out, 64) is out
     torch.testing.assert_close(out, x @ weight.t())
-    dx = blocks.add_up([y, out], [weight, other], 64)
+    dx = exact_products.sum_products([y, out], [weight, other], 64)
     torch.testing.assert_close(dx, y @ weight + out @ other)
 
 
@@ -106,8 +106,8 @@ def test_every_product_has_the_same_number_of_rows(monkeypatch: pytest.MonkeyPat
         return mm(left, right, **kwargs)
 
     monkeypatch.setattr(torch, "mm", noting)
-    blocks.linear(torch.ones(150, 8), torch.ones(8, 8), None, None, 64)
-    blocks.add_up([torch.ones(150, 8)], [torch.ones(8, 8)], 64)
+    exact_products.linear(torch.ones(150, 8), torch.ones(8, 8), None, None, 64)
+    exact_products.sum_products([torch.ones(150, 8)], [torch.ones(8, 8)], 64)
     assert seen == [64] * 6
 
 

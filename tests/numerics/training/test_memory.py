@@ -16,7 +16,7 @@ from workers.contract.settings import EngineSettings
 from workers.host.allocator import kept_bytes
 from workers.host.host_memory import MemoryShare, free_bytes
 from workers.model.base_model import BaseModel
-from workers.model.device_attention import FlashKernel, VarlenAttention
+from workers.model.gpu_attention import FlashKernel, VarlenAttention
 from workers.selftest.fitting import fitting_tokens
 from workers.training.logits import block_rows_of
 from workers.training.memory import Load, PassMemory

@@ -1,9 +1,9 @@
 """Causal attention over packed rows on a GPU: one call for sequences of any length, without a mask.
 
-Knows where sequences begin and end, and the library's kernels; not layers, models or adapters.
+Does not depend on layers, models or adapters.
 
-Main invariant: a sequence's output and gradient depend on its own rows alone. The order in which a kernel adds up may
-depend on all sequences of a call; where calls are made request by request, on that request alone.
+Main invariant: a sequence's output and gradient depend on its own rows alone. The order of a kernel's sums may depend
+on all sequences of a call; with one call per request, it depends on that request alone.
 
 Dimensions: T rows of the pass, S sequences of a call, L tokens of a sequence, H query heads, K key-value heads, E head
 dimension.
@@ -24,20 +24,20 @@ from workers.model.attention import AttendPacked, AttendSequences, PackedAttenti
 
 HEAD_DIM_MAX = 256
 HEAD_DIM_MULTIPLE = 8
-"""Head dimensions that the variable-length kernel takes."""
+"""Head dimensions that the variable-length kernel takes: multiples of 8, up to 256."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequences:
-    """The sequences of one call, one behind the other: what a kernel needs to know of them."""
+    """The sequences of one call, one after another, as a kernel takes them."""
 
     ends: Tensor
-    """(S + 1,) int32 on the device: 0, and the row after each sequence."""
+    """(S + 1,) int32 on the device: 0, then the row after each sequence."""
     longest: int
     """Tokens of the longest."""
     scaling: float
     window: int | None
-    """A query sees so many keys at most, itself included; None: all before it."""
+    """Keys that a query sees at most, its own included; None: all before it."""
 
 
 class Kernel(Protocol):
@@ -46,7 +46,7 @@ class Kernel(Protocol):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The output, and what the backward wants back besides inputs and output."""
+        """Return the output, and the values that the backward needs besides inputs and output."""
 
     def backward(
         self,
@@ -56,17 +56,17 @@ class Kernel(Protocol):
         saved: tuple[Tensor, ...],
         sequences: Sequences,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value."""
+        """Return the gradients of query, key and value."""
 
 
 class FlashKernel:
-    """Implements `Kernel` with the flash attention that comes with the library; bf16 or fp16, on CUDA.
+    """Implements `Kernel` by the library's flash attention; bf16 or fp16, on CUDA.
 
-    Called as `torch.nn.attention.varlen` does, which in torch 2.11 does not yet let query heads share keys.
+    Called directly, because `torch.nn.attention.varlen` of torch 2.11 does not let query heads share keys.
     """
 
     def __init__(self, *, is_deterministic: bool = False) -> None:
-        """Deterministic: the backward adds in a fixed order, more slowly."""
+        """With `is_deterministic` the backward adds in a fixed order, more slowly."""
         self._is_deterministic = is_deterministic
 
     def forward(
@@ -123,7 +123,7 @@ class FlashKernel:
 
 @contextmanager
 def _fixed_order() -> Iterator[None]:
-    """The library's switch for deterministic kernels: the one way to tell flash attention."""
+    """Switch the library to deterministic kernels: flash attention has no other option for it."""
     before, is_warning = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -136,7 +136,7 @@ def _fixed_order() -> Iterator[None]:
 
 
 def _window(window: int | None) -> dict[str, int]:
-    """How many keys before and after a query's own the kernel lets it see; -1: all."""
+    """Return the numbers of keys before and after its own that a query sees; -1: all."""
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
@@ -146,7 +146,7 @@ class VarlenAttention:
     makes_masks = False
 
     def __init__(self, kernel: Kernel, lengths: Sequence[int], counts: Sequence[int] | None = None) -> None:
-        """Sequences of these lengths from row 0 on; with `counts` (sequences of each request) one call per request."""
+        """Take sequences of these lengths, from row 0; with `counts`, sequences per request, one call per request."""
         self._kernel = kernel
         self._groups = _by_request(lengths, counts)
         self._is_by_request = counts is not None
@@ -160,16 +160,15 @@ class VarlenAttention:
             (start, stop, Sequences(ends=ends, longest=longest, scaling=scaling, window=sliding_window))
             for start, stop, ends, longest in self._on(query)
         ]
-        # What stands in memory row by row, as linear layers leave it, is only seen in another way here.
+        # Views: linear layers leave these tensors row by row in memory.
         rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # (T, heads, E)
         out: Tensor = _VarlenFunction.apply(*rows, self._kernel, calls)  # type: ignore[no-untyped-call]
         return out.unsqueeze(0)
 
     def _on(self, query: Tensor) -> list[tuple[int, int, Tensor, int]]:
-        """First row, row after the last, ends and longest sequence of every call.
+        """Return first row, row after the last, ends and longest sequence of every call.
 
-        Padding rows at the end are one more sequence, so that whatever is read of them is finite; by request, one in a
-        call of its own.
+        Padding rows at the end are one more sequence, so that their output is finite; by request, in a call of its own.
         """
         if self._calls is None:
             groups = list(self._groups)
@@ -201,7 +200,8 @@ class _VarlenFunction(torch.autograd.Function):
             extras += saved
             ctx.counts.append(len(saved))
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        # An output that `ctx` held itself would hold `ctx`, and everything would wait for the garbage collector.
+        # Saved this way, because an output that is an attribute of `ctx` makes a reference cycle, which keeps the
+        # tensors in memory until the garbage collector runs.
         ctx.save_for_backward(query, key, value, out, *extras)
         return out
 
@@ -219,7 +219,7 @@ class _VarlenFunction(torch.autograd.Function):
 
 
 class SdpaAttention:
-    """Implements `AttendSequences` with scaled dot product attention, consecutive sequences of one length at a time.
+    """Implements `AttendSequences` by scaled dot product attention, consecutive sequences of one length at a time.
 
     For dtypes and head dimensions that the variable-length kernel does not take. Differentiable.
     """
@@ -227,7 +227,7 @@ class SdpaAttention:
     makes_masks = True
 
     def __init__(self, lengths: Sequence[int], counts: Sequence[int] | None = None) -> None:
-        """Sequences of these lengths from row 0 on; with `counts` those of different requests in different calls."""
+        """Take sequences of these lengths, from row 0; with `counts`, sequences per request: no call has two of them."""
         self._runs: list[Run] = []
         start = 0
         for group in _by_request(lengths, counts):
@@ -253,18 +253,18 @@ class SdpaAttention:
         return torch.cat(outputs).unsqueeze(0)
 
     def _mask(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
-        """(L, L), True where a query may see a key; None: plain causal."""
+        """Return (L, L), True where a query may see a key; None: plain causal."""
         if window is None or length <= window:
             return None
         if (length, window) not in self._masks:
-            places = torch.arange(length, device=device)
-            distance = places.unsqueeze(1) - places  # query minus key
+            positions = torch.arange(length, device=device)
+            distance = positions.unsqueeze(1) - positions  # query minus key
             self._masks[length, window] = (distance >= 0) & (distance < window)
         return self._masks[length, window]
 
 
 def _by_request(lengths: Sequence[int], counts: Sequence[int] | None) -> list[list[int]]:
-    """Lengths of sequences by request; of all together if `counts` is None."""
+    """Return the lengths of sequences by request; all in one list if `counts` is None."""
     groups, first = [], 0
     for count in [len(lengths)] if counts is None else counts:
         groups.append(list(lengths[first : first + count]))
@@ -274,14 +274,14 @@ def _by_request(lengths: Sequence[int], counts: Sequence[int] | None) -> list[li
 
 
 def _sequences(tensor: Tensor, run: Run) -> Tensor:
-    """The run's rows of (1, heads, T, E) as (S, heads, L, E)."""
+    """Return the run's rows of (1, heads, T, E) as (S, heads, L, E)."""
     rows = tensor[0, :, run.start : run.start + run.count * run.length]
     sequences: Tensor = rows.unflatten(1, (run.count, run.length))
     return sequences.transpose(0, 1)
 
 
 def attend_packed_for(device: torch.device, dtype: torch.dtype, head_dim: int, *, exact: bool) -> AttendPacked:
-    """What a model in this dtype on this device attends with; chosen once, when it is loaded."""
+    """Return the attention for a model in this dtype on this device; chosen once, when it is loaded."""
     if device.type != "cuda":
         return _attend_on_cpu
     has_kernel = dtype in {torch.bfloat16, torch.float16} and head_dim <= HEAD_DIM_MAX

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tests.support.numerics.harness import Driver, make_data, make_spec
 from workers.contract.settings import EngineSettings
-from workers.model import frozen
-from workers.model.frozen import PackedProducts, PlainProducts, can_pack, kernel_rows
+from workers.model import frozen_products
+from workers.model.frozen_products import PackedProducts, PlainProducts, can_pack, kernel_rows
 from workers.selftest import rows
 from workers.selftest.loading import load_base_model
 
@@ -84,7 +84,7 @@ def test_engine_packs_and_its_fingerprint_says_so(qwen3: Path, monkeypatch: pyte
     def no_such_operation(*_: Any) -> Any:
         raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_reorder_linear_weight'")
 
-    monkeypatch.setattr(frozen, "_packed", no_such_operation)
+    monkeypatch.setattr(frozen_products, "_packed", no_such_operation)
     plain = Driver(qwen3)
     assert all(isinstance(group.products, PlainProducts) for group in plain.engine.base_model.groups)
     assert "packed groups" not in plain.engine.info.fingerprint
@@ -114,7 +114,7 @@ def test_wrong_products_large_models_and_other_types_are_not_packed(monkeypatch:
     weight = values(64, 32)
     assert can_pack([[weight]])
     assert not can_pack([[weight.bfloat16()]])
-    monkeypatch.setattr(frozen, "PACKED_PARAMS_MAX", weight.numel() - 1)
+    monkeypatch.setattr(frozen_products, "PACKED_PARAMS_MAX", weight.numel() - 1)
     assert not can_pack([[weight]])
     monkeypatch.undo()
     monkeypatch.setattr(PackedProducts, "_multiply", lambda self, x, weight, bias: x.new_zeros(len(x), 64))

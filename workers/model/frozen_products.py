@@ -1,14 +1,13 @@
-"""Products of activations with frozen weights: the bulk of all work, forward and backward, of all tenants at once.
+"""Products of activations with frozen weights: most of the arithmetic, for all tenants' rows at once.
 
-On a CPU in fp32 oneDNN multiplies, with weights put beforehand into the order in which its kernels read them; that is
-faster than the general matmul except for the smallest products (both are in `docs/benchmarks.md`), and takes two more
-copies of the weights: one for the forward, one of the transposes for the backward. Elsewhere, and where that does not
-work, torch's matmul does it; exact mode has its own way in `blocks`.
+On a CPU in fp32, oneDNN multiplies with weights that were reordered for its kernels. That is faster than the general
+matmul except for the smallest products (`docs/benchmarks.md`), and takes two more copies of the weights: one for the
+forward, one of the transposes for the backward. Otherwise torch's matmul is used; exact mode uses `exact_products`.
 
-Knows matrices; not whose rows they are, nor what adapters add.
+Does not depend on adapters or passes.
 
-Main invariant: a row's bits depend on that row and the weights alone, from some number of rows on that
-`numerics.find_rows_min` finds by trying the very products used.
+Main invariant: from some number of rows on, a row's bits depend on that row and the weights alone. `selftest.rows`
+finds that number by trying these products.
 
 Dimensions: N rows, D inputs, F outputs of a linear.
 """
@@ -22,23 +21,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.model import blocks
+from workers.model import exact_products
 
 PACKED_PARAMS_MAX = 500_000_000
 """Weights of a larger base model are not packed: the two copies would take more than 4 GB."""
 PACKED_ROWS_MIN = 16
 SIZES_PER_DOUBLING = 16
-"""oneDNN makes a kernel for every number of rows: 0.7 ms and 0.6 MB each. So there are only so many numbers between one
-power of two and the next, and 3 % of the rows are padding on average."""
+"""Numbers of rows between one power of two and the next. oneDNN compiles a kernel for each number, 0.7 ms and 0.6 MB;
+with so few numbers, 3 % of the rows are padding on average."""
 TOLERANCE = 1e-4
-"""Largest difference to torch's matmul, as a fraction of the largest result. Rounding alone makes some 1e-6."""
+"""Largest difference from torch's matmul, as a fraction of the largest result. Rounding alone gives about 1e-6."""
 
 
 class FrozenProducts(Protocol):
     """The products with the weights of linears that read the same input."""
 
     def forward(self, x: Tensor, outs: Sequence[Tensor | None]) -> list[Tensor]:
-        """x (N, D) -> x W^T + b (N, F) per linear, in `outs` where they are given, which may have gaps between rows."""
+        """x (N, D) -> x W^T + b (N, F) per linear, in `outs` where given. An out may have gaps between its rows."""
 
     def backward(self, dys: Sequence[Tensor]) -> Tensor:
         """dys (N, F) per linear -> the sum of dy W (N, D)."""
@@ -67,8 +66,8 @@ class PlainProducts:
         return dx
 
 
-class BlockProducts:
-    """Implements `FrozenProducts` in blocks of equal size, for exact mode."""
+class ExactProducts:
+    """Implements `FrozenProducts` in row blocks of one size, for exact mode."""
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], block_rows: int) -> None:
         self._weights = weights  # (F, D) each
@@ -79,19 +78,19 @@ class BlockProducts:
     def forward(self, x: Tensor, outs: Sequence[Tensor | None]) -> list[Tensor]:
         """See `FrozenProducts`."""
         return [
-            blocks.linear(x, weight_t, bias, out, self._block_rows)
+            exact_products.linear(x, weight_t, bias, out, self._block_rows)
             for weight_t, bias, out in zip(self._weights_t, self._biases, outs, strict=True)
         ]
 
     def backward(self, dys: Sequence[Tensor]) -> Tensor:
         """See `FrozenProducts`."""
-        return blocks.add_up(dys, self._weights, self._block_rows)
+        return exact_products.sum_products(dys, self._weights, self._block_rows)
 
 
 class PackedProducts:
-    """Implements `FrozenProducts` by oneDNN with packed weights: fp32 on a CPU. `can_pack` says whether that works.
+    """Implements `FrozenProducts` by oneDNN with packed weights: fp32 on a CPU, where `can_pack` returns True.
 
-    The weights of all linears are one product, for a call costs as much as a small product.
+    The weights of all linears are one product, because a call costs as much as a small product.
     """
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
@@ -99,7 +98,7 @@ class PackedProducts:
         self._widths = [part.shape[0] for part in weights]
         self._forward = _packed(weight)
         self._backward = _packed(weight.t())
-        self._linear = torch.ops.mkldnn._linear_pointwise.default  # the overload itself: a call looks up nothing
+        self._linear = torch.ops.mkldnn._linear_pointwise.default  # the overload: a call needs no lookup
         self._bias: Tensor | None = None
         if any(bias is not None for bias in biases):
             filled = [
@@ -127,7 +126,7 @@ class PackedProducts:
 
 
 def kernel_rows(num_rows: int, rows_min: int) -> int:
-    """The number of rows, at least `num_rows` and a multiple of `rows_min`, with which products are best computed."""
+    """Return the number of rows for a product of `num_rows`: at least that many, and a multiple of `rows_min`."""
     num_steps = -(-num_rows // rows_min)
     step = rows_min << max(0, (num_steps - 1).bit_length() - SIZES_PER_DOUBLING.bit_length())
     return -(-num_rows // step) * step
@@ -135,8 +134,10 @@ def kernel_rows(num_rows: int, rows_min: int) -> int:
 
 @torch.no_grad()
 def can_pack(groups: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether `PackedProducts` can be used for a model of linears with these weights (F, D), of which those in a group
-    read the same input: asks oneDNN, and tries each shape."""
+    """Return whether `PackedProducts` works for groups of linears with these weights (F, D); tries each shape.
+
+    The linears of a group read the same input.
+    """
     weights = [weight for group in groups for weight in group]
     is_possible = all(weight.device.type == "cpu" and weight.dtype == torch.float32 for weight in weights)
     if not is_possible or not torch.backends.mkldnn.is_available():
@@ -149,7 +150,7 @@ def can_pack(groups: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def _is_right(weights: Sequence[Tensor]) -> bool:
-    """Whether oneDNN takes a group's weights (F, D) and gives what torch gives."""
+    """Return whether oneDNN takes a group's weights (F, D) and gives torch's results."""
     generator = torch.Generator().manual_seed(weights[0].shape[0])
     x, *dys = (
         torch.randn(PACKED_ROWS_MIN, width, generator=generator)
@@ -160,12 +161,12 @@ def _is_right(weights: Sequence[Tensor]) -> bool:
     try:
         packed = PackedProducts(weights, nothing)
         results = [*packed.forward(x, nothing), packed.backward(dys)]
-    except (RuntimeError, AttributeError):  # this build of torch has no such operation, or not for this processor
+    except (RuntimeError, AttributeError):  # this build of torch lacks the operation, or this processor does
         return False
     pairs = zip([*plain.forward(x, nothing), plain.backward(dys)], results, strict=True)
     return all(float((right - left).abs().max()) <= TOLERANCE * float(left.abs().max()) for left, right in pairs)
 
 
 def _packed(weight: Tensor) -> Any:
-    """A weight (F, D) as oneDNN reads it; the order does not depend on the number of rows it is told."""
+    """Return a weight (F, D) as oneDNN reads it; the order is the same for any number of rows."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)

@@ -17,7 +17,7 @@ from tests.support.numerics.allocations import Allocations
 from tests.support.numerics.harness import Driver
 from tests.support.numerics.tenants import TENANTS
 from workers.model.attention import Attend, PackedAttention
-from workers.model.device_attention import (
+from workers.model.gpu_attention import (
     FlashKernel,
     SdpaAttention,
     Sequences,

@@ -1,0 +1,152 @@
+"""Segments of a pass, each with one adapter, and the runs of them that are computed as one batch.
+
+Does not depend on the bank, on models or on losses.
+
+Main invariant: a run's adapters are rows of one slab at rising slots, and an adapter is in a run once. So an adapter's
+gradient is added in the order of its segments.
+
+Dimensions: T rows of the pass, N rows of a segment, S segments of a run, D inputs, F outputs, R padded rank, G linears
+in a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from workers.model.lora.products import forward_segments
+from workers.rows import AdapterViews, GroupViews
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows `start` to `stop` of the pass belong to one adapter."""
+
+    start: int
+    stop: int
+    adapter: AdapterViews
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Consecutive segments of equal length whose adapters are in one slab, at rising slots: one batch."""
+
+    start: int
+    length: int
+    adapters: list[AdapterViews]
+
+    @property
+    def stop(self) -> int:
+        """The row after the last."""
+        return self.start + self.length * len(self.adapters)
+
+    def try_add(self, segment: Segment) -> bool:
+        """Add the segment after the last if it can be in the batch; return whether it can."""
+        is_next = segment.start == self.stop and segment.stop - segment.start == self.length
+        if not (is_next and segment.adapter.can_follow(self.adapters[-1])):
+            return False
+        self.adapters.append(segment.adapter)
+        return True
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Return this run's rows of (T, F): a view (N, F) of a single segment, (S, N, F) of several."""
+        part = tensor[self.start : self.stop]
+        return part if len(self.adapters) == 1 else part.view(len(self.adapters), self.length, -1)
+
+    def views(self, group: int) -> GroupViews | None:
+        """Return the adapters' A (G * R, D) and B^T (R, F) in a group; None if the group is not adapted.
+
+        Of several adapters (S, ...), copied if their slots have gaps.
+        """
+        if len(self.adapters) == 1:
+            return self.adapters[0].groups[group]
+        slab = self.adapters[0].slab[group]
+        if slab is None:
+            return None
+        rows = self._slab_rows()
+        if isinstance(rows, slice):
+            return GroupViews(A=slab.A[rows], Bs=tuple(B[rows] for B in slab.Bs), A_grad=None, B_grads=())
+        Bs = tuple(B.index_select(0, rows) for B in slab.Bs)
+        return GroupViews(A=slab.A.index_select(0, rows), Bs=Bs, A_grad=None, B_grads=())
+
+    def add_gradients(self, group: int, dA: Tensor, dBs: Sequence[Tensor]) -> None:
+        """Add to the adapters' gradients; shapes as in `views`."""
+        if len(self.adapters) == 1:
+            own = self.adapters[0].groups[group]
+            assert own is not None
+            assert own.A_grad is not None, "a row of a sampler version has no gradient"
+            own.A_grad.add_(dA)
+            for B_grad, dB in zip(own.B_grads, dBs, strict=True):
+                B_grad.add_(dB)
+            return
+        slab, rows = self.adapters[0].slab[group], self._slab_rows()
+        assert slab is not None
+        assert slab.A_grad is not None, "a row of a sampler version has no gradient"
+        for gradient, value in zip((slab.A_grad, *slab.B_grads), (dA, *dBs), strict=True):
+            if isinstance(rows, slice):
+                gradient[rows].add_(value)
+            else:
+                gradient.index_add_(0, rows, value.to(gradient.dtype))
+
+    def _slab_rows(self) -> slice | Tensor:
+        """Return the adapters' rows of their slab: a slice if they are consecutive, else indices (S,)."""
+        first, last = self.adapters[0].slot, self.adapters[-1].slot + 1
+        if last - first == len(self.adapters):
+            return slice(first, last)
+        device = next(views.A.device for views in self.adapters[0].slab if views is not None)
+        return torch.tensor([adapter.slot for adapter in self.adapters]).to(device, non_blocking=True)
+
+
+class ShortRun:
+    """Segments of few rows, anywhere in the pass, whose adapters are in one slab at rising slots: one batch.
+
+    Each segment is padded to `rows_min` rows. Has no backward.
+    """
+
+    def __init__(self, segments: Sequence[Segment], rows_min: int) -> None:
+        self._run = Run(0, rows_min, [segment.adapter for segment in segments])
+        self._rows_min = rows_min
+        first, lengths = segments[0].start, {segment.stop - segment.start for segment in segments}
+        self._length = min(lengths)
+        self._adjacent: slice | None = None
+        """All rows, if the segments have equal lengths and are adjacent: no row needs gathering."""
+        if len(lengths) == 1 and segments[-1].stop == first + self._length * len(segments):
+            self._adjacent = slice(first, segments[-1].stop)
+            return
+        gathered: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        for number, segment in enumerate(segments):
+            own = list(range(segment.start, segment.stop))
+            gathered += own + own[:1] * (rows_min - len(own))
+            positions += range(number * rows_min, number * rows_min + len(own))
+            rows += own
+        self._gathered = torch.tensor(gathered)
+        """(S * rows_min,) rows of the pass, padding included."""
+        self._positions, self._rows = torch.tensor(positions), torch.tensor(rows)
+        """The rows that are no padding: positions in the batch, and rows of the pass."""
+
+    def add_to(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> None:
+        """Add the adapters' part to ys (T, F), from x (T, D); do nothing if the group is not adapted."""
+        views = self._run.views(group)
+        if views is None:
+            return
+        scaling = self._run.adapters[0].scaling
+        parts = [self._padded(y) for y in ys]
+        forward_segments(self._padded(x), parts, views, scaling)
+        for y, part in zip(ys, parts, strict=True):
+            if self._adjacent is not None:
+                y[self._adjacent].view(len(part), self._length, -1).copy_(part[:, : self._length])
+            else:
+                y[self._rows] = part.flatten(0, 1)[self._positions]
+
+    def _padded(self, tensor: Tensor) -> Tensor:
+        """Return a copy of the segments' rows of (T, F), padded: (S, rows_min, F)."""
+        if self._adjacent is None:
+            return self._run.rows(tensor[self._gathered])
+        rows = tensor[self._adjacent].view(-1, self._length, tensor.shape[1])
+        return F.pad(rows, (0, 0, 0, self._rows_min - self._length))
