@@ -227,7 +227,7 @@ class SdpaAttention:
     makes_masks = True
 
     def __init__(self, lengths: Sequence[int], counts: Sequence[int] | None = None) -> None:
-        """Take sequences of these lengths, from row 0; with `counts`, sequences per request: no call has two of them."""
+        """Take sequences of these lengths, from row 0; with `counts`, of each request, no call has two requests."""
         self._runs: list[Run] = []
         start = 0
         for group in _by_request(lengths, counts):
