@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from coordinator.base.errors import Code, ServiceError, sampler_exists
 from coordinator.base.time import Time
-from coordinator.checkpoints.publishing import named, unnamed, version_of
+from coordinator.checkpoints.published_weights import named, unnamed, version_of
 from coordinator.checkpoints.staging import StagedStates
 from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog

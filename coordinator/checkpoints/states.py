@@ -12,7 +12,7 @@ import logging
 from coordinator.base.errors import Code, ServiceError, not_found
 from coordinator.base.failure import Failure
 from coordinator.checkpoints.folders import StateFolders
-from coordinator.checkpoints.publishing import Publishing, version_of
+from coordinator.checkpoints.published_weights import Publishing, version_of
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.storage.database import StorageError, StoreBrokenError

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from coordinator.base.signal import Signal
 from coordinator.base.time import Time
-from coordinator.fleet.residency import Residency
+from coordinator.fleet.adapter_copies import Residency
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.arrivals import Arrivals
 from coordinator.operations.restoring import spec_of_row

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 
-from coordinator.checkpoints.publishing import named, unnamed
+from coordinator.checkpoints.published_weights import named, unnamed
 from coordinator.checkpoints.states import States
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.registry import AdapterRegistry

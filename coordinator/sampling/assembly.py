@@ -11,7 +11,7 @@ from coordinator.sampling.placement import Placement
 from coordinator.sampling.queues import SampleQueues
 from coordinator.sampling.scheduler import SampleScheduler
 from coordinator.sampling.streams import TokenStreams
-from coordinator.sampling.versions import SamplerVersions
+from coordinator.sampling.weights_to_worker import SamplerVersions
 from coordinator.scheduling.schedule import Scheduling
 from coordinator.storage.store import Store
 from workers.contract.protocols import Pool

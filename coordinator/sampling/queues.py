@@ -5,8 +5,8 @@ Does not depend on workers. Main invariant: a sample is in its queue, or running
 
 from __future__ import annotations
 
+from coordinator.sampling.fair_queue import FairQueue
 from coordinator.sampling.sample import Sample
-from coordinator.scheduling.fair_queue import FairQueue
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.schedule import Scheduling
 

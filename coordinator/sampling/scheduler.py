@@ -26,7 +26,7 @@ from coordinator.sampling.placement import Placement
 from coordinator.sampling.queues import SampleQueues
 from coordinator.sampling.sample import Sample
 from coordinator.sampling.streams import TokenStreams
-from coordinator.sampling.versions import SamplerVersions
+from coordinator.sampling.weights_to_worker import SamplerVersions
 from coordinator.scheduling.losses import LossRecorder, WorkerLoss
 from coordinator.storage.rows import SamplerRow
 from tinkerpool.v1 import operations_pb2 as ops_pb

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.checkpoints.publishing import Publishing
+from coordinator.checkpoints.published_weights import Publishing
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.worker import Flight
 from coordinator.operations.adapter_log import AdapterLog

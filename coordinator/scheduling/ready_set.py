@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from coordinator.checkpoints.publishing import Publishing
+from coordinator.checkpoints.published_weights import Publishing
 from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.operations.adapter_log import AdapterLog, ReadyChunks
 from coordinator.operations.operation import Kind

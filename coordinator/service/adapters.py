@@ -14,8 +14,7 @@ from coordinator.operations.sessions import Session
 from coordinator.payloads.canonical import serialize
 from coordinator.payloads.passes import check_metadata
 from coordinator.runtime.core import Core
-from coordinator.service.auth import Authenticator, Principal
-from coordinator.service.base import (
+from coordinator.service.access import (
     UseCases,
     check_index,
     metadata_of,
@@ -23,6 +22,7 @@ from coordinator.service.base import (
     timestamp,
     uninterrupted,
 )
+from coordinator.service.auth import Authenticator, Principal
 from coordinator.storage.database import ConflictError, StorageError
 from coordinator.storage.rows import AdapterRow, CheckpointRow, SnapshotRow
 from tinkerpool import names

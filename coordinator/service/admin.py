@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from coordinator.base.errors import Code, ServiceError
+from coordinator.service.access import UseCases, timestamp, uninterrupted
 from coordinator.service.auth import Principal
-from coordinator.service.base import UseCases, timestamp, uninterrupted
 from coordinator.storage.rows import ApiKeyRow
 from tinkerpool.v1 import pool_pb2 as pb
 

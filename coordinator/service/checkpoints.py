@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
 from coordinator.base.errors import Code, ServiceError, not_found
 from coordinator.operations.admission import storage_error
+from coordinator.service.access import UseCases, check_ttl, metadata_of, timestamp, uninterrupted
 from coordinator.service.auth import Principal
-from coordinator.service.base import UseCases, check_ttl, metadata_of, timestamp, uninterrupted
 from coordinator.storage.database import StorageError
 from coordinator.storage.folders import CONFIG, WEIGHTS
 from coordinator.storage.rows import CheckpointRow

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from coordinator.base.errors import Code, ServiceError, invalid
+from coordinator.service.access import check_ttl, metadata_of
 from coordinator.service.adapters import AdapterUseCases
 from coordinator.service.auth import Principal
-from coordinator.service.base import check_ttl, metadata_of
 from coordinator.service.checkpoints import CheckpointUseCases
 from coordinator.service.operations import OperationUseCases
 from coordinator.service.sessions import SessionUseCases

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.base.version import VERSION
+from coordinator.service.access import UseCases
 from coordinator.service.auth import Principal
-from coordinator.service.base import UseCases
 from tinkerpool.v1 import pool_pb2 as pb
 
 
@@ -56,7 +56,7 @@ class PoolUseCases(UseCases):
 
     async def get_usage(self, principal: Principal, request: pb.GetUsageRequest) -> pb.GetUsageResponse:
         """Return the metered usage by tenant and kind of operation."""
-        rows = self._core.store.tenants.usage(None if principal.is_admin else principal.tenant_id)
+        rows = self._core.store.usage.of(None if principal.is_admin else principal.tenant_id)
         return pb.GetUsageResponse(
             rows=[
                 pb.UsageRow(

@@ -13,8 +13,8 @@ from coordinator.operations.operation import Kind
 from coordinator.payloads.canonical import serialize
 from coordinator.payloads.chunks import cut_chunks
 from coordinator.payloads.passes import PassRequest, canonical_adam, canonical_pass, check_fits, check_metadata
+from coordinator.service.access import UseCases, check_number, check_ttl, refusal_of
 from coordinator.service.auth import Principal
-from coordinator.service.base import UseCases, check_number, check_ttl, refusal_of
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints_pb
 from tinkerpool.v1 import operations_pb2 as ops_pb

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from coordinator.storage.database import Connection, Database, Row
 from coordinator.storage.rows import DecidedOperation, NewOperation, OperationRow, UnfetchedOperation
 from coordinator.storage.tables import Table, columns, insert, typed
+from coordinator.storage.usage import add_usage
 
 
 class Operations(Table[OperationRow]):
@@ -150,7 +151,7 @@ def finish(db: Connection, operation: DecidedOperation, now: float) -> None:
     assert changed == 1, f"{operation.target_id}:{operation.seq} was finished before"
     if operation.kind == "sample":  # no replay runs a finished sample
         db.execute("UPDATE operations SET payload = NULL WHERE target_id = ? AND seq = ?", key[:2])
-    _charge(db, operation.tenant_id, operation.kind, operation.num_tokens, operation.engine_s)
+    add_usage(db, operation.tenant_id, operation.kind, operation.num_tokens, operation.engine_s)
 
 
 def drop_payloads(db: Connection, adapter_id: str) -> None:
@@ -170,7 +171,7 @@ def _append(db: Connection, row: NewOperation, now: float) -> None:
     is_finished = row.outcome is not None
     insert(db, "operations", row, num_bytes=len(row.payload), finished_service_s=now if is_finished else None)
     if is_finished:
-        _charge(db, row.tenant_id, row.kind, num_tokens=0, engine_s=0.0)
+        add_usage(db, row.tenant_id, row.kind, num_tokens=0, engine_s=0.0)
 
 
 def _is_logged(db: Connection, target_id: str, seq: int, append_id: int) -> bool:
@@ -178,13 +179,3 @@ def _is_logged(db: Connection, target_id: str, seq: int, append_id: int) -> bool
         "SELECT 1 FROM operations WHERE target_id = ? AND seq = ? AND append_id = ?", (target_id, seq, append_id)
     )
     return found.fetchone() is not None
-
-
-def _charge(db: Connection, tenant_id: str, kind: str, num_tokens: int, engine_s: float) -> None:
-    """Add a finished operation to its tenant's usage."""
-    db.execute(
-        "INSERT INTO usage VALUES (?, ?, 1, ?, ?) ON CONFLICT (tenant_id, kind) DO UPDATE SET"
-        " num_operations = num_operations + 1, num_tokens = num_tokens + excluded.num_tokens,"
-        " engine_s = engine_s + excluded.engine_s",
-        (tenant_id, kind, num_tokens, engine_s),
-    )

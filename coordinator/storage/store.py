@@ -16,6 +16,7 @@ from coordinator.storage.database import Connection, Database, DiskFullError, re
 from coordinator.storage.operations import Operations
 from coordinator.storage.sessions import Sessions
 from coordinator.storage.tenants import ApiKeys, Tenants
+from coordinator.storage.usage import Usage
 
 FULL_RETRY_S = 1.0
 """Pause before a commit is tried again on a full disk."""
@@ -38,6 +39,7 @@ class Store:
         self.snapshots = Snapshots(self.database)
         self.sessions = Sessions(self.database)
         self.tenants = Tenants(self.database)
+        self.usage = Usage(self.database)
         self.api_keys = ApiKeys(self.database)
         self.cycles = Cycles(self.database)
         self._epoch = 0

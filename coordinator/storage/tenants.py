@@ -1,12 +1,12 @@
-"""The tenants with their fair-share counters and usage, and their API keys."""
+"""The tenants with their fair-share counters, and their API keys."""
 
 from __future__ import annotations
 
 import asyncio
 
 from coordinator.storage.database import Database
-from coordinator.storage.rows import ApiKeyRow, TenantRow, UsageRow
-from coordinator.storage.tables import Table, typed
+from coordinator.storage.rows import ApiKeyRow, TenantRow
+from coordinator.storage.tables import Table
 
 
 class Tenants(Table[TenantRow]):
@@ -29,15 +29,6 @@ class Tenants(Table[TenantRow]):
     def get(self, tenant_id: str) -> TenantRow | None:
         """Return a tenant."""
         return self._one("WHERE tenant_id = ?", (tenant_id,))
-
-    def usage(self, tenant_id: str | None) -> list[UsageRow]:
-        """Return a tenant's usage by kind of operation; None: the usage of every tenant."""
-        rows = self._database.read(
-            "SELECT name AS tenant_name, kind, num_operations, num_tokens, engine_s"
-            " FROM usage JOIN tenants USING (tenant_id) WHERE ? IS NULL OR tenant_id = ? ORDER BY name, kind",
-            (tenant_id, tenant_id),
-        )
-        return [typed(UsageRow, row) for row in rows]
 
 
 class ApiKeys(Table[ApiKeyRow]):

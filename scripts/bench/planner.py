@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from coordinator.base.time import SystemTime
-from coordinator.checkpoints.publishing import Publishing
+from coordinator.checkpoints.published_weights import Publishing
 from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation

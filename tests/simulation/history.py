@@ -21,7 +21,7 @@ from unittest import mock
 import apsw
 
 from coordinator.base.config import CoordinatorConfig
-from coordinator.checkpoints import publishing
+from coordinator.checkpoints import published_weights as publishing
 from coordinator.coordinator import Coordinator
 from coordinator.runtime.core import Core
 from coordinator.runtime.data_dir import Seams

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.checkpoints.publishing import Publishing
+from coordinator.checkpoints.published_weights import Publishing
 from tests.support.toy_engine import ToyEngine
 from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, expected_tokens, sample_request, tokens_of
 from tinkerpool.v1 import checkpoints_pb2

@@ -173,7 +173,7 @@ async def test_a_load_waits_for_the_file_of_what_was_published_before_it_and_nob
 async def test_a_full_disk_is_waited_for_beside_the_cycles(
     tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.checkpoints.publishing.RETRY_S", 0.001)
+    monkeypatch.setattr("coordinator.checkpoints.published_weights.RETRY_S", 0.001)
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         make_room = refuse_files(pool)
@@ -192,7 +192,7 @@ async def test_a_full_disk_is_waited_for_beside_the_cycles(
 async def test_a_row_that_the_database_does_not_take_is_tried_again_and_leaves_no_folder(
     tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.checkpoints.publishing.RETRY_S", 0.001)
+    monkeypatch.setattr("coordinator.checkpoints.published_weights.RETRY_S", 0.001)
     async with running_pool(tmp_path) as pool:
         adapter, store = await pool.adapter(), pool.coordinator.core.store
         table: Any = store.checkpoints if is_named else store.samplers
@@ -421,7 +421,7 @@ async def test_what_is_too_much_to_hold_is_written_before_it_is_committed(
         with held_files(pool):
             held = await train(pool, adapter, 0, is_named=is_named)
             [version] = publishing_of(pool)._versions.values()
-            monkeypatch.setattr("coordinator.checkpoints.publishing.HELD_BYTES_MAX", version.num_bytes + 1)
+            monkeypatch.setattr("coordinator.checkpoints.published_weights.HELD_BYTES_MAX", version.num_bytes + 1)
             saving = asyncio.create_task(publish(pool, other, 1, is_named=is_named))
             await asyncio.sleep(0.05)
             assert not saving.done()

@@ -134,7 +134,7 @@ async def test_until_it_is_made_again_after_a_crash_whoever_reads_it_is_told_to_
 async def test_a_full_disk_refuses_who_needs_the_file_and_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.checkpoints.publishing.RETRY_S", 0.01)
+    monkeypatch.setattr("coordinator.checkpoints.published_weights.RETRY_S", 0.01)
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         make_room = refuse_files(pool)

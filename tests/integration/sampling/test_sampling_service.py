@@ -519,7 +519,9 @@ async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The save's row comes with the cycle's commit, which must not find another sampler of that name."""
-    monkeypatch.setattr("coordinator.checkpoints.publishing.HELD_BYTES_MAX", 0)  # so that the commit waits for the file
+    monkeypatch.setattr(
+        "coordinator.checkpoints.published_weights.HELD_BYTES_MAX", 0
+    )  # so that the commit waits for the file
     async with running_pool(tmp_path) as pool:
         adapter, principal = await pool.adapter(), await pool.principal()
         session = adapter.partition(":")[0]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coordinator.fleet.residency import Residency
+from coordinator.fleet.adapter_copies import Residency
 from coordinator.operations.adapter_log import AdapterLog, ReadyChunks
 from coordinator.operations.operation import Kind, Operation, Usage
 from coordinator.payloads.chunks import Chunk

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from typing import cast
 
 from coordinator.base.errors import ServiceError
-from coordinator.checkpoints.publishing import Publishing
+from coordinator.checkpoints.published_weights import Publishing
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.worker import Flight
 from coordinator.operations.adapter_log import AdapterLog

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from coordinator.checkpoints.publishing import Publishing
+from coordinator.checkpoints.published_weights import Publishing
 from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.registry import AdapterGroup

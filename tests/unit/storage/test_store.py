@@ -143,7 +143,7 @@ async def test_an_operation_is_finished_once_and_metered_once(store: Store) -> N
     await store.cycles.commit(CycleCommit(finished=[done]))
     with pytest.raises(AssertionError, match="finished before"):
         await store.cycles.commit(CycleCommit(finished=[decided(1, outcome=b"second", num_tokens=5)]))
-    [usage] = store.tenants.usage("t")
+    [usage] = store.usage.of("t")
     assert outcomes(store) == [b"first"]
     assert (usage.num_operations, usage.num_tokens, usage.engine_s) == (1, 5, 0.5)
 

@@ -7,7 +7,7 @@ invariant: a sampler's weights never change, unless it follows its adapter (`is_
 from __future__ import annotations
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.checkpoints.publishing import version_of
+from coordinator.checkpoints.published_weights import version_of
 from coordinator.checkpoints.states import States
 from coordinator.fleet.worker import Incarnation
 from coordinator.operations.registry import AdapterRegistry

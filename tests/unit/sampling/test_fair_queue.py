@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.fair_queue import FairQueue
+from coordinator.sampling.fair_queue import FairQueue
 from coordinator.scheduling.virtual_counters import Share
 
 
