@@ -114,6 +114,7 @@ def described(sample: DecodedSample) -> Any:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [16, 1024, 16384])
 def test_the_memory_of_a_decoded_sample_is_estimated_within_a_fifth(length: int) -> None:
     model = dataclasses.replace(MODEL, max_seq_len=2 * length, vocab_size=10_000)
