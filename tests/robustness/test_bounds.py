@@ -80,16 +80,3 @@ async def test_a_replay_never_takes_longer_than_configured_also_in_a_window_with
         items = [item for batch in batches for item in batch.items if isinstance(item, PassItem)]
         replayed = sum(len(datum.tokens) for item in items for datum in item.data if item.seq <= 100)
         assert replayed * 1e-6 <= 2 * replay_s_max + 6 * tokens * 1e-6, "one request of each may have come since"
-
-
-async def test_a_pair_submitted_together_takes_two_transactions_at_most_and_so_two_syncs(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        store = pool.coordinator.core.store
-        for step in range(5):
-            before = store.database.num_commits
-            names = await asyncio.gather(
-                pool.forward_backward(adapter, 2 * step + 1, *LENGTHS), pool.optim_step(adapter, 2 * step + 2)
-            )
-            await pool.wait(*names)
-            assert 1 <= store.database.num_commits - before <= 2

@@ -160,3 +160,4 @@ def test_a_paused_coordinator_goes_on_and_meanwhile_no_second_one_takes_its_data
     assert f"in use by another tinkerpool (process {process.pid})" in on_data.stderr
     assert on_port.returncode != 0
     assert f"cannot listen on port {port}" in on_port.stderr
+    assert "Traceback" not in on_data.stderr + on_port.stderr

@@ -3,15 +3,11 @@
 import asyncio
 from pathlib import Path
 
-import pytest
-
-from coordinator.base.errors import Code, ServiceError
-from coordinator.payloads.passes import decode_pass
-from tests.support.toy_engine import KILL_TOKEN, POISON_TOKEN, digest, fresh_chain, item_digest
-from tests.support.toy_pool import ToyPool, datum, pass_request, running_pool
+from tests.support.toy_engine import KILL_TOKEN, digest, item_digest
+from tests.support.toy_pool import datum, expected_chain, pass_request, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import training_pb2, types_pb2
-from workers.contract.messages import AdamParams, OptimStepItem, PassItem
+from workers.contract.messages import OptimStepItem, PassItem
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
 
@@ -71,20 +67,6 @@ async def test_a_worker_is_told_whose_passes_wait_for_the_next_cycle(tmp_path: P
     assert [batch.expected for batch in batches] == [(), third, ()]
 
 
-async def test_many_tenants_share_one_pass(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, seconds_per_batch=0.03) as pool:
-        tenants = [f"t{i}" for i in range(6)]
-        adapters = [await pool.adapter(tenant) for tenant in tenants]
-        names = await asyncio.gather(
-            *(pool.forward_backward(a, 1, 4, tenant=t) for a, t in zip(adapters, tenants, strict=True))
-        )
-        for name, tenant in zip(names, tenants, strict=True):
-            await pool.wait(name, tenant=tenant)
-        engine = pool.engines["w0"][-1]
-        passes = [b for b in engine.batches if b.items and isinstance(b.items[0], PassItem)]
-    assert max(len({item.adapter_id for item in b.items}) for b in passes) >= 5
-
-
 async def test_operations_run_in_seq_order_whatever_order_they_arrive_in(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
@@ -111,70 +93,6 @@ async def test_a_repeated_operation_is_the_same_operation_and_applied_once(tmp_p
         items = [item for batch in pool.engines["w0"][-1].batches for item in batch.items]
     assert again == first
     assert [item.seq for item in items] == [1, 2]
-
-
-async def test_another_body_under_the_same_seq_is_refused_with_the_expected_seq(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        await pool.forward_backward(adapter, 1, 5)
-        with pytest.raises(ServiceError) as raised:
-            await pool.forward_backward(adapter, 1, 6)
-        with pytest.raises(ServiceError) as other_kind:
-            await pool.optim_step(adapter, 1)
-    assert raised.value.code is other_kind.value.code is Code.ALREADY_EXISTS
-    assert raised.value.metadata == {"expected_seq": "2"}
-
-
-async def test_the_server_assigns_a_seq_once_per_request_id(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
-        request = training_pb2.OptimStepRequest(adapter_id=adapter, request_id="r1")
-        first = await pool.service.optim_step(principal, request)
-        again = await pool.service.optim_step(principal, request)
-        await pool.wait(first.operation.name)
-        later = await pool.service.optim_step(principal, request)
-        request.request_id = "r2"
-        second = await pool.service.optim_step(principal, request)
-    assert first.operation.name == again.operation.name == later.operation.name
-    assert second.operation.seq == 2
-
-
-async def test_a_refused_seq_counts_as_done_and_closes_its_window(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        request = pass_request(adapter, 1, [5])
-        request.data[0].ClearField("tokens")
-        for _ in range(2):
-            with pytest.raises(ServiceError) as raised:
-                await pool.service.forward_backward(await pool.principal(), request)
-            assert raised.value.code is Code.INVALID_ARGUMENT
-        names = [await pool.optim_step(adapter, 2), await pool.optim_step(adapter, 3)]
-        closed, fine = await pool.wait(*names)
-    assert closed.error.reason == "GRADIENT_WINDOW_CLOSED"
-    assert f"{adapter}:1" in closed.error.message
-    assert fine.state == SUCCEEDED
-
-
-async def test_a_failed_pass_fails_its_window_and_only_that(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter, neighbour = await pool.adapter(), await pool.adapter("bob")
-        poison = pass_request(adapter, 2, [5])
-        poison.data[0].tokens.data = bytes([POISON_TOKEN, 0, 0, 0]) * 5
-        names = [await pool.forward_backward(adapter, 1, 5)]
-        names.append((await pool.service.forward_backward(await pool.principal(), poison)).operation.name)
-        names += [await pool.forward_backward(adapter, 3, 5), await pool.optim_step(adapter, 4)]
-        names += [await pool.forward_backward(adapter, 5, 5), await pool.optim_step(adapter, 6)]
-        other = await pool.forward_backward(neighbour, 1, 5, tenant="bob")
-        operations = await pool.wait(*names)
-        assert (await pool.wait(other, tenant="bob"))[0].state == SUCCEEDED
-        spec = pool.coordinator.core.registry.logs[adapter].spec
-        items = [item for b in pool.engines["w0"][-1].batches for item in b.items if item.adapter_id == adapter]
-        chain = pool.chain(adapter)
-    reasons = [o.error.reason for o in operations]
-    assert reasons == ["", "NON_FINITE", "GRADIENT_WINDOW_CLOSED", "GRADIENT_WINDOW_CLOSED", "", ""]
-    [good_pass] = [item for item in items if item.seq == 5]
-    [step] = [item for item in items if isinstance(item, OptimStepItem)]
-    assert chain == digest(fresh_chain(spec), digest(b"", item_digest(good_pass)), item_digest(step))
 
 
 async def test_a_large_request_streams_over_cycles_and_its_step_goes_with_the_last_chunk(tmp_path: Path) -> None:
@@ -213,56 +131,17 @@ async def test_a_restart_completes_what_was_acknowledged_and_rebuilds_the_same_s
     names: list[str] = []
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
-        spec = pool.coordinator.core.registry.logs[adapter].spec
+        spec = pool.spec_of(adapter)
     for seqs in (range(1, 3), range(3, 5), range(5, 6), range(6, 10), range(10, 12)):
         async with running_pool(tmp_path) as pool:
-            await _take_over(pool)
-            names += [await _submit(pool, adapter, seq) for seq in seqs]
+            await pool.take_over()
+            names += [await pool.submit(adapter, seq) for seq in seqs]
     async with running_pool(tmp_path) as pool:
-        await _take_over(pool)
-        operations = await pool.wait(*names, await _submit(pool, adapter, 12))
+        await pool.take_over()
+        operations = await pool.wait(*names, await pool.submit(adapter, 12))
         chain = pool.chain(adapter)
     assert [o.state for o in operations] == [SUCCEEDED] * 12
-    expected = fresh_chain(spec)
-    for step in (3, 6, 9, 12):
-        gradient = b""
-        for seq in (step - 2, step - 1):
-            gradient = digest(gradient, item_digest(_pass_item(adapter, seq)))
-        expected = digest(expected, gradient, item_digest(_step_item(adapter, step)))
-    assert chain == expected
-
-
-async def _submit(pool: ToyPool, adapter: str, seq: int) -> str:
-    """Two passes, then a step, and so on."""
-    if seq % 3 == 0:
-        return await pool.optim_step(adapter, seq)
-    return await pool.forward_backward(adapter, seq, 5, 6)
-
-
-def _pass_item(adapter: str, seq: int) -> PassItem:
-    decoded = decode_pass(pass_request(adapter, seq, [5, 6]).SerializeToString())
-    return PassItem(
-        op_id="",
-        adapter_id=adapter,
-        prev_seq=0,
-        seq=seq,
-        chunk_index=0,
-        num_chunks=1,
-        data=decoded.data,
-        loss_fn=decoded.loss_fn,
-        loss_config=decoded.loss_config,
-        backward=True,
-    )
-
-
-def _step_item(adapter: str, seq: int) -> OptimStepItem:
-    params = AdamParams(learning_rate=1e-3)
-    return OptimStepItem(op_id="", adapter_id=adapter, prev_seq=0, seq=seq, params=params)
-
-
-async def _take_over(pool: ToyPool) -> None:
-    """Act as the tenant of the life before."""
-    await pool.take_over("alice")
+    assert chain == expected_chain(spec, [((step - 2, step - 1), step) for step in (3, 6, 9, 12)])
 
 
 async def test_a_lost_worker_is_replaced_and_its_adapters_end_in_the_same_state(tmp_path: Path) -> None:
@@ -314,21 +193,11 @@ async def test_snapshots_bound_the_log_and_the_state_survives_a_restart(tmp_path
         chain = pool.chain(adapter)
         assert len(list((tmp_path / "snapshots").iterdir())) == 1
     async with running_pool(tmp_path) as pool:
-        await _take_over(pool)
+        await pool.take_over()
         [forward] = await pool.wait(await pool.forward_backward(adapter, 11, 5))
         assert forward.state == SUCCEEDED
         assert pool.chain(adapter) == chain
         assert [item.seq for b in pool.engines["w0"][-1].batches for item in b.items] == [11]
-
-
-async def test_a_clean_stop_leaves_nothing_to_replay(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        await pool.wait(await pool.forward_backward(adapter, 1, 5), await pool.optim_step(adapter, 2))
-    async with running_pool(tmp_path) as pool:
-        await _take_over(pool)
-        await pool.wait(await pool.forward_backward(adapter, 3, 5))
-        assert [item.seq for b in pool.engines["w0"][-1].batches for item in b.items] == [3]
 
 
 async def test_operations_behind_a_lost_seq_fail_after_a_while(tmp_path: Path) -> None:

@@ -70,38 +70,6 @@ async def test_a_worker_that_dies_after_applying_and_before_answering_changes_no
         assert pool.chain(adapter) == expected_chain(pool.spec_of(adapter), [((1, 2), 3), ((4, 5), 6)])
 
 
-async def test_a_crash_at_any_moment_ends_in_the_undisturbed_state(tmp_path: Path) -> None:
-    """Killed again and again with work acknowledged and not done, in the middle of multi-chunk passes."""
-    names: list[str] = []
-    async with running_pool(tmp_path, is_crash=True) as pool:
-        adapter = await pool.adapter()
-        spec = pool.spec_of(adapter)
-    for seqs in ((1, 2, 3), (4,), (5, 6, 7, 8, 9), (10, 11)):
-        async with running_pool(tmp_path, is_crash=True, cycle_tokens_max=16, seconds_per_batch=0.002) as pool:
-            await pool.take_over()
-            names += [await pool.submit(adapter, seq) for seq in seqs]
-            await asyncio.sleep(0.003 * len(names))
-    async with running_pool(tmp_path, cycle_tokens_max=16) as pool:
-        await pool.take_over()
-        operations = await pool.wait(*names, await pool.submit(adapter, 12))
-        chain = pool.chain(adapter)
-    assert [each.state for each in operations] == [SUCCEEDED] * 12
-    windows = [((first, first + 1), first + 2) for first in (1, 4, 7, 10)]
-    assert chain == expected_chain(spec, windows)
-
-
-async def test_results_are_the_same_bytes_before_and_after_crashes(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, is_crash=True) as pool:
-        adapter = await pool.adapter()
-        names = [await pool.submit(adapter, seq) for seq in range(1, 7)]
-        first = [each.SerializeToString(deterministic=True) for each in await pool.wait(*names)]
-    for _ in range(2):
-        async with running_pool(tmp_path, is_crash=True) as pool:
-            await pool.take_over()
-            again = await pool.wait(*names)
-            assert [each.SerializeToString(deterministic=True) for each in again] == first
-
-
 async def test_failed_windows_and_cancelled_operations_are_skipped_by_a_replay(tmp_path: Path) -> None:
     async with running_pool(tmp_path, is_crash=True) as pool:
         adapter = await pool.adapter()

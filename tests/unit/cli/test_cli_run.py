@@ -16,7 +16,7 @@ import pytest
 from coordinator.base_models import resolve_model
 from coordinator.cli import process
 from coordinator.cli.process import running_pid
-from coordinator.serving import READY_FILE, Serving
+from coordinator.serving import READY_FILE
 from tests.support.doors.certificates import make_certificate
 from tests.support.serving import ROOT, TOY, Terminal
 from tinkerpool.credentials import FILE_NAME
@@ -74,29 +74,6 @@ def test_serve_ends_with_exit_code_0_after_a_signal(terminal: Terminal, signum: 
     assert lines[-1] == "Stopped."
     assert f"tinkerpool is ready at {serving.url}" in lines
     assert not (terminal.data_dir / READY_FILE).exists()
-
-
-def test_serve_after_a_kill_starts_again_on_the_same_data(terminal: Terminal) -> None:
-    with terminal.serve(*TOY) as (process, _):
-        process.kill()
-        process.wait(20)
-        assert running_pid(terminal.data_dir) is None
-    (terminal.home / "ready.json").unlink()
-    with terminal.serve(*TOY):
-        assert "start 2 on its data" in terminal.run("status").stdout
-
-
-def test_a_second_serve_on_the_same_data_or_port_exits_at_once_and_says_why(terminal: Terminal) -> None:
-    with terminal.serve(*TOY) as (_, serving):
-        same_data = terminal.run("serve", *TOY)
-        assert same_data.returncode == 1
-        assert f"is in use by another tinkerpool (process {serving.pid})" in same_data.stderr
-        port = serving.url.rpartition(":")[2]
-        same_port = terminal.run("serve", *TOY, "--data-dir", str(terminal.home / "other"), "--port", port)
-        assert same_port.returncode == 1
-        assert f"cannot listen on port {port} of 127.0.0.1: address already in use" in same_port.stderr
-        assert "Traceback" not in same_data.stderr + same_port.stderr
-        assert Serving.read(terminal.data_dir / READY_FILE) == serving
 
 
 def test_up_shows_why_a_pool_does_not_start(terminal: Terminal) -> None:
