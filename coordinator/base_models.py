@@ -1,4 +1,4 @@
-"""Resolves the base models that an operator names. Looks at directories; loads nothing."""
+"""Resolves the base models that an operator names. Reads directories; does not load a model."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Coordinator:
         self.service: Service
 
     async def start(self) -> None:
-        """Recover and begin cycles. Raises DataDirInUse, or what keeps the pool from starting."""
+        """Recover and begin cycles. Raises DataDirInUse, or the error that keeps the pool from starting."""
         try:
             await self.core.start()
         except BaseException:
@@ -39,7 +39,7 @@ class Coordinator:
         await self.core.stop()
 
     async def failed(self) -> None:
-        """Raise what makes going on unsafe, as soon as it happens."""
+        """Raise the first fatal error, as soon as it is reported: the coordinator must stop then."""
         await self.core.failure.wait()
 
     def health(self) -> bool:
@@ -47,7 +47,7 @@ class Coordinator:
         return self.core.is_healthy()
 
     async def first_admin_key(self) -> str | None:
-        """The administrator's key of a new data directory; None if there are keys already."""
+        """Create an administrator's key in a new data directory and return it; None if there are keys already."""
         if self.authenticator.list_keys():
             return None
         key, _ = await self.authenticator.create_key(DEFAULT_TENANT, is_admin=True)

@@ -1,6 +1,7 @@
 """The composition root: starts a pool, a coordinator and the doors in one process, and stops them after a signal.
 
-Decides the order in which these parts start and stop, and nothing else about them.
+Decides only the order in which these parts start and stop. Main invariant: the doors accept calls only while the
+coordinator runs.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StartError(Exception):
-    """The pool cannot start; the message says why."""
+    """The pool cannot start; the message has the reason."""
 
 
 class Server:
     """One pool with its doors. `run` once."""
 
     def __init__(self, config: ServerConfig, pool: Pool, say: Callable[[str], None]) -> None:
-        """`say` prints a line for the operator."""
+        """`say`: prints a line for the operator."""
         self._config = config
         self._say = say
         self._coordinator = Coordinator(config.coordinator, pool)
@@ -153,7 +154,7 @@ class Server:
 
 
 async def _before(interruption: Awaitable[object], work: Awaitable[None]) -> bool:
-    """Do the work until it ends or the interruption comes; return whether it ended. Raises the errors of the work."""
+    """Run the work until it ends or the interruption does; return whether the work ended. Raises its errors."""
     working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(interruption)
     try:
         await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -169,7 +170,7 @@ async def _before(interruption: Awaitable[object], work: Awaitable[None]) -> boo
 
 @contextlib.contextmanager
 def _signals(stopping: asyncio.Event) -> Iterator[Callable[[], None]]:
-    """Inside the block, the first SIGTERM or SIGINT sets `stopping`, and the next one kills the process.
+    """Handle signals inside the block: the first SIGTERM or SIGINT sets `stopping`, the next one kills the process.
 
     Yields a function that installs the handlers again.
     """

@@ -1,4 +1,4 @@
-"""The ready file: what a pool that is ready says of itself to scripts and to `tinkerpool up`."""
+"""The ready file: address, process and base models of a pool that is ready, for scripts and for `tinkerpool up`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Serving:
         ]
 
     def write(self, path: Path) -> None:
-        """Write the file, so that a reader sees all of it or nothing."""
+        """Write the file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{self.pid}")
         temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
@@ -39,7 +39,7 @@ class Serving:
 
     @classmethod
     def read(cls, path: Path) -> Serving | None:
-        """Read the file; None if there is none, or if its contents are something else."""
+        """Read the file; None if there is none, or if it has another format."""
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
             return cls(**{**fields, "models": tuple(fields["models"])})

@@ -17,7 +17,7 @@ MESSAGE_BYTES_MAX = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of requests and quotas of tenants. Each refusal says what to change."""
+    """Limits of requests and quotas of tenants. Each refusal names the change that is needed."""
 
     datums_max: int = 1024
     """Most datums in one request."""

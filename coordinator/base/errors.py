@@ -10,7 +10,7 @@
 - Fatal: any other exception in a task of the coordinator, reported to `coordinator.base.failure`. State in memory
   cannot be trusted any more: the process stops, and the next start recovers from the operation log.
 
-Refusals and failed outcomes carry a `Code`, a constant `reason` for programs, and a message for people: what was wrong,
+Refusals and failed outcomes carry a `Code`, a constant `reason` for programs, and a message for people with the mistake
 and how to mend it. The client raises them as `ApiError` and `OperationFailed` of `tinkerpool.errors`. The page
 `docs/errors.md` has every reason.
 """

@@ -5,8 +5,8 @@ Two bounds decide. The loss of a worker: replaying everything that ran on it sin
 wins. Between optimizer steps a snapshot is smaller, because there is no gradient in it; that moment is preferred until
 the first bound is reached.
 
-Depends on adapter logs and, through `states`, on files and rows; not on what a state holds. Main invariant: an
-adapter log is told that a snapshot covers it only between cycles, so that nothing changes during a cycle.
+Depends on adapter logs and, through `states`, on files and rows; not on what a state holds. Main invariant: a snapshot
+covers its adapter log only between cycles, so that a log is not cut during a cycle.
 """
 
 from __future__ import annotations

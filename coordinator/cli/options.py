@@ -1,7 +1,7 @@
 """The options of `serve` and `up`: the setting that each one sets, and its form on the command line.
 
-Types, defaults and help texts are those of the settings, in `coordinator.base.config` and `workers.contract.settings`;
-an entry here names only a difference.
+Types, defaults and help texts come from the settings, in `coordinator.base.config` and `workers.contract.settings`; an
+entry here has only the differences.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tinkerpool.credentials import home
 from workers.contract.settings import PoolConfig, PoolModel
 
 RAY_FILE = "ray.json"
-"""In the data directory, while a private Ray runs: what it has on this machine."""
+"""In the data directory, while a private Ray runs: its processes and files on this machine."""
 _ARGUMENTS = "tinkerpool.arguments"
 _LIBRARIES = (
     "grpc_health",
@@ -47,7 +47,7 @@ _LIBRARIES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that the command line says about a pool."""
+    """The settings of a pool from the command line."""
 
     server: ServerConfig
     pool: PoolConfig

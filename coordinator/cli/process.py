@@ -1,7 +1,7 @@
 """The process of a pool in the background: start it, find it, stop it, read its log.
 
-The lock that a coordinator holds on its data directory tells whether a pool runs there; a process id alone does not,
-because another process may have it by now.
+The lock that a coordinator holds on its data directory shows whether a pool runs there. A process id does not show it,
+because another process may have the same id by now.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def stop(data_dir: Path, timeout_s: float) -> int:
         if time.monotonic() > deadline:
             raise CliError(
                 f"the pool (process {pid}) has not stopped after {timeout_s:.0f} s; it may still be finishing a cycle. "
-                f"`tinkerpool logs` says more; `kill -9 {pid}` ends it at once, and nothing acknowledged is lost"
+                f"`tinkerpool logs` shows more; `kill -9 {pid}` ends it at once, and no acknowledged operation is lost"
             )
         time.sleep(POLL_S)
     return pid

@@ -10,5 +10,5 @@ Public interface:
 - `sessions`: `SessionTable` and `Session`; `restoring`: operations and adapter logs from rows, for recovery;
 - `registers.Registers`: all of these for one epoch, put together by `open_registers`.
 
-Must not depend on what runs next, on how workers are called, or on a transport.
+Must not depend on scheduling, on how workers are called, or on a transport.
 """

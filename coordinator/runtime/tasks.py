@@ -1,4 +1,4 @@
-"""Owns the coordinator's background tasks and the running use cases. Does not depend on what they do.
+"""Owns the coordinator's background tasks and the running use cases. Does not depend on their purpose.
 
 Main invariant: a task that fails reports a fatal error and cancels no other task, because a cycle must not be cut off
 in its commit.

@@ -26,7 +26,7 @@ LATE = 2.0
 GUESSES_MAX = 8
 """How many cycles in a row may linger while the fixed cost of one is unknown."""
 ABSENCE_S_MAX = 1.0
-"""Forget a tenant after this many seconds of absence."""
+"""A tenant that was absent for this long is not expected to return any more."""
 TENANTS_KEPT = 4096
 """Tenants whose returns are kept."""
 

@@ -24,7 +24,7 @@ SPAN_MIN, SPAN_WIDE = 1.5, 4.0
 """Ratio of tokens, largest class to smallest: from the first value on, the fixed cost and the cost of a token can be
 told apart; from the second on, well enough to extrapolate beyond the measured sizes."""
 TOKENS_MIN = 64
-"""A pass with fewer tokens shows little about the price of one: it counts only while there is nothing better."""
+"""A pass with fewer tokens shows little about the cost of a token: it is used only while there is no larger one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The part of a worker's time that its samples get while it runs a batch of training operations. Pure.
 
-Depends on tenants' weights only; not on counters or on what is sampled.
+Depends on tenants' weights only; not on counters or operations.
 """
 
 from __future__ import annotations

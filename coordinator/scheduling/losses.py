@@ -1,4 +1,4 @@
-"""Records the loss of a worker, atomically: nothing else runs between its first and its last step.
+"""Records the loss of a worker, atomically: without an await between its first and its last step.
 
 The steps: mark the incarnation lost and collect the operations in flight there (training and samples together); drop
 every adapter copy there; decide the quarantine; fail a poison training operation; then publish one event. Receivers

@@ -2,7 +2,7 @@
 
 As in VTC (Sheng et al., OSDI 2024): the tokens of a tenant, over its weight, add to its counter, and the tenant with
 the lowest counter is next. A tenant that was inactive is lifted to the lowest counter of the active ones, so that an
-idle tenant saves up no share. Pure; does not depend on what is scheduled. Main invariant: a counter never decreases.
+idle tenant saves up no share. Pure; does not depend on operations. Main invariant: a counter never decreases.
 """
 
 from __future__ import annotations

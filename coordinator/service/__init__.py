@@ -2,7 +2,7 @@
 
 Public interface: `Service`, with a method for every RPC, and `auth` (`Authenticator`, `Principal`). A method takes the
 caller's principal and the contract's request message, and returns the response message, or an async generator of them
-where the contract streams. Refusals are `ServiceError`. Does not depend on any transport.
+where the contract streams. Refusals are `ServiceError`. Must not depend on any transport.
 
 There is one module per service of the contract. Two more are `copying`, for a method that combines several use cases,
 and `clients`, for the Tinker protocol, in which several clients share a sampler.

@@ -38,7 +38,7 @@ TTL_SECONDS_MAX = 100 * 365 * 86_400
 def uninterrupted(
     use_case: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """Decorate a use case that writes: it completes although its caller is cancelled. See `Core.uninterrupted`."""
+    """Decorate a use case that writes: it completes even if its caller is cancelled. See `Core.uninterrupted`."""
 
     @functools.wraps(use_case)
     async def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -49,7 +49,7 @@ def uninterrupted(
 
 
 class UseCases:
-    """Holds the parts, and looks things up as their owner."""
+    """The base of the use cases. A lookup finds only objects of the caller's tenant, unless it says otherwise."""
 
     def __init__(self, core: Core, authenticator: Authenticator) -> None:
         self._core = core

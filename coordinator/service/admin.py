@@ -14,7 +14,7 @@ class AdminUseCases(UseCases):
 
     @uninterrupted
     async def create_api_key(self, principal: Principal, request: pb.CreateApiKeyRequest) -> pb.CreateApiKeyResponse:
-        """Create a key. The response alone has its secret."""
+        """Create a key. Only the response has its secret."""
         _check_admin(principal)
         key, row = await self._authenticator.create_key(request.tenant, is_admin=request.is_admin)
         return pb.CreateApiKeyResponse(key=key, api_key=_message(row))

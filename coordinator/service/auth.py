@@ -1,4 +1,4 @@
-"""API keys and their tenants. Ownership is checked elsewhere.
+"""API keys and their tenants. Does not check ownership: the use cases do.
 
 The form of a key is `tp_<key id>_<secret>`; the database has the id and the SHA-256 of the secret. The secret is 32
 random bytes, so it cannot be guessed from a plain hash. The prefix `tml-` is allowed, for clients that require it.

@@ -49,7 +49,7 @@ class CheckpointUseCases(UseCases):
         return {(row.adapter_id, _KINDS[row.kind]): _message(row) for row in rows}
 
     async def trained_modules(self, principal: Principal, path: str) -> dict[str, bool]:
-        """Which groups of modules a readable checkpoint's adapter trained, be it deleted or another tenant's."""
+        """Return the groups of modules that a readable checkpoint's adapter trained, also for a deleted adapter."""
         spec = self._core.registry.spec(self._readable_checkpoint(principal, path).adapter_id)
         return {"train_unembed": spec.train_unembed, "train_mlp": spec.train_mlp, "train_attn": spec.train_attn}
 

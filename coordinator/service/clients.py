@@ -1,4 +1,7 @@
-"""Several clients of one sampler, as in the Tinker protocol: their numbers, and their finished samples."""
+"""Several clients of one sampler, as in the Tinker protocol: their numbers, and their finished samples.
+
+Main invariant: the clients of a sampler never share a sequence number.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ class SamplingClientUseCases(SamplingUseCases):
     """Use cases of clients that share a sampler. Each client numbers its samples in a range of its own."""
 
     async def join_sampler(self, principal: Principal, sampler_id: str) -> int:
-        """Return the number of one more client. Its sequence numbers begin after number x `CLIENT_SEQS`."""
+        """Return the number of a new client. Its sequence numbers begin after number x `CLIENT_SEQS`."""
         sampler = self._sampler(principal, sampler_id)
         self._live_session(principal, sampler.session_id)
         return self._core.finished_samples.new_client()

@@ -15,7 +15,7 @@ class OperationUseCases(UseCases):
     """OperationService."""
 
     async def get_operation(self, principal: Principal, request: pb.GetOperationRequest) -> pb.GetOperationResponse:
-        """An operation as it is now."""
+        """Return an operation as it is now."""
         operation = self._shown_operation(self._operation(principal, request.name))
         self._note_fetched(operation)
         return pb.GetOperationResponse(operation=operation)
@@ -29,7 +29,7 @@ class OperationUseCases(UseCases):
             raise invalid(f"{len(request.names)} names to wait for: send 1 to {limit}")
         names = list(dict.fromkeys(request.names))
         for name in names:
-            if self._core.admission.owner(*_place(name)) != principal.tenant_id:
+            if self._core.admission.owner(*_parse(name)) != principal.tenant_id:
                 raise not_found("operation", name)
         num_missing = len(names)
 
@@ -77,14 +77,14 @@ class OperationUseCases(UseCases):
         return operation.as_message(is_running=self._is_running(operation))
 
     def _operation(self, principal: Principal, name: str) -> Operation:
-        operation = self._core.admission.find(*_place(name))
+        operation = self._core.admission.find(*_parse(name))
         if operation is None or operation.is_dropped or operation.tenant_id != principal.tenant_id:
             raise not_found("operation", name)
         return operation
 
 
-def _place(name: str) -> tuple[str, int]:
-    """Return target and sequence number of an operation's name; `("", 0)`, which never exist, for another text."""
+def _parse(name: str) -> tuple[str, int]:
+    """Return target and sequence number of an operation's name; `("", 0)`, which no operation has, for other text."""
     target_id, _, seq = name.rpartition(":")
     is_canonical = seq.isascii() and seq.isdecimal() and seq[0] != "0" and len(seq) < 20 and int(seq) < 1 << 63
     return (target_id, int(seq)) if is_canonical else ("", 0)

@@ -48,7 +48,7 @@ class PoolUseCases(UseCases):
     async def watch_cycles(
         self, principal: Principal, request: pb.WatchCyclesRequest
     ) -> AsyncIterator[pb.WatchCyclesResponse]:
-        """Every cycle from now on."""
+        """Yield every cycle that commits from now on."""
         with self._core.journal.watch() as queue:
             while (cycle := await queue.get()) is not None:
                 yield pb.WatchCyclesResponse(cycle=self._shown(principal, cycle))

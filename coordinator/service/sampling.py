@@ -27,7 +27,7 @@ class SamplingUseCases(UseCases):
 
     @uninterrupted
     async def create_sampler(self, principal: Principal, request: pb.CreateSamplerRequest) -> pb.CreateSamplerResponse:
-        """A new sampler, or the one that this index or request id made."""
+        """Create a sampler; return the existing one if the index or request id was used before."""
         self._core.admission.check_open()
         session = self._live_session(principal, request.session_id)
         if bool(request.model_path) == bool(request.base_model):
@@ -72,7 +72,7 @@ class SamplingUseCases(UseCases):
         return pb.CreateSamplerResponse(sampler=_message(self._sampler(principal, sampler_id)))
 
     async def get_sampler(self, principal: Principal, request: pb.GetSamplerRequest) -> pb.GetSamplerResponse:
-        """A sampler."""
+        """Return a sampler."""
         return pb.GetSamplerResponse(sampler=_message(self._sampler(principal, request.sampler_id)))
 
     async def sample(self, principal: Principal, request: pb.SampleRequest) -> pb.SampleResponse:
@@ -84,7 +84,7 @@ class SamplingUseCases(UseCases):
     async def stream_sample(
         self, principal: Principal, request: pb.StreamSampleRequest
     ) -> AsyncIterator[pb.StreamSampleResponse]:
-        """Queue a sample, and stream its tokens and at the end the finished operation."""
+        """Queue a sample; stream its tokens, and at the end the finished operation."""
         operation, events = await self._begin(principal, request.request, is_streamed=True)
         if events is None:
             yield pb.StreamSampleResponse(operation=operation.as_message())
@@ -103,7 +103,7 @@ class SamplingUseCases(UseCases):
     async def _begin(
         self, principal: Principal, request: pb.SampleRequest, *, is_streamed: bool
     ) -> tuple[Operation, asyncio.Queue[Event | None] | None]:
-        """Accept and submit a sample; with a queue of events if they are wanted and there will be any."""
+        """Accept and submit a sample; return it, with a queue of its events if it is streamed and not finished."""
         sampler = self._sampler(principal, request.sampler_id)
         self._live_session(principal, sampler.session_id)
         model = self._model(sampler.base_model)
@@ -129,7 +129,7 @@ class SamplingUseCases(UseCases):
             raise ServiceError(
                 Code.UNAVAILABLE,
                 "SHUTTING_DOWN",
-                f"the pool is shutting down; {operation.name} goes on afterwards: wait for it there",
+                f"the pool is shutting down; {operation.name} resumes after its restart: wait for it then",
                 retry_delay_s=1.0,
             )
         return event
@@ -150,7 +150,7 @@ class SamplingUseCases(UseCases):
 
 
 def _seed(request: pb.SampleRequest) -> int:
-    """A seed for a request without one: new for each request, the same when that request is repeated."""
+    """Return a seed for a request without one: different for each request, the same for a repeat of it."""
     digest = hashlib.sha256(f"{request.sampler_id}\0{request.seq}\0{request.request_id}".encode())
     return int.from_bytes(digest.digest()[:8], "little") >> 1
 

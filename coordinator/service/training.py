@@ -22,7 +22,7 @@ from tinkerpool.v1 import training_pb2 as pb
 from workers.contract.messages import ModelInfo
 
 SaveRequest = checkpoints_pb.SaveStateRequest | checkpoints_pb.SaveWeightsForSamplerRequest
-PlacedRequest = PassRequest | pb.OptimStepRequest | pb.LoadStateRequest | SaveRequest
+SequencedRequest = PassRequest | pb.OptimStepRequest | pb.LoadStateRequest | SaveRequest
 
 
 class TrainingUseCases(UseCases):
@@ -89,23 +89,25 @@ class TrainingUseCases(UseCases):
         [operation] = await self._submit(log, request, self._save(request, Kind.SAVE_WEIGHTS_FOR_SAMPLER))
         return checkpoints_pb.SaveWeightsForSamplerResponse(operation=operation)
 
-    async def refuse(self, principal: Principal, kind: Kind, request: PlacedRequest, error: ServiceError) -> NoReturn:
-        """Record at its seq that a door could not decode a request; `request` has what it could read.
+    async def refuse(
+        self, principal: Principal, kind: Kind, request: SequencedRequest, error: ServiceError
+    ) -> NoReturn:
+        """Record at its seq that a door could not decode a request; `request` has the fields that it could decode.
 
-        Raises `error`, which then names the failed operation, or why nothing can be recorded at that seq.
+        Raises `error`, which then names the failed operation, or the reason why that seq cannot be recorded.
         """
         log, _ = self._served(principal, request)
         await self._submit(log, request, Request(kind=kind, raw=request, malformed=error))
         raise AssertionError("a malformed request was accepted")
 
-    async def _submit(self, log: AdapterLog, request: PlacedRequest, *requests: Request) -> list[ops_pb.Operation]:
+    async def _submit(self, log: AdapterLog, request: SequencedRequest, *requests: Request) -> list[ops_pb.Operation]:
         """Accept consecutive operations; return them once they are durable."""
         acceptance = self._core.admission.accept(log, request.seq, request.request_id, requests)
         operations = await acceptance.until_durable()
         return [operation.as_message(is_running=log.is_running(operation)) for operation in operations]
 
-    def _served(self, principal: Principal, request: PlacedRequest) -> tuple[AdapterLog, ModelInfo]:
-        """Return the adapter and its base model, if the pool serves that and has room for the request."""
+    def _served(self, principal: Principal, request: SequencedRequest) -> tuple[AdapterLog, ModelInfo]:
+        """Return the adapter and its base model. Raises ServiceError if that is not served, or there is no room."""
         log = self._adapter(principal, request.adapter_id)
         self._core.sessions.keep_alive(log.session_id)
         if log.base_model not in self._core.fleet.models:
@@ -147,11 +149,11 @@ class TrainingUseCases(UseCases):
             check_metadata(request.user_metadata, self._core.config.limits)
         except ServiceError as error:
             return Request(kind=kind, raw=request, malformed=error)
-        return Request(kind=kind, raw=request, payload=serialize(_without_place(request)))
+        return Request(kind=kind, raw=request, payload=serialize(_without_seq(request)))
 
 
 def _check_name(request: SaveRequest) -> None:
-    """Refuse a name that is none, and what goes only with one or only without."""
+    """Refuse an invalid name, and fields that need a name or exclude one."""
     sampler = request if isinstance(request, checkpoints_pb.SaveWeightsForSamplerRequest) else None
     if (request.name or sampler is None) and not names.is_checkpoint_name(request.name):
         raise invalid(
@@ -170,9 +172,9 @@ def _check_name(request: SaveRequest) -> None:
             raise invalid("sampler_index is for a sampler without a name: leave one of the two out")
 
 
-def _without_place(request: Message) -> Message:
-    body = type(request)()
-    body.CopyFrom(request)
-    body.ClearField("seq")
-    body.ClearField("request_id")
-    return body
+def _without_seq(request: Message) -> Message:
+    payload = type(request)()
+    payload.CopyFrom(request)
+    payload.ClearField("seq")
+    payload.ClearField("request_id")
+    return payload

@@ -9,5 +9,6 @@ Other rooms use:
 - `database.StorageError` and its subclasses: why a write was not taken.
 - `folders.StateFiles`: states as folders of files; `disk.Disk`: the disk below them, a seam for simulations.
 
-`database.Connection` is the seam of the database; tests may use `Store.database` for more than that.
+`database.Connection` is the seam of the database; tests may use `Store.database` for more than that. Must not depend on
+any other room but `base`.
 """

@@ -1,4 +1,4 @@
-"""The adapters: what makes each of them, also after its deletion."""
+"""The adapters and their specs. Rows stay after a deletion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coordinator.storage.tables import Table, insert
 
 
 class Adapters(Table[AdapterRow]):
-    """The adapters of all tenants. Rows of deleted ones stay."""
+    """The adapters of all tenants, also deleted ones."""
 
     def __init__(self, database: Database) -> None:
         super().__init__(database, AdapterRow, "adapters")

@@ -1,7 +1,7 @@
 """Stored states: users' checkpoints, samplers, and the snapshots that recovery starts from.
 
 A row names a folder of `folders`. Weights for sampling are committed before their folder is durable; until then their
-rows have no folder, and the log must be able to make the weights again (trigger `snapshots_keep_the_log` of `schema`).
+rows have no folder, and the log must be able to rematerialize them (trigger `snapshots_keep_the_log` of `schema`).
 """
 
 from __future__ import annotations

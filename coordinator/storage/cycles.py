@@ -25,12 +25,12 @@ class CycleCommit:
     summary: bytes = b""
     finished: list[DecidedOperation] = field(default_factory=list)
     depends_on: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    """By adapter, operations that its copy ran or passed since the last commit and that are not in `finished`, each as
-    its seq and append id. Operations that are known to be durable may be left out."""
+    """Adapter to the operations that its copy ran or passed since the last commit and that are not in `finished`, each
+    as its seq and append id. Operations that are known to be durable may be left out."""
     checkpoints: list[CheckpointRow] = field(default_factory=list)
     samplers: list[SamplerRow] = field(default_factory=list)
     snapshots: list[SnapshotRow] = field(default_factory=list)
-    """Of loads: no recovery could run them again once their checkpoint is deleted."""
+    """Snapshots of loads: a recovery could not run a load again once its checkpoint is deleted."""
     replaced_snapshots: list[tuple[str, str]] = field(default_factory=list)
     """Adapter and folder of snapshots that no row names once this is durable; not stored."""
     replaced_checkpoints: list[tuple[str, str]] = field(default_factory=list)
@@ -49,8 +49,8 @@ class Cycles:
         """Store a cycle's outcomes, checkpoints, samplers, snapshots, fair-share counters and metering.
 
         The future has the lost adapters (and samplers): those with an operation in `finished` or `depends_on` whose
-        append has failed. Nothing of theirs is stored, for it may hold the effect of that operation: no outcome,
-        snapshot, checkpoint or sampler. The commit is handed in behind the appends, so it is never durable before them.
+        append has failed. No outcome, snapshot, checkpoint or sampler of theirs is stored, because it may contain the
+        effect of that operation. The commit is queued behind the appends, so it is never durable before them.
         """
         now = self._database.service_time()
 

@@ -1,11 +1,11 @@
 """The database file: SQLite in WAL mode, one writer, group commit. The only module that imports SQLite.
 
 A write is a function on the connection; all queued writes are committed as one transaction with one fsync, in the order
-they were handed in. So a later write is never durable before an earlier one. Reads use a connection of their own and
-see committed rows only. Of the tables this module uses `meta` alone.
+of their calls. So a later write is never durable before an earlier one. Reads use a connection of their own and see
+committed rows only. Does not depend on any table but `meta`.
 
 A full disk refuses writes, and takes them again once it has room. A disk that fails to sync, or returns damaged data,
-ends this incarnation: it is unknown how much of the last commit is durable, and another sync would not tell.
+ends this incarnation: it is unknown how much of the last commit is durable, and another sync would not show it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LINGER_S = 0.002
 CHECKPOINT_COMMITS, CHECKPOINT_BYTES = 100, 4 << 20
 """Commits, or bytes of payloads in them, after which the write-ahead log is copied into the database."""
 RIDING_MAX = 1000
-"""Riding writes (see `ride`) after which a commit is made for them alone."""
+"""Riding writes (see `ride`) after which they get a commit of their own."""
 SERVICE_TIME_STEP_S = 1.0
 """How much service time a crash may lose."""
 _NO_ROOM = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
@@ -46,7 +46,7 @@ _NO_ROOM = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOER
 
 
 class StorageError(Exception):
-    """The database did not take a write. Nothing of that write is durable."""
+    """The database refused a write. No part of that write is durable."""
 
 
 class DiskFullError(StorageError):
@@ -81,8 +81,8 @@ class Database:
     ) -> None:
         """Open or create the database. Raises ValueError if another version of tinkerpool wrote it.
 
-        If the disk fails, that is reported to `failure`, and nothing is written afterwards. `connect` opens a
-        connection; a simulation passes one whose disk it controls.
+        If the disk fails, that is reported to `failure`, and later writes are refused. `connect` opens a connection; a
+        simulation passes one with a disk that it controls.
         """
         self.num_commits = 0
         """Transactions committed in this incarnation, one fsync each."""
@@ -131,7 +131,7 @@ class Database:
         return self._service_s + self._time.monotonic() - self._opened
 
     def write(self, write: Callable[[Connection], T], kind: str = "", *, can_linger: bool = False) -> asyncio.Future[T]:
-        """Hand in a write; the future is done when it is durable. A write that raises is rolled back alone."""
+        """Queue a write; the future is done when it is durable. If it raises, only this write is rolled back."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         if self._broken is not None or self._is_closed:
@@ -145,11 +145,11 @@ class Database:
         return future
 
     def expect_bytes(self, num_bytes: int) -> None:
-        """Note that the next write has so many bytes: after enough of them the write-ahead log is copied."""
+        """Count bytes of the next write: after enough of them the write-ahead log is copied into the database."""
         self._bytes_since_checkpoint += num_bytes
 
     def ride(self, key: str, write: Write, kind: str = "") -> None:
-        """Hand in a write that a crash may lose: it becomes durable with the next write. A key's last one counts."""
+        """Queue a write that becomes durable with the next one; a crash may lose it. Replaces the last one of `key`."""
         self._riding[key] = (kind, write)
         if len(self._riding) >= RIDING_MAX and self._committing is None:
             self.write(lambda db: None)
@@ -168,7 +168,7 @@ class Database:
         return read_meta(self._reader, key)
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> asyncio.Future[int]:
-        """Hand in one statement as a write; the future has the number of rows it changed."""
+        """Queue one statement as a write; the future has the number of rows that it changed."""
         return self.write(lambda db: db.execute(sql, parameters).rowcount)
 
     def _prepare(self) -> None:
@@ -179,11 +179,11 @@ class Database:
         if version and application_id != APPLICATION_ID:
             raise ValueError(
                 f"{self._path} was written by a version of tinkerpool before 0.2, whose data this version cannot read: "
-                "use another data directory, or go on with that version"
+                "use another data directory, or keep using that version"
             )
         if version > SCHEMA_VERSION:
             raise ValueError(
-                f"{self._path} was written by a newer tinkerpool (schema {version}, this one knows {SCHEMA_VERSION}): "
+                f"{self._path} was written by a newer tinkerpool (schema {version}, this one reads {SCHEMA_VERSION}): "
                 "upgrade tinkerpool, or use another data directory"
             )
         if version:
@@ -224,7 +224,7 @@ class Database:
         """Log when the disk becomes full, and when it has room again."""
         reason = next((error for _, error in outcomes if _is_full(error)), None)
         if reason is not None and not self._is_full:
-            logger.error("the disk is full (%s): nothing new is accepted until there is room", reason)
+            logger.error("the disk is full (%s): new operations are refused until there is room", reason)
         elif reason is None and self._is_full:
             logger.warning("the disk has room again")
         self._is_full = reason is not None
@@ -239,7 +239,7 @@ class Database:
     def _commit(
         self, queued: Sequence[_Queued], riding: Sequence[tuple[str, Write]]
     ) -> list[tuple[Any, Exception | None]]:
-        """Commit all writes in one transaction; a write that raises is rolled back to its savepoint and fails alone."""
+        """Commit all writes in one transaction; only a write that raises fails: it is rolled back to its savepoint."""
         db = self._writer
         outcomes: list[tuple[Any, Exception | None]] = []
         kinds = dict.fromkeys([kind for kind, _ in riding if kind] + [each.kind for each in queued if each.kind])
@@ -269,8 +269,8 @@ class Database:
                 db.execute("ROLLBACK")
             if len(queued) == 1:
                 return [(None, error)]
-            alone = [self._commit([each], ()) for each in queued]  # there may be room for the smaller ones
-            return [outcome for [outcome] in alone]
+            single = [self._commit([each], ()) for each in queued]  # there may be room for the smaller ones
+            return [outcome for [outcome] in single]
         self.num_commits += 1
         for kind in kinds:
             failpoint(f"{kind}.after_commit")
@@ -316,7 +316,7 @@ def open_connection(path: Path) -> Connection:
 def set_pragmas(db: Connection) -> None:
     """Make commits durable and the write-ahead log bounded."""
     db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = FULL")  # in WAL mode nothing less syncs at commit
+    db.execute("PRAGMA synchronous = FULL")  # in WAL mode no lower level syncs at commit
     db.execute("PRAGMA foreign_keys = ON")
     db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES_KEPT}")
     # Otherwise SQLite copies the log at the end of a COMMIT, and reports a failure of the copy as one of the commit.

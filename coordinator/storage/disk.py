@@ -1,7 +1,7 @@
 """The disk below state folders: a seam, so that a simulation can implement it and lose power.
 
-Main invariant: nothing is durable before `sync`. A file's content is durable after the sync of the file, its name after
-the sync of the folder that holds it.
+Main invariant: a change is durable only after `sync`. A file's content is durable after the sync of the file, its name
+after the sync of the folder that holds it.
 """
 
 from __future__ import annotations

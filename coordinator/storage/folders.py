@@ -62,7 +62,7 @@ class StateFiles:
         disk.sync(root.parent)  # otherwise a power cut could remove the root with its content
 
     def write(self, spec: AdapterSpec, model: ModelInfo, state: AdapterState) -> Saved:
-        """Make a state durable. Raises OSError if the disk fails or is full; nothing is left behind then."""
+        """Make a state durable. Raises OSError if the disk fails or is full, and leaves no folder behind then."""
         files = {
             WEIGHTS: state.weights,
             CONFIG: _to_json(peft_config(spec, model)),

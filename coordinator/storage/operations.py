@@ -20,8 +20,8 @@ class Operations(Table[OperationRow]):
     def append(self, rows: Iterable[NewOperation]) -> asyncio.Future[None]:
         """Log operations, all or none. Raises ConflictError through the future if a seq or request id exists.
 
-        An adapter's operations run before they are durable, so their append may wait for more writes; samples are
-        started only after that, so theirs does not.
+        An adapter's operations run before they are durable, so their append may wait for more writes. Samples are
+        started only after their append, so it does not wait.
         """
         rows = list(rows)
         now = self._database.service_time()

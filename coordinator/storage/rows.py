@@ -1,7 +1,7 @@
 """The rows of the database as frozen dataclasses. Fields are named as the columns; `schema` has each table's format.
 
-A row with all columns of its table can be inserted and is read back as it was. Rows that are part of a table, or of
-several, say so. Times named `_at` are seconds of the wall clock, `_service_s` are seconds of service time.
+Main invariant: a row with all columns of its table is read back as it was inserted. Does not depend on SQL. Times named
+`_at` are seconds of the wall clock, times named `_service_s` are seconds of service time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ApiKeyRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRow:
-    """What a tenant's finished operations of one kind have used."""
+    """The usage of a tenant's finished operations of one kind."""
 
     tenant_name: str
     kind: str
@@ -96,7 +96,7 @@ class AdapterRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerRow:
-    """A sampler: of the base model alone, of a checkpoint (`model_path`), or of an unnamed save (neither)."""
+    """A sampler: of a bare base model, of a checkpoint (`model_path`), or of an unnamed save (neither)."""
 
     sampler_id: str
     tenant_id: str

@@ -10,14 +10,14 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | tenants | a tenant with its fair-share weight and counter | a key is created for it; a cycle of it commits |
 | api_keys | an API key, as the hash of its secret | it is created or revoked |
 | sessions | a client process | it is created or ends; the row stays |
-| adapters | an adapter: what makes it, not its state | it is created or deleted; the row stays |
+| adapters | an adapter: its spec, not its state | it is created or deleted; the row stays |
 | samplers | a sampler | it is created, or weights are saved without a name; the row stays |
 | operations | an operation: its payload, then its outcome | it is appended, decided, and later emptied |
 | cycles | one of the last cycles, as a serialized v1.Cycle | it commits |
 | plans | an adapter in a planned cycle | with the write after the plan; the cycle's commit deletes it |
 | snapshots | an adapter's newest snapshot | its folder is durable |
 | checkpoints | a checkpoint | its save commits; it is overwritten or deleted |
-| usage | what a tenant's finished operations of one kind used | an operation finishes |
+| usage | the usage of a tenant's finished operations of one kind | an operation finishes |
 
 Folders (see `folders`) are named below `checkpoints/`, `snapshots/` and `samplers/` of the data directory.
 """
@@ -142,7 +142,7 @@ CREATE TABLE checkpoints (
     fingerprint TEXT NOT NULL,
     user_metadata TEXT NOT NULL,          -- a JSON object
     created_at REAL NOT NULL,
-    expires_at REAL,                      -- as its owner is told; NULL: never
+    expires_at REAL,                      -- as shown to its owner; NULL: never
     expires_service_s REAL,               -- when it is deleted: a step of the wall clock must not do that
     is_public INTEGER NOT NULL DEFAULT 0  -- whether every tenant may read it
 );
@@ -157,7 +157,7 @@ CREATE TABLE usage (
     engine_s REAL NOT NULL,
     PRIMARY KEY (tenant_id, kind)
 ) WITHOUT ROWID;
-CREATE TRIGGER snapshots_keep_the_log     -- a snapshot cuts the log, and only the log can make such weights again
+CREATE TRIGGER snapshots_keep_the_log     -- a snapshot cuts the log, which such weights are rematerialized from
 BEFORE INSERT ON snapshots
 WHEN EXISTS (
     SELECT 1 FROM samplers JOIN sessions USING (session_id)

@@ -1,4 +1,4 @@
-"""The durable log of a data directory: the database and its tables, composed."""
+"""The durable log of a data directory: the database and its tables, put together. Has no SQL but the epoch's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from coordinator.storage.usage import Usage
 FULL_RETRY_S = 1.0
 """Pause before a commit is tried again on a full disk."""
 _COUNTER_BITS = 32
-"""Of an append id: the counter within an epoch."""
+"""Low bits of an append id: the counter within an epoch."""
 
 
 class Store:
@@ -47,7 +47,7 @@ class Store:
         self._gives_up = False
 
     async def close(self) -> None:
-        """Commit the writes that were handed in, then close; later writes are refused. Idempotent."""
+        """Commit the queued writes, then close; later writes are refused. Idempotent."""
         await self.database.close()
 
     def service_time(self) -> float:
@@ -70,7 +70,7 @@ class Store:
         return self._epoch << _COUNTER_BITS | next(self._appends)
 
     def barrier(self) -> asyncio.Future[None]:
-        """Return a future that is done after every write handed in before. Raises StorageError through it."""
+        """Return a future that is done after every write queued before. Raises StorageError through it."""
         return self.database.write(lambda db: None)
 
     async def persist(self, commit: CycleCommit) -> frozenset[str]:

@@ -52,14 +52,14 @@ def typed(row_type: type[R], row: Row) -> R:
 
 
 def insert(db: Connection, table: str, row: Any, **more: Any) -> None:
-    """Insert a typed row; `more` has columns that are no fields of it."""
+    """Insert a typed row; `more` has columns that are not fields of it."""
     values = {name: getattr(row, name) for name, _ in _converters(type(row))} | more
     names, marks = ", ".join(values), ", ".join("?" * len(values))
     db.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(values.values()))  # noqa: S608 (our names)
 
 
 def _converters(row_type: type[Any]) -> Converters:
-    """Return each field with what makes its type of an SQL value: SQLite has no booleans."""
+    """Return each field with the conversion from its SQL value, if it needs one: SQLite has no booleans."""
     if row_type not in _known:
         _known[row_type] = [(each.name, bool if each.type in ("bool", bool) else None) for each in fields(row_type)]
     return _known[row_type]

@@ -23,7 +23,7 @@ from coordinator.doors.tinker.futures import submit
 from coordinator.doors.tinker.results import PROTOBUF
 from coordinator.doors.tinker.schemas import Seq
 from coordinator.operations.operation import Kind
-from coordinator.service.training import PlacedRequest
+from coordinator.service.training import SequencedRequest
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.v1 import training_pb2
 
@@ -40,7 +40,7 @@ class Head(BaseModel):
     is_forward: bool = False
 
 
-def consumes_seq(kind: Kind, make: type[PlacedRequest]) -> Callable[[Handler], Handler]:
+def consumes_seq(kind: Kind, make: type[SequencedRequest]) -> Callable[[Handler], Handler]:
     """Decorate a handler: record an unreadable body as a failed operation of this kind."""
 
     def decorate(handler: Handler) -> Handler:
@@ -56,7 +56,7 @@ def consumes_seq(kind: Kind, make: type[PlacedRequest]) -> Callable[[Handler], H
     return decorate
 
 
-async def _refuse(call: Call, kind: Kind, make: type[PlacedRequest], error: UnreadableBody) -> Response:
+async def _refuse(call: Call, kind: Kind, make: type[SequencedRequest], error: UnreadableBody) -> Response:
     read = read_protobuf if call.content_type == PROTOBUF else read_json
     if len(error.head) > INLINE_BYTES_MAX:
         head = await asyncio.to_thread(read_head, read, error.head)
