@@ -47,7 +47,7 @@ class LocalService:
     def __init__(
         self, data_dir: Path, model: PoolModel, *, num_threads: int = 0, num_slots: int = 16, seams: Seams | None = None
     ) -> None:
-        """`seams` as for `coordinator.core.Core`. Returns when it serves."""
+        """Start the service, and return when it serves. `seams`: as for the coordinator."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         pool = make_pool(PoolConfig(models=(model,), kind="local", num_threads=num_threads, num_slots=num_slots))

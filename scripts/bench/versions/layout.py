@@ -26,3 +26,9 @@ def module(name: str) -> Any:
     old, new = MODULES[name]
     is_old = find_spec(MODULES["training"][0]) is not None
     return importlib.import_module(old if is_old else new)
+
+
+def attribute(name: str, new: str, old: str) -> Any:
+    """Return an attribute of a measuring module by its new name, or by its old one."""
+    found = module(name)
+    return getattr(found, new) if hasattr(found, new) else getattr(found, old)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.versions.layout import module
+from scripts.bench.versions.layout import attribute, module
 
 MODEL = "4m"
 RANK = 8
@@ -91,10 +91,11 @@ def planner(seconds: float, num_threads: int) -> Measured:
     """Measure the processor time of planning a cycle."""
     module("models")
     own = module("planner")
+    make_ready_set = attribute("planner", "make_ready_set", "make_roster")
     queues = {"10 passes": own.PASSES, "5 pairs": own.PAIRS, "10 optimizer steps": own.STEPS}
     sides = {
         f"plan, {queue}, budget {budget}": own.Cycle(
-            own.make_roster(NUM_TENANTS_PLANNED, kinds, OPERATION_TOKENS), budget
+            make_ready_set(NUM_TENANTS_PLANNED, kinds, OPERATION_TOKENS), budget
         ).run
         for queue, kinds in queues.items()
         for budget in BUDGETS

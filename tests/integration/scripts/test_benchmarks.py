@@ -213,7 +213,7 @@ def test_two_versions_are_measured_in_turn(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.bench.versions", str(ROOT), str(ROOT), "--only", "planner"]
     options = ["--rounds", "2", "--seconds", "0.01", "--results", str(tmp_path)]
     done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode in (0, 1), done.stdout + done.stderr  # 1: a goal is missed, on a busy machine
+    assert done.returncode in (0, 2), done.stdout + done.stderr  # 2: a goal is missed, on a busy machine
     report = json.loads((tmp_path / "versions.json").read_text(encoding="utf-8"))
     rows = report["tables"]["versions"]["rows"]
     assert len(rows) == len(report["goals"]) == 6
