@@ -1,4 +1,4 @@
-"""Every option of a coordinator and its doors: default, unit and advice. Checked on construction.
+"""Every option of a coordinator and its doors: default, unit and advice. Main invariant: checked on construction.
 
 The options of the pool and of its engines are in `workers.contract.settings`. `tinkerpool serve` takes the defaults and
 the help texts of its options from both modules.

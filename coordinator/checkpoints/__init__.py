@@ -2,8 +2,8 @@
 
 Public interface:
 
-- `saver.Saver`: saves and loads of a cycle, files of checkpoints, orphaned folders;
-- `publishing.Publishing`: versions that are sampled from before their file exists (`named`, `unnamed`, `version_of`);
+- `states.States`: writes, reads and deletes states, also orphaned folders; `saver.Saver`: saves and loads of a cycle;
+- `published_weights`: `Publishing`, the versions that are sampled from before their file exists, and their names;
 - `snapshots.Snapshots`: when an adapter is snapshotted, and the writing of snapshots;
 - `staging.StagedStates`: the rows of one cycle's saves and loads; `folders.StateFolders`: the state folders on disk.
 

@@ -1,8 +1,8 @@
-"""Saves and loads of a cycle: the rows that its commit stores, and what happens to their states afterwards.
+"""Saves and loads of a cycle: the states that it stages, the rows that its commit stores, and the folders it replaces.
 
-A user's state is in its file before the commit. Only weights for sampling are committed first: until their file exists
-the log stands for them (`publishing`). A folder that is replaced is removed only after the commit. Does not depend on
-workers or order.
+Main invariant: a user's state is in its file before the commit, and a replaced folder is removed only after it. Weights
+for sampling are the exception: they are committed first, and until their file exists the log can rematerialize them
+(`published_weights`). Does not depend on workers, or on the order of operations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """What cycles save."""
+    """The saves and loads of cycles."""
 
     def __init__(
         self,

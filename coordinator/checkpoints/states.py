@@ -1,7 +1,7 @@
 """Writes, reads and deletes the states of adapters: checkpoints, snapshots and published weights.
 
-Files come first (synced and renamed), then rows. Depends on files, rows and the facts of base models; not on what a
-cycle saves (`saver`), workers or order.
+Main invariant: a folder is durable (synced and renamed) before a row names it. Depends on files, rows and the facts of
+base models; not on the saves of a cycle (`saver`), on workers, or on the order of operations.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A canonical chunk: datums `start` to `stop` of a request. A function of the request and the base model alone."""
+    """A canonical chunk: datums `start` to `stop` of a request. A function of only the request and the base model."""
 
     start: int
     stop: int

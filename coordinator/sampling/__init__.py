@@ -1,4 +1,4 @@
-"""Decides which worker runs which sample, streams tokens, and commits finished samples.
+"""Decides which sample runs next and on which worker, streams tokens, and commits finished samples.
 
 Public interface: `assembly.make_sample_scheduler`, `scheduler.SampleScheduler` (all unfinished samples; its `streams`
 have the listeners), `streams.Event`.

@@ -53,7 +53,7 @@ class Sample:
         return Flight(self.name, operation.target_id, operation.seq, operation.tenant_id, self.sampler.version)
 
     def fail(self, error: ops_pb.OperationError) -> None:
-        """Decide: failed before a worker answered."""
+        """Decide it as failed without a worker's result."""
         self.operation.fail(error)
 
     def decide(self, result: SampleResult) -> int:

@@ -1,6 +1,6 @@
 """Which weights a sampler samples from, and how a worker gets them.
 
-Depends on the stored rows and on weights that have no file yet (`publishing`); not on queues or placement. Main
+Depends on the stored rows and on weights that have no file yet (`Publishing`); not on queues or placement. Main
 invariant: a sampler's weights never change, unless it follows its adapter (`is_inflight`).
 """
 

@@ -1,4 +1,4 @@
-"""Decides which operations run next, and where: planner, ready set, quarantine, clock, fair queue, cost model.
+"""Decides which operations of adapters run next, and where: planner, ready set, quarantine, clock, cost model.
 
 Public interface:
 
@@ -7,7 +7,7 @@ Public interface:
 - `ready_set.ReadySet`, `quarantine.Quarantine`: the adapters that have something to run, and those that may run now;
 - `clock.CycleClock`: when a cycle starts; `deadlines.Deadlines`: how long a batch may take;
 
-- `virtual_counters` (`Share`, `FairState`), `fair_queue.FairQueue` (samples), `decode_share`: fairness;
+- `virtual_counters` (`Share`, `FairState`), `decode_share`: fairness;
 - `losses`: `LossRecorder` declares a worker lost, receivers read `WorkerLoss` events; `replay_differs`.
 
 Must not depend on how a plan is run, on transports, or on SQL.

@@ -1,7 +1,7 @@
 """Which adapters share the next pass, and on which worker each runs: a pure function of the ready chunks, the tenants'
 virtual counters and the token budget.
 
-The next chunk is one of the tenant with the lowest counter; within a tenant, adapters take turns round robin. Does not
+The next chunk is one of the tenant with the lowest counter; within a tenant, adapters are served round robin. Does not
 depend on a clock, the database or workers. Main invariant: planning reads at most one chunk of an adapter more than it
 plans, because a cycle takes a few chunks of a thousand long logs.
 """

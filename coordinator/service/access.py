@@ -1,6 +1,6 @@
 """Base class of the use cases: lookups with a check of ownership, pages, and checks of common fields.
 
-An object of another tenant is refused exactly like one that does not exist.
+Does not depend on a transport. Main invariant: an object of another tenant is refused exactly like a missing one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Adapters: create, look up, delete."""
+"""Adapters: create, look up, delete.
+
+Does not depend on how an adapter runs. Main invariant: a repeated creation returns the adapter of the first call.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations: get, wait, cancel."""
+"""Operations of all kinds: get, wait, cancel. Does not depend on where they run."""
 
 from __future__ import annotations
 

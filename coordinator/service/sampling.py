@@ -1,4 +1,7 @@
-"""Samplers and samples."""
+"""Samplers and samples: create a sampler, queue a sample, stream its tokens.
+
+Does not depend on which worker runs a sample. Main invariant: a sample is submitted only once it is durable.
+"""
 
 from __future__ import annotations
 

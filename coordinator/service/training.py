@@ -1,4 +1,8 @@
-"""Operations of adapters, which run by sequence number: passes, steps, loads, saves."""
+"""Operations of adapters, which run by sequence number: passes, steps, loads, saves.
+
+Checks and decodes requests; does not depend on when or where they run. Main invariant: a method returns only after its
+operation is durable.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Cycles: the notes of planned ones, and the commit of everything that a cycle did, in one transaction."""
+"""Cycles: the notes of planned ones, and the commit of a cycle in one transaction.
+
+Does not depend on how a cycle runs. Main invariant: all effects of a cycle are stored, or none, except those of lost
+adapters, which are never stored.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The operation log: appended operations, their payloads and outcomes, and metering."""
+"""The operation log: appended operations, their payloads and outcomes.
+
+Does not depend on what an operation means: payloads and outcomes are bytes. Main invariant: a seq of an adapter or
+sampler exists at most once, and gets at most one outcome.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sessions, live and ended."""
+"""The sessions, live and ended. Main invariant: a session that has ended never becomes live again."""
 
 from __future__ import annotations
 

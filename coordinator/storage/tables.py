@@ -1,4 +1,4 @@
-"""The base of the tables' classes: SQL results as typed rows."""
+"""The base of the tables' classes: SQL results as typed rows. Does not depend on any table."""
 
 from __future__ import annotations
 

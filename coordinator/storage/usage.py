@@ -1,4 +1,4 @@
-"""Metering: what each tenant's operations of each kind have used, counted with the outcome of each operation."""
+"""Metering: the usage of each tenant by kind of operation, counted in the write that stores an outcome."""
 
 from __future__ import annotations
 
