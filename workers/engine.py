@@ -39,7 +39,7 @@ from workers.host.threads import ThreadChoice
 from workers.sampling.sampler import Sampler, SamplerLimits
 from workers.selftest.fitting import fitting_tokens
 from workers.selftest.loading import load_base_model
-from workers.selftest.threads import is_thread_count_invariant
+from workers.selftest.thread_invariance import is_thread_count_invariant
 from workers.training.copies import AdapterCopies
 from workers.training.items import ItemRunner
 from workers.training.passes import PassRunner

@@ -12,7 +12,7 @@ from workers.model.gpu_attention import FlashKernel, SdpaAttention, VarlenAttent
 from workers.model.lora.grouped import MAJOR_CAPABILITIES, GroupedRun, group_segments
 from workers.model.lora.segments import Segment
 from workers.rows import AdapterViews, GroupViews
-from workers.selftest.rows import are_blocks_invariant
+from workers.selftest.row_invariance import are_blocks_invariant
 
 pytestmark = pytest.mark.gpu
 

@@ -2,7 +2,7 @@
 
 Threads that synchronize after every operation go at the pace of the slowest. If another process holds one of two cores,
 a pass on two threads takes several times as long as on one. So passes give up such cores, and take them back when they
-are free. Use it only where bits do not depend on the number of threads; `selftest.threads` tries that.
+are free. Use it only where bits do not depend on the number of threads; `selftest.thread_invariance` tries that.
 
 Depends on processor time; not on what the threads compute.
 """

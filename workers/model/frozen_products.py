@@ -6,8 +6,8 @@ forward, one of the transposes for the backward. Otherwise torch's matmul is use
 
 Does not depend on adapters or passes.
 
-Main invariant: from some number of rows on, a row's bits depend on that row and the weights alone. `selftest.rows`
-finds that number by trying these products.
+Main invariant: from some number of rows on, a row's bits depend on that row and the weights alone.
+`selftest.row_invariance` finds that number by trying these products.
 
 Dimensions: N rows, D inputs, F outputs of a linear.
 """

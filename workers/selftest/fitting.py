@@ -20,7 +20,7 @@ def fitting_tokens(passes: PassRunner) -> int | None:
     base_model = passes.base_model
     longest = max(base_model.max_seq_len, base_model.chunk_tokens)
     rank = rank_class(base_model.max_rank)
-    fitting = passes.memory.num_fitting(
+    fitting = passes.estimate.num_fitting(
         passes.room_bytes,
         lambda num_tokens: Load(num_tokens=num_tokens, lengths=[num_tokens], rank=rank),
         longest,

@@ -6,7 +6,7 @@ import torch
 
 from workers.contract.settings import EngineSettings
 from workers.model.base_model import BaseModel
-from workers.selftest.rows import find_numerics
+from workers.selftest.row_invariance import find_numerics
 
 
 def load_base_model(settings: EngineSettings) -> BaseModel:

@@ -57,9 +57,9 @@ class PassRunner:
         memory: MemoryShare,
         recompute: Recompute = "auto",
     ) -> None:
-        """Run passes in the memory that is free when `measure` is called."""
+        """Run passes in the part of `memory` that is free when `measure` is called."""
         self.base_model = base_model
-        self.memory = PassMemory(base_model)
+        self.estimate = PassMemory(base_model)
         self.recompute = recompute
         self.room_bytes = 0
         """Memory that a pass may take at its peak."""
@@ -96,7 +96,7 @@ class PassRunner:
 
         backward = any(item.backward for item in items)
         recompute = self.recompute == "on"
-        return self.memory.num_fitting(self.room_bytes, load, tokens_max, backward=backward, recompute=recompute)
+        return self.estimate.num_fitting(self.room_bytes, load, tokens_max, backward=backward, recompute=recompute)
 
     def _must_recompute(self, packed: Packed, rows: Sequence[Row], num_pending: int) -> bool:
         """Return whether layers of this pass are recomputed in its backward."""
@@ -111,7 +111,7 @@ class PassRunner:
             num_targets=max(part.logprobs.shape[1] for part in packed.parts),
             pending_values=num_pending,
         )
-        return self.memory.peak_bytes(load, backward=True) > self.room_bytes
+        return self.estimate.peak_bytes(load, backward=True) > self.room_bytes
 
     def checked(self, item: PassItem) -> Request:
         """Return the request of an item. Raises ValueError, with a message for the user, if the item cannot run."""

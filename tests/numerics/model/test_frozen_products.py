@@ -15,7 +15,7 @@ from tests.support.numerics.harness import Driver, make_data, make_spec
 from workers.contract.settings import EngineSettings
 from workers.model import frozen_products
 from workers.model.frozen_products import PackedProducts, PlainProducts, can_pack, kernel_rows
-from workers.selftest import rows
+from workers.selftest import row_invariance
 from workers.selftest.loading import load_base_model
 
 SHAPES = ((768, 256), (256, 768), (200, 97), (64, 64), (258, 48))
@@ -101,11 +101,11 @@ def test_engine_does_not_pack_what_depends_on_its_neighbours(qwen3: Path, monkey
         return real(self, x, weight, bias) * (1 + 2.0**-20 * len(x))
 
     monkeypatch.setattr(PackedProducts, "_multiply", uneven)
-    rows._has_independent_products.cache_clear()  # what was tried in this process is not tried again
+    row_invariance._has_independent_products.cache_clear()  # what was tried in this process is not tried again
     try:
         model = load_base_model(EngineSettings(model_path=str(qwen3)))
     finally:
-        rows._has_independent_products.cache_clear()
+        row_invariance._has_independent_products.cache_clear()
     assert not model.numerics.is_packed
     assert model.numerics.rows_min is not None
 

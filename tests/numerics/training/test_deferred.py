@@ -41,7 +41,7 @@ def test_results_gradients_and_steps_are_those_of_the_cpu(qwen3: Path) -> None:
 
 def test_blocks_of_logits_may_end_within_a_request(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = observe(Driver(qwen3), TENANTS)
-    monkeypatch.setattr(device_logits, "block_rows_of", lambda _: 16)
+    monkeypatch.setattr(device_logits, "block_rows_of", lambda _: 16)  # real blocks are longer than these sequences
     apart = distance(observe(deferred(qwen3), TENANTS), expected)
     assert apart.logprobs < 1e-5
     assert apart.gradients < 1e-5
@@ -134,7 +134,7 @@ PARAMS = (
 
 @pytest.mark.parametrize("kept_bytes_max", [1, optim.KEPT_BYTES_MAX])
 def test_steps_together_are_the_steps_one_by_one(kept_bytes_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optim, "KEPT_BYTES_MAX", kept_bytes_max)
+    monkeypatch.setattr(optim, "KEPT_BYTES_MAX", kept_bytes_max)  # real rows would have to have gigabytes
     rows, others = make_rows(4), make_rows(4)
     expected = [
         adamw_step(row, params, 3 + index) for index, (row, params) in enumerate(zip(others, PARAMS, strict=True))
@@ -183,7 +183,7 @@ def test_step_without_memory_for_its_copies_changes_nothing(monkeypatch: pytest.
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(optim, "_Kept", full)
+    monkeypatch.setattr(optim, "_Kept", full)  # stands for a GPU without free memory
     outcomes = adamw_steps([Step(row=row, params=PARAMS[0], num_steps=1) for row in rows])
     assert all(isinstance(outcome, torch.OutOfMemoryError) for outcome in outcomes)
     for row, vectors in zip(rows, before, strict=True):

@@ -24,7 +24,7 @@ from workers.contract.messages import (
 from workers.contract.settings import EngineSettings
 from workers.model.lora.segments import Segment
 from workers.model.pretrained import UnsupportedModelError
-from workers.selftest import threads
+from workers.selftest import thread_invariance
 from workers.selftest.loading import load_base_model
 from workers.training.logits import ChunkedLoss
 
@@ -116,7 +116,10 @@ def test_drop_gradient_drops_the_pending_gradient(driver: Driver) -> None:
 
 
 def _fail_once(monkeypatch: pytest.MonkeyPatch, error: Exception, when: Any) -> list[int]:
-    """Make passes for which `when(parts)` holds fail in the middle, after gradients were added; counts them."""
+    """Make passes for which `when(parts)` holds fail in the middle, after gradients were added; count them.
+
+    Patches the loss, for no input makes a pass fail there.
+    """
     run = ChunkedLoss.run
     sizes: list[int] = []
 
@@ -320,14 +323,13 @@ def test_info_has_the_facts_of_the_model(model_directory: Path) -> None:
 
 
 def test_threads_are_fixed_where_bits_depend_on_their_number(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A trial runs once in a process; and no build of torch at hand has bits that depend on the number of threads.
     torch.set_num_threads(2)
-    monkeypatch.setattr(threads, "_TRIED", {})
+    monkeypatch.setattr(thread_invariance, "_TRIED", {})
     assert "; up to 2 threads;" in Driver(qwen3).engine.info.fingerprint
-    monkeypatch.setattr(threads, "_TRIED", {})
-    monkeypatch.setattr(threads, "_trial", lambda _: [torch.tensor(torch.get_num_threads())])
-    engine = Driver(qwen3).engine
-    assert "; 2 threads;" in engine.info.fingerprint
-    assert engine._threads is None
+    monkeypatch.setattr(thread_invariance, "_TRIED", {})
+    monkeypatch.setattr(thread_invariance, "_trial", lambda _: [torch.tensor(torch.get_num_threads())])
+    assert "; 2 threads;" in Driver(qwen3).engine.info.fingerprint
 
 
 def test_model_that_the_fused_pass_would_get_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from workers.contract.settings import EngineSettings
 from workers.model import exact_products
 from workers.model.lora.segments import Segment
 from workers.model.pretrained import UnsupportedModelError
-from workers.selftest import rows
+from workers.selftest import row_invariance
 from workers.selftest.loading import load_base_model
 
 pytestmark = pytest.mark.slow
@@ -116,10 +116,10 @@ def test_device_whose_rows_depend_on_their_place_is_refused(qwen3: Path, monkeyp
         return torch.matmul(x, matrix) * (1 + 2.0**-20 * torch.arange(len(x)).unsqueeze(1))
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", uneven)
-    assert not rows.are_blocks_invariant([torch.ones(8, 8)], 64)
+    assert not row_invariance.are_blocks_invariant([torch.ones(8, 8)], 64)
     monkeypatch.undo()
-    assert rows.are_blocks_invariant([torch.ones(8, 8)], 64)
-    monkeypatch.setattr("workers.selftest.rows.are_blocks_invariant", lambda *_: False)
+    assert row_invariance.are_blocks_invariant([torch.ones(8, 8)], 64)
+    monkeypatch.setattr("workers.selftest.row_invariance.are_blocks_invariant", lambda *_: False)
     with pytest.raises(UnsupportedModelError, match="load it without exact"):
         load_base_model(EngineSettings(model_path=str(qwen3), exact=True))
 

@@ -132,6 +132,7 @@ def test_a_request_that_finds_less_memory_than_was_measured_runs_its_layers_twic
     expected.install(make_spec("a"), make_spec("b"))
     expected.train(*(expected.backward(key, make_data("cross_entropy", [20])) for key in "ab"))
 
+    # Patched, for a machine cannot be made short of memory between the measurement and the pass.
     def short_of_memory(self: BaseModel, *args: Any, recompute: bool, **kwargs: Any) -> Any:
         if not recompute:
             raise MemoryError

@@ -51,7 +51,7 @@ def test_every_layer_runs_twice_in_a_pass_with_a_backward_through_it_and_only_th
 def test_memory_is_mapped_apart_in_a_pass_that_runs_layers_twice_and_only_there(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or holes in the heap would take the memory that was too little already."""
+    """Holes in the heap would take more of the memory that is short. Patched: the state of the heap is not visible."""
     entered: list[bool] = []
 
     @contextmanager

@@ -88,7 +88,7 @@ def test_files_are_read_as_they_are_now(tmp_path: Path) -> None:
 def test_the_librarys_free_blocks_are_counted_only_where_memory_may_be_short(
     monkeypatch: pytest.MonkeyPatch, free: int, kept: int, counted: int
 ) -> None:
-    """It takes a while, in every pass."""
+    """Counting them takes long, in every pass. Patched: a machine with so much memory."""
     num_asked = 0
 
     def ask() -> int:

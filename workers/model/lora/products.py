@@ -4,7 +4,8 @@ For a row x of segment s:  y += scaling_s (x A_s^T) B_s^T.
 
 Does not depend on passes, models or the bank.
 
-Main invariant: a segment has the same bits as a matrix of its own or as one of a batch; `selftest.batching` tries that.
+Main invariant: a segment has the same bits as a matrix of its own or as one of a batch; `selftest.batch_invariance`
+tries that.
 
 Dimensions: N rows of a segment, S segments of a batch, D inputs, F outputs, R padded rank, G linears in a group.
 """

@@ -23,7 +23,7 @@ from workers.model.frozen_products import FrozenProducts, PackedProducts, PlainP
 from workers.model.lora.grouped import VALUES_MULTIPLE
 from workers.model.numerics import ROWS_MIN, Numerics
 from workers.model.pretrained import UnsupportedModelError
-from workers.selftest.batching import can_batch_segments
+from workers.selftest.batch_invariance import can_batch_segments
 from workers.selftest.kernels import Kernel, is_large
 
 ROWS_MIN_CANDIDATES = (16, 32, 48, 64, 96, 128, 192, 240)
