@@ -243,10 +243,6 @@ class Operation:
         self.payload = b""
         self.decoded = None
 
-    def drop_decoded(self) -> None:
-        """Free the decoded payload; it is decoded again when the operation runs."""
-        self.decoded = None
-
     def keep_decoded(self, decoded: DecodedPass) -> None:
         """Hold the payload decoded until the operation has run."""
         self.decoded = decoded

@@ -7,7 +7,7 @@ adapters, which are never stored.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from coordinator.storage.checkpoints import put_snapshot
@@ -28,9 +28,6 @@ class CycleCommit:
     """0: no cycle, only decided operations."""
     summary: bytes = b""
     finished: list[DecidedOperation] = field(default_factory=list)
-    depends_on: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    """Adapter to the operations that its copy ran or passed since the last commit and that are not in `finished`, each
-    as its seq and append id. Operations that are known to be durable may be left out."""
     checkpoints: list[CheckpointRow] = field(default_factory=list)
     samplers: list[SamplerRow] = field(default_factory=list)
     snapshots: list[SnapshotRow] = field(default_factory=list)
@@ -52,14 +49,14 @@ class Cycles:
     def commit(self, commit: CycleCommit) -> asyncio.Future[frozenset[str]]:
         """Store a cycle's outcomes, checkpoints, samplers, snapshots, fair-share counters and metering.
 
-        The future has the lost adapters (and samplers): those with an operation in `finished` or `depends_on` whose
-        append has failed. No outcome, snapshot, checkpoint or sampler of theirs is stored, because it may contain the
+        The future has the lost adapters (and samplers): those with an operation in `finished` whose append has
+        failed. No outcome, snapshot, checkpoint or sampler of theirs is stored, because it may contain the
         effect of that operation. The commit is queued behind the appends, so it is never durable before them.
         """
         now = self._database.service_time()
 
         def write(db: Connection) -> frozenset[str]:
-            lost = lost_targets(db, commit.finished, commit.depends_on)
+            lost = lost_targets(db, commit.finished)
             for operation in commit.finished:
                 if operation.target_id not in lost:
                     finish(db, operation, now)

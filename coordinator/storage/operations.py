@@ -7,7 +7,7 @@ sampler exists at most once, and gets at most one outcome.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from coordinator.storage.database import Connection, Database, Row
 from coordinator.storage.rows import DecidedOperation, NewOperation, OperationRow, UnfetchedOperation
@@ -124,17 +124,13 @@ class Operations(Table[OperationRow]):
         return [(typed(OperationRow, row), row["payload"]) for row in rows]
 
 
-def lost_targets(
-    db: Connection, decided: Iterable[DecidedOperation], depends_on: Mapping[str, Sequence[tuple[int, int]]]
-) -> frozenset[str]:
+def lost_targets(db: Connection, decided: Iterable[DecidedOperation]) -> frozenset[str]:
     """Return the adapters and samplers with an operation here whose append is not in the log.
 
-    `depends_on`: by adapter, further operations as pairs of seq and append id. Run inside the transaction that stores
-    the outcomes: an append may fail until then, and its seq may belong to another operation afterwards.
+    Run inside the transaction that stores the outcomes: an append may fail until then, and its seq may belong to
+    another operation afterwards.
     """
-    operations = [(each.target_id, each.seq, each.append_id) for each in decided]
-    operations += [(target_id, *each) for target_id, pairs in depends_on.items() for each in pairs]
-    return frozenset(operation[0] for operation in operations if not _is_logged(db, *operation))
+    return frozenset(o.target_id for o in decided if not _is_logged(db, o.target_id, o.seq, o.append_id))
 
 
 def finish_logged(db: Connection, decided: Iterable[DecidedOperation], now: float) -> None:

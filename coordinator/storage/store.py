@@ -69,10 +69,6 @@ class Store:
         assert self._epoch, "an append id needs an epoch: raise it first"
         return self._epoch << _COUNTER_BITS | next(self._appends)
 
-    def barrier(self) -> asyncio.Future[None]:
-        """Return a future that is done after every write queued before. Raises StorageError through it."""
-        return self.database.write(lambda db: None)
-
     async def persist(self, commit: CycleCommit) -> frozenset[str]:
         """Commit as `Cycles.commit`; while the disk is full, try again until `give_up`. Raises StorageError."""
         while True:

@@ -174,18 +174,11 @@ async def test_nothing_is_stored_that_holds_the_effect_of_an_operation_that_was_
     }
     assert await store.cycles.commit(CycleCommit(finished=[decided(1)], **states)) == {"a"}
     await store.operations.append([operation(1, append_id=7), operation(2, append_id=3)])
-    passed = CycleCommit(finished=[decided(2, append_id=3)], depends_on={"a": [(1, 2)]}, **states)
-    assert await store.cycles.commit(passed) == {"a"}
+    other_append = CycleCommit(finished=[decided(1, append_id=2), decided(2, append_id=3)], **states)
+    assert await store.cycles.commit(other_append) == {"a"}
     for table in ("snapshots", "checkpoints", "samplers", "usage"):
         assert query(tmp_path / "log.db", f"SELECT * FROM {table}") == []
     assert outcomes(store) == [None, None]
-
-
-async def test_what_depends_on_logged_operations_is_stored(store: Store) -> None:
-    await store.operations.append([operation(1, append_id=7), operation(2, append_id=3)])
-    commit = CycleCommit(finished=[decided(2, append_id=3)], depends_on={"a": [(1, 7)]})
-    assert await store.cycles.commit(commit) == frozenset()
-    assert outcomes(store) == [None, b"ok"]
 
 
 async def test_a_deletion_decides_logged_operations_only(store: Store) -> None:
