@@ -18,7 +18,7 @@ from tests.support.toy_pool import (
     sample_request,
     tokens_of,
 )
-from tinkerpool.v1 import checkpoints_pb2, training_pb2
+from tinkerpool.v1 import checkpoints_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract import failpoints
 from workers.contract.messages import AdapterSpec
@@ -162,8 +162,7 @@ async def check_checkpoints(pool: ToyPool, adapter: str, load: Load) -> None:
     seq = 5 * NUM_STEPS + 1
     for checkpoint in listed:
         num_steps = int(checkpoint.path.rpartition("step")[2]) + 1
-        loading = training_pb2.LoadStateRequest(adapter_id=adapter, seq=seq, path=checkpoint.path, with_optimizer=True)
-        [loaded] = await pool.wait((await pool.service.load_state(await pool.principal(), loading)).operation.name)
+        [loaded] = await pool.wait(await pool.load_state(adapter, seq, checkpoint.path))
         assert loaded.state == SUCCEEDED
         assert pool.chain(adapter) == load.chain(adapter, num_steps)
         seq += 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.toy_engine import POISON_TOKEN
-from tests.support.toy_pool import ToyPool, pass_request, running_pool
+from tests.support.toy_pool import ToyPool, running_pool
 
 NUM_OPERATIONS = 10_000
 NUM_RESTARTS = 5
@@ -63,7 +63,4 @@ async def submit(pool: ToyPool, adapter: str, seq: int, *, is_poisoned: bool) ->
     """A step after every third pass; some passes fail."""
     if seq % 4 == 0:
         return await pool.optim_step(adapter, seq)
-    request = pass_request(adapter, seq, [8])
-    if is_poisoned:
-        request.data[0].tokens.data = bytes([POISON_TOKEN, 0, 0, 0]) * 8
-    return str((await pool.service.forward_backward(await pool.principal(), request)).operation.name)
+    return await pool.forward_backward(adapter, seq, 8, token=POISON_TOKEN if is_poisoned else None)

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.base.errors import ServiceError
 from tests.support.toy_engine import POISON_TOKEN
-from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, pass_request, running_pool
+from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, running_pool
 from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import Batch, BatchResult, OptimStepItem, PassItem
@@ -69,13 +69,11 @@ async def test_fifty_stops_under_load_lose_nothing_and_the_next_start_replays_no
 
 async def test_a_stop_in_a_closed_gradient_window_keeps_it_closed_without_a_replay(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
+        adapter = await pool.adapter()
         await pool.wait(await pool.forward_backward(adapter, 1, 5), await pool.optim_step(adapter, 2))
         chain = pool.chain(adapter)
         await pool.wait(await pool.forward_backward(adapter, 3, 5))
-        poison = pass_request(adapter, 4, [5])
-        poison.data[0].tokens.data = bytes([POISON_TOKEN, 0, 0, 0]) * 5
-        await pool.wait((await pool.service.forward_backward(principal, poison)).operation.name)
+        await pool.wait(await pool.forward_backward(adapter, 4, 5, token=POISON_TOKEN))
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
         closed = await pool.wait(await pool.forward_backward(adapter, 5, 5), await pool.optim_step(adapter, 6))
@@ -90,7 +88,7 @@ async def test_a_stop_in_a_closed_gradient_window_keeps_it_closed_without_a_repl
 async def test_what_is_decided_as_the_last_cycle_commits_is_in_the_log_before_the_snapshot(tmp_path: Path) -> None:
     """Otherwise the next life takes a step on the gradient that had failed."""
     async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
+        adapter = await pool.adapter()
         loop = pool.coordinator.core.loops["toy"]
         await pool.wait(await pool.forward_backward(adapter, 1, 5), await pool.optim_step(adapter, 2))
         snapshot = loop._snapshot
@@ -103,9 +101,7 @@ async def test_what_is_decided_as_the_last_cycle_commits_is_in_the_log_before_th
             await snapshot(lost)
 
         loop._snapshot = submit_late  # type: ignore[method-assign]
-        poison = pass_request(adapter, 3, [5])
-        poison.data[0].tokens.data = bytes([POISON_TOKEN, 0, 0, 0]) * 5
-        await pool.wait((await pool.service.forward_backward(principal, poison)).operation.name)
+        await pool.wait(await pool.forward_backward(adapter, 3, 5, token=POISON_TOKEN))
         await until(lambda: late)
     async with running_pool(tmp_path) as pool:
         await pool.take_over()

@@ -80,9 +80,16 @@ class ToyPool:
         )
         return str(response.adapter.adapter_id)
 
-    async def forward_backward(self, adapter_id: str, seq: int, *lengths: int, tenant: str = "alice") -> str:
-        """Submit a forward_backward of sequences of these lengths; returns the operation's name."""
+    async def forward_backward(
+        self, adapter_id: str, seq: int, *lengths: int, tenant: str = "alice", token: int | None = None
+    ) -> str:
+        """Submit a forward_backward of sequences of these lengths; return the operation's name.
+
+        All tokens of the first sequence are `token`, if given.
+        """
         request = pass_request(adapter_id, seq, lengths)
+        if token is not None:
+            request.data[0].tokens.CopyFrom(to_tensor(np.full(lengths[0], token, np.int32)))
         response = await self.service.forward_backward(await self.principal(tenant), request)
         return str(response.operation.name)
 
@@ -128,6 +135,29 @@ class ToyPool:
         request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter_id, seq=seq, name=name)
         response = await self.service.save_state(await self.principal(tenant), request)
         return (await self.wait(response.operation.name, tenant=tenant))[0]
+
+    async def load_state(self, adapter_id: str, seq: int, path: str, *, with_optimizer: bool = True) -> str:
+        """Submit a load of a checkpoint; return the operation's name."""
+        request = training_pb2.LoadStateRequest(
+            adapter_id=adapter_id, seq=seq, path=path, with_optimizer=with_optimizer
+        )
+        return str((await self.service.load_state(await self.principal(), request)).operation.name)
+
+    async def cancel(self, name: str) -> ops_pb.Operation:
+        """Cancel an operation; return it as it is then."""
+        request = ops_pb.CancelOperationRequest(name=name)
+        operation: ops_pb.Operation = (await self.service.cancel_operation(await self.principal(), request)).operation
+        return operation
+
+    async def delete_adapter(self, adapter_id: str) -> None:
+        """Delete an adapter."""
+        request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter_id)
+        await self.service.delete_adapter(await self.principal(), request)
+
+    async def finish_session(self, session_id: str) -> None:
+        """End a session, or the session of an adapter."""
+        request = sessions_pb2.FinishSessionRequest(session_id=session_id.partition(":")[0])
+        await self.service.finish_session(await self.principal(), request)
 
     async def publish(self, adapter_id: str, seq: int, name: str = "", tenant: str = "alice") -> ops_pb.Operation:
         """Save weights for a sampler and wait."""

@@ -17,7 +17,7 @@ from coordinator.storage.disk import RealDisk
 from tests.support.toy_engine import ToyAdapter
 from tests.support.toy_pool import FakeTime, ToyPool, running_pool
 from tinkerpool.convert import to_tensor
-from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sampling_pb2, training_pb2
+from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sampling_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import SaveItem
 
@@ -33,11 +33,6 @@ async def train(pool: ToyPool, adapter: str, first: int) -> int:
     """One step; returns the next seq."""
     await pool.wait(await pool.forward_backward(adapter, first, 5), await pool.optim_step(adapter, first + 1))
     return first + 2
-
-
-async def load(pool: ToyPool, adapter: str, seq: int, path: str, *, with_optimizer: bool = True) -> str:
-    request = training_pb2.LoadStateRequest(adapter_id=adapter, seq=seq, path=path, with_optimizer=with_optimizer)
-    return str((await pool.service.load_state(await pool.principal(), request)).operation.name)
 
 
 async def checkpoints(pool: ToyPool, **values: Any) -> list[checkpoints_pb2.Checkpoint]:
@@ -65,11 +60,11 @@ async def test_a_loaded_state_is_the_saved_one_with_or_without_its_moments(tmp_p
         chain, moments = before.chain, before.moments
         seq = await train(pool, adapter, seq + 1)
         assert copy_of(pool, adapter).chain != chain
-        [loaded] = await pool.wait(await load(pool, adapter, seq, saved.save_state.path))
+        [loaded] = await pool.wait(await pool.load_state(adapter, seq, saved.save_state.path))
         assert loaded.load_state.path == saved.save_state.path == f"tinker://{adapter}/weights/first"
         after = copy_of(pool, adapter)
         assert (after.chain, after.moments, after.progress.num_steps) == (chain, moments, 1)
-        await pool.wait(await load(pool, adapter, seq + 1, saved.save_state.path, with_optimizer=False))
+        await pool.wait(await pool.load_state(adapter, seq + 1, saved.save_state.path, with_optimizer=False))
         after = copy_of(pool, adapter)
         assert (after.chain, after.moments, after.progress.num_steps) == (chain, b"", 0)
 
@@ -78,7 +73,7 @@ async def test_loading_discards_the_pending_gradient_also_when_it_is_replayed(tm
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         path = (await pool.save(adapter, await train(pool, adapter, 1), "first")).save_state.path
-        await pool.wait(await pool.forward_backward(adapter, 4, 5), await load(pool, adapter, 5, path))
+        await pool.wait(await pool.forward_backward(adapter, 4, 5), await pool.load_state(adapter, 5, path))
         assert copy_of(pool, adapter).gradient == b""
         await pool.wait(await pool.optim_step(adapter, 6))
         chain = copy_of(pool, adapter).chain
@@ -157,7 +152,7 @@ async def test_overwriting_replaces_a_checkpoint_and_its_sampler_does_not_sample
             params=sampling_pb2.SamplingParams(max_tokens=2),
         )
         [sampled] = await pool.wait((await pool.service.sample(await pool.principal(), sample)).operation.name)
-        loaded = await pool.wait(await load(pool, adapter, seq + 1, path))
+        loaded = await pool.wait(await pool.load_state(adapter, seq + 1, path))
     assert (checkpoint.path, checkpoint.seq) == (path, seq)
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
     assert (sampled.state, sampled.error.reason) == (FAILED, "NOT_FOUND")
@@ -208,7 +203,7 @@ async def test_a_deleted_checkpoint_is_gone_and_its_name_is_free(tmp_path: Path)
         await delete(pool, path)
         assert await checkpoints(pool) == []
         assert list((tmp_path / "checkpoints").iterdir()) == []
-        for call in (delete(pool, path), load(pool, adapter, 2, path), export(pool, path)):
+        for call in (delete(pool, path), pool.load_state(adapter, 2, path), export(pool, path)):
             with pytest.raises(ServiceError) as raised:
                 await call
             assert raised.value.code is Code.NOT_FOUND
@@ -221,8 +216,7 @@ async def test_checkpoints_outlive_their_adapter(tmp_path: Path) -> None:
         await train(pool, adapter, 1)
         chain = copy_of(pool, adapter).chain
         path = (await pool.save(adapter, 3, "kept")).save_state.path
-        request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
-        await pool.service.delete_adapter(await pool.principal(), request)
+        await pool.delete_adapter(adapter)
         child = await pool.adapter(from_path=path, base_model="", rank=0)
         await pool.wait(await pool.forward_backward(child, 1, 4))
         assert copy_of(pool, child).chain == chain
@@ -296,7 +290,7 @@ async def test_a_damaged_checkpoint_is_never_loaded_and_hurts_nobody_else(tmp_pa
         session = adapter.partition(":")[0]
         sampler = await pool.sampler(session, model_path=path)
         loaded, step, fine, sample = await pool.wait(
-            await load(pool, adapter, 2, path),
+            await pool.load_state(adapter, 2, path),
             await pool.optim_step(adapter, 3),
             await pool.forward_backward(adapter, 4, 5),
             await pool.sample(sampler, 1),
@@ -355,12 +349,12 @@ async def test_a_load_is_durable_with_its_state_or_fails_and_changes_nothing(
         chain = pool.chain(adapter)
         with monkeypatch.context() as patch:
             patch.setattr(pool.coordinator.core.states.folders.snapshots, "write", full)
-            [failed] = await pool.wait(await load(pool, adapter, 4, path))
+            [failed] = await pool.wait(await pool.load_state(adapter, 4, path))
         assert failed.error.reason == "DISK"
         [closed] = await pool.wait(await pool.optim_step(adapter, 5))
         assert closed.error.reason == "GRADIENT_WINDOW_CLOSED"
         assert pool.chain(adapter) == chain
-        [loaded] = await pool.wait(await load(pool, adapter, 6, path))
+        [loaded] = await pool.wait(await pool.load_state(adapter, 6, path))
         await pool.service.delete_checkpoint(await pool.principal(), checkpoints_pb2.DeleteCheckpointRequest(path=path))
         chain = pool.chain(adapter)
     assert loaded.state == SUCCEEDED
@@ -435,10 +429,10 @@ async def test_a_repeated_load_is_known_again_after_its_checkpoint_was_deleted(t
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         path = (await pool.save(adapter, 1, "first")).save_state.path
-        name = await load(pool, adapter, 2, path)
+        name = await pool.load_state(adapter, 2, path)
         [first] = await pool.wait(name)
         await delete(pool, path)
-        assert await load(pool, adapter, 2, path) == name
+        assert await pool.load_state(adapter, 2, path) == name
         [again] = await pool.wait(name)
     assert again == first
 
@@ -470,4 +464,4 @@ async def test_weights_for_sampling_cannot_be_loaded_to_train(tmp_path: Path) ->
         adapter = await pool.adapter()
         path = (await pool.publish(adapter, 1, "only")).save_weights_for_sampler.path
         with pytest.raises(ServiceError, match="for sampling only"):
-            await load(pool, adapter, 2, path)
+            await pool.load_state(adapter, 2, path)

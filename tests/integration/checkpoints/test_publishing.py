@@ -36,7 +36,6 @@ from tests.support.publishing import (
 )
 from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, fail_appends, running_pool, tokens_of
 from tests.support.waiting import until
-from tinkerpool.v1 import adapters_pb2, sessions_pb2, training_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import AdapterInstall, Batch, BatchResult, ErrorCode, ItemError, SaveItem
 
@@ -147,15 +146,14 @@ async def test_a_load_waits_for_the_file_of_what_was_published_before_it_and_nob
     tmp_path: Path, is_named: bool
 ) -> None:
     async with running_pool(tmp_path) as pool:
-        adapter, other, principal = await pool.adapter(), await pool.adapter(), await pool.principal()
+        adapter, other = await pool.adapter(), await pool.adapter()
         spec = pool.spec_of(adapter)
         saved = await pool.save(other, 1, "start")
         with held_files(pool) as may_write:
             pool.hold()  # so that all of it is due in one step phase
             names = [await pool.forward_backward(adapter, 1, *LENGTHS), await pool.optim_step(adapter, 2)]
             names.append(await begin_to_publish(pool, adapter, 3, is_named=is_named))
-            load = training_pb2.LoadStateRequest(adapter_id=adapter, seq=4, path=saved.save_state.path)
-            loading = (await pool.service.load_state(principal, load)).operation.name
+            loading = await pool.load_state(adapter, 4, saved.save_state.path)
             await pool.release()
             *_, published = await asyncio.wait_for(pool.wait(*names), 10)
             await asyncio.wait_for(pool.wait(*[await pool.submit(other, seq) for seq in (2, 3)]), 10)
@@ -245,11 +243,10 @@ async def test_a_stop_writes_what_has_no_file_and_leaves_nothing_to_run_again(tm
 
 async def test_a_stop_waits_for_a_file_that_nobody_needs_any_more_and_leaves_none(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
+        adapter = await pool.adapter()
         with held_files(pool) as may_write:
             await train(pool, adapter, 0)
-            session_id = adapter.partition(":")[0]
-            await pool.service.finish_session(principal, sessions_pb2.FinishSessionRequest(session_id=session_id))
+            await pool.finish_session(adapter)
             stopping = asyncio.create_task(pool.coordinator.stop())
             await asyncio.sleep(0.5)
             assert not stopping.done()
@@ -274,12 +271,11 @@ async def test_a_stop_on_a_full_disk_leaves_it_to_the_log(tmp_path: Path, is_nam
 @named_or_not
 async def test_an_adapter_deleted_before_the_file_is_there_leaves_its_samplers(tmp_path: Path, is_named: bool) -> None:
     async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
+        adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
         with held_files(pool) as may_write:
             sampler = await train(pool, adapter, 0, is_named=is_named)
-            request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
-            deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))
+            deletion = asyncio.create_task(pool.delete_adapter(adapter))
             await until(lambda: adapter not in pool.coordinator.core.registry.logs)
             await asyncio.sleep(0.02)
             assert not deletion.done()
@@ -293,13 +289,11 @@ async def test_an_adapter_deleted_before_the_file_is_there_leaves_its_samplers(t
 @named_or_not
 async def test_an_adapter_is_not_deleted_while_the_disk_takes_no_file(tmp_path: Path, is_named: bool) -> None:
     async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
+        adapter = await pool.adapter()
         refuse_files(pool)
         await train(pool, adapter, 0, is_named=is_named)
         with pytest.raises(ServiceError) as raised:
-            await asyncio.wait_for(
-                pool.service.delete_adapter(principal, adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)), 10
-            )
+            await asyncio.wait_for(pool.delete_adapter(adapter), 10)
         [after] = await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 5, 3)), 10)
     assert raised.value.retry_delay_s is not None
     assert after.state == SUCCEEDED
@@ -312,16 +306,14 @@ async def test_an_adapter_is_not_deleted_before_its_weights_are_made_again(tmp_p
         spec = pool.spec_of(adapter)
         refuse_files(pool)
         sampler = await train(pool, adapter, 0, is_named=is_named)
-    request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
     with held_batches() as may_run:
         async with running_pool(tmp_path) as pool:
             await pool.take_over()
-            principal = await pool.principal()
             with pytest.raises(ServiceError) as raised:
-                await pool.service.delete_adapter(principal, request)
+                await pool.delete_adapter(adapter)
             may_run.set()
             assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
-            await asyncio.wait_for(pool.service.delete_adapter(principal, request), 10)
+            await asyncio.wait_for(pool.delete_adapter(adapter), 10)
             assert folder_of(pool, sampler)
     assert raised.value.retry_delay_s is not None
 
@@ -334,12 +326,10 @@ async def test_a_sample_that_waits_for_weights_can_be_cancelled_and_ends_with_it
     with held_batches() as may_run:
         async with running_pool(tmp_path) as pool:
             await pool.take_over()
-            principal = await pool.principal()
             names = [await pool.sample(sampler, seq, seed=7) for seq in (1, 2)]
-            await pool.service.cancel_operation(principal, ops_pb.CancelOperationRequest(name=names[0]))
+            await pool.cancel(names[0])
             [first] = await asyncio.wait_for(pool.wait(names[0]), 10)
-            session_id = adapter.partition(":")[0]
-            await pool.service.finish_session(principal, sessions_pb2.FinishSessionRequest(session_id=session_id))
+            await pool.finish_session(adapter)
             [second] = await asyncio.wait_for(pool.wait(names[1]), 10)
             may_run.set()
             [after] = await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 5, 3)), 10)
@@ -350,11 +340,10 @@ async def test_a_sample_that_waits_for_weights_can_be_cancelled_and_ends_with_it
 
 async def test_a_session_that_ends_before_the_file_is_there_leaves_none_and_frees_the_log(tmp_path: Path) -> None:
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
+        adapter = await pool.adapter()
         with held_files(pool) as may_write:
             await train(pool, adapter, 0)
-            session_id = adapter.partition(":")[0]
-            await pool.service.finish_session(principal, sessions_pb2.FinishSessionRequest(session_id=session_id))
+            await pool.finish_session(adapter)
             for seq in itertools.count(5):  # a snapshot is begun behind a cycle, if none is being written then
                 await pool.wait(await pool.forward_backward(adapter, seq, 3))
                 if snapshot_seq(pool, adapter) >= ROUND:
@@ -526,7 +515,7 @@ async def test_a_load_that_comes_while_a_copy_is_read_waits_for_the_file_too(
     tmp_path: Path, is_named: bool, whose_copy: str
 ) -> None:
     async with running_pool(tmp_path) as pool:
-        core, principal = pool.coordinator.core, await pool.principal()
+        core = pool.coordinator.core
         adapter, other, third = [await pool.adapter() for _ in range(3)]
         start = (await pool.save(other, 1, "start")).save_state.path
         await pool.wait(await pool.forward_backward(third, 1, 3))
@@ -540,8 +529,7 @@ async def test_a_load_that_comes_while_a_copy_is_read_waits_for_the_file_too(
             names = [await pool.optim_step(other, 2), await pool.optim_step(adapter, 2)]
             await pool.release()
             await until(has_begun.is_set)
-            load = training_pb2.LoadStateRequest(adapter_id=adapter, seq=3, path=start)
-            names.append((await pool.service.load_state(principal, load)).operation.name)
+            names.append(await pool.load_state(adapter, 3, start))
             may_go.set()
             await asyncio.wait_for(pool.wait(await pool.forward_backward(third, 3, 3)), 10)  # a cycle later
             assert not folder_of(pool, sampler)
@@ -554,7 +542,7 @@ async def test_a_load_that_comes_while_a_copy_is_read_waits_for_the_file_too(
 async def test_a_writer_that_fails_as_nobody_expected_lets_a_deletion_and_the_stop_end(tmp_path: Path) -> None:
     async def delete_while_it_fails() -> None:
         async with running_pool(tmp_path) as pool:
-            core, adapter, principal = pool.coordinator.core, await pool.adapter(), await pool.principal()
+            core, adapter = pool.coordinator.core, await pool.adapter()
             may_fail = threading.Event()
 
             def fail(*_: Any) -> Any:
@@ -563,8 +551,7 @@ async def test_a_writer_that_fails_as_nobody_expected_lets_a_deletion_and_the_st
 
             core.states.folders.samplers.write = fail  # type: ignore[method-assign,assignment]
             await train(pool, adapter, 0)
-            request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
-            deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))
+            deletion = asyncio.create_task(pool.delete_adapter(adapter))
             await until(lambda: any(version.waiters for version in publishing_of(pool)._versions.values()))
             may_fail.set()
             with pytest.raises((StorageError, ServiceError)):

@@ -28,7 +28,7 @@ from tests.support.publishing import (
 )
 from tests.support.toy_pool import ToyPool, running_pool
 from tests.support.waiting import until
-from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sessions_pb2
+from tinkerpool.v1 import adapters_pb2, checkpoints_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 
@@ -100,8 +100,7 @@ async def test_it_outlives_its_session_and_a_crash_without_a_file(tmp_path: Path
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
         await train(pool, adapter, 0, is_named=True)
-        request = sessions_pb2.FinishSessionRequest(session_id=adapter.partition(":")[0])
-        await pool.service.finish_session(await pool.principal(), request)
+        await pool.finish_session(adapter)
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
         sampler = await pool.sampler(await pool.session(), model_path=path_of(adapter))

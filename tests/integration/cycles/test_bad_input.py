@@ -153,7 +153,7 @@ async def test_an_adapter_is_created_once_per_index_and_request_id(tmp_path: Pat
         assert (await refusal(create(index=3, rank=16))).reason == "ADAPTER_EXISTS"
         assert (await refusal(create(request_id="r", rank=16))).reason == "ADAPTER_EXISTS"
         assert (await refusal(create(index=9, request_id="r", rank=8))).reason == "REQUEST_ID_TAKEN"
-        await pool.service.delete_adapter(principal, adapters_pb2.DeleteAdapterRequest(adapter_id=same[0]))
+        await pool.delete_adapter(same[0])
         assert (await refusal(create(index=3, rank=8))).reason == "ADAPTER_DELETED"
 
 
@@ -163,8 +163,7 @@ async def test_the_quota_of_adapters_is_per_tenant_and_deleting_makes_room(tmp_p
         error = await refusal(pool.adapter())
         assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "ADAPTER_QUOTA")
         await pool.adapter("bob")
-        request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapters[0])
-        await pool.service.delete_adapter(await pool.principal(), request)
+        await pool.delete_adapter(adapters[0])
         await pool.adapter()
 
 
@@ -230,19 +229,18 @@ async def test_waiting_for_nothing_too_much_or_the_unknown_is_refused(tmp_path: 
 
 async def test_a_deleted_adapters_queue_fails_and_its_results_stay(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
+        adapter = await pool.adapter()
         [done] = await pool.wait(await pool.forward_backward(adapter, 1, 3))
         pool.hold()
         running = await pool.forward_backward(adapter, 2, 3)
         queued, behind_gap = await pool.optim_step(adapter, 3), await pool.optim_step(adapter, 9)
-        request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
-        deletions = [asyncio.create_task(pool.service.delete_adapter(principal, request)) for _ in range(2)]
+        deletions = [asyncio.create_task(pool.delete_adapter(adapter)) for _ in range(2)]
         await asyncio.sleep(0)
         deletions[0].cancel()  # a client that goes away changes nothing
         await pool.release()
         operations = await asyncio.wait_for(pool.wait(running, queued, behind_gap), 5)
         await deletions[1]
-        await pool.service.delete_adapter(principal, request)
+        await pool.delete_adapter(adapter)
         [still] = await pool.wait(done.name)
         assert (await refusal(pool.optim_step(adapter, 4))).code is Code.NOT_FOUND
         assert pool.coordinator.health()
@@ -253,7 +251,7 @@ async def test_a_deleted_adapters_queue_fails_and_its_results_stay(tmp_path: Pat
 
 async def test_cancelling_a_queued_pass_closes_its_window_and_a_running_one_is_left(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
+        adapter = await pool.adapter()
         pool.hold()
         first = await pool.forward_backward(adapter, 1, 3)
         await asyncio.sleep(0)
@@ -261,7 +259,7 @@ async def test_cancelling_a_queued_pass_closes_its_window_and_a_running_one_is_l
         assert log.is_running(log.operations[1])
         names = [first, await pool.forward_backward(adapter, 2, 3), await pool.optim_step(adapter, 3)]
         for name in (names[0], names[1], names[1]):
-            await pool.service.cancel_operation(principal, ops_pb.CancelOperationRequest(name=name))
+            await pool.cancel(name)
         await pool.release()
         operations = await pool.wait(*names, await pool.optim_step(adapter, 4))
     assert [each.error.reason for each in operations] == ["", "CANCELLED", "GRADIENT_WINDOW_CLOSED", ""]
@@ -269,10 +267,9 @@ async def test_cancelling_a_queued_pass_closes_its_window_and_a_running_one_is_l
 
 async def test_no_refusal_names_a_path_of_the_server(tmp_path: Path) -> None:
     async def all_refusals(pool: ToyPool) -> list[ServiceError]:
-        adapter, principal = await pool.adapter(), await pool.principal()
-        missing = training_pb2.LoadStateRequest(adapter_id=adapter, seq=1, path=str(tmp_path))
+        adapter = await pool.adapter()
         return [
-            await refusal(pool.service.load_state(principal, missing)),
+            await refusal(pool.load_state(adapter, 1, str(tmp_path))),
             await refusal(pool.save(adapter, 2, str(tmp_path))),
             await refusal(pool.adapter(from_path="/etc/passwd")),
         ]
@@ -287,7 +284,6 @@ async def test_no_refusal_names_a_path_of_the_server(tmp_path: Path) -> None:
 async def test_what_is_acknowledged_while_its_adapter_is_deleted_is_finished_too(tmp_path: Path) -> None:
     """Whichever of the two calls comes first, and by however little."""
     async with running_pool(tmp_path) as pool:
-        principal = await pool.principal()
         acknowledged: list[str] = []
 
         async def submit(adapter: str, num_turns: int) -> None:
@@ -297,11 +293,10 @@ async def test_what_is_acknowledged_while_its_adapter_is_deleted_is_finished_too
 
         for num_turns in range(6):
             adapter = await pool.adapter()
-            request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
-            deletion = pool.service.delete_adapter(principal, request)
+            deletion = pool.delete_adapter(adapter)
             answers: Any = await asyncio.gather(deletion, submit(adapter, num_turns), return_exceptions=True)
             deleted, refused = answers
-            assert deleted == adapters_pb2.DeleteAdapterResponse()
+            assert deleted is None
             assert refused is None or (isinstance(refused, ServiceError) and refused.code is Code.NOT_FOUND)
         assert 0 < len(acknowledged) < 6
         assert len(await asyncio.wait_for(pool.wait(*acknowledged), 5)) == len(acknowledged)

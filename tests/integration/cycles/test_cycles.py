@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from tests.support.toy_engine import KILL_TOKEN, digest, item_digest
-from tests.support.toy_pool import datum, expected_chain, pass_request, running_pool
+from tests.support.toy_pool import datum, expected_chain, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import training_pb2, types_pb2
 from workers.contract.messages import OptimStepItem, PassItem
@@ -173,9 +173,7 @@ async def test_a_crash_of_the_engine_loses_nothing_of_the_neighbours(tmp_path: P
         await pool.wait(names[1], tenant="bob")
         homes = {a: pool.coordinator.core.registry.logs[a].worker_id for a in (victim, neighbour)}
         assert homes[victim] != homes[neighbour]
-        kill = pass_request(victim, 2, [5])
-        kill.data[0].tokens.data = bytes([KILL_TOKEN, 0, 0, 0]) * 5
-        await pool.service.forward_backward(await pool.principal(), kill)
+        await pool.forward_backward(victim, 2, 5, token=KILL_TOKEN)
         done = await pool.wait(await pool.optim_step(neighbour, 2, tenant="bob"), tenant="bob")
     assert done[0].state == SUCCEEDED
     assert len(pool.engines[homes[neighbour]]) == 1

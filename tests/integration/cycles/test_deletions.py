@@ -14,7 +14,6 @@ from tests.support.toy_pool import (
     pass_request,
     running_pool,
 )
-from tinkerpool.v1 import adapters_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import (
     AdapterState,
@@ -30,7 +29,7 @@ async def test_a_refused_operation_whose_adapter_is_deleted_meanwhile_hurts_nobo
         bad.ClearField("data")
         waiting = await pool.optim_step(adapter, 2)
         refused = asyncio.create_task(pool.service.forward_backward(principal, bad))
-        deletion = pool.service.delete_adapter(principal, adapters_pb2.DeleteAdapterRequest(adapter_id=adapter))
+        deletion = pool.delete_adapter(adapter)
         answers = await asyncio.gather(refused, deletion, return_exceptions=True)
         [failed] = await asyncio.wait_for(pool.wait(waiting), 5)
         other = await pool.adapter()
@@ -50,7 +49,7 @@ async def test_an_adapter_deleted_while_another_one_is_read_from_disk_stops_nobo
         await pool.wait(*[await pool.submit(adapter, 1) for adapter in adapters])
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
-        principal, snapshots = await pool.principal(), pool.coordinator.core.states.folders.snapshots
+        snapshots = pool.coordinator.core.states.folders.snapshots
         read, is_reading, may_read = snapshots.read, threading.Event(), threading.Event()
 
         def slow(folder: str, sha256: str) -> AdapterState:
@@ -62,8 +61,7 @@ async def test_an_adapter_deleted_while_another_one_is_read_from_disk_stops_nobo
         adapters.sort()  # as they are planned
         names = await asyncio.gather(*(pool.submit(adapter, 2) for adapter in adapters))
         await asyncio.to_thread(is_reading.wait, 10)
-        request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapters[2])
-        deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))
+        deletion = asyncio.create_task(pool.delete_adapter(adapters[2]))
         await asyncio.sleep(0.01)
         may_read.set()
         await asyncio.wait_for(deletion, 10)
@@ -77,7 +75,7 @@ async def test_an_adapter_whose_deletion_fails_goes_on_from_the_snapshot_that_be
 ) -> None:
     """What it would run again from the snapshot before has left the log."""
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
-        adapter, principal, core = await pool.adapter(), await pool.principal(), pool.coordinator.core
+        adapter, core = await pool.adapter(), pool.coordinator.core
         spec, snapshots, write = (
             pool.spec_of(adapter),
             core.states.folders.snapshots,
@@ -100,8 +98,7 @@ async def test_an_adapter_whose_deletion_fails_goes_on_from_the_snapshot_that_be
             patch.setattr(core.store.adapters, "delete", full)
             await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
             await asyncio.to_thread(is_writing.wait, 10)
-            request = adapters_pb2.DeleteAdapterRequest(adapter_id=adapter)
-            deletion = asyncio.create_task(pool.service.delete_adapter(principal, request))
+            deletion = asyncio.create_task(pool.delete_adapter(adapter))
             await asyncio.to_thread(is_deleting.wait, 10)
             may_write.set()
             await pool.written()
@@ -112,5 +109,5 @@ async def test_an_adapter_whose_deletion_fails_goes_on_from_the_snapshot_that_be
         operations = await asyncio.wait_for(pool.wait(*[await pool.submit(adapter, seq) for seq in (4, 5, 6)]), 10)
         assert [each.state for each in operations] == [SUCCEEDED] * 3
         assert pool.chain(adapter) == expected_chain(spec, [((1, 2), 3), ((4, 5), 6)])
-        await pool.service.delete_adapter(principal, request)
+        await pool.delete_adapter(adapter)
         assert pool.coordinator.health()

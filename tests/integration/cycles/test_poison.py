@@ -10,20 +10,13 @@ import pytest
 
 from coordinator.scheduling import deadlines
 from tests.support.toy_engine import KILL_TOKEN
-from tests.support.toy_pool import ToyPool, pass_request, running_pool
+from tests.support.toy_pool import running_pool
 from tests.support.waiting import until
-from tinkerpool.v1 import adapters_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import Batch, BatchResult, PassItem, SaveItem
 from workers.contract.protocols import WorkerLost
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
-
-
-async def submit_poison(pool: ToyPool, adapter: str, seq: int, tenant: str = "alice") -> str:
-    request = pass_request(adapter, seq, [5])
-    request.data[0].tokens.data = bytes([KILL_TOKEN, 0, 0, 0]) * 5
-    return str((await pool.service.forward_backward(await pool.principal(tenant), request)).operation.name)
 
 
 @pytest.mark.slow
@@ -42,7 +35,7 @@ async def test_a_request_that_kills_its_worker_is_failed_alone_and_the_others_do
             names: list[str] = []
             for i, (adapter, tenant) in enumerate(zip(adapters, tenants, strict=True)):
                 if i == culprit:
-                    names.append(await submit_poison(pool, adapter, seqs[i], tenant))
+                    names.append(await pool.forward_backward(adapter, seqs[i], 5, tenant=tenant, token=KILL_TOKEN))
                 else:
                     names.append(await pool.forward_backward(adapter, seqs[i], 5, tenant=tenant))
                 await pool.optim_step(adapter, seqs[i] + 1, tenant=tenant)
@@ -163,9 +156,8 @@ async def test_an_adapter_deleted_while_its_worker_dies_keeps_nobody_waiting(tmp
         doomed, other = await pool.adapter(), await pool.adapter("bob")
         await pool.wait(await pool.forward_backward(other, 1, 5, tenant="bob"), tenant="bob")
         pool.hold()
-        await submit_poison(pool, doomed, 1)
-        request = adapters_pb2.DeleteAdapterRequest(adapter_id=doomed)
-        deletion = asyncio.create_task(pool.service.delete_adapter(await pool.principal(), request))
+        await pool.forward_backward(doomed, 1, 5, token=KILL_TOKEN)
+        deletion = asyncio.create_task(pool.delete_adapter(doomed))
         await asyncio.sleep(0.02)
         await pool.release()
         await asyncio.wait_for(deletion, 10)

@@ -74,10 +74,8 @@ async def test_failed_windows_and_cancelled_operations_are_skipped_by_a_replay(t
     async with running_pool(tmp_path, is_crash=True) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
-        poison = pass_request(adapter, 5, LENGTHS)
-        poison.data[1].tokens.data = bytes([POISON_TOKEN, 0, 0, 0]) * 8
         names = [await pool.submit(adapter, seq) for seq in (1, 2, 3, 4)]
-        names.append((await pool.service.forward_backward(await pool.principal(), poison)).operation.name)
+        names.append(await pool.forward_backward(adapter, 5, *LENGTHS, token=POISON_TOKEN))
         names += [await pool.submit(adapter, seq) for seq in (6, 7, 8, 9)]
         before = await pool.wait(*names)
         chain = pool.chain(adapter)
@@ -107,10 +105,8 @@ async def test_a_step_behind_a_save_in_a_closed_window_is_not_taken(tmp_path: Pa
         adapter, principal = await pool.adapter(), await pool.principal()
         await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
         chain = pool.chain(adapter)
-        poison = pass_request(adapter, 4, [3])
-        poison.data[0].tokens.data = bytes([POISON_TOKEN, 0, 0, 0]) * 3
         pool.hold()
-        names = [(await pool.service.forward_backward(principal, poison)).operation.name]
+        names = [await pool.forward_backward(adapter, 4, 3, token=POISON_TOKEN)]
         save = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=5, name="a")
         names.append((await pool.service.save_state(principal, save)).operation.name)
         names.append(await pool.optim_step(adapter, 6))
@@ -122,19 +118,17 @@ async def test_a_step_behind_a_save_in_a_closed_window_is_not_taken(tmp_path: Pa
 
 async def test_a_step_behind_a_load_that_fails_is_not_taken_and_a_clean_stop_keeps_it_so(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
+        adapter = await pool.adapter()
         path = (await pool.save(adapter, 1, "a")).save_state.path
         [weights] = (tmp_path / "checkpoints").glob("*/adapter_model.safetensors")
         weights.write_bytes(b"damaged")
         await pool.wait(await pool.forward_backward(adapter, 2, 5))
         chain = pool.chain(adapter)
         pool.hold()
-        load = training_pb2.LoadStateRequest(adapter_id=adapter, seq=3, path=path)
-        names = [(await pool.service.load_state(principal, load)).operation.name, await pool.optim_step(adapter, 4)]
+        names = [await pool.load_state(adapter, 3, path), await pool.optim_step(adapter, 4)]
         await pool.release()
         loaded, step = await pool.wait(*names)
-        later = (await pool.service.load_state(principal, _at(load, 5))).operation.name
-        await pool.wait(later)
+        await pool.wait(await pool.load_state(adapter, 5, path))
         assert pool.chain(adapter) == chain
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
@@ -148,26 +142,18 @@ async def test_a_step_behind_a_load_that_the_worker_refuses_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
+        adapter = await pool.adapter()
         path = (await pool.save(adapter, 1, "a")).save_state.path
         junk = AdapterState(weights=b"junk", optimizer=None, num_steps=0, applied_seq=1, fingerprint="toy")
         monkeypatch.setattr(pool.coordinator.core.states.folders.checkpoints, "read", lambda *_: junk)
         chain = pool.chain(adapter)
         pool.hold()
         await pool.forward_backward(adapter, 2, 5)
-        load = training_pb2.LoadStateRequest(adapter_id=adapter, seq=3, path=path)
-        names = [(await pool.service.load_state(principal, load)).operation.name, await pool.optim_step(adapter, 4)]
+        names = [await pool.load_state(adapter, 3, path), await pool.optim_step(adapter, 4)]
         await pool.release()
         loaded, step = await pool.wait(*names)
         assert pool.chain(adapter) == chain
     assert (loaded.error.code, step.error.reason) == (15, "GRADIENT_WINDOW_CLOSED")
-
-
-def _at(request: training_pb2.LoadStateRequest, seq: int) -> training_pb2.LoadStateRequest:
-    other = training_pb2.LoadStateRequest()
-    other.CopyFrom(request)
-    other.seq = seq
-    return other
 
 
 async def test_an_append_that_fails_while_its_operation_runs_leaves_no_trace(
@@ -465,7 +451,7 @@ async def test_a_save_whose_worker_dies_and_whose_owner_cancels_while_it_is_writ
         name = (await pool.service.save_state(principal, request)).operation.name
         await asyncio.to_thread(is_writing.wait, 10)
         pool.lose_worker()
-        await pool.service.cancel_operation(principal, ops_pb.CancelOperationRequest(name=name))
+        await pool.cancel(name)
         may_write.set()
         [saved] = await asyncio.wait_for(pool.wait(name), 10)
         assert saved.state == SUCCEEDED

@@ -103,10 +103,10 @@ async def test_neither_downtime_nor_a_jump_of_the_wall_clock_ages_a_session(tmp_
 
 async def test_a_finished_session_is_over_and_its_training_state_stays(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
+        adapter = await pool.adapter()
         session = adapter.partition(":")[0]
         for _ in range(2):
-            await pool.service.finish_session(principal, sessions_pb2.FinishSessionRequest(session_id=session))
+            await pool.finish_session(session)
         assert not await is_live(pool, session)
         for call in (heartbeat(pool, session), pool.sampler(session)):
             with pytest.raises(ServiceError) as raised:
@@ -149,8 +149,7 @@ async def test_a_session_created_again_while_it_ends_is_not_revived(
             return await end(session_id, wall)
 
         monkeypatch.setattr(store.sessions, "end", slow)
-        finish = sessions_pb2.FinishSessionRequest(session_id=session)
-        finishing = asyncio.create_task(pool.service.finish_session(principal, finish))
+        finishing = asyncio.create_task(pool.finish_session(session))
         await is_ending.wait()
         assert await create(pool, "r") == session
         [refused] = await asyncio.gather(heartbeat(pool, session), return_exceptions=True)
@@ -170,9 +169,8 @@ async def test_a_session_whose_end_finds_the_disk_full_goes_on_and_can_be_ended_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_pool(tmp_path) as pool:
-        adapter, principal, store = await pool.adapter(), await pool.principal(), pool.coordinator.core.store
+        adapter, store = await pool.adapter(), pool.coordinator.core.store
         session = adapter.partition(":")[0]
-        finish = sessions_pb2.FinishSessionRequest(session_id=session)
 
         async def full(*_: object) -> int:
             raise DiskFullError("no room")
@@ -180,10 +178,10 @@ async def test_a_session_whose_end_finds_the_disk_full_goes_on_and_can_be_ended_
         with monkeypatch.context() as patch:
             patch.setattr(store.sessions, "end", full)
             with pytest.raises(ServiceError, match="nothing was accepted"):
-                await pool.service.finish_session(principal, finish)
+                await pool.finish_session(session)
         await heartbeat(pool, session)
         samplers = [(await pool.publish(adapter, seq)).save_weights_for_sampler.sampler_id for seq in (1, 2)]
-        await pool.service.finish_session(principal, finish)
+        await pool.finish_session(session)
         assert not await is_live(pool, session)
         with pytest.raises(ServiceError, match="has ended"):
             await heartbeat(pool, session)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.toy_engine import POISON_TOKEN
-from tests.support.toy_pool import ToyPool, pass_request, running_pool
+from tests.support.toy_pool import ToyPool, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import pool_pb2
 
@@ -54,9 +54,7 @@ async def test_usage_is_the_sum_of_the_operations_by_tenant_and_kind(tmp_path: P
 async def test_what_failed_is_counted_and_what_was_repeated_is_not(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
-        poison = pass_request(adapter, 1, [4])
-        poison.data[0].tokens.data = bytes([POISON_TOKEN, 0, 0, 0]) * 4
-        names = {(await pool.service.forward_backward(await pool.principal(), poison)).operation.name for _ in range(3)}
+        names = {await pool.forward_backward(adapter, 1, 4, token=POISON_TOKEN) for _ in range(3)}
         names |= {await pool.optim_step(adapter, 2) for _ in range(3)}
         operations = await pool.wait(*names)
         counted = await usage(pool, "alice")

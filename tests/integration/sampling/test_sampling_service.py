@@ -15,7 +15,7 @@ from coordinator.storage.database import DiskFullError
 from tests.support.toy_pool import FakeTime, ToyPool, fail_appends, running_pool, sample_request
 from tests.support.waiting import until
 from tinkerpool.convert import from_tensor, to_tensor
-from tinkerpool.v1 import checkpoints_pb2, sampling_pb2, sessions_pb2
+from tinkerpool.v1 import checkpoints_pb2, sampling_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import AdapterState, SampleRequest
 
@@ -199,13 +199,13 @@ async def test_a_cancelled_sample_ends_whether_it_waits_or_decodes(tmp_path: Pat
         states = [(await pool.service.get_operation(principal, get(name))).operation.state for name in names]
         assert states == [RUNNING, QUEUED]
         for _ in range(2):
-            await pool.service.cancel_operation(principal, ops_pb.CancelOperationRequest(name=victim))
+            await pool.cancel(victim)
         [cancelled] = await asyncio.wait_for(pool.wait(victim), 5)
         await pool.release()
         [finished] = await pool.wait(other)
-        unchanged = await pool.service.cancel_operation(principal, ops_pb.CancelOperationRequest(name=other))
+        unchanged = await pool.cancel(other)
     assert (cancelled.state, cancelled.error.code) == (FAILED, 1)
-    assert finished == unchanged.operation
+    assert finished == unchanged
     assert finished.state == SUCCEEDED
 
 
@@ -550,8 +550,7 @@ async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(
 async def test_unnamed_saves_of_an_ended_session_fail_and_stop_nothing(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, principal = await pool.adapter(), await pool.principal()
-        finish = sessions_pb2.FinishSessionRequest(session_id=adapter.partition(":")[0])
-        await pool.service.finish_session(principal, finish)
+        await pool.finish_session(adapter)
         pool.hold()
         names = []
         for seq in (1, 2):
@@ -590,7 +589,7 @@ async def test_a_sample_that_waits_for_its_commit_can_be_cancelled_when_its_work
     """Also by the end of its session, which nobody may have asked for."""
     monkeypatch.setattr("coordinator.storage.store.FULL_RETRY_S", 0.001)
     async with running_pool(tmp_path, time=FakeTime()) as pool:  # whose worker starts anew when the time is moved on
-        session, principal, core = await pool.session(), await pool.principal(), pool.coordinator.core
+        session, core = await pool.session(), pool.coordinator.core
         sampler, is_decided = await pool.sampler(session), asyncio.Event()
 
         async def full(_: CycleCommit) -> frozenset[str]:
@@ -602,8 +601,8 @@ async def test_a_sample_that_waits_for_its_commit_can_be_cancelled_when_its_work
             name = await pool.sample(sampler, 1)
             await asyncio.wait_for(is_decided.wait(), 5)
             pool.lose_worker()
-            await pool.service.cancel_operation(principal, ops_pb.CancelOperationRequest(name=name))
-            await pool.service.finish_session(principal, sessions_pb2.FinishSessionRequest(session_id=session))
+            await pool.cancel(name)
+            await pool.finish_session(session)
         [operation] = await asyncio.wait_for(pool.wait(name), 5)
     assert operation.state == SUCCEEDED
 
