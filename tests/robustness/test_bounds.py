@@ -38,7 +38,7 @@ async def test_ten_thousand_steps_leave_a_log_as_small_as_a_thousand(tmp_path: P
         tmp_path, replay_s_max=0.01, fetched_retention_s=0.1, sweep_interval_s=0.1, cycle_tokens_max=10_000
     ) as pool:
         adapters = [await pool.adapter() for _ in range(NUM_ADAPTERS)]
-        logs = [pool.coordinator.core.registry.logs[adapter] for adapter in adapters]
+        logs = [pool.log_of(adapter) for adapter in adapters]
         sizes: list[int] = []
         for start in range(0, NUM_STEPS // NUM_ADAPTERS, 100):
             await train(pool, adapters, start, 100)

@@ -62,7 +62,7 @@ async def test_a_sync_that_fails_ends_the_coordinator_and_the_next_one_finds_all
 
     async with running_pool(tmp_path, is_crash=True, connect=lambda path: ApswConnection(path, vfs=vfs.name)) as pool:
         adapter = await pool.adapter()
-        spec = pool.coordinator.core.registry.logs[adapter].spec
+        spec = pool.spec_of(adapter)
         acknowledged = [await pool.forward_backward(adapter, 1, *LENGTHS), await pool.optim_step(adapter, 2)]
         before = await pool.wait(*acknowledged)
         vfs.on_operation = fail

@@ -50,7 +50,7 @@ class Load:
         for _ in range(NUM_ADAPTERS):
             adapter = await pool.adapter()
             self.adapters.append(adapter)
-            self.specs[adapter] = pool.coordinator.core.registry.logs[adapter].spec
+            self.specs[adapter] = pool.spec_of(adapter)
 
     async def submit(self, pool: ToyPool, adapter: str, step: int) -> None:
         """Two passes, a step, a checkpoint and an unnamed sampler."""

@@ -39,7 +39,7 @@ async def test_fifty_stops_under_load_lose_nothing_and_the_next_start_replays_no
     next_seq = 1
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
-        spec = pool.coordinator.core.registry.logs[adapter].spec
+        spec = pool.spec_of(adapter)
     for _ in range(NUM_STOPS):
         async with running_pool(tmp_path, cycle_tokens_max=16, seconds_per_batch=0.002, replay_s_max=1e-4) as pool:
             await pool.take_over()
@@ -89,7 +89,7 @@ async def test_what_is_decided_as_the_last_cycle_commits_is_in_the_log_before_th
     """Otherwise the next life takes a step on the gradient that had failed."""
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
-        loop = pool.coordinator.core.loops["toy"]
+        loop = pool.core.loops["toy"]
         await pool.wait(await pool.forward_backward(adapter, 1, 5), await pool.optim_step(adapter, 2))
         snapshot = loop._snapshot
         late: list[str] = []
@@ -112,7 +112,7 @@ async def test_what_is_decided_as_the_last_cycle_commits_is_in_the_log_before_th
 async def test_a_stop_that_has_waited_long_enough_runs_nothing_beside_the_last_cycle(tmp_path: Path) -> None:
     async with running_pool(tmp_path, cycle_tokens_max=16, seconds_per_batch=0.01, stop_s_max=0.02) as pool:
         adapters = [await pool.adapter() for _ in range(12)]
-        core, num_running, most = pool.coordinator.core, 0, 0
+        core, num_running, most = pool.core, 0, 0
         run = core.pool.run
 
         async def counting(worker_id: str, batch: Batch) -> BatchResult:

@@ -21,13 +21,13 @@ ROUND = 4
 
 
 def publishing_of(pool: ToyPool) -> Publishing:
-    return pool.coordinator.core.states.publishing
+    return pool.core.states.publishing
 
 
 @contextmanager
 def held_files(pool: ToyPool) -> Iterator[threading.Event]:
     """No file of saved weights gets further than its beginning before the event is set, at the end at last."""
-    may_write, states = threading.Event(), pool.coordinator.core.states
+    may_write, states = threading.Event(), pool.core.states
 
     def hold(write: Callable[..., Any]) -> Callable[..., Any]:
         def held(*arguments: Any) -> Any:
@@ -46,7 +46,7 @@ def held_files(pool: ToyPool) -> Iterator[threading.Event]:
 
 def refuse_files(pool: ToyPool) -> Callable[[], None]:
     """No file of saved weights is written: the disk is full. Returns what makes room."""
-    states = pool.coordinator.core.states
+    states = pool.core.states
     writes = {files: files.write for files in (states.folders.samplers, states.folders.checkpoints)}
 
     def full(*_: Any) -> Any:
@@ -108,7 +108,7 @@ async def sampled(pool: ToyPool, sampler: str, seq: int) -> list[list[int]]:
 
 def folder_of(pool: ToyPool, sampler: str) -> str:
     """Where a sampler's weights are on disk, empty if nowhere."""
-    store = pool.coordinator.core.store
+    store = pool.store
     row = store.samplers.get(sampler)
     assert row is not None
     checkpoint = store.checkpoints.by_path(row.model_path)
@@ -116,7 +116,7 @@ def folder_of(pool: ToyPool, sampler: str) -> str:
 
 
 def snapshot_seq(pool: ToyPool, adapter: str) -> int:
-    row = pool.coordinator.core.store.snapshots.get(adapter)
+    row = pool.store.snapshots.get(adapter)
     return 0 if row is None else row.seq
 
 

@@ -17,9 +17,12 @@ import pytest
 
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.time import Time
+from coordinator.checkpoints.folders import StateFolders
 from coordinator.coordinator import Coordinator
+from coordinator.operations.adapter_log import AdapterLog
 from coordinator.payloads.chunks import cut_chunks
 from coordinator.payloads.passes import decode_pass
+from coordinator.runtime.core import Core
 from coordinator.runtime.data_dir import Seams
 from coordinator.service.auth import Principal
 from coordinator.storage.rows import NewOperation
@@ -61,6 +64,25 @@ class ToyPool:
     def service(self) -> Any:
         """The use cases."""
         return self.coordinator.service
+
+    @property
+    def core(self) -> Core:
+        """The coordinator's parts. Tests reach them from here alone."""
+        return self.coordinator.core
+
+    @property
+    def store(self) -> Store:
+        """The database."""
+        return self.core.store
+
+    @property
+    def folders(self) -> StateFolders:
+        """The folders of checkpoints, samplers and snapshots."""
+        return self.core.states.folders
+
+    def log_of(self, adapter_id: str) -> AdapterLog:
+        """Return an adapter's log."""
+        return self.core.registry.logs[adapter_id]
 
     async def principal(self, tenant: str = "alice") -> Principal:
         """A tenant's principal, made at first use."""
@@ -108,7 +130,7 @@ class ToyPool:
 
     def spec_of(self, adapter_id: str) -> AdapterSpec:
         """What the coordinator made of the adapter's creation."""
-        return self.coordinator.core.registry.logs[adapter_id].spec
+        return self.log_of(adapter_id).spec
 
     async def wait(self, *names: str, tenant: str = "alice") -> list[ops_pb.Operation]:
         """The finished operations, in the order of their names."""
@@ -121,7 +143,7 @@ class ToyPool:
     async def take_over(self, *tenants: str) -> None:
         """Act as tenants of the life before."""
         for tenant in tenants or ("alice",):
-            [row] = [row for row in self.coordinator.core.store.tenants.all() if row.name == tenant]
+            [row] = [row for row in self.core.store.tenants.all() if row.name == tenant]
             self.principals[tenant] = Principal(row.tenant_id, tenant, "key", is_admin=False)
 
     async def session(self, tenant: str = "alice") -> str:
@@ -179,8 +201,8 @@ class ToyPool:
 
     async def written(self) -> None:
         """Wait until no snapshot and no weights are being written."""
-        await self.coordinator.core.states.publishing.finish()
-        for loop in self.coordinator.core.loops.values():
+        await self.core.states.publishing.finish()
+        for loop in self.core.loops.values():
             await loop.until_idle()
             await loop._snapshots.finish()  # snapshots are written beside the cycles, and nothing waits for them
 
@@ -191,15 +213,15 @@ class ToyPool:
 
     def samples_on(self, worker_id: str = "w0") -> list[str]:
         """Return the samples that a worker has."""
-        return list(self.coordinator.core.fleet.worker(worker_id).samples)
+        return list(self.core.fleet.worker(worker_id).samples)
 
     def versions_on(self, worker_id: str = "w0") -> set[str]:
         """Return the sampler versions that the coordinator believes a worker to hold."""
-        return set(self.coordinator.core.fleet.worker(worker_id).versions)
+        return set(self.core.fleet.worker(worker_id).versions)
 
     async def kill_worker(self, worker_id: str = "w0") -> None:
         """End a worker's life as a crash would."""
-        incarnation = self.coordinator.core.pool._incarnations[worker_id]  # type: ignore[attr-defined]
+        incarnation = self.core.pool._incarnations[worker_id]  # type: ignore[attr-defined]
         await asyncio.to_thread(incarnation.loop.stop)
 
     def hold(self) -> None:
@@ -214,7 +236,7 @@ class ToyPool:
             engines[-1].may_run.set()
             engines[-1].may_decode = True
             with suppress(WorkerLost):
-                await self.coordinator.core.pool.cancel_sample(worker_id, "nobody's")  # wakes the loop
+                await self.core.pool.cancel_sample(worker_id, "nobody's")  # wakes the loop
 
     def chain(self, adapter_id: str) -> bytes:
         """The hash chain of the adapter's copy."""

@@ -175,7 +175,7 @@ async def test_a_checkpoint_goes_when_its_time_to_live_is_over(tmp_path: Path) -
         await time.advance(10)
         assert len(await checkpoints(pool)) == 2, "a wall clock that jumps ends nothing"
         time.now += 3600
-        store = pool.coordinator.core.store
+        store = pool.store
         await time.until(lambda: len(store.checkpoints.folders()) == 1, 100)
         [left] = await checkpoints(pool)
         refused = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=3, ttl_seconds=5)
@@ -348,7 +348,7 @@ async def test_a_load_is_durable_with_its_state_or_fails_and_changes_nothing(
         await train(pool, adapter, 2)
         chain = pool.chain(adapter)
         with monkeypatch.context() as patch:
-            patch.setattr(pool.coordinator.core.states.folders.snapshots, "write", full)
+            patch.setattr(pool.folders.snapshots, "write", full)
             [failed] = await pool.wait(await pool.load_state(adapter, 4, path))
         assert failed.error.reason == "DISK"
         [closed] = await pool.wait(await pool.optim_step(adapter, 5))
@@ -384,7 +384,7 @@ async def test_killed_between_file_and_row_leaves_no_broken_checkpoint_and_the_s
     async with running_pool(tmp_path / "data") as pool:
         adapter = await pool.adapter()
         await train(pool, adapter, 1)
-        states = pool.coordinator.core.states
+        states = pool.core.states
         write = states.folders.checkpoints.write
 
         def write_then_die(*args: Any) -> Any:
@@ -444,7 +444,7 @@ async def test_a_save_leaves_the_gradient_and_the_log_as_they_were(tmp_path: Pat
         gradient = copy_of(pool, adapter).gradient
         await pool.save(adapter, 2, "middle")
         assert copy_of(pool, adapter).gradient == gradient != b""
-        assert pool.coordinator.core.registry.logs[adapter].snapshot_seq == 0
+        assert pool.log_of(adapter).snapshot_seq == 0
         items = [item for batch in pool.engines["w0"][-1].batches for item in batch.items]
     assert sum(isinstance(item, SaveItem) for item in items) == 1
 

@@ -113,10 +113,10 @@ async def test_no_snapshot_cuts_the_log_before_the_file_is_there_and_then_one_do
             await train(pool, adapter, 0, is_named=is_named)
             for seq in range(5, 15):  # each ends a cycle, after which a snapshot may begin
                 await pool.wait(await pool.submit(adapter, seq))
-            [loop] = pool.coordinator.core.loops.values()
+            [loop] = pool.core.loops.values()
             assert loop._snapshots._writing, "a snapshot waits for the file"
             assert snapshot_seq(pool, adapter) < ROUND
-            assert pool.coordinator.core.store.operations.payload(adapter, ROUND)
+            assert pool.store.operations.payload(adapter, ROUND)
             may_write.set()
             await pool.wait(await pool.submit(adapter, 15))
             await pool.written()
@@ -158,7 +158,7 @@ async def test_a_load_waits_for_the_file_of_what_was_published_before_it_and_nob
             *_, published = await asyncio.wait_for(pool.wait(*names), 10)
             await asyncio.wait_for(pool.wait(*[await pool.submit(other, seq) for seq in (2, 3)]), 10)
             assert snapshot_seq(pool, adapter) == 0
-            assert pool.coordinator.core.in_flight.get(loading) is not None
+            assert pool.core.in_flight.get(loading) is not None
             may_write.set()
             [loaded] = await asyncio.wait_for(pool.wait(loading), 10)
         assert loaded.state == SUCCEEDED
@@ -192,7 +192,7 @@ async def test_a_row_that_the_database_does_not_take_is_tried_again_and_leaves_n
 ) -> None:
     monkeypatch.setattr("coordinator.checkpoints.published_weights.RETRY_S", 0.001)
     async with running_pool(tmp_path) as pool:
-        adapter, store = await pool.adapter(), pool.coordinator.core.store
+        adapter, store = await pool.adapter(), pool.store
         table: Any = store.checkpoints if is_named else store.samplers
         commit_file: Callable[..., asyncio.Future[int]] = table.commit_file
         refused = []
@@ -276,7 +276,7 @@ async def test_an_adapter_deleted_before_the_file_is_there_leaves_its_samplers(t
         with held_files(pool) as may_write:
             sampler = await train(pool, adapter, 0, is_named=is_named)
             deletion = asyncio.create_task(pool.delete_adapter(adapter))
-            await until(lambda: adapter not in pool.coordinator.core.registry.logs)
+            await until(lambda: adapter not in pool.core.registry.logs)
             await asyncio.sleep(0.02)
             assert not deletion.done()
             may_write.set()
@@ -425,7 +425,7 @@ async def test_weights_that_a_log_does_not_bring_again_bit_for_bit_have_their_fi
     tmp_path: Path, is_named: bool
 ) -> None:
     async with running_pool(tmp_path) as pool:
-        models = pool.coordinator.core.fleet.models
+        models = pool.core.fleet.models
         models["toy"] = replace(models["toy"], is_exact=False)
         sampler = await train(pool, await pool.adapter(), 0, is_named=is_named)
         assert folder_of(pool, sampler)
@@ -436,7 +436,7 @@ async def save_behind_a_failed_append(
     pool: ToyPool, adapter: str, monkeypatch: pytest.MonkeyPatch, *, is_named: bool = False
 ) -> str:
     """The name of a save at 4, accepted, that ran behind a step at 3 whose append failed meanwhile."""
-    store = pool.coordinator.core.store
+    store = pool.store
     await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2)])
     may_commit = threading.Event()
     with monkeypatch.context() as patch:
@@ -496,7 +496,7 @@ async def test_hundreds_of_samplers_cost_a_worker_no_more_than_the_last_ones_als
 
 def hold_installs(pool: ToyPool) -> tuple[threading.Event, threading.Event]:
     """No adapter's state gets to a worker before the second event is set; the first tells that one is to."""
-    [loop] = pool.coordinator.core.loops.values()
+    [loop] = pool.core.loops.values()
     items = loop._phases._items  # the read of a state is the one step that can be held up
     install, has_begun, may_go = items.install, threading.Event(), threading.Event()
 
@@ -515,7 +515,7 @@ async def test_a_load_that_comes_while_a_copy_is_read_waits_for_the_file_too(
     tmp_path: Path, is_named: bool, whose_copy: str
 ) -> None:
     async with running_pool(tmp_path) as pool:
-        core = pool.coordinator.core
+        core = pool.core
         adapter, other, third = [await pool.adapter() for _ in range(3)]
         start = (await pool.save(other, 1, "start")).save_state.path
         await pool.wait(await pool.forward_backward(third, 1, 3))
@@ -542,7 +542,7 @@ async def test_a_load_that_comes_while_a_copy_is_read_waits_for_the_file_too(
 async def test_a_writer_that_fails_as_nobody_expected_lets_a_deletion_and_the_stop_end(tmp_path: Path) -> None:
     async def delete_while_it_fails() -> None:
         async with running_pool(tmp_path) as pool:
-            core, adapter = pool.coordinator.core, await pool.adapter()
+            core, adapter = pool.core, await pool.adapter()
             may_fail = threading.Event()
 
             def fail(*_: Any) -> Any:
@@ -566,7 +566,7 @@ async def test_a_save_that_was_undone_and_can_run_no_more_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_pool(tmp_path) as pool:
-        adapter, core = await pool.adapter(), pool.coordinator.core
+        adapter, core = await pool.adapter(), pool.core
         name = await save_behind_a_failed_append(pool, adapter, monkeypatch)
         await until(lambda: not publishing_of(pool)._versions)
         [loop] = core.loops.values()

@@ -169,7 +169,7 @@ async def test_deleted_while_its_row_gets_the_file_it_leaves_none(tmp_path: Path
     """Whichever of the two transactions is first."""
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
-        store = pool.coordinator.core.store
+        store = pool.store
         commit, delays = store.checkpoints.commit_file, iter((0.0, 0.002, 0.004, 0.0, 0.001))
         deletions: list[asyncio.Task[None]] = []
 
@@ -197,7 +197,7 @@ async def test_a_file_that_no_row_takes_is_removed(tmp_path: Path) -> None:
         adapter = await pool.adapter()
         with held_files(pool):
             await train(pool, adapter, 0, is_named=True)
-            await pool.coordinator.core.store.checkpoints.delete(path_of(adapter), ROUND)
+            await pool.store.checkpoints.delete(path_of(adapter), ROUND)
         await pool.written()
         assert list((tmp_path / "checkpoints").iterdir()) == []
 

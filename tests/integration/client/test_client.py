@@ -314,7 +314,7 @@ def test_two_thousand_samples_are_asked_for_at_once_without_a_thread_each(
     sampler = service.create_sampling_client(base_model="toy")
     params = SamplingParams(max_tokens=2, seed=3)
     expected = sampler.sample(PROMPT, 1, params).result(10).sequences
-    engine, sampling = pool.pool.engines["w0"][-1], pool.pool.coordinator.core.samples
+    engine, sampling = pool.pool.engines["w0"][-1], pool.pool.core.samples
     engine.may_decode = False
     before = threading.active_count()
     futures = [sampler.sample(PROMPT, 1, params) for _ in range(2000)]
@@ -350,7 +350,7 @@ def sample_tokens(sampler: SamplingClient, params: SamplingParams) -> list[int]:
 
 def test_a_stream_that_is_closed_frees_the_engine(pool: RestartablePool, service: ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model="toy")
-    engine, sampling = pool.pool.engines["w0"][-1], pool.pool.coordinator.core.samples
+    engine, sampling = pool.pool.engines["w0"][-1], pool.pool.core.samples
     step = engine.decode_step
 
     def only_step() -> Any:

@@ -244,7 +244,7 @@ async def test_a_deleted_adapters_queue_fails_and_its_results_stay(tmp_path: Pat
         [still] = await pool.wait(done.name)
         assert (await refusal(pool.optim_step(adapter, 4))).code is Code.NOT_FOUND
         assert pool.coordinator.health()
-        assert len(pool.coordinator.core.in_flight) == 0
+        assert len(pool.core.in_flight) == 0
     assert still == done
     assert [each.error.reason for each in operations[1:]] == ["ADAPTER_DELETED"] * 2
 
@@ -255,7 +255,7 @@ async def test_cancelling_a_queued_pass_closes_its_window_and_a_running_one_is_l
         pool.hold()
         first = await pool.forward_backward(adapter, 1, 3)
         await asyncio.sleep(0)
-        log = pool.coordinator.core.registry.logs[adapter]
+        log = pool.log_of(adapter)
         assert log.is_running(log.operations[1])
         names = [first, await pool.forward_backward(adapter, 2, 3), await pool.optim_step(adapter, 3)]
         for name in (names[0], names[1], names[1]):
@@ -300,7 +300,7 @@ async def test_what_is_acknowledged_while_its_adapter_is_deleted_is_finished_too
             assert refused is None or (isinstance(refused, ServiceError) and refused.code is Code.NOT_FOUND)
         assert 0 < len(acknowledged) < 6
         assert len(await asyncio.wait_for(pool.wait(*acknowledged), 5)) == len(acknowledged)
-        assert len(pool.coordinator.core.in_flight) == 0
+        assert len(pool.core.in_flight) == 0
 
 
 async def test_a_snapshot_that_cannot_be_read_for_a_while_costs_time_alone(

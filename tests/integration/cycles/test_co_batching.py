@@ -71,7 +71,7 @@ def test_a_hog_with_a_hundred_times_the_tokens_leaves_a_small_tenant_a_latency_b
             await paired_step(toys, small, 1 + 2 * step, (16,), "small")
             latencies.append(loop.time() - began)
         hogging.cancel()
-        return latencies, toys.coordinator.core.loops["toy"].planning.budget.tokens
+        return latencies, toys.core.loops["toy"].planning.budget.tokens
 
     latencies, budget = in_virtual_time(tmp_path, pool, body, cycle_tokens_max=tokens)
     most = max(num_tokens for _, num_tokens in pool.passes)
@@ -89,7 +89,7 @@ def test_a_measured_budget_finds_the_knee_from_cycles_as_they_come(tmp_path: Pat
         sizes = (1, 4, 16, 40)
         loops = [paired_loop(toys, f"t{n}", 25, (16,) * n, (0.0, 0.05)) for n in sizes]
         await asyncio.gather(*loops)
-        return toys.coordinator.core.loops["toy"].planning.budget.tokens
+        return toys.core.loops["toy"].planning.budget.tokens
 
     knee = 20 * FIXED_S / TOKEN_S
     budget = in_virtual_time(tmp_path, pool, body)

@@ -122,7 +122,7 @@ async def test_two_workers_are_in_one_cycle(tmp_path: Path) -> None:
         )
         for name, tenant in zip(names, ("alice", "alice", "bob", "bob", "carol", "carol"), strict=True):
             await pool.wait(name, tenant=tenant)
-        cycles = list(pool.coordinator.core.journal.recent)
+        cycles = list(pool.core.journal.recent)
     assert any(len({entry.worker_id for entry in cycle.entries}) == 2 for cycle in cycles)
 
 
@@ -171,7 +171,7 @@ async def test_a_crash_of_the_engine_loses_nothing_of_the_neighbours(tmp_path: P
         )
         await pool.wait(names[0])
         await pool.wait(names[1], tenant="bob")
-        homes = {a: pool.coordinator.core.registry.logs[a].worker_id for a in (victim, neighbour)}
+        homes = {a: pool.log_of(a).worker_id for a in (victim, neighbour)}
         assert homes[victim] != homes[neighbour]
         await pool.forward_backward(victim, 2, 5, token=KILL_TOKEN)
         done = await pool.wait(await pool.optim_step(neighbour, 2, tenant="bob"), tenant="bob")
@@ -185,7 +185,7 @@ async def test_snapshots_bound_the_log_and_the_state_survives_a_restart(tmp_path
         for seq in range(1, 11, 2):
             await pool.wait(await pool.forward_backward(adapter, seq, 5), await pool.optim_step(adapter, seq + 1))
             await pool.written()
-        store = pool.coordinator.core.store
+        store = pool.store
         kept = [row.seq for row, payload in store.operations.since(adapter, 0) if payload is not None]
         assert kept in ([], [10]), "the last step may have come while a snapshot was written"
         chain = pool.chain(adapter)

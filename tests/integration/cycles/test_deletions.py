@@ -49,7 +49,7 @@ async def test_an_adapter_deleted_while_another_one_is_read_from_disk_stops_nobo
         await pool.wait(*[await pool.submit(adapter, 1) for adapter in adapters])
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
-        snapshots = pool.coordinator.core.states.folders.snapshots
+        snapshots = pool.folders.snapshots
         read, is_reading, may_read = snapshots.read, threading.Event(), threading.Event()
 
         def slow(folder: str, sha256: str) -> AdapterState:
@@ -75,7 +75,7 @@ async def test_an_adapter_whose_deletion_fails_goes_on_from_the_snapshot_that_be
 ) -> None:
     """What it would run again from the snapshot before has left the log."""
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
-        adapter, core = await pool.adapter(), pool.coordinator.core
+        adapter, core = await pool.adapter(), pool.core
         spec, snapshots, write = (
             pool.spec_of(adapter),
             core.states.folders.snapshots,

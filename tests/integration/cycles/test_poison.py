@@ -81,7 +81,7 @@ async def test_nobodys_state_is_handed_out_beside_a_suspect(tmp_path: Path) -> N
     """The worker could die of it, and a suspect that is alone with it would be convicted."""
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
         adapter, suspect = await pool.adapter(), "a:sample:0:1"
-        core = pool.coordinator.core
+        core = pool.core
         [quarantine] = core.scheduling.quarantines.values()
         pool.hold()
         name = await pool.forward_backward(adapter, 1, 5)
@@ -106,7 +106,7 @@ async def test_random_deaths_never_fail_an_innocent_operation(tmp_path: Path) ->
     """
     chance = random.Random(7)
     async with running_pool(tmp_path, num_workers=2, replay_s_max=0.0) as pool:
-        quarantine = pool.coordinator.core.scheduling.quarantines["toy"]
+        quarantine = pool.core.scheduling.quarantines["toy"]
         tenants = [f"tenant{i}" for i in range(3)]
         adapters = [await pool.adapter(tenant) for tenant in tenants]
         names: dict[str, list[str]] = {tenant: [] for tenant in tenants}
@@ -173,12 +173,12 @@ async def test_suspects_of_a_worker_that_never_comes_back_run_on_another(
         adapters = [await pool.adapter() for _ in range(2)]
         for adapter in adapters:
             await pool.wait(await pool.forward_backward(adapter, 1, 5))
-        victim = next(a for a in adapters if pool.coordinator.core.registry.logs[a].worker_id == "w0")
+        victim = next(a for a in adapters if pool.log_of(a).worker_id == "w0")
 
         async def never(worker_id: str) -> Any:
             raise WorkerLost(f"{worker_id} has no node any more")
 
-        monkeypatch.setattr(pool.coordinator.core.pool, "replace", never)
+        monkeypatch.setattr(pool.core.pool, "replace", never)
         pool.hold()
         name = await pool.forward_backward(victim, 2, 5)
         await asyncio.sleep(0.02)

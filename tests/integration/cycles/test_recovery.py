@@ -79,7 +79,7 @@ async def test_failed_windows_and_cancelled_operations_are_skipped_by_a_replay(t
         names += [await pool.submit(adapter, seq) for seq in (6, 7, 8, 9)]
         before = await pool.wait(*names)
         chain = pool.chain(adapter)
-        assert pool.coordinator.core.registry.logs[adapter].copy.window_error is None
+        assert pool.log_of(adapter).copy.window_error is None
         assert len(pool.engines["w0"][-1].batches) < 12, "a failed chunk is no reason to build the copy anew"
     assert [each.error.reason for each in before] == [
         "",
@@ -145,7 +145,7 @@ async def test_a_step_behind_a_load_that_the_worker_refuses_is_not_taken(
         adapter = await pool.adapter()
         path = (await pool.save(adapter, 1, "a")).save_state.path
         junk = AdapterState(weights=b"junk", optimizer=None, num_steps=0, applied_seq=1, fingerprint="toy")
-        monkeypatch.setattr(pool.coordinator.core.states.folders.checkpoints, "read", lambda *_: junk)
+        monkeypatch.setattr(pool.folders.checkpoints, "read", lambda *_: junk)
         chain = pool.chain(adapter)
         pool.hold()
         await pool.forward_backward(adapter, 2, 5)
@@ -162,7 +162,7 @@ async def test_an_append_that_fails_while_its_operation_runs_leaves_no_trace(
     """Also no snapshot: it would hold what the client was told that nobody accepted."""
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
         adapter = await pool.adapter()
-        spec, store = pool.spec_of(adapter), pool.coordinator.core.store
+        spec, store = pool.spec_of(adapter), pool.store
         await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
         await pool.wait(*[await pool.submit(adapter, seq) for seq in (4, 5)])
         with monkeypatch.context() as patch:
@@ -195,7 +195,7 @@ def snapshot_event(pool: ToyPool) -> threading.Event:
 async def test_a_worker_lost_while_its_snapshot_is_written_does_not_stop_its_adapter(tmp_path: Path) -> None:
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
         adapter = await pool.adapter()
-        states, loop = pool.coordinator.core.states, asyncio.get_running_loop()
+        states, loop = pool.core.states, asyncio.get_running_loop()
         write = states.folders.snapshots.write
 
         def lose_then_write(*args: Any) -> Any:
@@ -258,7 +258,7 @@ async def test_an_adapter_that_cannot_be_rebuilt_fails_and_hurts_nobody(tmp_path
 
 async def test_a_late_report_about_an_old_life_does_not_end_the_new_one(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
-        adapter, core = await pool.adapter(), pool.coordinator.core
+        adapter, core = await pool.adapter(), pool.core
         await pool.wait(await pool.submit(adapter, 1))
         old = core.fleet.worker("w0").name
         await pool.kill_worker()
@@ -309,7 +309,7 @@ async def test_a_replay_leaves_no_requests_in_memory(tmp_path: Path) -> None:
         await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3, 4)])
         await pool.kill_worker()
         await pool.wait(await pool.submit(adapter, 5))
-        operations = pool.coordinator.core.registry.logs[adapter].operations.values()
+        operations = pool.log_of(adapter).operations.values()
         assert len(operations) == 5
         assert all(each.payload == b"" and each.decoded is None for each in operations)
 
@@ -326,11 +326,11 @@ async def test_forwards_alone_do_not_grow_memory_and_log_for_ever(
             )
             await pool.wait((await pool.service.forward(principal, request)).operation.name)
             await pool.written()
-        queue = pool.coordinator.core.registry.logs[adapter]
+        queue = pool.log_of(adapter)
         payloads = query(tmp_path, "SELECT 1 FROM operations WHERE payload IS NOT NULL")
         assert len(queue.operations) <= 22
         assert len(payloads) <= 22
-        assert len(pool.coordinator.core.in_flight) == 0
+        assert len(pool.core.in_flight) == 0
         assert all(each.payload == b"" and each.decoded is None for each in queue.operations.values())
         assert not queue.copy.progress
 
@@ -344,7 +344,7 @@ async def test_results_leave_memory_and_are_dropped_from_the_log_after_their_tim
             names.append(await pool.submit(adapter, seq))
             await pool.wait(names[-1])
             await pool.written()
-        store = pool.coordinator.core.store
+        store = pool.store
         await time.until(lambda: not store.operations.last_seq(adapter), 300)
         with pytest.raises(ServiceError) as gone:
             await pool.wait(names[0])
@@ -374,7 +374,7 @@ async def test_a_commit_that_fails_ends_the_coordinator_and_stopping_it_still_wo
 ) -> None:
     async with running_pool(tmp_path, is_crash=True) as pool:
         adapter = await pool.adapter()
-        store = pool.coordinator.core.store
+        store = pool.store
 
         def broken(_commit: object) -> Any:
             return store.database.write(lambda db: db.execute("SELECT * FROM nothing"))
@@ -430,14 +430,14 @@ async def test_a_request_whose_result_was_dropped_is_known_and_not_run_again(tmp
         with pytest.raises(ServiceError) as gone:
             await pool.wait(names[0])
         assert gone.value.code is Code.NOT_FOUND
-        assert pool.coordinator.core.registry.logs[adapter].next_seq == 2
+        assert pool.log_of(adapter).next_seq == 2
 
 
 async def test_a_save_whose_worker_dies_and_whose_owner_cancels_while_it_is_written_is_decided_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_pool(tmp_path) as pool:
-        adapter, principal, core = await pool.adapter(), await pool.principal(), pool.coordinator.core
+        adapter, principal, core = await pool.adapter(), await pool.principal(), pool.core
         await pool.wait(await pool.submit(adapter, 1))
         write, is_writing, may_write = core.states.folders.checkpoints.write, threading.Event(), threading.Event()
 

@@ -137,7 +137,7 @@ async def test_a_session_created_again_while_it_ends_is_not_revived(
     """Its numbers would begin anew, and a save that gets one twice could not be committed."""
     is_ending, may_end = asyncio.Event(), asyncio.Event()
     async with running_pool(tmp_path) as pool:
-        principal, session, store = await pool.principal(), await create(pool, "r"), pool.coordinator.core.store
+        principal, session, store = await pool.principal(), await create(pool, "r"), pool.store
         request = adapters_pb2.CreateAdapterRequest(session_id=session, base_model="toy", rank=8, index=0)
         adapter = (await pool.service.create_adapter(principal, request)).adapter.adapter_id
         assert (await pool.publish(adapter, 1)).state == SUCCEEDED
@@ -169,7 +169,7 @@ async def test_a_session_whose_end_finds_the_disk_full_goes_on_and_can_be_ended_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_pool(tmp_path) as pool:
-        adapter, store = await pool.adapter(), pool.coordinator.core.store
+        adapter, store = await pool.adapter(), pool.store
         session = adapter.partition(":")[0]
 
         async def full(*_: object) -> int:
@@ -198,7 +198,7 @@ async def test_a_sampler_being_made_and_a_save_under_way_never_get_the_same_numb
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_pool(tmp_path) as pool:
-        core = pool.coordinator.core
+        core = pool.core
         adapter = await pool.adapter()
         begun, may_go = asyncio.Event(), asyncio.Event()
         insert, write = core.store.samplers.insert, core.states.write
@@ -234,7 +234,7 @@ async def test_a_sampler_that_cannot_be_stored_fails_its_save_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_pool(tmp_path) as pool:
-        core = pool.coordinator.core
+        core = pool.core
         adapter, other = await pool.adapter(), await pool.adapter()
         await pool.sampler(adapter.partition(":")[0], index=5)
         monkeypatch.setattr(core.sessions, "take_sampler_index", lambda *_: 5)  # as if two saves raced for it

@@ -67,7 +67,7 @@ def call(pool: RestartablePool, work: Any) -> Any:
 
 
 def rows(pool: RestartablePool, sql: str) -> list[Any]:
-    return list(query(pool.pool.coordinator.core.config.data_dir, sql))
+    return list(query(pool.pool.core.config.data_dir, sql))
 
 
 def outcome_of(pool: RestartablePool) -> ops_pb.Operation:
@@ -162,7 +162,7 @@ def ask_and_leave(pool: RestartablePool, headers: dict[str, str] | None = None, 
     async def ask() -> None:
         async with httpx.AsyncClient(base_url=pool.http_url, headers=own) as client:
             asking = asyncio.create_task(client.post("/v1/completions", json=body))
-            await until(lambda: pool.pool.coordinator.core.samples.num_samples)
+            await until(lambda: pool.pool.core.samples.num_samples)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
@@ -218,7 +218,7 @@ def test_a_request_with_an_idempotency_key_runs_once_across_a_restart(tmp_path: 
         )
         with ThreadPoolExecutor(1) as threads:
             lost = threads.submit(ask)
-            wait_until(lambda: pool.pool.coordinator.core.samples.num_samples == 2)
+            wait_until(lambda: pool.pool.core.samples.num_samples == 2)
             pool.stop()
             with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
                 lost.result(WAIT_S)
@@ -238,7 +238,7 @@ def test_a_stop_of_the_pool_cancels_no_samples(tmp_path: Path) -> None:
         pool.pool.hold()
         with ThreadPoolExecutor(1) as threads:
             lost = threads.submit(client.completions.create, model="toy", prompt="w1", max_tokens=8)
-            wait_until(lambda: pool.pool.coordinator.core.samples.num_samples)
+            wait_until(lambda: pool.pool.core.samples.num_samples)
             pool.stop()
             with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
                 lost.result(WAIT_S)
@@ -265,7 +265,7 @@ def test_a_full_queue_is_refused_with_a_retry_delay(tmp_path: Path) -> None:
         pool.pool.hold()
         with ThreadPoolExecutor(1) as threads:
             running = threads.submit(client.completions.create, model="toy", prompt="w1", max_tokens=2)
-            wait_until(lambda: pool.pool.coordinator.core.samples.num_samples)
+            wait_until(lambda: pool.pool.core.samples.num_samples)
             with pytest.raises(openai.RateLimitError) as refused:
                 client.completions.create(model="toy", prompt="w1", max_tokens=2)
             assert refused.value.response.headers["retry-after"] == "1"
@@ -292,7 +292,7 @@ def test_a_partly_refused_batch_leaves_no_sample_running(tmp_path: Path) -> None
         pool.pool.hold()
         with pytest.raises(openai.RateLimitError):
             client.completions.create(model="toy", prompt=["w1", "w2", "w3"], max_tokens=60)
-        wait_until(lambda: not pool.pool.coordinator.core.samples.num_samples)
+        wait_until(lambda: not pool.pool.core.samples.num_samples)
 
 
 def test_a_stream_that_a_stop_interrupts_ends_with_an_error(tmp_path: Path) -> None:
@@ -310,6 +310,6 @@ def test_a_stream_that_a_stop_interrupts_ends_with_an_error(tmp_path: Path) -> N
         with httpx.stream("POST", f"{pool.http_url}/v1/completions", json=body, headers=headers, timeout=WAIT_S) as got:
             lines = got.iter_lines()
             assert json.loads(next(lines).removeprefix("data: "))["choices"][0]["text"]
-            threading.Thread(target=lambda: call(pool, pool.pool.coordinator.core.samples.stop())).start()
+            threading.Thread(target=lambda: call(pool, pool.pool.core.samples.stop())).start()
             last = [line for line in lines if line][-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"

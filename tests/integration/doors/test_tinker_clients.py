@@ -74,7 +74,7 @@ def test_fetched_samples_are_not_listed_again_after_a_list_was_lost(
         wired.result(name)
     sample(wired, sampler_id, 2)  # the commit of its append makes the fetches durable
     _, cursor = finished(wired, sampler_id)
-    pool.pool.coordinator.core.finished_samples._lists.clear()
+    pool.pool.core.finished_samples._lists.clear()
     assert not {name for _, name in finished(wired, sampler_id, cursor, timeout=0)[0]} & set(names)
 
 
@@ -131,7 +131,7 @@ def test_the_sdk_holds_one_call_for_all_its_samples(pool: RestartablePool, monke
         sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
         pool.pool.hold()
         futures = [sampler.sample(PROMPT, 1, params) for _ in range(60)]
-        live = pool.pool.coordinator.core.in_flight
+        live = pool.pool.core.in_flight
         wait_until(lambda: len(live) == 60)
         time.sleep(2 * POLL_S)
         waits_meanwhile = len(waits)
@@ -163,7 +163,7 @@ def test_running_samples_survive_a_restart_of_the_pool(tmp_path: Path) -> None:
         before = sampler.sample(PROMPT, 1, params).result(WAIT_S)
         pool.pool.hold()
         futures = [sampler.sample(PROMPT, 1, params) for _ in range(5)]
-        wait_until(lambda: len(pool.pool.coordinator.core.in_flight) == 5)
+        wait_until(lambda: len(pool.pool.core.in_flight) == 5)
         pool.stop()
         pool.start()
         for future in futures:

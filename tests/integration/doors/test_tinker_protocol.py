@@ -237,7 +237,7 @@ def test_a_refusals_quotes_of_the_request_are_shortened_before_they_are_stored(
     for request in requests:
         failure = wired.result(wired.binary(request).json()["request_id"])
         assert 20 < len(failure["error"]) < 2 * MESSAGE_LENGTH_MAX
-    kept = [pool.pool.coordinator.core.registry.logs[model].operations[seq] for seq in (1, 2)]
+    kept = [pool.pool.log_of(model).operations[seq] for seq in (1, 2)]
     assert max(len(operation.outcome.error.message) for operation in kept if operation.outcome) <= MESSAGE_LENGTH_MAX
 
 
@@ -250,7 +250,7 @@ def test_a_retryable_refusal_consumes_no_seq(pool: RestartablePool, wired: Wire,
     assert refused.json()["reason"] == "QUEUE_FULL"
     unreadable = wired.post("/save_weights", {"model_id": model, "seq_id": 1})
     assert (unreadable.status_code, unreadable.json()["reason"]) == (429, "QUEUE_FULL")
-    assert 1 not in pool.pool.coordinator.core.registry.logs[model].operations
+    assert 1 not in pool.pool.log_of(model).operations
 
 
 def test_a_poll_is_held_open_and_then_told_to_try_again(wired: Wire, model: str) -> None:
@@ -420,7 +420,7 @@ def test_two_hundred_futures_are_held_without_a_thread_each(tmp_path: Path) -> N
                 async with asyncio.timeout(20):
                     while num_held < len(polls):  # there is no event for it
                         await asyncio.sleep(0.01)
-                        num_held = len(pool.pool.coordinator.core.in_flight._open_queues)
+                        num_held = len(pool.pool.core.in_flight._open_queues)
                 num_threads = threading.active_count()
                 for model in models:
                     await asyncio.to_thread(wired.binary, pass_of(model, 1, [1]))
@@ -436,7 +436,7 @@ def test_polls_leave_no_waiter_behind(pool: RestartablePool, wired: Wire, model:
     promise = wired.ok("/optim_step", step(model, 2))["request_id"]
     for _ in range(3):
         wired.post("/retrieve_future", {"request_id": promise})
-    assert promise not in pool.pool.coordinator.core.in_flight._waiters
+    assert promise not in pool.pool.core.in_flight._waiters
 
 
 def targets_of(shape: list[int], **values: Any) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def test_a_page_of_runs_takes_as_many_queries_as_one_run(
 ) -> None:
     wired = Wire(pool.http_url, pool.key("carol"))
     session = wired.session()
-    database = pool.pool.coordinator.core.store.database
+    database = pool.pool.store.database
     queries: list[str] = []
     read = database.read
 

@@ -50,7 +50,7 @@ def test_a_step_sent_as_a_pair_takes_one_cycle_and_says_which(pool: RestartableP
     engine.may_run.clear()
     passed = client.forward_backward([datum(1, 2, 3), datum(4)], "cross_entropy")
     step = client.optim_step(ADAM)
-    wait_until(lambda: client.model_id + ":2" in {o.name for o in list(pool.pool.coordinator.core.in_flight.all())})
+    wait_until(lambda: client.model_id + ":2" in {o.name for o in list(pool.pool.core.in_flight.all())})
     engine.may_run.set()
     output = passed.result(WAIT_S)
     assert [d["logprobs"].shape for d in output.loss_fn_outputs] == [[3], [1]]

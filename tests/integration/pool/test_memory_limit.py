@@ -113,7 +113,7 @@ async def test_a_sample_that_can_never_fit_is_refused_before_it_is_logged_with_w
         stream = pool.service.stream_sample(await pool.principal(), request)
         with pytest.raises(ServiceError, match="max_tokens may be at most 1"):
             await anext(stream)
-        core = pool.coordinator.core
+        core = pool.core
         assert (core.samples.num_samples, len(core.in_flight)) == (0, 0)
         assert core.store.operations.last_seq(sampler) == 0
         await pool.release()

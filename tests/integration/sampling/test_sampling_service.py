@@ -70,7 +70,7 @@ async def test_a_missing_seed_is_drawn_logged_and_used_again_after_a_crash(tmp_p
         sampler = await pool.sampler(await pool.session())
         pool.hold()
         name = await pool.sample(sampler, 1)
-        logged = sampling_pb2.SampleRequest.FromString(pool.coordinator.core.store.operations.payload(sampler, 1))
+        logged = sampling_pb2.SampleRequest.FromString(pool.store.operations.payload(sampler, 1))
         other = await pool.sample(sampler, 2)
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
@@ -148,7 +148,7 @@ async def test_a_stream_has_every_token_once_and_ends_with_the_operation(tmp_pat
         sampler = await pool.sampler(await pool.session())
         streamed, operation = await stream(pool, sample_request(sampler, 1, num_samples=3, max_tokens=20))
         nothing, again = await stream(pool, sample_request(sampler, 1, num_samples=3, max_tokens=20))
-        assert not pool.coordinator.core.samples.streams.has_listener(operation.name)
+        assert not pool.core.samples.streams.has_listener(operation.name)
     assert [streamed[index] for index in range(3)] == tokens_of(operation)
     assert (nothing, again) == ({}, operation)
 
@@ -242,7 +242,7 @@ def get_sampler(sampler_id: str) -> sampling_pb2.GetSamplerRequest:
 async def test_a_fresh_publish_is_sampled_without_reading_its_file(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         _, sampler = await trained(pool)
-        pool.coordinator.core.states.folders.samplers.read = None  # type: ignore[method-assign,assignment]  # or it would fail
+        pool.folders.samplers.read = None  # type: ignore[method-assign,assignment]  # or it would fail
         [operation] = await pool.wait(await pool.sample(sampler, 1))
     assert operation.state == SUCCEEDED
 
@@ -279,7 +279,7 @@ async def test_a_sampler_that_cannot_be_read_makes_room_for_who_waits_behind_it(
             may_read.wait(10)
             raise ServiceError(Code.DATA_LOSS, "CHECKSUM_MISMATCH", "damaged")
 
-        pool.coordinator.core.states.folders.checkpoints.read = read  # type: ignore[method-assign,assignment]
+        pool.folders.checkpoints.read = read  # type: ignore[method-assign,assignment]
         names = [await pool.sample(sampler, 1, num_samples=5), await pool.sample(base, 1, num_samples=2)]
         may_read.set()
         damaged, fine = await asyncio.wait_for(pool.wait(*names), 5)
@@ -292,7 +292,7 @@ async def test_a_sample_whose_worker_is_lost_before_it_got_it_is_started_once_on
         adapter = await pool.adapter()
         path = (await pool.save(adapter, 1, "first")).save_state.path
         sampler = await pool.sampler(adapter.partition(":")[0], model_path=path)
-        checkpoints, core = pool.coordinator.core.states.folders.checkpoints, pool.coordinator.core
+        checkpoints, core = pool.folders.checkpoints, pool.core
         read, may_read, started = checkpoints.read, threading.Event(), []
         start_sample = core.pool.start_sample
 
@@ -392,10 +392,10 @@ async def test_a_sample_that_could_not_be_logged_is_not_run_and_can_be_sent_agai
     async with running_pool(tmp_path) as pool:
         sampler = await pool.sampler(await pool.session())
         with monkeypatch.context() as patch:
-            fail_appends(patch, pool.coordinator.core.store, 1)
+            fail_appends(patch, pool.store, 1)
             with pytest.raises(ServiceError, match="nothing was accepted"):
                 await pool.sample(sampler, 1)
-        assert pool.coordinator.core.samples.num_samples == 0
+        assert pool.core.samples.num_samples == 0
         [operation] = await pool.wait(await pool.sample(sampler, 1))
     assert operation.state == SUCCEEDED
 
@@ -475,7 +475,7 @@ async def test_batches_say_how_much_of_the_time_sampling_gets_beside_them(tmp_pa
     async with running_pool(tmp_path) as pool:
         for tenant in tenants:
             await pool.principal(tenant)
-        database = pool.coordinator.core.store.database  # nothing in the service sets weights
+        database = pool.store.database  # nothing in the service sets weights
         await database.execute("UPDATE tenants SET weight = 3 WHERE name = 'bob'")
         await database.execute("UPDATE tenants SET weight = 40 WHERE name = 'carol'")
     async with running_pool(tmp_path) as pool:
@@ -525,7 +525,7 @@ async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(
     async with running_pool(tmp_path) as pool:
         adapter, principal = await pool.adapter(), await pool.principal()
         session = adapter.partition(":")[0]
-        write = pool.coordinator.core.states.folders.samplers.write
+        write = pool.folders.samplers.write
         is_writing, may_write = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -534,7 +534,7 @@ async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(
             asyncio.run_coroutine_threadsafe(may_write.wait(), loop).result(10)
             return write(*args)
 
-        pool.coordinator.core.states.folders.samplers.write = slow_write  # type: ignore[method-assign,assignment]
+        pool.folders.samplers.write = slow_write  # type: ignore[method-assign,assignment]
         request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=1)
         name = (await pool.service.save_weights_for_sampler(principal, request)).operation.name
         await is_writing.wait()
@@ -589,7 +589,7 @@ async def test_a_sample_that_waits_for_its_commit_can_be_cancelled_when_its_work
     """Also by the end of its session, which nobody may have asked for."""
     monkeypatch.setattr("coordinator.storage.store.FULL_RETRY_S", 0.001)
     async with running_pool(tmp_path, time=FakeTime()) as pool:  # whose worker starts anew when the time is moved on
-        session, core = await pool.session(), pool.coordinator.core
+        session, core = await pool.session(), pool.core
         sampler, is_decided = await pool.sampler(session), asyncio.Event()
 
         async def full(_: CycleCommit) -> frozenset[str]:

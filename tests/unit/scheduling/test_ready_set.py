@@ -62,7 +62,7 @@ class Bench:
 async def test_a_thousand_registered_adapters_with_nothing_to_do_are_not_looked_at_in_a_cycle(tmp_path: Path) -> None:
     """Half of them live on the worker. The sweep, every few seconds, may look at all."""
     async with running_pool(tmp_path, sweep_interval_s=1000.0, linger_s=0.0) as pool:
-        core = pool.coordinator.core
+        core = pool.core
         active, other = await pool.adapter(), await pool.adapter("bob")
         for index in range(NUM_IDLE):
             idle = Watched("idle", "s", "toy", spec_named(f"idle-{index}"))
