@@ -1,9 +1,9 @@
-"""An adapter's state as bytes, and back: safetensors files whose weights PEFT loads as `adapter_model.safetensors`.
+"""An adapter's state as safetensors files; PEFT loads the weights as `adapter_model.safetensors`.
 
-Knows names, shapes and bytes; not where they are stored, nor seqs.
+Does not depend on where files are stored, or on sequence numbers.
 
-Main invariant: what is read is checked whole - names, shapes, types, finite values - before any of it is used. A row
-written and read back has the same bits.
+Main invariant: a file is checked completely (names, shapes, types, finite values) before any value is used. A row that
+is written and read back has the same bits.
 
 Dimensions: P values of a row, r rank, D inputs, F outputs.
 """
@@ -27,24 +27,27 @@ GRADIENT_PREFIX = f"grad.{PEFT_PREFIX}"
 
 
 class DamagedStateError(ValueError):
-    """The bytes are no state at all, or one that contradicts itself."""
+    """The bytes are not a state, or contradict themselves."""
 
 
 class OtherAdapterError(ValueError):
-    """The state is sound but belongs to an adapter of another rank or with other modules."""
+    """The state is valid, but of an adapter with another rank or other modules."""
 
 
 class NonFiniteGradientError(ArithmeticError):
-    """The pending gradient is infinite or not a number; written down, it could not be told from a damaged one."""
+    """The pending gradient is infinite or not a number; in a file it would look like damage."""
 
 
 def weights_file(layout: RowLayout, spec: AdapterSpec, weights: Tensor) -> bytes:
-    """Weights (P,) as a safetensors file: `base_model.model.<module>.lora_A.weight` (r, D), `.lora_B.weight` (F, r)."""
+    """Return weights (P,) as a safetensors file.
+
+    Names are `base_model.model.<module>.lora_A.weight` (r, D) and `.lora_B.weight` (F, r).
+    """
     return _save(_named(layout, spec, weights, PEFT_PREFIX))
 
 
 def optimizer_file(layout: RowLayout, spec: AdapterSpec, host: HostRow) -> bytes:
-    """Both moments as a safetensors file, names as the weights' after `exp_avg.` and `exp_avg_sq.`; None: zeros."""
+    """Return both moments as a safetensors file: the weights' names after `exp_avg.` and `exp_avg_sq.`; None: zeros."""
     tensors: dict[str, Tensor] = {}
     for moment, values in zip(MOMENTS, (host.exp_avg, host.exp_avg_sq), strict=True):
         flat = torch.zeros(layout.num_values) if values is None else values
@@ -53,9 +56,9 @@ def optimizer_file(layout: RowLayout, spec: AdapterSpec, host: HostRow) -> bytes
 
 
 def gradient_file(layout: RowLayout, spec: AdapterSpec, gradient: Tensor) -> bytes:
-    """A pending gradient (P,) as a safetensors file, names as the weights' after `grad.`.
+    """Return a pending gradient (P,) as a safetensors file: the weights' names after `grad.`.
 
-    Raises NonFiniteGradientError: a pass can end well although the gradient overflowed, which its step is to report.
+    Raises NonFiniteGradientError: a pass can succeed although the gradient overflowed, and only its step reports that.
     """
     if not bool(torch.isfinite(gradient).all()):
         raise NonFiniteGradientError("the pending gradient has values that are not finite and was not saved")
@@ -65,8 +68,8 @@ def gradient_file(layout: RowLayout, spec: AdapterSpec, gradient: Tensor) -> byt
 def read_state(
     layout: RowLayout, spec: AdapterSpec, weights: bytes, optimizer: bytes | None, gradient: bytes | None = None
 ) -> HostRow:
-    """Vectors (P,) from files. Raises DamagedStateError, OtherAdapterError; the message is for the user."""
-    host = HostRow(weights=_read(layout, spec, _load(weights, "weights"), PEFT_PREFIX, "weights"))
+    """Return the vectors (P,) of files. Raises DamagedStateError, OtherAdapterError; the message is for the user."""
+    vectors = {"weights": _read(layout, spec, _load(weights, "weights"), PEFT_PREFIX, "weights")}
     if optimizer is not None:
         tensors = _load(optimizer, "optimizer state")
         parts = {
@@ -75,12 +78,13 @@ def read_state(
         }
         if sum(len(part) for part in parts.values()) != len(tensors):
             raise DamagedStateError("the optimizer state has tensors that are neither exp_avg nor exp_avg_sq")
-        host.exp_avg, host.exp_avg_sq = (
-            _read(layout, spec, part, f"{moment}.{PEFT_PREFIX}", "optimizer state") for moment, part in parts.items()
-        )
+        vectors |= {
+            moment: _read(layout, spec, part, f"{moment}.{PEFT_PREFIX}", "optimizer state")
+            for moment, part in parts.items()
+        }
     if gradient is not None:
-        host.grad = _read(layout, spec, _load(gradient, "gradients"), GRADIENT_PREFIX, "gradients")
-    return host
+        vectors["grad"] = _read(layout, spec, _load(gradient, "gradients"), GRADIENT_PREFIX, "gradients")
+    return HostRow(vectors["weights"], *(vectors.get(name) for name in (*MOMENTS, "grad")))
 
 
 def _named(layout: RowLayout, spec: AdapterSpec, flat: Tensor, prefix: str) -> dict[str, Tensor]:
@@ -88,7 +92,7 @@ def _named(layout: RowLayout, spec: AdapterSpec, flat: Tensor, prefix: str) -> d
 
 
 def _save(tensors: Mapping[str, Tensor]) -> bytes:
-    # A matrix may share its row's memory with others, which safetensors refuses; a copy shares with none.
+    # Matrices are views of one row, and safetensors refuses shared memory.
     data: bytes = safetensors.torch.save({name: tensor.clone() for name, tensor in tensors.items()}, {"format": "pt"})
     return data
 
@@ -102,7 +106,7 @@ def _load(data: bytes, what: str) -> dict[str, Tensor]:
 
 
 def _read(layout: RowLayout, spec: AdapterSpec, tensors: dict[str, Tensor], prefix: str, what: str) -> Tensor:
-    """The flat row (P,) of named matrices, checked."""
+    """Return the flat row (P,) of named matrices, after all checks."""
     flat = torch.zeros(layout.num_values)
     expected = {prefix + name: matrix for name, matrix in layout.matrices(flat, spec.rank)}
     if tensors.keys() != expected.keys():

@@ -1,10 +1,10 @@
-"""Copies between the bank's rows and host memory: at once on a CPU, beside the computation on a GPU.
+"""Copies between the bank's rows and host memory: synchronous on a CPU, concurrent with the computation on a GPU.
 
-Knows tensors and streams; not what a row holds, nor whose it is.
+Does not depend on rows or entries: it copies vectors.
 
-Main invariant: a copy begins after everything that was handed to the computing stream before it. Nothing may read what
-a copy writes, or write what it reads, before waiting for it: the host by `wait_on_host`, the computation by
-`wait_on_device`. Copies follow each other in the order of their calls.
+Main invariant: a copy begins after all work that was queued on the computing stream before it, and copies run in the
+order of their calls. Before code reads the target of a copy or writes its source, it waits for the copy: the host by
+`wait_on_host`, the computation by `wait_on_device`.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from torch import Tensor
 
 
 class Transfer(Protocol):
-    """Copies that may be under way."""
+    """Copies that may still be running."""
 
     def wait_on_host(self) -> None:
-        """Return when they are done."""
+        """Return when the copies are done."""
 
     def wait_on_device(self) -> None:
-        """Let what is handed to the computing stream from now on begin when they are done; returns at once."""
+        """Let work queued on the computing stream from now on begin after the copies; return at once."""
 
 
 class Transfers(Protocol):
-    """How a bank copies."""
+    """The copies of a bank."""
 
     is_concurrent: bool
-    """Whether copies run beside the computation, so that it pays to begin one before its result is needed."""
+    """Whether copies run concurrently with the computation, so that it pays to begin one early."""
 
     def to_host(self, vectors: Sequence[Tensor]) -> tuple[list[Tensor], Transfer]:
-        """Copies of vectors in host memory, dtypes unchanged, and what to wait for before reading them."""
+        """Copy vectors to host memory, dtypes unchanged; return the copies, and the transfer that fills them."""
 
     def to_device(self, copies: Sequence[tuple[Tensor, Tensor | None]]) -> Transfer:
-        """Write each pair's second to its first, in order, converting dtypes; None: zeros."""
+        """Copy each pair's second tensor to its first, in order, converting dtypes; None: zeros."""
 
 
 class DirectTransfers:
-    """Implements `Transfers`: every copy is done when its call returns, and is its own `Transfer`."""
+    """Implements `Transfers`: every copy is done when its call returns. Implements `Transfer` too."""
 
     is_concurrent = False
 
     def wait_on_host(self) -> None:
-        """Nothing is under way."""
+        """Return at once: the copies are done."""
 
     def wait_on_device(self) -> None:
-        """Nothing is under way."""
+        """Return at once: the copies are done."""
 
     def to_host(self, vectors: Sequence[Tensor]) -> tuple[list[Tensor], Transfer]:
         """See `Transfers`."""
@@ -62,7 +62,7 @@ class DirectTransfers:
 
 
 class _CudaTransfer:
-    """Implements `Transfer` with an event behind the copies."""
+    """Implements `Transfer` by an event after the copies."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event()
@@ -79,7 +79,7 @@ class _CudaTransfer:
 
 
 class CudaTransfers:
-    """Implements `Transfers` on a stream of its own, through pinned host memory, which the device copies by itself."""
+    """Implements `Transfers` on a stream of its own, through pinned host memory, which needs no processor time."""
 
     is_concurrent = True
 
@@ -112,7 +112,7 @@ class CudaTransfers:
 
 
 def write(target: Tensor, source: Tensor | None) -> None:
-    """Copy `source` to `target`, without waiting where the device can copy by itself; None: zeros."""
+    """Copy `source` to `target`; None: zeros. Does not wait for a device that copies by itself."""
     if source is None:
         target.zero_()
     else:
@@ -120,5 +120,5 @@ def write(target: Tensor, source: Tensor | None) -> None:
 
 
 def transfers_for(device: torch.device) -> Transfers:
-    """The best way to copy to and from a device."""
+    """Return the fastest implementation for a device."""
     return CudaTransfers(device) if device.type == "cuda" else DirectTransfers()

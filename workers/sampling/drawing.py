@@ -1,12 +1,12 @@
-"""Draws a token from logits, with random numbers that depend on nothing but what they are for.
+"""Drawing: a token from logits, by sampling parameters and a random number.
 
-Knows distributions; not models, caches or requests. In double precision on the CPU, so that equal logits give equal
-tokens everywhere.
+Computes in double precision on the CPU, so that equal logits give equal tokens on every machine. Does not depend on
+models, caches or requests.
 
-Main invariant: a draw is a function of one row of logits, the request's parameters, and (seed, stream, position);
-neighbours, batches, restarts and the worker do not enter.
+Main invariant: a draw is a function of one row of logits, the request's parameters, and (seed, stream, position). It is
+the same in every batch, on every worker, and after a restart.
 
-Dimensions: V vocabulary.
+Dimensions: N rows, V vocabulary, k kept tokens.
 """
 
 from __future__ import annotations
@@ -20,41 +20,37 @@ from workers.contract.messages import SamplingParams
 
 WORD = (1 << 64) - 1
 ALTERNATIVES = 1 << 63
-"""Streams from here on are of alternatives to a prompt's tokens; a sample's stream is its index."""
+"""The first stream for alternatives to a prompt's tokens; the stream of a sequence is its index."""
 BLOCK_VALUES = 1 << 18
-"""Values that are computed at once when many rows are drawn from: two MiB, which stay near a core."""
+"""Values of many rows that are computed at once: two MiB, which fit a core's cache."""
 PIECE_VALUES = 64
-"""Sums over so many values are cumulated, and then those of one piece: cumulating all takes as long as all the rest."""
+"""A running sum is taken over sums of so many values, then within one such piece: over all values it would double the
+time of a draw."""
 RAW_WORDS = 4
-"""A Philox-4x64 counter gives so many words; the first is used."""
+"""Words of one Philox-4x64 counter; the first is used."""
 
 
 def uniforms(seed: int, stream: int, position: int, count: int) -> NDArray[np.float64]:
-    """Numbers (count,) in [0, 1) with 53 random bits: Philox-4x64 keyed by seed and stream, the position its counter.
+    """Return the numbers (count,) of `position` and the positions after it: in [0, 1), with 53 random bits.
 
-    They are those of `position` and the positions behind it, whichever are asked for together.
+    Philox-4x64 is keyed by seed and stream; the position is its counter. So a number does not depend on `count`.
     """
-    # As an array, for NumPy takes a list with words beyond an int64 through floating point.
+    # An array, because NumPy converts a list with words beyond an int64 through floating point.
     key = np.array([seed & WORD, stream], np.uint64)
     generator = np.random.Philox(key=key, counter=[position, 0, 0, 0])
     words = generator.random_raw(RAW_WORDS * count)[::RAW_WORDS]
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def uniform(seed: int, sample_index: int, position: int) -> float:
-    """The number that decides a sample's token at a position."""
-    return float(uniforms(seed, sample_index, position, 1)[0])
-
-
 class Distribution:
-    """What tokens are drawn from: finite logits (V,), tempered, top-k, then top-p of the rest.
+    """The distribution of finite logits (V,): temperature, then top-k, then top-p of the rest.
 
-    Greedy at temperature 0, the lowest id among equals. Otherwise the inverse of the distribution function, over the
-    kept tokens in the order of their ids.
+    At temperature 0 it is the likeliest token, the lowest id among equals. Otherwise a draw is the inverse of the
+    cumulative distribution over the kept tokens, in the order of their ids.
     """
 
     def __init__(self, logits: NDArray[np.float32], params: SamplingParams) -> None:
-        """Uses of `params` temperature, top-k and top-p."""
+        """Use temperature, top-k and top-p of `params`."""
         self._greedy: int | None = None
         if params.temperature == 0:
             self._greedy = int(logits.argmax())
@@ -63,7 +59,7 @@ class Distribution:
         self._ends = _ends(self._weights)
 
     def pick(self, number: float) -> int:
-        """The token that a number in [0, 1) picks."""
+        """Return the token that a number in [0, 1) picks."""
         if self._greedy is not None:
             return self._greedy
         index = _pick(self._weights, self._ends, number)
@@ -71,7 +67,7 @@ class Distribution:
 
 
 class NonFiniteLogitsError(Exception):
-    """Logits are infinite or not a number: nothing can be drawn from them, or said of them."""
+    """Logits are infinite or not a number, so they have no distribution."""
 
 
 def check_finite(logits: NDArray[np.float32]) -> None:
@@ -81,12 +77,12 @@ def check_finite(logits: NDArray[np.float32]) -> None:
 
 
 def draw(logits: NDArray[np.float32], params: SamplingParams, number: float) -> int:
-    """The token that a number in [0, 1) picks from logits (V,); see `Distribution`."""
+    """Return the token that a number in [0, 1) picks from logits (V,); see `Distribution`."""
     return Distribution(logits, params).pick(number)
 
 
 def draw_rows(logits: NDArray[np.float32], params: Sequence[SamplingParams], numbers: Sequence[float]) -> list[int]:
-    """A token from each row of logits (N, V) by its own parameters and number; as `draw` gives, many rows at a time."""
+    """Return a token for each row of logits (N, V), by its own parameters and number; equal to `draw` row by row."""
     tokens = [0] * len(logits)
     by_temperature: dict[float, list[int]] = {}
     for place, own in enumerate(params):
@@ -106,7 +102,7 @@ def draw_rows(logits: NDArray[np.float32], params: Sequence[SamplingParams], num
 
 
 def _drawn(logits: NDArray[np.float32], temperature: float, numbers: Sequence[float]) -> list[int]:
-    """A token from each row of logits (n, V), with nothing cut off."""
+    """Return a token for each row of logits (N, V), without top-k and top-p."""
     if temperature == 0:
         greedy: list[int] = logits.argmax(axis=1).tolist()
         return greedy
@@ -115,19 +111,19 @@ def _drawn(logits: NDArray[np.float32], temperature: float, numbers: Sequence[fl
 
 
 def likeliest(logprobs: NDArray[np.float32], k: int) -> NDArray[np.intp]:
-    """The k largest of log-probabilities (V,), or all: the likeliest first, the lowest id first among equals."""
+    """Return the ids of the k largest log-probabilities (V,): likeliest first, lowest id first among equals."""
     kept = top_k(logprobs, k) if k < len(logprobs) else np.arange(len(logprobs))
     return kept[np.argsort(-logprobs[kept], kind="stable")]
 
 
 def _ends(weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sums of weights (..., V) up to the end of each piece: (..., pieces)."""
+    """Return the sums of weights (..., V) up to the end of each piece: (..., pieces)."""
     starts = np.arange(0, weights.shape[-1], PIECE_VALUES)
     return np.add.reduceat(weights, starts, axis=-1).cumsum(axis=-1)
 
 
 def _pick(weights: NDArray[np.float64], ends: NDArray[np.float64], number: float) -> int:
-    """Where a number in [0, 1) falls among weights (V,) with the sums `ends`; never at a weight of zero."""
+    """Return the index that a number in [0, 1) picks from weights (V,) with the sums `ends`; its weight is not zero."""
     target = number * ends[-1]
     piece = _first_above(ends, target)
     inside = weights[piece * PIECE_VALUES : (piece + 1) * PIECE_VALUES].cumsum()
@@ -135,12 +131,12 @@ def _pick(weights: NDArray[np.float64], ends: NDArray[np.float64], number: float
 
 
 def _first_above(sums: NDArray[np.float64], target: float) -> int:
-    """The first of rising sums above a target; where rounding has left none, the first that reaches the last."""
+    """Return the index of the first of rising sums above a target; if rounding left none, of the first largest one."""
     return min(int(sums.searchsorted(target, side="right")), int(sums.searchsorted(sums[-1])))
 
 
 def _all_weights(logits: NDArray[np.float32], temperature: float) -> NDArray[np.float64]:
-    """Unnormalised probabilities of tempered logits (..., V), row by row."""
+    """Return the unnormalised probabilities of logits (..., V) at a temperature, row by row."""
     weights = logits.astype(np.float64)
     weights /= temperature
     weights -= weights.max(axis=-1, keepdims=True)
@@ -150,7 +146,7 @@ def _all_weights(logits: NDArray[np.float32], temperature: float) -> NDArray[np.
 def _weights(
     logits: NDArray[np.float32], params: SamplingParams
 ) -> tuple[NDArray[np.intp] | None, NDArray[np.float64]]:
-    """The kept token ids, ascending (None: all), and their unnormalised probabilities."""
+    """Return the kept token ids, ascending (None: all), and their unnormalised probabilities."""
     weights = _all_weights(logits, params.temperature)
     kept = None
     if 0 < params.top_k < len(weights):
@@ -164,19 +160,19 @@ def _weights(
 
 
 def top_k(weights: NDArray[np.floating], k: int) -> NDArray[np.intp]:
-    """Indices, ascending, of the k largest weights, the lowest indices among equals."""
+    """Return the indices, ascending, of the k largest weights; the lowest indices among equals."""
     threshold = np.partition(weights, len(weights) - k)[len(weights) - k]
     above, equal = np.flatnonzero(weights > threshold), np.flatnonzero(weights == threshold)
     return np.sort(np.concatenate([above, equal[: k - len(above)]]))
 
 
 def top_p(weights: NDArray[np.float64], p: float) -> NDArray[np.intp]:
-    """Indices, ascending, of the fewest largest weights that have at least the share p of the sum; at least one.
+    """Return the indices, ascending, of the fewest largest weights whose sum is at least p of the total; at least one.
 
     The lowest indices among equals.
     """
     total = weights.sum()
-    # Those below this cannot belong: together they have less than the share 1 - p.
+    # Weights below this threshold are never kept: their sum is less than 1 - p of the total.
     candidates = np.flatnonzero(weights >= total * max(0.0, 1 - p) / len(weights))
     order = candidates[np.argsort(-weights[candidates], kind="stable")]
     cumulative = weights[order].cumsum()

@@ -58,7 +58,7 @@ class Prefill:
             budget -= num_tokens
         planned = {active: stop for active, stop in stops.items() if stop > active.prompt.num_computed}
         for active, stop in planned.items():
-            while len(active.prompt.location.blocks) * BLOCK_TOKENS < stop:
+            while len(active.prompt.blocks) * BLOCK_TOKENS < stop:
                 active.prompt.add_private(self._pool.take("low"))
         return planned
 
@@ -68,7 +68,7 @@ class Prefill:
         prompt.advance(stop)
         for block in range(len(prompt.shared), stop // BLOCK_TOKENS):
             parent = prompt.shared[-1] if prompt.shared else self._root(active)
-            prefix = self._pool.share(parent, prompt.block_tokens(block), prompt.location.blocks[block])
+            prefix = self._pool.share(parent, prompt.block_tokens(block), prompt.blocks[block])
             if prefix is None:
                 break
             prompt.make_shared(prefix)

@@ -1,9 +1,9 @@
-"""What a request wants to know of its prompt's tokens, gathered as the prompt is computed.
+"""The outputs of a request for its prompt's tokens, gathered while the prompt is computed.
 
-Knows the request and logits; not models, caches or batches.
+Does not depend on models, caches or batches.
 
-Main invariant: what is said of a position depends on its logits, the request and its seed alone, and takes nothing from
-the random numbers of the samples.
+Main invariant: the outputs for a position depend on its logits, the request and its seed alone, and use no random
+number of a sequence.
 
 Dimensions: p tokens of the prompt, N rows, V vocabulary, k tokens wanted at a position.
 """
@@ -22,23 +22,23 @@ from workers.sampling.drawing import ALTERNATIVES, Distribution, check_finite, l
 
 
 class PromptOutputs:
-    """Log-probabilities of a prompt's tokens, of others in their place, and draws."""
+    """Log-probabilities of a prompt's tokens, of other tokens at their positions, and drawn alternatives."""
 
     def __init__(self, request: SampleRequest, vocab_size: int) -> None:
-        """Nothing is known yet."""
+        """Allocate the outputs that the request wants."""
         self._request = request
         length, last_n = len(request.prompt), request.prompt_logprobs_last_n
         self._params = replace(request.params, top_k=-1, top_p=1.0)
         self._begin = max(1, length - last_n) if last_n else 1
         """The first position whose own and likeliest tokens are wanted."""
         self.logprobs = np.full(length, np.nan, np.float32) if request.prompt_logprobs else None
-        """(p,), as in `SampleResult.prompt_logprobs`; so the others."""
-        self.topk = _nothing(length, min(request.topk_prompt_logprobs, vocab_size))
+        """(p,), as in `SampleResult.prompt_logprobs`; the fields below are like fields of `SampleResult` too."""
+        self.topk = _allocate(length, min(request.topk_prompt_logprobs, vocab_size))
         targets = request.prompt_targets
         self.targets = None if targets is None else np.zeros(targets.shape, np.float32)
-        self.alternatives = _nothing(length - 1, request.prompt_alt_tokens_k)
+        self.alternatives = _allocate(length - 1, request.prompt_alt_tokens_k)
         self.first_row = self._first_row()
-        """The first position whose logits are wanted for this; each tells of the next. At least p - 1: none."""
+        """The first position whose logits are needed; they are about the next token. p - 1 or more: none is needed."""
 
     def _first_row(self) -> int:
         none = len(self._request.prompt) - 1
@@ -51,7 +51,7 @@ class PromptOutputs:
         return first
 
     def note(self, row: int, logits: Tensor) -> None:
-        """Take in logits (N, V) of the positions from `row` on; none is the last, which tells of no token.
+        """Take the logits (N, V) of the positions from `row` on; the prompt's last position is not among them.
 
         Raises NonFiniteLogitsError.
         """
@@ -64,9 +64,10 @@ class PromptOutputs:
             own = self._request.prompt[begin + 1 : stop + 1]
             self.logprobs[begin + 1 : stop + 1] = _picked(logprobs[begin - row :], own[:, None])[:, 0]
         if self.topk is not None:
-            for place in range(begin, stop):
-                of_place = logprobs[place - row].cpu().numpy()
-                _put(self.topk, place + 1, likeliest(of_place, self.topk.token_ids.shape[1]), of_place)
+            for position in range(begin, stop):
+                of_position = logprobs[position - row].cpu().numpy()
+                picked = likeliest(of_position, self.topk.token_ids.shape[1])
+                _put(self.topk, position + 1, picked, of_position)
         if self.targets is not None:
             assert self._request.prompt_targets is not None
             wanted = self._request.prompt_targets[row:stop]
@@ -77,14 +78,14 @@ class PromptOutputs:
     def _draw(self, drawn: TokenLogprobs, row: int, logits: NDArray[np.float32], logprobs: NDArray[np.float32]) -> None:
         count = drawn.token_ids.shape[1]
         numbers = [uniforms(self._params.seed, ALTERNATIVES + i, row, len(logits)) for i in range(count)]
-        for place, values in enumerate(logits):
+        for index, values in enumerate(logits):
             distribution = Distribution(values, self._params)
-            picked = np.array([distribution.pick(float(stream[place])) for stream in numbers])
-            _put(drawn, row + place, picked, logprobs[place])
+            picked = np.array([distribution.pick(float(stream[index])) for stream in numbers])
+            _put(drawn, row + index, picked, logprobs[index])
 
 
-def _nothing(num_rows: int, k: int) -> TokenLogprobs | None:
-    """To be filled in; None if nothing is wanted."""
+def _allocate(num_rows: int, k: int) -> TokenLogprobs | None:
+    """Return empty outputs for k tokens a row; None if k is 0."""
     if not k:
         return None
     return TokenLogprobs(
@@ -98,7 +99,7 @@ def _put(into: TokenLogprobs, row: int, tokens: NDArray[np.intp], logprobs: NDAr
 
 
 def _picked(logprobs: Tensor, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-    """Of log-probabilities (N, V) those of tokens (N, k)."""
+    """Return the log-probabilities (N, k) of tokens (N, k), from (N, V)."""
     picked: NDArray[np.float32] = (
         logprobs.gather(1, torch.from_numpy(tokens.astype(np.int64)).to(logprobs.device)).cpu().numpy()
     )

@@ -23,8 +23,10 @@ class Prompt:
     def __init__(self, tokens: NDArray[np.int32], num_shareable_blocks: int) -> None:
         """`num_shareable_blocks` is the number of blocks, from the beginning, that need not be computed if shared."""
         self.tokens = tokens
-        self.location = PromptBlocks([], len(tokens))
-        """The same blocks as attention sees them."""
+        self.blocks: list[int] = []
+        """Key-value blocks, as many as are computed or about to be."""
+        self.location = PromptBlocks(self.blocks, len(tokens))
+        """The same list of blocks, for attention."""
         self.shared: list[Prefix] = []
         self.num_computed = 0
         """Tokens whose keys and values are there."""
@@ -45,12 +47,12 @@ class Prompt:
     @property
     def num_missing_blocks(self) -> int:
         """Blocks that the prompt does not have yet."""
-        return self.num_blocks - len(self.location.blocks)
+        return self.num_blocks - len(self.blocks)
 
     @property
     def private_blocks(self) -> list[int]:
         """Blocks after the shared ones."""
-        return self.location.blocks[len(self.shared) :]
+        return self.blocks[len(self.shared) :]
 
     @property
     def is_computed(self) -> bool:
@@ -67,7 +69,7 @@ class Prompt:
         """Return the tokens of the block that the prompt needs next after `num_found` others; None: compute it."""
         block = len(self.shared)
         if self.num_computed != block * BLOCK_TOKENS:
-            return None  # its version was replaced: what was computed since is private
+            return None  # its version was replaced, and no block computed since can be shared
         block += num_found
         return self.block_tokens(block) if block < self._num_shareable_blocks else None
 
@@ -75,17 +77,17 @@ class Prompt:
         """Use shared blocks, which the caller holds, as the next ones of the prompt."""
         num_tokens = len(prefixes) * BLOCK_TOKENS
         self.shared += prefixes
-        self.location.blocks.extend(prefix.block for prefix in prefixes)
+        self.blocks.extend(prefix.block for prefix in prefixes)
         self.num_computed += num_tokens
         self.num_cached_tokens += num_tokens
 
     def add_private(self, block: int) -> None:
         """Append a block that will be computed."""
-        self.location.blocks.append(block)
+        self.blocks.append(block)
 
     def make_shared(self, prefix: Prefix) -> None:
         """Replace the first private block by the shared one with the same tokens."""
-        self.location.blocks[len(self.shared)] = prefix.block
+        self.blocks[len(self.shared)] = prefix.block
         self.shared.append(prefix)
 
     def advance(self, stop: int) -> None:

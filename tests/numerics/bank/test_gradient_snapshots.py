@@ -67,7 +67,7 @@ def test_copy_made_in_the_middle_of_a_window_goes_on_with_the_same_bits(
     snapshot = first.snapshot(key)
     assert snapshot.gradient is not None
     assert snapshot.num_datums == len(PENDING) + len(REST) + 1
-    second.train(second.backward(key, REST))  # replaced, with what it has pending
+    second.train(second.backward(key, REST))  # replaced, with its pending gradient
     second.install(SPECS[key], state=snapshot)
     assert second.snapshot(key) == snapshot
     trace = rest_of_the_run(undisturbed, key)

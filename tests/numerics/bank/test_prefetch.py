@@ -66,7 +66,7 @@ def passes(driver: Driver, keys: str) -> list[Item]:
     return [driver.backward(key, make_data("cross_entropy", [20])) for key in keys]
 
 
-def test_what_a_batch_needs_is_loaded_first_and_computed_beside_what_is_expected(
+def test_adapters_of_the_batch_are_loaded_first_and_expected_ones_while_it_computes(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver(qwen3, num_slots=4)
@@ -74,15 +74,15 @@ def test_what_a_batch_needs_is_loaded_first_and_computed_beside_what_is_expected
     assert order == ["a", "b", "forward", "c", "d", "loss"]
 
 
-def test_what_a_later_pass_of_the_batch_needs_is_loaded_before_what_is_expected(
-    qwen3: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_of_a_later_pass_are_loaded_before_expected_ones(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(qwen3, num_slots=4, pass_tokens_max=30)
     order = order_of(driver, monkeypatch, passes(driver, "ab"), "c", "d")
     assert order == ["a", "forward", "loss", "b", "forward", "c", "d", "loss"]
 
 
-def test_what_is_expected_is_loaded_after_a_batch_without_a_pass(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expected_adapters_are_loaded_after_a_batch_without_a_pass(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = Driver(qwen3, num_slots=4)
     driver.seqs = dict.fromkeys("abcd", 0)
     assert order_of(driver, monkeypatch, [driver.step("a")], "c", "d") == ["a", "c", "d"]

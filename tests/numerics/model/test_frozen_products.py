@@ -1,4 +1,4 @@
-"""Products with frozen weights: packed ones are the plain ones to rounding, and rows do not notice each other."""
+"""Products with frozen weights: packed ones equal plain ones to rounding, and rows are independent."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_packed_products_are_the_plain_ones(num_outputs: int, num_inputs: int) -
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 700), st.integers(0, 300), st.sampled_from(SHAPES), st.booleans())
 def test_bits_of_a_row_do_not_depend_on_the_others_or_on_threads(
-    num_rows: int, start: int, shape: tuple[int, int], is_alone_on_one_thread: bool
+    num_rows: int, start: int, shape: tuple[int, int], is_one_thread: bool
 ) -> None:
     weight = values(*shape)
     packed = PackedProducts([weight, weight], [None, None])
@@ -55,7 +55,7 @@ def test_bits_of_a_row_do_not_depend_on_the_others_or_on_threads(
     rows = slice(start, start + num_rows)
     y, dx = packed.forward(x, [None, None])[1][rows], packed.backward([dy, dy])[rows]
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1 if is_alone_on_one_thread else num_threads)
+    torch.set_num_threads(1 if is_one_thread else num_threads)
     try:
         assert torch.equal(packed.forward(x[rows], [None, None])[1], y)
         assert torch.equal(packed.backward([dy[rows], dy[rows]]), dx)
@@ -94,14 +94,14 @@ def test_engine_packs_and_its_fingerprint_says_so(qwen3: Path, monkeypatch: pyte
     torch.testing.assert_close(packed.gradient("a"), plain.gradient("a"), rtol=1e-4, atol=1e-5)
 
 
-def test_engine_does_not_pack_what_depends_on_its_neighbours(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_does_not_pack_if_packed_rows_depend_on_others(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = PackedProducts._multiply
 
     def uneven(self: PackedProducts, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         return real(self, x, weight, bias) * (1 + 2.0**-20 * len(x))
 
     monkeypatch.setattr(PackedProducts, "_multiply", uneven)
-    row_invariance._has_independent_products.cache_clear()  # what was tried in this process is not tried again
+    row_invariance._has_independent_products.cache_clear()  # trials are cached in the process
     try:
         model = load_base_model(EngineSettings(model_path=str(qwen3)))
     finally:

@@ -146,7 +146,7 @@ def test_memory_of_a_pass_is_free_at_once(counts: Sequence[int] | None, has_back
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["off", "on"])
 @pytest.mark.parametrize("is_by_request", [False, True])
-def test_a_model_that_attends_so_gives_the_same_results_and_gradients(
+def test_model_with_gpu_attention_gives_the_same_results_and_gradients(
     qwen3: Path, recompute: str, is_by_request: bool
 ) -> None:
     driver = Driver(qwen3, recompute=recompute)
@@ -160,7 +160,7 @@ def test_a_model_that_attends_so_gives_the_same_results_and_gradients(
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_flash_kernel_is_called_as_this_torch_declares_it(window: int | None) -> None:
-    """Shapes alone, for the kernel itself needs a GPU (tests/gpu)."""
+    """Checks the call only, because the kernel needs a GPU (tests/gpu)."""
     query = torch.empty(20, 4, 16, dtype=torch.bfloat16, device="meta")
     key, value = (torch.empty(20, 2, 16, dtype=torch.bfloat16, device="meta") for _ in range(2))
     ends = torch.empty(4, dtype=torch.int32, device="meta")

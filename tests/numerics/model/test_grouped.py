@@ -1,4 +1,4 @@
-"""Grouped matmul for everybody's segments gives what one product per segment gives.
+"""Grouped matmul of all segments gives the results of one product per segment.
 
 The library has it on a CPU too, as a loop, so all but its speed can be tested anywhere.
 """
@@ -64,7 +64,7 @@ def test_slots_with_gaps_between_them_get_their_own_gradients(even_vocabulary: P
         assert not actual[key].any()
 
 
-def test_tenant_that_overflows_reaches_no_neighbour_through_grouped_matmul(even_vocabulary: Path) -> None:
+def test_overflow_of_one_tenant_reaches_no_other_through_grouped_matmul(even_vocabulary: Path) -> None:
     sound = [Tenant(spec=make_spec(name), passes=[make_data("cross_entropy", [24], ord(name))]) for name in "ac"]
     driver, undisturbed = grouped(even_vocabulary), grouped(even_vocabulary)
     driver.install(*(tenant.spec for tenant in sound), make_spec("b"))
@@ -95,7 +95,7 @@ def _segments(*rows: tuple[int, int, int, float], slab: tuple[()] = ()) -> list[
         pytest.param(_segments((0, 5, 1, 4.0), (6, 9, 2, 4.0)), 2, id="rows of the base model between them"),
     ],
 )
-def test_segments_are_in_one_run_as_far_as_one_kernel_can_take_them(segments: list[Segment], num_runs: int) -> None:
+def test_segments_are_in_as_few_runs_as_the_kernel_allows(segments: list[Segment], num_runs: int) -> None:
     runs = group_segments(segments)
     assert len(runs) == num_runs
     assert (runs[0].start, runs[-1].stop) == (segments[0].start, segments[-1].stop)

@@ -1,4 +1,4 @@
-"""Segments of few rows, which a step of sampling mostly has, are computed together and have the bits of each alone."""
+"""Segments of few rows, which a step of sampling mostly has, are computed together and have the bits of each solo."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def hidden_of(s: Sampling, runs: Sequence[tuple[str, int, int]]) -> tuple[Tensor
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_short_segments_have_the_same_bits_together_and_alone(model_directory: Path, num_threads: int) -> None:
+def test_short_segments_have_the_same_bits_batched_and_solo(model_directory: Path, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     s = sampling(model_directory)
     s.publish(*KEYS, ranks=RANKS)
@@ -50,11 +50,11 @@ def test_short_segments_have_the_same_bits_together_and_alone(model_directory: P
         stop = 0
         for run in chosen:
             start, stop = stop, stop + run[2]
-            for whole, alone in zip(together, hidden_of(s, [run]), strict=True):
-                assert torch.equal(whole[start:stop], alone)
+            for whole, solo in zip(together, hidden_of(s, [run]), strict=True):
+                assert torch.equal(whole[start:stop], solo)
 
 
-def test_those_that_can_be_one_batch_are(qwen3: Path) -> None:
+def test_short_segments_are_one_batch_where_possible(qwen3: Path) -> None:
     s = sampling(qwen3)
     s.publish(*KEYS, ranks=RANKS)
     rows = [row.groups for row in s.driver.engine.bank.acquire([f"{key}/v" for key in KEYS])]
@@ -62,4 +62,4 @@ def test_those_that_can_be_one_batch_are(qwen3: Path) -> None:
     current = s.driver.engine.base_model.current
     routing = current.route(segments, needs_grad=False)
     assert (len(routing.short_runs), len(routing.runs)) == (1, 2)
-    assert not current.route(segments).short_runs, "the backward knows runs alone"
+    assert not current.route(segments).short_runs, "the backward takes runs only"

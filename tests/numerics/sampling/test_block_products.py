@@ -1,4 +1,4 @@
-"""Attention over blocks of keys: rows do not notice each other, and parts put together are the whole."""
+"""Attention over key-value blocks: rows are independent, and the combined blocks give the attention over all."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def values(*shape: int) -> Tensor:
 
 
 @given(heads_per_key=st.integers(1, 5), num_seqs=st.integers(1, 5), num_seen=st.integers(1, 2 * BLOCK_TOKENS))
-def test_two_blocks_combine_are_the_attention_over_both(heads_per_key: int, num_seqs: int, num_seen: int) -> None:
-    """Whatever number of rows is filled up, and however little of the second block is seen."""
+def test_two_combined_blocks_are_the_attention_over_both(heads_per_key: int, num_seqs: int, num_seen: int) -> None:
+    """With any number of padding rows, and any part of the second block hidden."""
     num_keys, scaling = 2, HEAD_DIM**-0.5
     queries = values(num_seqs, num_keys * heads_per_key, HEAD_DIM)
     keys = values(2 * num_seqs, num_keys, HEAD_DIM, BLOCK_TOKENS)
     vals = values(2 * num_seqs, num_keys, BLOCK_TOKENS, HEAD_DIM)
     mask = torch.zeros(2 * BLOCK_TOKENS).masked_fill_(torch.arange(2 * BLOCK_TOKENS) >= num_seen, HIDDEN)
-    # First everybody's first block, then everybody's second.
+    # The first block of each sequence, then the second of each.
     parts = BlockReads(
         queries=torch.arange(num_seqs).repeat(2),
         num_rows=-(-heads_per_key // 4) * 4,
@@ -68,14 +68,14 @@ def test_log_sum_exp_is_that_of_the_scores_and_of_hidden_keys_alone_finite() -> 
     expected = ((query @ key) * 0.5 + mask).logsumexp(-1)
     torch.testing.assert_close(log_sum_exp, expected, rtol=1e-6, atol=1e-6)
     assert result.isfinite().all()
-    assert float(log_sum_exp[2].max()) < -1e29, "such a block has no weight beside one that is seen"
+    assert float(log_sum_exp[2].max()) < -1e29, "a hidden block has no weight next to a visible one"
 
 
 @pytest.mark.parametrize(("good_multiple", "expected"), [(16, 16), (1000, None)])
-def test_a_number_of_rows_is_looked_for_until_rows_do_not_notice_each_other(
+def test_number_of_rows_is_searched_until_rows_are_independent(
     good_multiple: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here every row's bits change with the number of rows, but for multiples of 16; or always."""
+    """A replaced product changes bits with the number of rows, except for multiples of 16, or always."""
     real = block_products.attend_rows
 
     def uneven(query: Tensor, *args: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ def test_a_number_of_rows_is_looked_for_until_rows_do_not_notice_each_other(
         find_rows_multiple.cache_clear()
 
 
-def test_where_there_is_no_such_number_the_operator_is_told(
+def test_missing_number_of_rows_is_logged_and_in_the_fingerprint(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Driver(qwen3).engine

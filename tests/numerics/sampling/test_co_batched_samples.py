@@ -1,4 +1,4 @@
-"""Samples in random company, joining, leaving, sharing prompts and running out of memory, against samples alone."""
+"""Random co-batched samples, which begin, end, share prompts and wait for memory, against the same samples solo."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ POOL_BLOCKS = 11
 
 @dataclass(slots=True)
 class World:
-    """A model with trained adapters, two of one rank, and what each request gives alone; found once."""
+    """A model with trained adapters, two of one rank, and each request's solo result, computed once."""
 
     sampling: Sampling
     directory: Path
-    alone: dict[str, SampleResult] = field(default_factory=dict)
+    solo: dict[str, SampleResult] = field(default_factory=dict)
     naive: dict[str, list[tuple[list[int], list[float]]]] = field(default_factory=dict)
     models: dict[str, NaiveModel] = field(default_factory=dict)
 
-    def result_alone(self, wanted: SampleRequest) -> SampleResult:
-        """On a sampler that has seen nothing else."""
-        if wanted.op_id not in self.alone:
+    def result_solo(self, wanted: SampleRequest) -> SampleResult:
+        """Run on a fresh sampler."""
+        if wanted.op_id not in self.solo:
             fresh = Sampling(self.sampling.driver, make_sampler(self.sampling.driver))
-            (self.alone[wanted.op_id],) = fresh.run(wanted)
-        return self.alone[wanted.op_id]
+            (self.solo[wanted.op_id],) = fresh.run(wanted)
+        return self.solo[wanted.op_id]
 
     def naively(self, wanted: SampleRequest) -> list[tuple[list[int], list[float]]]:
-        """By transformers' own code, token by token; of long samples the first alone, for it takes long."""
+        """Run transformers' own code, token by token; of long samples the first sequence only, to save time."""
         key = wanted.version.key.removesuffix("/v")
         if key not in self.models:
             spec = self.sampling.specs.get(key, make_spec("none"))
@@ -86,7 +86,7 @@ def world_of(directory: Path, num_threads: int) -> World:
 
 
 def make_request(key: str, length: int, variant: int, way: int, num_samples: int, max_tokens: int) -> SampleRequest:
-    """All prompts begin alike; those of one variant go on alike after the first block."""
+    """All prompts have the same first block; those of one variant continue alike."""
     prompt = np.concatenate([prompt_of(64), prompt_of(200, seed=variant)])[:length]
     return request(
         f"{key}-{length}-{variant}-{way}-{num_samples}-{max_tokens}",
@@ -112,7 +112,7 @@ requests = st.builds(
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A request that comes some steps after the one before, and may be cancelled some steps later."""
+    """A request that arrives some steps after the one before it, and may be cancelled some steps later."""
 
     request: SampleRequest
     after_steps: int
@@ -125,7 +125,7 @@ visits = st.lists(
 
 
 def run_visits(s: Sampling, visits: Sequence[Visit]) -> list[SampleResult]:
-    """Decode until all is done, looking after the memory at every step."""
+    """Decode until all requests have ended; check the blocks at every step."""
     pool = s.sampler.blocks
     cancels: dict[int, list[str]] = {}
     step = 0
@@ -143,8 +143,8 @@ def run_visits(s: Sampling, visits: Sequence[Visit]) -> list[SampleResult]:
         s.step()
         assert 0 <= pool.num_available <= pool.num_blocks
         step += 1
-        assert step < 3000, "somebody waits for ever"
-    assert (pool.num_in_use, pool.num_reserved) == (0, 0), "all that is left is remembered prompts"
+        assert step < 3000, "a request never ends"
+    assert (pool.num_in_use, pool.num_reserved) == (0, 0), "only cached prompts are left"
     return [s.result(str(number)) for number in range(len(visits))]
 
 
@@ -152,7 +152,7 @@ def run_visits(s: Sampling, visits: Sequence[Visit]) -> list[SampleResult]:
 @pytest.mark.parametrize("num_threads", [1, 2])
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(visits=visits, num_rows=st.sampled_from([2, 9, 64]), prefill_tokens=st.sampled_from([1, 64, 512]))
-def test_random_company_changes_no_bit_and_no_token_is_other_than_the_naive_samplers(
+def test_random_co_batched_samples_change_no_bit_and_no_token_differs_from_the_naive_sampler(
     model_directory: Path, num_threads: int, visits: list[Visit], num_rows: int, prefill_tokens: int
 ) -> None:
     torch.set_num_threads(num_threads)
@@ -166,11 +166,11 @@ def test_random_company_changes_no_bit_and_no_token_is_other_than_the_naive_samp
             assert result.error.code is ErrorCode.CANCELLED
             assert visit.cancel_after_steps is not None
             continue
-        alone = world.result_alone(visit.request)
-        assert_same_bits(result.sequences, alone.sequences)
-        if alone.prompt_logprobs is not None:
+        solo = world.result_solo(visit.request)
+        assert_same_bits(result.sequences, solo.sequences)
+        if solo.prompt_logprobs is not None:
             assert result.prompt_logprobs is not None
-            assert result.prompt_logprobs.tobytes() == alone.prompt_logprobs.tobytes()
+            assert result.prompt_logprobs.tobytes() == solo.prompt_logprobs.tobytes()
         naive = world.naively(visit.request)
         for sequence, (tokens, logprobs) in zip(result.sequences[: len(naive)], naive, strict=True):
             assert sequence.tokens.tolist() == tokens

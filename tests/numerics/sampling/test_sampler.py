@@ -1,4 +1,4 @@
-"""The sampler against a naive one without cache, batch or sharing; its bits; its limits; what it reports."""
+"""The sampler against a naive one without cache, batch or sharing; its bits, limits and reports."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_samples_are_those_of_a_naive_sampler_without_cache_or_batch(model_direc
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_sample_has_the_same_bits_alone_and_in_any_company(model_directory: Path, num_threads: int) -> None:
+def test_sample_has_the_same_bits_solo_and_co_batched(model_directory: Path, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     s = sampling(model_directory)
     keys = ["a", "b", "c"]
@@ -64,22 +64,22 @@ def test_sample_has_the_same_bits_alone_and_in_any_company(model_directory: Path
         for key in ("", *keys)
         for length, num_samples, way in ((1, 3, {}), (9, 1, {"temperature": 0.0}), (33, 7, {"top_p": 0.9}))
     ]
-    alone = [s.sequences(one)[0] for one in wanted]
+    solo = [s.sequences(one)[0] for one in wanted]
     s.events.clear()
     together = s.sequences(*wanted)
     s.events.clear()
-    for one in reversed(wanted):  # each joins while the others are somewhere in the middle
+    for one in reversed(wanted):  # each begins while the others are decoding
         s.sampler.start_sample(one)
         s.step()
         s.step()
     s.run()
-    for one, bits, crowd in zip(wanted, alone, together, strict=True):
+    for one, bits, crowd in zip(wanted, solo, together, strict=True):
         assert_same_bits(bits, crowd)
         assert_same_bits(bits, s.result(one.op_id).sequences)
 
 
 @pytest.mark.parametrize("num_samples", [1, 2])
-def test_sample_has_the_same_bits_alone_and_in_a_batch_of_64(model_directory: Path, num_samples: int) -> None:
+def test_sample_has_the_same_bits_solo_and_in_a_batch_of_64(model_directory: Path, num_samples: int) -> None:
     """With prompts of their own, and with two samples of each."""
     s = sampling(model_directory)
     s.publish("a", "b")
@@ -143,7 +143,7 @@ def test_one_forward_a_step_serves_all_tenants_and_a_prompt_is_computed_once(qwe
     assert s.result("a").num_sampled_tokens == 100
 
 
-def test_more_samples_than_rows_wait_and_get_the_same_tokens(qwen3: Path) -> None:
+def test_more_sequences_than_slots_wait_and_get_the_same_tokens(qwen3: Path) -> None:
     many = request("many", num_samples=11, stop_tokens=tuple(range(0, 256, 3)))
     (wide,) = sampling(qwen3).sequences(many)
     s = sampling(qwen3, num_sequences_max=3)
@@ -156,20 +156,20 @@ def test_more_samples_than_rows_wait_and_get_the_same_tokens(qwen3: Path) -> Non
     assert s.result("behind").error is None
 
 
-def test_more_versions_than_slots_are_sampled_together(qwen3: Path) -> None:
+def test_more_versions_than_bank_slots_are_sampled_together(qwen3: Path) -> None:
     keys = ["a", "b", "c", "d", "e"]
     s = sampling(qwen3, num_slots=2)
     s.publish(*keys)
     wanted = [request(key, f"{key}/v", num_samples=2) for key in keys] + [request("base")]
-    alone = [s.sequences(one)[0] for one in wanted]
-    assert len({sequences[0].tokens.tobytes() for sequences in alone}) == 6
+    solo = [s.sequences(one)[0] for one in wanted]
+    assert len({sequences[0].tokens.tobytes() for sequences in solo}) == 6
     s.events.clear()
-    for bits, together in zip(alone, s.sequences(*wanted), strict=True):
+    for bits, together in zip(solo, s.sequences(*wanted), strict=True):
         assert_same_bits(bits, together)
 
 
-def test_slots_that_were_first_used_by_sampling_train_on(qwen3: Path) -> None:
-    """What the sampler's passes make can never be written to again; slots must not be of that kind."""
+def test_bank_slots_first_used_by_sampling_can_train(qwen3: Path) -> None:
+    """Tensors made in the sampler's inference mode can never be written again; slots must not be such tensors."""
     s = sampling(qwen3)
     s.driver.install(make_spec("a"))
     s.driver.train(s.driver.save("a", publish_as="a/0"))
@@ -191,10 +191,10 @@ def test_version_stays_as_it_was_published_while_its_adapter_trains_on(qwen3: Pa
     s.driver.engine.bank.remove("a/v")
     s.run()
     assert_same_bits(s.result("meanwhile").sequences, before)
-    assert "a/v" not in s.driver.engine.bank, "removed when its last sample had ended"
+    assert "a/v" not in s.driver.engine.bank, "removed with its last sample"
 
 
-def test_version_travels_as_a_state(qwen3: Path) -> None:
+def test_version_can_arrive_as_a_state(qwen3: Path) -> None:
     s = sampling(qwen3)
     s.publish("a")
     (here,) = s.sequences(request("here", "a/v"))
@@ -204,7 +204,7 @@ def test_version_travels_as_a_state(qwen3: Path) -> None:
     assert_same_bits(there.sequences(moved)[0], here)
 
 
-def test_state_that_is_sent_counts_more_than_a_row_that_nobody_knows_of(qwen3: Path) -> None:
+def test_sent_state_replaces_an_unpinned_version_with_the_same_key(qwen3: Path) -> None:
     s = sampling(qwen3)
     s.publish("a")
     s.driver.train(s.driver.backward("a", make_data("cross_entropy", [9, 14], seed=5)))
@@ -217,19 +217,19 @@ def test_state_that_is_sent_counts_more_than_a_row_that_nobody_knows_of(qwen3: P
     assert given[0].tokens.tolist() != old[0].tokens.tolist()
 
 
-def test_tokens_are_told_one_by_one_if_wanted(qwen3: Path) -> None:
+def test_tokens_are_streamed_one_by_one_on_request(qwen3: Path) -> None:
     s = sampling(qwen3)
     loud, quiet = s.run(request("loud", num_samples=3, stream=True), request("quiet"))
     for index, sequence in enumerate(loud.sequences):
-        told = [e for e in s.events if isinstance(e, TokenEvent) and e.sequence_index == index]
-        assert [event.op_id for event in told] == ["loud"] * 10
-        assert [event.token for event in told] == sequence.tokens.tolist()
-        assert [np.float32(event.logprob) for event in told] == sequence.logprobs.tolist()
+        streamed = [e for e in s.events if isinstance(e, TokenEvent) and e.sequence_index == index]
+        assert [event.op_id for event in streamed] == ["loud"] * 10
+        assert [event.token for event in streamed] == sequence.tokens.tolist()
+        assert [np.float32(event.logprob) for event in streamed] == sequence.logprobs.tolist()
     assert s.events.index(loud) > max(i for i, e in enumerate(s.events) if isinstance(e, TokenEvent))
     assert quiet.engine_s > 0
 
 
-def test_stop_token_is_the_last_token_and_says_so(qwen3: Path) -> None:
+def test_stop_token_is_the_last_token_and_the_stop_reason(qwen3: Path) -> None:
     s = sampling(qwen3)
     (free,) = s.sequences(request("free", max_tokens=30))
     stop = int(free[0].tokens[6])
@@ -261,10 +261,10 @@ def test_zero_tokens_give_the_prompt_logprobs_alone(qwen3: Path) -> None:
     assert np.isfinite(result.prompt_logprobs[1:]).all()
 
 
-def test_cancelled_request_ends_and_the_others_do_not_notice(qwen3: Path) -> None:
+def test_cancelled_request_ends_and_changes_no_other(qwen3: Path) -> None:
     s = sampling(qwen3, num_sequences_max=4)
     s.publish("a")
-    (alone,) = s.sequences(request("alone", "a/v", num_samples=2))
+    (solo,) = s.sequences(request("solo", "a/v", num_samples=2))
     s.events.clear()
     s.sampler.start_sample(request("running", "a/v", num_samples=2, max_tokens=100))
     s.sampler.start_sample(request("kept", "a/v", num_samples=2))
@@ -279,14 +279,14 @@ def test_cancelled_request_ends_and_the_others_do_not_notice(qwen3: Path) -> Non
         assert error is not None
         assert error.code is ErrorCode.CANCELLED
     assert (s.result("running").num_sampled_tokens, s.result("waiting").num_prompt_tokens) == (4, 0)
-    assert_same_bits(s.result("kept").sequences, alone)
+    assert_same_bits(s.result("kept").sequences, solo)
     assert s.driver.engine.bank.entry("a/v").num_pins == 0
 
 
 def test_request_that_cannot_run_fails_alone_with_a_reason(qwen3: Path) -> None:
     s = sampling(qwen3)
     s.publish("a", "sick")
-    (alone,) = s.sequences(request("alone", "a/v"))
+    (solo,) = s.sequences(request("solo", "a/v"))
     s.events.clear()
     s.driver.engine.bank.acquire(["sick/v"])[0].weights.fill_(float("inf"))
     state = s.driver.state("a")
@@ -304,7 +304,7 @@ def test_request_that_cannot_run_fails_alone_with_a_reason(qwen3: Path) -> None:
     }
     wanted = [request("kept", "a/v"), *(one for requests in bad.values() for one in requests)]
     kept, *_ = s.run(*wanted)
-    assert_same_bits(kept.sequences, alone[:1])
+    assert_same_bits(kept.sequences, solo[:1])
     for code, requests in bad.items():
         for one in requests:
             error = s.result(one.op_id).error
@@ -312,7 +312,9 @@ def test_request_that_cannot_run_fails_alone_with_a_reason(qwen3: Path) -> None:
             assert error.code is code, one.op_id
 
 
-def test_pass_that_fails_is_halved_until_only_the_culprit_is_left(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_pass_is_bisected_until_only_the_failing_request_is_left(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     s = sampling(qwen3)
     forward = s.driver.engine.base_model.forward
 
@@ -322,7 +324,7 @@ def test_pass_that_fails_is_halved_until_only_the_culprit_is_left(qwen3: Path, m
         return forward(tokens, *others)
 
     wanted = [request(f"r{number}", length=3 + number, num_samples=2, temperature=0.0) for number in range(4)]
-    alone = [s.sequences(one)[0] for one in wanted]
+    solo = [s.sequences(one)[0] for one in wanted]
     s.events.clear()
     monkeypatch.setattr(s.driver.engine.base_model, "forward", failing)
     culprit = request("culprit", prompt=np.array([1, 199], np.int32))
@@ -330,19 +332,19 @@ def test_pass_that_fails_is_halved_until_only_the_culprit_is_left(qwen3: Path, m
     error = results.pop(2).error
     assert error is not None
     assert error.code is ErrorCode.OUT_OF_MEMORY
-    for bits, result in zip(alone, results, strict=True):
+    for bits, result in zip(solo, results, strict=True):
         assert_same_bits(bits, result.sequences)
 
 
 @pytest.mark.parametrize("ask", [{"prompt_logprobs": True}, {"topk_prompt_logprobs": 3}, {"prompt_alt_tokens_k": 2}])
-def test_prompt_without_finite_logits_ends_alone_in_everybodys_pass_and_is_charged_for(
+def test_prompt_with_non_finite_logits_fails_alone_in_a_shared_pass_and_is_charged(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch, ask: dict[str, Any]
 ) -> None:
     s = sampling(qwen3)
     s.publish("a", "sick")
     s.driver.engine.bank.acquire(["sick/v"])[0].weights.fill_(float("inf"))
     wanted = [request(f"r{number}", "a/v", length=4 + number) for number in range(4)]
-    alone = s.sequences(*wanted)
+    solo = s.sequences(*wanted)
     s.events.clear()
     for one in wanted:
         s.sampler.start_sample(one)
@@ -358,11 +360,11 @@ def test_prompt_without_finite_logits_ends_alone_in_everybodys_pass_and_is_charg
     assert result.engine_s > 0
     assert s.driver.engine.bank.entry("sick/v").num_pins == 0
     s.run()
-    for bits, one in zip(alone, wanted, strict=True):
+    for bits, one in zip(solo, wanted, strict=True):
         assert_same_bits(bits, s.result(one.op_id).sequences)
 
 
-def test_versions_go_with_a_later_request_and_those_in_use_when_they_are_used_no_more(qwen3: Path) -> None:
+def test_versions_are_removed_by_a_later_request_and_pinned_ones_after_their_last_use(qwen3: Path) -> None:
     s = sampling(qwen3)
     s.publish("a")
     engine, state = s.driver.engine, s.driver.state("a")
@@ -383,7 +385,7 @@ def test_versions_go_with_a_later_request_and_those_in_use_when_they_are_used_no
     assert len(engine.bank) == before
 
 
-def test_reset_forgets_everything_without_a_word(qwen3: Path) -> None:
+def test_reset_drops_everything_without_events(qwen3: Path) -> None:
     s = sampling(qwen3)
     s.publish("a")
     s.sampler.start_sample(request("running", "a/v"))

@@ -1,4 +1,4 @@
-"""The memory for keys and values: shared by samples and prompts, bounded, fairly given, and free again at the end."""
+"""Key-value blocks: shared by samples and prompts, bounded, granted in turns, and free at the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_prompt_of_many_samples_is_computed_once(qwen3: Path, monkeypatch: pytes
     assert rows == [500, 64, 64, 64]
     assert (result.num_prompt_tokens, result.num_cached_tokens, result.num_sampled_tokens) == (500, 0, 256)
     pool = s.sampler.blocks
-    assert pool.num_blocks - len(pool._free) == 500 // BLOCK_TOKENS, "whole blocks of the prompt are remembered, once"
+    assert pool.num_blocks - len(pool._free) == 500 // BLOCK_TOKENS, "whole blocks of the prompt stay cached, once"
 
 
 def test_samples_share_their_prompts_memory(qwen3: Path) -> None:
@@ -44,7 +44,7 @@ def test_samples_share_their_prompts_memory(qwen3: Path) -> None:
     assert s.sampler.blocks.num_in_use == 8 + 64
 
 
-def test_second_prompt_with_the_same_beginning_computes_the_rest_alone(
+def test_second_prompt_with_the_same_beginning_computes_only_the_rest(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s = sampling(model_directory)
@@ -53,7 +53,7 @@ def test_second_prompt_with_the_same_beginning_computes_the_rest_alone(
     longer = request("longer", "a/v", prompt=np.concatenate([prompt_of(200)[:150], prompt_of(30, seed=1)]))
     others = [replace(longer, op_id="base", version=request("base").version), replace(longer, op_id="again")]
     fresh = Sampling(s.driver, make_sampler(s.driver))
-    alone = [fresh.sequences(one)[0] for one in (longer, others[0])]
+    solo = [fresh.sequences(one)[0] for one in (longer, others[0])]
     rows = s.count_rows(monkeypatch)
     computed = {}
     for one in (first, longer, *others):
@@ -62,12 +62,12 @@ def test_second_prompt_with_the_same_beginning_computes_the_rest_alone(
         computed[one.op_id] = (rows[0], result.num_cached_tokens)
         assert result.num_prompt_tokens == len(one.prompt)
     assert computed == {"first": (200, 0), "longer": (52, 128), "base": (180, 0), "again": (52, 128)}
-    for op_id, bits in (("longer", alone[0]), ("again", alone[0]), ("base", alone[1])):
+    for op_id, bits in (("longer", solo[0]), ("again", solo[0]), ("base", solo[1])):
         assert_same_bits(s.result(op_id).sequences, bits)
     assert_all_free(s)
 
 
-def test_prompt_that_is_there_whole_still_computes_its_last_token(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fully_cached_prompt_still_computes_its_last_token(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     s = sampling(qwen3)
     (first,) = s.sequences(request("first", length=128))
     rows = s.count_rows(monkeypatch)
@@ -92,7 +92,7 @@ def test_positions_whose_logprobs_are_wanted_are_computed_again(qwen3: Path, mon
     assert (rows[0], all_.num_cached_tokens) == (200, 0)
 
 
-def test_nothing_tells_one_scope_what_another_has_asked(qwen3: Path) -> None:
+def test_scopes_do_not_share_cached_prompts(qwen3: Path) -> None:
     s = sampling(qwen3)
     wanted = [request(scope + number, length=200, scope=scope) for number in "12" for scope in ("a", "b")]
     results = [s.run(one)[0] for one in wanted]
@@ -104,22 +104,22 @@ def test_nothing_tells_one_scope_what_another_has_asked(qwen3: Path) -> None:
     assert_all_free(s)
 
 
-def test_same_prompt_asked_for_at_once_by_many_is_computed_once(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_prompt_of_concurrent_requests_is_computed_once(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     s = sampling(qwen3)
-    (alone,) = s.sequences(request("alone", length=150, seed=3))
+    (solo,) = s.sequences(request("solo", length=150, seed=3))
     s = sampling(qwen3)
     rows = s.count_rows(monkeypatch)
     results = s.run(*(request(str(seed), length=150, seed=seed, max_tokens=2) for seed in range(5)))
     assert [result.num_cached_tokens for result in results] == [0, 128, 128, 128, 128]
     assert sum(rows) == 150 + 4 * 22 + 5
-    assert results[3].sequences[0].tokens.tolist() == alone[0].tokens.tolist()[:2]
+    assert results[3].sequences[0].tokens.tolist() == solo[0].tokens.tolist()[:2]
 
 
-def test_long_prompt_comes_in_pieces_and_does_not_stall_who_decodes(
+def test_long_prompt_is_computed_in_parts_and_does_not_stall_decoding(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = request("long", length=400, max_tokens=2)
-    (alone,) = sampling(qwen3).sequences(long)
+    (solo,) = sampling(qwen3).sequences(long)
     s = sampling(qwen3, prefill_tokens_max=256)
     s.sampler.start_sample(request("short", max_tokens=20))
     s.step()
@@ -127,10 +127,10 @@ def test_long_prompt_comes_in_pieces_and_does_not_stall_who_decodes(
     s.sampler.start_sample(long)
     s.run()
     assert rows[:7] == [1 + 64] * 6 + [1 + 16]
-    assert_same_bits(s.result("long").sequences, alone)
+    assert_same_bits(s.result("long").sequences, solo)
 
 
-def test_prompts_are_computed_in_turn_a_block_each(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_take_turns_block_by_block(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     s = sampling(qwen3, prefill_tokens_max=128)
     s.sampler.start_sample(request("long", length=400, max_tokens=1))
     s.step()
@@ -140,7 +140,7 @@ def test_prompts_are_computed_in_turn_a_block_each(qwen3: Path, monkeypatch: pyt
     assert s.sampler.can_decode()
 
 
-def test_many_long_prompts_of_one_adapter_do_not_hold_up_anothers(qwen3: Path) -> None:
+def test_many_long_prompts_of_one_adapter_do_not_delay_anothers(qwen3: Path) -> None:
     s = sampling(qwen3, prefill_tokens_max=128)
     s.publish("a", "b")
     for number in range(10):
@@ -152,7 +152,7 @@ def test_many_long_prompts_of_one_adapter_do_not_hold_up_anothers(qwen3: Path) -
     assert s.result("small").error is None
 
 
-def test_request_that_can_never_fit_is_refused_at_once_with_what_would_fit(qwen3: Path) -> None:
+def test_request_that_can_never_fit_is_refused_at_once_with_the_largest_that_fits(qwen3: Path) -> None:
     s = sampling(qwen3, num_blocks=3)
     for refused in (request("tokens", length=70, max_tokens=66), request("prompt", length=193)):
         (result,) = s.run(refused)
@@ -167,16 +167,16 @@ def test_request_that_can_never_fit_is_refused_at_once_with_what_would_fit(qwen3
     assert_all_free(s)
 
 
-def test_what_does_not_fit_waits_and_gets_the_same_bits(qwen3: Path) -> None:
+def test_request_that_does_not_fit_waits_and_gets_the_same_bits(qwen3: Path) -> None:
     wanted = [request(f"r{number}", length=100 + number, num_samples=5, max_tokens=70) for number in range(3)]
-    alone = [sampling(qwen3).sequences(one)[0] for one in wanted]
+    solo = [sampling(qwen3).sequences(one)[0] for one in wanted]
     s = sampling(qwen3, num_blocks=9)
-    for bits, crowded in zip(alone, s.sequences(*wanted), strict=True):
+    for bits, crowded in zip(solo, s.sequences(*wanted), strict=True):
         assert_same_bits(bits, crowded)
     assert_all_free(s)
 
 
-def test_many_requests_of_one_adapter_do_not_hold_up_anothers(qwen3: Path) -> None:
+def test_many_requests_of_one_adapter_do_not_delay_anothers(qwen3: Path) -> None:
     s = sampling(qwen3, num_sequences_max=2)
     s.publish("a", "b")
     for number in range(6):
@@ -195,7 +195,7 @@ def test_large_request_is_not_passed_over_for_ever(qwen3: Path, monkeypatch: pyt
     s.publish("a", "b")
 
     def small(number: int) -> SampleRequest:
-        scope = f"scope{number % 2}"  # one alone would have three quarters at most
+        scope = f"scope{number % 2}"  # one scope has three quarters at most
         return request(f"small{number}", "a/v", prompt=prompt_of(5, seed=number), max_tokens=4, scope=scope)
 
     s.sampler.start_sample(small(0))
@@ -211,7 +211,7 @@ def test_large_request_is_not_passed_over_for_ever(qwen3: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("num_rows", "num_blocks", "most"), [(128, 400, 96), (128, 40, 14), (8, 400, 6)])
-def test_request_of_very_many_samples_leaves_room_for_newcomers_at_the_next_step(
+def test_request_of_many_samples_leaves_slots_for_a_new_scope_at_the_next_step(
     qwen3: Path, num_rows: int, num_blocks: int, most: int
 ) -> None:
     s = sampling(qwen3, num_sequences_max=num_rows, num_blocks=num_blocks)
@@ -219,10 +219,10 @@ def test_request_of_very_many_samples_leaves_room_for_newcomers_at_the_next_step
     s.sampler.start_sample(request("more", num_samples=1024, max_tokens=100, scope="hog"))
     s.step()
     (hog,) = s.sampler.slots.running
-    for number in range(70):  # who has its share is not passed over, or it would be in the way after 64 times
-        s.sampler.start_sample(request(f"newcomer{number}", max_tokens=1, scope="newcomer"))
+    for number in range(70):  # a scope at its share is not passed over, or it would get the next slot after 64 times
+        s.sampler.start_sample(request(f"late{number}", max_tokens=1, scope="late"))
         s.step()
-        assert s.result(f"newcomer{number}").error is None
+        assert s.result(f"late{number}").error is None
         assert [len(sequence.tokens) for sequence in hog.sequences] == [number + 2] * most
     s.sampler.cancel_sample("more")
     s.sampler.cancel_sample("hog")
@@ -230,7 +230,7 @@ def test_request_of_very_many_samples_leaves_room_for_newcomers_at_the_next_step
     assert_all_free(s)
 
 
-def test_many_requests_of_one_scope_have_its_share_together_and_their_common_prompt_once(qwen3: Path) -> None:
+def test_requests_of_one_scope_share_its_limit_and_their_common_prompt(qwen3: Path) -> None:
     s = sampling(qwen3, num_blocks=40)
     s.run(request("first", length=450, scope="hog"))
     for number in range(30):
@@ -286,7 +286,7 @@ def test_memory_is_free_after_every_kind_of_end(qwen3: Path, monkeypatch: pytest
     assert not s.sampler.slots
 
 
-def test_least_recently_used_prompts_give_way(qwen3: Path) -> None:
+def test_least_recently_used_prompts_are_evicted(qwen3: Path) -> None:
     s = sampling(qwen3, num_blocks=7)
 
     def cached(seed: int, length: int = 129) -> int:
@@ -300,7 +300,7 @@ def test_least_recently_used_prompts_give_way(qwen3: Path) -> None:
     assert s.sampler.blocks.num_evictions > 0
 
 
-def test_version_that_is_published_again_with_other_weights_finds_nothing_of_before(qwen3: Path) -> None:
+def test_version_published_again_finds_no_cached_prompt(qwen3: Path) -> None:
     s = sampling(qwen3)
     s.publish("a")
     (before,) = s.sequences(request("before", "a/v", length=200))
@@ -308,16 +308,16 @@ def test_version_that_is_published_again_with_other_weights_finds_nothing_of_bef
     s.driver.train(s.driver.step("a", AdamParams(learning_rate=0.05)))
     s.driver.train(s.driver.save("a", publish_as="a/v"))
     (after,) = s.run(request("after", "a/v", length=200))
-    (alone,) = Sampling(s.driver, make_sampler(s.driver)).sequences(request("alone", "a/v", length=200))
+    (solo,) = Sampling(s.driver, make_sampler(s.driver)).sequences(request("solo", "a/v", length=200))
     assert after.num_cached_tokens == 0
-    assert_same_bits(after.sequences, alone)
+    assert_same_bits(after.sequences, solo)
     assert after.sequences[0].logprobs.tolist() != before[0].logprobs.tolist()
     s.driver.engine.bank.remove("a/v")
     s.run(request("other"))
     assert s.sampler.blocks.num_idle == 0
 
 
-def test_training_leaves_free_what_samples_have_not_taken_yet(qwen3: Path) -> None:
+def test_training_leaves_memory_that_samples_have_not_taken_yet(qwen3: Path) -> None:
     free, block = 8 << 20, block_bytes(Driver(qwen3).engine.base_model)
 
     def fitting_tokens(free_bytes: int, num_blocks: int) -> int | None:
@@ -331,12 +331,12 @@ def test_training_leaves_free_what_samples_have_not_taken_yet(qwen3: Path) -> No
     assert fitting_tokens(free + 9 * block, num_blocks=10) == few
 
 
-def test_coordinator_is_told_how_much_can_fit(qwen3: Path) -> None:
+def test_engine_announces_its_key_value_blocks(qwen3: Path) -> None:
     block = block_bytes(Driver(qwen3).engine.base_model)
     assert make_engine(qwen3, cache_bytes_max=3 * block).info.num_cache_blocks == 3
 
 
-def test_memory_is_counted_as_taken_once_it_was_used(qwen3: Path) -> None:
+def test_blocks_count_as_taken_once_they_were_used(qwen3: Path) -> None:
     s = sampling(qwen3, num_blocks=10)
     before = s.sampler.untaken_bytes
     for _ in range(3):
@@ -345,7 +345,7 @@ def test_memory_is_counted_as_taken_once_it_was_used(qwen3: Path) -> None:
     assert s.sampler.untaken_bytes == before * 7 / 10
 
 
-def test_memory_is_a_quarter_of_what_is_free_at_most(qwen3: Path) -> None:
+def test_cache_takes_at_most_a_quarter_of_the_free_memory(qwen3: Path) -> None:
     driver = Driver(qwen3)
     model = driver.engine.base_model
     sampler = Sampler(
@@ -354,10 +354,10 @@ def test_memory_is_a_quarter_of_what_is_free_at_most(qwen3: Path) -> None:
     assert sampler.untaken_bytes == 10 * block_bytes(model)
 
 
-def test_memory_that_an_overflow_was_in_poisons_nobody(qwen3: Path) -> None:
+def test_overflow_left_in_a_block_changes_no_later_sample(qwen3: Path) -> None:
     s = sampling(qwen3, num_blocks=4)
     s.publish("sick")
-    (alone,) = s.sequences(request("alone", length=70, max_tokens=70, num_samples=2))
+    (solo,) = s.sequences(request("solo", length=70, max_tokens=70, num_samples=2))
     s.driver.engine.bank.acquire(["sick/v"])[0].weights.fill_(float("nan"))
     (sick,) = s.run(request("sick", "sick/v", length=150, max_tokens=60))
     assert sick.error is not None
@@ -367,4 +367,4 @@ def test_memory_that_an_overflow_was_in_poisons_nobody(qwen3: Path) -> None:
             memory.fill_(float("nan"))
     s.sampler.blocks.drop_all()
     (after,) = s.sequences(request("after", length=70, max_tokens=70, num_samples=2))
-    assert_same_bits(after, alone)
+    assert_same_bits(after, solo)

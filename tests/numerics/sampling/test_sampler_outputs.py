@@ -1,4 +1,4 @@
-"""What a sample can be asked for besides its tokens: likeliest tokens, given targets, alternatives."""
+"""Outputs of a sample in addition to its tokens: likeliest tokens, given targets, alternatives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def assert_likeliest(given: TokenLogprobs, expected: NDArray[np.float32]) -> Non
         assert values[-1] >= np.sort(row)[-len(ids)] - 1e-5
 
 
-def test_everything_that_is_told_is_the_training_forwards(model_directory: Path) -> None:
+def test_all_reported_logprobs_equal_the_training_forward(model_directory: Path) -> None:
     s = sampling(model_directory)
     s.publish("a")
     targets = np.random.default_rng(0).integers(0, VOCAB_SIZE, (LENGTH - 1, 2)).astype(np.int32)
@@ -76,7 +76,7 @@ def test_everything_that_is_told_is_the_training_forwards(model_directory: Path)
         assert_likeliest(sequence.topk, logprobs_of(s, "a", whole)[LENGTH - 1 : -1])
 
 
-def test_nothing_that_is_asked_for_changes_the_samples(qwen3: Path) -> None:
+def test_requested_outputs_do_not_change_the_samples(qwen3: Path) -> None:
     s = sampling(qwen3)
     (plain,) = s.sequences(request("plain", length=LENGTH, num_samples=3))
     targets = np.zeros((LENGTH - 1, 1), np.int32)
@@ -85,33 +85,33 @@ def test_nothing_that_is_asked_for_changes_the_samples(qwen3: Path) -> None:
     assert_same_bits(without, plain)
 
 
-def test_what_was_not_asked_for_is_not_told(qwen3: Path) -> None:
+def test_outputs_that_were_not_requested_are_missing(qwen3: Path) -> None:
     (result,) = sampling(qwen3).run(request("r", length=LENGTH))
-    told = (result.prompt_logprobs, result.topk_prompt, result.prompt_target_logprobs, result.prompt_alt_tokens)
-    assert told == (None,) * 4
+    outputs = (result.prompt_logprobs, result.topk_prompt, result.prompt_target_logprobs, result.prompt_alt_tokens)
+    assert outputs == (None,) * 4
     assert result.sequences[0].topk is None
 
 
 def as_bytes(result: SampleResult) -> list[bytes]:
-    """All that a result tells of its prompt."""
+    """Return all outputs for the prompt."""
     assert result.prompt_logprobs is not None
     assert result.topk_prompt is not None
     assert result.prompt_alt_tokens is not None
     arrays = [result.prompt_logprobs]
-    for told in (result.topk_prompt, result.prompt_alt_tokens):
-        arrays += [told.token_ids.view(np.float32), told.logprobs]
+    for outputs in (result.topk_prompt, result.prompt_alt_tokens):
+        arrays += [outputs.token_ids.view(np.float32), outputs.logprobs]
     return [array.tobytes() for array in arrays]
 
 
-def test_alternatives_and_the_rest_are_the_same_in_company_in_pieces_and_again(qwen3: Path) -> None:
+def test_outputs_are_the_same_solo_co_batched_in_parts_and_cached(qwen3: Path) -> None:
     wanted = request("r", length=200, **EVERYTHING)
-    (alone,) = sampling(qwen3).run(wanted)
+    (solo,) = sampling(qwen3).run(wanted)
     s = sampling(qwen3, prefill_tokens_max=64)
-    company = [request(f"c{number}", prompt=prompt_of(90, seed=number), num_samples=3) for number in range(4)]
-    results = s.run(*company, wanted)
-    assert as_bytes(results[-1]) == as_bytes(alone)
+    others = [request(f"c{number}", prompt=prompt_of(90, seed=number), num_samples=3) for number in range(4)]
+    results = s.run(*others, wanted)
+    assert as_bytes(results[-1]) == as_bytes(solo)
     (again,) = s.run(replace(wanted, op_id="again"))
-    assert as_bytes(again) == as_bytes(alone)
+    assert as_bytes(again) == as_bytes(solo)
 
 
 def test_alternatives_follow_temperature_and_seed_but_no_filter(qwen3: Path) -> None:
@@ -140,7 +140,7 @@ def logits_after(s: Sampling, length: int) -> NDArray[np.float32]:
     return logprobs_of(s, "fresh", prompt_of(length))[:-1]
 
 
-def test_last_positions_alone_are_told_if_only_they_are_asked_for(qwen3: Path) -> None:
+def test_only_the_requested_last_positions_have_outputs(qwen3: Path) -> None:
     s = sampling(qwen3)
     (all_,) = s.run(request("all", length=LENGTH, prompt_logprobs=True, topk_prompt_logprobs=2))
     (last,) = s.run(
@@ -159,7 +159,7 @@ def test_last_positions_alone_are_told_if_only_they_are_asked_for(qwen3: Path) -
     assert not last.topk_prompt.token_ids[:-7].any()
 
 
-def test_more_likeliest_tokens_than_there_are_give_all(qwen3: Path) -> None:
+def test_k_beyond_the_vocabulary_gives_all_tokens(qwen3: Path) -> None:
     (result,) = sampling(qwen3).run(request("r", length=3, topk_sample_logprobs=1000, topk_prompt_logprobs=1000))
     assert result.topk_prompt is not None
     assert result.topk_prompt.token_ids.shape == (3, VOCAB_SIZE)
@@ -167,7 +167,7 @@ def test_more_likeliest_tokens_than_there_are_give_all(qwen3: Path) -> None:
     assert result.sequences[0].topk.token_ids.shape == (10, VOCAB_SIZE)
 
 
-def test_prompt_of_one_token_has_nothing_to_tell(qwen3: Path) -> None:
+def test_prompt_of_one_token_has_no_outputs(qwen3: Path) -> None:
     wanted = replace(request("r", length=1, **EVERYTHING), prompt_targets=np.zeros((0, 2), np.int32))
     (result,) = sampling(qwen3).run(wanted)
     assert result.error is None
@@ -178,7 +178,7 @@ def test_prompt_of_one_token_has_nothing_to_tell(qwen3: Path) -> None:
 
 
 @pytest.mark.parametrize("targets", [np.zeros((LENGTH, 1)), np.zeros(LENGTH - 1), np.full((LENGTH - 1, 1), VOCAB_SIZE)])
-def test_targets_that_make_no_sense_are_refused(qwen3: Path, targets: NDArray[Any]) -> None:
+def test_invalid_targets_are_refused(qwen3: Path, targets: NDArray[Any]) -> None:
     wanted: SampleRequest = replace(request("r", length=LENGTH), prompt_targets=targets.astype(np.int32))
     (result,) = sampling(qwen3).run(wanted)
     assert result.error is not None

@@ -1,4 +1,4 @@
-"""Runs a sampler beside a training engine, a few lines a test; and the naive one that it is compared with."""
+"""Runs a sampler with a training engine, in a few lines per test; and a naive sampler for comparison."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tests.support.numerics.harness import Driver, make_data, make_spec
 from tests.support.numerics.naive import NaiveModel
+from tests.support.random_numbers import uniform
 from workers.contract.messages import (
     AdamParams,
     AdapterSpec,
@@ -25,14 +26,14 @@ from workers.contract.messages import (
     SamplerVersion,
     SamplingParams,
 )
-from workers.sampling.drawing import draw, uniform
+from workers.sampling.drawing import draw
 from workers.sampling.kv_cache import block_bytes
 from workers.sampling.sampler import Sampler, SamplerLimits
 
 
 @dataclass(slots=True)
 class Sampling:
-    """A sampler beside a training engine, and what it has told."""
+    """A sampler on the model and bank of a training engine, and its events."""
 
     driver: Driver
     sampler: Sampler
@@ -67,7 +68,7 @@ class Sampling:
         return counts
 
     def run(self, *requests: SampleRequest) -> list[SampleResult]:
-        """Start these together, and decode until all is done; their results."""
+        """Start requests together, decode until all have ended, and return their results."""
         for request in requests:
             self.sampler.start_sample(request)
         while self.sampler.can_decode():
@@ -85,13 +86,13 @@ class Sampling:
 
 
 def sampling(model: Path, num_slots: int = 16, num_blocks: int = 400, **limits: Any) -> Sampling:
-    """With memory for keys and values of `num_blocks` blocks."""
+    """Return a sampler with `num_blocks` key-value blocks."""
     driver = Driver(model, num_slots=num_slots)
     return Sampling(driver, make_sampler(driver, num_blocks, **limits))
 
 
 def make_sampler(driver: Driver, num_blocks: int = 400, **limits: Any) -> Sampler:
-    """A fresh sampler on a driver's model and adapters."""
+    """Return a fresh sampler on a driver's model and adapters."""
     model = driver.engine.base_model
     return Sampler(model, driver.engine.bank, SamplerLimits(cache_bytes_max=num_blocks * block_bytes(model), **limits))
 
@@ -122,7 +123,7 @@ def request(op_id: str, key: str = "", length: int = 12, num_samples: int = 1, *
 
 
 def next_tokens(tokens: NDArray[np.int32]) -> Datum:
-    """What the training forward is asked for the log-probability of every token but the first."""
+    """Return the datum of which a training forward gives the log-probability of every token but the first."""
     weights = np.ones(len(tokens) - 1, np.float32)
     return Datum(tokens=tokens[:-1], loss_inputs={"target_tokens": tokens[1:], "weights": weights})
 
@@ -140,7 +141,7 @@ def assert_same_bits(mine: Sequence[SampledSequence], theirs: Sequence[SampledSe
 
 
 def naive_sample(model: NaiveModel, wanted: SampleRequest, index: int) -> tuple[list[int], list[float]]:
-    """One sequence, the whole of it through transformers' own code for every token."""
+    """Sample one sequence: for every token, all of it runs through transformers' own code."""
     tokens, logprobs, params = wanted.prompt.tolist(), [], wanted.params
     for position in range(params.max_tokens):
         logits = model.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].detach()

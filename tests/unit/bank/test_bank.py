@@ -47,7 +47,7 @@ def test_only_trained_modules_are_in_the_row() -> None:
 
 
 @pytest.mark.parametrize(("rank", "padded"), [(1, 8), (8, 8), (9, 16), (16, 16), (32, 32), (64, 64), (128, 128)])
-def test_class_depends_on_the_rank_alone(rank: int, padded: int) -> None:
+def test_rank_class_depends_on_the_rank_only(rank: int, padded: int) -> None:
     assert rank_class(rank) == padded
     assert padded in RANK_CLASSES
 
@@ -98,9 +98,7 @@ def test_full_bank_evicts_the_least_recently_used() -> None:
     num_slots=st.integers(1, 3),
     accesses=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=20),
 )
-def test_contents_keep_their_bits_wherever_they_are_moved(
-    ranks: list[int], num_slots: int, accesses: list[list[int]]
-) -> None:
+def test_values_keep_their_bits_when_moved(ranks: list[int], num_slots: int, accesses: list[list[int]]) -> None:
     bank = Bank(SHAPES, num_slots)
     contents = {}
     for number, rank in enumerate(ranks):
@@ -118,7 +116,7 @@ def test_contents_keep_their_bits_wherever_they_are_moved(
         assert_same(copy_of(bank, key), host)
 
 
-def test_row_that_is_used_again_holds_nothing_of_its_last_owner() -> None:
+def test_reused_row_holds_no_value_of_its_last_entry() -> None:
     bank = Bank(SHAPES, num_slots=1)
     bank.add("a", make_spec("a"))
     fill(bank, "a", 1)
@@ -150,7 +148,7 @@ def test_published_version_is_a_copy_that_training_does_not_touch(num_slots: int
     assert torch.equal(bank.acquire(["version"])[0].weights, before)
 
 
-def test_held_version_is_removed_when_its_last_holder_lets_go() -> None:
+def test_pinned_version_is_removed_with_its_last_pin() -> None:
     bank = Bank(SHAPES, 2)
     bank.add("a", make_spec("a"))
     bank.publish("a", "version")
@@ -164,7 +162,7 @@ def test_held_version_is_removed_when_its_last_holder_lets_go() -> None:
     assert "version" not in bank
 
 
-def test_held_version_that_is_published_again_is_held_still() -> None:
+def test_pinned_version_that_is_published_again_stays_pinned() -> None:
     bank = Bank(SHAPES, 2)
     bank.add("a", make_spec("a"))
     bank.publish("a", "version")
@@ -193,7 +191,7 @@ def test_dropped_gradient_is_zero_in_the_row_and_on_the_host() -> None:
         assert not row.grad.any()
 
 
-def test_memory_of_rows_that_nobody_uses_is_free_at_once() -> None:
+def test_memory_of_unused_rows_is_freed_at_once() -> None:
     """Not when the garbage collector comes by: it does not see how much hangs on a few objects."""
     bank = Bank(SHAPES, num_slots=1)
     bank.add("a", make_spec("a", 8))
@@ -209,7 +207,7 @@ def test_memory_of_rows_that_nobody_uses_is_free_at_once() -> None:
         gc.enable()
 
 
-def test_cleared_bank_gives_all_memory_up_at_once() -> None:
+def test_cleared_bank_frees_all_memory_at_once() -> None:
     bank = Bank(SHAPES, num_slots=100)  # more slots than rows
     bank.add("a", make_spec("a", 8))
     bank.add("b", make_spec("b", 16))

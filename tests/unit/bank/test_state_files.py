@@ -148,7 +148,7 @@ def test_damaged_gradient_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_gradient_that_could_not_be_read_back_is_not_written(value: float) -> None:
+def test_non_finite_gradient_is_not_written(value: float) -> None:
     row = some_row(SPEC)
     assert row.grad is not None
     row.grad[-1] = value

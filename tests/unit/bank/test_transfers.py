@@ -1,4 +1,4 @@
-"""Copies beside the computation: nothing reads or writes a row or its copy in host memory before it may."""
+"""Copies concurrent with the computation: a row or its copy is neither read nor written before the copy is done."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_resident(bank: Bank, key: str) -> bool:
     return bank.entry(key).row is not None
 
 
-def test_evicted_keys_come_back_with_their_bits_however_late_copies_are_made() -> None:
+def test_evicted_keys_return_with_their_bits_however_late_copies_are_made() -> None:
     bank, _ = make_bank(2, "abcde")
     expected = {key: fill(bank, key, seed) for seed, key in enumerate("abcde")}
     for key in "abcdeedcba":
@@ -33,7 +33,7 @@ def test_evicted_keys_come_back_with_their_bits_however_late_copies_are_made() -
         assert_same(copy_of(bank, key), expected[key])
 
 
-def test_what_is_acquired_is_there_also_in_the_dtype_that_layers_use() -> None:
+def test_acquired_weights_are_also_in_the_dtype_of_the_layers() -> None:
     bank, _ = make_bank(2, "abc")
     expected = {key: fill(bank, key, seed).weights for seed, key in enumerate("abc")}
     for key in "abc":
@@ -82,7 +82,7 @@ def test_version_that_is_still_being_evicted_is_not_overwritten_by_the_next() ->
         assert torch.equal(bank.acquire([version])[0].weights, weights)
 
 
-def test_rows_are_copied_before_their_memory_is_given_up() -> None:
+def test_rows_are_copied_before_their_memory_is_freed() -> None:
     bank, _ = make_bank(1, "a")
     bank.add("wide", make_spec("wide", rank=16))
     fill(bank, "a", 1)
@@ -115,7 +115,7 @@ def test_gradient_dropped_while_its_row_is_being_loaded_is_gone() -> None:
     assert not row.grad.any()
 
 
-def test_prefetch_waits_for_nothing_and_acquire_finds_the_key() -> None:
+def test_prefetch_does_not_wait_and_acquire_finds_the_key() -> None:
     bank, transfers = make_bank(3, "abc")
     expected = fill(bank, "b", 2)
     bank.evict("b")
@@ -132,7 +132,7 @@ def test_prefetch_waits_for_nothing_and_acquire_finds_the_key() -> None:
     assert_same(copy_of(bank, "b"), expected)
 
 
-def test_prefetch_evicts_neither_what_runs_nor_what_it_fetches() -> None:
+def test_prefetch_evicts_neither_running_nor_prefetched_keys() -> None:
     bank, _ = make_bank(3, "abcdef")
     bank.acquire(["a", "b", "c"])
     bank.prefetch(["d", "e", "f"], keep=["a", "b"])
@@ -141,21 +141,21 @@ def test_prefetch_evicts_neither_what_runs_nor_what_it_fetches() -> None:
     assert is_resident(bank, "d"), "what was fetched is the last to go"
 
 
-def test_prefetch_leaves_room_for_what_is_about_to_run() -> None:
+def test_prefetch_leaves_slots_for_keys_about_to_run() -> None:
     bank, _ = make_bank(2, "abc")
     bank.prefetch(["b", "c"], keep=["a"])
     bank.acquire(["a"])
     assert [key for key in "abc" if is_resident(bank, key)] == ["a", "b"]
 
 
-def test_the_most_urgent_take_the_slots_of_the_least() -> None:
+def test_most_urgent_keys_take_the_slots_of_the_least_urgent() -> None:
     bank, _ = make_bank(2, "abcd")
     bank.acquire(["c", "d"])
     bank.prefetch(["a", "d", "c"], keep=())
     assert [key for key in "abcd" if is_resident(bank, key)] == ["a", "d"]
 
 
-def test_prefetched_keys_that_are_there_are_kept_for_longer() -> None:
+def test_prefetch_of_a_resident_key_counts_as_use() -> None:
     bank, _ = make_bank(2, "abc")
     bank.acquire(["a"])
     bank.acquire(["b"])
@@ -175,14 +175,14 @@ def test_row_whose_key_was_removed_while_it_was_loading_takes_the_next() -> None
     assert_same(copy_of(bank, "b"), expected)
 
 
-def test_where_copies_are_made_at_once_nothing_is_prefetched() -> None:
+def test_nothing_is_prefetched_with_synchronous_copies() -> None:
     bank = Bank(SHAPES, 2, transfers=DirectTransfers())
     bank.add("a", make_spec("a"))
     bank.prefetch(["a"], keep=())
     assert not is_resident(bank, "a")
 
 
-def test_layers_use_the_weights_themselves_beside_a_base_model_in_fp32() -> None:
+def test_layers_use_the_weights_themselves_with_a_base_model_in_fp32() -> None:
     bank, _ = make_bank(1, "a", compute_dtype=torch.float32)
     (row,) = bank.acquire(["a"])
     assert row.compute is None

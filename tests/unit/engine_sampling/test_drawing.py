@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.support.random_numbers import uniform
 from workers.contract.messages import SamplingParams
 from workers.sampling.drawing import (
     BLOCK_VALUES,
@@ -21,7 +22,6 @@ from workers.sampling.drawing import (
     likeliest,
     top_k,
     top_p,
-    uniform,
     uniforms,
 )
 
@@ -74,7 +74,9 @@ def naive_kept(weights: NDArray[np.float64], k: int, p: float) -> list[int]:
     p=st.sampled_from([0.05, 0.3, 0.65, 0.92, 0.9999, 1.0]),
     number=st.floats(0, 1, exclude_max=True),
 )
-def test_filters_keep_what_the_obvious_way_keeps(logits: list[float], k: int, p: float, number: float) -> None:
+def test_filters_keep_the_tokens_of_a_naive_implementation(
+    logits: list[float], k: int, p: float, number: float
+) -> None:
     array = np.array(logits, np.float32)
     weights = np.exp(array.astype(np.float64) - array.max())
     kept = naive_kept(weights, k, p)
@@ -101,7 +103,9 @@ def test_number_just_below_one_picks_a_kept_token() -> None:
     vocab_size=st.sampled_from([63, 65, 1000, 4096]),
     number=st.one_of(st.floats(0, 1, exclude_max=True), st.just(1 - 2.0**-53)),
 )
-def test_draw_is_where_the_number_falls_and_no_token_without_weight(seed: int, vocab_size: int, number: float) -> None:
+def test_draw_inverts_the_cumulative_distribution_and_never_picks_a_zero_weight(
+    seed: int, vocab_size: int, number: float
+) -> None:
     """Most tokens have none: e^-800 is zero in double precision."""
     rng = np.random.default_rng(seed)
     logits = np.where(rng.random(vocab_size) < 0.9, -800.0, rng.standard_normal(vocab_size)).astype(np.float32)
@@ -133,25 +137,25 @@ def test_likeliest_come_first_and_the_lowest_of_equals() -> None:
 
 @pytest.mark.parametrize("changes", [{"temperature": 0.0}, {}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.6}])
 @pytest.mark.parametrize("vocab_size", [8, 97, 2048, BLOCK_VALUES // 3])
-def test_rows_are_drawn_as_each_is_alone(changes: dict[str, Any], vocab_size: int) -> None:
+def test_rows_are_drawn_as_each_one_solo(changes: dict[str, Any], vocab_size: int) -> None:
     rng = np.random.default_rng(vocab_size)
     logits = rng.standard_normal((7, vocab_size)).astype(np.float32)
     numbers = rng.random(7).tolist()
-    alone = [draw(row, params(**changes), number) for row, number in zip(logits, numbers, strict=True)]
-    assert draw_rows(logits, [params(**changes)] * 7, numbers) == alone
+    solo = [draw(row, params(**changes), number) for row, number in zip(logits, numbers, strict=True)]
+    assert draw_rows(logits, [params(**changes)] * 7, numbers) == solo
 
 
-def test_rows_of_requests_with_parameters_of_their_own_are_drawn_as_alone() -> None:
+def test_rows_with_parameters_of_their_own_are_drawn_as_each_one_solo() -> None:
     rng = np.random.default_rng(2)
     own = [params(temperature=t, top_k=k, top_p=p) for t in (0.0, 0.7, 1.0) for k in (-1, 5) for p in (0.8, 1.0)] * 2
     logits = rng.standard_normal((len(own), 300)).astype(np.float32)
     numbers = rng.random(len(own)).tolist()
-    alone = [draw(*drawing) for drawing in zip(logits, own, numbers, strict=True)]
-    assert draw_rows(logits, own, numbers) == alone
+    solo = [draw(*drawing) for drawing in zip(logits, own, numbers, strict=True)]
+    assert draw_rows(logits, own, numbers) == solo
 
 
 @pytest.mark.parametrize("vocab_size", [97, 2048])
-def test_weights_of_a_row_have_the_same_bits_wherever_it_stands(vocab_size: int) -> None:
+def test_weights_of_a_row_have_the_same_bits_in_any_batch(vocab_size: int) -> None:
     logits = np.random.default_rng(1).standard_normal((9, vocab_size)).astype(np.float32)
     together = _all_weights(logits, 0.7)
     for row, weights in zip(logits, together, strict=True):

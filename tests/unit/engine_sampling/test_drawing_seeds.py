@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.sampling.drawing import uniform
+from tests.support.random_numbers import uniform
 
 INT64_SEEDS = (-(2**63), -(2**62), -2, -1, 0, 1, 2**62, 2**63 - 1)
 

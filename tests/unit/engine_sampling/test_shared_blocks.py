@@ -1,4 +1,4 @@
-"""Blocks of the key-value memory: reserved, taken, remembered, evicted; against what must always hold."""
+"""Key-value blocks: reserved, taken, shared, evicted, with their invariants checked after every step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chain_of(pool: BlockPool, key: str, *tokens: bytes, owner: object | None = N
     return chain
 
 
-def test_prompts_grow_from_one_end_and_samples_from_the_other() -> None:
+def test_prompts_take_the_lowest_blocks_and_sequences_the_highest() -> None:
     pool = BlockPool(6)
     pool.reserve(6)
     assert [pool.take("low"), pool.take("high"), pool.take("low"), pool.take("high")] == [0, 5, 1, 4]
@@ -36,7 +36,7 @@ def test_prompts_grow_from_one_end_and_samples_from_the_other() -> None:
     assert [pool.take("low"), pool.take("high")] == [0, 5]
 
 
-def test_more_than_there_is_cannot_be_reserved_and_nothing_is_reserved_then() -> None:
+def test_reservation_beyond_the_available_blocks_reserves_none() -> None:
     pool = BlockPool(3)
     assert pool.reserve(2)
     assert not pool.reserve(2)
@@ -45,7 +45,7 @@ def test_more_than_there_is_cannot_be_reserved_and_nothing_is_reserved_then() ->
     assert pool.reserve(3)
 
 
-def test_block_is_found_by_the_whole_chain_of_tokens_and_the_version_alone() -> None:
+def test_shared_block_is_found_by_version_and_whole_chain_of_tokens_only() -> None:
     pool = BlockPool(8)
     first, second = chain_of(pool, "v", b"ab", b"cd")
     root = pool.root("v", None)
@@ -55,7 +55,7 @@ def test_block_is_found_by_the_whole_chain_of_tokens_and_the_version_alone() -> 
     assert pool.find(pool.root("w", None), b"ab") is None
 
 
-def test_least_recently_used_leaves_first_and_of_a_chain_its_end() -> None:
+def test_least_recently_used_block_is_evicted_first_and_a_chain_from_its_end() -> None:
     pool = BlockPool(4)
     old, new = chain_of(pool, "v", b"a", b"b"), chain_of(pool, "v", b"c", b"d")
     pool.release(old)
@@ -71,7 +71,7 @@ def test_least_recently_used_leaves_first_and_of_a_chain_its_end() -> None:
     assert pool.num_evictions == 3
 
 
-def test_what_somebody_holds_is_never_evicted() -> None:
+def test_held_block_is_never_evicted() -> None:
     pool = BlockPool(2)
     held = chain_of(pool, "v", b"a")
     pool.release(chain_of(pool, "v", b"b"))
@@ -81,7 +81,7 @@ def test_what_somebody_holds_is_never_evicted() -> None:
     assert pool.take("high") != held[0].block
 
 
-def test_same_tokens_computed_twice_are_remembered_once() -> None:
+def test_same_tokens_computed_twice_are_shared_once() -> None:
     pool = BlockPool(4)
     (first,) = chain_of(pool, "v", b"a")
     pool.reserve(1)
@@ -90,7 +90,7 @@ def test_same_tokens_computed_twice_are_remembered_once() -> None:
     assert pool.num_in_use == 1
 
 
-def test_other_weights_under_a_key_find_nothing_and_what_is_held_is_free_when_it_is_let_go() -> None:
+def test_new_weights_under_a_key_find_no_block_and_held_blocks_are_freed_at_release() -> None:
     pool = BlockPool(4)
     before, after = Owner(), Owner()
     held, idle = chain_of(pool, "v", b"a", owner=before), chain_of(pool, "v", b"b", owner=before)
@@ -100,13 +100,13 @@ def test_other_weights_under_a_key_find_nothing_and_what_is_held_is_free_when_it
     assert (pool.num_in_use, pool.num_idle) == (1, 0)
     pool.reserve(1)
     block = pool.take("low")
-    assert pool.share(held[0], b"c", block) is None, "nobody would ever find it"
+    assert pool.share(held[0], b"c", block) is None, "no prompt could find it"
     pool.free([block])
     pool.release(held)
     assert (pool.num_in_use, pool.num_available) == (0, 4)
 
 
-def test_what_belongs_to_weights_that_are_gone_is_dropped() -> None:
+def test_blocks_of_deleted_weights_are_dropped() -> None:
     pool = BlockPool(4)
     owner = Owner()
     pool.release(chain_of(pool, "v", b"a", owner=owner))
@@ -120,7 +120,7 @@ def test_what_belongs_to_weights_that_are_gone_is_dropped() -> None:
     assert pool.num_idle == 0
 
 
-def test_faults_of_ours_are_noticed() -> None:
+def test_misuse_raises_assertion_errors() -> None:
     pool = BlockPool(2)
     with pytest.raises(AssertionError):
         pool.take("low")
@@ -159,7 +159,7 @@ class Users(RuleBasedStateMachine):
         self.chains.append((key, chain))
 
     @rule(data=st.data())
-    def let_go(self, data: st.DataObject) -> None:
+    def release(self, data: st.DataObject) -> None:
         if self.chains:
             _, chain = self.chains.pop(data.draw(st.integers(0, len(self.chains) - 1)))
             self.pool.release(chain)

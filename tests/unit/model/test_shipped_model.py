@@ -42,7 +42,7 @@ def test_default_loading_computes_in_float32(model: Any) -> None:
     assert model.config.max_position_embeddings >= 1024
 
 
-def test_card_states_what_decides_and_measures_the_weights() -> None:
+def test_model_card_states_how_the_weights_were_made_and_measured() -> None:
     card = (MODEL / "README.md").read_text()
     assert re.search(r"\| Seed \| \d+ \|", card)
     assert stated_bits_per_byte() <= 1.9
@@ -76,7 +76,7 @@ def test_special_tokens_and_chat_template(tokenizer: Any, model: Any) -> None:
     assert tokenizer.decode(tokenizer.encode(prompt)) == prompt
 
 
-def test_it_writes_words_of_its_text(model: Any, tokenizer: Any) -> None:
+def test_shipped_model_writes_words_of_its_text(model: Any, tokenizer: Any) -> None:
     known = set(re.findall(r"[A-Za-z]+", HELD_OUT.read_text() + demo_text()))
     prompt = tokenizer("And the LORD said", return_tensors="pt", return_token_type_ids=False)
     output = model.generate(**prompt, max_new_tokens=40, do_sample=False, temperature=None, top_p=None)
