@@ -1,4 +1,4 @@
-"""What the engine does with batches: fences, installs, failures, saves and loads."""
+"""Batches on the engine: fences, installs, failures, saves and loads."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
-from tests.support.mini_model import build_mini_model
 from tests.support.numerics.harness import DATA, Driver, code, load_item, make_data, make_spec, trained
-from tests.support.numerics.naive import NaiveModel, naive_pass
 from workers.contract.messages import (
     AdamParams,
     AdapterInstall,
@@ -21,11 +18,7 @@ from workers.contract.messages import (
     Item,
     SaveItem,
 )
-from workers.contract.settings import EngineSettings
 from workers.model.lora.segments import Segment
-from workers.model.pretrained import UnsupportedModelError
-from workers.selftest import thread_invariance
-from workers.selftest.loading import load_base_model
 from workers.training.logits import ChunkedLoss
 
 
@@ -306,98 +299,3 @@ def test_a_row_has_the_same_bits_among_few_rows_of_its_adapter_as_among_many(dri
     for num_rows in (1, 2, 5, 15, 16, 31):
         logits = [base_model.unembed(hidden[:n], [Segment(0, n, row.groups)]) for n in (num_rows, 40)]
         assert torch.equal(logits[0], logits[1][:num_rows])
-
-
-# ---------------------------------------------------------------------- models
-
-
-def test_info_has_the_facts_of_the_model(model_directory: Path) -> None:
-    info = Driver(model_directory).engine.info
-    assert (info.vocab_size, info.max_seq_len, info.max_rank, info.chunk_tokens) == (258, 512, 64, 1024)
-    assert info.attn_modules == ("q_proj", "k_proj", "v_proj", "o_proj")
-    assert info.mlp_modules == ("gate_proj", "up_proj", "down_proj")
-    assert info.unembed_modules == ("lm_head",)
-    assert info.eos_token_ids == (256,)
-    assert {"tokenizer.json", "tokenizer_config.json"} <= set(info.tokenizer_files)
-    assert f"{torch.get_num_threads()} threads" in info.fingerprint
-
-
-def test_threads_are_fixed_where_bits_depend_on_their_number(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A trial runs once in a process; and no build of torch at hand has bits that depend on the number of threads.
-    torch.set_num_threads(2)
-    monkeypatch.setattr(thread_invariance, "_TRIED", {})
-    assert "; up to 2 threads;" in Driver(qwen3).engine.info.fingerprint
-    monkeypatch.setattr(thread_invariance, "_TRIED", {})
-    monkeypatch.setattr(thread_invariance, "_trial", lambda _: [torch.tensor(torch.get_num_threads())])
-    assert "; 2 threads;" in Driver(qwen3).engine.info.fingerprint
-
-
-def test_model_that_the_fused_pass_would_get_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = build_mini_model(tmp_path, "gemma3")
-    config = (directory / "config.json").read_text()
-    (directory / "config.json").write_text(
-        config.replace('"attn_logit_softcapping": null', '"attn_logit_softcapping": 50.0')
-    )
-    with pytest.raises(UnsupportedModelError, match="soft-capping"):
-        load_base_model(EngineSettings(model_path=str(directory)))
-    (directory / "config.json").write_text(config)
-    monkeypatch.setattr("workers.model.attention.PackedAttention._mask", lambda *_: None)
-    with pytest.raises(UnsupportedModelError, match="other log-probabilities"):
-        load_base_model(EngineSettings(model_path=str(directory)))
-
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 258,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.Qwen2Config(**SMALL),
-        transformers.MistralConfig(**SMALL, sliding_window=7),
-        transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-    ],
-    ids=["qwen2", "mistral", "llama with biases"],
-)
-def test_other_dense_models_give_the_naive_gradients_too(tmp_path: Path, config: Any) -> None:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.1)
-    model.save_pretrained(tmp_path)
-    driver = Driver(tmp_path)
-    driver.install(make_spec("a", 4))
-    trained(driver, "a")
-    (result,) = driver.train(driver.backward("a", DATA))
-    naive = NaiveModel(tmp_path, make_spec("a", 4), driver.weights("a"))
-    loss, _, gradients = naive_pass(naive, DATA, "cross_entropy", {})
-    assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4, abs=1e-3)
-    for name, gradient in driver.gradients("a").items():
-        torch.testing.assert_close(gradient, gradients[name], rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        (transformers.Qwen3MoeConfig(**SMALL, num_experts=4), "qwen3_moe"),
-        (transformers.MixtralConfig(**SMALL, num_local_experts=4), "mixtral"),
-    ],
-)
-def test_mixture_of_experts_is_refused_with_alternatives(tmp_path: Path, config: Any, name: str) -> None:
-    config.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=rf"{name} is a mixture of 4 experts .* take a dense model: .*Qwen"):
-        load_base_model(EngineSettings(model_path=str(tmp_path)))
-
-
-@pytest.mark.parametrize("field", ["num_slots", "num_threads", "pass_tokens_max"])
-def test_configuration_without_sense_is_refused(field: str) -> None:
-    fields: dict[str, Any] = {field: 0}
-    with pytest.raises(ValueError, match=field):
-        EngineSettings(model_path="m", **fields)

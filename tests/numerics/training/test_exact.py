@@ -12,12 +12,8 @@ from torch import Tensor
 
 from tests.support.numerics.harness import Driver, Trace, make_spec
 from tests.support.numerics.tenants import TENANTS, assert_same, train
-from workers.contract.settings import EngineSettings
 from workers.model import exact_products
 from workers.model.lora.segments import Segment
-from workers.model.pretrained import UnsupportedModelError
-from workers.selftest import row_invariance
-from workers.selftest.loading import load_base_model
 
 pytestmark = pytest.mark.slow
 
@@ -109,19 +105,6 @@ def test_every_product_has_the_same_number_of_rows(monkeypatch: pytest.MonkeyPat
     exact_products.linear(torch.ones(150, 8), torch.ones(8, 8), None, None, 64)
     exact_products.sum_products([torch.ones(150, 8)], [torch.ones(8, 8)], 64)
     assert seen == [64] * 6
-
-
-def test_device_whose_rows_depend_on_their_place_is_refused(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def uneven(x: Tensor, matrix: Tensor) -> Tensor:
-        return torch.matmul(x, matrix) * (1 + 2.0**-20 * torch.arange(len(x)).unsqueeze(1))
-
-    monkeypatch.setattr(torch.Tensor, "__matmul__", uneven)
-    assert not row_invariance.are_blocks_invariant([torch.ones(8, 8)], 64)
-    monkeypatch.undo()
-    assert row_invariance.are_blocks_invariant([torch.ones(8, 8)], 64)
-    monkeypatch.setattr("workers.selftest.row_invariance.are_blocks_invariant", lambda *_: False)
-    with pytest.raises(UnsupportedModelError, match="load it without exact"):
-        load_base_model(EngineSettings(model_path=str(qwen3), exact=True))
 
 
 def test_segments_of_equal_length_are_not_computed_as_one_batch(qwen3: Path) -> None:

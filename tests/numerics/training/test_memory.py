@@ -6,15 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.support.mini_model import build_mini_model
 from tests.support.numerics.allocations import Allocations
-from tests.support.numerics.harness import VOCAB_SIZE, Driver, assemble_again, make_data, make_engine, make_spec
-from workers import engine
-from workers.contract.settings import EngineSettings
-from workers.host.allocator import kept_bytes
-from workers.host.host_memory import MemoryShare, free_bytes
+from tests.support.numerics.harness import VOCAB_SIZE, Driver, assemble_again, make_data, make_spec
+from workers.host.host_memory import MemoryShare
 from workers.model.base_model import BaseModel
 from workers.model.gpu_attention import FlashKernel, VarlenAttention
 from workers.selftest.fitting import fitting_tokens
@@ -173,73 +168,3 @@ def test_forwards_share_a_pass_that_would_be_too_much_with_a_backward(driver: Dr
     driver.train(*(driver.forward(key, data) for key in "ab"))
     blocks = -(-2000 // block_rows_of(VOCAB_SIZE))
     assert driver.engine.base_model.num_base_matmuls - before == 14 + blocks
-
-
-@pytest.mark.parametrize("recompute", ["off", "auto", "on"])
-def test_the_engine_announces_the_longest_sequence_that_its_memory_holds(qwen3: Path, recompute: Any) -> None:
-    free = 6_000_000
-    engine = make_engine(qwen3, recompute=recompute, free_bytes=lambda _: free)
-    memory = PassMemory(engine.base_model)
-    room = USED_FRACTION * (free - engine.sampler.untaken_bytes)
-    fitting = engine.info.fitting_tokens
-    assert fitting is not None
-
-    def fits(num_tokens: int) -> bool:
-        load = Load(num_tokens=num_tokens, lengths=[num_tokens], rank=64)
-        return memory.peak_bytes(load, backward=True, recompute=recompute != "off") <= room
-
-    assert fits(fitting)
-    assert not fits(fitting + 1)
-
-
-def test_with_enough_memory_there_is_no_limit_and_a_share_is_only_a_share(qwen3: Path) -> None:
-    def fitting(share: float) -> int | None:
-        return make_engine(qwen3, memory_share=share, free_bytes=lambda _: 40_000_000).info.fitting_tokens
-
-    assert fitting(1.0) is None
-    assert fitting(0.1) is not None
-
-
-def test_running_layers_twice_makes_longer_sequences_fit(tmp_path: Path) -> None:
-    model = build_mini_model(tmp_path, "qwen3")
-
-    def fitting(recompute: Any) -> int:
-        num_tokens = make_engine(model, recompute=recompute, free_bytes=lambda _: 5_000_000).info.fitting_tokens
-        assert num_tokens is not None
-        return num_tokens
-
-    assert fitting("off") < fitting("auto") == fitting("on")
-
-
-def test_an_engine_without_memory_for_anything_says_so_when_it_starts(qwen3: Path) -> None:
-    with pytest.raises(ValueError, match="no memory for a pass"):
-        make_engine(qwen3, free_bytes=lambda _: 1000)
-
-
-@pytest.mark.parametrize(("field", "value"), [("recompute", "sometimes"), ("memory_share", 0.0), ("memory_share", 1.5)])
-def test_settings_without_sense_are_refused(field: str, value: Any) -> None:
-    fields: dict[str, Any] = {field: value}
-    with pytest.raises(ValueError, match=field):
-        EngineSettings(model_path="m", **fields)
-
-
-def test_free_memory_is_a_number_that_one_could_allocate() -> None:
-    assert 1 << 20 < free_bytes(torch.device("cpu")) < 1 << 50
-
-
-def test_memory_of_the_trials_at_loading_is_not_kept(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial of threads takes more memory than the model, and leaves it in pieces."""
-    grown: list[int] = []
-
-    def trial(_: BaseModel) -> bool:
-        filling = [torch.ones(1 << 18) for _ in range(64)]  # takes what the heap has kept
-        before = kept_bytes()
-        tensors = [torch.ones(1 << 18) for _ in range(16)]
-        last = tensors.pop()  # keeps the heap's end
-        del tensors
-        grown.append(kept_bytes() - before)
-        return len(filling) == 64 and float(last[0]) == 1
-
-    monkeypatch.setattr(engine, "is_thread_count_invariant", trial)
-    make_engine(qwen3)
-    assert grown[0] < 1 << 20

@@ -130,3 +130,7 @@ def test_where_memory_is_short_the_heap_does_not_grow() -> None:
     del tensors
     assert kept_bytes() - before > 8 << 20, "and afterwards it does again"
     assert float(last[0]) == 1
+
+
+def test_free_memory_is_a_number_that_one_could_allocate() -> None:
+    assert 1 << 20 < free_bytes(torch.device("cpu")) < 1 << 50

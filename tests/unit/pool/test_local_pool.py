@@ -1,4 +1,4 @@
-"""The pool in this process, and the checks of a pool's settings."""
+"""The pool in this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -123,48 +122,6 @@ async def test_config_gives_each_model_its_own_workers_by_import_string() -> Non
         assert (await pool.run("w2", batch(0))).wall_s >= 0.01
 
 
-def test_threads_are_the_configured_ones_or_the_cores_divided_by_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.contract.settings.num_cores", lambda: 8)
-    models = (PoolModel(name="a", path="a", num_workers=2), PoolModel(name="b", path="b"))
-
-    def threads(**values: Any) -> set[int | None]:
-        config = PoolConfig(models=models, **values)
-        return {settings.num_threads for settings in config.engines().values()}
-
-    assert threads() == {2}
-    assert threads(num_threads=5) == {5}
-    assert threads(ray_address="10.0.0.1:6379", num_cpus=3.5) == {3}
-
-
-def test_workers_of_one_machine_share_its_memory_and_those_of_a_gpu_share_that() -> None:
-    models = (PoolModel(name="a", path="a", num_workers=3), PoolModel(name="b", path="b"))
-
-    def shares(**values: Any) -> set[float]:
-        settings = PoolConfig(models=models, recompute="on", **values).engines().values()
-        assert {each.recompute for each in settings} == {"on"}
-        return {each.memory_share for each in settings}
-
-    assert shares() == shares(kind="local", device="cuda") == {0.25}
-    assert shares(ray_address="10.0.0.1:6379") == {1.0}
-    assert shares(device="cuda", num_gpus=0.5) == {0.5}
-    assert shares(device="cuda", num_gpus=2) == {1.0}
-
-
-def test_a_bank_has_more_slots_where_they_cost_no_device_memory() -> None:
-    models = (PoolModel(name="toy", path="toy"),)
-    devices: dict[str, dict[str, Any]] = {"cpu": {}, "cuda": {"num_gpus": 1}}
-    slots = {device: PoolConfig(models=models, device=device, **more) for device, more in devices.items()}
-    assert {device: config.engines()["w0"].num_slots for device, config in slots.items()} == {"cpu": 64, "cuda": 16}
-
-
-def test_workers_are_told_the_dtype_and_whether_to_be_exact() -> None:
-    models = (PoolModel(name="toy", path="toy"),)
-    plain = PoolConfig(models=models).engines()["w0"]
-    chosen = PoolConfig(models=models, dtype="bfloat16", exact=True).engines()["w0"]
-    assert (plain.dtype, plain.exact) == ("auto", False)
-    assert (chosen.dtype, chosen.exact) == ("bfloat16", True)
-
-
 def test_token_is_shown_to_a_cluster_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("RAY_AUTH_TOKEN")
@@ -174,31 +131,3 @@ def test_token_is_shown_to_a_cluster_if_there_is_one(tmp_path: Path, monkeypatch
     (tmp_path / ".ray" / "auth_token").touch()
     assert ray_environment(cluster)["RAY_AUTH_MODE"] == "token"
     assert "RAY_AUTH_MODE" not in ray_environment(dataclasses.replace(cluster, ray_address=None))
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"models": ()}, "at least one model"),
-        ({"kind": "kubernetes"}, "kind is"),
-        ({"models": (PoolModel(name="a", path="x"), PoolModel(name="a", path="y"))}, "a name of its own"),
-        ({"num_slots": -1}, "num_slots is -1"),
-        ({"num_threads": -1}, "num_threads is -1"),
-        ({"recompute": "maybe"}, "recompute is 'maybe'"),
-        ({"num_gpus": float("nan")}, "num_gpus is nan"),
-        ({"device": "cuda"}, "workers on cuda need num_gpus"),
-        ({"dtype": "float16"}, "dtype is 'float16'"),
-        ({"num_gpus": 0.5}, "others need 0"),
-        ({"start_timeout_s": 0}, "start_timeout_s is 0"),
-        ({"ray_address": "here", "ray_temp_dir": "/tmp/x"}, "private Ray"),
-        ({"engine": "workers.engine"}, "module:attribute"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused_by_name(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PoolConfig(**{"models": (PoolModel(name="toy", path="toy"),)} | values)
-
-
-def test_model_without_workers_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_workers is 0"):
-        PoolModel(name="a", path="a", num_workers=0)

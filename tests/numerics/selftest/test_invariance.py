@@ -1,0 +1,59 @@
+"""The trials at loading: an engine promises no bits that the library's kernels do not give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.numerics.harness import Driver, make_engine
+from workers import engine
+from workers.contract.settings import EngineSettings
+from workers.host.allocator import kept_bytes
+from workers.model.base_model import BaseModel
+from workers.model.pretrained import UnsupportedModelError
+from workers.selftest import row_invariance, thread_invariance
+from workers.selftest.loading import load_base_model
+
+
+def test_threads_are_fixed_where_bits_depend_on_their_number(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A trial runs once in a process; and no build of torch at hand has bits that depend on the number of threads.
+    torch.set_num_threads(2)
+    monkeypatch.setattr(thread_invariance, "_TRIED", {})
+    assert "; up to 2 threads;" in Driver(qwen3).engine.info.fingerprint
+    monkeypatch.setattr(thread_invariance, "_TRIED", {})
+    monkeypatch.setattr(thread_invariance, "_trial", lambda _: [torch.tensor(torch.get_num_threads())])
+    assert "; 2 threads;" in Driver(qwen3).engine.info.fingerprint
+
+
+def test_device_whose_rows_depend_on_their_place_is_refused(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def uneven(x: Tensor, matrix: Tensor) -> Tensor:
+        return torch.matmul(x, matrix) * (1 + 2.0**-20 * torch.arange(len(x)).unsqueeze(1))
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", uneven)
+    assert not row_invariance.are_blocks_invariant([torch.ones(8, 8)], 64)
+    monkeypatch.undo()
+    assert row_invariance.are_blocks_invariant([torch.ones(8, 8)], 64)
+    monkeypatch.setattr("workers.selftest.row_invariance.are_blocks_invariant", lambda *_: False)
+    with pytest.raises(UnsupportedModelError, match="load it without exact"):
+        load_base_model(EngineSettings(model_path=str(qwen3), exact=True))
+
+
+def test_memory_of_the_trials_at_loading_is_not_kept(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of threads takes more memory than the model, and leaves it in pieces."""
+    grown: list[int] = []
+
+    def trial(_: BaseModel) -> bool:
+        filling = [torch.ones(1 << 18) for _ in range(64)]  # takes what the heap has kept
+        before = kept_bytes()
+        tensors = [torch.ones(1 << 18) for _ in range(16)]
+        last = tensors.pop()  # keeps the heap's end
+        del tensors
+        grown.append(kept_bytes() - before)
+        return len(filling) == 64 and float(last[0]) == 1
+
+    monkeypatch.setattr(engine, "is_thread_count_invariant", trial)
+    make_engine(qwen3)
+    assert grown[0] < 1 << 20
