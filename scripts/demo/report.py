@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from scripts.demo.clock import AddedLatency, LoopCost
 from scripts.demo.tenants import Judge, Poet, Scribe, Tenant
+from scripts.terminal import shown_path
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
@@ -73,3 +75,10 @@ def report_clock(costs: Sequence[LoopCost], latency: AddedLatency) -> None:
 def say(strong: str, rest: str = "") -> None:
     """Print a line with a bold beginning."""
     console.print(Text(strong, style="bold") + Text(rest))
+
+
+def report_files(output: Path, tenants: Sequence[str]) -> None:
+    """Print the files that the demo leaves."""
+    console.print(Text(f"  {shown_path(output / 'demo.png')}  the picture of the cycles"))
+    console.print(Text(f"  {shown_path(output / 'adapters')}  PEFT directories: {', '.join(tenants)}"))
+    console.print(Text(f"  {shown_path(output / 'summary.json')}  all figures"))

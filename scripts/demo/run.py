@@ -28,10 +28,10 @@ from rich.text import Text
 from coordinator.base_models import DEFAULT_MODEL, resolve_model
 from scripts.demo.clock import NUM_COMPANIONS, measure_latency, measure_loops
 from scripts.demo.plots import Curve, draw
-from scripts.demo.report import console, report_clock, report_tenants, say
+from scripts.demo.report import console, report_clock, report_files, report_tenants, say
 from scripts.demo.tenants import TENANTS, Scribe, Settings, Tenant
 from scripts.embedded_pool import EmbeddedPool, PoolError, create_key, embedded_pool
-from scripts.terminal import interrupt_at_sigterm, shown_path
+from scripts.terminal import interrupt_at_sigterm
 from tinkerpool import ServiceClient, types
 from tinkerpool.v1 import pool_pb2
 from workers.contract.settings import num_cores
@@ -111,16 +111,21 @@ def _dim(line: str) -> str:
     return f"Starting a pool ... [dim]{line[:90].replace('[', '(')}[/dim]"
 
 
+def prepare(output: Path, num_threads: int) -> None:
+    """Replace the folder of the results, and set the environment of the engine in this process as in a worker."""
+    os.environ |= thread_environment(num_threads)
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    if output.exists():
+        shutil.rmtree(output)
+    output.mkdir(parents=True)
+
+
 def run(args: argparse.Namespace) -> None:
     """Run the whole demo."""
     started = time.perf_counter()
     model = resolve_model(args.model, args.workers)
     num_threads = args.threads or max(1, num_cores() // args.workers)
-    os.environ |= thread_environment(num_threads)  # for the engine in this process, as in a worker
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    if args.output.exists():
-        shutil.rmtree(args.output)
-    args.output.mkdir(parents=True)
+    prepare(args.output, num_threads)
     arguments = ["--model", args.model, "--workers", str(args.workers), "--pool", args.pool]
     arguments += ["--threads", str(num_threads)]
     with demo_pool(arguments) as pool, contextlib.ExitStack() as clients:
@@ -177,11 +182,7 @@ def run(args: argparse.Namespace) -> None:
         "\nDone",
         f" in {seconds:.0f} s: {len(cycles)} cycles, {num_together} of them shared; the pool is stopped.",
     )
-    console.print(Text(f"  {shown_path(args.output / 'demo.png')}  the picture of the cycles"))
-    console.print(
-        Text(f"  {shown_path(args.output / 'adapters')}  PEFT directories: {', '.join(t.name for t in tenants)}")
-    )
-    console.print(Text(f"  {shown_path(args.output / 'summary.json')}  all figures"))
+    report_files(args.output, [tenant.name for tenant in tenants])
 
 
 def clock_batch(tenants: Sequence[Tenant]) -> list[types.Datum]:
