@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from coordinator.storage.database import Connection, Database, Row
 from coordinator.storage.rows import DecidedOperation, NewOperation, OperationRow, UnfetchedOperation
 from coordinator.storage.tables import Table, columns, insert, typed
-from coordinator.storage.usage import add_usage
+from coordinator.storage.tenants import add_usage
 
 
 class Operations(Table[OperationRow]):

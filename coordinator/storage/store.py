@@ -15,8 +15,7 @@ from coordinator.storage.cycles import CycleCommit, Cycles
 from coordinator.storage.database import Connection, Database, DiskFullError, read_meta
 from coordinator.storage.operations import Operations
 from coordinator.storage.sessions import Sessions
-from coordinator.storage.tenants import ApiKeys, Tenants
-from coordinator.storage.usage import Usage
+from coordinator.storage.tenants import ApiKeys, Tenants, Usage
 
 FULL_RETRY_S = 1.0
 """Pause before a commit is tried again on a full disk."""

@@ -1,12 +1,12 @@
-"""The tenants with their fair-share counters, and their API keys."""
+"""The tenants: fair-share counters, metered usage, and API keys."""
 
 from __future__ import annotations
 
 import asyncio
 
-from coordinator.storage.database import Database
-from coordinator.storage.rows import ApiKeyRow, TenantRow
-from coordinator.storage.tables import Table
+from coordinator.storage.database import Connection, Database
+from coordinator.storage.rows import ApiKeyRow, TenantRow, UsageRow
+from coordinator.storage.tables import Table, typed
 
 
 class Tenants(Table[TenantRow]):
@@ -29,6 +29,22 @@ class Tenants(Table[TenantRow]):
     def get(self, tenant_id: str) -> TenantRow | None:
         """Return a tenant."""
         return self._one("WHERE tenant_id = ?", (tenant_id,))
+
+
+class Usage:
+    """The usage of all tenants."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def of(self, tenant_id: str | None) -> list[UsageRow]:
+        """Return a tenant's usage by kind of operation; None: the usage of every tenant."""
+        rows = self._database.read(
+            "SELECT name AS tenant_name, kind, num_operations, num_tokens, engine_s"
+            " FROM usage JOIN tenants USING (tenant_id) WHERE ? IS NULL OR tenant_id = ? ORDER BY name, kind",
+            (tenant_id, tenant_id),
+        )
+        return [typed(UsageRow, row) for row in rows]
 
 
 class ApiKeys(Table[ApiKeyRow]):
@@ -66,3 +82,13 @@ class ApiKeys(Table[ApiKeyRow]):
             " AND other.revoked_at IS NULL AND other.key_id != api_keys.key_id))",
             (wall, key_id),
         )
+
+
+def add_usage(db: Connection, tenant_id: str, kind: str, num_tokens: int, engine_s: float) -> None:
+    """Add a finished operation to its tenant's usage."""
+    db.execute(
+        "INSERT INTO usage VALUES (?, ?, 1, ?, ?) ON CONFLICT (tenant_id, kind) DO UPDATE SET"
+        " num_operations = num_operations + 1, num_tokens = num_tokens + excluded.num_tokens,"
+        " engine_s = engine_s + excluded.engine_s",
+        (tenant_id, kind, num_tokens, engine_s),
+    )
