@@ -126,7 +126,7 @@ GUARDS = (
     Guard(
         name="nothing stored of what was never logged",
         file="coordinator/storage/cycles.py",
-        before="lost = lost_targets(db, commit.finished, commit.depends_on)",
+        before="lost = lost_targets(db, commit.finished)",
         after="lost = frozenset()",
         tests=("tests/unit/storage/test_store.py", "tests/integration/cycles/test_recovery.py"),
     ),
