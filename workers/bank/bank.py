@@ -55,7 +55,7 @@ class Bank:
         compute_dtype: torch.dtype = torch.float32,
         transfers: Transfers | None = None,
     ) -> None:
-        """`compute_dtype` is the base model's; `transfers` None: the best for the device."""
+        """Begin empty; `compute_dtype` is the base model's, `transfers` None: the fastest for the device."""
         if num_slots < 1:
             raise ValueError(f"num_slots is {num_slots}; the bank needs at least one slot")
         self.num_slots = num_slots
@@ -87,8 +87,6 @@ class Bank:
         if key not in self._layouts:
             self._layouts[key] = RowLayout(self._shapes, *key)
         return self._layouts[key]
-
-    # ------------------------------------------------------------------ keys
 
     def add(self, key: str, spec: AdapterSpec, host: HostRow | None = None, *, is_trained: bool = True) -> Entry:
         """Add an adapter or version under a new key; fresh if `host` is None. It takes no slot until acquired."""
@@ -153,8 +151,6 @@ class Bank:
             self._occupy(entry, row)
         for _ in range(0 if replaced is None else replaced.num_pins):
             entry.pin()
-
-    # ------------------------------------------------------------------ slots
 
     def acquire(self, keys: Sequence[str]) -> list[Row]:
         """Load these keys and return their rows, valid until the next `acquire`, `publish` or `remove`.
@@ -232,8 +228,6 @@ class Bank:
         if entry.row is not None:
             self._vacate(entry, None)
         entry.replace(host)
-
-    # ------------------------------------------------------------------ inside
 
     def _drop(self, entry: Entry) -> None:
         del self._entries[entry.key]

@@ -47,7 +47,7 @@ class Entry:
     spec: AdapterSpec
     layout: RowLayout
     is_trained: bool
-    """False: a sampler version, which has weights alone."""
+    """False: a sampler version, which has only weights."""
     row: Row | None = None
     """Its bank slot; None: its values are in `host`."""
     host: HostRow | None = None
@@ -59,8 +59,6 @@ class Entry:
     """Users that keep the entry from being removed."""
     is_removed: bool = False
     """Removed while pinned: it goes with its last pin."""
-
-    # ------------------------------------------------------------------ changes by training
 
     def note_gradient(self) -> None:
         """Record that a pass adds to the gradient of the row."""
@@ -110,8 +108,6 @@ class Entry:
         moments = (row.exp_avg, row.exp_avg_sq) if self.has_moments else (None, None)
         return HostRow(row.weights, *moments, row.grad if self.has_grad else None)
 
-    # ------------------------------------------------------------------ moves
-
     @property
     def held_vectors(self) -> dict[str, Tensor]:
         """The vectors of the row that may be other than zero, by their names in `HostRow`."""
@@ -145,8 +141,6 @@ class Entry:
         self.host = host
         self.has_moments = host.exp_avg is not None
         self.has_grad = host.grad is not None
-
-    # ------------------------------------------------------------------ pins
 
     def pin(self) -> None:
         """Keep the entry from being removed."""

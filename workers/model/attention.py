@@ -5,7 +5,7 @@ bits are those of each sequence solo.
 
 Does not depend on layers, models or adapters.
 
-Main invariant: a sequence's output and gradient depend on its own rows alone. Rows of no sequence get zeros.
+Main invariant: a sequence's output and gradient depend only on its own rows. Rows of no sequence get zeros.
 
 Dimensions: T rows of the pass, S sequences in a run, L tokens of a sequence, H query heads, K key-value heads, E head
 dimension.
@@ -31,7 +31,7 @@ class Attend(Protocol):
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """Query (1, H, T, E), key and value (1, K, T, E), rotary embedding applied -> (1, T, H, E).
+        """Attend: query (1, H, T, E), key and value (1, K, T, E), rotary embedding applied; return (1, T, H, E).
 
         `layer` counts from 0. With `sliding_window` w, a query at position i sees keys at positions i - w + 1 to i;
         with None, all up to i. T includes padding rows at the end, whose output is ignored but must be finite.
@@ -47,7 +47,7 @@ class AttendSequences(Attend, Protocol):
 
 AttendPacked = Callable[[Sequence[int], Sequence[int]], AttendSequences]
 """Makes the `Attend` of whole sequences, one after another from row 0. Takes their lengths and, in row order, the
-number of sequences of each request, because the results of a request may have to depend on that request alone."""
+number of sequences of each request, because the results of a request may have to depend only on that request."""
 
 
 @dataclass(frozen=True, slots=True)

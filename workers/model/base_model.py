@@ -13,7 +13,7 @@ How to run a forward, as the packed pass and the sampler do::
 
 Rows may be in any arrangement: whole sequences, one token of each of many sequences, or both. Each row has a token and
 its position in its own sequence; each `Segment` names the rows of one adapter (`Row.groups` of the bank); rows in no
-segment see the base model alone. `attend` gets the queries, keys and values of all rows, layer by layer, and may keep
+segment see only the base model. `attend` gets the queries, keys and values of all rows, layer by layer, and may keep
 keys and values in a cache of its own. For equal bits in any batch, the rows of each adapter must be one segment.
 
 Dimensions: T rows of the pass, N rows, D hidden size, V vocabulary.
@@ -116,8 +116,6 @@ class BaseModel:
         probe.check(logits_of, self.dtype)
         self.current.reset()
 
-    # ------------------------------------------------------------------ forward
-
     def forward(
         self,
         tokens: Tensor,
@@ -127,7 +125,7 @@ class BaseModel:
         *,
         recompute: bool = False,
     ) -> Tensor:
-        """Token ids and positions (T,), int64 -> last hidden states (T, D), normalised, ready for `unembed`.
+        """Return the last hidden states (T, D), normalised, of token ids and positions (T,), int64.
 
         Rows are padded at the end up to `pad_rows`; `attend` sees the padding, the result does not have it.
         With gradients enabled, `torch.autograd.backward(hidden, dhidden)` adds every adapter's gradient to its row, and
@@ -150,7 +148,7 @@ class BaseModel:
 
     @torch.no_grad()
     def unembed(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """Hidden states (N, D) of `forward` -> logits (N, V), adapters included. Segments count rows of `hidden`."""
+        """Return the logits (N, V), adapters included, of hidden states (N, D). Segments count rows of `hidden`."""
         num_rows = hidden.shape[0]
         padding = max(0, self.current.rows_min - num_rows)
         routing = self.current.route(segments, needs_grad=False)
@@ -174,11 +172,9 @@ class BaseModel:
         """Products with frozen weights so far, forward only; for tests and metering."""
         return self.current.num_base_matmuls
 
-    # ------------------------------------------------------------------ facts
-
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a canonical chunk. Depends on the model alone, or a replay would group gradients differently."""
+        """Tokens of a canonical chunk. Depends only on the model, or a replay would group gradients differently."""
         return 1024 if self.hidden_size <= 1024 else 512
 
     @property

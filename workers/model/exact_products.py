@@ -5,7 +5,7 @@ same number of rows; the last block is padded with zeros.
 
 Does not depend on adapters or passes.
 
-Main invariant: a row's result depends on that row, the weights and the size of a block alone, provided that a kernel
+Main invariant: a row's result depends only on that row, the weights and the size of a block, provided that a kernel
 treats all rows of a block alike. A trial checks that with the weights in use when a model is loaded.
 
 Dimensions: N rows, D inputs, F outputs.

@@ -6,7 +6,7 @@ forward, one of the transposes for the backward. Otherwise torch's matmul is use
 
 Does not depend on adapters or passes.
 
-Main invariant: from some number of rows on, a row's bits depend on that row and the weights alone.
+Main invariant: from some number of rows on, a row's bits depend only on that row and the weights.
 `selftest.row_invariance` finds that number by trying these products.
 
 Dimensions: N rows, D inputs, F outputs of a linear.
@@ -37,10 +37,10 @@ class FrozenProducts(Protocol):
     """The products with the weights of linears that read the same input."""
 
     def forward(self, x: Tensor, outs: Sequence[Tensor | None]) -> list[Tensor]:
-        """x (N, D) -> x W^T + b (N, F) per linear, in `outs` where given. An out may have gaps between its rows."""
+        """Return x W^T + b (N, F) per linear for x (N, D), in `outs` where given; an out may have gaps between rows."""
 
     def backward(self, dys: Sequence[Tensor]) -> Tensor:
-        """dys (N, F) per linear -> the sum of dy W (N, D)."""
+        """Return the sum of dy W (N, D) over dys (N, F) per linear."""
 
 
 class PlainProducts:

@@ -2,8 +2,8 @@
 
 Does not depend on layers, models or adapters.
 
-Main invariant: a sequence's output and gradient depend on its own rows alone. The order of a kernel's sums may depend
-on all sequences of a call; with one call per request, it depends on that request alone.
+Main invariant: a sequence's output and gradient depend only on its own rows. The order of a kernel's sums may depend
+on all sequences of a call; with one call per request, it depends only on that request.
 
 Dimensions: T rows of the pass, S sequences of a call, L tokens of a sequence, H query heads, K key-value heads, E head
 dimension.
@@ -66,7 +66,7 @@ class FlashKernel:
     """
 
     def __init__(self, *, is_deterministic: bool = False) -> None:
-        """With `is_deterministic` the backward adds in a fixed order, more slowly."""
+        """Let the backward add in a fixed order if `is_deterministic`; that is slower."""
         self._is_deterministic = is_deterministic
 
     def forward(

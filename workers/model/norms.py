@@ -5,7 +5,7 @@ the replacement gives the same numbers as the module's own forward.
 
 Does not depend on models.
 
-Main invariant: a row's result depends on that row alone.
+Main invariant: a row's result depends only on that row.
 
 Dimensions: T rows (all leading dimensions), D features.
 """
@@ -55,7 +55,7 @@ class FusedRmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., D) -> (..., D)."""
+        """Return (..., D) for x (..., D)."""
         if not torch.is_grad_enabled():
             assert isinstance(self.weight, Tensor)
             return (x * _inverse(x, self.eps)).mul_(self.weight)
@@ -72,7 +72,7 @@ class LibraryRmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., D) -> (..., D)."""
+        """Return (..., D) for x (..., D)."""
         assert isinstance(self.weight, Tensor)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 

@@ -2,7 +2,7 @@
 
 Does not depend on adapters or passes.
 
-Main invariant: a model is read from a local directory or the local hub cache alone, and no code of it is run.
+Main invariant: a model is read from a local directory or the local hub cache, never fetched, and its code never runs.
 """
 
 from __future__ import annotations

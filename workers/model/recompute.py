@@ -31,7 +31,7 @@ class Recomputation:
             layer.forward = partial(self._run, layer.forward)
 
     def switch(self, *, on: bool) -> None:
-        """Choose whether the layers of the next forward with gradients keep their input alone."""
+        """Choose whether the layers of the next forward with gradients keep only their input."""
         self._is_on = on
 
     def _run(self, layer: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -52,7 +52,7 @@ class Recomputation:
 
 
 class _LayerFunction(torch.autograd.Function):
-    """A layer as one operation of autograd, which keeps its input (1, T, D) alone."""
+    """A layer as one operation of autograd, which keeps only its input (1, T, D)."""
 
     @staticmethod
     def forward(

@@ -6,7 +6,7 @@ numbers than ours.
 
 Does not depend on models beyond that name.
 
-Main invariant: a row's result depends on that row alone.
+Main invariant: a row's result depends only on that row.
 
 Dimensions: T rows, H heads, E head dimension (rotated in halves).
 """

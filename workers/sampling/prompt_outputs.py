@@ -2,7 +2,7 @@
 
 Does not depend on models, caches or batches.
 
-Main invariant: the outputs for a position depend on its logits, the request and its seed alone, and use no random
+Main invariant: the outputs for a position depend only on its logits, the request and its seed, and use no random
 number of a sequence.
 
 Dimensions: p tokens of the prompt, N rows, V vocabulary, k tokens wanted at a position.

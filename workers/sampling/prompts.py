@@ -21,7 +21,7 @@ class Prompt:
     """The tokens of one prompt, and the blocks with their keys and values."""
 
     def __init__(self, tokens: NDArray[np.int32], num_shareable_blocks: int) -> None:
-        """`num_shareable_blocks` is the number of blocks, from the beginning, that need not be computed if shared."""
+        """Take the tokens; the first `num_shareable_blocks` blocks need not be computed if they are shared already."""
         self.tokens = tokens
         self.blocks: list[int] = []
         """Key-value blocks, as many as are computed or about to be."""

@@ -2,7 +2,7 @@
 
 Does not depend on requests or on how tokens are drawn.
 
-Main invariant: the outcome of a part depends on that part and its version alone. A failed pass can be run again: it
+Main invariant: the outcome of a part depends only on that part and its version. A failed pass can be run again: it
 writes only the keys and values of its own rows.
 
 Dimensions: T rows of the pass, n rows of a part, S sequences of a part, D hidden size, N rows of logits, V vocabulary.
@@ -43,7 +43,7 @@ class NextPart:
     """The next token of sequences that continue one prompt."""
 
     key: str
-    """Their version's key in the bank; empty for the base model alone."""
+    """Their version's key in the bank; empty for the base model without an adapter."""
     prompt: PromptBlocks
     tokens: NDArray[np.int64]
     """(S,)"""

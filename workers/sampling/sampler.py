@@ -5,7 +5,7 @@ Each decode step is one forward: one token of every running sequence, and parts 
 
 Does not depend on tenants; a request has a version and a scope.
 
-Main invariant: a sample's tokens and log-probabilities depend on its version, prompt, parameters and index alone. A
+Main invariant: a sample's tokens and log-probabilities depend only on its version, prompt, parameters and index. A
 request that fails or is cancelled changes no other request.
 """
 
@@ -122,8 +122,6 @@ class Sampler:
         """Whether attention gives a sample the same bits with any co-batched samples."""
         return self._pass.is_batch_invariant
 
-    # ------------------------------------------------------------------ the engine's methods
-
     def start_sample(self, request: SampleRequest) -> None:
         """Queue a request. An error becomes its result."""
         try:
@@ -164,8 +162,6 @@ class Sampler:
         self._events.clear()
         self.blocks.drop_all()
 
-    # ------------------------------------------------------------------ starting
-
     def _stop_strings(self, request: SampleRequest) -> StopStrings | None:
         """Return the request's stop strings; raises ValueError if this model has no tokenizer for them."""
         if not request.params.stop_strings:
@@ -188,8 +184,6 @@ class Sampler:
             host = read_state(self._bank.layout(version.spec), version.spec, version.state.weights, None)
             self._bank.add(version.key, version.spec, host, is_trained=False)
         self._bank.pin(version.key)
-
-    # ------------------------------------------------------------------ a step
 
     def _groups(self, works: Sequence[_Work]) -> Iterator[list[_Work]]:
         """Yield groups that have at most as many versions as the bank has slots: mostly one group."""
@@ -308,8 +302,6 @@ class Sampler:
             self.slots.end_sequence(active, sequence)
         if active.is_finished:
             self._end(active)
-
-    # ------------------------------------------------------------------ ending
 
     def _end(self, active: ActiveRequest, error: ItemError | None = None) -> None:
         """Emit the request's result and drop it."""

@@ -17,7 +17,7 @@ from workers.sampling.shared_blocks import BlockPool
 from workers.sampling.slot_order import SlotOrder
 
 PATIENCE = 64
-"""How many slots may be granted past a request that does not fit; then it gets the next one."""
+"""How many slots may be granted past a request that does not fit; then no other request gets one before it."""
 SCOPE_SHARE = 3 / 4
 """The part of all slots, and of all memory, that one scope has at most, so that a new scope can begin at once."""
 
@@ -42,8 +42,6 @@ class SequenceSlots:
     def __iter__(self) -> Iterator[ActiveRequest]:
         """Yield every request once."""
         return iter(dict.fromkeys((*self.running, *self._waiting)))
-
-    # ------------------------------------------------------------------ granting
 
     def add(self, active: ActiveRequest) -> None:
         """Queue a request of which at least one sequence fits into the memory."""
@@ -87,8 +85,6 @@ class SequenceSlots:
         self.running.append(active)
         self._prefill.add(active, shared)
         return True
-
-    # ------------------------------------------------------------------ using and returning
 
     def extend(self, sequence: ActiveSequence) -> list[int]:
         """Give a sequence the block for its next token if it needs one; return the blocks given."""

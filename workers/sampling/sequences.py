@@ -102,8 +102,6 @@ class ActiveRequest:
         self._vocab_size = vocab_size
         self._finished: list[SampledSequence | None] = [None] * request.num_samples
 
-    # ------------------------------------------------------------------ facts
-
     @property
     def key(self) -> str:
         """The version's key; empty for the base model."""
@@ -141,8 +139,6 @@ class ActiveRequest:
         ended = sum(len(sequence.tokens) for sequence in self._finished if sequence is not None)
         return ended + sum(len(sequence.tokens) for sequence in self.sequences)
 
-    # ------------------------------------------------------------------ changes
-
     def grant_slot(self) -> None:
         """Take one more slot."""
         self.num_slots += 1
@@ -169,8 +165,6 @@ class ActiveRequest:
     def prompt_computed(self, first: LogitsRows) -> None:
         """Take the logits (1, V) of the prompt's last position."""
         self._first = first
-
-    # ------------------------------------------------------------------ sequences
 
     def begin(self) -> tuple[list[SampleEvent], list[ActiveSequence]]:
         """Begin a sequence in every free slot and draw its first token; return events, and sequences that ended."""
@@ -261,8 +255,6 @@ class ActiveRequest:
         )
         self.sequences.remove(sequence)
         return sequence
-
-    # ------------------------------------------------------------------ result
 
     @property
     def is_finished(self) -> bool:

@@ -61,8 +61,6 @@ class BlockPool:
         self._idle: OrderedDict[Prefix, None] = OrderedDict()
         """In order of use, the least recently used first."""
 
-    # ------------------------------------------------------------------ reserving and taking
-
     @property
     def num_available(self) -> int:
         """Blocks that can still be reserved: free or idle, and not reserved."""
@@ -120,8 +118,6 @@ class BlockPool:
             index = bisect_left(self._free, block)
             assert index == len(self._free) or self._free[index] != block, f"block {block} is free already"
             self._free.insert(index, block)
-
-    # ------------------------------------------------------------------ sharing
 
     def root(self, key: Hashable, weights: object | None) -> Prefix:
         """Return the root of the chains of `key`, a version within a scope; `weights` None: the base model.
@@ -183,8 +179,6 @@ class BlockPool:
         """Drop all shared blocks."""
         for key in list(self._roots):
             self._drop(key)
-
-    # ------------------------------------------------------------------ inside
 
     def _drop(self, key: Hashable) -> None:
         for prefix in _descendants(self._roots.pop(key).prefix):

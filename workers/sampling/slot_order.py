@@ -26,7 +26,7 @@ class SlotOrder(Generic[T]):
     """One queue per scope, served round robin. An item stays at the head of its queue until it is removed."""
 
     def __init__(self, patience: int) -> None:
-        """`patience` is how often the head of a queue may be passed over because it cannot be served."""
+        """Let the head of a queue be passed over at most `patience` times because it cannot be served."""
         self._patience = patience
         self._queues: dict[str, deque[_Waiting[T]]] = {}
         """By scope, in the order of service: a scope that was served goes to the end."""

@@ -5,7 +5,7 @@ saves the input once for all linears that share it, and adds dA and dB to the ad
 
 Does not depend on the bank, on losses, tenants or whole models.
 
-Main invariant: the results of a segment depend on its rows, their number and its adapter alone (`routing` names the
+Main invariant: the results of a segment depend only on its rows, their number and its adapter (`routing` names the
 exception). Nothing is masked by multiplying with zero: 0 x NaN would let one tenant's overflow reach another. Products
 of few columns depend on the alignment of their operands, so rows are a multiple of 16 values (64
 bytes) apart wherever a segment's position in the pass may vary.

@@ -57,13 +57,13 @@ def backward_segments(
 
 
 def _multiply(out: Tensor, left: Tensor, right: Tensor, scaling: float) -> None:
-    """out = scaling left right, of matrices or batches of them."""
+    """Set out = scaling left right, of matrices or batches of them."""
     multiply = torch.addmm if out.ndim == 2 else torch.baddbmm
     multiply(out, left, right, beta=0, alpha=scaling, out=out)
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """out += left right, of matrices or batches of them."""
+    """Set out += left right, of matrices or batches of them."""
     if out.ndim == 2:
         out.addmm_(left, right)
     else:

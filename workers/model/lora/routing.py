@@ -2,8 +2,8 @@
 
 Does not depend on the bank, on models or on losses.
 
-Main invariant: without fused runs, the products of a segment depend on that segment's rows, its adapter and the number
-of its rows alone. With them, they do to rounding.
+Main invariant: without fused runs, the products of a segment depend only on that segment's rows, their number and its
+adapter. With them, that holds to rounding.
 
 Dimensions: T rows of the pass, D inputs, F outputs.
 """
@@ -39,7 +39,7 @@ Fuse = Callable[[Sequence[Segment]], Sequence[FusedRun]]
 
 
 class Routing:
-    """The runs of one pass. Rows in no segment see the base model alone.
+    """The runs of one pass. Rows in no segment see only the base model.
 
     Segments must not overlap and must be in row order. Those with fewer rows than `rows_min` are padded.
     """
@@ -53,7 +53,7 @@ class Routing:
         can_batch_short: bool = False,
         fuse: Fuse | None = None,
     ) -> None:
-        """With `fuse`, all segments are in `fused`. `can_batch_short` is for passes without a backward."""
+        """Make runs; with `fuse`, all segments are in `fused`. `can_batch_short` is for passes without a backward."""
         self.runs: list[Run] = []
         self.short_runs: list[ShortRun] = []
         self.fused: Sequence[FusedRun] = () if fuse is None else fuse(segments)

@@ -1,5 +1,5 @@
 """Attention of one decode step over key-value blocks: chunks of prompts, and one token of every running sequence.
 
-Public interface, for `sample_pass` only: `step.StepAttention`, `prefill.PromptChunk`, `decode.DecodeAttention` and
-`NextToken`, `block_products.find_rows_multiple`.
+Public interface, for `sample_pass` only: `step.StepAttention`, `prefill.PromptChunk`, `decode.DecodeAttention`,
+`decode_plan.NextToken`, `block_products.find_rows_multiple`.
 """

@@ -2,7 +2,7 @@
 
 Does not depend on sequences, prompts, or on the choice of blocks for a query.
 
-Main invariant: a query row's result for a block depends on that row, the block and its mask alone, so reads of blocks
+Main invariant: a query row's result for a block depends only on that row, the block and its mask, so reads of blocks
 may be computed in any batch and order; `find_rows_multiple` finds the numbers of rows for which that holds. The results
 of one query are added in the order of its blocks.
 
@@ -55,8 +55,10 @@ def score_mask(is_hidden: Tensor, like: Tensor) -> Tensor:
 def attend_to_blocks(
     queries: Tensor, keys: Tensor, values: Tensor, reads: BlockReads, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Queries (T, H, E), keys (N, K, E, B), values (N, K, B, E) -> results (P * Q, K, G, E), and the log-sum-exps of
-    their scores (P * Q, K, G)."""
+    """Attend from queries (T, H, E) to keys (N, K, E, B) and values (N, K, B, E).
+
+    Return results (P * Q, K, G, E), and the log-sum-exps of their scores (P * Q, K, G).
+    """
     num_reads, num_keys = len(reads.blocks), values.shape[1]
     rows = queries.index_select(0, reads.queries).view(
         num_reads, -1, num_keys, queries.shape[1] // num_keys, values.shape[3]
@@ -82,8 +84,11 @@ def attend_to_blocks(
 
 
 def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Query (P, K, R, E), key (P, K, E, B), value (P, K, B, E), mask (P, 1, R or 1, B) -> result like query, and the
-    log-sum-exp of its scores (P, K, R), fp32. For few rows; a kernel for long sequences takes three times as long."""
+    """Attend from few rows: query (P, K, R, E), key (P, K, E, B), value (P, K, B, E), mask (P, 1, R or 1, B).
+
+    Return the result, shaped like query, and the log-sum-exp of its scores (P, K, R), fp32. A kernel for long sequences
+    takes three times as long.
+    """
     scores = (query @ key).float().mul_(scaling).add_(mask)
     weights = scores.softmax(-1)
     # The largest weight is 1 / sum(exp(score - largest score)): two cheap maxima in place of another exponential.
@@ -91,7 +96,7 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling
 
 
 def attend_prompt(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """Query (1, K, R, E), key and value (1, K, L, E), mask (1, 1, R, L) -> result like query. For many rows."""
+    """Attend from many rows: query (1, K, R, E), key and value (1, K, L, E), mask (1, 1, R, L); return like query."""
     if query.device.type == "cpu":
         # Called by name, because `scaled_dot_product_attention` chooses a kernel by the shape of the whole batch.
         result: Tensor
@@ -130,8 +135,8 @@ def find_rows_multiple(head_dim: int, num_tokens: int, num_threads: int) -> int 
 
 
 def combine(results: Tensor, log_sum_exps: Tensor, owners: Tensor, levels: Sequence[tuple[int, int]]) -> Tensor:
-    """Results (M, K, G, E) and log-sum-exps (M, K, G) of reads -> attention over all blocks of each sequence
-    (S, K, G, E), fp32.
+    """Combine results (M, K, G, E) and log-sum-exps (M, K, G) of reads to the attention of each sequence over all its
+    blocks, (S, K, G, E), fp32.
 
     The results of every sequence's first block come first, then those of the second blocks, and so on: `levels` has the
     first index and the count of each, and counts never rise. `owners` (M,) are the sequences. Overwrites `results`.

@@ -5,7 +5,7 @@ chooses the calls. Samples of one prompt are rows of the same products, so their
 
 Does not depend on requests, versions or tokens.
 
-Main invariant: a sequence's result depends on its own blocks and their number alone, because `block_products` keeps
+Main invariant: a sequence's result depends only on its own blocks and their number, because `block_products` keeps
 rows apart. A key outside a sliding window is not read, or has the weight zero.
 
 Dimensions: T rows of the pass, S sequences, N blocks of the memory, B tokens of a block, K key-value heads, H query
@@ -28,7 +28,7 @@ class DecodeAttention:
     """The next token of every running sequence; and the tokens after it, while no sequence begins, ends or grows."""
 
     def __init__(self, tokens: Sequence[NextToken], heads_per_key: int, rows_multiple: int) -> None:
-        """`heads_per_key` is H / K; products have a multiple of `rows_multiple` query rows."""
+        """Take the tokens; `heads_per_key` is H / K, and products have a multiple of `rows_multiple` query rows."""
         self._layout = _layout(tokens)
         self._planner = DecodePlanner(tokens, heads_per_key, rows_multiple)
         first, last = tokens[0].row, tokens[-1].row

@@ -85,7 +85,7 @@ class DecodePlanner:
     """Makes the plans for one set of sequences."""
 
     def __init__(self, tokens: Sequence[NextToken], heads_per_key: int, rows_multiple: int) -> None:
-        """`heads_per_key` is G; products have a multiple of `rows_multiple` query rows."""
+        """Make tiles; `heads_per_key` is G, and products have a multiple of `rows_multiple` query rows."""
         self._tokens = tokens
         self._heads_per_key = heads_per_key
         self._rows_multiple = rows_multiple
@@ -108,7 +108,7 @@ class DecodePlanner:
         self._singles = np.arange(len(tokens))[:, None]
 
     def move_to(self, tokens: Sequence[NextToken]) -> None:
-        """Plan for other tokens of the same sequences, whose lengths alone differ."""
+        """Plan for other tokens of the same sequences, of which only the lengths differ."""
         self._tokens = tokens
 
     def remask(self, plan: DecodePlan) -> DecodePlan:

@@ -41,7 +41,7 @@ class PrefillAttention:
     """The attention of one chunk, in all layers of a pass."""
 
     def __init__(self, chunk: PromptChunk, heads_per_key: int) -> None:
-        """`heads_per_key` is G."""
+        """Take a chunk; `heads_per_key` is G."""
         assert chunk.start % BLOCK_TOKENS == 0
         assert chunk.stop % BLOCK_TOKENS == 0 or chunk.stop == chunk.prompt.length
         self._rows = slice(chunk.row, chunk.row + chunk.stop - chunk.start)
@@ -95,7 +95,7 @@ class PrefillAttention:
     def _mask(self, window: int | None, like: Tensor) -> Tensor:
         """Return the mask (1, 1, G * B, keys) of the last block's queries, over as many keys as any block sees.
 
-        It depends on distances alone, so the mask of another block is its right part.
+        It depends only on distances, so the mask of another block is its right part.
         """
         if window not in self._masks:
             most = max(block + 1 - self._first_seen(block, window) for block in range(self._first, self._end))

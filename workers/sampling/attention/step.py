@@ -2,7 +2,7 @@
 
 Does not depend on requests, versions or tokens.
 
-Main invariant: a row's bits depend on its own tokens and position alone, not on the other rows of the pass or on the
+Main invariant: a row's bits depend only on its own tokens and position, not on the other rows of the pass or on the
 blocks that hold its keys.
 
 Dimensions: T rows of the pass, K key-value heads, H query heads, E head dimension.
@@ -26,7 +26,7 @@ class StepAttention:
     def __init__(
         self, cache: KVCache, chunks: Sequence[PromptChunk], decoding: DecodeAttention | None, *, heads_per_key: int
     ) -> None:
-        """`heads_per_key` is the number of query heads per key-value head; `decoding` None: no sequence decodes."""
+        """Take the parts of a pass; `heads_per_key` is H / K, `decoding` is None if no sequence decodes."""
         self._cache = cache
         self._chunks = [PrefillAttention(chunk, heads_per_key) for chunk in chunks]
         self._decoding = decoding
