@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from coordinator.checkpoints.published_weights import Publishing
+from tests.support.faults import held
 from tests.support.toy_engine import ToyEngine
 from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, expected_tokens, sample_request, tokens_of
 from tinkerpool.v1 import checkpoints_pb2
@@ -26,22 +27,9 @@ def publishing_of(pool: ToyPool) -> Publishing:
 
 @contextmanager
 def held_files(pool: ToyPool) -> Iterator[threading.Event]:
-    """No file of saved weights gets further than its beginning before the event is set, at the end at last."""
-    may_write, states = threading.Event(), pool.core.states
-
-    def hold(write: Callable[..., Any]) -> Callable[..., Any]:
-        def held(*arguments: Any) -> Any:
-            may_write.wait(20)
-            return write(*arguments)
-
-        return held
-
-    for files in (states.folders.samplers, states.folders.checkpoints):
-        files.write = hold(files.write)  # type: ignore[method-assign]
-    try:
-        yield may_write
-    finally:
-        may_write.set()
+    """Hold the files of published weights until the event is set, or the block ends."""
+    with held(pool.folders.samplers, "write") as files, held(pool.folders.checkpoints, "write", files):
+        yield files.may_go
 
 
 def refuse_files(pool: ToyPool) -> Callable[[], None]:

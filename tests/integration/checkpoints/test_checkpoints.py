@@ -1,6 +1,7 @@
 """Checkpoints over the service: what they hold, what loading does, and that damage and crashes break nothing else."""
 
 import asyncio
+import errno
 import io
 import json
 import shutil
@@ -14,6 +15,7 @@ import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.disk import RealDisk
+from tests.support.faults import DISK_FULL, failing
 from tests.support.toy_engine import ToyAdapter
 from tests.support.toy_pool import FakeTime, ToyPool, running_pool
 from tinkerpool.convert import to_tensor
@@ -334,21 +336,14 @@ async def test_an_adapter_whose_snapshot_is_damaged_fails_alone_and_says_so(tmp_
     assert mended.error.reason in ("", "GRADIENT_WINDOW_CLOSED")
 
 
-async def test_a_load_is_durable_with_its_state_or_fails_and_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_load_is_durable_with_its_state_or_fails_and_changes_nothing(tmp_path: Path) -> None:
     """Its checkpoint may be deleted the moment that it has succeeded."""
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     async with running_pool(tmp_path, is_crash=True) as pool:
         adapter = await pool.adapter()
         path = (await pool.save(adapter, 1, "first")).save_state.path
         await train(pool, adapter, 2)
         chain = pool.chain(adapter)
-        with monkeypatch.context() as patch:
-            patch.setattr(pool.folders.snapshots, "write", full)
+        with failing(pool.folders.snapshots, "write", DISK_FULL):
             [failed] = await pool.wait(await pool.load_state(adapter, 4, path))
         assert failed.error.reason == "DISK"
         [closed] = await pool.wait(await pool.optim_step(adapter, 5))
@@ -364,15 +359,10 @@ async def test_a_load_is_durable_with_its_state_or_fails_and_changes_nothing(
         assert pool.chain(adapter) == chain
 
 
-async def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
-
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device", str(tmp_path))
-
-        with monkeypatch.context() as patch:
-            patch.setattr(RealDisk, "write", full)
+        with failing(RealDisk, "write", OSError(errno.ENOSPC, "No space left on device", str(tmp_path))):
             failed = await pool.save(adapter, 1, "first")
         assert (await pool.save(adapter, 2, "first")).state == SUCCEEDED
     assert (failed.error.code, failed.error.reason) == (8, "DISK")

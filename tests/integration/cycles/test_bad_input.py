@@ -13,6 +13,7 @@ import pytest
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.disk import RealDisk
+from tests.support.faults import failing
 from tests.support.toy_pool import ToyPool, datum, pass_request, running_pool, sample_request
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import (
@@ -303,23 +304,13 @@ async def test_what_is_acknowledged_while_its_adapter_is_deleted_is_finished_too
         assert len(pool.core.in_flight) == 0
 
 
-async def test_a_snapshot_that_cannot_be_read_for_a_while_costs_time_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_snapshot_that_cannot_be_read_for_a_while_costs_time_alone(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         await pool.wait(await pool.forward_backward(adapter, 1, 3), await pool.optim_step(adapter, 2))
-    failures = [OSError(errno.EMFILE, "Too many open files")] * 2
-    read = RealDisk.read
-
-    def failing(disk: RealDisk, path: Path) -> bytes:
-        if failures:
-            raise failures.pop()
-        return read(disk, path)
-
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
-        monkeypatch.setattr(RealDisk, "read", failing)
-        after = await pool.wait(await pool.forward_backward(adapter, 3, 3), await pool.optim_step(adapter, 4))
+        with failing(RealDisk, "read", OSError(errno.EMFILE, "Too many open files"), times=2) as failed:
+            after = await pool.wait(await pool.forward_backward(adapter, 3, 3), await pool.optim_step(adapter, 4))
         assert [each.state for each in after] == [SUCCEEDED] * 2
-    assert failures == []
+    assert len(failed) == 2

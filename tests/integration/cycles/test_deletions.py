@@ -1,23 +1,20 @@
 """Adapters that are deleted at bad moments: neither they nor their neighbours wait for something that never comes."""
 
 import asyncio
-import threading
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 
 from coordinator.base.errors import ServiceError
 from coordinator.storage.database import DiskFullError
+from tests.support.faults import held
 from tests.support.toy_pool import (
     expected_chain,
     pass_request,
     running_pool,
 )
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.contract.messages import (
-    AdapterState,
-)
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
 
@@ -40,67 +37,46 @@ async def test_a_refused_operation_whose_adapter_is_deleted_meanwhile_hurts_nobo
     assert failed.state == FAILED
 
 
-async def test_an_adapter_deleted_while_another_one_is_read_from_disk_stops_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_adapter_deleted_while_another_one_is_read_from_disk_stops_nobody(tmp_path: Path) -> None:
     """States are read beside the event loop, and everything may happen meanwhile."""
     async with running_pool(tmp_path) as pool:
         adapters = [await pool.adapter() for _ in range(3)]
         await pool.wait(*[await pool.submit(adapter, 1) for adapter in adapters])
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
-        snapshots = pool.folders.snapshots
-        read, is_reading, may_read = snapshots.read, threading.Event(), threading.Event()
-
-        def slow(folder: str, sha256: str) -> AdapterState:
-            is_reading.set()
-            may_read.wait(10)
-            return read(folder, sha256)
-
-        monkeypatch.setattr(snapshots, "read", slow)
         adapters.sort()  # as they are planned
-        names = await asyncio.gather(*(pool.submit(adapter, 2) for adapter in adapters))
-        await asyncio.to_thread(is_reading.wait, 10)
-        deletion = asyncio.create_task(pool.delete_adapter(adapters[2]))
-        await asyncio.sleep(0.01)
-        may_read.set()
-        await asyncio.wait_for(deletion, 10)
+        with held(pool.folders.snapshots, "read") as reads:
+            names = await asyncio.gather(*(pool.submit(adapter, 2) for adapter in adapters))
+            await reads.until_begun()
+            deletion = asyncio.create_task(pool.delete_adapter(adapters[2]))
+            await asyncio.sleep(0.01)  # the deletion has begun
+            reads.may_go.set()
+            await asyncio.wait_for(deletion, 10)
         done = await asyncio.wait_for(pool.wait(*names[:2]), 10)
         assert [each.state for each in done] == [SUCCEEDED] * 2
         assert pool.coordinator.health()
 
 
 async def test_an_adapter_whose_deletion_fails_goes_on_from_the_snapshot_that_became_durable_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """What it would run again from the snapshot before has left the log."""
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
         adapter, core = await pool.adapter(), pool.core
-        spec, snapshots, write = (
-            pool.spec_of(adapter),
-            core.states.folders.snapshots,
-            core.states.folders.snapshots.write,
-        )
-        is_writing, may_write, is_deleting, may_fail = (threading.Event() for _ in range(4))
-
-        def slow(*args: Any) -> Any:
-            is_writing.set()
-            may_write.wait(10)
-            return write(*args)
+        spec = pool.spec_of(adapter)
+        is_deleting, may_fail = asyncio.Event(), asyncio.Event()
 
         async def full(*_: object) -> str:
             is_deleting.set()
-            await asyncio.to_thread(may_fail.wait, 10)
+            await may_fail.wait()
             raise DiskFullError("no room")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(snapshots, "write", slow)
-            patch.setattr(core.store.adapters, "delete", full)
+        with held(pool.folders.snapshots, "write") as writes, mock.patch.object(pool.store.adapters, "delete", full):
             await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
-            await asyncio.to_thread(is_writing.wait, 10)
+            await writes.until_begun()
             deletion = asyncio.create_task(pool.delete_adapter(adapter))
-            await asyncio.to_thread(is_deleting.wait, 10)
-            may_write.set()
+            await asyncio.wait_for(is_deleting.wait(), 10)
+            writes.may_go.set()
             await pool.written()
             core.loops["toy"]._snapshots.settle(core.registry.group("toy").logs)
             may_fail.set()

@@ -13,6 +13,7 @@ import pytest
 from coordinator.base.errors import Code, ServiceError
 from coordinator.cycle.dispatch import TakenOver
 from tests.support.database import query
+from tests.support.faults import held
 from tests.support.toy_engine import POISON_TOKEN
 from tests.support.toy_pool import (
     LENGTHS,
@@ -434,25 +435,17 @@ async def test_a_request_whose_result_was_dropped_is_known_and_not_run_again(tmp
 
 
 async def test_a_save_whose_worker_dies_and_whose_owner_cancels_while_it_is_written_is_decided_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     async with running_pool(tmp_path) as pool:
-        adapter, principal, core = await pool.adapter(), await pool.principal(), pool.core
+        adapter, principal = await pool.adapter(), await pool.principal()
         await pool.wait(await pool.submit(adapter, 1))
-        write, is_writing, may_write = core.states.folders.checkpoints.write, threading.Event(), threading.Event()
-
-        def slow(*arguments: Any) -> Any:
-            is_writing.set()
-            may_write.wait(10)
-            return write(*arguments)
-
-        monkeypatch.setattr(core.states.folders.checkpoints, "write", slow)
         request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=2, name="a")
-        name = (await pool.service.save_state(principal, request)).operation.name
-        await asyncio.to_thread(is_writing.wait, 10)
-        pool.lose_worker()
-        await pool.cancel(name)
-        may_write.set()
+        with held(pool.folders.checkpoints, "write") as writes:
+            name = (await pool.service.save_state(principal, request)).operation.name
+            await writes.until_begun()
+            pool.lose_worker()
+            await pool.cancel(name)
         [saved] = await asyncio.wait_for(pool.wait(name), 10)
         assert saved.state == SUCCEEDED
         [after] = await asyncio.wait_for(pool.wait(await pool.submit(adapter, 3)), 10)

@@ -9,6 +9,7 @@ import pytest
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.database import DiskFullError
 from coordinator.storage.rows import SamplerRow
+from tests.support.faults import failing, held_task
 from tests.support.toy_pool import FakeTime, ToyPool, running_pool
 from tests.support.waiting import until
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sessions_pb2
@@ -131,30 +132,20 @@ async def test_training_keeps_a_session_alive_without_heartbeats(tmp_path: Path)
         await heartbeat(pool, adapter.partition(":")[0])
 
 
-async def test_a_session_created_again_while_it_ends_is_not_revived(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_session_created_again_while_it_ends_is_not_revived(tmp_path: Path) -> None:
     """Its numbers would begin anew, and a save that gets one twice could not be committed."""
-    is_ending, may_end = asyncio.Event(), asyncio.Event()
     async with running_pool(tmp_path) as pool:
         principal, session, store = await pool.principal(), await create(pool, "r"), pool.store
         request = adapters_pb2.CreateAdapterRequest(session_id=session, base_model="toy", rank=8, index=0)
         adapter = (await pool.service.create_adapter(principal, request)).adapter.adapter_id
         assert (await pool.publish(adapter, 1)).state == SUCCEEDED
-        end = store.sessions.end
-
-        async def slow(session_id: str, wall: float) -> int:
-            is_ending.set()
-            await may_end.wait()
-            return await end(session_id, wall)
-
-        monkeypatch.setattr(store.sessions, "end", slow)
-        finishing = asyncio.create_task(pool.finish_session(session))
-        await is_ending.wait()
-        assert await create(pool, "r") == session
-        [refused] = await asyncio.gather(heartbeat(pool, session), return_exceptions=True)
-        may_end.set()
-        await finishing
+        with held_task(store.sessions, "end") as ends:
+            finishing = asyncio.create_task(pool.finish_session(session))
+            await ends.until_begun()
+            assert await create(pool, "r") == session
+            [refused] = await asyncio.gather(heartbeat(pool, session), return_exceptions=True)
+            ends.may_go.set()
+            await finishing
         again = sessions_pb2.CreateSessionRequest(request_id="r", user_metadata={"host": "laptop"})
         ended = (await pool.service.create_session(principal, again)).session
         assert (ended.session_id, ended.is_live) == (session, False)
@@ -165,20 +156,15 @@ async def test_a_session_created_again_while_it_ends_is_not_revived(
     assert unnamed.error.reason == "SESSION_ENDED"
 
 
-async def test_a_session_whose_end_finds_the_disk_full_goes_on_and_can_be_ended_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_session_whose_end_finds_the_disk_full_goes_on_and_can_be_ended_later(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, store = await pool.adapter(), pool.store
         session = adapter.partition(":")[0]
-
-        async def full(*_: object) -> int:
-            raise DiskFullError("no room")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(store.sessions, "end", full)
-            with pytest.raises(ServiceError, match="nothing was accepted"):
-                await pool.finish_session(session)
+        with (
+            failing(store.sessions, "end", DiskFullError("no room")),
+            pytest.raises(ServiceError, match="nothing was accepted"),
+        ):
+            await pool.finish_session(session)
         await heartbeat(pool, session)
         samplers = [(await pool.publish(adapter, seq)).save_weights_for_sampler.sampler_id for seq in (1, 2)]
         await pool.finish_session(session)

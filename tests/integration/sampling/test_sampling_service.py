@@ -4,6 +4,7 @@ import asyncio
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,12 +13,13 @@ from coordinator.base.errors import Code, ServiceError
 from coordinator.fleet.worker import VERSIONS_MAX
 from coordinator.storage.cycles import CycleCommit
 from coordinator.storage.database import DiskFullError
+from tests.support.faults import held
 from tests.support.toy_pool import FakeTime, ToyPool, fail_appends, running_pool, sample_request
 from tests.support.waiting import until
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import checkpoints_pb2, sampling_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.contract.messages import AdapterState, SampleRequest
+from workers.contract.messages import SampleRequest
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
 QUEUED, RUNNING = ops_pb.OPERATION_STATE_QUEUED, ops_pb.OPERATION_STATE_RUNNING
@@ -292,27 +294,17 @@ async def test_a_sample_whose_worker_is_lost_before_it_got_it_is_started_once_on
         adapter = await pool.adapter()
         path = (await pool.save(adapter, 1, "first")).save_state.path
         sampler = await pool.sampler(adapter.partition(":")[0], model_path=path)
-        checkpoints, core = pool.folders.checkpoints, pool.core
-        read, may_read, started = checkpoints.read, threading.Event(), []
-        start_sample = core.pool.start_sample
-
-        def slow_read(*args: str) -> AdapterState:
-            may_read.wait(10)
-            return read(*args)
-
-        async def start(worker_id: str, request: SampleRequest) -> None:
-            started.append(request.op_id)
-            await start_sample(worker_id, request)
-
-        checkpoints.read = slow_read  # type: ignore[method-assign,assignment]
-        core.pool.start_sample = start  # type: ignore[method-assign]
-        name = await pool.sample(sampler, 1)
-        await pool.kill_worker()
-        await until(lambda: len(pool.engines["w0"]) == 2)
-        may_read.set()
-        [operation] = await asyncio.wait_for(pool.wait(name), 5)
+        with (
+            held(pool.folders.checkpoints, "read") as reads,
+            mock.patch.object(pool.core.pool, "start_sample", wraps=pool.core.pool.start_sample) as start_sample,
+        ):
+            name = await pool.sample(sampler, 1)
+            await pool.kill_worker()
+            await until(lambda: len(pool.engines["w0"]) == 2)
+            reads.may_go.set()
+            [operation] = await asyncio.wait_for(pool.wait(name), 5)
     assert operation.state == SUCCEEDED
-    assert started == [name]
+    assert start_sample.call_count == 1
 
 
 async def test_weights_that_a_worker_has_dropped_are_sent_again(tmp_path: Path) -> None:
@@ -525,22 +517,12 @@ async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(
     async with running_pool(tmp_path) as pool:
         adapter, principal = await pool.adapter(), await pool.principal()
         session = adapter.partition(":")[0]
-        write = pool.folders.samplers.write
-        is_writing, may_write = asyncio.Event(), asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def slow_write(*args: Any) -> Any:
-            loop.call_soon_threadsafe(is_writing.set)
-            asyncio.run_coroutine_threadsafe(may_write.wait(), loop).result(10)
-            return write(*args)
-
-        pool.folders.samplers.write = slow_write  # type: ignore[method-assign,assignment]
         request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=1)
-        name = (await pool.service.save_weights_for_sampler(principal, request)).operation.name
-        await is_writing.wait()
-        with pytest.raises(ServiceError) as raised:
-            await pool.sampler(session, index=0)
-        may_write.set()
+        with held(pool.folders.samplers, "write") as writes:
+            name = (await pool.service.save_weights_for_sampler(principal, request)).operation.name
+            await writes.until_begun()
+            with pytest.raises(ServiceError) as raised:
+                await pool.sampler(session, index=0)
         [saved] = await pool.wait(name)
         assert pool.coordinator.health()
     assert raised.value.code is Code.ALREADY_EXISTS
