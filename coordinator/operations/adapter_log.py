@@ -70,6 +70,7 @@ class AdapterLog:
     session_id: str
     base_model: str
     spec: AdapterSpec
+    adapter_id: str = field(init=False)
     residency: Residency = field(default_factory=Residency)
     """Which worker each adapter of this base model has its copy on."""
     snapshot_seq: int = 0
@@ -98,10 +99,9 @@ class AdapterLog:
     _reinstalls: Counter[str] = field(default_factory=Counter)
     """How often each operation found the copy out of order, since the last result for an undecided operation."""
 
-    @property
-    def adapter_id(self) -> str:
-        """Its id."""
-        return self.spec.adapter_id
+    def __post_init__(self) -> None:
+        """Copy the id from the spec: every walk over a thousand adapters reads it."""
+        self.adapter_id = self.spec.adapter_id
 
     @property
     def worker_id(self) -> str:
@@ -388,16 +388,9 @@ class AdapterLog:
         waits_behind = any(not o.is_final for s, o in self.operations.items() if s > expected)
         return expected if waits_behind else None
 
-    def _one_by_one(self, ready: Iterable[Operation]) -> Iterator[Operation]:
-        """Yield the operations before the first quarantined one, or only that one if it is first."""
-        first, last = self.quarantined
-        for index, operation in enumerate(ready):
-            is_quarantined = first <= operation.seq <= last
-            if is_quarantined and index:
-                return
-            yield operation
-            if is_quarantined:
-                return
+    def _one_by_one(self, ready: Iterator[Operation]) -> Iterator[Operation]:
+        """Return the operations before the first quarantined one, or only that one if it is first."""
+        return ready if self.quarantined == NO_SEQS else _until_quarantined(ready, *self.quarantined)
 
     def _ready_passes(self) -> Iterator[Operation]:
         seq = self.copy.cursor + 1
@@ -459,8 +452,18 @@ class ReadyChunks:
     def __iter__(self) -> Iterator[int]:
         """Call `advance` first."""
         for operation in self.log.ready_passes():
-            for index in range(self.log.num_chunks_done(operation), len(operation.chunks)):
-                yield operation.chunks[index].num_tokens
+            for chunk in operation.chunks[self.log.num_chunks_done(operation) :]:
+                yield chunk.num_tokens
+
+
+def _until_quarantined(ready: Iterable[Operation], first: int, last: int) -> Iterator[Operation]:
+    for index, operation in enumerate(ready):
+        is_quarantined = first <= operation.seq <= last
+        if is_quarantined and index:
+            return
+        yield operation
+        if is_quarantined:
+            return
 
 
 def _named(operation: Operation) -> ops_pb.OperationError:
