@@ -16,7 +16,7 @@ from coordinator.fleet.fleet import Fleet
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.registry import AdapterGroup
 from coordinator.payloads.canonical import serialize
-from coordinator.scheduling.planning import Planning
+from coordinator.scheduling.planner import Planning
 from coordinator.storage.cycles import CycleCommit
 
 

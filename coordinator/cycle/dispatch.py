@@ -14,8 +14,8 @@ from coordinator.base.time import Time, within
 from coordinator.cycle.phase import Entry, PhaseWork, flights
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.worker import Incarnation
-from coordinator.scheduling.deadlines import Deadlines
-from coordinator.scheduling.decode_share import decode_share
+from coordinator.scheduling.budget import decode_share
+from coordinator.scheduling.cost_model import Deadlines
 from coordinator.scheduling.losses import LossRecorder
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.virtual_counters import Share

@@ -21,8 +21,7 @@ from coordinator.cycle.phases import Phases
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.registry import AdapterGroup
 from coordinator.scheduling.clock import CycleClock
-from coordinator.scheduling.planner import PassPlan
-from coordinator.scheduling.planning import Planning
+from coordinator.scheduling.planner import PassPlan, Planning
 from coordinator.storage.database import StorageError
 from workers.contract.protocols import WorkerLost
 

@@ -20,8 +20,7 @@ from coordinator.cycle.results import Results
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.registry import AdapterGroup
-from coordinator.scheduling.planner import PassPlan, place
-from coordinator.scheduling.planning import Planning
+from coordinator.scheduling.planner import PassPlan, Planning, place
 
 EXPECTED_MAX = 64
 """Adapters in the hints to one worker; hints for more than it can load during a cycle would be useless."""

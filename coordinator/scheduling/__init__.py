@@ -3,11 +3,10 @@
 Public interface:
 
 - `schedule`: `Scheduling` and its `Schedule` of each base model, put together by `make_scheduling`;
-- `planning.Planning`: plans the passes of one base model (`planner.PassPlan`, `planner.place`);
+- `planner.Planning`: plans the passes of one base model (`PassPlan`, `place`);
 - `ready_set.ReadySet`, `quarantine.Quarantine`: the adapters that have something to run, and those that may run now;
-- `clock.CycleClock`: when a cycle starts; `deadlines.Deadlines`: how long a batch may take;
-
-- `virtual_counters` (`Share`, `FairState`), `decode_share`: fairness;
+- `clock.CycleClock`: when a cycle starts; `cost_model.Deadlines`: how long a batch may take;
+- `virtual_counters` (`Share`, `FairState`), `budget.decode_share`: fairness;
 - `losses`: `LossRecorder` declares a worker lost, receivers read `WorkerLoss` events; `replay_differs`.
 
 Must not depend on how a plan is run, on transports, or on SQL.

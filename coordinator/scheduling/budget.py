@@ -1,15 +1,18 @@
-"""How many tokens one cycle carries on one worker: the operator's number, or the knee of the measured costs.
+"""How much a cycle carries on one worker: its tokens, and the part of the worker's time that its samples get meanwhile.
 
-A cycle costs a fixed time and a time per token. Where the tokens take `KNEE` times as long as the fixed part, a larger
-cycle is hardly more efficient, and every tenant waits longer for the next one. Depends on costs only; not on tenants or
-queued operations. Main invariant: no result depends on the budget, because chunks are canonical.
+The tokens are the operator's number, or the knee of the measured costs: a cycle costs a fixed time and a time per
+token. Where the tokens take `KNEE` times as long as the fixed part, a larger cycle is hardly more efficient, and every
+tenant waits longer for the next one. Depends on costs and on tenants' weights; not on counters or queued operations.
+Main invariant: no result depends on the budget, because chunks are canonical.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Mapping
 
 from coordinator.scheduling.cost_model import CycleCosts
+from coordinator.scheduling.virtual_counters import Share
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +26,8 @@ TOKENS_MAX = 65_536
 """The largest budget, for a machine on which the measured cost of a token is zero."""
 NOTABLE = 0.1
 """Changes by a smaller fraction are not logged."""
+DECODE_SHARE, DECODE_SHARE_MIN, DECODE_SHARE_MAX = 0.5, 0.1, 0.9
+"""The share if there are no training tenants or no sampling tenants, the least and the most."""
 
 
 class TokenBudget:
@@ -63,3 +68,13 @@ class TokenBudget:
         trusted = max(START_TOKENS, TRUST * self._costs.num_tokens_seen)
         most = min(trusted, TOKENS_MAX, self._costs.tokens_within(self._cycle_s_max))
         return max(self._chunk_tokens, int(min(knee, most)))
+
+
+def decode_share(sampling: Collection[str], training: Collection[str], shares: Mapping[str, Share]) -> float:
+    """Divide the weights of the tenants that sample there by those of all tenants; one that does both counts twice."""
+    if not (sampling and training):
+        return DECODE_SHARE
+    sampled, trained = (
+        sum(shares.get(tenant, Share()).weight for tenant in set(tenants)) for tenants in (sampling, training)
+    )
+    return min(max(sampled / (sampled + trained), DECODE_SHARE_MIN), DECODE_SHARE_MAX)

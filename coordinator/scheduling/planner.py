@@ -1,9 +1,11 @@
-"""Which adapters share the next pass, and on which worker each runs: a pure function of the ready chunks, the tenants'
-virtual counters and the token budget.
+"""Plans the passes of one base model: which adapters share the next pass, and on which worker each runs.
 
-The next chunk is one of the tenant with the lowest counter; within a tenant, adapters are served round robin. Does not
-depend on a clock, the database or workers. Main invariant: planning reads at most one chunk of an adapter more than it
-plans, because a cycle takes a few chunks of a thousand long logs.
+`plan_pass` is a pure function of the ready chunks, the tenants' virtual counters and the token budget. The next chunk
+is one of the tenant with the lowest counter; within a tenant, adapters are served round robin. `Planning` owns the
+state of planning between cycles. Does not depend on a clock, the database, or how a plan is run.
+
+Main invariants: a chunk is charged to its tenant's counter when it is planned; planning reads at most one chunk of an
+adapter more than it plans, because a cycle takes a few chunks of a thousand long logs.
 """
 
 from __future__ import annotations
@@ -13,21 +15,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from coordinator.scheduling.virtual_counters import FairState, lifted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """An adapter that may have something to run in a pass."""
-
-    adapter_id: str
-    tenant_id: str
-    worker_id: str
-    """The worker of its copy; empty: it may be placed on any worker."""
-    chunk_tokens: Iterable[int]
-    """Tokens of its ready chunks, in the order in which they must run; each iteration yields the same."""
-    last_cycle_id: int
-    """The cycle that last had it; 0: none."""
+from coordinator.fleet.fleet import Fleet
+from coordinator.operations.adapter_log import AdapterLog
+from coordinator.scheduling.budget import TokenBudget
+from coordinator.scheduling.cost_model import CycleCosts
+from coordinator.scheduling.ready_set import Candidate, ReadySet
+from coordinator.scheduling.virtual_counters import FairState, Share, lifted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,3 +132,57 @@ class _Placer:
 def place(residents: Mapping[str, int]) -> str:
     """Return the live worker with the fewest adapters, for an adapter that needs no pass; empty if none is live."""
     return min(residents, key=lambda worker: (residents[worker], worker), default="")
+
+
+class Planning:
+    """The planning of one base model's cycles."""
+
+    def __init__(
+        self,
+        base_model: str,
+        ready: ReadySet,
+        budget: TokenBudget,
+        costs: CycleCosts,
+        fleet: Fleet,
+        fair: FairState,
+    ) -> None:
+        self.base_model = base_model
+        self.ready = ready
+        self.budget = budget
+        self.costs = costs
+        self._fleet = fleet
+        self._fair = fair
+
+    @property
+    def shares(self) -> Mapping[str, Share]:
+        """Every tenant's weight and counter."""
+        return self._fair.shares
+
+    def has_workers(self) -> bool:
+        """Return whether a worker of this base model is live."""
+        return bool(self._fleet.live(self.base_model))
+
+    def is_full(self) -> bool:
+        """Return whether the ready chunks fill the budget of every worker."""
+        return self.ready.has_tokens(self.budget.tokens * max(1, len(self._fleet.live(self.base_model))))
+
+    def residents(self) -> dict[str, int]:
+        """Return how many adapters have a copy on each live worker."""
+        return self.ready.residents(worker.worker_id for worker in self._fleet.live(self.base_model))
+
+    def plan(self) -> PassPlan:
+        """Choose the chunks of the next pass and where they run; charge them to the virtual counters."""
+        self.budget.update()
+        plan, self._fair = plan_pass(self.ready.candidates(), self._fair, self.residents(), self.budget.tokens)
+        return plan
+
+    def left_over(self, plan: PassPlan) -> Iterator[AdapterLog]:
+        """Yield adapters with a copy on a live worker whose ready passes are not in the plan."""
+        for log in self.ready.allowed():
+            is_left = log.adapter_id not in plan.num_chunks and self._fleet.is_live(log.worker_id)
+            if is_left and next(log.ready_passes(), None) is not None:
+                yield log
+
+    def counters(self, tenants: frozenset[str]) -> dict[str, float]:
+        """Return the virtual counters of these tenants, to be committed with the cycle."""
+        return {t: self._fair.shares[t].virtual_tokens for t in sorted(tenants) if t in self._fair.shares}

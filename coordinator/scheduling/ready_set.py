@@ -8,14 +8,28 @@ walked through here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from coordinator.checkpoints.published_weights import Publishing
 from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.operations.adapter_log import AdapterLog, ReadyChunks
 from coordinator.operations.operation import Kind
 from coordinator.operations.registry import AdapterGroup
-from coordinator.scheduling.planner import Candidate
 from coordinator.scheduling.quarantine import Quarantine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """An adapter that may have something to run in a pass."""
+
+    adapter_id: str
+    tenant_id: str
+    worker_id: str
+    """The worker of its copy; empty: it may be placed on any worker."""
+    chunk_tokens: Iterable[int]
+    """Tokens of its ready chunks, in the order in which they must run; each iteration yields the same."""
+    last_cycle_id: int
+    """The cycle that last had it; 0: none."""
 
 
 class ReadySet:

@@ -15,10 +15,9 @@ from coordinator.fleet.fleet import Fleet
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.scheduling.budget import TokenBudget
 from coordinator.scheduling.clock import CycleClock
-from coordinator.scheduling.cost_model import CycleCosts
-from coordinator.scheduling.deadlines import Deadlines
+from coordinator.scheduling.cost_model import CycleCosts, Deadlines
 from coordinator.scheduling.losses import LossRecorder
-from coordinator.scheduling.planning import Planning
+from coordinator.scheduling.planner import Planning
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.ready_set import ReadySet
 from coordinator.scheduling.virtual_counters import FairState

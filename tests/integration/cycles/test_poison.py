@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.scheduling import deadlines
+from coordinator.scheduling import cost_model
 from tests.support.toy_engine import KILL_TOKEN
 from tests.support.toy_pool import running_pool
 from tests.support.waiting import until
@@ -128,8 +128,8 @@ async def test_a_worker_that_hangs_in_a_batch_is_replaced_at_its_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pings are answered all the while."""
-    monkeypatch.setattr(deadlines, "FLOOR_S", 0.3)
-    monkeypatch.setattr(deadlines, "STEP_TOKENS", 5)
+    monkeypatch.setattr(cost_model, "DEADLINE_FLOOR_S", 0.3)
+    monkeypatch.setattr(cost_model, "STEP_TOKENS", 5)
     monkeypatch.setattr("workers.pool.local.STOP_TIMEOUT_S", 0.1)
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
