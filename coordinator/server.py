@@ -21,7 +21,7 @@ from coordinator.coordinator import DEFAULT_TENANT, Coordinator
 from coordinator.doors.errors import DoorError
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_server import HttpDoor
-from coordinator.runtime.lock import DataDirInUse
+from coordinator.runtime.data_dir import DataDirInUse
 from coordinator.serving import READY_FILE, Serving
 from tinkerpool.credentials import Credentials, credentials_file, kept_credentials, write_credentials
 from workers.contract.protocols import Pool, PoolStartError

@@ -1,13 +1,15 @@
-"""Puts the cycle loop of each base model together. Makes no decision about cycles."""
+"""Puts the cycle loops of all base models together. Makes no decision about cycles."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from coordinator.base.context import Context
 from coordinator.checkpoints.saver import Saver
-from coordinator.cycle.commit import Committer
+from coordinator.cycle.commit import Committer, CycleJournal
 from coordinator.cycle.dispatch import Dispatch
 from coordinator.cycle.items import ItemBuilder
-from coordinator.cycle.journal import CycleJournal
 from coordinator.cycle.loop import CycleLoop
 from coordinator.cycle.phases import Phases
 from coordinator.cycle.results import Results
@@ -18,6 +20,14 @@ from coordinator.storage.store import Store
 from workers.contract.protocols import Pool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CycleLoops:
+    """The loops of all base models, and the journal that they share."""
+
+    journal: CycleJournal
+    by_model: Mapping[str, CycleLoop]
+
+
 def make_loops(
     context: Context,
     pool: Pool,
@@ -26,10 +36,9 @@ def make_loops(
     registers: Registers,
     saver: Saver,
     scheduling: Scheduling,
-    journal: CycleJournal,
-) -> dict[str, CycleLoop]:
+) -> CycleLoops:
     """Return a loop for every base model that the pool serves."""
-    time, loops = context.time, {}
+    time, journal, loops = context.time, CycleJournal(store.cycles), {}
     for base_model, schedule in scheduling.schedules.items():
         group, planning, snapshots = registers.registry.group(base_model), schedule.planning, schedule.snapshots
         dispatch = Dispatch(
@@ -40,4 +49,4 @@ def make_loops(
         phases = Phases(planning, group, fleet, items, dispatch, results, snapshots, time)
         committer = Committer(planning, group, saver, registers.in_flight, fleet, journal, time)
         loops[base_model] = CycleLoop(schedule.clock, planning, phases, committer, journal, group, snapshots, time)
-    return loops
+    return CycleLoops(journal=journal, by_model=loops)

@@ -1,23 +1,142 @@
-"""Commits a cycle: outcomes, states, counters and metering in one transaction; then wakes the waits for them.
+"""The record of cycles: what the running one has decided so far, its plan in the log, its commit, and the last cycles.
 
-Does not depend on how items were run. Main invariants: a result is visible only after its transaction is durable; the
-effects of an operation that was never logged are not stored, and the operations on top of it run again.
+`CycleJournal` numbers the cycles of all base models and shows committed ones. `Committer` commits outcomes, states,
+counters and metering in one transaction, and then wakes the waits for them. Does not depend on how items are run.
+
+Main invariants: ids grow over all base models and epochs; a result is visible only after its transaction is durable;
+the effects of an operation that was never logged are not stored, and the operations on top of it run again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from coordinator.base.time import Time
 from coordinator.checkpoints.saver import Saver
-from coordinator.cycle.journal import CycleJournal
-from coordinator.cycle.phase import Cycle
+from coordinator.checkpoints.staging import StagedStates
 from coordinator.fleet.fleet import Fleet
+from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.in_flight import InFlightTable
+from coordinator.operations.operation import Operation
 from coordinator.operations.registry import AdapterGroup
 from coordinator.payloads.canonical import serialize
-from coordinator.scheduling.planner import Planning
-from coordinator.storage.cycles import CycleCommit
+from coordinator.scheduling.planner import PassPlan, Planning
+from coordinator.storage.cycles import CycleCommit, Cycles
+from tinkerpool.v1 import pool_pb2
+from workers.contract.messages import ItemResult
+
+CYCLES_SHOWN_MAX = 1000
+"""Cycles that are kept, and that a slow watcher may have unread; later ones are dropped for it."""
+
+
+@dataclass(slots=True)
+class Cycle:
+    """The running cycle; id 0: no cycle, only operations that were decided without one."""
+
+    cycle_id: int
+    started_wall: float
+    started: float
+    pass_ended: float = 0.0
+    steps_ended: float = 0.0
+    finished: list[Operation] = field(default_factory=list)
+    """Decided operations, to be committed."""
+    entries: dict[str, pool_pb2.CycleEntry] = field(default_factory=dict)
+    """The adapters' parts in the cycle, by adapter id."""
+    staged: StagedStates = field(default_factory=StagedStates)
+    published: list[tuple[str, str, Operation]] = field(default_factory=list)
+    """Saves that published weights, which their worker holds since: worker, incarnation, operation."""
+
+    def end_pass(self, now: float) -> None:
+        """Record the end of the pass."""
+        self.pass_ended = now
+
+    def end_steps(self, now: float) -> None:
+        """Record the end of the step phase."""
+        self.steps_ended = now
+
+    def finish(self, operations: Iterable[Operation]) -> None:
+        """Commit these decided operations with the cycle."""
+        self.finished += operations
+
+    def count(self, log: AdapterLog, worker_id: str, result: ItemResult) -> pool_pb2.CycleEntry:
+        """Count a result in the adapter's part of the cycle, and return that part.
+
+        Its `tenant` is the tenant's id until the cycle is shown to a user.
+        """
+        if log.adapter_id not in self.entries:
+            self.entries[log.adapter_id] = pool_pb2.CycleEntry(
+                adapter_id=log.adapter_id, tenant=log.tenant_id, worker_id=worker_id
+            )
+        entry = self.entries[log.adapter_id]
+        entry.num_tokens += result.num_tokens
+        return entry
+
+    def tenants(self) -> frozenset[str]:
+        """Return the tenants that have results in the cycle."""
+        return frozenset(entry.tenant for entry in self.entries.values())
+
+    def as_message(self, base_model: str) -> pool_pb2.Cycle:
+        """Return the cycle as the contract's message."""
+        message = pool_pb2.Cycle(
+            cycle_id=self.cycle_id,
+            base_model=base_model,
+            pass_seconds=self.pass_ended - self.started,
+            step_seconds=self.steps_ended - self.pass_ended,
+            entries=self.entries.values(),
+        )
+        message.start_time.FromNanoseconds(int(self.started_wall * 1e9))
+        return message
+
+
+class CycleJournal:
+    """The cycles of all base models; their ids come from one counter."""
+
+    def __init__(self, cycles: Cycles) -> None:
+        self._cycles = cycles
+        self._last_id = cycles.last_id()
+        self.recent: deque[pool_pb2.Cycle] = deque(maxlen=CYCLES_SHOWN_MAX)
+        self._watchers: set[asyncio.Queue[pool_pb2.Cycle | None]] = set()
+        self._is_closed = False
+
+    def new_id(self) -> int:
+        """Return the id of the next cycle."""
+        self._last_id += 1
+        return self._last_id
+
+    def note_plan(self, cycle_id: int, plan: PassPlan) -> None:
+        """Note which adapters run where: a hint after a crash, which becomes durable with the next commit."""
+        placements = {adapter_id: plan.placements[adapter_id] for adapter_id in plan.num_chunks}
+        self._cycles.note_plan(cycle_id, placements)
+
+    def publish(self, cycle: pool_pb2.Cycle) -> None:
+        """Show a committed cycle."""
+        self.recent.append(cycle)
+        for watcher in self._watchers:
+            if watcher.qsize() < CYCLES_SHOWN_MAX:
+                watcher.put_nowait(cycle)
+
+    @contextmanager
+    def watch(self) -> Iterator[asyncio.Queue[pool_pb2.Cycle | None]]:
+        """Make a queue of the cycles that are committed during the block; None in it: the coordinator stops."""
+        queue: asyncio.Queue[pool_pb2.Cycle | None] = asyncio.Queue()
+        self._watchers.add(queue)
+        if self._is_closed:
+            queue.put_nowait(None)
+        try:
+            yield queue
+        finally:
+            self._watchers.discard(queue)
+
+    def close(self) -> None:
+        """End every watch."""
+        self._is_closed = True
+        for watcher in self._watchers:
+            watcher.put_nowait(None)
 
 
 class Committer:
@@ -54,11 +173,11 @@ class Committer:
         commit = CycleCommit(
             cycle_id=cycle.cycle_id if has_run else 0,
             summary=serialize(message) if has_run else b"",
-            virtual_tokens=self._planning.counters(frozenset(entry.tenant for entry in cycle.entries.values())),
+            virtual_tokens=self._planning.counters(cycle.tenants()),
         )
         began = self._time.monotonic()
         lost: frozenset[str] = frozenset()
-        if commit.cycle_id or cycle.finished:
+        if has_run or cycle.finished:
             lost = await self._saver.persist(commit, cycle.staged, cycle.finished)
         self._publish_outcomes(cycle, lost)
         self._planning.ready.ran(cycle.entries)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from coordinator.base.time import Time, within
-from coordinator.cycle.phase import Entry, PhaseWork, flights
+from coordinator.cycle.items import Entry, PhaseWork, flights
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.worker import Incarnation
 from coordinator.scheduling.budget import decode_share

@@ -1,15 +1,18 @@
 """Builds the items that workers run from operations, and the copies that they install from snapshots.
 
-Depends on adapter logs, payloads and stored states; not on time, fairness or workers. Main invariant: the items of one
-adapter form a chain, in which each names the seq that its worker ran before it; the worker's fence checks this chain.
+`PhaseWork` holds those of one phase, by worker. Depends on adapter logs, payloads and stored states; not on time,
+fairness or workers. Main invariants: the items of one adapter form a chain, in which each names the seq that its worker
+ran before it (the worker's fence checks this chain); an item belongs to one generation of its adapter's copy.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.checkpoints.folders import StateFolders
+from coordinator.fleet.worker import Flight
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.outcomes import service_error
@@ -20,6 +23,70 @@ from workers.contract.messages import AdapterInstall, Item, LoadItem, OptimStepI
 
 SNAPSHOT = "snapshot"
 """`op_id` of a save for recovery."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An item on its way to its adapter's worker."""
+
+    log: AdapterLog
+    generation: int
+    """The generation of the copy that the item was built for; the result is dropped if the copy has another one."""
+    operation: Operation | None
+    """None: the item is a snapshot for recovery."""
+    item: Item
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the copy that the item was built for is still the adapter's copy."""
+        return self.log.copy.generation == self.generation
+
+
+class PhaseWork:
+    """The items and copies that one phase of a cycle sends to the workers."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, list[Entry]] = {}
+        self._installs: dict[str, list[tuple[AdapterLog, int, AdapterInstall]]] = {}
+        self._expected: dict[str, list[str]] = {}
+
+    def add(self, log: AdapterLog, operation: Operation | None, item: Item) -> None:
+        """Send an item to the worker of the adapter's copy."""
+        self._entries.setdefault(log.worker_id, []).append(Entry(log, log.copy.generation, operation, item))
+
+    def install(self, log: AdapterLog, install: AdapterInstall) -> None:
+        """Send a copy of the adapter to the worker where it was just placed."""
+        self._installs.setdefault(log.worker_id, []).append((log, log.copy.generation, install))
+
+    def expect(self, log: AdapterLog) -> None:
+        """Add a hint for the worker: the next phase is likely to have this adapter."""
+        self._expected.setdefault(log.worker_id, []).append(log.adapter_id)
+
+    def worker_ids(self) -> list[str]:
+        """Return the workers that get copies or items."""
+        return list(dict.fromkeys((*self._installs, *self._entries)))
+
+    def entries(self, worker_id: str) -> list[Entry]:
+        """Return the items for a worker whose copies are still current."""
+        return [entry for entry in self._entries.get(worker_id, ()) if entry.is_current]
+
+    def installs(self, worker_id: str) -> tuple[AdapterInstall, ...]:
+        """Return the copies for a worker that are still current."""
+        found = self._installs.get(worker_id, ())
+        return tuple(install for log, generation, install in found if log.copy.generation == generation)
+
+    def expected(self, worker_id: str) -> tuple[str, ...]:
+        """Return the adapters that the worker may load ahead."""
+        return tuple(self._expected.get(worker_id, ()))
+
+
+def flights(entries: Iterable[Entry]) -> tuple[Flight, ...]:
+    """Return the operations of these items as records for the fleet."""
+    return tuple(
+        Flight(entry.operation.name, entry.log.adapter_id, entry.operation.seq, entry.log.tenant_id)
+        for entry in entries
+        if entry.operation is not None
+    )
 
 
 class ItemBuilder:

@@ -14,9 +14,7 @@ import logging
 
 from coordinator.base.time import Time
 from coordinator.checkpoints.snapshots import Snapshots
-from coordinator.cycle.commit import Committer
-from coordinator.cycle.journal import CycleJournal
-from coordinator.cycle.phase import Cycle
+from coordinator.cycle.commit import Committer, Cycle, CycleJournal
 from coordinator.cycle.phases import Phases
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.registry import AdapterGroup
@@ -165,7 +163,7 @@ class CycleLoop:
         self._phases.dispatch.watch(0.0)
         lost = await self._committer.commit(cycle)
         self._phases.dispatch.rest()
-        self._clock.finished(frozenset(entry.tenant for entry in cycle.entries.values()))
+        self._clock.finished(cycle.tenants())
         return lost
 
     async def _snapshot(self, lost: frozenset[str]) -> None:

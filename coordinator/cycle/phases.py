@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from coordinator.base.errors import ServiceError
 from coordinator.base.time import Time
 from coordinator.checkpoints.snapshots import Snapshots
+from coordinator.cycle.commit import Cycle
 from coordinator.cycle.dispatch import Dispatch
-from coordinator.cycle.items import ItemBuilder
-from coordinator.cycle.phase import Cycle, PhaseWork
+from coordinator.cycle.items import ItemBuilder, PhaseWork
 from coordinator.cycle.results import Results
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog

@@ -11,7 +11,8 @@ import logging
 from coordinator.base.errors import Code, ServiceError
 from coordinator.checkpoints.saver import Saver
 from coordinator.checkpoints.snapshots import Snapshots
-from coordinator.cycle.phase import Cycle, Entry
+from coordinator.cycle.commit import Cycle
+from coordinator.cycle.items import Entry
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.worker import Incarnation
 from coordinator.operations.adapter_log import AdapterLog, window_closed

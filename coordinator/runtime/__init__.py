@@ -1,7 +1,7 @@
 """Puts the parts of a coordinator together and runs them: recovery, supervision, deletions, housekeeping.
 
-Public interface: `core.Core` (start, stop, health, and the parts that use cases work with), `lock.DataDirInUse`,
-`data_dir.Seams` (the disk and database of a simulation).
+Public interface: `core.Core` (start, stop, health, and the parts that use cases work with),
+`data_dir.DataDirInUse`, `data_dir.Seams` (the disk, database and lock of a simulation).
 
 Must not depend on use cases, doors or a transport.
 """

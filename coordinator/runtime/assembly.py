@@ -1,15 +1,15 @@
-"""Puts together the parts that run: cycles, samples, and what watches over them."""
+"""Puts together the parts that run tasks: cycle loops, the sample scheduler, supervision, deletions, housekeeping.
+
+Makes no decision about them. Main invariant: samples start before supervision, which lets them follow workers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from coordinator.base.context import Context
 from coordinator.checkpoints.saver import Saver
-from coordinator.cycle.assembly import make_loops
-from coordinator.cycle.journal import CycleJournal
-from coordinator.cycle.loop import CycleLoop
+from coordinator.cycle.assembly import CycleLoops, make_loops
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.registers import Registers
 from coordinator.runtime.deletion import Deletions
@@ -27,19 +27,17 @@ from workers.contract.protocols import Pool
 class Runners:
     """The parts of a coordinator that run tasks of their own."""
 
-    journal: CycleJournal
-    loops: Mapping[str, CycleLoop]
-    """By base model."""
+    cycles: CycleLoops
     samples: SampleScheduler
     supervisor: Supervisor
     deletions: Deletions
     housekeeping: Housekeeping
 
     def start(self, tasks: Tasks) -> None:
-        """Begin: samples first, so that the supervisor finds them ready to follow workers."""
+        """Start every part."""
         self.samples.start()
         self.supervisor.start()
-        for loop in self.loops.values():
+        for loop in self.cycles.by_model.values():
             tasks.spawn(loop.run())
         tasks.spawn(self.housekeeping.run())
 
@@ -56,15 +54,15 @@ def make_runners(
 ) -> Runners:
     """Return the running parts for every base model that the pool serves."""
     time, quarantines, states = context.time, scheduling.quarantines, saver.states
-    journal = CycleJournal(store.cycles)
-    loops = make_loops(context, pool, store, fleet, registers, saver, scheduling, journal)
+    cycles = make_loops(context, pool, store, fleet, registers, saver, scheduling)
     samples = make_sample_scheduler(context, pool, store, fleet, registers, states, scheduling)
     return Runners(
-        journal=journal,
-        loops=loops,
+        cycles=cycles,
         samples=samples,
         supervisor=Supervisor(pool, time, fleet, scheduling.losses, quarantines, registers.registry, samples, tasks),
-        deletions=Deletions(store, registers.registry, registers.in_flight, states, fleet, loops, quarantines, time),
+        deletions=Deletions(
+            store, registers.registry, registers.in_flight, states, fleet, cycles.by_model, quarantines, time
+        ),
         housekeeping=Housekeeping(
             context.config,
             time,

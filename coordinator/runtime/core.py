@@ -1,6 +1,7 @@
-"""The life of a coordinator: start, stop and health. Depends on no door and no request.
+"""Starts and stops the parts of a coordinator in order, and tells whether they are healthy.
 
-One process holds the data directory and has an epoch of its own; workers refuse batches of older epochs.
+Does not depend on doors or requests. Main invariant: at most one process holds the data directory, and each that does
+has an epoch of its own; workers refuse batches of older epochs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Core:
-    """Everything that outlives a request."""
+    """The parts of one coordinator, which use cases share."""
 
     def __init__(
         self, config: CoordinatorConfig, pool: Pool, time: Time | None = None, seams: Seams | None = None
@@ -73,7 +74,7 @@ class Core:
         self.started_at = self.time.monotonic()
 
     async def stop(self) -> None:
-        """Admit nothing more, finish the running cycles, snapshot, end the pool. Idempotent."""
+        """Refuse new operations, finish the running cycles, snapshot, stop the pool. Idempotent."""
         if self._is_stopping or self._data_dir is None:
             return
         self._is_stopping = True
@@ -83,40 +84,35 @@ class Core:
         await self.pool.stop()
         await self._data_dir.close()
 
-    def abandon(self) -> None:
-        """Let go of the data directory as a killed process does."""
-        if self._data_dir is not None:
-            self._data_dir.abandon()
-
     async def uninterrupted(self, use_case: Coroutine[Any, Any, T]) -> T:
-        """Run a use case to its end even if its caller goes away. Raises ServiceError if the log does not take it."""
+        """Run a use case to its end even if its caller is cancelled. Raises ServiceError if the log refuses writes."""
         return await self._tasks.uninterrupted(use_case)
 
     def is_healthy(self) -> bool:
-        """Whether cycles can make progress: nothing has failed, and every base model has a live worker."""
+        """Return whether cycles can make progress: nothing has failed, and every base model has a live worker."""
         if self._runners is None or self._is_stopping or self.failure.is_reported:
             return False
         return bool(self.loops) and all(loop.is_healthy for loop in self.loops.values())
 
     def _publish(self, registers: Registers, runners: Runners) -> None:
-        """Name the parts that use cases work with."""
+        """Set the attributes that use cases read."""
         self.registry, self.sessions = registers.registry, registers.sessions
         self.in_flight, self.finished_samples = registers.in_flight, registers.finished_samples
         self.admission = registers.admission
-        self.journal, self.loops, self.samples = runners.journal, runners.loops, runners.samples
+        self.journal, self.loops, self.samples = runners.cycles.journal, runners.cycles.by_model, runners.samples
         self.deletions, self.housekeeping = runners.deletions, runners.housekeeping
 
     async def _finish(self, runners: Runners) -> None:
-        """Admit nothing more, end the waits, finish the running cycles and write what is in memory only."""
+        """Refuse new operations, end waits and streams, finish the running cycles, write unwritten states."""
         self.admission.close()
         self.store.give_up()
         self.in_flight.close()
         self.finished_samples.close()
-        runners.journal.close()
+        runners.cycles.journal.close()
         self.states.publishing.give_up()
         runners.supervisor.stop()
         await runners.samples.stop()
-        for loop in runners.loops.values():
+        for loop in runners.cycles.by_model.values():
             await loop.stop(self.config.stop_s_max)
             if not self.failure.is_reported:
                 await loop.snapshot_all()

@@ -118,7 +118,7 @@ GUARDS = (
     ),
     Guard(
         name="lock on the data directory",
-        file="coordinator/runtime/lock.py",
+        file="coordinator/runtime/data_dir.py",
         before="            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         after="            pass\n",
         tests=("tests/robustness/test_processes.py", "-k", "paused"),

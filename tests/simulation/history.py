@@ -24,7 +24,7 @@ from coordinator.base.config import CoordinatorConfig
 from coordinator.checkpoints import published_weights as publishing
 from coordinator.coordinator import Coordinator
 from coordinator.runtime.core import Core
-from coordinator.runtime.data_dir import Seams
+from coordinator.runtime.data_dir import DataDirLock, Seams
 from coordinator.storage import database as coordinator_database
 from coordinator.storage.database import Connection, StorageError, set_pragmas
 from coordinator.storage.store import Store
@@ -91,6 +91,7 @@ class History:
         self._vfs.on_operation = self._on_database
         self._disk = SimDisk(folder, world.random("disk"), self._on_files)
         self._connections: list[ApswConnection] = []
+        self._lock: DataDirLock | None = None
         self._pool = SimPool(world, random.randrange(1, 4), _draw_worker_faults(world.random("faults")))
         self._checkpoint_commits = random.choice((100, 20, 3))
         self._config = CoordinatorConfig(
@@ -141,7 +142,7 @@ class History:
         loop = SimLoop(random, world.now, world.now + LIFE_S_MAX, self._files_start_s)
         time = SimTime(world)
         front = SimPoolFront(self._pool, lambda: coordinator.core.epoch)
-        coordinator = Coordinator(self._config, front, time, Seams(self._disk, self._connect))
+        coordinator = Coordinator(self._config, front, time, Seams(self._disk, self._connect, self._take_lock))
         self._arm()
         patches = contextlib.ExitStack()
         patches.enter_context(mock.patch.object(coordinator_database, "CHECKPOINT_COMMITS", self._checkpoint_commits))
@@ -160,7 +161,8 @@ class History:
             for connection in self._connections:
                 close_quietly(connection)
             self._connections.clear()
-            coordinator.core.abandon()
+            if self._lock is not None:
+                self._lock.release()
             loop.close()
         if problems:
             raise Broken("\n".join(problems))
@@ -295,6 +297,10 @@ class History:
             self.world.fault("wall clock set", f"to {self.world.wall_offset:+.0f} s")
 
     # ---- parts
+
+    def _take_lock(self, path: Path) -> DataDirLock:
+        self._lock = DataDirLock(path)
+        return self._lock
 
     def _connect(self, path: Path) -> Connection:
         connection = SimConnection(self.world, path, self._vfs.name)
