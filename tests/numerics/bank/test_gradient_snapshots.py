@@ -7,11 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load, save
 
 from tests.support.numerics.harness import Driver, Trace, code, load_item, make_data, make_spec, note, trained
-from workers.contract.messages import AdamParams, AdapterState, ErrorCode, SaveItem
+from workers.contract.messages import AdamParams, AdapterState, ErrorCode
 
 PENDING = make_data("cross_entropy", [20, 11, 33])
 REST = make_data("cross_entropy", [17, 8], 1)
@@ -99,16 +98,6 @@ def test_snapshot_between_windows_holds_no_gradient_and_the_copy_goes_on_with_th
     rest_of_the_run(driver, "a").assert_equal(rest_of_the_run(other, "a"))
 
 
-def test_gradient_is_saved_only_when_asked_for(driver: Driver) -> None:
-    in_a_window(driver, "a")
-    for with_optimizer in (True, False):
-        item = driver.save("a", with_optimizer=with_optimizer)
-        assert isinstance(item, SaveItem)
-        state = driver.train(item)[0].state
-        assert state is not None
-        assert (state.gradient, state.num_datums) == (None, 0)
-
-
 def test_snapshot_of_a_closed_window_holds_no_gradient(driver: Driver) -> None:
     in_a_window(driver, "a")
     (failed,) = driver.run(driver.backward("a", REST, "nonsense"))
@@ -140,29 +129,14 @@ def test_load_discards_the_pending_gradient_and_takes_none_from_a_state(driver: 
         assert (step.metrics["num_datums:sum"], step.metrics["grad_norm:last"]) == (0, 0)
 
 
-def _with_gradient(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[AdapterState], AdapterState]:
-    def damage(state: AdapterState) -> AdapterState:
-        assert state.gradient is not None
-        tensors = load(state.gradient)
-        change(tensors)
-        return dataclasses.replace(state, gradient=bytes(save(tensors)))
-
-    return damage
+def without_a_matrix(state: AdapterState) -> AdapterState:
+    assert state.gradient is not None
+    _, *tensors = load(state.gradient).items()
+    return dataclasses.replace(state, gradient=bytes(save(dict(tensors))))
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        lambda state: dataclasses.replace(state, gradient=b""),
-        lambda state: dataclasses.replace(state, gradient=state.gradient[:-4]),
-        lambda state: dataclasses.replace(state, gradient=state.weights),
-        _with_gradient(lambda tensors: tensors.popitem()),
-        _with_gradient(lambda tensors: tensors.update(stray=torch.zeros(1))),
-        _with_gradient(lambda tensors: next(iter(tensors.values())).fill_(float("nan"))),
-        _with_gradient(lambda tensors: tensors.update({name: t.double() for name, t in tensors.items()})),
-        _with_gradient(lambda tensors: tensors.update({name: t[:-1].clone() for name, t in tensors.items()})),
-    ],
-    ids=["empty", "cut", "weights", "fewer", "more", "not finite", "double", "smaller"],
+    "damage", [lambda state: dataclasses.replace(state, gradient=state.gradient[:-4]), without_a_matrix]
 )
 def test_damaged_gradient_is_data_loss(driver: Driver, damage: Callable[[AdapterState], AdapterState]) -> None:
     in_a_window(driver, "a")

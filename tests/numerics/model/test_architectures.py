@@ -28,18 +28,21 @@ def test_info_has_the_facts_of_the_model(model_directory: Path) -> None:
     assert f"{torch.get_num_threads()} threads" in info.fingerprint
 
 
-def test_model_that_the_fused_pass_would_get_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = build_mini_model(tmp_path, "gemma3")
-    config = (directory / "config.json").read_text()
-    (directory / "config.json").write_text(
-        config.replace('"attn_logit_softcapping": null', '"attn_logit_softcapping": 50.0')
-    )
+def test_model_with_soft_capping_is_refused(tmp_path: Path) -> None:
+    config = build_mini_model(tmp_path, "gemma3") / "config.json"
+    text = config.read_text()
+    config.write_text(text.replace('"attn_logit_softcapping": null', '"attn_logit_softcapping": 50.0'))
     with pytest.raises(UnsupportedModelError, match="soft-capping"):
-        load_base_model(EngineSettings(model_path=str(directory)))
-    (directory / "config.json").write_text(config)
-    monkeypatch.setattr("workers.model.attention.PackedAttention._mask", lambda *_: None)
+        load_base_model(EngineSettings(model_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_model_that_the_fused_pass_gets_wrong_is_refused(
+    model_directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch, dtype: Any
+) -> None:
+    monkeypatch.setattr("workers.model.attention.PackedAttention._mask", lambda *_: None)  # no sliding window
     with pytest.raises(UnsupportedModelError, match="other log-probabilities"):
-        load_base_model(EngineSettings(model_path=str(directory)))
+        load_base_model(EngineSettings(model_path=str(model_directories["gemma3"]), dtype=dtype))
 
 
 SMALL: dict[str, Any] = {

@@ -331,11 +331,6 @@ def test_training_leaves_memory_that_samples_have_not_taken_yet(qwen3: Path) -> 
     assert fitting_tokens(free + 9 * block, num_blocks=10) == few
 
 
-def test_engine_announces_its_key_value_blocks(qwen3: Path) -> None:
-    block = block_bytes(Driver(qwen3).engine.base_model)
-    assert make_engine(qwen3, cache_bytes_max=3 * block).info.num_cache_blocks == 3
-
-
 def test_blocks_count_as_taken_once_they_were_used(qwen3: Path) -> None:
     s = sampling(qwen3, num_blocks=10)
     before = s.sampler.untaken_bytes

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.support.numerics.agreement import GRADIENTS, LOGPROBS, SMOOTH, distance, observe
 from tests.support.numerics.harness import Driver, make_data, make_spec
 from workers.contract.messages import AdamParams
-from workers.contract.settings import EngineSettings
-from workers.model.pretrained import UnsupportedModelError
-from workers.selftest.loading import load_base_model
 
 
 def assert_compute_copies_are_fresh(driver: Driver, *keys: str) -> None:
@@ -66,11 +62,3 @@ def test_fingerprint_names_the_dtype_and_exact_mode(qwen3: Path) -> None:
     assert len(set(fingerprints)) == 4
     assert "bfloat16" not in fingerprints[0]
     assert "exact" not in fingerprints[0]
-
-
-def test_model_that_the_fused_pass_gets_wrong_is_refused_in_bf16_too(
-    model_directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("workers.model.attention.PackedAttention._mask", lambda *_: None)  # no sliding window
-    with pytest.raises(UnsupportedModelError, match="other log-probabilities"):
-        load_base_model(EngineSettings(model_path=str(model_directories["gemma3"]), dtype="bfloat16"))

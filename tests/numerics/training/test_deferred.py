@@ -101,8 +101,6 @@ def test_steps_of_a_batch_answer_each_for_itself(qwen3: Path) -> None:
     assert all(result.engine_s >= 0 for result in results)
 
 
-# ---------------------------------------------------------------------- optimizer steps
-
 SHAPE = GroupShape(index=0, kind="mlp", names=("up_proj",), d_in=24, d_outs=(40,))
 
 

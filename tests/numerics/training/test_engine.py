@@ -16,7 +16,6 @@ from workers.contract.messages import (
     Batch,
     ErrorCode,
     Item,
-    SaveItem,
 )
 from workers.model.lora.segments import Segment
 from workers.training.logits import ChunkedLoss
@@ -29,9 +28,6 @@ def driver(qwen3: Path) -> Driver:
     return driver
 
 
-# ---------------------------------------------------------------------- order and epochs
-
-
 def test_item_sent_twice_is_applied_once(driver: Driver) -> None:
     items: list[Item] = [driver.backward("a", DATA), driver.step("a")]
     driver.train(*items)
@@ -39,12 +35,6 @@ def test_item_sent_twice_is_applied_once(driver: Driver) -> None:
     assert [code(result) for result in driver.run(*items)] == [ErrorCode.OUT_OF_ORDER] * 2
     assert all(torch.equal(weights[name], matrix) for name, matrix in driver.weights("a").items())
     assert not driver.gradient("a").any()
-
-
-def test_adapter_that_is_not_here_is_out_of_order(driver: Driver) -> None:
-    driver.seqs["stranger"] = 0
-    (result,) = driver.run(driver.backward("stranger", DATA))
-    assert code(result) == ErrorCode.OUT_OF_ORDER
 
 
 def test_removed_adapter_is_out_of_order_and_its_slot_free(driver: Driver) -> None:
@@ -65,9 +55,6 @@ def test_newer_epoch_drops_everything_and_an_older_one_is_refused(driver: Driver
     assert stale.epoch == 2
     assert code(stale.results[0]) == ErrorCode.OUT_OF_ORDER
     assert len(driver.engine.bank) == 0
-
-
-# ---------------------------------------------------------------------- failures
 
 
 def test_bad_item_fails_with_its_reason_and_no_other_item_does(driver: Driver) -> None:
@@ -175,9 +162,6 @@ def test_step_that_would_make_weights_infinite_is_not_taken(driver: Driver) -> N
     trained(driver, "a")
 
 
-# ---------------------------------------------------------------------- saves, loads, installs
-
-
 def test_adapter_installed_from_its_state_goes_on_with_the_same_bits(driver: Driver, qwen3: Path) -> None:
     trained(driver, "a")
     state = driver.state("a")
@@ -210,18 +194,12 @@ def test_loading_without_optimizer_starts_with_fresh_moments(driver: Driver) -> 
     assert driver.engine.bank.read("a").exp_avg is None
 
 
-@pytest.mark.parametrize(
-    ("damage", "expected"),
-    [
-        (lambda state: dataclasses.replace(state, weights=state.weights[:-4]), ErrorCode.DATA_LOSS),
-        (lambda state: dataclasses.replace(state, optimizer=b"x"), ErrorCode.DATA_LOSS),
-    ],
-)
-def test_damaged_checkpoint_changes_nothing(driver: Driver, damage: Any, expected: ErrorCode) -> None:
+@pytest.mark.parametrize("damage", [{"weights": b"x"}, {"optimizer": b"x"}])
+def test_damaged_checkpoint_changes_nothing(driver: Driver, damage: dict[str, bytes]) -> None:
     trained(driver, "a")
     state = driver.state("a")
-    (result,) = driver.run(load_item(driver, "a", damage(state)))
-    assert code(result) == expected
+    (result,) = driver.run(load_item(driver, "a", dataclasses.replace(state, **damage)))  # type: ignore[arg-type]
+    assert code(result) == ErrorCode.DATA_LOSS
     assert driver.state("a").weights == state.weights
     assert driver.state("a").optimizer == state.optimizer
 
@@ -256,22 +234,6 @@ def test_saving_changes_nothing_and_leaves_the_pending_gradient_out(driver: Driv
     assert torch.equal(driver.gradient("a"), gradient)
 
 
-def test_published_version_stays_as_it_was(driver: Driver) -> None:
-    trained(driver, "a")
-    weights = driver.weights("a")
-    item = driver.save("a", publish_as="a@1")
-    assert isinstance(item, SaveItem)
-    driver.train(item)
-    trained(driver, "a")
-    entry = driver.engine.bank.entry("a@1")
-    host = driver.engine.bank.read("a@1")
-    assert host.weights is not None
-    assert all(torch.equal(weights[name], matrix) for name, matrix in entry.layout.matrices(host.weights, 8))
-
-
-# ---------------------------------------------------------------------- results
-
-
 def test_engine_time_is_shared_by_tokens_and_tokens_are_counted(qwen3: Path) -> None:
     driver = Driver(qwen3)
     driver.install(make_spec("a"), make_spec("b"))
@@ -280,14 +242,6 @@ def test_engine_time_is_shared_by_tokens_and_tokens_are_counted(qwen3: Path) -> 
     )
     assert (small.num_tokens, large.num_tokens) == (10, 30)
     assert large.engine_s == pytest.approx(3 * small.engine_s)
-
-
-def test_empty_batch_is_an_answer_too(driver: Driver) -> None:
-    result = driver.engine.run(Batch(epoch=1, cycle_id=7))
-    assert (result.cycle_id, result.results) == (7, ())
-
-
-# ---------------------------------------------------------------------- forward of few rows
 
 
 def test_a_row_has_the_same_bits_among_few_rows_of_its_adapter_as_among_many(driver: Driver) -> None:

@@ -58,7 +58,3 @@ def test_no_tensor_of_all_tokens_by_the_vocabulary_is_ever_made(tmp_path: Path, 
     with LargestVocabularyTensor(vocab_size) as largest:
         driver.train(driver.backward("a", data, loss_fn), driver.backward("b", data, loss_fn))
     assert 0 < largest.num_rows <= block_rows_of(vocab_size)
-
-
-def test_block_of_logits_depends_on_the_vocabulary_alone_and_stays_small() -> None:
-    assert [block_rows_of(size) for size in (258, 4096, 32_000, 151_936, 262_144)] == [256, 256, 64, 64, 64]

@@ -139,7 +139,8 @@ def test_damaged_gradient_is_refused() -> None:
         {name: torch.full((4, 48), float("inf"))},
         {"step": torch.zeros(1), "grad.": torch.zeros(1)},
     ]
-    for damaged in (b"", gradient[:-1], weights, *(bytes(save({**tensors, **change})) for change in changes)):
+    fewer = bytes(save({other: tensor for other, tensor in tensors.items() if other != name}))
+    for damaged in (b"", gradient[:-1], weights, fewer, *(bytes(save({**tensors, **change})) for change in changes)):
         with pytest.raises((DamagedStateError, OtherAdapterError), match="gradients"):
             read_state(layout_of(SPEC), SPEC, weights, None, damaged)
     other = make_spec("b", 8)

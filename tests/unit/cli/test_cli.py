@@ -225,9 +225,6 @@ def test_checkpoint_export_writes_a_directory_whole_or_not_at_all(
     assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     assert "is not an empty directory" in run("checkpoint", "export", CHECKPOINT, str(folder)).err
 
-    service.responses["export_checkpoint"] = list(archive("good", "../evil"))
-    done = run("checkpoint", "export", CHECKPOINT, str(tmp_path / "out" / "evil"))
-    assert (done.code, "no plain file" in done.err) == (1, True)
     service.responses["export_checkpoint"] = [*archive("good")[:1], not_found("checkpoint", CHECKPOINT)]
     assert run("checkpoint", "export", CHECKPOINT, str(tmp_path / "out" / "half")).code == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["peft"]

@@ -38,11 +38,6 @@ def test_an_empty_batch_is_refused() -> None:
         batches.split([[1, 2]])  # type: ignore[list-item]
 
 
-def test_outputs_are_concatenated_in_order() -> None:
-    merged = batches.merge([output({}, 2, first=0), output({}, 1, first=2)])
-    assert [d["logprobs"].tolist() for d in merged.loss_fn_outputs] == [[0], [1], [2]]
-
-
 def test_a_single_chunk_is_merged_too() -> None:
     assert batches.merge([output({"loss:sum": 1.5, "x:last": 1.0})]).metrics == {"loss:sum": 1.5}
 

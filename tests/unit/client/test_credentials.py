@@ -1,5 +1,4 @@
 import stat
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +11,6 @@ from tinkerpool.credentials import (
 )
 
 MINE = Credentials(url="http://127.0.0.1:7600", api_key="tp_mine")
-
-
-@pytest.fixture(autouse=True)
-def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKERPOOL_HOME", str(tmp_path / "home"))
 
 
 def test_what_is_written_is_read_again_and_only_its_owner_may() -> None:

@@ -69,13 +69,6 @@ async def test_cancelling_a_wait_leaves_training_alone() -> None:
     assert await future == 5
 
 
-async def test_an_abandoned_error_makes_no_noise() -> None:
-    future = start(KeyError(), 0.05)
-    with pytest.raises(TimeoutError):
-        await future.result_async(0.01)
-    await asyncio.sleep(0.1)
-
-
 async def test_cancelling_a_wait_cancels_what_may_be_cancelled() -> None:
     cancelled = threading.Event()
 
@@ -116,10 +109,6 @@ def test_work_starts_in_the_order_of_submission() -> None:
     assert order == list(range(200))
 
 
-def test_a_standard_future_is_there_for_other_libraries() -> None:
-    assert concurrent.futures.wait([start(5).future()], timeout=5).not_done == set()
-
-
 async def numbers(count: int) -> AsyncGenerator[int, None]:
     for i in range(count):
         await asyncio.sleep(0)
@@ -138,10 +127,6 @@ def test_streams_are_read_by_threads() -> None:
     assert [next(items), next(items)] == [0, 1]
     with pytest.raises(KeyError):
         next(items)
-
-
-async def test_streams_are_read_by_coroutines() -> None:
-    assert [i async for i in stream(3)] == [0, 1, 2]
 
 
 def test_a_loop_that_has_ended_refuses_work_and_ends_what_ran() -> None:

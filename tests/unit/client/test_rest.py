@@ -2,7 +2,6 @@
 
 import io
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,6 @@ from tests.support.doors.fake_transport import UNREACHABLE, FakePool
 from tinkerpool import ServiceClient
 from tinkerpool.client.archive import ArchiveFile
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, operations_pb2, pool_pb2, sessions_pb2
-
-
-@pytest.fixture
-def pool() -> FakePool:
-    return FakePool()
-
-
-@pytest.fixture
-def service(pool: FakePool) -> Iterator[ServiceClient]:
-    with ServiceClient(transport=pool) as service:
-        yield service
 
 
 def test_listings_are_put_together_from_pages(pool: FakePool, service: ServiceClient) -> None:

@@ -23,17 +23,6 @@ PROMPT = ModelInput.from_ints([1, 2])
 
 
 @pytest.fixture
-def pool() -> FakePool:
-    return FakePool()
-
-
-@pytest.fixture
-def service(pool: FakePool) -> Iterator[ServiceClient]:
-    with ServiceClient(transport=pool) as service:
-        yield service
-
-
-@pytest.fixture
 def sampler(service: ServiceClient) -> SamplingClient:
     return service.create_sampling_client(base_model="toy")
 
@@ -240,10 +229,3 @@ def test_a_stream_gives_every_token_once_also_if_it_breaks(
     assert len(pool.requests("Sample")) == is_broken
     if is_broken:
         assert pool.requests("Sample")[0] == pool.requests("StreamSample")[0].request
-
-
-async def test_a_stream_is_read_by_coroutines_too(pool: FakePool, sampler: SamplingClient) -> None:
-    finished = sampling_pb2.StreamSampleResponse(operation=sample_operation("x", 1, 2))
-    pool.handlers["StreamSample"] = lambda request: [token(0, 0), finished]
-    stream = sampler.sample_stream(PROMPT, 1, SamplingParams(max_tokens=2))
-    assert [t.token async for t in stream] == [0, 1]

@@ -3,16 +3,14 @@
 import asyncio
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import tinkerpool
 from tests.support.doors.fake_transport import SESSION_ID, UNREACHABLE, FakePool
-from tinkerpool import ModelInput, SamplingClient, SamplingParams, ServiceClient, errors
+from tinkerpool import ModelInput, SamplingParams, ServiceClient, errors
 from tinkerpool.client import session as session_module
 from tinkerpool.client.discovery import find_service
 from tinkerpool.credentials import Credentials, write_credentials
@@ -22,29 +20,6 @@ from tinkerpool.v1 import (
 )
 
 PROMPT = ModelInput.from_ints([1, 2])
-
-
-@pytest.fixture
-def pool() -> FakePool:
-    return FakePool()
-
-
-@pytest.fixture
-def service(pool: FakePool) -> Iterator[ServiceClient]:
-    with ServiceClient(transport=pool) as service:
-        yield service
-
-
-@pytest.fixture
-def sampler(service: ServiceClient) -> SamplingClient:
-    return service.create_sampling_client(base_model="toy")
-
-
-@pytest.fixture(autouse=True)
-def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKERPOOL_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("TINKERPOOL_BASE_URL", raising=False)
-    monkeypatch.delenv("TINKERPOOL_API_KEY", raising=False)
 
 
 def test_arguments_come_before_environment_before_what_a_local_pool_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,19 +132,6 @@ async def test_creation_has_async_twins(pool: FakePool) -> None:
         assert response.sequences[0].tokens == [0, 1]
         assert (await service.get_server_capabilities_async()).supported_models[0].model_name == "toy"
     assert pool.num_closed == 1
-
-
-def test_a_thousand_waits_need_no_thread_each(pool: FakePool, service: ServiceClient) -> None:
-    pool.is_held = True
-    client = service.create_lora_training_client()
-    before = threading.active_count()
-    futures = [client.optim_step() for _ in range(1000)]
-    time.sleep(0.2)
-    assert threading.active_count() <= before + 1
-    client._connection._background.loop.call_soon_threadsafe(pool.release)
-    assert futures[-1].result(10).metrics == {"grad_norm:last": 1}
-    waits = [names for name, names in pool.calls if name == "WaitOperations"]
-    assert len(waits) < 200
 
 
 def test_public_names_are_sorted_and_exist() -> None:

@@ -12,11 +12,6 @@ MODEL = Path(__file__).parents[3] / "workers" / "models" / "kjv-2m"
 TEXT = "In the beginning God created the heaven and the earth."
 
 
-@pytest.fixture(autouse=True)
-def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKERPOOL_HOME", str(tmp_path / "home"))
-
-
 @pytest.fixture
 def files() -> dict[str, bytes]:
     return {name: (MODEL / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}

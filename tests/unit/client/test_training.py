@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,8 @@ MODEL_ID = "5e55:train:0"
 
 
 @pytest.fixture
-def pool() -> FakePool:
-    return FakePool()
-
-
-@pytest.fixture
-def client(pool: FakePool) -> Iterator[TrainingClient]:
-    with ServiceClient(transport=pool) as service:
-        yield service.create_lora_training_client()
+def client(service: ServiceClient) -> TrainingClient:
+    return service.create_lora_training_client()
 
 
 def datum(*targets: int, weight: float = 1.0) -> Datum:

@@ -124,23 +124,6 @@ async def test_a_stream_breaks_with_the_services_error(url: str, service: FakeSe
     await transport.close()
 
 
-def test_a_client_waits_for_a_full_queue_over_the_wire(url: str, service: FakeService) -> None:
-    answers = [FULL, FULL, sessions_pb2.GetCapabilitiesResponse(version="later")]
-
-    async def answer(principal: object, request: object) -> Any:
-        await asyncio.sleep(0)
-        return answers.pop(0)
-
-    service.responses["get_capabilities"] = answer
-    with ServiceClient(url, KEY) as client:
-        assert client.get_server_capabilities().version == "later"
-
-
-def test_a_wrong_key_is_said_at_the_first_call(url: str) -> None:
-    with ServiceClient(url, "wrong") as client, pytest.raises(errors.Unauthenticated):
-        client.create_lora_training_client()
-
-
 def test_closing_ends_what_is_under_way(url: str, service: FakeService) -> None:
     async def never(principal: object, request: object) -> Any:
         await asyncio.sleep(60)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -118,14 +117,6 @@ def test_blocks_of_deleted_weights_are_dropped() -> None:
     assert pool.num_idle == 1, "the base model never goes"
     pool.drop_all()
     assert pool.num_idle == 0
-
-
-def test_misuse_raises_assertion_errors() -> None:
-    pool = BlockPool(2)
-    with pytest.raises(AssertionError):
-        pool.take("low")
-    with pytest.raises(AssertionError):
-        pool.free([1])
 
 
 class Users(RuleBasedStateMachine):

@@ -187,18 +187,6 @@ def test_a_refused_operation_closes_its_window_only_once_its_record_is_durable()
     assert adapter.take_decided() == [behind]
 
 
-def test_a_refused_operation_that_is_withdrawn_leaves_its_window_open() -> None:
-    adapter = adapter_with(FB)
-    adapter.add(appending(2, FB))
-    adapter.operations[2].fail(ERROR)
-    run(adapter, 1)
-    adapter.withdraw(adapter.operations[2])
-    adapter.add(operation(2, FB))
-    adapter.add(operation(3, STEP))
-    run(adapter, 2)
-    assert seqs(adapter.ready_states()) == [3]
-
-
 def test_a_snapshot_that_becomes_durable_after_its_copy_was_lost_is_where_the_order_goes_on() -> None:
     adapter = adapter_with(FB, STEP)
     adapter.place_copy("w0")

@@ -1,9 +1,8 @@
 """Admission against a real store: what consumes a sequence number and what does not; a retry is always safe."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,6 @@ from coordinator.payloads.chunks import Chunk
 from coordinator.payloads.passes import decoded_pass
 from coordinator.storage.store import Store
 from tests.support.adapter_logs import adapter_with
-from tests.support.database import open_store
 from tests.support.toy_pool import FakeTime, fail_appends
 from tinkerpool.v1 import training_pb2, types_pb2
 
@@ -58,10 +56,8 @@ class Desk:
 
 
 @pytest.fixture
-async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
-    store = await open_store(tmp_path / "log.db")
-    yield Desk(store)
-    await store.close()
+async def desk(store: Store) -> Desk:
+    return Desk(store)
 
 
 def step(payload: bytes = b"step") -> Request:

@@ -1,8 +1,6 @@
 """Live sessions, in service time only."""
 
-from collections.abc import AsyncIterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -11,15 +9,8 @@ from coordinator.operations.sessions import SessionTable
 from coordinator.storage.database import StorageError
 from coordinator.storage.rows import SamplerRow
 from coordinator.storage.store import Store
-from tests.support.database import open_store, session_row
+from tests.support.database import session_row
 from tests.support.toy_pool import FakeTime
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    store = await open_store(tmp_path / "log.db")
-    yield store
-    await store.close()
 
 
 async def add_row(store: Store, session_id: str, ended_at: float | None = None) -> None:

@@ -92,11 +92,6 @@ def test_of_each_adapter_at_most_one_chunk_more_than_it_takes_is_looked_at() -> 
     assert all(looks[each.adapter_id] == 1 + plan.num_chunks.get(each.adapter_id, 0) for each in candidates)
 
 
-def test_place_prefers_the_emptier_worker() -> None:
-    assert place({"w0": 2, "w1": 1}) == "w1"
-    assert place({}) == ""
-
-
 CANDIDATES = st.lists(
     st.tuples(
         st.integers(0, 5), st.lists(st.integers(1, 40), min_size=1, max_size=6), st.sampled_from(["", "w0", "w1"])

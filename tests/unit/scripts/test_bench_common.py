@@ -33,11 +33,6 @@ def test_rounds_are_at_least_the_least_and_at_most_the_most(seconds: float, expe
     assert len(timings["a"].seconds) == expected
 
 
-def test_an_effort_without_a_round_is_refused() -> None:
-    with pytest.raises(ValueError, match="rounds_min is 0"):
-        Effort(seconds=1, rounds_min=0)
-
-
 def test_a_ratio_compares_within_rounds() -> None:
     # The machine was ten times slower in the second round, for both sides.
     slow, fast = Timing((2.0, 20.0, 2.0)), Timing((1.0, 10.0, 1.0))

@@ -8,13 +8,6 @@ import pytest
 from scripts.models import fetch_real_model
 
 
-def test_cache_folder_honours_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert fetch_real_model.cache_directory() == tmp_path / "tinkerpool" / "models"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert fetch_real_model.cache_directory() == Path.home() / ".cache" / "tinkerpool" / "models"
-
-
 def test_a_model_that_is_there_is_not_fetched_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

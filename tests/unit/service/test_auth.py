@@ -1,7 +1,6 @@
 """API keys: what the database holds, which keys are refused, and that all refusals are equal."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -9,14 +8,6 @@ import pytest
 from coordinator.base.errors import Code, ServiceError
 from coordinator.service.auth import Authenticator
 from coordinator.storage.store import Store
-from tests.support.database import open_store
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    store = await open_store(tmp_path / "log.db")
-    yield store
-    await store.close()
 
 
 @pytest.fixture

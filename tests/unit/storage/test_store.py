@@ -1,7 +1,6 @@
 """The durable log alone: what is stored, what is not, and what a second opening finds."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,6 @@ from coordinator.storage.store import Store
 from tests.support.database import adapter_row, open_store, query, session_row
 
 ADAPTER = "s:train:0"
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    store = await open_store(tmp_path / "log.db")
-    yield store
-    await store.close()
 
 
 def operation(seq: int, append_id: int = 1, **values: Any) -> NewOperation:

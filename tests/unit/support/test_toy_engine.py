@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
-import pytest
 
-from tests.support.toy_engine import POISON_TOKEN, ToyEngine, toy_state
+from tests.support.toy_engine import ToyEngine, toy_state
 from workers.contract.messages import (
     AdamParams,
     AdapterInstall,
@@ -16,10 +14,8 @@ from workers.contract.messages import (
     AdapterState,
     Batch,
     Datum,
-    ErrorCode,
     Item,
     ItemResult,
-    LoadItem,
     OptimStepItem,
     PassItem,
     SaveItem,
@@ -90,39 +86,3 @@ def test_copy_made_without_the_gradient_shows() -> None:
     copied, original = rest_of_the_run(installed(state)), rest_of_the_run(engine)
     assert copied[0] == 2
     assert copied[1].weights != original[1].weights
-
-
-def test_no_gradient_is_saved_between_windows_and_in_a_closed_one() -> None:
-    engine = in_a_window()
-    run(engine, backward(4, POISON_TOKEN))
-    closed = snapshot(engine)
-    run(engine, step(5))
-    for state in (closed, snapshot(engine)):
-        assert (state.gradient, state.num_datums) == (None, 0)
-
-
-def test_gradient_that_was_installed_is_dropped_like_any_other() -> None:
-    engine = in_a_window()
-    copy, without = installed(snapshot(engine)), installed(snapshot(engine, with_gradient=False))
-    _, dropped = run(copy, dataclasses.replace(backward(4), drop_gradient=True), step(5))
-    assert (dropped.metrics["num_datums:sum"], snapshot(copy)) == rest_of_the_run(without)
-
-
-@pytest.mark.parametrize("gradient", [b"", b"{}", b'{"chain": "00", "sha256": ""}'])
-def test_damaged_gradient_is_data_loss_for_an_install_and_nothing_to_a_load(gradient: bytes) -> None:
-    engine = in_a_window()
-    state = dataclasses.replace(snapshot(engine), gradient=gradient)
-    (result,) = run(installed(state), backward(4))
-    assert result.error is not None
-    assert result.error.code is ErrorCode.DATA_LOSS
-    (loaded,) = run(engine, LoadItem(**place(4), state=state, with_optimizer=True))
-    assert loaded.error is None
-    assert snapshot(engine).gradient is None
-
-
-def test_load_takes_no_gradient_from_a_state() -> None:
-    engine = in_a_window()
-    run(engine, LoadItem(**place(4), state=snapshot(engine), with_optimizer=True))
-    loaded = snapshot(engine)
-    assert (loaded.gradient, loaded.num_datums) == (None, 0)
-    assert loaded == dataclasses.replace(snapshot(in_a_window(), with_gradient=False), applied_seq=4)
