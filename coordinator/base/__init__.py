@@ -1,13 +1,12 @@
-"""Errors, configuration, fatal failures, signals, time and version.
+"""Errors, configuration, signals and time.
 
 Public interface:
 
-- `errors`: the kinds of errors; `ServiceError`, `Code`, and functions that make common refusals;
-- `config`: every option of a coordinator and its doors;
-- `context.Context`: the settings, clock, epoch and fatal errors that all parts of a coordinator share;
-- `failure.Failure`: the first fatal error; `signal.Signal`: a wake-up without data;
-- `time`: `Time`, `SystemTime`, and `within`, a time-out that a pause of the process does not trigger;
-- `version.VERSION`.
+- `errors`: the kinds of errors; `ServiceError`, `Code`, functions that make common refusals; `Failure`, the first fatal
+  error;
+- `config`: every option of a coordinator and its doors; `VERSION`;
+- `signal.Signal`: a wake-up without data;
+- `time`: `Time`, `SystemTime`, and `within`, a time-out that a pause of the process does not trigger.
 
 Imported by every other room; must not depend on any of them.
 """

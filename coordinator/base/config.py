@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 from workers.contract.capacity import SEQUENCE_SLOTS
 
+VERSION = version("tinkerpool")
+"""The version of the installed distribution."""
 MESSAGE_BYTES_MAX = 64 << 20
 
 

@@ -1,4 +1,4 @@
-"""The kinds of errors in the coordinator, and the exception of the first kind.
+"""The kinds of errors in the coordinator: refusals, and fatal errors, after which it must stop, are defined here.
 
 - Refusal: `ServiceError`, here. A use case does not accept a call; the door sends the refusal in its protocol's form.
 - Failed outcome: the message `OperationError`. An accepted operation ends in an error, which is committed as its
@@ -7,8 +7,8 @@
   incarnation ends; the operations in flight there run again.
 - Storage: `StorageError` in `coordinator.storage.database`. A write did not become durable. The writer tries again, or
   the call is refused.
-- Fatal: any other exception in a task of the coordinator, reported to `coordinator.base.failure`. State in memory
-  cannot be trusted any more: the process stops, and the next start recovers from the operation log.
+- Fatal: any other exception in a task of the coordinator, reported to `Failure`, here. State in memory cannot be
+  trusted any more: the process stops with the first such error, and the next start recovers from the operation log.
 
 Refusals and failed outcomes carry a `Code`, a constant `reason` for programs, and a message for people with the mistake
 and how to mend it. The client raises them as `ApiError` and `OperationFailed` of `tinkerpool.errors`. The page
@@ -17,11 +17,16 @@ and how to mend it. The client raises them as `ApiError` and `OperationFailed` o
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Mapping
+from typing import NoReturn
 
 from tinkerpool.errors import Code
 
-__all__ = ["MESSAGE_LENGTH_MAX", "Code", "ServiceError", "invalid", "not_found", "sampler_exists"]
+__all__ = ["MESSAGE_LENGTH_MAX", "Code", "Failure", "ServiceError", "invalid", "not_found", "sampler_exists"]
+
+logger = logging.getLogger(__name__)
 
 MESSAGE_LENGTH_MAX = 1500
 """Characters of a refusal's message. It may repeat the request's contents, and it is logged, stored and sent."""
@@ -77,3 +82,29 @@ def sampler_exists(sampler_id: str) -> ServiceError:
         "SAMPLER_EXISTS",
         f"{sampler_id} was created before with other settings: use another index or request_id",
     )
+
+
+class Failure:
+    """The first fatal error of an incarnation of the coordinator, if there is one."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._is_reported = asyncio.Event()
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether a fatal error was reported."""
+        return self._error is not None
+
+    def report(self, error: BaseException) -> None:
+        """Record that the coordinator must stop. The first error wins; every error is logged."""
+        logger.critical("fatal error: the coordinator stops", exc_info=error)
+        if self._error is None:
+            self._error = error
+            self._is_reported.set()
+
+    async def wait(self) -> NoReturn:
+        """Wait for a fatal error and raise it."""
+        await self._is_reported.wait()
+        assert self._error is not None
+        raise self._error

@@ -2,10 +2,10 @@
 
 Public interface:
 
-- `states.States`: writes, reads and deletes states, also orphaned folders; `saver.Saver`: saves and loads of a cycle;
+- `states.States`: writes, reads and deletes states, also orphaned folders;
+- `saver`: `Saver`, saves and loads of a cycle; `StagedStates`, their rows;
 - `published_weights`: `Publishing`, the versions that are sampled from before their file exists, and their names;
-- `snapshots.Snapshots`: when an adapter is snapshotted, and the writing of snapshots;
-- `staging.StagedStates`: the rows of one cycle's saves and loads; `folders.StateFolders`: the state folders on disk.
+- `snapshots.Snapshots`: when an adapter is snapshotted, and the writing of snapshots.
 
 Must not depend on the order in which operations run, or on how workers are called.
 """

@@ -19,13 +19,11 @@ import logging
 import math
 from dataclasses import dataclass, field
 
-from coordinator.base.errors import Code, ServiceError
-from coordinator.base.failure import Failure
+from coordinator.base.errors import Code, Failure, ServiceError
 from coordinator.base.signal import Signal
-from coordinator.checkpoints.folders import StateFolders
 from coordinator.fleet.fleet import Fleet
 from coordinator.storage.database import StorageError, StoreBrokenError
-from coordinator.storage.folders import Saved
+from coordinator.storage.folders import Saved, StateFolders
 from coordinator.storage.rows import CheckpointRow, SamplerRow
 from coordinator.storage.store import Store
 from tinkerpool import names
@@ -118,7 +116,7 @@ class Publishing:
         self._versions: dict[str, Version] = {}
         self._writing: set[asyncio.Task[None]] = set()
         self._writers = asyncio.Semaphore(WRITERS)
-        self._gives_up = asyncio.Event()
+        self._is_stopping = asyncio.Event()
 
     # ---- states of a version
 
@@ -173,9 +171,9 @@ class Publishing:
         if (version := self._versions.get(name)) is not None:
             self._release(version)
 
-    def give_up(self) -> None:
+    def stop_retrying(self) -> None:
         """Retry failed writes once more, then leave these versions to the log: the coordinator stops."""
-        self._gives_up.set()
+        self._is_stopping.set()
 
     async def finish(self) -> None:
         """Wait until every file is written or left to the log."""
@@ -294,10 +292,10 @@ class Publishing:
                 logger.warning("%s has no file yet: %s", version.name, error)
                 reason = error.strerror if isinstance(error, OSError) else error
                 version.resolve(StorageError(f"the weights that {version.name} has saved cannot be written: {reason}"))
-                if self._gives_up.is_set() or isinstance(error, StoreBrokenError):
+                if self._is_stopping.is_set() or isinstance(error, StoreBrokenError):
                     return
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._gives_up.wait(), pause_s)
+                    await asyncio.wait_for(self._is_stopping.wait(), pause_s)
                 pause_s = min(2 * pause_s, RETRY_S_MAX)
             else:
                 self._release(version)

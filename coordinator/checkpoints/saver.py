@@ -15,7 +15,6 @@ from dataclasses import replace
 from coordinator.base.errors import Code, ServiceError, sampler_exists
 from coordinator.base.time import Time
 from coordinator.checkpoints.published_weights import named, unnamed, version_of
-from coordinator.checkpoints.staging import StagedStates
 from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Operation, Usage
@@ -23,7 +22,7 @@ from coordinator.operations.outcomes import decided_row, save_path, save_request
 from coordinator.operations.sessions import SessionTable
 from coordinator.storage.cycles import CycleCommit
 from coordinator.storage.database import ConflictError
-from coordinator.storage.rows import CheckpointRow, SamplerRow
+from coordinator.storage.rows import CheckpointRow, SamplerRow, SnapshotRow
 from coordinator.storage.store import Store
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2
@@ -32,16 +31,51 @@ from workers.contract.messages import AdapterState, ItemResult
 logger = logging.getLogger(__name__)
 
 
+class StagedStates:
+    """The rows of one cycle's saves and loads, which its commit will store. At most one checkpoint has a path."""
+
+    def __init__(self) -> None:
+        self.checkpoints: list[CheckpointRow] = []
+        self.samplers: list[SamplerRow] = []
+        self.snapshots: list[SnapshotRow] = []
+        """Snapshots of loads, which cannot be replayed once their checkpoint is deleted."""
+        self.replaced_checkpoints: list[tuple[str, str]] = []
+        """Adapter and folder of each checkpoint that is overwritten."""
+        self.replaced_snapshots: list[tuple[str, str]] = []
+        """Adapter and folder of each snapshot that a load replaces."""
+
+    def add_checkpoint(self, row: CheckpointRow, stored: CheckpointRow | None) -> None:
+        """Stage a checkpoint; it replaces `stored`, and a checkpoint staged under its path."""
+        replaced = [each for each in self.checkpoints if each.path == row.path]
+        self.checkpoints = [each for each in self.checkpoints if each.path != row.path]
+        for each in (*replaced, *([stored] if stored is not None else [])):
+            assert each.folder, "only training states are overwritten, and their file is written before their row"
+            self.replaced_checkpoints.append((row.adapter_id, each.folder))
+        self.checkpoints.append(row)
+
+    def has_path(self, path: str) -> bool:
+        """Return whether a checkpoint is staged under this path."""
+        return any(row.path == path for row in self.checkpoints)
+
+    def add_sampler(self, row: SamplerRow) -> None:
+        """Stage an unnamed sampler."""
+        self.samplers.append(row)
+
+    def drop_samplers(self, versions: Collection[str]) -> None:
+        """Remove these unnamed samplers."""
+        self.samplers = [row for row in self.samplers if row.version not in versions]
+
+    def add_snapshot(self, row: SnapshotRow, replaced: SnapshotRow | None) -> None:
+        """Stage the snapshot of a load."""
+        self.snapshots.append(row)
+        if replaced is not None:
+            self.replaced_snapshots.append((row.adapter_id, replaced.folder))
+
+
 class Saver:
     """The saves and loads of cycles."""
 
-    def __init__(
-        self,
-        states: States,
-        store: Store,
-        sessions: SessionTable,
-        time: Time,
-    ) -> None:
+    def __init__(self, states: States, store: Store, sessions: SessionTable, time: Time) -> None:
         self.states = states
         self._store = store
         self._sessions = sessions

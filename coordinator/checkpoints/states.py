@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from coordinator.base.errors import Code, ServiceError, not_found
-from coordinator.base.failure import Failure
-from coordinator.checkpoints.folders import StateFolders
+from coordinator.base.errors import Code, Failure, ServiceError, not_found
 from coordinator.checkpoints.published_weights import Publishing, version_of
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.storage.database import StorageError, StoreBrokenError
-from coordinator.storage.folders import Saved, StateFiles
+from coordinator.storage.folders import Saved, StateFiles, StateFolders
 from coordinator.storage.rows import CheckpointRow, SnapshotRow
 from coordinator.storage.store import Store
 from workers.contract.messages import AdapterState

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from coordinator.base.context import Context
 from coordinator.checkpoints.saver import Saver
 from coordinator.cycle.commit import Committer, CycleJournal
 from coordinator.cycle.dispatch import Dispatch
@@ -14,7 +13,7 @@ from coordinator.cycle.loop import CycleLoop
 from coordinator.cycle.phases import Phases
 from coordinator.cycle.results import Results
 from coordinator.fleet.fleet import Fleet
-from coordinator.operations.registers import Registers
+from coordinator.operations.epoch import Context, Registers
 from coordinator.scheduling.schedule import Scheduling
 from coordinator.storage.store import Store
 from workers.contract.protocols import Pool

@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from coordinator.base.time import Time
-from coordinator.checkpoints.saver import Saver
-from coordinator.checkpoints.staging import StagedStates
+from coordinator.checkpoints.saver import Saver, StagedStates
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.in_flight import InFlightTable

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 
 from coordinator.base.time import Time, within
 from coordinator.cycle.items import Entry, PhaseWork, flights
-from coordinator.fleet.fleet import Fleet
-from coordinator.fleet.worker import Incarnation
+from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.scheduling.budget import decode_share
 from coordinator.scheduling.cost_model import Deadlines
 from coordinator.scheduling.losses import LossRecorder

@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.checkpoints.folders import StateFolders
-from coordinator.fleet.worker import Flight
+from coordinator.fleet.fleet import Flight
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.outcomes import service_error
 from coordinator.payloads.passes import DecodedPass, decode_adam, decode_pass
+from coordinator.storage.folders import StateFolders
 from coordinator.storage.store import Store
 from tinkerpool.v1 import training_pb2
 from workers.contract.messages import AdapterInstall, Item, LoadItem, OptimStepItem, PassItem, SaveItem

@@ -13,8 +13,7 @@ from coordinator.checkpoints.saver import Saver
 from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.cycle.commit import Cycle
 from coordinator.cycle.items import Entry
-from coordinator.fleet.fleet import Fleet
-from coordinator.fleet.worker import Incarnation
+from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.adapter_log import AdapterLog, window_closed
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.outcomes import fill_load, fill_pass, fill_step, item_error, service_error

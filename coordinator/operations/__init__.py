@@ -2,13 +2,15 @@
 
 Public interface:
 
-- `operation`: `Operation`, its `Kind` and `Usage`; `outcomes`: outcomes from results and errors, and rows of the log;
+- `operation`: `Operation`, its `Kind` and `Usage`;
+- `outcomes`: outcomes from results and errors; operations to and from rows of the log;
 - `adapter_log`: `AdapterLog`, one adapter's operations by sequence number, with the cursor of its copy on a worker;
-- `registry`: `AdapterRegistry`, and `AdapterGroup`, the adapters of one base model; `arrivals.Arrivals`;
+- `registry`: `AdapterRegistry`, and `AdapterGroup`, the adapters of one base model, with its `Arrivals`;
 - `admission`: `Admission`, the only way for a `Request` to become an operation; `storage_error`;
-- `in_flight.InFlightTable`: operations without a committed outcome, and the waits for them; `finished_samples`;
-- `sessions`: `SessionTable` and `Session`; `restoring`: operations and adapter logs from rows, for recovery;
-- `registers.Registers`: all of these for one epoch, put together by `open_registers`.
+- `in_flight.InFlightTable`: operations without a committed outcome, and the waits for them;
+- `samples`: `FinishedSamples` of the clients that poll, `SampleNumbers`;
+- `sessions`: `SessionTable` and `Session`;
+- `epoch`: `Context`, and `Registers`: all of these for one epoch, put together by `open_registers`.
 
 Must not depend on scheduling, on how workers are called, or on a transport.
 """

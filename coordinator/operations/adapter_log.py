@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from coordinator.base.errors import Code
-from coordinator.fleet.adapter_copies import Residency
+from coordinator.fleet.fleet import Residency
 from coordinator.operations.operation import Kind, Operation, OutcomeState, Usage
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import AdapterSpec, ItemResult

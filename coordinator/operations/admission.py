@@ -23,13 +23,11 @@ from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.adapter_log import AdapterLog, window_closed
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Kind, Operation
-from coordinator.operations.outcomes import new_row, service_error
+from coordinator.operations.outcomes import new_row, operation_of_row, service_error
 from coordinator.operations.registry import AdapterRegistry
-from coordinator.operations.restoring import operation_of_row
-from coordinator.operations.sample_numbers import SampleNumbers
+from coordinator.operations.samples import SampleNumbers
 from coordinator.payloads.canonical import digest, serialize
-from coordinator.payloads.chunks import Chunk
-from coordinator.payloads.passes import DecodedPass
+from coordinator.payloads.passes import Chunk, DecodedPass
 from coordinator.storage.database import ConflictError, StorageError, StoreBrokenError
 from coordinator.storage.store import Store
 from tinkerpool.names import operation_name

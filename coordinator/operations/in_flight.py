@@ -11,8 +11,8 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from coordinator.operations.finished_samples import FinishedSamples
 from coordinator.operations.operation import Operation
+from coordinator.operations.samples import FinishedSamples
 from coordinator.payloads.passes import DecodedPass
 from tinkerpool.v1 import operations_pb2 as ops_pb
 

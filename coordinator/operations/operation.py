@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from coordinator.payloads.chunks import Chunk
-from coordinator.payloads.passes import DecodedPass
+from coordinator.payloads.passes import Chunk, DecodedPass
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.windows import WindowRole
 
@@ -200,10 +199,8 @@ class Operation:
         outcome.error.CopyFrom(error)
 
     def undecide(self) -> None:
-        """Move back to UNDECIDED: its commit was refused, so it runs again or is failed anew."""
-        assert self.outcome_state in (OutcomeState.DECIDING, OutcomeState.DECIDED), (
-            f"{self.name} is {self.outcome_state.name}"
-        )
+        """Move from DECIDED back to UNDECIDED: its commit was refused, so it runs again or is failed anew."""
+        assert self.outcome_state is OutcomeState.DECIDED, f"{self.name} is {self.outcome_state.name}"
         self.outcome = None
         self.outcome_state = OutcomeState.UNDECIDED
 

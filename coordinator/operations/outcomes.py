@@ -1,4 +1,4 @@
-"""Outcomes of operations from workers' results and errors, and the rows that store them.
+"""Outcomes of operations from workers' results and errors, and operations to and from the rows of the operation log.
 
 Pure: does not depend on order, time or the database.
 """
@@ -6,20 +6,29 @@ Pure: does not depend on order, time or the database.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.operations.operation import Kind, Operation, Usage
+from coordinator.operations.operation import Acceptance, Kind, Operation, OutcomeState, Usage
 from coordinator.payloads.canonical import serialize
+from coordinator.payloads.passes import cut_chunks, decode_pass
 from coordinator.payloads.samples import DecodedSample
-from coordinator.storage.rows import DecidedOperation, NewOperation
+from coordinator.storage.rows import DecidedOperation, NewOperation, OperationRow
 from tinkerpool import names
 from tinkerpool.convert import to_tensor
 from tinkerpool.metrics import merge_metrics
 from tinkerpool.v1 import checkpoints_pb2, training_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.contract.messages import ErrorCode, ItemError, ItemResult, SampleResult, StopReason, TokenLogprobs
+from workers.contract.messages import (
+    ErrorCode,
+    ItemError,
+    ItemResult,
+    SampleResult,
+    StopReason,
+    TokenLogprobs,
+)
 
 
 def fill_pass(operation: Operation, parts: Sequence[ItemResult], usage: Usage, cycle_id: int) -> None:
@@ -118,6 +127,22 @@ def worker_died(operation: Operation) -> ops_pb.OperationError:
     )
 
 
+_CODES = {
+    ErrorCode.INVALID_ARGUMENT: Code.INVALID_ARGUMENT,
+    ErrorCode.NON_FINITE: Code.FAILED_PRECONDITION,
+    ErrorCode.OUT_OF_MEMORY: Code.RESOURCE_EXHAUSTED,
+    ErrorCode.DATA_LOSS: Code.DATA_LOSS,
+    ErrorCode.OUT_OF_ORDER: Code.ABORTED,
+    ErrorCode.CANCELLED: Code.CANCELLED,
+    ErrorCode.INTERNAL: Code.INTERNAL,
+}
+
+
+def item_error(error: ItemError) -> ops_pb.OperationError:
+    """Return a worker's error as users see it."""
+    return ops_pb.OperationError(code=_CODES[error.code], reason=error.code.name, message=error.message)
+
+
 def new_row(operation: Operation) -> NewOperation:
     """Return an operation as the log appends it; a refused one with its outcome."""
     return NewOperation(
@@ -152,17 +177,39 @@ def decided_row(operation: Operation) -> DecidedOperation:
     )
 
 
-_CODES = {
-    ErrorCode.INVALID_ARGUMENT: Code.INVALID_ARGUMENT,
-    ErrorCode.NON_FINITE: Code.FAILED_PRECONDITION,
-    ErrorCode.OUT_OF_MEMORY: Code.RESOURCE_EXHAUSTED,
-    ErrorCode.DATA_LOSS: Code.DATA_LOSS,
-    ErrorCode.OUT_OF_ORDER: Code.ABORTED,
-    ErrorCode.CANCELLED: Code.CANCELLED,
-    ErrorCode.INTERNAL: Code.INTERNAL,
-}
+def operation_of_row(row: OperationRow) -> Operation:
+    """Return an operation as the store has it, without its payload."""
+    if row.outcome is None:
+        state = OutcomeState.UNDECIDED
+    else:
+        state = OutcomeState.COMMITTED if row.outcome else OutcomeState.DROPPED
+    return Operation(
+        tenant_id=row.tenant_id,
+        target_id=row.target_id,
+        seq=row.seq,
+        kind=Kind(row.kind),
+        payload=b"",
+        payload_hash=row.payload_hash,
+        request_id=row.request_id or "",
+        chunk_tokens=row.chunk_tokens,
+        num_bytes=row.num_bytes,
+        append_id=row.append_id,
+        acceptance=Acceptance.DURABLE,
+        outcome_state=state,
+        outcome=ops_pb.Operation.FromString(row.outcome) if row.outcome is not None else None,
+    )
 
 
-def item_error(error: ItemError) -> ops_pb.OperationError:
-    """Return a worker's error as users see it."""
-    return ops_pb.OperationError(code=_CODES[error.code], reason=error.code.name, message=error.message)
+def restored_operation(row: OperationRow, payload: bytes | None, *, must_rematerialize: bool = False) -> Operation:
+    """Return an operation for an adapter log: with its payload if it is undecided, with its chunks if it may run."""
+    operation = operation_of_row(row)
+    if operation.is_committed and not operation.is_dropped:
+        operation.retire()
+    if payload is None or operation.is_failed:
+        return replace(operation, must_rematerialize=must_rematerialize)
+    return replace(
+        operation,
+        must_rematerialize=must_rematerialize,
+        payload=b"" if operation.is_final else payload,
+        chunks=cut_chunks(decode_pass(payload).lengths, operation.chunk_tokens) if operation.kind.is_pass else (),
+    )

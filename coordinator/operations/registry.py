@@ -1,4 +1,4 @@
-"""Which adapters exist, and which of them changed. In memory.
+"""Which adapters exist, which of them changed, and which tenants submitted operations. In memory.
 
 Does not depend on the order in which operations run. Main invariant: an idle adapter is in no collection that a cycle
 walks through; `AdapterGroup.dirty` has an adapter from a change until it was found idle.
@@ -10,12 +10,47 @@ from collections.abc import Iterable, Mapping
 
 from coordinator.base.signal import Signal
 from coordinator.base.time import Time
-from coordinator.fleet.adapter_copies import Residency
+from coordinator.fleet.fleet import Residency
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.arrivals import Arrivals
-from coordinator.operations.restoring import spec_of_row
 from coordinator.storage.adapters import Adapters
+from coordinator.storage.rows import AdapterRow
 from workers.contract.messages import AdapterSpec
+
+
+class Arrivals:
+    """When tenants submitted operations at one base model, since the cycle clock last read this.
+
+    Admission notes arrivals; the clock drains them. The signal is raised once no awaited tenant is missing, so that a
+    thousand arrivals do not wake a lingering clock a thousand times.
+    """
+
+    def __init__(self, time: Time, changed: Signal) -> None:
+        self._time = time
+        self._changed = changed
+        self._at: dict[str, float] = {}
+        """Tenant to its first arrival since the last `drain`."""
+        self._awaited: set[str] = set()
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether an awaited tenant has not arrived."""
+        return bool(self._awaited)
+
+    def await_tenants(self, tenants: Iterable[str]) -> None:
+        """Signal only once all of these have arrived; empty: signal each arrival."""
+        self._awaited = set(tenants)
+
+    def note(self, tenant_id: str) -> None:
+        """Record that the tenant has submitted operations."""
+        self._at.setdefault(tenant_id, self._time.monotonic())
+        self._awaited.discard(tenant_id)
+        if not self._awaited:
+            self._changed.notify()
+
+    def drain(self) -> dict[str, float]:
+        """Return the first arrival of each tenant since the last call, in seconds of service time."""
+        arrived, self._at = self._at, {}
+        return arrived
 
 
 class AdapterGroup:
@@ -122,3 +157,23 @@ class AdapterRegistry:
     def num_of(self, tenant_id: str) -> int:
         """Return the number of a tenant's adapters."""
         return sum(log.tenant_id == tenant_id for log in self._logs.values())
+
+
+def adapter_of_row(row: AdapterRow) -> AdapterLog:
+    """Return an adapter without its operations."""
+    return AdapterLog(
+        tenant_id=row.tenant_id, session_id=row.session_id, base_model=row.base_model, spec=spec_of_row(row)
+    )
+
+
+def spec_of_row(row: AdapterRow) -> AdapterSpec:
+    """Return the adapter's spec."""
+    return AdapterSpec(
+        adapter_id=row.adapter_id,
+        rank=row.rank,
+        alpha=row.alpha,
+        seed=row.seed,
+        train_attn=row.train_attn,
+        train_mlp=row.train_mlp,
+        train_unembed=row.train_unembed,
+    )

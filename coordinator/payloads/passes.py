@@ -1,4 +1,4 @@
-"""Payloads: the canonical bytes of a request, which are equal exactly when two requests ask for the same.
+"""Payloads of passes: canonical bytes, equal exactly when two requests ask for the same; and canonical chunks.
 
 A payload is the contract's own request message without `seq` and `request_id`, with every default filled in, every
 tensor in its one canonical dtype, serialized with sorted maps. The operation log holds it, the idempotency hash covers
@@ -6,7 +6,7 @@ it, and replay decodes it. `canonical_pass` returns a payload together with its 
 request is decoded once; `decode_pass` returns the same decoded form of the payload alone.
 
 Checks everything that can be checked without the model's weights, and raises ServiceError INVALID_ARGUMENT that says
-what to change. Samples have a module of their own, `sample_payloads`.
+what to change. Samples have a module of their own, `samples`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from coordinator.base.config import Limits
 from coordinator.base.errors import invalid
 from coordinator.payloads.canonical import serialize
-from coordinator.payloads.chunks import Chunk
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import training_pb2, types_pb2
 from workers.contract.losses import IGNORED_INPUT, LOSS_RULES, LossRule
@@ -41,6 +40,28 @@ CPython 3.11 and numpy 2; a test compares them with tracemalloc."""
 def decoded_bytes(num_datums: int, num_arrays: int, num_array_bytes: int) -> int:
     """Return the memory in bytes that decoded data takes: its arrays, and the Python objects around them."""
     return PASS_BYTES + DATUM_BYTES * num_datums + ARRAY_BYTES * num_arrays + num_array_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A canonical chunk: datums `start` to `stop` of a request. A function of only the request and the base model."""
+
+    start: int
+    stop: int
+    num_tokens: int
+
+
+def cut_chunks(lengths: list[int], chunk_tokens: int) -> tuple[Chunk, ...]:
+    """Cut a request into canonical chunks: whole sequences in order, up to `chunk_tokens`; a longer one is its own."""
+    chunks: list[Chunk] = []
+    start, total = 0, 0
+    for index, length in enumerate(lengths):
+        if index > start and total + length > chunk_tokens:
+            chunks.append(Chunk(start, index, total))
+            start, total = index, 0
+        total += length
+    chunks.append(Chunk(start, len(lengths), total))
+    return tuple(chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

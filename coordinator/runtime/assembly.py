@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.base.context import Context
 from coordinator.checkpoints.saver import Saver
 from coordinator.cycle.assembly import CycleLoops, make_loops
 from coordinator.fleet.fleet import Fleet
-from coordinator.operations.registers import Registers
+from coordinator.operations.epoch import Context, Registers
 from coordinator.runtime.deletion import Deletions
 from coordinator.runtime.housekeeping import Housekeeping
 from coordinator.runtime.supervision import Supervisor

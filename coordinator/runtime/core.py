@@ -11,13 +11,12 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from coordinator.base.config import CoordinatorConfig
-from coordinator.base.context import Context
-from coordinator.base.failure import Failure
+from coordinator.base.errors import Failure
 from coordinator.base.time import SystemTime, Time
 from coordinator.checkpoints.saver import Saver
 from coordinator.checkpoints.states import States
 from coordinator.fleet.fleet import Fleet
-from coordinator.operations.registers import Registers, open_registers
+from coordinator.operations.epoch import Context, Registers, open_registers
 from coordinator.runtime.assembly import Runners, make_runners
 from coordinator.runtime.data_dir import DataDir, Seams
 from coordinator.runtime.recovery import Recovery, load_fair_state
@@ -105,11 +104,11 @@ class Core:
     async def _finish(self, runners: Runners) -> None:
         """Refuse new operations, end waits and streams, finish the running cycles, write unwritten states."""
         self.admission.close()
-        self.store.give_up()
+        self.store.stop_retrying()
         self.in_flight.close()
         self.finished_samples.close()
         runners.cycles.journal.close()
-        self.states.publishing.give_up()
+        self.states.publishing.stop_retrying()
         runners.supervisor.stop()
         await runners.samples.stop()
         for loop in runners.cycles.by_model.values():

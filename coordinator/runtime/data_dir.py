@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.base.failure import Failure
+from coordinator.base.errors import Failure
 from coordinator.base.time import Time
-from coordinator.checkpoints.folders import StateFolders
 from coordinator.storage.database import Connection
 from coordinator.storage.disk import Disk, RealDisk
+from coordinator.storage.folders import StateFolders
 from coordinator.storage.store import Store
 
 

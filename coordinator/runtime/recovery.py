@@ -12,8 +12,8 @@ import logging
 from coordinator.checkpoints.published_weights import named, unnamed
 from coordinator.checkpoints.states import States
 from coordinator.operations.in_flight import InFlightTable
-from coordinator.operations.registry import AdapterRegistry
-from coordinator.operations.restoring import adapter_of_row, restored_operation
+from coordinator.operations.outcomes import restored_operation
+from coordinator.operations.registry import AdapterRegistry, adapter_of_row
 from coordinator.sampling.scheduler import SampleScheduler
 from coordinator.scheduling.virtual_counters import FairState, Share
 from coordinator.storage.store import Store

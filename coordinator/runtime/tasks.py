@@ -10,8 +10,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from coordinator.base.errors import ServiceError
-from coordinator.base.failure import Failure
+from coordinator.base.errors import Failure, ServiceError
 from coordinator.operations.admission import storage_error
 from coordinator.storage.database import StorageError
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from coordinator.base.context import Context
 from coordinator.checkpoints.states import States
 from coordinator.fleet.fleet import Fleet
-from coordinator.operations.registers import Registers
+from coordinator.operations.epoch import Context, Registers
 from coordinator.sampling.commits import SampleCommits
 from coordinator.sampling.placement import Placement
 from coordinator.sampling.queues import SampleQueues

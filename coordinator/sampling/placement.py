@@ -6,8 +6,7 @@ scheduler decides. Main invariant: samples take at most a worker's sequence slot
 
 from __future__ import annotations
 
-from coordinator.fleet.fleet import Fleet
-from coordinator.fleet.worker import Incarnation
+from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.sampling.sample import Sample
 
 SLOTS_FRACTION = 4

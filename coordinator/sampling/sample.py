@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from coordinator.fleet.worker import Flight, Incarnation
+from coordinator.fleet.fleet import Flight, Incarnation
 from coordinator.operations.operation import Operation, Usage
 from coordinator.operations.outcomes import fill_sample, item_error
 from coordinator.payloads.samples import DecodedSample

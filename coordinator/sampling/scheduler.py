@@ -15,9 +15,8 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 
-from coordinator.base.errors import ServiceError
-from coordinator.base.failure import Failure
-from coordinator.fleet.worker import Incarnation
+from coordinator.base.errors import Failure, ServiceError
+from coordinator.fleet.fleet import Incarnation
 from coordinator.operations.operation import Operation
 from coordinator.operations.outcomes import service_error, worker_died
 from coordinator.payloads.samples import DecodedSample, decode_sample

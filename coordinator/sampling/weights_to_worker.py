@@ -9,7 +9,7 @@ from __future__ import annotations
 from coordinator.base.errors import Code, ServiceError
 from coordinator.checkpoints.published_weights import version_of
 from coordinator.checkpoints.states import States
-from coordinator.fleet.worker import Incarnation
+from coordinator.fleet.fleet import Incarnation
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.storage.rows import CheckpointRow, SamplerRow
 from coordinator.storage.store import Store

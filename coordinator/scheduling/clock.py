@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from coordinator.base.time import Time
-from coordinator.operations.arrivals import Arrivals
+from coordinator.operations.registry import Arrivals
 from coordinator.scheduling.cost_model import CycleCosts
 
 UNMEASURED_S = 0.004

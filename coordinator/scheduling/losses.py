@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.checkpoints.published_weights import Publishing
-from coordinator.fleet.fleet import Fleet
-from coordinator.fleet.worker import Flight
+from coordinator.fleet.fleet import Fleet, Flight
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.outcomes import service_error, worker_died
 from coordinator.operations.registry import AdapterRegistry

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from coordinator.base.context import Context
 from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.checkpoints.states import States
 from coordinator.fleet.fleet import Fleet
+from coordinator.operations.epoch import Context
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.scheduling.budget import TokenBudget
 from coordinator.scheduling.clock import CycleClock

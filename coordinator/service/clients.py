@@ -5,7 +5,7 @@ Main invariant: the clients of a sampler never share a sequence number.
 
 from __future__ import annotations
 
-from coordinator.operations.finished_samples import CLIENT_SEQS, Finished
+from coordinator.operations.samples import CLIENT_SEQS, Finished
 from coordinator.service.auth import Principal
 from coordinator.service.sampling import SamplingUseCases
 from tinkerpool import names

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+from coordinator.base.config import VERSION
 from coordinator.base.errors import Code, ServiceError
-from coordinator.base.version import VERSION
 from coordinator.service.access import UseCases
 from coordinator.service.auth import Principal
 from tinkerpool.v1 import pool_pb2 as pb

@@ -6,7 +6,7 @@ import functools
 import json
 import uuid
 
-from coordinator.base.version import VERSION
+from coordinator.base.config import VERSION
 from coordinator.payloads.passes import check_metadata
 from coordinator.service.access import UseCases, metadata_of, timestamp, uninterrupted
 from coordinator.service.auth import Principal

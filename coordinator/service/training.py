@@ -15,8 +15,14 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.admission import Request
 from coordinator.operations.operation import Kind
 from coordinator.payloads.canonical import serialize
-from coordinator.payloads.chunks import cut_chunks
-from coordinator.payloads.passes import PassRequest, canonical_adam, canonical_pass, check_fits, check_metadata
+from coordinator.payloads.passes import (
+    PassRequest,
+    canonical_adam,
+    canonical_pass,
+    check_fits,
+    check_metadata,
+    cut_chunks,
+)
 from coordinator.service.access import UseCases, check_number, check_ttl, refusal_of
 from coordinator.service.auth import Principal
 from tinkerpool import names

@@ -7,7 +7,8 @@ Public interface:
   functions. Reads are synchronous and see committed rows; a write returns a future that is done once it is durable.
 - `rows`: the rows of the tables; `cycles.CycleCommit`: everything that a cycle makes durable.
 - `database.StorageError` and its subclasses: why a write was refused.
-- `folders.StateFiles`: states as folders of files; `disk.Disk`: the disk below them, a seam for simulations.
+- `folders`: `StateFiles`, states as folders of files; `StateFolders`, the roots of a data directory; `disk.Disk`: the
+  disk below them, a seam for simulations.
 
 `database.Connection` is the seam of the database; tests may use `Store.database` for more than that. Must not depend on
 any other room but `base`.

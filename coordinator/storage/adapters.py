@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from coordinator.storage.checkpoints import put_snapshot
 from coordinator.storage.database import Connection, Database
 from coordinator.storage.operations import drop_payloads, finish_logged
-from coordinator.storage.rows import AdapterRow, DecidedOperation, Page, SnapshotRow
-from coordinator.storage.tables import Table, insert
+from coordinator.storage.rows import AdapterRow, DecidedOperation, Page, SnapshotRow, Table, insert
 
 
 class Adapters(Table[AdapterRow]):

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 from coordinator.storage.database import Connection, Database
 from coordinator.storage.operations import drop_covered_payloads
-from coordinator.storage.rows import CheckpointRow, Page, SamplerRow, SnapshotRow
+from coordinator.storage.rows import CheckpointRow, Page, SamplerRow, SnapshotRow, Table, columns, insert, typed
 from coordinator.storage.schema import UNWRITTEN
-from coordinator.storage.tables import Table, columns, insert, typed
 
 
 class Checkpoints(Table[CheckpointRow]):

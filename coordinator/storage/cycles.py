@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from coordinator.storage.checkpoints import put_snapshot
 from coordinator.storage.database import Connection, Database
 from coordinator.storage.operations import finish, lost_targets
-from coordinator.storage.rows import CheckpointRow, DecidedOperation, SamplerRow, SnapshotRow
-from coordinator.storage.tables import insert
+from coordinator.storage.rows import CheckpointRow, DecidedOperation, SamplerRow, SnapshotRow, insert
 
 CYCLES_KEPT = 10_000
 """Summaries of the last cycles that stay in the database."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coordinator.base.failure import Failure
+from coordinator.base.errors import Failure
 from coordinator.base.time import Time
 from coordinator.storage.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 from workers.contract.failpoints import failpoint

@@ -1,12 +1,12 @@
 """State folders on disk: written atomically, read only if they match their checksum.
 
-Independent of the database; every access to the disk goes through `disk`.
+Does not depend on the database; every access to the disk goes through `disk`.
 
 A folder holds `adapter_model.safetensors` and `adapter_config.json` (together a PEFT directory),
 `optimizer.safetensors` if moments were saved, `gradient.safetensors` in a snapshot that was taken while a gradient was
 pending, and `state.json`. A folder is written under a temporary name, its files and the folder itself are synced, then
-it is renamed and its parent is synced. Only after that a row of the database may name it. A folder without a row is an
-orphan of a crash and is removed at the next start.
+it is renamed and its parent is synced. Main invariant: only after that a row of the database may name it. A folder
+without a row is an orphan of a crash and is removed at the next start.
 """
 
 from __future__ import annotations
@@ -182,6 +182,16 @@ class StateFiles:
         while piece := self._disk.read_piece(self._root / folder / name, start, piece_bytes):
             yield piece
             start += len(piece)
+
+
+class StateFolders:
+    """The three roots of state folders in a data directory."""
+
+    def __init__(self, data_dir: Path, disk: Disk) -> None:
+        """Raises OSError."""
+        self.checkpoints = StateFiles(data_dir / "checkpoints", "checkpoint", disk)
+        self.snapshots = StateFiles(data_dir / "snapshots", "snapshot", disk)
+        self.samplers = StateFiles(data_dir / "samplers", "sampler", disk)
 
 
 def peft_config(spec: AdapterSpec, model: ModelInfo) -> dict[str, Any]:

@@ -10,8 +10,16 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 from coordinator.storage.database import Connection, Database, Row
-from coordinator.storage.rows import DecidedOperation, NewOperation, OperationRow, UnfetchedOperation
-from coordinator.storage.tables import Table, columns, insert, typed
+from coordinator.storage.rows import (
+    DecidedOperation,
+    NewOperation,
+    OperationRow,
+    Table,
+    UnfetchedOperation,
+    columns,
+    insert,
+    typed,
+)
 from coordinator.storage.tenants import add_usage
 
 

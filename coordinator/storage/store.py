@@ -7,15 +7,14 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
-from coordinator.base.failure import Failure
+from coordinator.base.errors import Failure
 from coordinator.base.time import Time
 from coordinator.storage.adapters import Adapters
 from coordinator.storage.checkpoints import Checkpoints, Samplers, Snapshots
 from coordinator.storage.cycles import CycleCommit, Cycles
 from coordinator.storage.database import Connection, Database, DiskFullError, read_meta
 from coordinator.storage.operations import Operations
-from coordinator.storage.sessions import Sessions
-from coordinator.storage.tenants import ApiKeys, Tenants, Usage
+from coordinator.storage.tenants import ApiKeys, Sessions, Tenants, Usage
 
 FULL_RETRY_S = 1.0
 """Pause before a commit is tried again on a full disk."""
@@ -43,7 +42,7 @@ class Store:
         self.cycles = Cycles(self.database)
         self._epoch = 0
         self._appends = itertools.count(1)
-        self._gives_up = False
+        self._is_stopping = False
 
     async def close(self) -> None:
         """Commit the queued writes, then close; later writes are refused. Idempotent."""
@@ -69,15 +68,15 @@ class Store:
         return self._epoch << _COUNTER_BITS | next(self._appends)
 
     async def persist(self, commit: CycleCommit) -> frozenset[str]:
-        """Commit as `Cycles.commit`; while the disk is full, try again until `give_up`. Raises StorageError."""
+        """Commit as `Cycles.commit`; while the disk is full, try again until `stop_retrying`. Raises StorageError."""
         while True:
             try:
                 return await self.cycles.commit(commit)
             except DiskFullError:
-                if self._gives_up:
+                if self._is_stopping:
                     raise
                 await asyncio.sleep(FULL_RETRY_S)
 
-    def give_up(self) -> None:
+    def stop_retrying(self) -> None:
         """Stop retrying on a full disk: the next incarnation runs the uncommitted operations again."""
-        self._gives_up = True
+        self._is_stopping = True

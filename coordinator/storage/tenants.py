@@ -1,12 +1,14 @@
-"""The tenants: fair-share counters, metered usage, and API keys."""
+"""The tenants: fair-share counters, metered usage, API keys and sessions.
+
+Main invariants: an administrator's key remains; a session that has ended never becomes live again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 
 from coordinator.storage.database import Connection, Database
-from coordinator.storage.rows import ApiKeyRow, TenantRow, UsageRow
-from coordinator.storage.tables import Table, typed
+from coordinator.storage.rows import ApiKeyRow, Page, SessionRow, Table, TenantRow, UsageRow, insert, typed
 
 
 class Tenants(Table[TenantRow]):
@@ -81,6 +83,44 @@ class ApiKeys(Table[ApiKeyRow]):
             " revoked_at IS NOT NULL OR EXISTS (SELECT 1 FROM api_keys other WHERE other.is_admin"
             " AND other.revoked_at IS NULL AND other.key_id != api_keys.key_id))",
             (wall, key_id),
+        )
+
+
+class Sessions(Table[SessionRow]):
+    """The sessions of all tenants, live and ended."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database, SessionRow, "sessions")
+
+    def insert(self, row: SessionRow) -> asyncio.Future[None]:
+        """Insert a session. Raises ConflictError through the future if its request id exists."""
+        return self._database.write(lambda db: insert(db, "sessions", row))
+
+    def of_tenant(self, tenant_id: str, session_id: str) -> SessionRow | None:
+        """Return a session of this tenant, also an ended one."""
+        return self._one("WHERE session_id = ? AND tenant_id = ?", (session_id, tenant_id))
+
+    def of_request(self, tenant_id: str, request_id: str) -> SessionRow | None:
+        """Return the session that a request id created."""
+        return self._one("WHERE tenant_id = ? AND request_id = ?", (tenant_id, request_id))
+
+    def get_live(self, session_id: str) -> SessionRow | None:
+        """Return a session that has not ended."""
+        return self._one("WHERE session_id = ? AND ended_at IS NULL", (session_id,))
+
+    def live(self) -> list[SessionRow]:
+        """Return the sessions that have not ended."""
+        return self._all("WHERE ended_at IS NULL")
+
+    def page(self, tenant_id: str, limit: int, offset: int) -> Page[SessionRow]:
+        """Return a page of a tenant's live sessions, newest first."""
+        rest = "WHERE tenant_id = ? AND ended_at IS NULL ORDER BY created_at DESC, session_id"
+        return self._page(rest, (tenant_id,), limit, offset)
+
+    def end(self, session_id: str, wall: float) -> asyncio.Future[int]:
+        """End a session, if it has not ended. `wall`: the time of day."""
+        return self._database.execute(
+            "UPDATE sessions SET ended_at = ? WHERE session_id = ? AND ended_at IS NULL", (wall, session_id)
         )
 
 

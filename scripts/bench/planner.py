@@ -22,7 +22,7 @@ from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.registry import AdapterGroup
-from coordinator.payloads.chunks import cut_chunks
+from coordinator.payloads.passes import cut_chunks
 from coordinator.scheduling.planner import plan_pass
 from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.ready_set import ReadySet

@@ -11,8 +11,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from coordinator.payloads.chunks import cut_chunks
-from coordinator.payloads.passes import decode_adam, decode_pass
+from coordinator.payloads.passes import cut_chunks, decode_adam, decode_pass
 from tests.simulation.client import Client, Sent
 from tests.simulation.script import Step
 from tests.support.toy_engine import digest, fresh_chain, item_digest, toy_model_info, toy_token

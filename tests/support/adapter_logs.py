@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation
-from coordinator.payloads.chunks import Chunk
+from coordinator.payloads.passes import Chunk
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import AdapterSpec
 

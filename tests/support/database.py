@@ -4,7 +4,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from coordinator.base.failure import Failure
+from coordinator.base.errors import Failure
 from coordinator.storage.rows import AdapterRow, SessionRow
 from coordinator.storage.store import Store
 from tests.support.toy_pool import FakeTime

@@ -17,14 +17,13 @@ import pytest
 
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.time import Time
-from coordinator.checkpoints.folders import StateFolders
 from coordinator.coordinator import Coordinator
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.payloads.chunks import cut_chunks
-from coordinator.payloads.passes import decode_pass
+from coordinator.payloads.passes import cut_chunks, decode_pass
 from coordinator.runtime.core import Core
 from coordinator.runtime.data_dir import Seams
 from coordinator.service.auth import Principal
+from coordinator.storage.folders import StateFolders
 from coordinator.storage.rows import NewOperation
 from coordinator.storage.store import Store
 from tests.support.toy_engine import ToyEngine, digest, fresh_chain, item_digest, toy_token

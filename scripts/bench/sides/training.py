@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from coordinator.payloads.chunks import cut_chunks
+from coordinator.payloads.passes import cut_chunks
 from scripts.bench.models import Model
 from workers.contract.messages import (
     AdamParams,

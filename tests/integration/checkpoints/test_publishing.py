@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.fleet.worker import VERSIONS_MAX
+from coordinator.fleet.fleet import VERSIONS_MAX
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.storage.database import StorageError
 from tests.support.publishing import (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.fleet.worker import VERSIONS_MAX
+from coordinator.fleet.fleet import VERSIONS_MAX
 from coordinator.storage.cycles import CycleCommit
 from coordinator.storage.database import DiskFullError
 from tests.support.faults import held
@@ -320,7 +320,7 @@ async def test_workers_are_asked_to_remember_a_bounded_number_of_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert VERSIONS_MAX > 3
-    monkeypatch.setattr("coordinator.fleet.worker.VERSIONS_MAX", 3)
+    monkeypatch.setattr("coordinator.fleet.fleet.VERSIONS_MAX", 3)
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         samplers = [(await pool.publish(adapter, seq)).save_weights_for_sampler.sampler_id for seq in range(1, 9)]
@@ -340,7 +340,7 @@ async def test_workers_are_asked_to_remember_a_bounded_number_of_versions(
 async def test_the_versions_that_were_used_longest_ago_are_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.fleet.worker.VERSIONS_MAX", 3)
+    monkeypatch.setattr("coordinator.fleet.fleet.VERSIONS_MAX", 3)
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         saves = [await pool.publish(adapter, seq) for seq in (1, 2, 3)]
@@ -351,7 +351,7 @@ async def test_the_versions_that_were_used_longest_ago_are_forgotten(
 
 
 async def test_a_worker_that_only_samples_forgets_versions_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.fleet.worker.VERSIONS_MAX", 3)
+    monkeypatch.setattr("coordinator.fleet.fleet.VERSIONS_MAX", 3)
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         samplers = [(await pool.publish(adapter, seq)).save_weights_for_sampler.sampler_id for seq in range(1, 9)]

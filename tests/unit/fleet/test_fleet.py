@@ -2,9 +2,8 @@
 
 import pytest
 
-from coordinator.fleet import worker as worker_module
-from coordinator.fleet.fleet import Fleet
-from coordinator.fleet.worker import Flight
+from coordinator.fleet import fleet as fleet_module
+from coordinator.fleet.fleet import Fleet, Flight
 from tests.support.toy_engine import toy_worker_info
 
 PASS = Flight("a:1", "a", 1, "t")
@@ -64,7 +63,7 @@ def test_a_version_is_held_by_the_incarnation_that_has_it_and_by_no_other(fleet:
 def test_the_least_recently_used_versions_are_removed_and_none_that_is_in_use(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "VERSIONS_MAX", 3)  # the real bound is 64
+    monkeypatch.setattr(fleet_module, "VERSIONS_MAX", 3)  # the real bound is 64
     worker = fleet.worker("w0")
     worker.begin_sample(sample("s:1", "v1"))
     for version in ("v1", "v2", "v3", "v2", "v4"):
@@ -77,7 +76,7 @@ def test_the_least_recently_used_versions_are_removed_and_none_that_is_in_use(
 
 
 def test_a_version_that_is_wanted_again_is_not_removed(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "VERSIONS_MAX", 1)
+    monkeypatch.setattr(fleet_module, "VERSIONS_MAX", 1)
     worker = fleet.worker("w0")
     for version in ("v1", "v2", "v1"):
         worker.hold(version)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coordinator.fleet.adapter_copies import Residency
+from coordinator.fleet.fleet import Residency
 from coordinator.operations.adapter_log import AdapterLog, ReadyChunks
 from coordinator.operations.operation import Kind, Operation, Usage
-from coordinator.payloads.chunks import Chunk
+from coordinator.payloads.passes import Chunk
 from tests.support.adapter_logs import (
     ERROR,
     FB,

@@ -13,8 +13,7 @@ from coordinator.operations.admission import Admission, Request
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.registry import AdapterGroup, AdapterRegistry
-from coordinator.payloads.chunks import Chunk
-from coordinator.payloads.passes import decoded_pass
+from coordinator.payloads.passes import Chunk, decoded_pass
 from coordinator.storage.store import Store
 from tests.support.adapter_logs import adapter_with
 from tests.support.toy_pool import FakeTime, fail_appends

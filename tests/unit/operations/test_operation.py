@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.operations.operation import Acceptance, Operation, OutcomeState, Usage
-from coordinator.operations.restoring import operation_of_row, restored_operation
+from coordinator.operations.outcomes import operation_of_row, restored_operation
 from coordinator.storage.rows import OperationRow
 from tests.support.adapter_logs import ERROR, STEP, appending
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -25,7 +25,7 @@ TRANSITIONS: dict[
     "begin_deciding": (Operation.begin_deciding, set(Acceptance), {UNDECIDED}, None, DECIDING),
     "succeed": (lambda one: one.succeed(1), set(Acceptance), {UNDECIDED, DECIDING}, None, DECIDED),
     "fail": (lambda one: one.fail(ERROR), set(Acceptance), {UNDECIDED, DECIDING}, None, DECIDED),
-    "undecide": (Operation.undecide, set(Acceptance), {DECIDING, DECIDED}, None, UNDECIDED),
+    "undecide": (Operation.undecide, set(Acceptance), {DECIDED}, None, UNDECIDED),
     "commit": (Operation.commit, {D}, {DECIDED}, None, COMMITTED),
     "retire": (Operation.retire, {D}, {COMMITTED}, None, RETIRED),
 }

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 
 from coordinator.base.signal import Signal
-from coordinator.operations.arrivals import Arrivals
+from coordinator.operations.registry import Arrivals
 from coordinator.scheduling.clock import ABSENCE_S_MAX, GUESSES_MAX, RETURNS_KEPT, CycleClock
 from coordinator.scheduling.cost_model import CycleCosts
 

@@ -6,8 +6,7 @@ from typing import cast
 
 from coordinator.base.errors import ServiceError
 from coordinator.checkpoints.published_weights import Publishing
-from coordinator.fleet.fleet import Fleet
-from coordinator.fleet.worker import Flight
+from coordinator.fleet.fleet import Fleet, Flight
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Operation
 from coordinator.operations.registry import AdapterRegistry

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.base.failure import Failure
+from coordinator.base.errors import Failure
 from coordinator.storage.database import Connection, Database, StorageError
 from coordinator.storage.schema import SCHEMA_VERSION
 from tests.support.database import query

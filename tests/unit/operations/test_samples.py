@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import pytest
 
 from coordinator.base.errors import ServiceError
-from coordinator.operations import finished_samples
-from coordinator.operations.finished_samples import CLIENT_SEQS, Finished, FinishedSamples
+from coordinator.operations import samples
+from coordinator.operations.samples import CLIENT_SEQS, Finished, FinishedSamples
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 
@@ -76,9 +76,9 @@ async def test_a_cursor_of_an_earlier_epoch_begins_with_the_stored_samples_that_
 
 
 async def test_a_dropped_list_is_made_again_behind_every_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finished_samples, "CLIENTS_MAX", 2)
-    monkeypatch.setattr(finished_samples, "UNREPORTED_MAX", 3)
-    monkeypatch.setattr(finished_samples, "REPORTED_MAX", 2)
+    monkeypatch.setattr(samples, "CLIENTS_MAX", 2)
+    monkeypatch.setattr(samples, "UNREPORTED_MAX", 3)
+    monkeypatch.setattr(samples, "REPORTED_MAX", 2)
     finished = FinishedSamples(epoch=1)
     await returned(finished)
     finished.note(sample(1))

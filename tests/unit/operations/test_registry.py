@@ -3,7 +3,7 @@
 import asyncio
 
 from coordinator.base.signal import Signal
-from coordinator.operations.arrivals import Arrivals
+from coordinator.operations.registry import Arrivals
 from tests.support.toy_pool import FakeTime
 
 

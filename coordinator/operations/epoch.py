@@ -1,4 +1,4 @@
-"""The registers of one epoch: adapters, sessions, operations in flight, and admission over them, put together.
+"""What all parts of a coordinator share in one epoch: its context, and the registers of its operations.
 
 Does not depend on cycles, samples or workers.
 """
@@ -7,13 +7,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.base.context import Context
+from coordinator.base.config import CoordinatorConfig
+from coordinator.base.errors import Failure
+from coordinator.base.time import Time
 from coordinator.operations.admission import Admission
-from coordinator.operations.finished_samples import FinishedSamples
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.registry import AdapterRegistry
+from coordinator.operations.samples import FinishedSamples
 from coordinator.operations.sessions import SessionTable
 from coordinator.storage.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """The settings, clock, fatal errors and number of an epoch."""
+
+    config: CoordinatorConfig
+    time: Time
+    failure: Failure
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

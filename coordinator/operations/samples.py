@@ -1,8 +1,9 @@
-"""The finished samples of each client of a sampler, for clients that poll with a cursor. In memory.
+"""The samples of samplers: sequence numbers that the server assigns, and finished samples by client. In memory.
 
-The samples of a client have sequence numbers in a block of its own. A client's list begins with the finished samples in
-the store that were not fetched, so a list may be dropped at any time: its client then gets some samples twice.
-Main invariant: cursors only grow, over all epochs, and a sample that finishes later is behind every earlier cursor.
+A client polls for its finished samples with a cursor; its samples have sequence numbers in a block of its own. A
+client's list begins with the finished samples in the store that were not fetched, so a list may be dropped at any time:
+its client then gets some samples twice. Main invariants: no two samples of a sampler get the same number, in any epoch;
+cursors only grow, over all epochs, and a sample that finishes later is behind every earlier cursor.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 
 from coordinator.base.errors import Code, ServiceError
+from coordinator.storage.store import Store
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 CLIENT_SEQS = 10**9
@@ -26,6 +28,29 @@ REPORTED_MAX = 1000
 """Samples in one response."""
 _POSITION_BITS = 32
 """Low bits of a cursor: the position within an epoch. The epoch is in the bits above."""
+
+
+class SampleNumbers:
+    """The highest number of each sampler's samples; the first one is read from the store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._last: dict[str, int] = {}
+
+    def next(self, sampler_id: str) -> int:
+        """Return a number that no sample of this sampler has had."""
+        if sampler_id not in self._last:
+            self._last[sampler_id] = self._store.operations.last_seq(sampler_id)
+        self._last[sampler_id] += 1
+        return self._last[sampler_id]
+
+    def note(self, sampler_id: str, seq: int) -> None:
+        """Record that a sample has this number."""
+        self._last[sampler_id] = max(seq, self._last.get(sampler_id, 0))
+
+    def forget(self, sampler_id: str) -> None:
+        """Drop the numbering of a sampler whose session has ended."""
+        self._last.pop(sampler_id, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +72,7 @@ class _List:
 
 
 class FinishedSamples:
-    """The lists of all clients that poll."""
+    """The finished samples of all clients that poll."""
 
     def __init__(self, epoch: int) -> None:
         """`epoch`: the coordinator's present epoch."""
