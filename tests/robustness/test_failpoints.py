@@ -54,14 +54,12 @@ class Load:
 
     async def submit(self, pool: ToyPool, adapter: str, step: int) -> None:
         """Two passes, a step, a checkpoint and an unnamed sampler."""
-        first, principal = 5 * step + 1, await pool.principal()
+        first = 5 * step + 1
         for seq in (first, first + 1):
             self.acknowledged.append(await pool.forward_backward(adapter, seq, *LENGTHS))
         self.acknowledged.append(await pool.optim_step(adapter, first + 2))
-        save = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=first + 3, name=f"step{step}")
-        self.acknowledged.append((await pool.service.save_state(principal, save)).operation.name)
-        publish = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=first + 4)
-        self.acknowledged.append((await pool.service.save_weights_for_sampler(principal, publish)).operation.name)
+        self.acknowledged.append(await pool.submit_save(adapter, first + 3, f"step{step}"))
+        self.acknowledged.append(await pool.submit_publish(adapter, first + 4))
 
     async def run(self, pool: ToyPool) -> None:
         """All of it, each step of all adapters at the same time."""

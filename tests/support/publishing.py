@@ -13,7 +13,6 @@ from coordinator.checkpoints.published_weights import Publishing
 from tests.support.faults import held
 from tests.support.toy_engine import ToyEngine
 from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, expected_tokens, sample_request, tokens_of
-from tinkerpool.v1 import checkpoints_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import AdapterSpec, Batch, BatchResult
 
@@ -51,9 +50,7 @@ def refuse_files(pool: ToyPool) -> Callable[[], None]:
 
 async def begin_to_publish(pool: ToyPool, adapter: str, seq: int, *, is_named: bool = False, **values: Any) -> str:
     """Submit a save of the adapter's weights; its operation."""
-    name = f"w{seq}" if is_named else ""
-    request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=seq, name=name, **values)
-    return str((await pool.service.save_weights_for_sampler(await pool.principal(), request)).operation.name)
+    return await pool.submit_publish(adapter, seq, f"w{seq}" if is_named else "", **values)
 
 
 async def sampler_of(pool: ToyPool, saved: ops_pb.Operation) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import shutil
 import sqlite3
+import tarfile
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -151,11 +153,16 @@ class ToyPool:
         response = await self.service.create_session(await self.principal(tenant), request)
         return str(response.session.session_id)
 
-    async def save(self, adapter_id: str, seq: int, name: str, tenant: str = "alice") -> ops_pb.Operation:
+    async def submit_save(self, adapter_id: str, seq: int, name: str, tenant: str = "alice", **values: Any) -> str:
+        """Submit a save of a state; return the operation's name. `values` are more fields of the request."""
+        request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter_id, seq=seq, name=name, **values)
+        return str((await self.service.save_state(await self.principal(tenant), request)).operation.name)
+
+    async def save(
+        self, adapter_id: str, seq: int, name: str, tenant: str = "alice", **values: Any
+    ) -> ops_pb.Operation:
         """Save a state and wait."""
-        request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter_id, seq=seq, name=name)
-        response = await self.service.save_state(await self.principal(tenant), request)
-        return (await self.wait(response.operation.name, tenant=tenant))[0]
+        return (await self.wait(await self.submit_save(adapter_id, seq, name, tenant, **values), tenant=tenant))[0]
 
     async def load_state(self, adapter_id: str, seq: int, path: str, *, with_optimizer: bool = True) -> str:
         """Submit a load of a checkpoint; return the operation's name."""
@@ -180,11 +187,25 @@ class ToyPool:
         request = sessions_pb2.FinishSessionRequest(session_id=session_id.partition(":")[0])
         await self.service.finish_session(await self.principal(), request)
 
-    async def publish(self, adapter_id: str, seq: int, name: str = "", tenant: str = "alice") -> ops_pb.Operation:
+    async def submit_publish(self, adapter_id: str, seq: int, name: str = "", **values: Any) -> str:
+        """Submit a save of weights for a sampler; return the operation's name."""
+        request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter_id, seq=seq, name=name, **values)
+        return str((await self.service.save_weights_for_sampler(await self.principal(), request)).operation.name)
+
+    async def publish(self, adapter_id: str, seq: int, name: str = "") -> ops_pb.Operation:
         """Save weights for a sampler and wait."""
-        request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter_id, seq=seq, name=name)
-        response = await self.service.save_weights_for_sampler(await self.principal(tenant), request)
-        return (await self.wait(response.operation.name, tenant=tenant))[0]
+        return (await self.wait(await self.submit_publish(adapter_id, seq, name)))[0]
+
+    async def delete_checkpoint(self, path: str) -> None:
+        """Delete a checkpoint."""
+        await self.service.delete_checkpoint(await self.principal(), checkpoints_pb2.DeleteCheckpointRequest(path=path))
+
+    async def export(self, path: str) -> dict[str, bytes]:
+        """Export a checkpoint; return its files by name."""
+        request = checkpoints_pb2.ExportCheckpointRequest(path=path)
+        pieces = [piece.data async for piece in self.service.export_checkpoint(await self.principal(), request)]
+        with tarfile.open(fileobj=io.BytesIO(b"".join(pieces))) as archive:
+            return {name: archive.extractfile(name).read() for name in archive.getnames()}  # type: ignore[union-attr]
 
     async def sampler(self, session_id: str, tenant: str = "alice", **values: Any) -> str:
         """A new sampler's id; of the base model if `model_path` is not given."""

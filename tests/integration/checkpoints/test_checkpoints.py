@@ -2,15 +2,9 @@
 
 import asyncio
 import errno
-import io
-import json
-import shutil
-import tarfile
-import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
@@ -18,10 +12,8 @@ from coordinator.storage.disk import RealDisk
 from tests.support.faults import DISK_FULL, failing
 from tests.support.toy_engine import ToyAdapter
 from tests.support.toy_pool import FakeTime, ToyPool, running_pool
-from tinkerpool.convert import to_tensor
-from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sampling_pb2
+from tinkerpool.v1 import adapters_pb2, checkpoints_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.contract.messages import SaveItem
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
 
@@ -42,54 +34,11 @@ async def checkpoints(pool: ToyPool, **values: Any) -> list[checkpoints_pb2.Chec
     return list((await pool.service.list_checkpoints(await pool.principal(), request)).checkpoints)
 
 
-async def delete(pool: ToyPool, path: str) -> None:
-    await pool.service.delete_checkpoint(await pool.principal(), checkpoints_pb2.DeleteCheckpointRequest(path=path))
-
-
-async def export(pool: ToyPool, path: str) -> dict[str, bytes]:
-    request = checkpoints_pb2.ExportCheckpointRequest(path=path)
-    pieces = [piece.data async for piece in pool.service.export_checkpoint(await pool.principal(), request)]
-    with tarfile.open(fileobj=io.BytesIO(b"".join(pieces))) as archive:
-        return {name: archive.extractfile(name).read() for name in archive.getnames()}  # type: ignore[union-attr]
-
-
-async def test_a_loaded_state_is_the_saved_one_with_or_without_its_moments(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        seq = await train(pool, adapter, 1)
-        saved = await pool.save(adapter, seq, "first")
-        before = copy_of(pool, adapter)
-        chain, moments = before.chain, before.moments
-        seq = await train(pool, adapter, seq + 1)
-        assert copy_of(pool, adapter).chain != chain
-        [loaded] = await pool.wait(await pool.load_state(adapter, seq, saved.save_state.path))
-        assert loaded.load_state.path == saved.save_state.path == f"tinker://{adapter}/weights/first"
-        after = copy_of(pool, adapter)
-        assert (after.chain, after.moments, after.progress.num_steps) == (chain, moments, 1)
-        await pool.wait(await pool.load_state(adapter, seq + 1, saved.save_state.path, with_optimizer=False))
-        after = copy_of(pool, adapter)
-        assert (after.chain, after.moments, after.progress.num_steps) == (chain, b"", 0)
-
-
-async def test_loading_discards_the_pending_gradient_also_when_it_is_replayed(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        path = (await pool.save(adapter, await train(pool, adapter, 1), "first")).save_state.path
-        await pool.wait(await pool.forward_backward(adapter, 4, 5), await pool.load_state(adapter, 5, path))
-        assert copy_of(pool, adapter).gradient == b""
-        await pool.wait(await pool.optim_step(adapter, 6))
-        chain = copy_of(pool, adapter).chain
-        await pool.kill_worker()
-        await pool.wait(await pool.forward_backward(adapter, 7, 5))
-        assert copy_of(pool, adapter).chain == chain
-
-
 async def test_a_checkpoint_says_what_it_is(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, other = await pool.adapter(), await pool.adapter()
         await train(pool, adapter, 1)
-        request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=3, name="a", user_metadata={"note": "x"})
-        await pool.wait((await pool.service.save_state(await pool.principal(), request)).operation.name)
+        await pool.save(adapter, 3, "a", user_metadata={"note": "x"})
         await pool.publish(adapter, 4, "b")
         await pool.save(other, 1, "c")
         names = [each.path.rpartition("/")[2] for each in await checkpoints(pool)]
@@ -117,10 +66,7 @@ async def test_a_name_that_exists_fails_the_operation_and_keeps_the_first(tmp_pa
         seq = await train(pool, adapter, 2)
         again = await pool.save(adapter, seq, "same")
         pool.hold()
-        names = []
-        for each in (seq + 1, seq + 2):  # also within one cycle
-            request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=each, name="twice")
-            names.append((await pool.service.save_state(await pool.principal(), request)).operation.name)
+        names = [await pool.submit_save(adapter, each, "twice") for each in (seq + 1, seq + 2)]  # in one cycle
         await pool.release()
         one, two = await pool.wait(*names)
         published = await pool.publish(adapter, seq + 3, "same")
@@ -132,45 +78,27 @@ async def test_a_name_that_exists_fails_the_operation_and_keeps_the_first(tmp_pa
 
 
 async def test_overwriting_replaces_a_checkpoint_and_its_sampler_does_not_sample_the_new_one(tmp_path: Path) -> None:
-    async def save(seq: int) -> ops_pb.Operation:
-        request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=seq, name="same", overwrite=True)
-        response = await pool.service.save_state(await pool.principal(), request)
-        [operation] = await pool.wait(response.operation.name)
-        return operation
-
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
-        path = (await save(1)).save_state.path
-        session_id = adapter.partition(":")[0]
-        request = sampling_pb2.CreateSamplerRequest(session_id=session_id, model_path=path, index=0)
-        sampler = (await pool.service.create_sampler(await pool.principal(), request)).sampler
+        path = (await pool.save(adapter, 1, "same", overwrite=True)).save_state.path
+        sampler = await pool.sampler(await pool.session(), model_path=path)
         seq = await train(pool, adapter, 2)
-        assert (await save(seq)).state == SUCCEEDED
+        assert (await pool.save(adapter, seq, "same", overwrite=True)).state == SUCCEEDED
         [checkpoint] = await checkpoints(pool)
-        sample = sampling_pb2.SampleRequest(
-            sampler_id=sampler.sampler_id,
-            seq=1,
-            prompt=to_tensor(np.ones(2, np.int32)),
-            params=sampling_pb2.SamplingParams(max_tokens=2),
-        )
-        [sampled] = await pool.wait((await pool.service.sample(await pool.principal(), sample)).operation.name)
-        loaded = await pool.wait(await pool.load_state(adapter, seq + 1, path))
+        sampled, loaded = await pool.wait(await pool.sample(sampler, 1), await pool.load_state(adapter, seq + 1, path))
     assert (checkpoint.path, checkpoint.seq) == (path, seq)
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
     assert (sampled.state, sampled.error.reason) == (FAILED, "NOT_FOUND")
-    assert loaded[0].state == SUCCEEDED
+    assert loaded.state == SUCCEEDED
 
 
 async def test_a_checkpoint_goes_when_its_time_to_live_is_over(tmp_path: Path) -> None:
     time = FakeTime()
     async with running_pool(tmp_path, time=time, linger_s=0.0) as pool:
         adapter = await pool.adapter()
-        for seq, ttl_seconds in ((1, 3600), (2, 0)):
-            request = checkpoints_pb2.SaveStateRequest(
-                adapter_id=adapter, seq=seq, name=f"ttl{ttl_seconds}", ttl_seconds=ttl_seconds
-            )
-            await pool.wait((await pool.service.save_state(await pool.principal(), request)).operation.name)
-        kept, going = await checkpoints(pool)
+        await pool.save(adapter, 1, "going", ttl_seconds=3600)
+        await pool.save(adapter, 2, "kept", ttl_seconds=0)
+        going, kept = await checkpoints(pool)
         await time.advance(10)
         assert len(await checkpoints(pool)) == 2
         time.wall_offset += 100 * 86400
@@ -180,18 +108,14 @@ async def test_a_checkpoint_goes_when_its_time_to_live_is_over(tmp_path: Path) -
         store = pool.store
         await time.until(lambda: len(store.checkpoints.folders()) == 1, 100)
         [left] = await checkpoints(pool)
-        refused = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=3, ttl_seconds=5)
         with pytest.raises(ServiceError, match="with a name"):
-            await pool.service.save_weights_for_sampler(await pool.principal(), refused)
-        negative = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=4, name="x", ttl_seconds=-1)
+            await pool.submit_publish(adapter, 3, ttl_seconds=5)
         with pytest.raises(ServiceError, match="or more"):
-            await pool.service.save_state(await pool.principal(), negative)
+            await pool.save(adapter, 4, "negative", ttl_seconds=-1)
         for seq, ttl_seconds in ((5, 100 * 365 * 86_400 + 1), (6, 2**63 - 1)):
-            endless = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=seq, name="y", ttl_seconds=ttl_seconds)
             with pytest.raises(ServiceError, match="100 years"):
-                await pool.service.save_state(await pool.principal(), endless)
-        longest = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=7, name="z", ttl_seconds=100 * 365 * 86_400)
-        await pool.wait((await pool.service.save_state(await pool.principal(), longest)).operation.name)
+                await pool.save(adapter, seq, "endless", ttl_seconds=ttl_seconds)
+        await pool.save(adapter, 7, "longest", ttl_seconds=100 * 365 * 86_400)
         assert len(await checkpoints(pool)) == 2
     assert going.HasField("expire_time")
     assert not kept.HasField("expire_time")
@@ -202,10 +126,10 @@ async def test_a_deleted_checkpoint_is_gone_and_its_name_is_free(tmp_path: Path)
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         path = (await pool.save(adapter, 1, "first")).save_state.path
-        await delete(pool, path)
+        await pool.delete_checkpoint(path)
         assert await checkpoints(pool) == []
         assert list((tmp_path / "checkpoints").iterdir()) == []
-        for call in (delete(pool, path), pool.load_state(adapter, 2, path), export(pool, path)):
+        for call in (pool.delete_checkpoint(path), pool.load_state(adapter, 2, path), pool.export(path)):
             with pytest.raises(ServiceError) as raised:
                 await call
             assert raised.value.code is Code.NOT_FOUND
@@ -232,7 +156,7 @@ async def test_an_adapter_from_a_checkpoint_starts_there_and_does_not_need_it_an
         path = (await pool.save(adapter, 3, "start")).save_state.path
         with_it = await pool.adapter(from_path=path, with_optimizer=True)
         without = await pool.adapter(from_path=path)
-        await delete(pool, path)
+        await pool.delete_checkpoint(path)
         for child, moments, num_steps in ((with_it, before.moments, 1), (without, b"", 0)):
             await pool.wait(await pool.forward_backward(child, 1, 4))
             copy = copy_of(pool, child)
@@ -271,16 +195,6 @@ async def test_two_creations_of_one_index_never_share_a_start(tmp_path: Path) ->
         assert len(snapshots) == int(started_from_path)
 
 
-async def test_an_export_is_a_peft_directory(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter(alpha=4.0, train_mlp=False)
-        await pool.save(adapter, 1, "a")
-        files = await export(pool, f"tinker://{adapter}/weights/a")
-    config = json.loads(files["adapter_config.json"])
-    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (8, 4.0, ["lm_head", "q_proj"])
-    assert set(files) == {"adapter_config.json", "adapter_model.safetensors"}
-
-
 async def test_a_damaged_checkpoint_is_never_loaded_and_hurts_nobody_else(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, neighbour = await pool.adapter(), await pool.adapter("bob")
@@ -298,7 +212,7 @@ async def test_a_damaged_checkpoint_is_never_loaded_and_hurts_nobody_else(tmp_pa
             await pool.sample(sampler, 1),
         )
         with pytest.raises(ServiceError) as exported:
-            await export(pool, path)
+            await pool.export(path)
         with pytest.raises(ServiceError) as created:
             await pool.adapter(from_path=path)
         other = await pool.forward_backward(neighbour, 1, 5, tenant="bob")
@@ -350,7 +264,7 @@ async def test_a_load_is_durable_with_its_state_or_fails_and_changes_nothing(tmp
         assert closed.error.reason == "GRADIENT_WINDOW_CLOSED"
         assert pool.chain(adapter) == chain
         [loaded] = await pool.wait(await pool.load_state(adapter, 6, path))
-        await pool.service.delete_checkpoint(await pool.principal(), checkpoints_pb2.DeleteCheckpointRequest(path=path))
+        await pool.delete_checkpoint(path)
         chain = pool.chain(adapter)
     assert loaded.state == SUCCEEDED
     async with running_pool(tmp_path) as pool:
@@ -369,38 +283,6 @@ async def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path) -> No
     assert str(tmp_path) not in failed.error.message
 
 
-async def test_killed_between_file_and_row_leaves_no_broken_checkpoint_and_the_save_runs_again(tmp_path: Path) -> None:
-    killed, is_acknowledged = tmp_path / "killed", threading.Event()
-    async with running_pool(tmp_path / "data") as pool:
-        adapter = await pool.adapter()
-        await train(pool, adapter, 1)
-        states = pool.core.states
-        write = states.folders.checkpoints.write
-
-        def write_then_die(*args: Any) -> Any:
-            saved = write(*args)
-            is_acknowledged.wait(10)
-            shutil.copytree(tmp_path / "data", killed)  # what a kill at this moment would leave
-            return saved
-
-        states.folders.checkpoints.write = write_then_die  # type: ignore[method-assign,assignment]
-        request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=3, name="first")
-        name = (await pool.service.save_state(await pool.principal(), request)).operation.name
-        is_acknowledged.set()
-        [saved] = await pool.wait(name)
-        chain = copy_of(pool, adapter).chain
-    assert len(list((killed / "checkpoints").iterdir())) == 1
-    async with running_pool(killed) as pool:
-        await pool.take_over()
-        [again] = await pool.wait(f"{adapter}:3")
-        [checkpoint] = await checkpoints(pool)
-        assert again.save_state == saved.save_state
-        assert len(list((killed / "checkpoints").iterdir())) == 1
-        child = await pool.adapter(from_path=checkpoint.path)
-        await pool.wait(await pool.forward_backward(child, 1, 5))
-        assert copy_of(pool, child).chain == chain
-
-
 async def test_orphaned_folders_of_a_crash_are_removed_at_the_next_start(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         await pool.save(await pool.adapter(), 1, "kept")
@@ -413,30 +295,6 @@ async def test_orphaned_folders_of_a_crash_are_removed_at_the_next_start(tmp_pat
         left = [path.name for root in ("checkpoints", "snapshots", "samplers") for path in (tmp_path / root).iterdir()]
     assert "orphan" not in left
     assert ".writing-x" not in left
-
-
-async def test_a_repeated_load_is_known_again_after_its_checkpoint_was_deleted(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        path = (await pool.save(adapter, 1, "first")).save_state.path
-        name = await pool.load_state(adapter, 2, path)
-        [first] = await pool.wait(name)
-        await delete(pool, path)
-        assert await pool.load_state(adapter, 2, path) == name
-        [again] = await pool.wait(name)
-    assert again == first
-
-
-async def test_a_save_leaves_the_gradient_and_the_log_as_they_were(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        await pool.wait(await pool.forward_backward(adapter, 1, 5))
-        gradient = copy_of(pool, adapter).gradient
-        await pool.save(adapter, 2, "middle")
-        assert copy_of(pool, adapter).gradient == gradient != b""
-        assert pool.log_of(adapter).snapshot_seq == 0
-        items = [item for batch in pool.engines["w0"][-1].batches for item in batch.items]
-    assert sum(isinstance(item, SaveItem) for item in items) == 1
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 129, "a b", "é"])

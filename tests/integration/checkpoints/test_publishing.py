@@ -87,23 +87,6 @@ async def test_after_a_crash_weights_without_a_file_are_made_again_with_the_same
 
 
 @named_or_not
-async def test_a_second_crash_while_weights_are_made_again_changes_nothing(tmp_path: Path, is_named: bool) -> None:
-    async with running_pool(tmp_path, is_crash=True) as pool:
-        refuse_files(pool)
-        adapter = await pool.adapter()
-        spec = pool.spec_of(adapter)
-        sampler = await train(pool, adapter, 0, is_named=is_named)
-    for _ in range(2):
-        async with running_pool(tmp_path, is_crash=True) as pool:
-            refuse_files(pool)
-            await pool.take_over()
-            await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 5, *LENGTHS)), 10)
-    async with running_pool(tmp_path) as pool:
-        await pool.take_over()
-        assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
-
-
-@named_or_not
 async def test_no_snapshot_cuts_the_log_before_the_file_is_there_and_then_one_does(
     tmp_path: Path, is_named: bool
 ) -> None:
@@ -122,23 +105,6 @@ async def test_no_snapshot_cuts_the_log_before_the_file_is_there_and_then_one_do
             await pool.written()
         assert not loop._snapshots._num_failures, "the snapshot was not refused"
         assert snapshot_seq(pool, adapter) >= ROUND
-
-
-@named_or_not
-async def test_weights_survive_a_crash_though_everything_is_snapshotted_at_once(tmp_path: Path, is_named: bool) -> None:
-    async with running_pool(tmp_path, is_crash=True, replay_s_max=0.0) as pool:
-        adapter = await pool.adapter()
-        spec = pool.spec_of(adapter)
-        await train(pool, adapter, 0, is_named=is_named)
-        await pool.written()
-        refuse_files(pool)
-        samplers = [await train(pool, adapter, index, is_named=is_named) for index in (1, 2)]
-        for seq in range(13, 19):
-            await pool.wait(await pool.submit(adapter, seq))
-    async with running_pool(tmp_path) as pool:
-        await pool.take_over()
-        found = [await sampled(pool, sampler, 1) for sampler in samplers]
-    assert found == [expected(chain_after(spec, n), s) for n, s in zip((2, 3), samplers, strict=True)]
 
 
 @named_or_not

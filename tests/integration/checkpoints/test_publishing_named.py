@@ -1,11 +1,8 @@
 """A checkpoint for sampling is there before its file: it is read, deleted, kept and replaced as any other."""
 
 import asyncio
-import io
 import json
-import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,18 +39,6 @@ async def checkpoint(pool: ToyPool, path: str) -> checkpoints_pb2.Checkpoint:
     return response.checkpoint
 
 
-async def export(pool: ToyPool, path: str) -> dict[str, bytes]:
-    request = checkpoints_pb2.ExportCheckpointRequest(path=path)
-    pieces = [piece.data async for piece in pool.service.export_checkpoint(await pool.principal(), request)]
-    with tarfile.open(fileobj=io.BytesIO(b"".join(pieces))) as archive:
-        return {name: archive.extractfile(name).read() for name in archive.getnames()}  # type: ignore[union-attr]
-
-
-async def delete(pool: ToyPool, path: str) -> None:
-    request = checkpoints_pb2.DeleteCheckpointRequest(path=path)
-    await asyncio.wait_for(pool.service.delete_checkpoint(await pool.principal(), request), 10)
-
-
 async def adapter_from(pool: ToyPool, path: str) -> str:
     request = adapters_pb2.CreateAdapterRequest(session_id=await pool.session(), from_path=path, request_id=path)
     return str((await pool.service.create_adapter(await pool.principal(), request)).adapter.adapter_id)
@@ -70,7 +55,7 @@ async def test_it_is_listed_read_and_trained_from_before_its_file_is_there_and_h
         with held_files(pool) as may_write:
             await train(pool, adapter, 0, is_named=True)
             before = await checkpoint(pool, path_of(adapter))
-            exporting = asyncio.create_task(export(pool, path_of(adapter)))
+            exporting = asyncio.create_task(pool.export(path_of(adapter)))
             await asyncio.sleep(0.05)
             assert not exporting.done()
             may_write.set()
@@ -105,7 +90,7 @@ async def test_it_outlives_its_session_and_a_crash_without_a_file(tmp_path: Path
         await pool.take_over()
         sampler = await pool.sampler(await pool.session(), model_path=path_of(adapter))
         assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
-        archive = await asyncio.wait_for(export(pool, path_of(adapter)), 10)
+        archive = await asyncio.wait_for(pool.export(path_of(adapter)), 10)
     assert chain_in(archive["adapter_model.safetensors"]) == chain_after(spec, 1)
 
 
@@ -118,7 +103,7 @@ async def test_until_it_is_made_again_after_a_crash_whoever_reads_it_is_told_to_
         async with running_pool(tmp_path) as pool:
             await pool.take_over()
             refusals = []
-            for reader in (export(pool, path_of(adapter)), adapter_from(pool, path_of(adapter))):
+            for reader in (pool.export(path_of(adapter)), adapter_from(pool, path_of(adapter))):
                 with pytest.raises(ServiceError) as raised:
                     await asyncio.wait_for(reader, 10)
                 refusals.append((raised.value.code, raised.value.retry_delay_s is not None))
@@ -139,11 +124,11 @@ async def test_a_full_disk_refuses_who_needs_the_file_and_nobody_else(
         make_room = refuse_files(pool)
         sampler = await train(pool, adapter, 0, is_named=True)
         with pytest.raises(ServiceError) as raised:
-            await asyncio.wait_for(export(pool, path_of(adapter)), 10)
+            await asyncio.wait_for(pool.export(path_of(adapter)), 10)
         assert await sampled(pool, sampler, 1)
         make_room()
         await pool.written()
-        assert await export(pool, path_of(adapter))
+        assert await pool.export(path_of(adapter))
     assert raised.value.retry_delay_s is not None
 
 
@@ -152,7 +137,7 @@ async def test_deleted_before_its_file_is_there_it_leaves_none_and_frees_the_log
         adapter = await pool.adapter()
         with held_files(pool) as may_write:
             sampler = await train(pool, adapter, 0, is_named=True)
-            await delete(pool, path_of(adapter))
+            await pool.delete_checkpoint(path_of(adapter))
             [gone] = await asyncio.wait_for(pool.wait(await pool.sample(sampler, 1)), 10)
             for seq in range(ROUND + 1, 1000):  # a snapshot is begun behind a cycle, if none is being written then
                 await pool.wait(await pool.forward_backward(adapter, seq, 3))
@@ -163,32 +148,6 @@ async def test_deleted_before_its_file_is_there_it_leaves_none_and_frees_the_log
         await pool.written()
         assert list((tmp_path / "checkpoints").iterdir()) == []
     assert gone.error.reason == "NOT_FOUND"
-
-
-async def test_deleted_while_its_row_gets_the_file_it_leaves_none(tmp_path: Path) -> None:
-    """Whichever of the two transactions is first."""
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        store = pool.store
-        commit, delays = store.checkpoints.commit_file, iter((0.0, 0.002, 0.004, 0.0, 0.001))
-        deletions: list[asyncio.Task[None]] = []
-
-        def commit_while_deleting(path: str, *values: Any) -> asyncio.Future[int]:
-            async def delete_soon(delay_s: float) -> None:
-                await asyncio.sleep(delay_s)
-                await delete(pool, path)
-
-            deletions.append(asyncio.create_task(delete_soon(next(delays))))
-            return commit(path, *values)
-
-        store.checkpoints.commit_file = commit_while_deleting  # type: ignore[method-assign,assignment]
-        for index in range(5):
-            await train(pool, adapter, index, is_named=True)
-            await pool.written()
-            await asyncio.gather(*deletions)
-        assert list((tmp_path / "checkpoints").iterdir()) == []
-        assert not publishing_of(pool)._versions
-    assert len(deletions) == 5
 
 
 async def test_a_file_that_no_row_takes_is_removed(tmp_path: Path) -> None:
@@ -208,19 +167,16 @@ async def test_its_path_can_be_another_ones_before_its_file_is_there(tmp_path: P
         spec, path = pool.spec_of(adapter), path_of(adapter)
         with held_files(pool):
             old = await train(pool, adapter, 0, is_named=True)
-            await delete(pool, path)
-            principal = await pool.principal()
+            await pool.delete_checkpoint(path)
             await pool.forward_backward(adapter, 5, 3)
             await pool.optim_step(adapter, 6)
-            request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=7, name=f"w{ROUND}")
-            saving = (await pool.service.save_weights_for_sampler(principal, request)).operation.name
-            [saved] = await asyncio.wait_for(pool.wait(saving), 10)
+            saved = await asyncio.wait_for(pool.publish(adapter, 7, f"w{ROUND}"), 10)
             new = await sampler_of(pool, saved)
             newest = await sampled(pool, new, 1)
         await pool.written()
         [folder] = [each.name for each in (tmp_path / "checkpoints").iterdir()]
         assert folder == folder_of(pool, new)
-        archive = await export(pool, path)
+        archive = await pool.export(path)
         [gone] = await asyncio.wait_for(pool.wait(await pool.sample(old, 1)), 10)
     chain = chain_in(archive["adapter_model.safetensors"])
     assert chain != chain_after(spec, 1)

@@ -1,6 +1,5 @@
 """The client against a real coordinator over real gRPC, with toy engines."""
 
-import asyncio
 import base64
 import multiprocessing
 import pickle
@@ -10,11 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.support.restartable_pool import RestartablePool, restartable_pool
-from tests.support.toy_engine import POISON_TOKEN, ToyEngine, fresh_chain
+from tests.support.toy_engine import POISON_TOKEN, fresh_chain
 from tests.support.waiting import wait_until
 from tinkerpool import (
     AdamParams,
@@ -26,7 +24,6 @@ from tinkerpool import (
     ServiceClient,
     errors,
 )
-from tinkerpool.client.training import batches
 
 ADAM = AdamParams(learning_rate=1e-3)
 PROMPT = ModelInput.from_ints([1, 2, 3])
@@ -61,76 +58,6 @@ def test_a_training_loop_runs_from_end_to_end(service: ServiceClient) -> None:
     assert client.forward([datum(5)], "cross_entropy").result(10).metrics["tokens:sum"] == 1
 
 
-def test_threads_and_pipelining_lose_and_double_nothing(pool: RestartablePool, service: ServiceClient) -> None:
-    client = service.create_lora_training_client(rank=8)
-
-    def work(thread: int) -> None:
-        for step in range(20):
-            client.forward_backward([datum(thread, step)], "cross_entropy")
-            client.optim_step(ADAM)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    client.forward([datum(1)], "cross_entropy").result(60)
-    assert engine_of(pool).adapters[client.model_id].progress.applied_seq == 161
-
-
-def engine_of(pool: RestartablePool) -> ToyEngine:
-    return pool.pool.engines["w0"][-1]
-
-
-def test_chunks_of_one_batch_give_one_result(service: ServiceClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "CHUNK_DATUMS_MAX", 2)
-    client = service.create_lora_training_client(rank=8)
-    output = client.forward_backward([datum(*range(1, i + 2)) for i in range(5)], "cross_entropy").result(10)
-    assert [len(d["logprobs"]) for d in output.loss_fn_outputs] == [1, 2, 3, 4, 5]
-    assert output.metrics["tokens:sum"] == 15
-    assert "clock_cycle:unique_2" in output.metrics
-
-
-def numpy_loss(data: list[Datum], logprobs: list[Any]) -> tuple[float, list[Any], dict[str, float]]:
-    return float(sum(x.sum() for x in logprobs)), [np.ones_like(x) for x in logprobs], {"mine:sum": 1.0}
-
-
-def test_a_custom_loss_is_the_cross_entropy_with_its_weights(service: ServiceClient, pool: RestartablePool) -> None:
-    first, second = (service.create_lora_training_client(rank=8, seed=1) for _ in range(2))
-    tokens = [3, 4, 5]
-    first.forward_backward_custom([Datum(tokens, {"target_tokens": tokens})], numpy_loss, with_gradients=True)
-    first.optim_step(ADAM).result(10)
-    weighted = Datum(tokens, {"target_tokens": tokens, "weights": [-1.0] * 3})
-    second.forward([weighted], "cross_entropy")
-    second.forward_backward([weighted], "cross_entropy")
-    second.optim_step(ADAM).result(10)
-    adapters = engine_of(pool).adapters
-    # The toy's weights are a hash of what was applied; take away what differs anyway, the adapter's own name.
-    assert [adapters[c.model_id].progress.applied_seq for c in (first, second)] == [3, 3]
-    bodies = [
-        [item for batch in engine_of(pool).batches for item in batch.items if item.adapter_id == c.model_id]
-        for c in (first, second)
-    ]
-    weights = [items[1].data[0].loss_inputs["weights"].tolist() for items in bodies]  # type: ignore[attr-defined]
-    assert weights[0] == weights[1] == [-1.0] * 3
-
-
-def test_a_failing_custom_loss_closes_the_window_and_training_goes_on(service: ServiceClient) -> None:
-    client = service.create_lora_training_client(rank=8)
-
-    def broken(data: list[Datum], logprobs: list[Any]) -> Any:
-        raise ZeroDivisionError
-
-    custom = client.forward_backward_custom([datum(1)], broken, with_gradients=True)
-    step = client.optim_step(ADAM)
-    with pytest.raises(ZeroDivisionError):
-        custom.result(10)
-    with pytest.raises(OperationFailed) as closed:
-        step.result(10)
-    assert closed.value.code is errors.Code.FAILED_PRECONDITION
-    assert client.train_step([datum(1)], "cross_entropy", ADAM).result(10).optim_step.metrics["num_datums:sum"] == 1
-
-
 def test_a_failed_operation_fails_alone_and_says_why(service: ServiceClient) -> None:
     client = service.create_lora_training_client(rank=8)
     failed = client.forward_backward([datum(POISON_TOKEN)], "cross_entropy")
@@ -146,17 +73,11 @@ def test_a_failed_operation_fails_alone_and_says_why(service: ServiceClient) -> 
 @pytest.mark.parametrize(
     ("attempt", "error", "message"),
     [
-        (lambda c: c.forward_backward([Datum([1], {"target_tokens": [1]})], "ppo"), ValueError, "advantages|logprobs"),
-        (lambda c: c.forward_backward([Datum([1], {"target_tokens": [1, 2], "weights": [1, 1]})], "cross_entropy"),
-         ValueError, "data"),
         (lambda c: c.forward_backward([datum(99999)], "cross_entropy"), ValueError, "99999"),
-        (lambda c: c.forward_backward([datum(*[1] * 65)], "cross_entropy"), ValueError, "64"),
-        (lambda c: c.forward_backward([datum(1)], "cross_entropy", {"beta": 1.0}), ValueError, "beta"),
-        (lambda c: c.optim_step(AdamParams(beta1=2.0)), ValueError, "beta1"),
         (lambda c: c.load_state(f"tinker://{c.model_id}/weights/none"), LookupError, "none"),
         (lambda c: c.save_state("no/slash"), ValueError, "slash"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_has_a_clear_error_and_consumes_its_sequence_number(
     service: ServiceClient, attempt: Any, error: type[Exception], message: str
 ) -> None:
@@ -166,14 +87,6 @@ def test_bad_input_has_a_clear_error_and_consumes_its_sequence_number(
     client.forward([datum(1)], "cross_entropy").result(10)
 
 
-def test_a_cross_entropy_without_weights_has_weights_of_one(service: ServiceClient) -> None:
-    client = service.create_lora_training_client(rank=8)
-    plain = Datum([5, 6], {"target_tokens": [6, 7]})
-    weighted = Datum([5, 6], {"target_tokens": [6, 7], "weights": [1.0, 1.0]})
-    first, second = (client.forward([datum], "cross_entropy").result(10).metrics for datum in (plain, weighted))
-    assert first["loss:sum"] == second["loss:sum"] != 0
-
-
 def test_another_tenant_finds_nothing(service: ServiceClient, pool: RestartablePool) -> None:
     client = service.create_lora_training_client(rank=8)
     with ServiceClient(pool.url, pool.key("mallory")) as stranger:
@@ -181,20 +94,6 @@ def test_another_tenant_finds_nothing(service: ServiceClient, pool: RestartableP
             stranger.get_training_client(client.model_id)
         with pytest.raises(errors.NotFound):
             stranger.create_rest_client().get_training_run(client.model_id).result(10)
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"rank": 7}, errors.InvalidArgument),
-        ({"base_model": "unheard-of"}, errors.NotFound),
-        ({"rank": 8, "train_mlp": False, "train_attn": False, "train_unembed": False}, errors.InvalidArgument),
-        ({"alpha": -1.0}, errors.InvalidArgument),
-    ],
-)
-def test_an_adapter_that_cannot_be_is_refused(service: ServiceClient, settings: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        service.create_lora_training_client(**settings)
 
 
 def test_a_second_writer_is_told_the_place_that_is_next(service: ServiceClient) -> None:
@@ -265,23 +164,6 @@ def test_sampling_streams_and_repeats_by_seed(service: ServiceClient) -> None:
     assert len([base.sample(PROMPT, 1, params) for _ in range(200)][-1].result(20).sequences) == 1
 
 
-def test_an_inflight_sampler_follows_its_adapter_and_a_snapshot_does_not(service: ServiceClient) -> None:
-    client = service.create_lora_training_client(rank=8)
-    params = SamplingParams(max_tokens=6, seed=5, stop=[])
-
-    def tokens(sampler: SamplingClient) -> list[int]:
-        return sampler.sample(PROMPT, 1, params).result(10).sequences[0].tokens
-
-    client.train_step([datum(1)], "cross_entropy", ADAM)
-    snapshot = client.save_weights_and_get_sampling_client()
-    inflight = client.save_weights_and_get_sampling_client(kind="inflight")
-    before = tokens(snapshot), tokens(inflight)
-    client.train_step([datum(2)], "cross_entropy", ADAM)
-    newer = client.save_weights_and_get_sampling_client(kind="inflight")
-    assert tokens(snapshot) == before[0]
-    assert tokens(inflight) == tokens(newer) != before[1]
-
-
 def test_all_that_can_be_asked_of_a_sample_comes_through_grpc(service: ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model="toy")
     params = SamplingParams(max_tokens=3, seed=5, stop=[])
@@ -305,23 +187,6 @@ def test_all_that_can_be_asked_of_a_sample_comes_through_grpc(service: ServiceCl
     assert sampler.sample(PROMPT, 1, params).result(10).prompt_cache_hit_tokens == 2
     with pytest.raises(errors.InvalidArgument, match=r"give \(2, k\) token ids"):
         sampler.sample(PROMPT, 1, params, target_prompt_logprobs=[[1]]).result(10)
-
-
-@pytest.mark.slow
-def test_two_thousand_samples_are_asked_for_at_once_without_a_thread_each(
-    pool: RestartablePool, service: ServiceClient
-) -> None:
-    sampler = service.create_sampling_client(base_model="toy")
-    params = SamplingParams(max_tokens=2, seed=3)
-    expected = sampler.sample(PROMPT, 1, params).result(10).sequences
-    engine, sampling = pool.pool.engines["w0"][-1], pool.pool.core.samples
-    engine.may_decode = False
-    before = threading.active_count()
-    futures = [sampler.sample(PROMPT, 1, params) for _ in range(2000)]
-    wait_until(lambda: sampling.num_samples == 2000)
-    assert threading.active_count() <= before + 2
-    pool._run(pool.pool.release())
-    assert all(future.result(60).sequences == expected for future in futures)
 
 
 @pytest.mark.slow
@@ -380,21 +245,6 @@ def test_a_restart_of_the_coordinator_is_noticed_only_as_time(tmp_path: Path) ->
             chain = pool.pool.chain(client.model_id)
         assert chain != fresh_chain(pool.pool.engines["w0"][-1].adapters[client.model_id].spec)
         assert pool.pool.engines["w0"][-1].adapters[client.model_id].progress.applied_seq == 50
-
-
-async def test_tenants_train_at_once_from_one_asyncio_loop(pool: RestartablePool) -> None:
-    keys = [pool.key(f"tenant-{i}") for i in range(4)]
-
-    async def train(key: str) -> float:
-        async with ServiceClient(pool.url, key) as service:
-            client = await service.create_lora_training_client_async(rank=8)
-            step: Any = None
-            for i in range(5):
-                await client.forward_backward_async([datum(i + 1)], "cross_entropy")
-                step = await client.optim_step_async(ADAM)
-            return float((await step).metrics["num_datums:sum"])
-
-    assert await asyncio.gather(*(train(key) for key in keys)) == [1.0] * 4
 
 
 def test_the_state_of_the_pool_can_be_watched(service: ServiceClient) -> None:

@@ -1,10 +1,9 @@
-"""The whole way on the shipped model: client, gRPC, coordinator, engine, checkpoints, PEFT; many tenants at once."""
+"""The whole way on the shipped model: client, gRPC, coordinator, engine, checkpoints; many tenants at once."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,89 +98,3 @@ def test_saved_state_comes_back_bit_for_bit(pool: ServedPool) -> None:
         resumed = service.create_training_client_from_state_with_optimizer(saved.path)
         assert logprobs(resumed, data)[0].tobytes() == before.tobytes()
         assert train(resumed, TEXT, 2) == more
-
-
-# PEFT warns that a tied unembedding is adapted alone; that is what `train_unembed` means.
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
-def test_an_export_loads_in_peft_and_gives_the_same_log_probabilities(pool: ServedPool, tmp_path: Path) -> None:
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    with pool.client("alice") as service:
-        client = service.create_lora_training_client(rank=8)
-        train(client, TEXT, 4)
-        path = client.save_weights_for_sampler("exported").result(60).path
-        data = [datum(client.get_tokenizer())]
-        ours = logprobs(client, data)[0]
-        service.create_rest_client().export_checkpoint(path, tmp_path / "adapter").result(60)
-    base = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL)
-    model = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
-    tokens = torch.tensor([data[0].model_input.to_ints()])
-    with torch.no_grad():
-        logits = model(input_ids=tokens).logits[0].log_softmax(-1)
-    targets = torch.tensor(data[0].loss_fn_inputs["target_tokens"].to_numpy().astype(np.int64))
-    theirs = logits.gather(-1, targets[:, None])[:, 0].numpy()
-    np.testing.assert_allclose(ours, theirs, atol=2e-5)
-
-
-def test_samples_have_the_log_probabilities_that_forward_gives_their_tokens(pool: ServedPool) -> None:
-    with pool.client("alice") as service:
-        client = service.create_lora_training_client(rank=8)
-        train(client, TEXT, 4)
-        sampler = client.save_weights_and_get_sampling_client()
-        tokenizer = client.get_tokenizer()
-        prompt = tokenizer.encode("And God said")
-        params = tinkerpool.SamplingParams(max_tokens=12, temperature=0.8, seed=7)
-        response = sampler.sample(tinkerpool.ModelInput.from_ints(prompt), 3, params).result(60)
-        again = sampler.sample(tinkerpool.ModelInput.from_ints(prompt), 3, params).result(60)
-        assert [s.tokens for s in response.sequences] == [s.tokens for s in again.sequences]
-        for sequence in response.sequences:
-            tokens = [*prompt, *sequence.tokens]
-            whole = tinkerpool.Datum(
-                tinkerpool.ModelInput.from_ints(tokens[:-1]),
-                {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
-            )
-            trained = logprobs(client, [whole])[0][len(prompt) - 1 :]
-            assert sequence.logprobs is not None
-            np.testing.assert_allclose(sequence.logprobs, trained, atol=1e-5)
-
-
-def test_what_a_sample_tells_of_its_prompt_is_what_forward_tells(pool: ServedPool) -> None:
-    with pool.client("alice") as service:
-        client = service.create_lora_training_client(rank=8)
-        train(client, TEXT, 4)
-        sampler = client.save_weights_and_get_sampling_client()
-        prompt = client.get_tokenizer().encode("And God said, Let there be light")
-        targets = np.stack([prompt[1:], np.arange(len(prompt) - 1)], axis=1)  # (p - 1, 2)
-        whole = tinkerpool.Datum(prompt[:-1], {"target_tokens": targets, "weights": np.ones(targets.shape)})
-        expected = logprobs(client, [whole])[0]  # (p - 1, 2)
-        asked = targets.copy()
-        asked[::3, 1] = -1
-        answer = sampler.sample(
-            tinkerpool.ModelInput.from_ints(prompt),
-            1,
-            tinkerpool.SamplingParams(max_tokens=8, temperature=0.0, stop=[]),
-            include_prompt_logprobs=True,
-            topk_prompt_logprobs=5,
-            topk_sample_logprobs=3,
-            target_prompt_logprobs=asked,
-            prompt_alt_tokens_k=2,
-        ).result(60)
-    assert answer.prompt_logprobs is not None
-    assert answer.target_prompt_logprobs is not None
-    assert answer.topk_prompt_logprobs is not None
-    assert answer.prompt_alt_tokens is not None
-    found = answer.target_prompt_logprobs.to_numpy()
-    np.testing.assert_allclose(found, np.where(asked < 0, 0.0, expected), atol=1e-5)
-    np.testing.assert_allclose(np.array(answer.prompt_logprobs[1:], np.float32), expected[:, 0], atol=1e-5)
-    [sequence] = answer.sequences
-    assert sequence.topk_logprobs is not None
-    assert [row and row[0][0] for row in sequence.topk_logprobs] == sequence.tokens  # greedy: the likeliest of all
-    assert answer.topk_prompt_logprobs[0] is None
-    for position, row in enumerate(answer.topk_prompt_logprobs[1:], 1):
-        assert row is not None
-        assert [value for _, value in row] == sorted((value for _, value in row), reverse=True)
-        assert answer.prompt_alt_tokens.tokens.tolist()[position - 1] == [row[0][0]] * 2  # greedy as well
-        if prompt[position] in dict(row):
-            assert dict(row)[prompt[position]] == pytest.approx(answer.prompt_logprobs[position], abs=1e-6)

@@ -14,7 +14,7 @@ from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.disk import RealDisk
 from tests.support.faults import failing
-from tests.support.toy_pool import ToyPool, datum, pass_request, running_pool, sample_request
+from tests.support.toy_pool import ToyPool, datum, pass_request, running_pool
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import (
     adapters_pb2,
@@ -79,21 +79,6 @@ async def test_a_bad_pass_is_refused_clearly_and_the_adapter_goes_on(tmp_path: P
     assert expected in recorded.error.message
     assert closed.error.reason == "GRADIENT_WINDOW_CLOSED"
     assert [each.state for each in (*before, *after)] == [SUCCEEDED] * 4
-
-
-async def test_a_bad_pass_without_a_seq_leaves_the_window_open(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
-        await pool.forward_backward(adapter, 1, 3)
-        bad = pass_request(adapter, 0, [3])
-        bad.request_id = "r"
-        bad.ClearField("data")
-        await refusal(pool.service.forward_backward(principal, bad))
-        good = pass_request(adapter, 0, [3])
-        good.request_id = "r"
-        name = (await pool.service.forward_backward(principal, good)).operation.name
-        operations = await pool.wait(name, await pool.optim_step(adapter, 3))
-    assert [(each.seq, each.state) for each in operations] == [(2, SUCCEEDED), (3, SUCCEEDED)]
 
 
 async def test_a_refusal_is_remembered_across_a_restart(tmp_path: Path) -> None:
@@ -190,20 +175,6 @@ async def test_a_sampler_is_created_once_per_index_and_request_id(tmp_path: Path
         by_id = await asyncio.gather(*(pool.sampler(session, request_id="r") for _ in range(3)))
         assert len(set(by_index)) == len(set(by_id)) == 1
         assert (await refusal(pool.sampler(session, index=7, request_id="r"))).reason == "REQUEST_ID_TAKEN"
-
-
-async def test_a_bad_sample_is_refused_and_consumes_nothing(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        sampler = await pool.sampler(await pool.session())
-        for values in ({"prompt": (1000,)}, {"max_tokens": 1000}, {"temperature": -1.0}, {"num_samples": 10_000}):
-            error = await refusal(pool.sample(sampler, 1, **values))
-            assert error.code is Code.INVALID_ARGUMENT
-        assert "seq is 0" in (await refusal(pool.sample(sampler, 0))).message
-        assert (await pool.wait(await pool.sample(sampler, 1)))[0].state == SUCCEEDED
-        stream = pool.service.stream_sample(
-            await pool.principal(), sampling_pb2.StreamSampleRequest(request=sample_request(sampler, 2, max_tokens=-1))
-        )
-        assert (await refusal(anext(stream))).code is Code.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("token", ["x", "-1", "9" * 30, "１０", "1e3"])

@@ -12,24 +12,6 @@ from workers.contract.messages import OptimStepItem, PassItem
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
 
 
-async def test_a_pair_submitted_together_takes_one_cycle(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        names = await asyncio.gather(pool.forward_backward(adapter, 1, 5), pool.optim_step(adapter, 2))
-        first, second = await pool.wait(*names)
-    assert first.state == second.state == SUCCEEDED
-    assert first.cycle_id == second.cycle_id
-
-
-async def test_a_step_that_arrives_while_its_pass_runs_lands_in_the_same_cycle(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, seconds_per_batch=0.05) as pool:
-        adapter = await pool.adapter()
-        first = await pool.forward_backward(adapter, 1, 5)
-        second = await pool.optim_step(adapter, 2)
-        operations = await pool.wait(first, second)
-    assert operations[0].cycle_id == operations[1].cycle_id
-
-
 async def test_a_train_step_is_two_operations_in_one_cycle(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
@@ -40,14 +22,6 @@ async def test_a_train_step_is_two_operations_in_one_cycle(tmp_path: Path) -> No
         operations = await pool.wait(response.forward_backward.name, response.optim_step.name)
     assert [o.seq for o in operations] == [1, 2]
     assert operations[0].cycle_id == operations[1].cycle_id
-
-
-async def test_at_most_one_optimizer_step_per_adapter_and_cycle(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, seconds_per_batch=0.02) as pool:
-        adapter = await pool.adapter()
-        names = await asyncio.gather(*(pool.optim_step(adapter, seq) for seq in (1, 2, 3)))
-        operations = await pool.wait(*names)
-    assert len({o.cycle_id for o in operations}) == 3
 
 
 async def test_a_worker_is_told_whose_passes_wait_for_the_next_cycle(tmp_path: Path) -> None:
@@ -177,25 +151,6 @@ async def test_a_crash_of_the_engine_loses_nothing_of_the_neighbours(tmp_path: P
         done = await pool.wait(await pool.optim_step(neighbour, 2, tenant="bob"), tenant="bob")
     assert done[0].state == SUCCEEDED
     assert len(pool.engines[homes[neighbour]]) == 1
-
-
-async def test_snapshots_bound_the_log_and_the_state_survives_a_restart(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, replay_s_max=0.0) as pool:
-        adapter = await pool.adapter()
-        for seq in range(1, 11, 2):
-            await pool.wait(await pool.forward_backward(adapter, seq, 5), await pool.optim_step(adapter, seq + 1))
-            await pool.written()
-        store = pool.store
-        kept = [row.seq for row, payload in store.operations.since(adapter, 0) if payload is not None]
-        assert kept in ([], [10]), "the last step may have come while a snapshot was written"
-        chain = pool.chain(adapter)
-        assert len(list((tmp_path / "snapshots").iterdir())) == 1
-    async with running_pool(tmp_path) as pool:
-        await pool.take_over()
-        [forward] = await pool.wait(await pool.forward_backward(adapter, 11, 5))
-        assert forward.state == SUCCEEDED
-        assert pool.chain(adapter) == chain
-        assert [item.seq for b in pool.engines["w0"][-1].batches for item in b.items] == [11]
 
 
 async def test_operations_behind_a_lost_seq_fail_after_a_while(tmp_path: Path) -> None:

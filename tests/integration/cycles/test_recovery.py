@@ -1,10 +1,6 @@
 """What a review feared: crashes, lost workers and failing appends at the worst moments. The final hash tells."""
 
 import asyncio
-import math
-import threading
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,54 +17,16 @@ from tests.support.toy_pool import (
     ToyPool,
     datum,
     expected_chain,
-    fail_appends,
     pass_request,
     running_pool,
     sample_request,
 )
 from tests.support.waiting import until
-from tinkerpool.v1 import checkpoints_pb2, training_pb2, types_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.contract.messages import (
-    AdapterState,
-    Batch,
-    BatchResult,
-    OptimStepItem,
-    PassItem,
-    SaveItem,
-)
+from tinkerpool.v1 import training_pb2, types_pb2
+from workers.contract.messages import Batch, BatchResult
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
-
-
-def lose_worker_in(pool: ToyPool, when: Callable[[Batch], bool]) -> None:
-    """Let the engine die instead of answering the first batch for which this holds."""
-    engine = pool.engines["w0"][-1]
-    run = engine.run
-
-    def run_or_die(batch: Batch) -> BatchResult:
-        result = run(batch)
-        if when(batch):
-            raise RuntimeError("the engine dies after it has applied the batch")
-        return result
-
-    engine.run = run_or_die  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("phase", [PassItem, OptimStepItem, SaveItem])
-async def test_a_worker_that_dies_after_applying_and_before_answering_changes_nothing(
-    tmp_path: Path, phase: type
-) -> None:
-    async with running_pool(tmp_path, cycle_tokens_max=16) as pool:
-        adapter = await pool.adapter()
-        await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3, 4)])
-        lose_worker_in(pool, lambda batch: any(isinstance(item, phase) for item in batch.items))
-        names = [await pool.submit(adapter, 5), await pool.submit(adapter, 6)]
-        operations = await asyncio.wait_for(pool.wait(*names), 10)
-        saved = await pool.save(adapter, 7, "after")
-        assert len(pool.engines["w0"]) == 2
-        assert [each.state for each in (*operations, saved)] == [SUCCEEDED] * 3
-        assert pool.chain(adapter) == expected_chain(pool.spec_of(adapter), [((1, 2), 3), ((4, 5), 6)])
 
 
 async def test_failed_windows_and_cancelled_operations_are_skipped_by_a_replay(tmp_path: Path) -> None:
@@ -82,17 +40,10 @@ async def test_failed_windows_and_cancelled_operations_are_skipped_by_a_replay(t
         chain = pool.chain(adapter)
         assert pool.log_of(adapter).copy.window_error is None
         assert len(pool.engines["w0"][-1].batches) < 12, "a failed chunk is no reason to build the copy anew"
-    assert [each.error.reason for each in before] == [
-        "",
-        "",
-        "",
-        "",
-        "NON_FINITE",
-        "GRADIENT_WINDOW_CLOSED",
-        "",
-        "",
-        "",
-    ]
+    assert {each.seq: each.error.reason for each in before if each.state == FAILED} == {
+        5: "NON_FINITE",
+        6: "GRADIENT_WINDOW_CLOSED",
+    }
     assert chain == expected_chain(spec, [((1, 2), 3), ((7, 8), 9)])
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
@@ -100,173 +51,30 @@ async def test_failed_windows_and_cancelled_operations_are_skipped_by_a_replay(t
         assert pool.chain(adapter) == chain
 
 
-async def test_a_step_behind_a_save_in_a_closed_window_is_not_taken(tmp_path: Path) -> None:
-    """The worker would have stepped on a zero gradient, and moments move weights."""
-    async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
-        await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
-        chain = pool.chain(adapter)
-        pool.hold()
-        names = [await pool.forward_backward(adapter, 4, 3, token=POISON_TOKEN)]
-        save = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=5, name="a")
-        names.append((await pool.service.save_state(principal, save)).operation.name)
-        names.append(await pool.optim_step(adapter, 6))
-        await pool.release()
-        failed, saved, step = await pool.wait(*names)
-        assert pool.chain(adapter) == chain
-    assert (failed.state, saved.state, step.error.reason) == (FAILED, SUCCEEDED, "GRADIENT_WINDOW_CLOSED")
-
-
-async def test_a_step_behind_a_load_that_fails_is_not_taken_and_a_clean_stop_keeps_it_so(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        path = (await pool.save(adapter, 1, "a")).save_state.path
-        [weights] = (tmp_path / "checkpoints").glob("*/adapter_model.safetensors")
-        weights.write_bytes(b"damaged")
-        await pool.wait(await pool.forward_backward(adapter, 2, 5))
-        chain = pool.chain(adapter)
-        pool.hold()
-        names = [await pool.load_state(adapter, 3, path), await pool.optim_step(adapter, 4)]
-        await pool.release()
-        loaded, step = await pool.wait(*names)
-        await pool.wait(await pool.load_state(adapter, 5, path))
-        assert pool.chain(adapter) == chain
-    async with running_pool(tmp_path) as pool:
-        await pool.take_over()
-        closed, fine = await pool.wait(await pool.optim_step(adapter, 6), await pool.optim_step(adapter, 7))
-    assert (loaded.error.code, step.error.reason) == (15, "GRADIENT_WINDOW_CLOSED")
-    assert closed.error.reason == "GRADIENT_WINDOW_CLOSED"
-    assert fine.state == SUCCEEDED
-
-
-async def test_a_step_behind_a_load_that_the_worker_refuses_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        path = (await pool.save(adapter, 1, "a")).save_state.path
-        junk = AdapterState(weights=b"junk", optimizer=None, num_steps=0, applied_seq=1, fingerprint="toy")
-        monkeypatch.setattr(pool.folders.checkpoints, "read", lambda *_: junk)
-        chain = pool.chain(adapter)
-        pool.hold()
-        await pool.forward_backward(adapter, 2, 5)
-        names = [await pool.load_state(adapter, 3, path), await pool.optim_step(adapter, 4)]
-        await pool.release()
-        loaded, step = await pool.wait(*names)
-        assert pool.chain(adapter) == chain
-    assert (loaded.error.code, step.error.reason) == (15, "GRADIENT_WINDOW_CLOSED")
-
-
-async def test_an_append_that_fails_while_its_operation_runs_leaves_no_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also no snapshot: it would hold what the client was told that nobody accepted."""
-    async with running_pool(tmp_path, replay_s_max=0.0) as pool:
-        adapter = await pool.adapter()
-        spec, store = pool.spec_of(adapter), pool.store
-        await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
-        await pool.wait(*[await pool.submit(adapter, seq) for seq in (4, 5)])
-        with monkeypatch.context() as patch:
-            fail_appends(patch, store, 6)
-            has_snapshot = snapshot_event(pool)
-            is_busy = store.database.write(lambda db: has_snapshot.wait(10))
-            with pytest.raises(ServiceError, match="nothing was accepted"):
-                await pool.optim_step(adapter, 6, learning_rate=0.5)
-            await is_busy
-        operations = await pool.wait(*[await pool.submit(adapter, seq) for seq in (6, 7, 8, 9)])
-        assert [each.state for each in operations] == [SUCCEEDED] * 4
-        assert pool.chain(adapter) == expected_chain(spec, [((1, 2), 3), ((4, 5), 6), ((7, 8), 9)])
-
-
-def snapshot_event(pool: ToyPool) -> threading.Event:
-    """Set when the cycle that takes a snapshot has had time to hand in its commit."""
-    has_snapshot, engine = threading.Event(), pool.engines["w0"][-1]
-    run = engine.run
-
-    def noting(batch: Batch) -> BatchResult:
-        result = run(batch)
-        if any(isinstance(item, SaveItem) for item in batch.items):
-            threading.Timer(0.05, has_snapshot.set).start()
-        return result
-
-    engine.run = noting  # type: ignore[method-assign]
-    return has_snapshot
-
-
-async def test_a_worker_lost_while_its_snapshot_is_written_does_not_stop_its_adapter(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, replay_s_max=0.0) as pool:
-        adapter = await pool.adapter()
-        states, loop = pool.core.states, asyncio.get_running_loop()
-        write = states.folders.snapshots.write
-
-        def lose_then_write(*args: Any) -> Any:
-            loop.call_soon_threadsafe(pool.lose_worker)
-            return write(*args)
-
-        states.folders.snapshots.write = lose_then_write  # type: ignore[method-assign,assignment]
-        await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
-        states.folders.snapshots.write = write  # type: ignore[method-assign]
-        operations = await asyncio.wait_for(pool.wait(*[await pool.submit(adapter, seq) for seq in (4, 5, 6)]), 10)
-        assert [each.state for each in operations] == [SUCCEEDED] * 3
-        assert pool.chain(adapter) == expected_chain(pool.spec_of(adapter), [((1, 2), 3), ((4, 5), 6)])
-        assert len(pool.engines["w0"]) == 2
-
-
-async def begin_life_that_runs_twice(pool: ToyPool, often: float) -> Counter[str]:
-    """Begin a worker's next life. Each operation's batch reaches it twice the first `often` times; what it says to the
-    second is what comes back. Returns how often each operation has come."""
+async def begin_life_that_runs_twice(pool: ToyPool) -> None:
+    """Begin a worker's next life. Each batch reaches it twice; what it says to the second is what comes back."""
     lives = pool.engines["w0"]
     await pool.kill_worker()
     await until(lambda: len(lives) == 2)
-    seen: Counter[str] = Counter()
-    engine, run = lives[-1], lives[-1].run
+    run = lives[-1].run
 
     def again(batch: Batch) -> BatchResult:
-        first = run(batch)
-        names = {item.op_id for item in batch.items}
-        seen.update(names)
-        repeated = Batch(epoch=batch.epoch, cycle_id=batch.cycle_id, items=batch.items)
-        return run(repeated) if any(seen[name] <= often for name in names) else first
+        run(batch)
+        return run(Batch(epoch=batch.epoch, cycle_id=batch.cycle_id, items=batch.items))
 
-    engine.run = again  # type: ignore[method-assign]
-    return seen
-
-
-async def test_a_replay_goes_on_although_answers_go_astray_at_one_operation_after_another(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, cycle_tokens_max=1) as pool:
-        adapter = await pool.adapter()
-        await pool.wait(*[await pool.submit(adapter, seq) for seq in range(1, 9)])
-        seen = await begin_life_that_runs_twice(pool, 1)
-        [after] = await asyncio.wait_for(pool.wait(await pool.submit(adapter, 9)), 10)
-        assert after.state == SUCCEEDED
-        assert len(seen) == 9
-        assert min(seen.values()) > 1
-        windows = [((1, 2), 3), ((4, 5), 6), ((7, 8), 9)]
-        assert pool.chain(adapter) == expected_chain(pool.spec_of(adapter), windows)
+    lives[-1].run = again  # type: ignore[method-assign]
 
 
 async def test_an_adapter_that_cannot_be_rebuilt_fails_and_hurts_nobody(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, other = await pool.adapter(), await pool.adapter()
         await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
-        await begin_life_that_runs_twice(pool, math.inf)
+        await begin_life_that_runs_twice(pool)
         [lost] = await asyncio.wait_for(pool.wait(await pool.submit(adapter, 4)), 10)
         assert (lost.state, lost.error.reason) == (FAILED, "STATE_LOST")
         del pool.engines["w0"][-1].run  # as it was
         [fine] = await asyncio.wait_for(pool.wait(await pool.submit(other, 1)), 10)
         assert fine.state == SUCCEEDED
-
-
-async def test_a_late_report_about_an_old_life_does_not_end_the_new_one(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter, core = await pool.adapter(), pool.core
-        await pool.wait(await pool.submit(adapter, 1))
-        old = core.fleet.worker("w0").name
-        await pool.kill_worker()
-        await pool.wait(await pool.submit(adapter, 2))
-        pool.lose_worker("w0", old)
-        await pool.wait(await pool.submit(adapter, 3))
-    assert len(pool.engines["w0"]) == 2
 
 
 async def test_a_client_that_goes_away_while_its_operation_is_logged_changes_nothing(tmp_path: Path) -> None:
@@ -370,38 +178,6 @@ async def test_workers_that_a_later_coordinator_has_taken_end_this_one(tmp_path:
         assert not pool.coordinator.health()
 
 
-async def test_a_commit_that_fails_ends_the_coordinator_and_stopping_it_still_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with running_pool(tmp_path, is_crash=True) as pool:
-        adapter = await pool.adapter()
-        store = pool.store
-
-        def broken(_commit: object) -> Any:
-            return store.database.write(lambda db: db.execute("SELECT * FROM nothing"))
-
-        monkeypatch.setattr(store.cycles, "commit", broken)
-        name = await pool.submit(adapter, 1)
-        with pytest.raises(Exception, match="nothing"):
-            await asyncio.wait_for(pool.coordinator.failed(), 5)
-        await asyncio.wait_for(pool.coordinator.stop(), 5)
-    async with running_pool(tmp_path) as pool:
-        await pool.take_over()
-        assert (await pool.wait(name))[0].state == SUCCEEDED
-
-
-async def test_stopping_ends_every_wait_with_where_to_go_on(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        name = await pool.optim_step(adapter, 2)
-        waiting = asyncio.create_task(pool.wait(name))
-        await asyncio.sleep(0)
-        await pool.coordinator.stop()
-        with pytest.raises(ServiceError) as raised:
-            await asyncio.wait_for(waiting, 5)
-    assert (raised.value.code, bool(raised.value.retry_delay_s)) == (Code.UNAVAILABLE, True)
-
-
 async def test_a_request_whose_result_was_dropped_is_known_and_not_run_again(tmp_path: Path) -> None:
     """By its request id, or its place at a sampler; also after a restart."""
     config: dict[str, Any] = {"replay_s_max": 0.0, "fetched_retention_s": 0.0, "sweep_interval_s": 0.01}
@@ -438,11 +214,10 @@ async def test_a_save_whose_worker_dies_and_whose_owner_cancels_while_it_is_writ
     tmp_path: Path,
 ) -> None:
     async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
+        adapter = await pool.adapter()
         await pool.wait(await pool.submit(adapter, 1))
-        request = checkpoints_pb2.SaveStateRequest(adapter_id=adapter, seq=2, name="a")
         with held(pool.folders.checkpoints, "write") as writes:
-            name = (await pool.service.save_state(principal, request)).operation.name
+            name = await pool.submit_save(adapter, 2, "a")
             await writes.until_begun()
             pool.lose_worker()
             await pool.cancel(name)

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.storage.database import DiskFullError
 from coordinator.storage.rows import SamplerRow
-from tests.support.faults import failing, held_task
+from tests.support.faults import held_task
 from tests.support.toy_pool import FakeTime, ToyPool, running_pool
 from tests.support.waiting import until
-from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sessions_pb2
+from tinkerpool.v1 import adapters_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
@@ -88,20 +87,6 @@ async def test_a_silent_session_expires_after_its_time_and_a_heard_one_does_not(
         assert (raised.value.code, raised.value.reason) == (Code.FAILED_PRECONDITION, "SESSION_ENDED")
 
 
-async def test_neither_downtime_nor_a_jump_of_the_wall_clock_ages_a_session(tmp_path: Path) -> None:
-    time = FakeTime()
-    async with running_pool(tmp_path, time=time, session_timeout_s=60.0) as pool:
-        session = await create(pool, "a")
-        time.wall_offset += 86_400
-        await time.advance(30)
-        assert await is_live(pool, session)
-    later = FakeTime(now=5e6)
-    async with running_pool(tmp_path, time=later, session_timeout_s=60.0) as pool:
-        await pool.take_over()
-        await later.advance(30)
-        await heartbeat(pool, session)
-
-
 async def test_a_finished_session_is_over_and_its_training_state_stays(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
@@ -156,30 +141,6 @@ async def test_a_session_created_again_while_it_ends_is_not_revived(tmp_path: Pa
     assert unnamed.error.reason == "SESSION_ENDED"
 
 
-async def test_a_session_whose_end_finds_the_disk_full_goes_on_and_can_be_ended_later(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter, store = await pool.adapter(), pool.store
-        session = adapter.partition(":")[0]
-        with (
-            failing(store.sessions, "end", DiskFullError("no room")),
-            pytest.raises(ServiceError, match="nothing was accepted"),
-        ):
-            await pool.finish_session(session)
-        await heartbeat(pool, session)
-        samplers = [(await pool.publish(adapter, seq)).save_weights_for_sampler.sampler_id for seq in (1, 2)]
-        await pool.finish_session(session)
-        assert not await is_live(pool, session)
-        with pytest.raises(ServiceError, match="has ended"):
-            await heartbeat(pool, session)
-    assert samplers == [f"{session}:sample:{index}" for index in range(2)]
-
-
-async def unnamed(pool: ToyPool, adapter_id: str, seq: int, index: int) -> str:
-    request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter_id, seq=seq, sampler_index=index)
-    response = await pool.service.save_weights_for_sampler(await pool.principal(), request)
-    return str(response.operation.name)
-
-
 async def test_a_sampler_being_made_and_a_save_under_way_never_get_the_same_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,14 +164,16 @@ async def test_a_sampler_being_made_and_a_save_under_way_never_get_the_same_numb
         monkeypatch.setattr(core.states, "write", late_write)
         creating = asyncio.create_task(pool.sampler(adapter.partition(":")[0], index=5))
         await begun.wait()
-        [refused, kept] = await pool.wait(await unnamed(pool, adapter, 1, 5), await pool.optim_step(adapter, 2))
+        [refused, kept] = await pool.wait(
+            await pool.submit_publish(adapter, 1, sampler_index=5), await pool.optim_step(adapter, 2)
+        )
         assert refused.error.reason == "SAMPLER_EXISTS"
         assert kept.state == SUCCEEDED
         assert not may_go.is_set()  # it was refused before anything was written
         may_go.set()
         assert await creating == f"{adapter.partition(':')[0]}:sample:5"
         monkeypatch.undo()
-        [saved] = await pool.wait(await unnamed(pool, adapter, 3, 6))
+        [saved] = await pool.wait(await pool.submit_publish(adapter, 3, sampler_index=6))
         assert saved.save_weights_for_sampler.sampler_id.endswith(":sample:6")
         with pytest.raises(ServiceError, match="created before"):
             await pool.sampler(adapter.partition(":")[0], index=6)
@@ -226,7 +189,8 @@ async def test_a_sampler_that_cannot_be_stored_fails_its_save_alone(
         monkeypatch.setattr(core.sessions, "take_sampler_index", lambda *_: 5)  # as if two saves raced for it
         pool.hold()
         held = await pool.forward_backward(other, 1, 3)
-        names = [await unnamed(pool, adapter, 1, 5), await pool.optim_step(other, 2), await pool.optim_step(adapter, 2)]
+        names = [await pool.submit_publish(adapter, 1, sampler_index=5)]
+        names += [await pool.optim_step(each, 2) for each in (other, adapter)]
         await pool.release()
         refused, *kept = await pool.wait(*names, held)
         assert refused.error.reason == "SAMPLER_EXISTS"

@@ -23,7 +23,6 @@ from tests.support.database import query
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tests.support.waiting import until, wait_until
 from tinkerpool.convert import from_tensor
-from tinkerpool.v1 import checkpoints_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 WAIT_S = 30
@@ -134,10 +133,6 @@ def test_deleted_overwritten_and_foreign_checkpoints_are_never_sampled_from(pool
     def sampled(client: openai.OpenAI) -> str:
         return client.completions.create(model=path, prompt="w1", max_tokens=8, seed=1).choices[0].text
 
-    async def delete() -> None:
-        request = checkpoints_pb2.DeleteCheckpointRequest(path=path)
-        await pool.pool.service.delete_checkpoint(await pool.pool.principal(), request)
-
     async def train() -> None:
         await pool.pool.forward_backward(adapter, 2, 4)
         await pool.pool.optim_step(adapter, 3)
@@ -146,7 +141,7 @@ def test_deleted_overwritten_and_foreign_checkpoints_are_never_sampled_from(pool
         before = sampled(client)
         with pytest.raises(openai.NotFoundError):
             sampled(bob)
-        call(pool, delete())
+        call(pool, pool.pool.delete_checkpoint(path))
         with pytest.raises(openai.NotFoundError, match="no such checkpoint"):
             sampled(client)
         call(pool, train())
@@ -274,16 +269,6 @@ def test_a_full_queue_is_refused_with_a_retry_delay(tmp_path: Path) -> None:
                 call(pool, pool.pool.release())
                 assert running.result(WAIT_S).choices
                 assert waiting.result(WAIT_S).choices
-
-
-def test_a_request_that_can_never_fit_is_refused_at_once(tmp_path: Path) -> None:
-    with pool_of_words(tmp_path / "data", num_cache_blocks=[1]) as pool, client_of(pool) as client:
-        pool.pool.hold()
-        for stream in (False, True):
-            with pytest.raises(openai.BadRequestError, match="max_tokens may be at most 1") as refused:
-                list(client.completions.create(model="toy", prompt="w1", max_tokens=2, stream=stream))
-            assert refused.value.code == "no_memory"
-        assert not rows(pool, "SELECT * FROM operations")
 
 
 def test_a_partly_refused_batch_leaves_no_sample_running(tmp_path: Path) -> None:

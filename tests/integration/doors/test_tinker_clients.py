@@ -98,14 +98,6 @@ def test_each_client_has_its_own_sequence_numbers_and_promises(wired: Wire, samp
         assert finished(wired, sampler_id, client=client)[0] == [("finished", name)]
 
 
-def test_only_the_owner_of_a_sampler_may_join_it_and_list_its_samples(pool: RestartablePool, sampler_id: str) -> None:
-    stranger = Wire(pool.http_url, pool.key("mallory"))
-    assert stranger.post("/join_sampling_session", {"sampling_session_id": sampler_id}).status_code == 404
-    target = {"sampling_session_id": sampler_id}
-    assert stranger.post("/retrieve_futures", {"target": target}).status_code == 404
-    stranger.close()
-
-
 def test_an_ended_session_cannot_be_joined(wired: Wire, sampler_id: str) -> None:
     wired.ok(f"/sessions/{sampler_id.rsplit(':', 2)[0]}/finish", {})
     assert wired.post("/join_sampling_session", {"sampling_session_id": sampler_id}).status_code == 403

@@ -54,22 +54,6 @@ def step(model: str, seq: int, **values: Any) -> dict[str, Any]:
     return {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 1e-3}, "type": "optim_step", **values}
 
 
-def test_operations_run_by_sequence_number_although_the_first_arrives_last(wired: Wire, model: str) -> None:
-    promises = {3: wired.ok("/optim_step", step(model, 3))["request_id"]}
-    promises[2] = wired.binary(pass_of(model, 2, [1], [2])).json()["request_id"]
-    assert wired.post("/retrieve_future", {"request_id": promises[3]}).status_code == 408
-    promises[1] = wired.binary(pass_of(model, 1, [3])).json()["request_id"]
-    assert wired.result(promises[3])["metrics"]["num_datums:sum"] == 3
-
-
-def test_the_same_request_again_is_the_same_promise_and_runs_once(wired: Wire, model: str) -> None:
-    first = [wired.binary(pass_of(model, 1, [1])).json() for _ in range(3)]
-    second = [wired.ok("/optim_step", step(model, 2)) for _ in range(3)]
-    assert len({answer["request_id"] for answer in first}) == len({answer["request_id"] for answer in second}) == 1
-    assert wired.result(second[0]["request_id"]) == wired.result(second[0]["request_id"])
-    assert wired.result(second[0]["request_id"])["metrics"]["num_datums:sum"] == 1
-
-
 def test_a_cross_entropy_without_weights_is_through_every_door_the_request_with_weights_of_one(
     pool: RestartablePool, wired: Wire, model: str
 ) -> None:
@@ -97,13 +81,6 @@ def test_a_cross_entropy_without_weights_is_through_every_door_the_request_with_
         promises.append(stub.ForwardBackward(request, metadata=key).operation.name)
     assert promises == [f"{model}:1"] * 4
     assert wired.result(f"{model}:1")["metrics"]["tokens:sum"] == 3
-
-
-def test_another_request_at_a_used_seq_is_refused_permanently(wired: Wire, model: str) -> None:
-    wired.ok("/optim_step", step(model, 1))
-    response = wired.post("/optim_step", step(model, 1, adam_params={"learning_rate": 1.0}))
-    assert response.status_code == 400  # the SDK would retry a 409 for minutes
-    assert response.json()["reason"] == "SEQ_TAKEN"
 
 
 def test_repeated_creations_of_models_and_sessions_create_one(wired: Wire) -> None:
@@ -202,28 +179,6 @@ def test_a_refused_json_forward_closes_no_gradient_window(wired: Wire, model: st
     wired.ok("/forward", {**given, "model_id": model, "seq_id": 4})
     assert all(wired.result(f"{model}:{seq}")["category"] == "user" for seq in (2, 3, 4))
     assert wired.result(wired.ok("/optim_step", step(model, 5))["request_id"])["metrics"]["num_datums:sum"] == 1
-
-
-@pytest.mark.slow
-@hypothesis.settings(max_examples=40, suppress_health_check=list(hypothesis.HealthCheck))
-@hypothesis.example(shape=[1] * 100, is_sparse=False)
-@hypothesis.example(shape=[0, 1 << 62], is_sparse=False)
-@hypothesis.example(shape=[0, 1 << 62], is_sparse=True)
-@hypothesis.given(
-    shape=st.lists(st.one_of(st.integers(0, 2), st.integers(-(1 << 63), (1 << 63) - 1)), max_size=12),
-    is_sparse=st.booleans(),
-)
-def test_a_pass_with_a_tensor_of_any_shape_consumes_its_seq(wired: Wire, shape: list[int], is_sparse: bool) -> None:
-    model = wired.model(wired.session())
-    request = pass_of(model, 1, [1])
-    weights = request.data[0].loss_fn_inputs["weights"]
-    weights.shape[:] = shape
-    if is_sparse:
-        weights.sparse_csr.crow_indices = bytes(8)
-    promise = wired.binary(request).json()["request_id"]
-    assert promise == f"{model}:1"
-    assert wired.result(promise)
-    assert wired.result(wired.ok("/optim_step", step(model, 2))["request_id"])
 
 
 def test_a_refusals_quotes_of_the_request_are_shortened_before_they_are_stored(
@@ -353,15 +308,6 @@ def test_a_call_without_data_has_a_small_limit(wired: Wire, path: str) -> None:
     assert wired.post(path, {"user_metadata": {"a": "b" * SMALL_BYTES_MAX}}).status_code == 413
 
 
-def test_a_call_without_a_key_is_refused_before_its_body_is_read(pool: RestartablePool) -> None:
-    for key in ("", "tml-nonsense"):
-        wired = Wire(pool.http_url, "")
-        response = wired.request("POST", "/create_session", headers={"x-api-key": key}, json={})
-        assert response.status_code == 401
-        assert response.json()["detail"]
-        wired.close()
-
-
 def test_health_and_client_settings_are_served(wired: Wire) -> None:
     assert wired.get("/healthz").json() == {"status": "ok"}
     config = wired.ok("/client/config", {"sdk_version": "0.38.0"})
@@ -432,13 +378,6 @@ def test_two_hundred_futures_are_held_without_a_thread_each(tmp_path: Path) -> N
         wired.close()
 
 
-def test_polls_leave_no_waiter_behind(pool: RestartablePool, wired: Wire, model: str) -> None:
-    promise = wired.ok("/optim_step", step(model, 2))["request_id"]
-    for _ in range(3):
-        wired.post("/retrieve_future", {"request_id": promise})
-    assert promise not in pool.pool.core.in_flight._waiters
-
-
 def targets_of(shape: list[int], **values: Any) -> dict[str, Any]:
     """Return targets of a sample, by default sparse ones without an entry."""
     rows = {"data": [], "sparse_crow_indices": [0] * (shape[0] + 1 if 0 <= shape[0] < 9 else 1)}
@@ -485,11 +424,6 @@ def test_clients_that_read_json_get_top_tokens_of_a_prompt(wired: Wire) -> None:
     promise = wired.ok("/asample", sample_body(session, topk_prompt_logprobs=2))
     answered = wired.result(promise["request_id"])
     assert answered["topk_prompt_logprobs"] == [None, [[2, -2.0], [3, -3.0]], [[3, -2.0], [4, -3.0]]]
-
-
-def test_the_tokenizer_is_at_the_announced_path(wired: Wire, model: str) -> None:
-    directory = wired.ok("/get_info", {"model_id": model})["model_data"]["tokenizer_id"]
-    assert [path.name for path in Path(directory).iterdir()] == ["tokenizer.json"]
 
 
 JSON = st.recursive(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
@@ -14,29 +13,22 @@ from coordinator.fleet.fleet import VERSIONS_MAX
 from coordinator.storage.cycles import CycleCommit
 from coordinator.storage.database import DiskFullError
 from tests.support.faults import held
-from tests.support.toy_pool import FakeTime, ToyPool, fail_appends, running_pool, sample_request
+from tests.support.toy_pool import FakeTime, ToyPool, fail_appends, running_pool, sample_request, tokens_of
 from tests.support.waiting import until
-from tinkerpool.convert import from_tensor, to_tensor
-from tinkerpool.v1 import checkpoints_pb2, sampling_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import sampling_pb2
 from workers.contract.messages import SampleRequest
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
 QUEUED, RUNNING = ops_pb.OPERATION_STATE_QUEUED, ops_pb.OPERATION_STATE_RUNNING
 
 
-def tokens_of(operation: ops_pb.Operation) -> list[list[int]]:
-    assert operation.state == SUCCEEDED, operation
-    return [from_tensor(sequence.tokens).tolist() for sequence in operation.sample.sequences]
-
-
-async def trained(pool: ToyPool, tenant: str = "alice") -> tuple[str, str]:
-    """An adapter after one step, and an unnamed sampler of it."""
-    adapter = await pool.adapter(tenant)
-    await pool.forward_backward(adapter, 1, 5, tenant=tenant)
-    await pool.optim_step(adapter, 2, tenant=tenant)
-    published = await pool.publish(adapter, 3, tenant=tenant)
-    return adapter, published.save_weights_for_sampler.sampler_id
+async def trained_sampler(pool: ToyPool) -> str:
+    """An unnamed sampler of an adapter after one step."""
+    adapter = await pool.adapter()
+    await pool.forward_backward(adapter, 1, 5)
+    await pool.optim_step(adapter, 2)
+    return (await pool.publish(adapter, 3)).save_weights_for_sampler.sampler_id
 
 
 async def stream(pool: ToyPool, request: sampling_pb2.SampleRequest) -> tuple[dict[int, list[int]], ops_pb.Operation]:
@@ -48,23 +40,6 @@ async def stream(pool: ToyPool, request: sampling_pb2.SampleRequest) -> tuple[di
             return tokens, event.operation
         tokens.setdefault(event.token.sequence_index, []).append(event.token.token)
     raise AssertionError("the stream has no end")
-
-
-async def test_the_same_seed_gives_the_same_tokens_alone_among_others_and_after_a_restart(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, num_workers=2) as pool:
-        _, sampler = await trained(pool)
-        [alone] = await pool.wait(await pool.sample(sampler, 1, seed=7, num_samples=3))
-        names = await asyncio.gather(*(pool.sample(sampler, seq, seed=seq % 3 + 7) for seq in range(2, 30)))
-        same = await pool.sample(sampler, 100, seed=7, num_samples=3)
-        [among, *_] = await pool.wait(same, *names)
-    async with running_pool(tmp_path) as pool:
-        await pool.take_over()
-        [after, other] = await pool.wait(
-            await pool.sample(sampler, 200, seed=7, num_samples=3), await pool.sample(sampler, 201, seed=8)
-        )
-    assert tokens_of(alone) == tokens_of(among) == tokens_of(after)
-    assert len({tuple(sequence) for sequence in tokens_of(alone)}) == 3
-    assert tokens_of(other)[0] != tokens_of(alone)[0]
 
 
 async def test_a_missing_seed_is_drawn_logged_and_used_again_after_a_crash(tmp_path: Path) -> None:
@@ -96,53 +71,6 @@ async def test_a_repeated_request_without_a_seed_is_the_same_request(tmp_path: P
     assert first == again == later.name
     assert later.state == SUCCEEDED
     assert raised.value.code is Code.ALREADY_EXISTS
-
-
-async def test_a_sequence_ends_with_its_stop_token(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        sampler = await pool.sampler(await pool.session())
-        [free] = await pool.wait(await pool.sample(sampler, 1, seed=1, max_tokens=20))
-        third = tokens_of(free)[0][2]
-        stop = sampling_pb2.StopCondition(tokens=[third])
-        [stopped] = await pool.wait(await pool.sample(sampler, 2, seed=1, max_tokens=20, stop=stop))
-    assert tokens_of(stopped)[0] == tokens_of(free)[0][: tokens_of(free)[0].index(third) + 1]
-    reasons = [each.sample.sequences[0].stop_reason for each in (free, stopped)]
-    assert reasons == [ops_pb.STOP_REASON_LENGTH, ops_pb.STOP_REASON_STOP]
-
-
-async def test_prompt_logprobs_come_when_asked_for(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        sampler, principal = await pool.sampler(await pool.session()), await pool.principal()
-        request = sample_request(sampler, 1)
-        request.include_prompt_logprobs = True
-        asked = (await pool.service.sample(principal, request)).operation.name
-        with_them, without = await pool.wait(asked, await pool.sample(sampler, 2))
-    logprobs = from_tensor(with_them.sample.prompt_logprobs)
-    assert logprobs.shape == (3,)
-    assert np.isnan(logprobs[0])
-    assert not without.sample.HasField("prompt_logprobs")
-
-
-async def test_all_that_can_be_asked_of_a_prompt_and_of_samples_comes_back_in_its_shape(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        sampler, principal = await pool.sampler(await pool.session()), await pool.principal()
-        request = sample_request(sampler, 1, prompt=(1, 2, 3, 4), num_samples=2, max_tokens=5)
-        request.topk_prompt_logprobs, request.topk_sample_logprobs, request.prompt_alt_tokens_k = 3, 2, 4
-        request.prompt_logprobs_last_n = 2
-        request.prompt_targets.CopyFrom(to_tensor(np.array([[0, -1], [-1, -1], [20, 30]], np.int32)))
-        name = (await pool.service.sample(principal, request)).operation.name
-        first, again = await pool.wait(name, await pool.sample(sampler, 2, prompt=(1, 2, 3, 4)))
-    result = first.sample
-    assert [from_tensor(sequence.topk.token_ids).shape for sequence in result.sequences] == [(5, 2)] * 2
-    assert from_tensor(result.topk_prompt.token_ids).tolist() == [[0] * 3, [0] * 3, [3, 4, 5], [4, 5, 6]]
-    likeliest = np.array([[np.nan] * 3, [np.nan] * 3, [-2, -3, -4], [-2, -3, -4]], np.float32)
-    assert np.array_equal(from_tensor(result.topk_prompt.logprobs), likeliest, equal_nan=True)
-    targets = np.array([[0, np.nan], [np.nan, np.nan], [-2, -3]], np.float32)
-    assert np.array_equal(from_tensor(result.prompt_target_logprobs), targets, equal_nan=True)
-    assert from_tensor(result.prompt_alt_tokens.token_ids).shape == (3, 4)
-    assert not result.HasField("prompt_logprobs")
-    assert (result.num_cached_prompt_tokens, again.sample.num_cached_prompt_tokens) == (0, 3)
-    assert first.num_tokens == 4 + 2 * 5
 
 
 async def test_a_stream_has_every_token_once_and_ends_with_the_operation(tmp_path: Path) -> None:
@@ -181,7 +109,7 @@ async def test_what_a_lost_worker_had_streamed_is_not_streamed_again(tmp_path: P
 
 async def test_a_lost_workers_samples_run_again_elsewhere_and_give_the_same_tokens(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
-        _, sampler = await trained(pool)
+        sampler = await trained_sampler(pool)
         expected = await pool.wait(*[await pool.sample(sampler, seq, seed=seq) for seq in range(1, 5)])
         pool.hold()
         names = [await pool.sample(sampler, 10 + seq, seed=seq) for seq in range(1, 5)]
@@ -198,7 +126,8 @@ async def test_a_cancelled_sample_ends_whether_it_waits_or_decodes(tmp_path: Pat
         pool.hold()
         names = [await pool.sample(sampler, 1), await pool.sample(sampler, 2)]
         victim, other = names if is_running else reversed(names)
-        states = [(await pool.service.get_operation(principal, get(name))).operation.state for name in names]
+        requests = [ops_pb.GetOperationRequest(name=name) for name in names]
+        states = [(await pool.service.get_operation(principal, each)).operation.state for each in requests]
         assert states == [RUNNING, QUEUED]
         for _ in range(2):
             await pool.cancel(victim)
@@ -211,42 +140,13 @@ async def test_a_cancelled_sample_ends_whether_it_waits_or_decodes(tmp_path: Pat
     assert finished.state == SUCCEEDED
 
 
-def get(name: str) -> ops_pb.GetOperationRequest:
-    return ops_pb.GetOperationRequest(name=name)
-
-
-async def test_named_and_unnamed_samplers_of_one_moment_sample_alike_and_later_training_changes_neither(
-    tmp_path: Path,
-) -> None:
+async def test_a_sampler_says_which_checkpoint_it_samples_from(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
-        adapter, unnamed = await trained(pool)
-        named = await pool.publish(adapter, 4, "best")
-        path = named.save_weights_for_sampler.path
-        assert path == f"tinker://{adapter}/sampler_weights/best"
-        session = unnamed.partition(":")[0]
-        by_path = await pool.sampler(session, model_path=path)
-        await pool.forward_backward(adapter, 5, 6)
-        await pool.optim_step(adapter, 6)
-        later = (await pool.publish(adapter, 7)).save_weights_for_sampler.sampler_id
-        base = await pool.sampler(session)
-        names = [await pool.sample(sampler, 1, seed=5) for sampler in (unnamed, by_path, later, base)]
-        first, second, third, bare = [tokens_of(each) for each in await pool.wait(*names)]
-        sampler = (await pool.service.get_sampler(await pool.principal(), get_sampler(by_path))).sampler
-    assert first == second
-    assert len({str(each) for each in (first, third, bare)}) == 3
-    assert sampler.model_path == path
-
-
-def get_sampler(sampler_id: str) -> sampling_pb2.GetSamplerRequest:
-    return sampling_pb2.GetSamplerRequest(sampler_id=sampler_id)
-
-
-async def test_a_fresh_publish_is_sampled_without_reading_its_file(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        _, sampler = await trained(pool)
-        pool.folders.samplers.read = None  # type: ignore[method-assign,assignment]  # or it would fail
-        [operation] = await pool.wait(await pool.sample(sampler, 1))
-    assert operation.state == SUCCEEDED
+        path = (await pool.save(await pool.adapter(), 1, "first")).save_state.path
+        sampler_id = await pool.sampler(await pool.session(), model_path=path)
+        request = sampling_pb2.GetSamplerRequest(sampler_id=sampler_id)
+        sampler = (await pool.service.get_sampler(await pool.principal(), request)).sampler
+    assert (sampler.model_path, sampler.base_model) == (path, "toy")
 
 
 @pytest.mark.parametrize("is_remembered", [False, True])
@@ -261,7 +161,7 @@ async def test_a_sampler_of_a_deleted_checkpoint_says_so_and_holds_nobody_up(
         if is_remembered:
             [before] = await pool.wait(await pool.sample(sampler, 9))
             assert before.state == SUCCEEDED
-        await pool.service.delete_checkpoint(await pool.principal(), checkpoints_pb2.DeleteCheckpointRequest(path=path))
+        await pool.delete_checkpoint(path)
         names = [await pool.sample(sampler, 1, num_samples=5), await pool.sample(base, 1, num_samples=2)]
         gone, fine = await asyncio.wait_for(pool.wait(*names), 5)
     assert (gone.state, gone.error.code) == (FAILED, 5)
@@ -307,15 +207,6 @@ async def test_a_sample_whose_worker_is_lost_before_it_got_it_is_started_once_on
     assert start_sample.call_count == 1
 
 
-async def test_weights_that_a_worker_has_dropped_are_sent_again(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        _, sampler = await trained(pool)
-        [first] = await pool.wait(await pool.sample(sampler, 1, seed=2))
-        pool.engines["w0"][-1].versions.clear()
-        [again] = await pool.wait(await pool.sample(sampler, 2, seed=2))
-    assert tokens_of(first) == tokens_of(again)
-
-
 async def test_workers_are_asked_to_remember_a_bounded_number_of_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,19 +226,6 @@ async def test_workers_are_asked_to_remember_a_bounded_number_of_versions(
         assert all(each.state == SUCCEEDED for each in await pool.wait(*names))
         await pool.wait(await pool.forward_backward(adapter, 12, 3))
         assert set(engine.versions) == pool.versions_on()
-
-
-async def test_the_versions_that_were_used_longest_ago_are_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("coordinator.fleet.fleet.VERSIONS_MAX", 3)
-    async with running_pool(tmp_path) as pool:
-        adapter = await pool.adapter()
-        saves = [await pool.publish(adapter, seq) for seq in (1, 2, 3)]
-        await pool.wait(await pool.sample(saves[0].save_weights_for_sampler.sampler_id, 1))
-        saves.append(await pool.publish(adapter, 4))
-        known = pool.versions_on()
-    assert known == {saves[number].name for number in (0, 2, 3)}
 
 
 async def test_a_worker_that_only_samples_forgets_versions_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,9 +304,8 @@ async def test_a_hog_with_a_hundred_long_requests_lets_a_newcomer_wait_for_one_o
         await pool.release()
         await pool.wait(*names, tenant="hog")
         await pool.wait(name, tenant="small")
-    assert [request.op_id for request in started].index(
-        name
-    ) == 4  # the four that ran already came before it, and no other
+    place = [request.op_id for request in started].index(name)
+    assert place == 4, "the four that ran already came before it, and no other"
 
 
 async def test_a_request_of_very_many_samples_leaves_others_room_on_its_worker(tmp_path: Path) -> None:
@@ -493,20 +370,6 @@ async def test_batches_say_how_much_of_the_time_sampling_gets_beside_them(tmp_pa
         await pool.release()
 
 
-async def test_tenants_take_turns_at_a_full_worker(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, samples_per_worker_max=1) as pool:
-        mine = await pool.sampler(await pool.session())
-        theirs = await pool.sampler(await pool.session("bob"), tenant="bob")
-        started = note_starts(pool)
-        pool.hold()
-        names = [await pool.sample(mine, seq) for seq in range(1, 20)]
-        other = await pool.sample(theirs, 1, tenant="bob")
-        await pool.release()
-        await pool.wait(*names)
-        await pool.wait(other, tenant="bob")
-    assert [request.op_id for request in started].index(other) <= 2
-
-
 async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -515,11 +378,10 @@ async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(
         "coordinator.checkpoints.published_weights.HELD_BYTES_MAX", 0
     )  # so that the commit waits for the file
     async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
+        adapter = await pool.adapter()
         session = adapter.partition(":")[0]
-        request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=1)
         with held(pool.folders.samplers, "write") as writes:
-            name = (await pool.service.save_weights_for_sampler(principal, request)).operation.name
+            name = await pool.submit_publish(adapter, 1)
             await writes.until_begun()
             with pytest.raises(ServiceError) as raised:
                 await pool.sampler(session, index=0)
@@ -529,27 +391,10 @@ async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(
     assert saved.save_weights_for_sampler.sampler_id == f"{session}:sample:0"
 
 
-async def test_unnamed_saves_of_an_ended_session_fail_and_stop_nothing(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
-        await pool.finish_session(adapter)
-        pool.hold()
-        names = []
-        for seq in (1, 2):
-            request = checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=adapter, seq=seq)
-            names.append((await pool.service.save_weights_for_sampler(principal, request)).operation.name)
-        await pool.release()
-        operations = await pool.wait(*names)
-        named = await pool.publish(adapter, 3, "kept")
-        assert pool.coordinator.health()
-    assert [each.error.reason for each in operations] == ["SESSION_ENDED"] * 2
-    assert named.state == SUCCEEDED
-
-
 async def test_a_session_that_ends_takes_its_samplers_and_their_files_with_it(tmp_path: Path) -> None:
     time = FakeTime()
     async with running_pool(tmp_path, time=time, session_timeout_s=60.0) as pool:
-        _, sampler = await trained(pool)
+        sampler = await trained_sampler(pool)
         await pool.written()
         pool.hold()
         name = await pool.sample(sampler, 1)
