@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from coordinator.operations.operation import Operation
+from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.samples import FinishedSamples
 from coordinator.payloads.passes import DecodedPass
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -24,7 +24,7 @@ class InFlightTable:
     """The operations in flight and their waits."""
 
     def __init__(self, finished_samples: FinishedSamples | None = None) -> None:
-        """`finished_samples` gets every committed outcome."""
+        """`finished_samples` gets the outcomes of committed samples."""
         self._finished_samples = finished_samples
         self._operations: dict[str, Operation] = {}
         self._waiters: dict[str, list[asyncio.Queue[ops_pb.Operation | None]]] = {}
@@ -98,7 +98,7 @@ class InFlightTable:
         assert operation.outcome is not None
         for queue in self._waiters.pop(operation.name, ()):
             queue.put_nowait(operation.outcome)
-        if self._finished_samples is not None:
+        if self._finished_samples is not None and operation.kind is Kind.SAMPLE:
             self._finished_samples.note(operation.outcome)
 
     async def wait(

@@ -5,12 +5,10 @@ from __future__ import annotations
 from coordinator.checkpoints.states import States
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.epoch import Context, Registers
-from coordinator.sampling.commits import SampleCommits
-from coordinator.sampling.placement import Placement
-from coordinator.sampling.queues import SampleQueues
+from coordinator.sampling.fair_queue import SampleQueues
+from coordinator.sampling.placement import Placement, SamplerVersions
+from coordinator.sampling.sample import SampleCommits, TokenStreams
 from coordinator.sampling.scheduler import SampleScheduler
-from coordinator.sampling.streams import TokenStreams
-from coordinator.sampling.weights_to_worker import SamplerVersions
 from coordinator.scheduling.schedule import Scheduling
 from coordinator.storage.store import Store
 from workers.contract.protocols import Pool

@@ -1,4 +1,4 @@
-"""The fair queue of one base model's samples: which request is next, by virtual counters of tenants.
+"""The fair queues of samples: which request of a base model is next, by virtual counters of tenants.
 
 The next request is that of the tenant with the lowest counter, whatever the size of its requests. The tokens of a
 request are known only at its end. While it runs, it counts with the most tokens that it may draw; afterwards, with the
@@ -10,8 +10,9 @@ These counters are separate from those of training. A tenant that only samples a
 worker's time, which `Batch.decode_share` divides, and not for the same queue. With one counter for both, a tenant that
 trained much while the pool was idle would be last in sampling. The counters start at zero in every epoch.
 
-Depends on names, tenants and numbers of tokens; not on workers or on the content of a request. Main invariant: the cost
-of a choice does not grow with the number of queued requests.
+`FairQueue` depends on names, tenants and numbers of tokens; `SampleQueues` has one for each base model, and the
+quarantines. Does not depend on workers. Main invariants: the cost of a choice does not grow with the number of queued
+requests; a sample is queued or running until it is decided.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from coordinator.sampling.sample import Sample
+from coordinator.scheduling.quarantine import Quarantine
+from coordinator.scheduling.schedule import Scheduling
 from coordinator.scheduling.virtual_counters import Share, lowest_counter
 
 RANKS_KEPT_MIN = 64
@@ -38,7 +42,7 @@ class _Entry:
 
 
 class FairQueue:
-    """The queued and running requests, and every tenant's counter."""
+    """The queued and running requests of one base model, and every tenant's counter."""
 
     def __init__(self, shares: Mapping[str, Share]) -> None:
         """`shares` gives the weights; a tenant without one has weight 1."""
@@ -135,3 +139,45 @@ class FairQueue:
         del self._queued[tenant_id][name]
         if not self._queued[tenant_id]:
             del self._queued[tenant_id]
+
+
+class SampleQueues:
+    """The samples of all base models in fair order, filtered by the quarantine."""
+
+    def __init__(self, scheduling: Scheduling) -> None:
+        self._quarantines = dict(scheduling.quarantines)
+        self._queues = {base_model: FairQueue(scheduling.fair.shares) for base_model in self._quarantines}
+
+    def base_models(self) -> list[str]:
+        """Return the base models that have a queue."""
+        return list(self._queues)
+
+    def add(self, sample: Sample) -> None:
+        """Queue a new sample."""
+        self._of(sample.base_model).add(sample.name, sample.operation.tenant_id, sample.decoded.num_tokens_max)
+
+    def peek(self, base_model: str) -> str | None:
+        """Return the name of the base model's next sample that may run."""
+        return self._of(base_model).peek(self._quarantines[base_model].may_run)
+
+    def start(self, sample: Sample) -> None:
+        """Move a queued sample to the running ones."""
+        self._of(sample.base_model).start(sample.name)
+
+    def requeue(self, sample: Sample) -> None:
+        """Queue a running sample again."""
+        self._of(sample.base_model).requeue(sample.name)
+
+    def finish(self, sample: Sample, num_tokens: int) -> None:
+        """Remove a decided sample; the engine computed `num_tokens` for it."""
+        self._of(sample.base_model).finish(sample.name, num_tokens)
+
+    def release(self, sample: Sample) -> None:
+        """End the quarantine of a sample that was committed: it survived, or was the poison."""
+        self._quarantines[sample.base_model].release(sample.name)
+
+    def _of(self, base_model: str) -> FairQueue:
+        """Return the queue of a base model; a model that is not served now gets one in which samples wait."""
+        if base_model not in self._queues:
+            self._queues[base_model], self._quarantines[base_model] = FairQueue({}), Quarantine()
+        return self._queues[base_model]

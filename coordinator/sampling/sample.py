@@ -1,20 +1,30 @@
-"""A sample request that is not finished: its operation, its sampler, its worker, and its streamed tokens. In memory.
+"""A sample request that is not finished: its operation, its sampler, its worker, its tokens; their streams; its commit.
 
-Does not depend on queues or placement. Main invariant: a token is streamed at most once, also if it is drawn again.
+A sample is in memory only, and its tokens are not kept: listeners get them as they are drawn, and at the end the
+finished operation. Does not depend on queues, placement or workers. Main invariants: a token is streamed at most once,
+also if it is drawn again; the operation is a stream's last event; an outcome is visible only after it is durable.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
 from coordinator.fleet.fleet import Flight, Incarnation
+from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Operation, Usage
-from coordinator.operations.outcomes import fill_sample, item_error
+from coordinator.operations.outcomes import decided_row, fill_sample, item_error
 from coordinator.payloads.samples import DecodedSample
+from coordinator.storage.cycles import CycleCommit
 from coordinator.storage.rows import SamplerRow
+from coordinator.storage.store import Store
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from tinkerpool.v1 import sampling_pb2
 from workers.contract.messages import SampleResult, TokenEvent
+
+Event = sampling_pb2.SampledToken | ops_pb.Operation
+"""An event for a listener; None in its queue: the coordinator stops."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,3 +100,70 @@ class Sample:
             return False
         self._num_streamed[index] += 1
         return True
+
+
+class TokenStreams:
+    """The listeners of all samples."""
+
+    def __init__(self) -> None:
+        self._listeners: dict[str, list[asyncio.Queue[Event | None]]] = {}
+        self._is_closed = False
+
+    def listen(self, name: str) -> asyncio.Queue[Event | None]:
+        """Return a queue of the sample's events from now on. Call before the sample is submitted."""
+        queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        if self._is_closed:
+            queue.put_nowait(None)
+        self._listeners.setdefault(name, []).append(queue)
+        return queue
+
+    def unlisten(self, name: str, queue: asyncio.Queue[Event | None]) -> None:
+        """Remove a listener."""
+        queues = self._listeners.get(name, [])
+        if queue in queues:
+            queues.remove(queue)
+        if not queues:
+            self._listeners.pop(name, None)
+
+    def has_listener(self, name: str) -> bool:
+        """Return whether the sample has a listener."""
+        return name in self._listeners
+
+    def send_token(self, sample: Sample, event: TokenEvent) -> None:
+        """Send a drawn token to the sample's listeners, unless they have it."""
+        if not sample.is_new(event):
+            return
+        token = sampling_pb2.SampledToken(sequence_index=event.sequence_index, token=event.token, logprob=event.logprob)
+        for queue in self._listeners.get(sample.name, ()):
+            queue.put_nowait(token)
+
+    def finish(self, name: str, operation: ops_pb.Operation) -> None:
+        """Send the finished operation; the sample has no listeners after that."""
+        for queue in self._listeners.pop(name, ()):
+            queue.put_nowait(operation)
+
+    def close(self) -> None:
+        """End every stream."""
+        self._is_closed = True
+        for queues in self._listeners.values():
+            for queue in queues:
+                queue.put_nowait(None)
+
+
+class SampleCommits:
+    """Commits the samples of all base models."""
+
+    def __init__(self, store: Store, in_flight: InFlightTable, streams: TokenStreams) -> None:
+        self._store = store
+        self._in_flight = in_flight
+        self._streams = streams
+
+    async def commit(self, sample: Sample) -> None:
+        """Make the outcome durable, then visible. Raises StorageError."""
+        operation = sample.operation
+        lost = await self._store.persist(CycleCommit(finished=[decided_row(operation)]))
+        assert not lost, f"{operation.name} ran without being logged"
+        operation.drop_payload()
+        self._in_flight.finish(operation)
+        assert operation.outcome is not None
+        self._streams.finish(operation.name, operation.outcome)

@@ -20,16 +20,12 @@ from coordinator.fleet.fleet import Incarnation
 from coordinator.operations.operation import Operation
 from coordinator.operations.outcomes import service_error, worker_died
 from coordinator.payloads.samples import DecodedSample, decode_sample
-from coordinator.sampling.commits import SampleCommits
-from coordinator.sampling.placement import Placement
-from coordinator.sampling.queues import SampleQueues
-from coordinator.sampling.sample import Sample
-from coordinator.sampling.streams import TokenStreams
-from coordinator.sampling.weights_to_worker import SamplerVersions
+from coordinator.sampling.fair_queue import SampleQueues
+from coordinator.sampling.placement import Placement, SamplerVersions
+from coordinator.sampling.sample import Sample, SampleCommits, TokenStreams
 from coordinator.scheduling.losses import LossRecorder, WorkerLoss
 from coordinator.storage.rows import SamplerRow
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from tinkerpool.v1 import sampling_pb2
 from workers.contract.messages import ErrorCode, ItemError, SampleResult, TokenEvent
 from workers.contract.protocols import Pool, WorkerLost
 
@@ -90,7 +86,7 @@ class SampleScheduler:
         if self._versions.is_awaited(sample.sampler.version):
             self._awaiting.setdefault(sample.sampler.version, []).append(sample)
             return
-        self._queues.of(sample.base_model).add(sample)
+        self._queues.add(sample)
         self._dispatch(sample.base_model)
 
     def is_running(self, name: str) -> bool:
@@ -140,7 +136,7 @@ class SampleScheduler:
             for version in [v for v in self._awaiting if not self._versions.is_awaited(v)]:
                 for sample in self._awaiting.pop(version):
                     if not sample.operation.is_final:
-                        self._queues.of(sample.base_model).add(sample)
+                        self._queues.add(sample)
             self._dispatch_all()
 
     def _dispatch_all(self) -> None:
@@ -150,20 +146,19 @@ class SampleScheduler:
     def _dispatch(self, base_model: str) -> None:
         """Send samples to workers while a worker has room for the next one."""
         self._read_losses()
-        queue = self._queues.of(base_model)
         while not self._is_stopping and self._placement.has_room(base_model):
-            name = queue.peek()
+            name = self._queues.peek(base_model)
             worker = self._placement.choose(self._samples[name]) if name is not None else None
             if name is None or worker is None:
                 return
-            queue.start(self._samples[name])
+            self._queues.start(self._samples[name])
             self._placement.take(self._samples[name], worker)
             self._spawn(self._start(worker, self._samples[name]))
 
     def _requeue(self, sample: Sample) -> None:
         self._placement.free(sample)
         sample.restart()
-        self._queues.of(sample.base_model).requeue(sample)
+        self._queues.requeue(sample)
 
     def _read_losses(self) -> None:
         """Fail the poison, then start the other samples of lost workers again."""
@@ -218,7 +213,7 @@ class SampleScheduler:
                 if sample is None or not self._is_on(sample, worker):
                     continue
                 if isinstance(event, TokenEvent):
-                    self._stream(sample, event)
+                    self.streams.send_token(sample, event)
                 elif _is_version_unknown(event) and sample.num_refused < REFUSALS_MAX:
                     sample.refused()
                     worker.misses(sample.sampler.version)
@@ -235,29 +230,22 @@ class SampleScheduler:
         self._read_losses()
         return sample.worker is worker and sample.name in worker.samples
 
-    def _stream(self, sample: Sample, event: TokenEvent) -> None:
-        if sample.is_new(event):
-            token = sampling_pb2.SampledToken(
-                sequence_index=event.sequence_index, token=event.token, logprob=event.logprob
-            )
-            self.streams.send_token(sample.name, token)
-
     # ---- outcomes
 
     def _finish(self, sample: Sample, result: SampleResult) -> None:
-        self._queues.of(sample.base_model).finish(sample, sample.decide(result))
+        self._queues.finish(sample, sample.decide(result))
         self._spawn(self._commit(sample))
         self._dispatch(sample.base_model)
 
     def _fail(self, sample: Sample, error: ops_pb.OperationError) -> None:
         sample.fail(error)
-        self._queues.of(sample.base_model).finish(sample, 0)
+        self._queues.finish(sample, 0)
         self._spawn(self._commit(sample))
 
     async def _commit(self, sample: Sample) -> None:
         await self._commits.commit(sample)
         self._samples.pop(sample.name, None)
-        self._queues.of(sample.base_model).release(sample)
+        self._queues.release(sample)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -15,7 +15,7 @@ from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.sessions import Session
 from coordinator.payloads.canonical import serialize
 from coordinator.payloads.samples import canonical_sample, check_sample_fits
-from coordinator.sampling.streams import Event
+from coordinator.sampling.sample import Event
 from coordinator.service.access import UseCases, check_index, refusal_of, request_id_taken, uninterrupted
 from coordinator.service.auth import Principal
 from coordinator.storage.database import ConflictError

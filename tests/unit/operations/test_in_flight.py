@@ -13,8 +13,8 @@ from coordinator.payloads.passes import decoded_pass
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 
-def operation(seq: int, request_id: str = "", tenant: str = "t") -> Operation:
-    one = Operation(tenant, "a", seq, Kind.OPTIM_STEP, b"", b"", request_id, 0, 100)
+def operation(seq: int, request_id: str = "", tenant: str = "t", kind: Kind = Kind.OPTIM_STEP) -> Operation:
+    one = Operation(tenant, "a", seq, kind, b"", b"", request_id, 0, 100)
     one.accept()
     return one
 
@@ -126,10 +126,11 @@ def test_decoded_payloads_take_no_more_memory_than_allowed_and_give_it_back(monk
     assert [one.decoded is not None for one in ones[2:]] == [True, True, False]
 
 
-async def test_every_committed_outcome_is_noted_for_the_polls_of_its_client() -> None:
+async def test_committed_samples_and_no_other_operations_are_noted_for_the_polls_of_their_client() -> None:
     finished = FinishedSamples(epoch=1)
-    table, one = InFlightTable(finished), operation(1)
-    table.add(one)
+    table, ones = InFlightTable(finished), [operation(1, kind=Kind.SAMPLE), operation(2)]
     assert await finished.since("a", 0, 0, 0, list) == ([], 1 << 32)
-    finish(table, one)
+    for one in ones:
+        table.add(one)
+        finish(table, one)
     assert [each.name for each in (await finished.since("a", 0, 0, 0, list))[0]] == ["a:1"]
