@@ -37,8 +37,7 @@ from workers.host.allocator import keep_freed_memory, without_holes
 from workers.host.host_memory import MemoryShare, free_bytes
 from workers.host.threads import ThreadChoice
 from workers.sampling.sampler import Sampler, SamplerLimits
-from workers.selftest.fitting import fitting_tokens
-from workers.selftest.loading import load_base_model
+from workers.selftest.loading import fitting_tokens, load_base_model
 from workers.selftest.thread_invariance import is_thread_count_invariant
 from workers.training.copies import AdapterCopies
 from workers.training.items import ItemRunner

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from tinkerpool import ServiceClient, TrainingClient, types
 from workers.contract import messages
 from workers.contract.settings import ENGINE, EngineSettings, PoolModel
-from workers.pool.engines import engine_factory
+from workers.pool.loop import engine_factory
 
 ADAM = types.AdamParams(learning_rate=1e-4)
 PIPELINE_DEPTH = 2

@@ -90,7 +90,7 @@ GUARDS = (
     ),
     Guard(
         name="place in the order",
-        file="workers/training/progress.py",
+        file="workers/training/copies.py",
         before="if self.applied_seq != item.prev_seq or self.open_seq not in {None, item.seq} or not is_next:",
         after="if False:",
         tests=("tests/simulation/test_simulation.py", "-k", "no_history"),

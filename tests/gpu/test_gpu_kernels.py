@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from workers.model.attention import Attend
-from workers.model.exact_products import BLOCK_ROWS
+from workers.model.frozen_products import BLOCK_ROWS
 from workers.model.gpu_attention import FlashKernel, SdpaAttention, VarlenAttention
 from workers.model.lora.grouped import MAJOR_CAPABILITIES, GroupedRun, group_segments
 from workers.model.lora.segments import Segment

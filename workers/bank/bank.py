@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.bank.entries import Entry, HostRow
-from workers.bank.slabs import Row, Slab
+from workers.bank.entries import Entry, HostRow, Row, Slab
 from workers.bank.transfers import Transfer, Transfers, transfers_for
 from workers.contract.messages import AdapterSpec
 from workers.host.allocator import is_out_of_memory

@@ -16,7 +16,9 @@ from pathlib import Path
 import torch
 
 from workers.host.allocator import kept_bytes
-from workers.host.kernel_files import read_kernel_file
+
+READ_BYTES = 1 << 14
+
 
 PLENTY_BYTES = 1 << 33
 """If this much is free, the library's free blocks are not counted: that takes as long as a small pass's products."""
@@ -118,3 +120,17 @@ def _left_in(folder: Path, files: _Files) -> int | None:
         return None
     statistics = dict(zip(stat[::2], stat[1::2], strict=True))
     return int(limit) - usage + int(statistics.get(files.reclaimable, 0))
+
+
+def read_kernel_file(path: Path, num_bytes: int = READ_BYTES) -> str:
+    """Return the first bytes of a file with the kernel's state as it is now, from `/proc` or a control group.
+
+    The file stays open: it is read around every pass and decode step, and opening takes several times as long as
+    reading. Raises OSError if the file does not exist, or not any more.
+    """
+    return os.pread(_opened(path), num_bytes, 0).decode()
+
+
+@cache
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

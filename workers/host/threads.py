@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from workers.host.kernel_files import read_kernel_file
+from workers.host.host_memory import read_kernel_file
 
 PROC_STAT = Path("/proc/stat")
 NUM_CORES, CORE_BYTES = os.cpu_count() or 1, 256

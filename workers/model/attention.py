@@ -78,7 +78,8 @@ class PackedAttention:
 
     makes_masks = True
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], _counts: Sequence[int] | None = None) -> None:
+        """Take sequences of these lengths, from row 0; no result depends on two of them, in one request or several."""
         self.runs = runs_of(lengths)
         self._masks: dict[tuple[int, int], Tensor] = {}
 

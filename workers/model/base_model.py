@@ -31,16 +31,14 @@ from torch.nn import functional as F
 
 from workers.contract.messages import ModelInfo
 from workers.model.attention import Attend
-from workers.model.exact_products import BLOCK_ROWS
-from workers.model.frozen_products import kernel_rows
+from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
 from workers.model.gpu_attention import attend_packed_for
 from workers.model.lora.grouped import can_group, group_segments
 from workers.model.lora.linears import LinearGroup
 from workers.model.lora.routing import CurrentPass
 from workers.model.lora.segments import Segment
 from workers.model.numerics import Numerics, fingerprint
-from workers.model.pretrained import eos_token_ids, find_directory, load_pretrained, tokenizer_files
-from workers.model.probe import Probe
+from workers.model.pretrained import Probe, eos_token_ids, find_directory, load_pretrained, tokenizer_files
 from workers.model.recompute import Recomputation
 from workers.model.replacement import decoder_layers, replace_layers
 from workers.rows import ModuleKind

@@ -2,27 +2,32 @@
 
 On a CPU in fp32, oneDNN multiplies with weights that were reordered for its kernels. That is faster than the general
 matmul except for the smallest products (`docs/benchmarks.md`), and takes two more copies of the weights: one for the
-forward, one of the transposes for the backward. Otherwise torch's matmul is used; exact mode uses `exact_products`.
+forward, one of the transposes for the backward. Otherwise torch's matmul is used.
+
+Exact mode multiplies row blocks of one fixed size, the last one padded with zeros: a library chooses a kernel, and with
+it the order of a product's sums, by the number of rows.
 
 Does not depend on adapters or passes.
 
-Main invariant: from some number of rows on, a row's bits depend only on that row and the weights.
-`selftest.row_invariance` finds that number by trying these products.
+Main invariants: from some number of rows on, a row's bits depend only on that row and the weights;
+`selftest.row_invariance` finds that number by trying these products. In exact mode that holds for any number of rows,
+provided that a kernel treats all rows of a block alike, which a trial checks with the weights in use.
 
 Dimensions: N rows, D inputs, F outputs of a linear.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.model import exact_products
-
+BLOCK_ROWS = 256
+"""Rows of a block in exact mode. On an H200 arithmetic bounds a product with bf16 weights from 184 rows on; larger
+blocks compute more padding."""
 PACKED_PARAMS_MAX = 500_000_000
 """Weights of a larger base model are not packed: the two copies would take more than 4 GB."""
 PACKED_ROWS_MIN = 16
@@ -78,13 +83,57 @@ class ExactProducts:
     def forward(self, x: Tensor, outs: Sequence[Tensor | None]) -> list[Tensor]:
         """See `FrozenProducts`."""
         return [
-            exact_products.linear(x, weight_t, bias, out, self._block_rows)
+            multiply_in_blocks(x, weight_t, bias, out, self._block_rows)
             for weight_t, bias, out in zip(self._weights_t, self._biases, outs, strict=True)
         ]
 
     def backward(self, dys: Sequence[Tensor]) -> Tensor:
         """See `FrozenProducts`."""
-        return exact_products.sum_products(dys, self._weights, self._block_rows)
+        return sum_in_blocks(dys, self._weights, self._block_rows)
+
+
+def multiply_in_blocks(x: Tensor, weight_t: Tensor, bias: Tensor | None, out: Tensor | None, block_rows: int) -> Tensor:
+    """Return x (N, D) times weight_t (D, F), plus bias (F,) if given; in `out` (N, F) if given."""
+    y = x.new_empty(x.shape[0], weight_t.shape[1]) if out is None else out
+    for rows in _blocks(len(x), block_rows):
+        block, target = _padded(x[rows], block_rows), _target(y[rows], block_rows)
+        if bias is None:
+            torch.mm(block, weight_t, out=target)
+        else:
+            torch.addmm(bias, block, weight_t, out=target)
+        _copy_back(target, y[rows])
+    return y
+
+
+def sum_in_blocks(dys: Sequence[Tensor], weights: Sequence[Tensor], block_rows: int) -> Tensor:
+    """Return the sum over i, in order, of dys[i] (N, F) times weights[i] (F, D)."""
+    dx = dys[0].new_empty(len(dys[0]), weights[0].shape[1])
+    for rows in _blocks(len(dx), block_rows):
+        target = _target(dx[rows], block_rows)
+        torch.mm(_padded(dys[0][rows], block_rows), weights[0], out=target)
+        for dy, weight in zip(dys[1:], weights[1:], strict=True):
+            target.addmm_(_padded(dy[rows], block_rows), weight)
+        _copy_back(target, dx[rows])
+    return dx
+
+
+def _blocks(num_rows: int, block_rows: int) -> Iterator[slice]:
+    return (slice(start, min(start + block_rows, num_rows)) for start in range(0, num_rows, block_rows))
+
+
+def _padded(rows: Tensor, block_rows: int) -> Tensor:
+    missing = block_rows - len(rows)
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def _target(rows: Tensor, block_rows: int) -> Tensor:
+    """Return the target of a block's product: the rows themselves, or a temporary block if there are too few."""
+    return rows if len(rows) == block_rows else rows.new_empty(block_rows, rows.shape[1])
+
+
+def _copy_back(target: Tensor, rows: Tensor) -> None:
+    if len(rows) < len(target):
+        rows.copy_(target[: len(rows)])
 
 
 class PackedProducts:

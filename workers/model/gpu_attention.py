@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.model.attention import AttendPacked, AttendSequences, PackedAttention, Run, runs_of
+from workers.model.attention import AttendPacked, PackedAttention, Run, runs_of
 
 HEAD_DIM_MAX = 256
 HEAD_DIM_MULTIPLE = 8
@@ -283,13 +283,9 @@ def _sequences(tensor: Tensor, run: Run) -> Tensor:
 def attend_packed_for(device: torch.device, dtype: torch.dtype, head_dim: int, *, exact: bool) -> AttendPacked:
     """Return the attention for a model in this dtype on this device; chosen once, when it is loaded."""
     if device.type != "cuda":
-        return _attend_on_cpu
+        return PackedAttention
     has_kernel = dtype in {torch.bfloat16, torch.float16} and head_dim <= HEAD_DIM_MAX
     if has_kernel and head_dim % HEAD_DIM_MULTIPLE == 0:
         kernel = FlashKernel(is_deterministic=exact)
         return lambda lengths, counts: VarlenAttention(kernel, lengths, counts if exact else None)
     return lambda lengths, counts: SdpaAttention(lengths, counts if exact else None)
-
-
-def _attend_on_cpu(lengths: Sequence[int], _counts: Sequence[int]) -> AttendSequences:
-    return PackedAttention(lengths)

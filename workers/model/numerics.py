@@ -25,9 +25,9 @@ class Numerics:
     """Rows from which a row's bits do not depend on other rows: products with fewer rows are padded. None: a row's
     bits depend on the others at any number of rows; `ROWS_MIN` is the minimum then."""
     block_rows: int | None = None
-    """Exact mode: products with frozen weights take exactly so many rows at a time; see `blocks`."""
+    """Exact mode: products with frozen weights take exactly so many rows at a time; see `frozen_products`."""
     is_packed: bool = False
-    """Products with frozen weights are oneDNN's; see `frozen`."""
+    """Products with frozen weights are oneDNN's; see `frozen_products`."""
     can_batch: bool = True
     """Segments of different adapters may be computed as one batch: each has the bits that it has solo."""
 

@@ -15,11 +15,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from workers.model.fused_modules import fuse_rms_norms, fuse_rotary
 from workers.model.lora.linears import LinearGroup, MultiLoraLinear
 from workers.model.lora.routing import CurrentPass
-from workers.model.norms import fuse_rms_norms
 from workers.model.pretrained import UnsupportedModelError
-from workers.model.rotary import fuse_rotary
 from workers.rows import GroupShape, ModuleKind
 
 ATTENTION_NAME = "tinkerpool"

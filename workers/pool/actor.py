@@ -22,8 +22,7 @@ import ray
 from workers.contract.messages import Batch, SampleEvent, SampleRequest, WorkerInfo
 from workers.contract.protocols import WorkerLost
 from workers.contract.settings import EngineSettings
-from workers.pool.engines import engine_factory
-from workers.pool.loop import EngineLoop
+from workers.pool.loop import EngineLoop, engine_factory
 
 CONCURRENCY_GROUPS = {"work": 2, "control": 1, "ping": 1, "events": 1}
 """Threads for each kind of call. A single thread for `control` keeps its calls in order."""

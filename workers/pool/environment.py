@@ -12,7 +12,7 @@ SPIN_COUNT = 10_000
 """How long an idle OpenMP thread spins before it sleeps. Unbounded spinning is several times slower on busy cores, none
 at all twice as slow on quiet ones."""
 KERNELS_MAX = 512
-"""Kernels that oneDNN keeps, of 0.6 MB each; see `frozen`. Few numbers of rows are frequent."""
+"""Kernels that oneDNN keeps, of 0.6 MB each; see `model.frozen_products`. Few numbers of rows are frequent."""
 
 
 def new_incarnation(worker_id: str) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from workers.contract.protocols import Pool
 from workers.contract.settings import PoolConfig
-from workers.pool.engines import engine_factory
 from workers.pool.environment import ray_environment, thread_environment
+from workers.pool.loop import engine_factory
 
 
 def make_pool(config: PoolConfig) -> Pool:

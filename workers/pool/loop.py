@@ -12,17 +12,19 @@ failed: everything that was handed over fails with WorkerLost.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, cast
 
 from workers.contract.failpoints import failpoint
 from workers.contract.messages import Batch, BatchResult, SampleEvent, SampleRequest
 from workers.contract.protocols import Engine, EngineFactory, WorkerLost
+from workers.contract.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
@@ -194,3 +196,14 @@ class EngineLoop:
                 future.set_exception(WorkerLost(reason))
         self.ended.set_exception(WorkerLost(reason))
         self._events.put(None)
+
+
+def engine_factory(path: str, settings: EngineSettings) -> EngineFactory:
+    """Return a factory that imports `module:attribute` when it is called, and makes the engine with that."""
+
+    def make_engine(incarnation: str) -> Engine:
+        module, _, attribute = path.partition(":")
+        make = cast("Callable[[EngineSettings], EngineFactory]", getattr(importlib.import_module(module), attribute))
+        return make(settings)(incarnation)
+
+    return make_engine

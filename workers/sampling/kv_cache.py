@@ -1,18 +1,30 @@
-"""The memory for keys and values of all samples: one allocation, in blocks of a fixed number of tokens.
+"""The memory for keys and values of all samples, in blocks of a fixed number of tokens, and each block's state.
 
-Does not depend on the owners of blocks (`shared_blocks`) or on how attention reads them (`attention`).
+A block is free, private to one request, or shared by prompts that begin alike. A shared block holds the keys and values
+of one whole block of prompt tokens, computed with one version. A prompt finds it by its chain: the root of its version
+and scope, then the tokens of every block before it, then its own tokens. Tokens are compared, not hashes, so a hit is
+never a collision. A request holds all blocks of the chain that it uses. A shared block without a holder is *idle*: it
+stays until its memory is needed, the least recently used leaving first.
 
-Main invariant: a value that is read from a block is finite, unless the model computed a non-finite one for a user of
+Does not depend on requests, or on how attention reads the blocks (`attention`).
+
+Main invariants: a value that is read from a block is finite, unless the model computed a non-finite one for a user of
 that block. A block is cleared before it is filled token by token, and written whole otherwise. This matters because a
 hidden position has the weight zero, and 0 x NaN would let one tenant's overflow reach another.
+Free and idle blocks together are never fewer than reserved ones, so a reserved block can always be taken. A holder of a
+block holds every block before it in the chain, so an evicted block never has children.
 
 Dimensions: N blocks, B tokens of a block, K key-value heads, E head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import weakref
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -68,3 +80,182 @@ def block_bytes(model: BaseModel) -> int:
     """Return the bytes of one block, all layers together."""
     token_values = 2 * model.num_layers * model.num_key_value_heads * model.head_dim
     return BLOCK_TOKENS * token_values * int(model.dtype.itemsize)
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """A shared block at the end of its chain; or a root, the empty prefix with which a version's chains begin."""
+
+    parent: Prefix | None
+    tokens: bytes
+    """The block's own tokens, as they lie in memory."""
+    block: int
+    num_holders: int = 0
+    is_dropped: bool = False
+    """No prompt can find it any more; its block becomes free when its last holder releases it."""
+    children: dict[bytes, Prefix] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Root:
+    prefix: Prefix
+    weights: weakref.ref[object] | None
+    """The object whose lifetime is that of the version's weights; None: the base model, which never changes."""
+
+    def is_of(self, weights: object | None) -> bool:
+        return weights is None if self.weights is None else self.weights() is weights
+
+
+class BlockPool:
+    """The blocks 0 to `num_blocks` - 1. Used by one thread only."""
+
+    def __init__(self, num_blocks: int) -> None:
+        """Begin with all blocks free."""
+        self.num_blocks = num_blocks
+        self.num_evictions = 0
+        """Idle blocks that gave way, since the pool was made."""
+        self._free = list(range(num_blocks))  # ascending
+        self.untouched = set(self._free)
+        """Blocks that were never taken, so that a CPU has not given them memory yet."""
+        self._num_reserved = 0
+        self._roots: dict[Hashable, _Root] = {}
+        self._idle: OrderedDict[Prefix, None] = OrderedDict()
+        """In order of use, the least recently used first."""
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can still be reserved: free or idle, and not reserved."""
+        return len(self._free) + len(self._idle) - self._num_reserved
+
+    @property
+    def num_in_use(self) -> int:
+        """Private blocks, and shared blocks that a request holds."""
+        return self.num_blocks - len(self._free) - len(self._idle)
+
+    @property
+    def num_reserved(self) -> int:
+        """Blocks that are promised and not yet taken."""
+        return self._num_reserved
+
+    @property
+    def num_idle(self) -> int:
+        """Shared blocks that no request holds."""
+        return len(self._idle)
+
+    def reserve(self, num_blocks: int) -> bool:
+        """Promise blocks, all or none; return whether there were enough."""
+        if num_blocks > self.num_available:
+            return False
+        self._num_reserved += num_blocks
+        return True
+
+    def unreserve(self, num_blocks: int) -> None:
+        """Withdraw a promise of blocks that were not taken."""
+        assert 0 <= num_blocks <= self._num_reserved
+        self._num_reserved -= num_blocks
+
+    def take(self, end: Literal["low", "high"]) -> int:
+        """Make one reserved block private, the lowest or the highest that is free; return it.
+
+        Adjacent blocks are read in one call. Prompts take low blocks and sequences take high ones, because a step reads
+        the two in different calls.
+        """
+        assert self._num_reserved > 0, "a block was taken that was not reserved"
+        self._num_reserved -= 1
+        if not self._free:
+            self._evict()
+        block = self._free.pop(0 if end == "low" else -1)
+        self.untouched.discard(block)
+        return block
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Make private blocks free."""
+        for block in blocks:
+            index = bisect_left(self._free, block)
+            assert index == len(self._free) or self._free[index] != block, f"block {block} is free already"
+            self._free.insert(index, block)
+
+    def root(self, key: Hashable, weights: object | None) -> Prefix:
+        """Return the root of the chains of `key`, a version within a scope; `weights` None: the base model.
+
+        Blocks that were shared under the key with another `weights` object are dropped: the key has other weights now,
+        and so other keys and values.
+        """
+        root = self._roots.get(key)
+        if root is None or not root.is_of(weights):
+            if root is not None:
+                self._drop(key)
+            root = _Root(Prefix(None, b"", -1), None if weights is None else weakref.ref(weights))
+            self._roots[key] = root
+        return root.prefix
+
+    def find(self, parent: Prefix, tokens: bytes) -> Prefix | None:
+        """Return the shared block with these tokens after a prefix; None if there is none."""
+        return parent.children.get(tokens)
+
+    def hold(self, prefix: Prefix) -> None:
+        """Keep a shared block from being evicted. The caller already holds the chain before it."""
+        if not prefix.num_holders:
+            self._idle.pop(prefix, None)
+        prefix.num_holders += 1
+
+    def release(self, chain: Sequence[Prefix]) -> None:
+        """Undo `hold` for a whole chain, given from its beginning. Its later blocks count as less recently used."""
+        for prefix in reversed(chain):
+            prefix.num_holders -= 1
+            if prefix.num_holders:
+                continue
+            if prefix.is_dropped:
+                self.free([prefix.block])
+            else:
+                self._idle[prefix] = None
+
+    def share(self, parent: Prefix, tokens: bytes, block: int) -> Prefix | None:
+        """Share a private block that the caller has filled, after a prefix that it holds; return it, held.
+
+        If the same tokens are shared there already, hold and return that block, and free the caller's. Return None if
+        the prefix was dropped: the block stays private.
+        """
+        if parent.is_dropped:
+            return None
+        known = self.find(parent, tokens)
+        if known is not None:
+            self.hold(known)
+            self.free([block])
+            return known
+        prefix = parent.children[tokens] = Prefix(parent, tokens, block, num_holders=1)
+        return prefix
+
+    def drop_orphans(self) -> None:
+        """Drop the shared blocks of versions whose weights do not exist any more."""
+        for key in [key for key, root in self._roots.items() if root.weights is not None and root.weights() is None]:
+            self._drop(key)
+
+    def drop_all(self) -> None:
+        """Drop all shared blocks."""
+        for key in list(self._roots):
+            self._drop(key)
+
+    def _drop(self, key: Hashable) -> None:
+        for prefix in _descendants(self._roots.pop(key).prefix):
+            prefix.is_dropped = True
+            if prefix in self._idle:
+                del self._idle[prefix]
+                self.free([prefix.block])
+
+    def _evict(self) -> None:
+        prefix, _ = self._idle.popitem(last=False)
+        assert prefix.parent is not None
+        assert not prefix.children, "the blocks after an idle block are evicted before it"
+        del prefix.parent.children[prefix.tokens]
+        self.free([prefix.block])
+        self.num_evictions += 1
+
+
+def _descendants(prefix: Prefix) -> Iterator[Prefix]:
+    """Yield a prefix and every shared block after it."""
+    found = [prefix]
+    while found:
+        prefix = found.pop()
+        found += prefix.children.values()
+        yield prefix

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 
 from workers.bank.bank import Bank
 from workers.contract.capacity import BLOCK_TOKENS
+from workers.sampling.kv_cache import BlockPool, Prefix
 from workers.sampling.sequences import ActiveRequest
-from workers.sampling.shared_blocks import BlockPool, Prefix
 
 DECODING_SHARE = 1 / 4
 """The part of `tokens_max` that a step computes while sequences are decoding, so that their next token is not late."""

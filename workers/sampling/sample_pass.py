@@ -21,15 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.bank.bank import Bank
-from workers.bank.slabs import Row
+from workers.bank.entries import Row
 from workers.contract.capacity import BLOCK_TOKENS
 from workers.model.base_model import BaseModel
 from workers.model.lora.segments import Segment
 from workers.sampling.attention.block_products import ROWS_MULTIPLES, find_rows_multiple
-from workers.sampling.attention.decode import DecodeAttention
 from workers.sampling.attention.decode_plan import NextToken
-from workers.sampling.attention.prefill import PromptChunk
-from workers.sampling.attention.step import StepAttention
+from workers.sampling.attention.step import DecodeAttention, PromptChunk, StepAttention
 from workers.sampling.kv_cache import KVCache, PromptBlocks, SequenceBlocks
 
 logger = logging.getLogger(__name__)

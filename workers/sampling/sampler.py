@@ -1,7 +1,7 @@
 """The sampler: continuous batching of all tenants' samples, on the base model and bank that train.
 
 Each decode step is one forward: one token of every running sequence, and parts of prompts. The parts of the room:
-`sequence_slots` (with `slot_order`), `prefill`, `shared_blocks`, `sample_pass` (with `attention`), `drawing`.
+`sequence_slots`, `prefill`, `kv_cache`, `sample_pass` (with `attention`), `drawing`.
 
 Does not depend on tenants; a request has a version and a scope.
 
@@ -28,13 +28,11 @@ from workers.host import host_memory
 from workers.model.base_model import BaseModel
 from workers.sampling.drawing import check_finite, draw_rows
 from workers.sampling.errors import SampleError, check_request, item_error, logged_error
-from workers.sampling.kv_cache import KVCache, block_bytes
+from workers.sampling.kv_cache import BlockPool, KVCache, block_bytes
 from workers.sampling.prefill import Prefill
 from workers.sampling.sample_pass import LogitsRows, NextPart, Outcome, Part, PromptPart, SamplePass
 from workers.sampling.sequence_slots import SequenceSlots
-from workers.sampling.sequences import ActiveRequest, ActiveSequence
-from workers.sampling.shared_blocks import BlockPool
-from workers.sampling.stop_strings import StopStrings, load_tokenizer
+from workers.sampling.sequences import ActiveRequest, ActiveSequence, StopStrings, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -91,17 +89,19 @@ class Sampler:
         if free_bytes is None:
             free_bytes = host_memory.free_bytes(base_model.device)
         num_bytes = min(limits.cache_bytes_max, int(free_bytes * MEMORY_SHARE))
-        num_blocks = max(1, num_bytes // block_bytes(base_model))
+        self._block_bytes = block_bytes(base_model)
+        num_blocks = max(1, num_bytes // self._block_bytes)
         self._base_model = base_model
         self._bank = bank
         self.blocks = BlockPool(num_blocks)
         """Changed by `prefill` and `slots` only."""
         self._prefill = Prefill(self.blocks, bank, limits.prefill_tokens_max)
         self.slots = SequenceSlots(self.blocks, self._prefill, limits.num_sequences_max)
-        """All requests, waiting and running."""
         self._cache = KVCache(base_model, num_blocks)
         self._pass = SamplePass(base_model, bank, self._cache)
         self._clock = clock
+        self._requests: list[ActiveRequest] = []
+        """All requests, waiting and running."""
         self._events: list[SampleEvent] = []
         self._tokenizer: Tokenizer | None = None
 
@@ -115,7 +115,7 @@ class Sampler:
         """Memory that keys and values will take when it is first written; others must leave it free."""
         if self._base_model.device.type != "cpu":
             return 0
-        return self.blocks.num_untouched * block_bytes(self._base_model)
+        return len(self.blocks.untouched) * self._block_bytes
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -131,17 +131,18 @@ class Sampler:
         except Exception as error:  # noqa: BLE001 (reported as the request's result)
             self._events.append(SampleResult(op_id=request.op_id, error=logged_error(request.op_id, error)))
         else:
+            self._requests.append(active)
             self.slots.add(active)
 
     def cancel_sample(self, op_id: str) -> None:
         """End a request; unknown ids are ignored."""
-        for active in list(self.slots):
+        for active in list(self._requests):
             if active.request.op_id == op_id:
                 self._end(active, ItemError(code=ErrorCode.CANCELLED, message="the sample was cancelled"))
 
     def can_decode(self) -> bool:
         """Return whether `decode_step` has work to do or events to return."""
-        return bool(self._events or self.slots)
+        return bool(self._events or self._requests)
 
     def decode_step(self) -> Sequence[SampleEvent]:
         """Grant slots, run one forward, draw tokens; return the events since the last step."""
@@ -157,7 +158,7 @@ class Sampler:
 
     def reset(self) -> None:
         """Drop every request, without events, and every cached prompt."""
-        for active in list(self.slots):
+        for active in list(self._requests):
             self._release(active)
         self._events.clear()
         self.blocks.drop_all()
@@ -311,6 +312,7 @@ class Sampler:
     def _release(self, active: ActiveRequest) -> None:
         """Free everything that a request holds."""
         active.end()
+        self._requests.remove(active)
         self.slots.remove(active)
         if active.key:
             self._bank.unpin(active.key)

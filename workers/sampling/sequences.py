@@ -1,8 +1,10 @@
-"""A sample request on a worker, from its admission to its result, and its sequences.
+"""A sample request on a worker, from its admission to its result; its sequences, and the strings that stop them.
 
 Does not depend on passes, on the bank, or on the order in which requests get slots and memory.
 
-Main invariant: a sequence's tokens are drawn from its own logits with its own random numbers, whatever else runs.
+Main invariants: a sequence's tokens are drawn from its own logits with its own random numbers, whatever else runs. Stop
+strings are searched in the decoded text of the last tokens, so a string is found for every way in which tokens divide
+it, also inside a token's text or a character's bytes.
 
 Dimensions: V vocabulary, N rows of logits, S sequences, k likeliest tokens.
 """
@@ -11,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from workers.contract.capacity import BLOCK_TOKENS, num_own_blocks
@@ -29,13 +33,36 @@ from workers.contract.messages import (
 )
 from workers.sampling.drawing import Distribution, NonFiniteLogitsError, check_finite, likeliest, uniforms
 from workers.sampling.kv_cache import SequenceBlocks
-from workers.sampling.prompt_outputs import PromptOutputs
-from workers.sampling.prompts import Prompt
+from workers.sampling.prompts import Prompt, PromptOutputs
 from workers.sampling.sample_pass import LogitsRows
-from workers.sampling.stop_strings import StopStrings
 
 NUMBERS_AHEAD = 64
 """Random numbers of a sequence that are generated at once."""
+SLACK_TOKENS = 8
+"""Tokens decoded in addition to a stop string's length in bytes: the first ones may decode differently without the
+tokens before them, and some have no text."""
+
+
+class StopStrings:
+    """The stop strings of one request."""
+
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._strings = tuple(strings)
+        self._window = max(len(string.encode()) for string in strings) + SLACK_TOKENS
+
+    def is_completed(self, tokens: Sequence[int]) -> bool:
+        """Return whether the last token completes a stop string; the text before it has none."""
+        text: str = self._tokenizer.decode(list(tokens[-self._window :]), skip_special_tokens=False)
+        return any(string in text for string in self._strings)
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """Return the tokenizer of a model directory. Raises ValueError if it has no tokenizer.json."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError("this base model has no tokenizer.json, so stop strings cannot be used; use stop tokens")
+    return Tokenizer.from_file(str(path))
 
 
 @dataclass(slots=True, eq=False)

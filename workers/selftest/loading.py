@@ -1,12 +1,17 @@
-"""Loads a base model and runs the trials that decide how it computes."""
+"""Loads a base model: runs the trials that decide how it computes, and finds the longest sequence that it can train."""
 
 from __future__ import annotations
+
+import logging
 
 import torch
 
 from workers.contract.settings import EngineSettings
 from workers.model.base_model import BaseModel
+from workers.rows import rank_class
 from workers.selftest.row_invariance import find_numerics
+from workers.training.memory import Load
+from workers.training.passes import PassRunner
 
 
 def load_base_model(settings: EngineSettings) -> BaseModel:
@@ -23,3 +28,30 @@ def load_base_model(settings: EngineSettings) -> BaseModel:
     base_model.use(find_numerics(base_model))
     base_model.probe()
     return base_model
+
+
+logger = logging.getLogger(__name__)
+
+
+def fitting_tokens(passes: PassRunner) -> int | None:
+    """Return the most tokens of a sequence that can be trained, by an adapter of the largest rank.
+
+    None: any length that the model takes. The same limit holds for a canonical chunk. Raises ValueError if there is no
+    memory for a pass at all.
+    """
+    base_model = passes.base_model
+    longest = max(base_model.max_seq_len, base_model.chunk_tokens)
+    rank = rank_class(base_model.max_rank)
+    fitting = passes.estimate.num_fitting(
+        passes.room_bytes,
+        lambda num_tokens: Load(num_tokens=num_tokens, lengths=[num_tokens], rank=rank),
+        longest,
+        backward=True,
+        recompute=passes.recompute != "off",
+    )
+    if fitting == longest:
+        return None
+    if fitting == 0:
+        raise ValueError(f"{base_model.name} is loaded, but there is no memory for a pass: give the worker more")
+    logger.warning("%s: memory is short; longer sequences than %d tokens are refused", base_model.name, fitting)
+    return fitting

@@ -1,9 +1,10 @@
-"""Trials of row invariance: from how many rows on a row's bits do not depend on the other rows of a product.
+"""Trials of products: when a row's bits do not depend on other rows, and when segments can be computed as one batch.
 
 A library chooses kernels by the number of rows, and kernels may treat the last rows of a product differently. So each
-kind of product that a base model computes is tried with random values, for several numbers of rows and places of a row.
+kind of product that a base model computes is tried with random values, for several numbers of rows and places of a row;
+and segments of several adapters, computed as one batch, are compared with each segment solo.
 
-Depends on matmuls and elementwise kernels of the library; not on adapters or tenants.
+Depends on matmuls and elementwise kernels of the library, and the segments' products; not on the bank or tenants.
 
 Main invariant: no result is assumed. If the products of a base model pass no trial, its fingerprint says so, and exact
 mode is refused.
@@ -12,6 +13,7 @@ mode is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -21,10 +23,83 @@ from transformers.activations import ACT2FN
 from workers.model.base_model import BaseModel
 from workers.model.frozen_products import FrozenProducts, PackedProducts, PlainProducts, can_pack
 from workers.model.lora.grouped import VALUES_MULTIPLE
+from workers.model.lora.segments import Run, backward_segments, forward_segments
 from workers.model.numerics import ROWS_MIN, Numerics
 from workers.model.pretrained import UnsupportedModelError
-from workers.selftest.batch_invariance import can_batch_segments
-from workers.selftest.kernels import Kernel, is_large
+from workers.rows import AdapterViews, GroupViews
+
+LARGE_WEIGHT = 1 << 22
+"""Values of a weight from which on fewer sizes are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """The properties, besides sizes, by which the library chooses a kernel. A trial runs once per process for each."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_threads: int
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Kernel:
+        """Return the kind of kernels that products with a weight use now."""
+        return cls(weight.device, weight.dtype, torch.get_num_threads())
+
+    def values(self, num_rows: int, num_columns: int) -> Tensor:
+        """Return normal values (num_rows, num_columns), the same in every process."""
+        generator = torch.Generator().manual_seed(num_rows * num_columns)
+        return torch.randn(num_rows, num_columns, generator=generator).to(self.device, self.dtype)
+
+
+def is_large(d_out: int, d_in: int) -> bool:
+    """Return whether products with a weight take long: it is a large vocabulary's, which multiplies few rows a time."""
+    return d_out * d_in > LARGE_WEIGHT
+
+
+BATCHED_SEGMENTS = 5
+
+
+@torch.no_grad()
+def can_batch_segments(weights: Iterable[Tensor], rows_min: int) -> bool:
+    """Return whether segments computed as one batch have the bits of each segment solo, at any first row."""
+    weights = list(weights)
+    kernel = Kernel.of(weights[0])
+    shapes = dict.fromkeys((weight.shape[0], weight.shape[1]) for weight in weights)
+    return all(
+        _batch_equals_singles(kernel, *shape, rank, length)
+        for shape in shapes
+        for rank in ((8,) if is_large(*shape) else (8, 32))
+        for length in (rows_min, rows_min + 1, *(() if is_large(*shape) else (3 * rows_min + 5, 128)))
+    )
+
+
+@cache
+def _batch_equals_singles(kernel: Kernel, d_out: int, d_in: int, rank: int, length: int) -> bool:
+    aligned = -(-d_out // 16) * 16  # as logits are
+    num = BATCHED_SEGMENTS
+    x = kernel.values(num * length + 1, d_in)
+    dy = kernel.values(num * length + 1, aligned)[:, :d_out]
+    As, Bs = (kernel.values(num * rank, width).view(num, rank, width) for width in (d_in, aligned))
+    adapters = [AdapterViews((), (), slot, 2.0) for slot in range(num)]
+
+    def compute(start: int, segments: slice) -> list[Tensor]:
+        """Return y, dx, dA, dB of some segments, whose rows begin at `start`."""
+        run = Run(start, length, adapters[segments])
+        B = Bs[segments, :, :d_out].squeeze(0)
+        views = GroupViews(A=As[segments].squeeze(0), Bs=(B,), A_grad=None, B_grads=())
+        y, dx = dy.clone(), x.clone()
+        xa = forward_segments(run.rows(x), [run.rows(y)], views, 2.0)
+        dA, (dB,) = backward_segments(run.rows(x), [run.rows(dy)], run.rows(dx), xa, views, 2.0)
+        return [result.view(len(run.adapters), *result.shape[-2:]) for result in (run.rows(y), run.rows(dx), dA, dB)]
+
+    for start in (0, 1):
+        together = compute(start, slice(0, num))
+        for slot in range(num):
+            alone = compute(start + slot * length, slice(slot, slot + 1))
+            if not all(torch.equal(whole[slot], part[0]) for whole, part in zip(together, alone, strict=True)):
+                return False
+    return True
+
 
 ROWS_MIN_CANDIDATES = (16, 32, 48, 64, 96, 128, 192, 240)
 MULTIPLES = (1, 2, 3, 4, 5, 7, 8, 11, 16)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from workers.bank.bank import Bank
-from workers.bank.slabs import Row
+from workers.bank.entries import Row
 from workers.contract.messages import (
     AdamParams,
     AdapterSpec,

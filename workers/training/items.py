@@ -1,22 +1,25 @@
 """Runs a batch's items in order: passes in groups, steps, saves and loads.
 
 Consecutive passes are gathered into groups of at most `num_slots` adapters and as many tokens as fit into memory; a
-group is one packed pass (forwards and backwards apart). Consecutive steps of different adapters run together.
+group is one packed pass (forwards and backwards apart). Consecutive steps of different adapters run together: one after
+another on a CPU, with one wait for a device that computes behind the host.
 
-Does not depend on epochs, installs or sampling.
+Does not depend on epochs, installs, sampling or AdamW's arithmetic (`optim`).
 
 Main invariant: an item's result and its adapter's bits depend on that item and adapter alone, not on the other items or
-on how they are grouped. A failing item changes only its own adapter.
+on how they are grouped. A failing item changes only its own adapter; a failing step changes no weights.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import cast
 
+from workers.bank.state_files import DamagedStateError, NonFiniteGradientError, OtherAdapterError
 from workers.contract.messages import (
     ErrorCode,
     Item,
@@ -28,10 +31,11 @@ from workers.contract.messages import (
     SaveItem,
 )
 from workers.training.copies import AdapterCopies
-from workers.training.failures import item_error
+from workers.training.optim import NonFiniteStepError, Step, StepNorms, adamw_step, adamw_steps, check_params
 from workers.training.packing import Request
-from workers.training.passes import Outcome, PassRunner
-from workers.training.steps import StepRunner
+from workers.training.passes import Outcome, PassRunner, pass_error
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -169,6 +173,101 @@ class ItemRunner:
                     case _:
                         raise TypeError(f"an engine cannot run a {type(item).__name__}")
             except Exception as exception:  # noqa: BLE001 (becomes the item's error)
-                error = item_error(exception)
+                error = _item_error(exception)
                 self._copies.fail(item, error)
         return ItemResult(op_id=item.op_id, error=error, state=state, engine_s=time.perf_counter() - begin_s)
+
+
+class StepRunner:
+    """Runs steps of one engine. One thread only."""
+
+    def __init__(self, copies: AdapterCopies, *, is_deferred: bool) -> None:
+        """`is_deferred`: the device computes behind the host, so wait for it once for many steps."""
+        self._copies = copies
+        self._is_deferred = is_deferred
+
+    def run(self, items: Sequence[OptimStepItem]) -> list[ItemResult]:
+        """Run steps of different adapters, at most `num_slots`; return their results in order."""
+        return self._run_together(items) if self._is_deferred else [self._run_one(item) for item in items]
+
+    def _run_one(self, item: OptimStepItem) -> ItemResult:
+        begin_s = time.perf_counter()
+        outcome: StepNorms | ItemError | None = self._checked(item)
+        if outcome is None:
+            try:
+                [row] = self._copies.rows([item.adapter_id])
+                outcome = adamw_step(row, item.params, self._copies.next_step(item.adapter_id))
+            except Exception as error:  # noqa: BLE001 (becomes the item's error)
+                outcome = self._failed(item, error)
+        return self._result(item, outcome, time.perf_counter() - begin_s)
+
+    def _run_together(self, items: Sequence[OptimStepItem]) -> list[ItemResult]:
+        """Run steps with one wait for the device. Engine time is shared equally."""
+        begin_s = time.perf_counter()
+        outcomes: dict[str, StepNorms | ItemError | None] = {item.adapter_id: self._checked(item) for item in items}
+        admitted = [item for item in items if outcomes[item.adapter_id] is None]
+        for item, norms in zip(admitted, self._take(admitted), strict=True):
+            outcomes[item.adapter_id] = norms if isinstance(norms, StepNorms) else self._failed(item, norms)
+        engine_s = (time.perf_counter() - begin_s) / len(items)
+        return [self._result(item, outcomes[item.adapter_id], engine_s) for item in items]
+
+    def _checked(self, item: OptimStepItem) -> ItemError | None:
+        """Admit a step; return the error if it cannot run."""
+        refusal = self._copies.admit(item)
+        if refusal is not None:
+            return refusal
+        try:
+            check_params(item.params)
+        except ValueError as invalid:
+            return self._failed(item, invalid)
+        return None
+
+    def _failed(self, item: OptimStepItem, error: Exception) -> ItemError:
+        failure = _item_error(error)
+        self._copies.fail(item, failure)
+        return failure
+
+    def _take(self, items: Sequence[OptimStepItem]) -> list[StepNorms | Exception]:
+        """Take steps that were admitted. If memory runs out, none of them has been taken."""
+        try:
+            rows = self._copies.rows([item.adapter_id for item in items])
+        except Exception as error:
+            logger.warning("the adapters of %d steps cannot be loaded", len(items), exc_info=error)
+            return [error] * len(items)
+        return adamw_steps(
+            [
+                Step(row=row, params=item.params, num_steps=self._copies.next_step(item.adapter_id))
+                for row, item in zip(rows, items, strict=True)
+            ]
+        )
+
+    def _result(self, item: OptimStepItem, outcome: StepNorms | ItemError | None, engine_s: float) -> ItemResult:
+        """Record a step that was taken, and make its result."""
+        if isinstance(outcome, ItemError):
+            return ItemResult(op_id=item.op_id, error=outcome, engine_s=engine_s)
+        assert outcome is not None, "every step has an outcome"
+        metrics = {
+            "grad_norm:last": outcome.gradient,
+            "update_norm:last": outcome.update,
+            "adapter_norm:last": outcome.adapter,
+            "num_datums:sum": float(self._copies.stepped(item.adapter_id)),
+        }
+        return ItemResult(op_id=item.op_id, metrics=metrics, engine_s=engine_s)
+
+
+def _item_error(error: Exception) -> ItemError:
+    """Return the error of a step, save or load that failed, without a stack or a path. Logs faults of the worker."""
+    match error:
+        case NonFiniteStepError():
+            message = f"{error}; the step was not taken and the gradient was dropped. Lower the learning rate or clip."
+            return ItemError(code=ErrorCode.NON_FINITE, message=message)
+        case NonFiniteGradientError():
+            return ItemError(code=ErrorCode.NON_FINITE, message=str(error))
+        case DamagedStateError():
+            return ItemError(code=ErrorCode.DATA_LOSS, message=str(error))
+        case ValueError() if type(error) in {ValueError, OtherAdapterError}:
+            return ItemError(code=ErrorCode.INVALID_ARGUMENT, message=str(error))
+    failure = pass_error(error)
+    if failure.code is ErrorCode.INTERNAL:
+        logger.error("an item failed", exc_info=error)
+    return failure

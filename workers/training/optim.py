@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.bank.slabs import Row
+from workers.bank.entries import Row
 from workers.contract.messages import AdamParams
 from workers.host.allocator import is_out_of_memory
 

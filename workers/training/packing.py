@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.bank.slabs import Row
+from workers.bank.entries import Row
 from workers.contract.messages import PassItem
 from workers.model.lora.segments import Segment
 from workers.training.logits import Part

@@ -1,7 +1,8 @@
 """Runs packed passes: requests in, log-probabilities out, gradients added to the adapters' rows.
 
 Does not depend on batches, sequence numbers, or the effect of a failure on an adapter's order. The free memory decides
-how many tokens are one pass and whether layers are recomputed in the backward; it changes no bits.
+how many tokens are one pass and whether layers are recomputed in the backward; it changes no bits. Adapters that the
+next batch is expected to need begin to load during a pass: a hint, which changes no result.
 
 Main invariant: a request that cannot be run leaves its neighbours' results and gradients as they would be without it.
 """
@@ -10,32 +11,39 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from workers.bank.bank import Bank
-from workers.bank.slabs import Row
+from workers.bank.entries import Row
 from workers.contract.messages import Datum, ErrorCode, ItemError, PassItem
 from workers.contract.settings import Recompute
-from workers.host.allocator import without_holes
+from workers.host.allocator import is_out_of_memory, without_holes
 from workers.host.host_memory import MemoryShare
 from workers.model.base_model import BaseModel
 from workers.training.device_logits import DeviceLoss
-from workers.training.failures import non_finite_loss, pass_error
 from workers.training.logits import ChunkedLoss, Part, PassLoss
 from workers.training.losses import prepare
 from workers.training.memory import Load, PassMemory
 from workers.training.packing import Packed, Request, pack
-from workers.training.prefetch import Prefetch
 
 logger = logging.getLogger(__name__)
 
 USED_FRACTION = 0.8
 """The part of the free memory that the tensors of a pass may take. The rest is for gaps between them in the heap (see
 `scripts/bench/memory.py`), buffers of kernels, and other work of the process."""
+
+
+NON_FINITE_LOSS = ItemError(
+    code=ErrorCode.NON_FINITE,
+    message=(
+        "the loss or its gradient is infinite or not a number, and was not applied; look for extreme values in the "
+        "loss inputs, or a learning rate that has driven the adapter away"
+    ),
+)
 
 
 @dataclass(slots=True)
@@ -45,6 +53,32 @@ class Outcome:
     part: Part | None = None
     error: ItemError | None = None
     engine_s: float = 0.0
+
+
+class Prefetch:
+    """The expected adapters of one bank. One thread only."""
+
+    def __init__(self, bank: Bank) -> None:
+        self._bank = bank
+        self._expected: Sequence[str] = ()
+        self._own: Collection[str] = ()
+
+    def expect(self, expected: Sequence[str], own: Collection[str]) -> None:
+        """Set the adapters that the next batch is expected to need, and those that the current batch has."""
+        self._expected, self._own = expected, own
+
+    def begin(self) -> None:
+        """Begin to load the expected adapters, once all adapters of the batch are resident.
+
+        Copies run one after another, so the batch's own would otherwise queue behind these.
+        """
+        bank = self._bank
+        if all(bank.entry(key).row is not None for key in self._own if key in bank):
+            bank.prefetch(self._expected, keep=self._own)
+
+    def end_batch(self) -> None:
+        """Begin to load the expected adapters: the batch has ended and needs no others."""
+        self._bank.prefetch(self._expected, keep=self._own)
 
 
 class PassRunner:
@@ -158,7 +192,7 @@ class PassRunner:
             engine_s = time.perf_counter() - begin_s
             num_tokens = sum(request.num_tokens for request in requests)
             return [
-                Outcome(part, None if part.is_finite else non_finite_loss(), engine_s * request.num_tokens / num_tokens)
+                Outcome(part, None if part.is_finite else NON_FINITE_LOSS, engine_s * request.num_tokens / num_tokens)
                 for request, part in zip(requests, parts, strict=True)
             ]
         for key in set(keys) if backward and has_begun else ():
@@ -214,3 +248,11 @@ class PassRunner:
 def _num_targets(datum: Datum) -> int:
     targets = datum.loss_inputs.get("target_tokens", datum.tokens)
     return targets.shape[1] if targets.ndim == 2 else 1
+
+
+def pass_error(error: Exception) -> ItemError:
+    """Return the error of a request whose packed pass failed. The request itself was checked before."""
+    if is_out_of_memory(error):
+        message = "there is not enough memory for this alone; send shorter sequences"
+        return ItemError(code=ErrorCode.OUT_OF_MEMORY, message=message)
+    return ItemError(code=ErrorCode.INTERNAL, message="the worker failed to run this; its log has the reason")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from scripts.bench.gpu.cases import Case, make_data
-from workers.bank.slabs import Slab
+from workers.bank.entries import Slab
 from workers.contract.messages import (
     AdamParams,
     AdapterInstall,

@@ -12,7 +12,7 @@ from tests.support.numerics.agreement import distance, observe
 from tests.support.numerics.harness import Driver, Tenant, assemble_again, make_data, make_spec
 from tests.support.numerics.tenants import TENANTS
 from workers.bank.bank import Bank
-from workers.bank.slabs import Row
+from workers.bank.entries import Row
 from workers.contract.messages import AdamParams, ErrorCode
 from workers.rows import GroupShape
 from workers.training import device_logits, optim

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.numerics.harness import Driver, Trace, make_spec
 from tests.support.numerics.tenants import TENANTS, assert_same, train
-from workers.model import exact_products
+from workers.model.frozen_products import multiply_in_blocks, sum_in_blocks
 from workers.model.lora.segments import Segment
 
 pytestmark = pytest.mark.slow
@@ -84,12 +84,12 @@ def test_products_by_blocks_are_the_products(num_rows: int) -> None:
         torch.randn(shape, generator=generator, dtype=torch.float64)
         for shape in ((num_rows, 24), (40, 24), (40, 24), (40,))
     )
-    y = exact_products.linear(x, weight.t(), bias, None, 64)
+    y = multiply_in_blocks(x, weight.t(), bias, None, 64)
     torch.testing.assert_close(y, x @ weight.t() + bias)
     out = torch.empty(num_rows, 48, dtype=torch.float64)[:, :40]
-    assert exact_products.linear(x, weight.t(), None, out, 64) is out
+    assert multiply_in_blocks(x, weight.t(), None, out, 64) is out
     torch.testing.assert_close(out, x @ weight.t())
-    dx = exact_products.sum_products([y, out], [weight, other], 64)
+    dx = sum_in_blocks([y, out], [weight, other], 64)
     torch.testing.assert_close(dx, y @ weight + out @ other)
 
 
@@ -102,8 +102,8 @@ def test_every_product_has_the_same_number_of_rows(monkeypatch: pytest.MonkeyPat
         return mm(left, right, **kwargs)
 
     monkeypatch.setattr(torch, "mm", noting)
-    exact_products.linear(torch.ones(150, 8), torch.ones(8, 8), None, None, 64)
-    exact_products.sum_products([torch.ones(150, 8)], [torch.ones(8, 8)], 64)
+    multiply_in_blocks(torch.ones(150, 8), torch.ones(8, 8), None, None, 64)
+    sum_in_blocks([torch.ones(150, 8)], [torch.ones(8, 8)], 64)
     assert seen == [64] * 6
 
 

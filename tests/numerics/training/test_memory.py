@@ -12,7 +12,7 @@ from tests.support.numerics.harness import VOCAB_SIZE, Driver, assemble_again, m
 from workers.host.host_memory import MemoryShare
 from workers.model.base_model import BaseModel
 from workers.model.gpu_attention import FlashKernel, VarlenAttention
-from workers.selftest.fitting import fitting_tokens
+from workers.selftest.loading import fitting_tokens
 from workers.training.logits import block_rows_of
 from workers.training.memory import Load, PassMemory
 from workers.training.passes import USED_FRACTION, PassRunner

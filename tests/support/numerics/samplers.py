@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tests.support.numerics.harness import Driver, make_data, make_spec
 from tests.support.numerics.naive import NaiveModel
-from tests.support.random_numbers import uniform
+from tests.support.numerics.random_numbers import uniform
 from workers.contract.messages import (
     AdamParams,
     AdapterSpec,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.support.random_numbers import uniform
+from tests.support.numerics.random_numbers import uniform
 from workers.contract.messages import SamplingParams
 from workers.sampling.drawing import (
     BLOCK_VALUES,

@@ -86,7 +86,7 @@ class GroupedRun:
         return xa
 
     def backward(self, group: int, xa: Tensor, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None) -> None:
-        """Add to the adapters' gradients, and to dx (T, D) if given; formulas as in `products.backward_segments`.
+        """Add to the adapters' gradients, and to dx (T, D) if given; formulas as in `segments.backward_segments`.
 
         xa (N, G * R) is the result of `forward`; x (T, D), dys (T, F) per linear.
         """

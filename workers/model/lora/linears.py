@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.model.frozen_products import ExactProducts, FrozenProducts, PackedProducts, PlainProducts
-from workers.model.lora.products import backward_segments, forward_segments
 from workers.model.lora.routing import CurrentPass, FusedRun, Routing
-from workers.model.lora.segments import Run
+from workers.model.lora.segments import Run, backward_segments, forward_segments
 from workers.model.numerics import Numerics
 from workers.rows import GroupShape, GroupViews
 

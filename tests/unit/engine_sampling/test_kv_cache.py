@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from workers.sampling.shared_blocks import BlockPool, Prefix
+from workers.sampling.kv_cache import BlockPool, Prefix
 
 
 class Owner:
