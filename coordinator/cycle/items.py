@@ -82,11 +82,8 @@ class PhaseWork:
 
 def flights(entries: Iterable[Entry]) -> tuple[Flight, ...]:
     """Return the operations of these items as records for the fleet."""
-    return tuple(
-        Flight(entry.operation.name, entry.log.adapter_id, entry.operation.seq, entry.log.tenant_id)
-        for entry in entries
-        if entry.operation is not None
-    )
+    operations = [entry.operation for entry in entries if entry.operation is not None]
+    return tuple(Flight(o.name, o.target_id, o.seq, o.append_id, o.tenant_id) for o in operations)
 
 
 class ItemBuilder:

@@ -26,6 +26,8 @@ class Flight:
     target_id: str
     """The adapter or sampler."""
     seq: int
+    append_id: int
+    """Its append: another operation may get the sequence number if the append fails."""
     tenant_id: str
     version: str = ""
     """The sampler version that it samples from; empty: a training operation, or the base model."""

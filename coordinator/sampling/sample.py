@@ -59,8 +59,8 @@ class Sample:
     @property
     def flight(self) -> Flight:
         """Its record for the fleet."""
-        operation = self.operation
-        return Flight(self.name, operation.target_id, operation.seq, operation.tenant_id, self.sampler.version)
+        o = self.operation
+        return Flight(o.name, o.target_id, o.seq, o.append_id, o.tenant_id, self.sampler.version)
 
     def fail(self, error: ops_pb.OperationError) -> None:
         """Decide it as failed without a worker's result."""

@@ -112,7 +112,7 @@ class LossRecorder:
         logger.error("%s ended its worker %d times while it ran solo", flight.name, SOLO_LOSSES_MAX)
         log.release()
         operation = log.operations.get(flight.seq)
-        if operation is None:
+        if operation is None or operation.append_id != flight.append_id:
             return  # its append failed while it ran: it was never accepted
         if not operation.is_final:
             log.fail(operation, worker_died(operation))

@@ -6,11 +6,11 @@ from coordinator.fleet import fleet as fleet_module
 from coordinator.fleet.fleet import Fleet, Flight
 from tests.support.toy_engine import toy_worker_info
 
-PASS = Flight("a:1", "a", 1, "t")
+PASS = Flight("a:1", "a", 1, 0, "t")
 
 
 def sample(name: str, version: str = "") -> Flight:
-    return Flight(name, name.partition(":")[0], 1, "t", version)
+    return Flight(name, name.partition(":")[0], 1, 0, "t", version)
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Collection
 from typing import cast
 
+import pytest
+
 from coordinator.base.errors import ServiceError
 from coordinator.checkpoints.published_weights import Publishing
 from coordinator.fleet.fleet import Fleet, Flight
@@ -17,7 +19,7 @@ from tests.support.adapter_logs import FB, STEP, adapter_with, appending, run
 from tests.support.toy_engine import toy_worker_info
 from tests.support.toy_pool import FakeTime
 
-SAMPLE = Flight("s:sample:0:1", "s:sample:0", 1, "t")
+SAMPLE = Flight("s:sample:0:1", "s:sample:0", 1, 0, "t")
 
 
 class Refusals:
@@ -50,7 +52,7 @@ class Bench:
     def dispatch(self, *operations: Operation, samples: Collection[Flight] = ()) -> None:
         """Have the first worker run these."""
         worker = self.fleet.worker("w0")
-        worker.begin_phase(tuple(Flight(o.name, o.target_id, o.seq, o.tenant_id) for o in operations))
+        worker.begin_phase(tuple(Flight(o.name, o.target_id, o.seq, o.append_id, o.tenant_id) for o in operations))
         for operation in operations:
             self.registry.logs[operation.target_id].start(operation)
         for sample in samples:
@@ -158,8 +160,9 @@ async def test_operations_of_a_deleted_adapter_quarantine_nothing() -> None:
     assert not bench.quarantine.group
 
 
-async def test_a_poison_whose_append_failed_meanwhile_is_not_failed() -> None:
-    """It was never accepted: its caller has an error, and its sequence number is free again."""
+@pytest.mark.parametrize("is_taken", [False, True])
+async def test_a_poison_whose_append_failed_meanwhile_is_not_failed(is_taken: bool) -> None:
+    """It was never accepted: its caller has an error, and its sequence number is free for another operation."""
     log = adapter_with()
     log.add(appending(1, FB))
     bench = Bench(log)
@@ -171,6 +174,10 @@ async def test_a_poison_whose_append_failed_meanwhile_is_not_failed() -> None:
     log.place_copy("w0")
     bench.dispatch(one)
     log.withdraw(one)
+    if is_taken:
+        other = appending(1, FB)
+        other.append_id = one.append_id + 1
+        log.add(other)
     assert bench.lose().poison == "a:1"
     assert log.take_decided() == []
     assert log.quarantined == (0, -1)
