@@ -1,7 +1,8 @@
-"""The credentials file: a pool writes its address and an API key, and clients on this machine need no arguments.
+"""Address and API key of a pool: from arguments, the environment, or the credentials file of this machine.
 
-`~/.tinkerpool/credentials.json`, readable by its owner only; `TINKERPOOL_HOME` names another folder. Does not depend on
-the client or the pool; both use it.
+A pool writes its address and an API key to `~/.tinkerpool/credentials.json`, readable by its owner only, and clients on
+this machine need no arguments. `TINKERPOOL_HOME` names another folder. Does not depend on the client or the pool; both
+use it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from tinkerpool.errors import ConfigurationError
+
+DEFAULT_PORT = 7600
 FILE_NAME = "credentials.json"
 _KEPT_GLOB = "credentials.*.json"
 
@@ -88,3 +93,45 @@ def _free_name(path: Path) -> Path:
     while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
     return kept
+
+
+def find_service(base_url: str | None, api_key: str | None) -> tuple[str, str]:
+    """Return address and key: each from its argument, else the environment, else the credentials file.
+
+    A key from the file is sent only to the address in the file. Raises ConfigurationError if there is no key.
+    """
+    base_url = base_url or os.environ.get("TINKERPOOL_BASE_URL")
+    api_key = api_key or os.environ.get("TINKERPOOL_API_KEY")
+    if base_url and api_key:
+        return base_url, api_key
+    try:
+        found = read_credentials()
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+    if not base_url:
+        base_url = found.url if found else f"http://127.0.0.1:{DEFAULT_PORT}"
+    if not api_key and found and parse_target(found.url) == parse_target(base_url):
+        api_key = found.api_key
+    if not api_key:
+        raise ConfigurationError(
+            f"no API key for {base_url}: pass api_key, set TINKERPOOL_API_KEY, or start a pool on this machine with "
+            f"`tinkerpool up`, which leaves its key in {credentials_file()}"
+        )
+    return base_url, api_key
+
+
+def parse_target(base_url: str) -> tuple[str, bool]:
+    """Return the `host:port` of a URL, and whether it asks for TLS. Raises ConfigurationError.
+
+    Accepts `http://host:7600`, `https://host` (TLS, port 443) and `host:port`.
+    """
+    url = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
+    try:
+        port = url.port
+    except ValueError:
+        port = -1
+    if url.scheme not in {"http", "https"} or not url.hostname or port == -1 or url.path.strip("/") or url.query:
+        raise ConfigurationError(f"expected a URL such as http://127.0.0.1:{DEFAULT_PORT}, got {base_url!r}")
+    is_tls = url.scheme == "https"
+    host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
+    return f"{host}:{port or (443 if is_tls else DEFAULT_PORT)}", is_tls

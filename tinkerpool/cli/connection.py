@@ -12,9 +12,8 @@ import typer
 
 from tinkerpool.cli.errors import CliError
 from tinkerpool.client.calls.methods import RequestT, ResponseT, Unary
-from tinkerpool.client.calls.transport import GrpcTransport, Transport, parse_target
-from tinkerpool.client.discovery import find_service
-from tinkerpool.credentials import credentials_file
+from tinkerpool.client.calls.transport import GrpcTransport, Transport
+from tinkerpool.credentials import credentials_file, find_service, parse_target
 from tinkerpool.errors import (
     Code,
     ConfigurationError,

@@ -14,11 +14,11 @@ from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.encoding import string_map
 from tinkerpool.client.calls.futures import APIFuture
 from tinkerpool.client.calls.transport import GrpcTransport, Transport
-from tinkerpool.client.discovery import find_service
 from tinkerpool.client.rest_client import RestClient, fetch_capabilities
 from tinkerpool.client.sampling_client import SamplingClient, create_sampler
 from tinkerpool.client.session import Session
 from tinkerpool.client.training_client import TrainingClient
+from tinkerpool.credentials import find_service
 from tinkerpool.v1 import adapters_pb2
 
 CLOSE_TIMEOUT_S = 5.0

@@ -18,7 +18,7 @@ from tinkerpool.client.calls.futures import APIFuture, Ready
 from tinkerpool.client.sampling_client import SamplingClient, create_sampler
 from tinkerpool.client.session import Session
 from tinkerpool.client.tokenizer import fetch_tokenizer
-from tinkerpool.client.training import batches, custom_loss, passes
+from tinkerpool.client.training import custom_loss, passes
 from tinkerpool.client.training.sequence import AdapterSequence
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, operations_pb2, training_pb2
 
@@ -44,14 +44,14 @@ class TrainingClient(Ready):
 
         Raises ValueError for an empty batch, an unknown loss, or a datum that is too large to send.
         """
-        requests = self._requests(training_pb2.ForwardRequest, batches.split(data), loss_fn, loss_fn_config)
+        requests = self._requests(training_pb2.ForwardRequest, passes.split(data), loss_fn, loss_fn_config)
         return self._run(methods.FORWARD, requests)
 
     def forward_backward(
         self, data: Sequence[types.Datum], loss_fn: types.LossFnType, loss_fn_config: Mapping[str, float] | None = None
     ) -> APIFuture[types.ForwardBackwardOutput]:
         """Run `forward`, and add the gradient of the loss to the adapter's pending gradient, until `optim_step`."""
-        requests = self._requests(training_pb2.ForwardBackwardRequest, batches.split(data), loss_fn, loss_fn_config)
+        requests = self._requests(training_pb2.ForwardBackwardRequest, passes.split(data), loss_fn, loss_fn_config)
         return self._run(methods.FORWARD_BACKWARD, requests)
 
     def optim_step(self, adam_params: types.AdamParams | None = None) -> APIFuture[types.OptimStepResponse]:
@@ -71,7 +71,7 @@ class TrainingClient(Ready):
         loss_fn_config: Mapping[str, float] | None = None,
     ) -> APIFuture[types.TrainStepResponse]:
         """Run `forward_backward` and `optim_step` in one message, the cheapest step. Not in the SDK."""
-        *first, last = batches.split(data)
+        *first, last = passes.split(data)
         requests = self._requests(training_pb2.ForwardBackwardRequest, first, loss_fn, loss_fn_config)
         [step] = self._requests(training_pb2.TrainStepRequest, [last], loss_fn, loss_fn_config)
         step.adam.CopyFrom(encoding.adam_params(adam_params or types.AdamParams()))
@@ -101,7 +101,7 @@ class TrainingClient(Ready):
         `optim_step` fails instead of stepping on a part of the gradient.
         """
         evaluate = custom_loss.evaluate_numpy if with_gradients else custom_loss.evaluate_torch
-        custom = passes.CustomPass(self.model_id, data, partial(evaluate, loss_fn))
+        custom = custom_loss.CustomPass(self.model_id, data, partial(evaluate, loss_fn))
         return self._sequence.reserve(custom.num_seqs, lambda seq: custom.run(self._sequence, seq))
 
     def save_state(

@@ -2,10 +2,13 @@ import stat
 
 import pytest
 
+from tinkerpool import errors
 from tinkerpool.credentials import (
     Credentials,
     credentials_file,
+    find_service,
     kept_credentials,
+    parse_target,
     read_credentials,
     write_credentials,
 )
@@ -50,3 +53,43 @@ def test_a_file_that_is_not_ours_is_named_in_the_error(content: str) -> None:
     credentials_file().write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=r"credentials\.json"):
         read_credentials()
+
+
+def test_arguments_come_before_environment_before_what_a_local_pool_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_credentials(Credentials(url="http://127.0.0.1:7777", api_key="left"))
+    assert find_service(None, None) == ("http://127.0.0.1:7777", "left")
+    monkeypatch.setenv("TINKERPOOL_BASE_URL", "http://127.0.0.1:8888")
+    monkeypatch.setenv("TINKERPOOL_API_KEY", "environment")
+    assert find_service(None, None) == ("http://127.0.0.1:8888", "environment")
+    assert find_service("host:1", "argument") == ("host:1", "argument")
+
+
+def test_a_key_that_a_pool_left_goes_to_that_pool_only() -> None:
+    with pytest.raises(errors.ConfigurationError, match="no API key for"):
+        find_service(None, None)
+    write_credentials(Credentials(url="http://127.0.0.1:7777", api_key="left"))
+    assert find_service("127.0.0.1:7777", None) == ("127.0.0.1:7777", "left")
+    with pytest.raises(errors.ConfigurationError, match="no API key for http://elsewhere:7777"):
+        find_service("http://elsewhere:7777", None)
+
+
+@pytest.mark.parametrize(
+    ("url", "target"),
+    [
+        ("http://host:1", ("host:1", False)),
+        ("http://host", ("host:7600", False)),
+        ("host:1", ("host:1", False)),
+        ("host", ("host:7600", False)),
+        ("https://host", ("host:443", True)),
+        ("https://host:1/", ("host:1", True)),
+        ("http://[::1]:1", ("[::1]:1", False)),
+    ],
+)
+def test_addresses_are_read(url: str, target: tuple[str, bool]) -> None:
+    assert parse_target(url) == target
+
+
+@pytest.mark.parametrize("url", ["", "ftp://host", "http://host:port", "http://", "http://host/path", "host:99999"])
+def test_an_address_that_makes_no_sense_is_refused_with_an_example(url: str) -> None:
+    with pytest.raises(errors.ConfigurationError, match=r"http://127\.0\.0\.1:7600"):
+        parse_target(url)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tinkerpool.client.calls import futures
-from tinkerpool.client.calls.background import BackgroundLoop, shared_loop
+from tinkerpool.client.calls.futures import BackgroundLoop, shared_loop
 from tinkerpool.errors import ClientClosed
 
 

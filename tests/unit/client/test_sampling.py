@@ -14,7 +14,7 @@ import pytest
 from tests.support.doors.fake_transport import UNREACHABLE, FakePool, sample_operation
 from tests.support.waiting import wait_until
 from tinkerpool import ModelInput, SampledSequence, SamplingClient, SamplingParams, ServiceClient, TensorData
-from tinkerpool.client.calls.background import shared_loop
+from tinkerpool.client.calls.futures import shared_loop
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.types import PromptAltTokens
 from tinkerpool.v1 import operations_pb2, sampling_pb2

@@ -12,32 +12,12 @@ import tinkerpool
 from tests.support.doors.fake_transport import SESSION_ID, UNREACHABLE, FakePool
 from tinkerpool import ModelInput, SamplingParams, ServiceClient, errors
 from tinkerpool.client import session as session_module
-from tinkerpool.client.discovery import find_service
-from tinkerpool.credentials import Credentials, write_credentials
 from tinkerpool.v1 import (
     adapters_pb2,
     sessions_pb2,
 )
 
 PROMPT = ModelInput.from_ints([1, 2])
-
-
-def test_arguments_come_before_environment_before_what_a_local_pool_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    write_credentials(Credentials(url="http://127.0.0.1:7777", api_key="left"))
-    assert find_service(None, None) == ("http://127.0.0.1:7777", "left")
-    monkeypatch.setenv("TINKERPOOL_BASE_URL", "http://127.0.0.1:8888")
-    monkeypatch.setenv("TINKERPOOL_API_KEY", "environment")
-    assert find_service(None, None) == ("http://127.0.0.1:8888", "environment")
-    assert find_service("host:1", "argument") == ("host:1", "argument")
-
-
-def test_a_key_that_a_pool_left_goes_to_that_pool_only() -> None:
-    with pytest.raises(errors.ConfigurationError, match="no API key for"):
-        find_service(None, None)
-    write_credentials(Credentials(url="http://127.0.0.1:7777", api_key="left"))
-    assert find_service("127.0.0.1:7777", None) == ("127.0.0.1:7777", "left")
-    with pytest.raises(errors.ConfigurationError, match="no API key for http://elsewhere:7777"):
-        find_service("http://elsewhere:7777", None)
 
 
 def test_a_broken_credentials_file_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.doors.fake_transport import UNREACHABLE, FakePool
 from tinkerpool import AdamParams, Datum, ModelInput, OperationFailed, ServiceClient, TrainingClient, errors
-from tinkerpool.client.training import batches, sequence
+from tinkerpool.client.training import passes, sequence
 from tinkerpool.convert import from_tensor
 from tinkerpool.v1 import operations_pb2, training_pb2
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_sent_takes_no_place(pool: FakePool, client: TrainingClie
 def test_a_large_batch_takes_several_places_and_gives_one_result(
     pool: FakePool, client: TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "CHUNK_DATUMS_MAX", 2)
+    monkeypatch.setattr(passes, "CHUNK_DATUMS_MAX", 2)
     data = [datum(i) for i in range(5)]
     merged = client.forward_backward(data, "cross_entropy").result(5)
     assert sorted(seqs(pool, "ForwardBackward")) == [1, 2, 3]
@@ -216,7 +216,7 @@ def custom_loss_numpy(data: list[Datum], logprobs: list[Any]) -> tuple[float, li
 def test_a_custom_loss_is_cross_entropy_weighted_by_its_negative_gradient(
     pool: FakePool, client: TrainingClient, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "CHUNK_DATUMS_MAX", 1)
+    monkeypatch.setattr(passes, "CHUNK_DATUMS_MAX", 1)
     data = [Datum([1, 1], {"target_tokens": [1, 2], "mask": [1, 1]}), datum(3)]
     if way == "torch":
         future = client.forward_backward_custom(data, custom_loss_torch)

@@ -13,7 +13,7 @@ from tests.support.doors.door_thread import open_door
 from tests.support.doors.fake_service import KEY, FakeService
 from tinkerpool import ServiceClient, errors
 from tinkerpool.client.calls import methods
-from tinkerpool.client.calls.transport import GrpcTransport, parse_target
+from tinkerpool.client.calls.transport import GrpcTransport
 from tinkerpool.v1 import (
     adapters_pb2,
     checkpoints_pb2,
@@ -45,28 +45,6 @@ async def call(url: str, key: str = KEY) -> sessions_pb2.GetCapabilitiesResponse
         return await transport.call(methods.GET_CAPABILITIES, sessions_pb2.GetCapabilitiesRequest(), timeout_s=5)
     finally:
         await transport.close()
-
-
-@pytest.mark.parametrize(
-    ("url", "target"),
-    [
-        ("http://host:1", ("host:1", False)),
-        ("http://host", ("host:7600", False)),
-        ("host:1", ("host:1", False)),
-        ("host", ("host:7600", False)),
-        ("https://host", ("host:443", True)),
-        ("https://host:1/", ("host:1", True)),
-        ("http://[::1]:1", ("[::1]:1", False)),
-    ],
-)
-def test_addresses_are_read(url: str, target: tuple[str, bool]) -> None:
-    assert parse_target(url) == target
-
-
-@pytest.mark.parametrize("url", ["", "ftp://host", "http://host:port", "http://", "http://host/path", "host:99999"])
-def test_an_address_that_makes_no_sense_is_refused_with_an_example(url: str) -> None:
-    with pytest.raises(errors.ConfigurationError, match=r"http://127\.0\.0\.1:7600"):
-        parse_target(url)
 
 
 def test_every_method_of_the_contract_is_in_the_table_with_its_types() -> None:

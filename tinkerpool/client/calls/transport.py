@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import grpc
 import grpc.aio
@@ -18,7 +17,8 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, Unary
-from tinkerpool.errors import ApiError, ClientClosed, Code, ConfigurationError, api_error
+from tinkerpool.credentials import parse_target
+from tinkerpool.errors import ApiError, ClientClosed, Code, api_error
 
 SEND_BYTES_MAX = 64 << 20
 """Largest request."""
@@ -26,7 +26,6 @@ RECEIVE_BYTES_MAX = 256 << 20
 """Largest response."""
 CALLS_MAX = 256
 """Most calls at a time, streams not counted; more are queued. The service refuses more than 1,000 of both."""
-DEFAULT_PORT = 7600
 
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", SEND_BYTES_MAX),
@@ -68,23 +67,6 @@ class Transport(Protocol):
     async def close(self) -> None:
         """End all calls and close the connection. Idempotent."""
         ...
-
-
-def parse_target(base_url: str) -> tuple[str, bool]:
-    """Return the `host:port` of a URL, and whether it asks for TLS. Raises ConfigurationError.
-
-    Accepts `http://host:7600`, `https://host` (TLS, port 443) and `host:port`.
-    """
-    url = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
-    try:
-        port = url.port
-    except ValueError:
-        port = -1
-    if url.scheme not in {"http", "https"} or not url.hostname or port == -1 or url.path.strip("/") or url.query:
-        raise ConfigurationError(f"expected a URL such as http://127.0.0.1:{DEFAULT_PORT}, got {base_url!r}")
-    is_tls = url.scheme == "https"
-    host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
-    return f"{host}:{port or (443 if is_tls else DEFAULT_PORT)}", is_tls
 
 
 class GrpcTransport:

@@ -1,4 +1,4 @@
 """Training one adapter: sequence numbers, passes, batches, losses of the user's own.
 
-Public interface: `sequence.AdapterSequence`, `passes`, `batches.split`, `custom_loss`.
+Public interface: `sequence.AdapterSequence`, `passes`, `custom_loss`.
 """

@@ -1,7 +1,8 @@
-"""Losses of the user's own, computed in the user's process. Pure, except that the user's function runs on a thread.
+"""Losses of the user's own, computed in the user's process between two passes in the pool.
 
 The pool computes log-probabilities p; the user's function computes a loss C(p) and its gradient; the pool then adds the
-gradient of the cross entropy `L = sum(-p w)` with `w = -dC/dp`, which is the gradient of C.
+gradient of the cross entropy `L = sum(-p w)` with `w = -dC/dp`, which is the gradient of C. The user's function runs on
+a thread of its own.
 """
 
 from __future__ import annotations
@@ -11,13 +12,20 @@ import concurrent.futures
 import importlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tinkerpool.client.calls import methods
+from tinkerpool.client.training import passes
+from tinkerpool.client.training.sequence import AdapterSequence
+from tinkerpool.errors import TinkerpoolError
 from tinkerpool.types import Datum, ForwardBackwardOutput, TensorData, as_array
+from tinkerpool.v1 import training_pb2
 
 T = TypeVar("T")
 Gradient = NDArray[np.float32]
@@ -108,3 +116,55 @@ async def on_a_thread(work: Callable[[], T]) -> T:
 
 def _metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
+
+
+class CustomPass:
+    """A forward, the user's loss on a thread, and a forward_backward with its gradient; their seqs are consecutive."""
+
+    def __init__(self, adapter_id: str, data: Sequence[Datum], evaluate: Callable[..., CustomLoss]) -> None:
+        """Raises ValueError for an empty batch and for data without `target_tokens`."""
+        self._build = partial(passes.build_request, adapter_id=adapter_id, loss_fn="cross_entropy")
+        self._adapter_id = adapter_id
+        self._data = list(data)
+        self._evaluate = evaluate
+        chunks = passes.split(surrogate(self._data))
+        self._lengths = [len(chunk) for chunk in chunks]
+        self._forwards = [self._build(training_pb2.ForwardRequest, chunk) for chunk in chunks]
+
+    @property
+    def num_seqs(self) -> int:
+        """The number of seqs to reserve."""
+        return 2 * len(self._forwards)
+
+    async def run(self, sequence: AdapterSequence, seq: int) -> ForwardBackwardOutput:
+        """Run both passes. Raises any error of the user's loss."""
+        backward_seq = seq + len(self._forwards)
+        try:
+            output = await passes.run(sequence, methods.FORWARD, self._forwards, seq)
+            logprobs = [datum["logprobs"].to_numpy() for datum in output.loss_fn_outputs]
+            loss = await on_a_thread(lambda: self._evaluate(self._data, logprobs))
+            requests = self._backwards(loss)
+        except BaseException:
+            await self._fail_backwards(sequence, backward_seq)
+            raise
+        backward = await passes.run(sequence, methods.FORWARD_BACKWARD, requests, backward_seq)
+        return with_loss(backward, loss)
+
+    def _backwards(self, loss: CustomLoss) -> list[training_pb2.ForwardBackwardRequest]:
+        data = surrogate(self._data, loss.gradients)
+        requests, start = [], 0
+        for length in self._lengths:
+            requests.append(self._build(training_pb2.ForwardBackwardRequest, data[start : start + length]))
+            start += length
+        return requests
+
+    async def _fail_backwards(self, sequence: AdapterSequence, seq: int) -> None:
+        """Use up the seqs of the second pass, so that there is no gap.
+
+        A forward_backward without data is refused and recorded as failed, which closes the gradient window: the next
+        optim_step fails instead of stepping on a part of the gradient.
+        """
+        for i in range(len(self._forwards)):
+            empty = training_pb2.ForwardBackwardRequest(adapter_id=self._adapter_id)
+            with suppress(TinkerpoolError):
+                await sequence.run(methods.FORWARD_BACKWARD, empty, seq + i)

@@ -1,4 +1,4 @@
-"""Passes over a batch: requests of bounded size are sent together, and their outputs merged.
+"""Passes over a batch: cut into requests of bounded size, sent together, and their outputs merged as the SDK does.
 
 Requests are built on the caller's thread, so that the caller may change its data once the call has returned. They are
 sent on the background loop.
@@ -7,18 +7,50 @@ sent on the background loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from tinkerpool.client.calls import encoding, methods
 from tinkerpool.client.calls.transport import SEND_BYTES_MAX
-from tinkerpool.client.training import batches, custom_loss
 from tinkerpool.client.training.sequence import AdapterSequence
-from tinkerpool.errors import TinkerpoolError
+from tinkerpool.metrics import merge_metrics
 from tinkerpool.types import Datum, ForwardBackwardOutput, OptimStepResponse, TrainStepResponse
 from tinkerpool.v1 import operations_pb2, training_pb2
+
+CHUNK_DATUMS_MAX = 1024
+"""Most datums in one request."""
+CHUNK_BYTES_MAX = 5_000_000
+"""Most bytes in one request, unless a single datum has more."""
+
+
+def split(data: Sequence[Datum]) -> list[list[Datum]]:
+    """Cut a batch into chunks, in order. Raises ValueError for an empty batch."""
+    if not data:
+        raise ValueError("no data: a forward pass needs at least one datum")
+    chunks: list[list[Datum]] = []
+    num_bytes = 0
+    for datum in data:
+        if not isinstance(datum, Datum):
+            raise ValueError(f"data must be a list of Datum, got a {type(datum).__name__}")
+        added = encoding.datum_bytes(datum)
+        if not chunks or len(chunks[-1]) == CHUNK_DATUMS_MAX or num_bytes + added > CHUNK_BYTES_MAX:
+            chunks.append([])
+            num_bytes = 0
+        chunks[-1].append(datum)
+        num_bytes += added
+    return chunks
+
+
+def merge(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
+    """Return one output for the chunks of a batch, in order. Means of metrics are weighted by datums."""
+    assert outputs
+    num_datums = [len(output.loss_fn_outputs) for output in outputs]
+    return ForwardBackwardOutput(
+        loss_fn_output_type=outputs[0].loss_fn_output_type,
+        loss_fn_outputs=[datum for output in outputs for datum in output.loss_fn_outputs],
+        metrics=merge_metrics([output.metrics for output in outputs], num_datums),
+    )
+
 
 RequestT = TypeVar(
     "RequestT", training_pb2.ForwardRequest, training_pb2.ForwardBackwardRequest, training_pb2.TrainStepRequest
@@ -51,7 +83,7 @@ async def run(
 ) -> ForwardBackwardOutput:
     """Send the chunks of one batch with seqs from `seq` on, and merge their outputs. Raises the first error."""
     operations = await asyncio.gather(*(sequence.run(method, request, seq + i) for i, request in enumerate(requests)))
-    return batches.merge([encoding.forward_backward_output(operation) for operation in operations])
+    return merge([encoding.forward_backward_output(operation) for operation in operations])
 
 
 async def run_train_step(
@@ -69,58 +101,6 @@ async def run_train_step(
     first = (sequence.run(methods.FORWARD_BACKWARD, request, seq + i) for i, request in enumerate(requests))
     operations, (last, optim_step) = await asyncio.gather(asyncio.gather(*first), run_last())
     return TrainStepResponse(
-        forward_backward=batches.merge([encoding.forward_backward_output(op) for op in [*operations, last]]),
+        forward_backward=merge([encoding.forward_backward_output(op) for op in [*operations, last]]),
         optim_step=OptimStepResponse(metrics=dict(optim_step.optim_step.metrics)),
     )
-
-
-class CustomPass:
-    """A forward, the user's loss on a thread, and a forward_backward with its gradient; their seqs are consecutive."""
-
-    def __init__(self, adapter_id: str, data: Sequence[Datum], evaluate: Callable[..., custom_loss.CustomLoss]) -> None:
-        """Raises ValueError for an empty batch and for data without `target_tokens`."""
-        self._build = partial(build_request, adapter_id=adapter_id, loss_fn="cross_entropy")
-        self._adapter_id = adapter_id
-        self._data = list(data)
-        self._evaluate = evaluate
-        chunks = batches.split(custom_loss.surrogate(self._data))
-        self._lengths = [len(chunk) for chunk in chunks]
-        self._forwards = [self._build(training_pb2.ForwardRequest, chunk) for chunk in chunks]
-
-    @property
-    def num_seqs(self) -> int:
-        """The number of seqs to reserve."""
-        return 2 * len(self._forwards)
-
-    async def run(self, sequence: AdapterSequence, seq: int) -> ForwardBackwardOutput:
-        """Run both passes. Raises any error of the user's loss."""
-        backward_seq = seq + len(self._forwards)
-        try:
-            output = await run(sequence, methods.FORWARD, self._forwards, seq)
-            logprobs = [datum["logprobs"].to_numpy() for datum in output.loss_fn_outputs]
-            loss = await custom_loss.on_a_thread(lambda: self._evaluate(self._data, logprobs))
-            requests = self._backwards(loss)
-        except BaseException:
-            await self._fail_backwards(sequence, backward_seq)
-            raise
-        backward = await run(sequence, methods.FORWARD_BACKWARD, requests, backward_seq)
-        return custom_loss.with_loss(backward, loss)
-
-    def _backwards(self, loss: custom_loss.CustomLoss) -> list[training_pb2.ForwardBackwardRequest]:
-        data = custom_loss.surrogate(self._data, loss.gradients)
-        requests, start = [], 0
-        for length in self._lengths:
-            requests.append(self._build(training_pb2.ForwardBackwardRequest, data[start : start + length]))
-            start += length
-        return requests
-
-    async def _fail_backwards(self, sequence: AdapterSequence, seq: int) -> None:
-        """Use up the seqs of the second pass, so that there is no gap.
-
-        A forward_backward without data is refused and recorded as failed, which closes the gradient window: the next
-        optim_step fails instead of stepping on a part of the gradient.
-        """
-        for i in range(len(self._forwards)):
-            empty = training_pb2.ForwardBackwardRequest(adapter_id=self._adapter_id)
-            with suppress(TinkerpoolError):
-                await sequence.run(methods.FORWARD_BACKWARD, empty, seq + i)

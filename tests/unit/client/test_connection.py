@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tinkerpool.client.calls.connection import STREAMS_MAX, Waiter
 from tinkerpool.client.calls.retry import Backoff, Retries
-from tinkerpool.client.calls.waiter import STREAMS_MAX, Waiter
 from tinkerpool.errors import ApiError, ClientClosed, Code, NotFound, Unauthenticated, api_error
 from tinkerpool.v1.operations_pb2 import Operation, WaitOperationsRequest, WaitOperationsResponse
 

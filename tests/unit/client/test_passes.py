@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tinkerpool import Datum, ForwardBackwardOutput, TensorData
-from tinkerpool.client.training import batches
+from tinkerpool.client.training import passes
 
 
 def datum(num_tokens: int = 1) -> Datum:
@@ -17,30 +17,30 @@ def output(metrics: dict[str, float], num_datums: int = 1, first: int = 0) -> Fo
 
 
 def test_a_chunk_has_at_most_1024_datums() -> None:
-    assert [len(chunk) for chunk in batches.split([datum()] * 2049)] == [1024, 1024, 1]
+    assert [len(chunk) for chunk in passes.split([datum()] * 2049)] == [1024, 1024, 1]
 
 
 def test_a_chunk_has_at_most_5_megabytes_and_keeps_the_order() -> None:
     data = [datum(250_000) for _ in range(6)]  # 2 MB each
-    chunks = batches.split(data)
+    chunks = passes.split(data)
     assert [len(chunk) for chunk in chunks] == [2, 2, 2]
     assert [d for chunk in chunks for d in chunk] == data
 
 
 def test_a_datum_that_is_too_large_travels_alone() -> None:
-    assert [len(chunk) for chunk in batches.split([datum(), datum(1_000_000), datum()])] == [1, 1, 1]
+    assert [len(chunk) for chunk in passes.split([datum(), datum(1_000_000), datum()])] == [1, 1, 1]
 
 
 def test_an_empty_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="no data"):
-        batches.split([])
+        passes.split([])
     with pytest.raises(ValueError, match="list of Datum"):
-        batches.split([[1, 2]])  # type: ignore[list-item]
+        passes.split([[1, 2]])  # type: ignore[list-item]
 
 
 def test_a_single_chunk_is_merged_too() -> None:
-    assert batches.merge([output({"loss:sum": 1.5, "x:last": 1.0})]).metrics == {"loss:sum": 1.5}
+    assert passes.merge([output({"loss:sum": 1.5, "x:last": 1.0})]).metrics == {"loss:sum": 1.5}
 
 
 def test_metrics_are_merged_with_datums_as_weights() -> None:
-    assert batches.merge([output({"a:mean": 1}, 2), output({"a:mean": 4}, 1)]).metrics == {"a:mean": 2}
+    assert passes.merge([output({"a:mean": 1}, 2), output({"a:mean": 4}, 1)]).metrics == {"a:mean": 2}
