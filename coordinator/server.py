@@ -18,7 +18,7 @@ from typing import Any
 from coordinator.base.config import ServerConfig
 from coordinator.base.errors import ServiceError
 from coordinator.coordinator import DEFAULT_TENANT, Coordinator
-from coordinator.doors.errors import DoorError
+from coordinator.doors.door import DoorError
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_server import HttpDoor
 from coordinator.runtime.data_dir import DataDirInUse

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import typer
 
-from coordinator.cli import up
+from coordinator.cli import commands
 from coordinator.cli.options import KeepsArguments, with_options
-from coordinator.cli.serve import serve
 from tinkerpool.cli.app import RUN_PANEL
 
 _SERVE_HELP = (
@@ -27,7 +26,7 @@ _UP_HELP = (
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the `tinkerpool` command."""
-    for name, run, text in (("up", up.up, _UP_HELP), ("serve", serve, _SERVE_HELP)):
+    for name, run, text in (("up", commands.up, _UP_HELP), ("serve", commands.serve, _SERVE_HELP)):
         app.command(name, help=text, cls=KeepsArguments, rich_help_panel=RUN_PANEL)(with_options(run))
-    app.command("down", rich_help_panel=RUN_PANEL)(up.down)
-    app.command("logs", rich_help_panel=RUN_PANEL)(up.logs)
+    app.command("down", rich_help_panel=RUN_PANEL)(commands.down)
+    app.command("logs", rich_help_panel=RUN_PANEL)(commands.logs)

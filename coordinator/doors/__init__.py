@@ -1,6 +1,6 @@
 """The protocols that clients speak: gRPC (`grpc`), the Tinker SDK's HTTP API (`tinker`), OpenAI's HTTP API (`openai`).
 
 A door authenticates a call, converts it, calls one use case of `coordinator.service`, and converts the result or the
-refusal. Public interface: `grpc.server.GrpcDoor` and `http_server.HttpDoor`, which serve a `backend.Backend` and raise
-`errors.DoorError`. `http_app` maps paths to the handlers of `tinker` and `openai`; `http` holds the parts of both.
+refusal. Public interface: `grpc.server.GrpcDoor` and `http_server.HttpDoor`, which serve a `door.Backend` and raise
+`door.DoorError`. `http_app` maps paths to the handlers of `tinker` and `openai`; `http` holds the parts of both.
 """

@@ -18,8 +18,7 @@ import uvicorn
 
 from coordinator.base.config import HttpConfig
 from coordinator.base.time import SystemTime, Time
-from coordinator.doors.backend import Backend
-from coordinator.doors.errors import DoorError, listen_error
+from coordinator.doors.door import Backend, DoorError, listen_error
 from coordinator.doors.http.calls import DoorContext, Gate
 from coordinator.doors.http.connections import Connection, connections_max
 from coordinator.doors.http.downloads import Downloads

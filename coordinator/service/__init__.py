@@ -4,17 +4,14 @@ Public interface: `Service`, with a method for every RPC, and `auth` (`Authentic
 caller's principal and the contract's request message, and returns the response message, or an async generator of them
 where the contract streams. Refusals are `ServiceError`. Must not depend on any transport.
 
-There is one module per service of the contract. Two more are `copying`, for a method that combines several use cases,
-and `clients`, for the Tinker protocol, in which several clients share a sampler.
+There is one module for each file of the contract; `access` and `auth` are for all of them.
 """
 
 from coordinator.service.adapters import AdapterUseCases
-from coordinator.service.admin import AdminUseCases
-from coordinator.service.checkpoints import CheckpointUseCases
-from coordinator.service.clients import SamplingClientUseCases
-from coordinator.service.copying import CopyUseCases
+from coordinator.service.checkpoints import CheckpointUseCases, CopyUseCases
 from coordinator.service.operations import OperationUseCases
-from coordinator.service.pool import PoolUseCases
+from coordinator.service.pool import AdminUseCases, PoolUseCases
+from coordinator.service.sampling import SamplingUseCases
 from coordinator.service.sessions import SessionUseCases
 from coordinator.service.training import TrainingUseCases
 
@@ -26,7 +23,7 @@ class Service(
     SessionUseCases,
     AdapterUseCases,
     TrainingUseCases,
-    SamplingClientUseCases,
+    SamplingUseCases,
     CheckpointUseCases,
     OperationUseCases,
     PoolUseCases,

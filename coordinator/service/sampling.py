@@ -1,6 +1,7 @@
-"""Samplers and samples: create a sampler, queue a sample, stream its tokens.
+"""Samplers and samples: create a sampler, queue a sample, stream its tokens, list the finished samples of a client.
 
-Does not depend on which worker runs a sample. Main invariant: a sample is submitted only once it is durable.
+Does not depend on which worker runs a sample. Main invariants: a sample is submitted only once it is durable; the
+clients of a sampler, of which the Tinker protocol has several, never share a sequence number.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import AsyncIterator
 from coordinator.base.errors import Code, ServiceError, invalid, not_found, sampler_exists
 from coordinator.operations.admission import Request
 from coordinator.operations.operation import Kind, Operation
+from coordinator.operations.samples import CLIENT_SEQS, Finished
 from coordinator.operations.sessions import Session
 from coordinator.payloads.canonical import serialize
 from coordinator.payloads.samples import canonical_sample, check_sample_fits
@@ -102,6 +104,21 @@ class SamplingUseCases(UseCases):
         finally:
             self._core.samples.streams.unlisten(operation.name, events)
 
+    async def join_sampler(self, principal: Principal, sampler_id: str) -> int:
+        """Return the number of a new client. Its sequence numbers begin after number x `CLIENT_SEQS`."""
+        sampler = self._sampler(principal, sampler_id)
+        self._live_session(principal, sampler.session_id)
+        return self._core.finished_samples.new_client()
+
+    async def finished_samples(
+        self, principal: Principal, sampler_id: str, client: int, cursor: int, timeout_s: float
+    ) -> tuple[list[Finished], int]:
+        """Return a client's samples that finished since a cursor (0: any), and the next cursor."""
+        self._sampler(principal, sampler_id)
+        return await self._core.finished_samples.since(
+            sampler_id, client, cursor, timeout_s, lambda: self._unfetched(sampler_id, client)
+        )
+
     @uninterrupted
     async def _begin(
         self, principal: Principal, request: pb.SampleRequest, *, is_streamed: bool
@@ -150,6 +167,16 @@ class SamplingUseCases(UseCases):
         if not request.request_id:
             return None
         return self._core.store.samplers.of_request(request.session_id, request.request_id)
+
+    def _unfetched(self, sampler_id: str, client: int) -> list[Finished]:
+        """Return finished samples that were not fetched, oldest first, without those still in the in-flight table."""
+        rows = self._core.store.operations.unfetched(sampler_id, client * CLIENT_SEQS + 1, (client + 1) * CLIENT_SEQS)
+        found = [(names.operation_name(sampler_id, row.seq), row) for row in rows]
+        return [
+            Finished(name, row.is_failed, row.num_bytes)
+            for name, row in found
+            if self._core.in_flight.get(name) is None
+        ]
 
 
 def _seed(request: pb.SampleRequest) -> int:

@@ -22,8 +22,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from coordinator.base.errors import ServiceError, invalid
-from coordinator.doors.backend import Keys
-from coordinator.doors.errors import to_refusal
+from coordinator.doors.door import Keys, to_refusal
 from coordinator.service.auth import Principal
 from tinkerpool.v1 import (
     adapters_pb2,

@@ -14,8 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from coordinator.base.config import GrpcConfig
-from coordinator.doors.backend import Backend
-from coordinator.doors.errors import DoorError, listen_error
+from coordinator.doors.door import Backend, DoorError, listen_error
 from coordinator.doors.grpc.calls import SERVICES, Calls
 
 HEALTH_INTERVAL_S = 1.0

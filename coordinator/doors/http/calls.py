@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import zstandard
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 
 from coordinator.base.config import HttpConfig
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.base.time import Time
-from coordinator.doors.backend import Backend
+from coordinator.doors.door import Backend
 from coordinator.doors.http.downloads import Downloads
 from coordinator.service import Service
 from coordinator.service.auth import Principal
@@ -35,6 +35,11 @@ _HEAD_BYTES = 64 << 10
 """Length of the head that is kept of a body that is too large: it names the model and the sequence number."""
 
 Body = TypeVar("Body", bound=BaseModel)
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""A list. Validation stops at the first wrong item: reasons for a million wrong items would take gigabytes."""
+Named = Annotated[dict[str, Item], Field(fail_fast=True)]
+"""A dictionary, with the same limit."""
 
 
 class UnreadableBody(ServiceError):

@@ -10,14 +10,13 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call
+from coordinator.doors.http.responses import EventStream, cancel_on_disconnect
 from coordinator.doors.openai import schemas, weights
 from coordinator.doors.openai.errors import refused
-from coordinator.doors.openai.event_stream import EventStream, cancel_on_disconnect
 from coordinator.doors.openai.responses import ChatStyle, CompletionStyle, ResponseOptions, ResponseWriter, Style
-from coordinator.doors.openai.samplers import Sampler, Samplers
 from coordinator.doors.openai.samples import draw_seqs, events, outcomes
 from coordinator.doors.openai.text_models import TextModel, TextModels
-from coordinator.doors.openai.weights import Weights
+from coordinator.doors.openai.weights import Sampler, Samplers, Weights
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import sampling_pb2 as pb
 

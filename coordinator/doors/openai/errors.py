@@ -9,8 +9,8 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.errors import to_refusal
-from coordinator.doors.http.errors import headers_of, status_of
+from coordinator.doors.door import to_refusal
+from coordinator.doors.http.responses import headers_of, status_of
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 _PARAM = "param"

@@ -10,8 +10,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from coordinator.doors.errors import to_refusal
-from coordinator.doors.http.encoding import encode_json
+from coordinator.doors.door import to_refusal
+from coordinator.doors.http.responses import encode_json
 from coordinator.doors.openai.choices import Choice, Piece, TokenInfo, TopToken, joined, prompt_infos
 from coordinator.doors.openai.errors import error_body
 from coordinator.doors.openai.samples import Event, check

@@ -16,9 +16,9 @@ from contextlib import aclosing
 
 from coordinator.base.errors import ServiceError
 from coordinator.doors.http.calls import Call
+from coordinator.doors.http.responses import cancel_on_disconnect
 from coordinator.doors.openai.errors import failure, refused
-from coordinator.doors.openai.event_stream import cancel_on_disconnect
-from coordinator.doors.openai.samplers import Sampler, kept_alive
+from coordinator.doors.openai.weights import Sampler, kept_alive
 from coordinator.operations.admission import SAMPLER_SEQ_MAX
 from tinkerpool.names import operation_name
 from tinkerpool.v1 import operations_pb2 as ops_pb

@@ -13,8 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from coordinator.base.errors import ServiceError
-from coordinator.doors.http.calls import INLINE_BYTES_MAX, JSON_BYTES_MAX, Call
-from coordinator.doors.http.schemas import Items
+from coordinator.doors.http.calls import INLINE_BYTES_MAX, JSON_BYTES_MAX, Call, Items
 from coordinator.doors.openai.errors import refused, unsupported
 
 STOPS_MAX = 4

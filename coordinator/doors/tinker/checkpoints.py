@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from coordinator.doors.http.calls import Call, DoorContext
-from coordinator.doors.http.encoding import PiecewiseJson, make_response
+from coordinator.doors.http.responses import PiecewiseJson, make_response
 from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.models import ADAMW, adapter_of
 from coordinator.doors.tinker.training import no_access_tokens

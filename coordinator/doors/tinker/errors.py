@@ -8,8 +8,8 @@ from __future__ import annotations
 from starlette.responses import JSONResponse, Response
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.errors import to_refusal
-from coordinator.doors.http.errors import headers_of, status_of
+from coordinator.doors.door import to_refusal
+from coordinator.doors.http.responses import headers_of, status_of
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 _USER_CODES = frozenset(

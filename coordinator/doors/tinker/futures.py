@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call
-from coordinator.doors.http.encoding import make_response
+from coordinator.doors.http.responses import make_response
 from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.results import PROTOBUF, result_response
 from tinkerpool.v1 import adapters_pb2

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from starlette.responses import JSONResponse, Response
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.http.encoding import PiecewiseJson
+from coordinator.doors.http.responses import PiecewiseJson
 from coordinator.doors.tinker.errors import failure
 from coordinator.doors.tinker.tensors import array_records, dense_floats, sparse_rows
 from tinkerpool.compat import tinker_pb2 as wire

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from coordinator.doors.http.calls import Call
-from coordinator.doors.http.encoding import PiecewiseJson, make_response
+from coordinator.doors.http.responses import PiecewiseJson, make_response
 from coordinator.doors.tinker.checkpoints import checkpoint_json, cursor
 from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.models import adapter_of

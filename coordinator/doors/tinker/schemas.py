@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from coordinator.doors.http.schemas import Items, Named
+from coordinator.doors.http.calls import Items, Named
 
 Seq = Annotated[int, Field(ge=1, lt=1 << 62)]
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]

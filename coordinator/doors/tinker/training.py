@@ -1,7 +1,8 @@
 """Operations on a model: passes, steps, saves, loads. From the SDK's bodies to the contract's requests.
 
 A body that names its sequence number but cannot be converted is refused at that sequence number, so that later
-operations do not wait for it.
+operations do not wait for it. Passes of clients before 0.25, in JSON, are converted to the protobuf form of later
+clients first.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy as np
 from google.protobuf.message import DecodeError
 from starlette.responses import Response
 
 from coordinator.base.errors import ServiceError, invalid
 from coordinator.doors.http.calls import JSON_BYTES_MAX, Call, unreadable
-from coordinator.doors.tinker import json_passes, schemas
+from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.futures import submit
 from coordinator.doors.tinker.results import PROTOBUF
-from coordinator.doors.tinker.tensors import ELEMENTS_MAX, dense, shape_of, tokens
+from coordinator.doors.tinker.tensors import ELEMENTS_MAX, binary_tensor, dense, elements, shape_of, tokens
 from coordinator.doors.tinker.unreadable import consumes_seq
 from coordinator.operations.operation import Kind
 from tinkerpool.compat import tinker_pb2 as wire
@@ -56,9 +58,9 @@ def _parsed(body: bytes) -> wire.ForwardBackwardRequest:
 
 async def _json_pass(call: Call, given: schemas.JsonPass) -> Response:
     try:
-        asked = json_passes.binary_pass(given)
+        asked = _binary_pass(given)
     except ServiceError as error:
-        kind, make = _kind(is_forward=json_passes.is_forward(given))
+        kind, make = _kind(is_forward=_is_forward(given))
         return await submit(call, call.service.refuse, kind, make(adapter_id=given.model_id, seq=given.seq_id), error)
     return await _pass(call, asked)
 
@@ -203,3 +205,39 @@ def _options(asked: wire.ForwardBackwardRequest) -> Mapping[str, float]:
         if option.WhichOneof("value") != "number":
             raise invalid(f"loss_fn_config {key[:80]!r} must be a number: the losses of this pool have no text options")
     return {key: option.number for key, option in asked.loss_fn_config_v2.items()}
+
+
+def _binary_pass(asked: schemas.JsonPass) -> wire.ForwardBackwardRequest:
+    """Return a pass as later clients send it. Raises ServiceError INVALID_ARGUMENT."""
+    given = asked.forward_backward_input or asked.forward_input
+    if given is None:
+        raise invalid("forward_backward_input and forward_input are missing: send one of them, with the data")
+    return wire.ForwardBackwardRequest(
+        model_id=asked.model_id,
+        seq_id=asked.seq_id,
+        forward_only=_is_forward(asked),
+        loss_fn=given.loss_fn,
+        loss_fn_config=given.loss_fn_config or {},
+        data=[_datum(f"data[{index}]", datum) for index, datum in enumerate(given.data)],
+    )
+
+
+def _is_forward(asked: schemas.JsonPass) -> bool:
+    """Return whether the pass adds no gradient. A pass without any input counts as one that adds some."""
+    return asked.forward_backward_input is None and asked.forward_input is not None
+
+
+def _datum(label: str, datum: schemas.JsonDatum) -> wire.Datum:
+    return wire.Datum(
+        model_input=[_chunk(chunk, f"{label}.model_input") for chunk in datum.model_input.chunks],
+        loss_fn_inputs={
+            name: binary_tensor(f"{label}.loss_fn_inputs[{name[:80]!r}]", tensor)
+            for name, tensor in datum.loss_fn_inputs.items()
+        },
+    )
+
+
+def _chunk(chunk: schemas.Chunk, label: str) -> wire.Chunk:
+    if chunk.type != "encoded_text" or chunk.tokens is None:
+        return wire.Chunk(image=wire.OpaqueChunk())  # refused later, like any chunk that is not text
+    return wire.Chunk(encoded_text=wire.TextChunk(tokens=elements(label, chunk.tokens, np.dtype("<i4"))))

@@ -18,7 +18,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from coordinator.base.config import Limits
-from coordinator.doors.openai import samplers
+from coordinator.doors.openai import weights
 from tests.support.database import query
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tests.support.waiting import until, wait_until
@@ -242,7 +242,7 @@ def test_a_stop_of_the_pool_cancels_no_samples(tmp_path: Path) -> None:
 
 
 def test_the_doors_session_lives_while_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samplers, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(weights, "HEARTBEAT_S", 0.1)
     settings: dict[str, Any] = {"session_timeout_s": 0.6, "sweep_interval_s": 0.1}
     with pool_of_words(tmp_path / "data", **settings) as pool, client_of(pool) as client:
         pool.pool.hold()

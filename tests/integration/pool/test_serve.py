@@ -9,7 +9,7 @@ import pytest
 
 import tinkerpool
 from coordinator.base_models import DEFAULT_MODEL
-from coordinator.cli.up import EXAMPLE
+from coordinator.cli.commands import EXAMPLE
 from tests.support.serving import Terminal
 
 LOCAL = ("--pool", "local", "--port", "0", "--threads", "1")

@@ -20,7 +20,7 @@ from grpc_status import rpc_status
 
 from coordinator.base.config import GrpcConfig
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.errors import DoorError
+from coordinator.doors.door import DoorError
 from coordinator.doors.grpc.calls import SERVICES, Calls, use_case_name
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.service import Service

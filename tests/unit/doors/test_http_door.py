@@ -21,10 +21,10 @@ from pydantic import BaseModel, ValidationError
 
 from coordinator.base.config import HttpConfig
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.errors import DoorError
+from coordinator.doors.door import DoorError
 from coordinator.doors.http.calls import read_json
 from coordinator.doors.http.downloads import AT_ONCE_MAX, DOWNLOAD_S, Downloads
-from coordinator.doors.http.encoding import PiecewiseJson
+from coordinator.doors.http.responses import PiecewiseJson
 from coordinator.doors.http_app import HANDLERS, PREFIX
 from coordinator.doors.http_server import HttpDoor
 from coordinator.doors.tinker import schemas

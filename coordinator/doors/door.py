@@ -1,11 +1,40 @@
-"""Errors that all doors share: a door that cannot open, and what a caller may be told of an exception."""
+"""Both sides of a door: the coordinator behind it, and what its callers may be told of an error.
+
+Main invariant: text of an exception that is not a `ServiceError` never leaves the pool.
+"""
 
 from __future__ import annotations
 
 import logging
 import secrets
+from typing import Protocol
 
 from coordinator.base.errors import Code, ServiceError
+from coordinator.service import Service
+from coordinator.service.auth import Principal
+
+
+class Keys(Protocol):
+    """The API keys of a pool."""
+
+    def authenticate(self, key: str) -> Principal:
+        """Return the principal of a key, which may be empty. Raises ServiceError UNAUTHENTICATED."""
+
+
+class Backend(Protocol):
+    """A started coordinator."""
+
+    @property
+    def service(self) -> Service:
+        """The use cases."""
+
+    @property
+    def authenticator(self) -> Keys:
+        """The API keys."""
+
+    def health(self) -> bool:
+        """Return whether cycles can make progress."""
+
 
 _log = logging.getLogger(__name__)
 

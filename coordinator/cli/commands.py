@@ -1,7 +1,9 @@
-"""`up`, `down` and `logs`: a pool in the background."""
+"""`serve` runs a pool in this process; `up`, `down` and `logs` are for a pool in the background."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import shlex
 import sys
 from collections.abc import Sequence
@@ -14,7 +16,10 @@ from rich.console import Console
 from coordinator.cli import process
 from coordinator.cli.options import DATA_DIR_HELP, Settings, data_dir_of
 from tinkerpool.cli import show
+from tinkerpool.cli.errors import CliError
 from tinkerpool.credentials import credentials_file, kept_credentials
+
+_log = logging.getLogger(__name__)
 
 EXAMPLE = """\
 import tinkerpool
@@ -29,9 +34,27 @@ prompt, params = tinkerpool.ModelInput.from_ints(tokens[:3]), tinkerpool.Samplin
 print(client.get_tokenizer().decode(sampler.sample(prompt, 1, params).result().sequences[0].tokens))
 """
 """A first program, for the user to paste into Python."""
-
-
 DataDirOption = Annotated[Path | None, typer.Option("--data-dir", help=DATA_DIR_HELP)]
+
+
+def serve(settings: Settings, _arguments: Sequence[str]) -> None:
+    """Run the pool until a signal stops it. Raises CliError if it cannot start, or fails."""
+    from coordinator.server import Server, StartError
+    from workers.pool.factory import make_pool
+
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    config, pool = settings.server, settings.pool
+    names = ", ".join(model.name for model in pool.models)
+    workers = f"{pool.num_workers} worker{'s' if pool.num_workers > 1 else ''}"
+    show.say(f"Starting a pool: {names}; {workers} ({pool.kind}); data in {config.coordinator.data_dir}")
+    try:
+        asyncio.run(Server(config, make_pool(pool), show.say).run())
+    except StartError as error:
+        _log.debug("the pool did not start", exc_info=error)
+        raise CliError(str(error)) from None
+    except Exception as error:  # noqa: BLE001  # every failure ends here: logged, and shown as one sentence
+        _log.error("the pool failed", exc_info=error)
+        raise CliError(f"the pool failed; acknowledged operations are kept: {type(error).__name__}: {error}") from None
 
 
 def up(settings: Settings, arguments: Sequence[str]) -> None:

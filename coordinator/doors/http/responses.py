@@ -1,0 +1,126 @@
+"""Responses of both HTTP protocols: statuses of refusals, large JSON bodies, server-sent events, early disconnects.
+
+Does not depend on paths or protocols. Main invariant: a large body is encoded without blocking other calls. A thread
+alone is not enough for that: the interpreter's fast encoder holds the interpreter's lock until it is done.
+
+The Tinker SDK retries 408, 409, 429 and everything from 500 on for minutes, and OpenAI's client retries them a few
+times. So these statuses are for refusals of calls that may succeed later; a permanent refusal gets another 4xx.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from coordinator.base.errors import Code, ServiceError
+from coordinator.doors.http.calls import INLINE_BYTES_MAX
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def encode_json(content: Any) -> bytes:
+    """Return JSON, encoded value by value, so that other threads run in between."""
+    return "".join(_ENCODER.iterencode(content)).encode()
+
+
+class PiecewiseJson(JSONResponse):
+    """A response whose body is encoded value by value."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the body."""
+        return encode_json(content)
+
+
+async def make_response(num_bytes: int, make: Callable[[], Response]) -> Response:
+    """Return the response that `make` makes from `num_bytes` of data: on a thread if that is much."""
+    if num_bytes <= INLINE_BYTES_MAX:
+        return make()
+    return await asyncio.to_thread(make)
+
+
+T = TypeVar("T")
+
+
+async def cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientDisconnect.
+
+    The request's body must have been read to its end.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events: a response whose body is made while it is sent."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        """Send `events`; close them at the end, or when the client disconnects."""
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until their end or until the client disconnects."""
+        async with contextlib.aclosing(self._events):
+            with contextlib.suppress(ClientDisconnect):
+                await cancel_on_disconnect(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+_STATUS = {
+    Code.UNAUTHENTICATED: HTTPStatus.UNAUTHORIZED,
+    Code.PERMISSION_DENIED: HTTPStatus.FORBIDDEN,
+    Code.NOT_FOUND: HTTPStatus.NOT_FOUND,
+    Code.INTERNAL: HTTPStatus.INTERNAL_SERVER_ERROR,
+    Code.DATA_LOSS: HTTPStatus.UNPROCESSABLE_ENTITY,
+}
+_REASON_STATUS = {
+    "SESSION_ENDED": HTTPStatus.FORBIDDEN,
+    "SESSION_GONE": HTTPStatus.GONE,
+    "PROMISE_GONE": HTTPStatus.GONE,
+    "REQUEST_TOO_LARGE": HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    "RESULT_TOO_LARGE": HTTPStatus.NOT_ACCEPTABLE,
+    "SESSION_UNKNOWN": HTTPStatus.FORBIDDEN,
+}
+
+
+def status_of(error: ServiceError) -> int:
+    """Return the HTTP status of a refusal."""
+    if error.retry_delay_s is not None:
+        return HTTPStatus.SERVICE_UNAVAILABLE if error.code is Code.UNAVAILABLE else HTTPStatus.TOO_MANY_REQUESTS
+    return _REASON_STATUS.get(error.reason) or _STATUS.get(error.code, HTTPStatus.BAD_REQUEST)
+
+
+def headers_of(error: ServiceError) -> dict[str, str]:
+    """Return the headers of a refusal: the delay before a retry, where a retry makes sense."""
+    if error.retry_delay_s is None:
+        return {}
+    return {"retry-after-ms": str(round(error.retry_delay_s * 1000))}
