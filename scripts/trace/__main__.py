@@ -20,7 +20,7 @@ from pathlib import Path
 from scripts.trace.path import RequestPath, background_of, path_of
 from scripts.trace.processes import TracedPool, traced_pool
 from scripts.trace.recorder import Call, Recorder, RemoteRecorder
-from scripts.trace.requests import open_requests
+from scripts.trace.requests import DOORS
 
 IDLE_S = 6.0
 """Longer than the longest interval of background work that no session causes: housekeeping, every 5 s."""
@@ -61,14 +61,14 @@ def trace() -> list[RequestPath]:
     with traced_pool() as pool:
         idle = record(pool, lambda: time.sleep(IDLE_S))
         background = {process: background_of(calls) for process, calls in idle.items()}
-        with open_requests(pool) as requests:
-            for request in requests.values():
-                for _ in range(NUM_WARM_UP):
+        paths = []
+        for door, open_requests in DOORS.items():
+            with open_requests(pool) as requests:
+                for request in list(requests.values()) * NUM_WARM_UP:
                     request()
-            return [
-                path_of(door, name, record_undisturbed(pool, request), background)
-                for (door, name), request in requests.items()
-            ]
+                for name, request in requests.items():
+                    paths.append(path_of(door, name, record_undisturbed(pool, request), background))
+        return paths
 
 
 def main() -> int:

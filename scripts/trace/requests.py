@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tinker
@@ -17,28 +17,33 @@ SAMPLE = "sample"
 NUM_DRAWN = 4
 RANK = 8
 
-Requests = dict[tuple[str, str], Callable[[], object]]
-"""By door and name."""
+Requests = dict[str, Callable[[], object]]
+"""By name."""
 
 
 @contextlib.contextmanager
-def open_requests(pool: TracedPool) -> Iterator[Requests]:
-    """Connect a client to each door, with an adapter and published weights; yield the requests, ready to be sent."""
-    model = pool.serving.models[0]
-    with (
-        tinkerpool.ServiceClient(pool.serving.url, pool.admin_key) as own,
-        tinker.ServiceClient(base_url=pool.serving.http_url, api_key=f"tml-{pool.admin_key}") as sdk,
-    ):
-        own_training = own.create_lora_training_client(model, rank=RANK)
-        own_sampling = own_training.save_weights_and_get_sampling_client()
-        sdk_training: Any = sdk.create_lora_training_client(model, rank=RANK).result()
-        sdk_sampling = sdk_training.save_weights_and_get_sampling_client().result()
-        yield {
-            ("gRPC", STEP): lambda: own_step(own_training),
-            ("gRPC", SAMPLE): lambda: own_sample(own_sampling),
-            ("HTTP", STEP): lambda: sdk_step(sdk_training),
-            ("HTTP", SAMPLE): lambda: sdk_sample(sdk_sampling),
-        }
+def own_requests(pool: TracedPool) -> Iterator[Requests]:
+    """Connect the pool's own client, with an adapter and published weights; yield the requests, ready to be sent."""
+    with tinkerpool.ServiceClient(pool.serving.url, pool.admin_key) as own:
+        training = own.create_lora_training_client(pool.serving.models[0], rank=RANK)
+        sampling = training.save_weights_and_get_sampling_client()
+        yield {STEP: lambda: own_step(training), SAMPLE: lambda: own_sample(sampling)}
+
+
+@contextlib.contextmanager
+def sdk_requests(pool: TracedPool) -> Iterator[Requests]:
+    """Do the same with the official SDK."""
+    with tinker.ServiceClient(base_url=pool.serving.http_url, api_key=f"tml-{pool.admin_key}") as sdk:
+        training: Any = sdk.create_lora_training_client(pool.serving.models[0], rank=RANK).result()
+        sampling = training.save_weights_and_get_sampling_client().result()
+        yield {STEP: lambda: sdk_step(training), SAMPLE: lambda: sdk_sample(sampling)}
+
+
+DOORS: Mapping[str, Callable[[TracedPool], contextlib.AbstractContextManager[Requests]]] = {
+    "gRPC": own_requests,
+    "HTTP": sdk_requests,
+}
+"""The requests through each door. Open one at a time: the SDK polls for samples as long as its client exists."""
 
 
 def own_sample(client: tinkerpool.SamplingClient) -> None:
