@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.support.numerics.harness import VOCAB_SIZE, make_spec
+from tests.support.numerics.harness import VOCAB_SIZE, code, make_spec, message_of
 from tests.support.numerics.samplers import Sampling, assert_same_bits, prompt_of, request, sampling
 from workers.contract.messages import Datum, ErrorCode, SampleRequest, SampleResult, TokenLogprobs
 
@@ -181,6 +181,5 @@ def test_prompt_of_one_token_has_no_outputs(qwen3: Path) -> None:
 def test_invalid_targets_are_refused(qwen3: Path, targets: NDArray[Any]) -> None:
     wanted: SampleRequest = replace(request("r", length=LENGTH), prompt_targets=targets.astype(np.int32))
     (result,) = sampling(qwen3).run(wanted)
-    assert result.error is not None
-    assert result.error.code is ErrorCode.INVALID_ARGUMENT
-    assert "prompt_targets" in result.error.message
+    assert code(result) == ErrorCode.INVALID_ARGUMENT
+    assert "prompt_targets" in message_of(result)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.support.numerics.harness import Driver, Tenant, Trace, note, training_items
-from tests.support.numerics.tenants import TENANTS
+from tests.support.numerics.harness import Driver, Tenant, Trace
+from tests.support.numerics.tenants import TENANTS, train
 
 SMOOTH = [tenant for tenant in TENANTS if tenant.loss_fn not in {"ppo", "cispo", "gspo"}]
 """Tenants whose loss does not clip: clipping turns a small difference into a jump."""
@@ -27,20 +27,9 @@ class Distance:
     """Euclidean norm of the difference of the gradients, as a fraction of the gradient's."""
 
 
-def observe(driver: Driver, tenants: Sequence[Tenant], *, num_steps: int = 1) -> dict[str, Trace]:
-    """All tenants together: what each of them sees, without states."""
-    traces = {tenant.key: Trace() for tenant in tenants}
-    driver.install(*(tenant.spec for tenant in tenants))
-    for _ in range(num_steps):
-        items = [item for tenant in tenants for item in training_items(driver, tenant)]
-        for item, result in zip(items, driver.run(*items), strict=True):
-            note(traces[item.adapter_id], result)
-        for tenant in tenants:
-            traces[tenant.key].gradients.append(driver.gradient(tenant.key).numpy().tobytes())
-        steps = driver.run(*(driver.step(tenant.key, tenant.params) for tenant in tenants))
-        for tenant, result in zip(tenants, steps, strict=True):
-            note(traces[tenant.key], result)
-    return traces
+def observe(driver: Driver, tenants: Sequence[Tenant]) -> dict[str, Trace]:
+    """Return what each tenant sees of one step of all of them."""
+    return train(driver, tenants, num_steps=1)
 
 
 def distance(actual: Mapping[str, Trace], expected: Mapping[str, Trace]) -> Distance:

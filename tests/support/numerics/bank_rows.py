@@ -36,6 +36,12 @@ def fill(bank: Bank, key: str, seed: int) -> HostRow:
     return copy_of(bank, key)
 
 
+def weights_of(row: HostRow) -> torch.Tensor:
+    """Return a row's weights, which must be on the host."""
+    assert row.weights is not None
+    return row.weights
+
+
 def copy_of(bank: Bank, key: str) -> HostRow:
     """Return copies of a key's vectors."""
     host = bank.read(key)

@@ -27,6 +27,7 @@ from workers.contract.messages import (
     LoadItem,
     OptimStepItem,
     PassItem,
+    SampleResult,
     SaveItem,
 )
 from workers.contract.settings import EngineSettings
@@ -245,9 +246,14 @@ DATA = make_data("cross_entropy", [20, 11])
 """The data that `trained` trains on."""
 
 
-def code(result: ItemResult) -> ErrorCode | None:
-    """Return the code of the item's error, if it failed."""
+def code(result: ItemResult | SampleResult) -> ErrorCode | None:
+    """Return the code of the error, if the item or sample failed."""
     return None if result.error is None else result.error.code
+
+
+def message_of(result: ItemResult | SampleResult) -> str:
+    """Return the message of the error, empty if there is none."""
+    return "" if result.error is None else result.error.message
 
 
 def trained(driver: Driver, key: str, num_steps: int = 2) -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.numerics.bank_rows import SHAPES, assert_same, copy_of, fill, make_spec
+from tests.support.numerics.bank_rows import SHAPES, assert_same, copy_of, fill, make_spec, weights_of
 from workers.bank.bank import Bank
 from workers.rows import ALIGNMENT, RANK_CLASSES, RowLayout, rank_class
 
@@ -109,9 +109,7 @@ def test_values_keep_their_bits_when_moved(ranks: list[int], num_slots: int, acc
         rows = bank.acquire(keys)
         assert bank.num_resident <= num_slots
         for key, row in zip(keys, rows, strict=True):
-            expected = contents[key].weights
-            assert expected is not None
-            assert torch.equal(row.weights, expected)
+            assert torch.equal(row.weights, weights_of(contents[key]))
     for key, host in contents.items():
         assert_same(copy_of(bank, key), host)
 
@@ -134,8 +132,7 @@ def test_reused_row_holds_no_value_of_its_last_entry() -> None:
 def test_published_version_is_a_copy_that_training_does_not_touch(num_slots: int, is_resident: bool) -> None:
     bank = Bank(SHAPES, num_slots)
     bank.add("a", make_spec("a"))
-    before = fill(bank, "a", 1).weights
-    assert before is not None
+    before = weights_of(fill(bank, "a", 1))
     if not is_resident:
         bank.evict("a")
     bank.publish("a", "version")
@@ -168,8 +165,7 @@ def test_pinned_version_that_is_published_again_stays_pinned() -> None:
     bank.publish("a", "version")
     bank.pin("version")
     bank.remove("version")
-    after = fill(bank, "a", 2).weights
-    assert after is not None
+    after = weights_of(fill(bank, "a", 2))
     bank.publish("a", "version")
     assert torch.equal(bank.acquire(["version"])[0].weights, after)
     bank.remove("version")

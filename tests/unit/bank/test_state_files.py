@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from tests.support.numerics.bank_rows import SHAPES, make_spec
+from tests.support.numerics.bank_rows import SHAPES, make_spec, weights_of
 from workers.bank.entries import HostRow
 from workers.bank.state_files import (
     DamagedStateError,
@@ -43,9 +43,8 @@ def some_row(spec: AdapterSpec) -> HostRow:
 
 
 def files(spec: AdapterSpec, row: HostRow) -> tuple[bytes, bytes]:
-    assert row.weights is not None
     layout = layout_of(spec)
-    return weights_file(layout, spec, row.weights), optimizer_file(layout, spec, row)
+    return weights_file(layout, spec, weights_of(row)), optimizer_file(layout, spec, row)
 
 
 def gradient_of(spec: AdapterSpec, row: HostRow) -> bytes:
@@ -87,9 +86,7 @@ def test_state_without_optimizer_has_fresh_moments() -> None:
 
 
 def test_fresh_moments_are_written_as_zeros() -> None:
-    row = some_row(SPEC)
-    assert row.weights is not None
-    _, optimizer = files(SPEC, HostRow(row.weights))
+    _, optimizer = files(SPEC, HostRow(weights_of(some_row(SPEC))))
     assert not any(tensor.any() for tensor in load(optimizer).values())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.numerics.bank_rows import SHAPES, assert_same, copy_of, fill, make_spec
+from tests.support.numerics.bank_rows import SHAPES, assert_same, copy_of, fill, make_spec, weights_of
 from tests.support.numerics.late_transfers import LateTransfers
 from workers.bank.bank import Bank
 from workers.bank.transfers import DirectTransfers
@@ -35,13 +35,11 @@ def test_evicted_keys_return_with_their_bits_however_late_copies_are_made() -> N
 
 def test_acquired_weights_are_also_in_the_dtype_of_the_layers() -> None:
     bank, _ = make_bank(2, "abc")
-    expected = {key: fill(bank, key, seed).weights for seed, key in enumerate("abc")}
+    expected = {key: weights_of(fill(bank, key, seed)) for seed, key in enumerate("abc")}
     for key in "abc":
         (row,) = bank.acquire([key])
-        weights = expected[key]
-        assert weights is not None
         assert row.compute is not None
-        assert torch.equal(row.compute, weights.bfloat16())
+        assert torch.equal(row.compute, expected[key].bfloat16())
 
 
 def test_version_published_into_a_row_that_is_still_being_copied_has_the_adapters_weights() -> None:
@@ -51,16 +49,13 @@ def test_version_published_into_a_row_that_is_still_being_copied_has_the_adapter
     bank.publish("b", "other")  # from host memory
     for version, key in (("version", "c"), ("other", "b")):
         (row,) = bank.acquire([version])
-        weights = expected[key].weights
-        assert weights is not None
-        assert torch.equal(row.weights, weights)
+        assert torch.equal(row.weights, weights_of(expected[key]))
     assert_same(copy_of(bank, "b"), expected["b"])
 
 
 def test_adapter_that_is_still_being_loaded_is_published_with_its_weights() -> None:
     bank, _ = make_bank(3, "ab")
-    expected = fill(bank, "a", 1).weights
-    assert expected is not None
+    expected = weights_of(fill(bank, "a", 1))
     for key, seed in (("a", 1), ("b", 2)):  # one after the other in the same row
         fill(bank, key, seed)
         bank.evict(key)
@@ -74,9 +69,7 @@ def test_version_that_is_still_being_evicted_is_not_overwritten_by_the_next() ->
     bank, _ = make_bank(3, "a")
     expected = {}
     for number in range(4):  # the last two take slots of the first
-        weights = fill(bank, "a", number).weights
-        assert weights is not None
-        expected[f"version {number}"] = weights
+        expected[f"version {number}"] = weights_of(fill(bank, "a", number))
         bank.publish("a", f"version {number}")
     for version, weights in expected.items():
         assert torch.equal(bank.acquire([version])[0].weights, weights)
@@ -89,14 +82,12 @@ def test_rows_are_copied_before_their_memory_is_freed() -> None:
     bank.prefetch(["wide"], keep=())  # rows of another layout: those of the first are given up
     host = bank.entry("a").host
     assert host is not None
-    assert host.weights is not None
-    assert not host.weights.isnan().any()
+    assert not weights_of(host).isnan().any()
 
 
 def test_with_one_slot_a_version_is_copied_before_its_adapter_changes() -> None:
     bank, _ = make_bank(1, "a")
-    expected = fill(bank, "a", 1).weights
-    assert expected is not None
+    expected = weights_of(fill(bank, "a", 1))
     bank.publish("a", "version")
     (row,) = bank.acquire(["a"])
     row.weights.zero_()
@@ -205,8 +196,7 @@ def test_keys_published_evicted_and_prefetched_in_any_order_keep_their_bits(num_
             bank.evict(key)
         else:
             bank.publish(key, f"version of {key}")
-            weights = expected[key].weights
-            assert weights is not None
-            assert torch.equal(bank.acquire([f"version of {key}"])[0].weights, weights)
+            (row,) = bank.acquire([f"version of {key}"])
+            assert torch.equal(row.weights, weights_of(expected[key]))
         other = "abcd"[(index + 1) % 4]
         assert_same(copy_of(bank, other), expected[other])

@@ -36,21 +36,6 @@ def test_workers_of_one_machine_share_its_memory_and_those_of_a_gpu_share_that()
     assert shares(device="cuda", num_gpus=2) == {1.0}
 
 
-def test_a_bank_has_more_slots_where_they_cost_no_device_memory() -> None:
-    models = (PoolModel(name="toy", path="toy"),)
-    devices: dict[str, dict[str, Any]] = {"cpu": {}, "cuda": {"num_gpus": 1}}
-    slots = {device: PoolConfig(models=models, device=device, **more) for device, more in devices.items()}
-    assert {device: config.engines()["w0"].num_slots for device, config in slots.items()} == {"cpu": 64, "cuda": 16}
-
-
-def test_workers_are_told_the_dtype_and_whether_to_be_exact() -> None:
-    models = (PoolModel(name="toy", path="toy"),)
-    plain = PoolConfig(models=models).engines()["w0"]
-    chosen = PoolConfig(models=models, dtype="bfloat16", exact=True).engines()["w0"]
-    assert (plain.dtype, plain.exact) == ("auto", False)
-    assert (chosen.dtype, chosen.exact) == ("bfloat16", True)
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -144,29 +144,23 @@ def test_an_append_that_fails_leaves_no_hole_for_the_next_place_that_the_server_
     assert adapter.next_seq == 3
 
 
-@pytest.mark.parametrize("has_applied", [False, True])
-def test_withdrawing_an_operation_that_a_worker_may_have_seen_gives_up_its_copy(has_applied: bool) -> None:
+@pytest.mark.parametrize(("seen", "copy"), [("not", ("w0", 1)), ("started", ("", 0)), ("applied", ("", 0))])
+def test_withdrawing_an_operation_gives_up_a_copy_that_may_have_seen_it_and_no_other(
+    seen: str, copy: tuple[str, int]
+) -> None:
     adapter = adapter_with(FB)
     adapter.add(appending(2, FB))
     adapter.place_copy("w0")
     run(adapter, 1)
     two = adapter.operations[2]
-    adapter.start(two)
-    if has_applied:
+    if seen != "not":
+        adapter.start(two)
+    if seen == "applied":
         two.succeed(1)
         adapter.applied(two)
         adapter.advance()
     adapter.withdraw(two)
-    assert (adapter.worker_id, adapter.copy.cursor) == ("", 0)
-
-
-def test_withdrawing_an_operation_that_no_worker_has_seen_keeps_the_copy() -> None:
-    adapter = adapter_with(FB)
-    adapter.add(appending(2, FB))
-    adapter.place_copy("w0")
-    run(adapter, 1)
-    adapter.withdraw(adapter.operations[2])
-    assert (adapter.worker_id, adapter.copy.cursor) == ("w0", 1)
+    assert (adapter.worker_id, adapter.copy.cursor) == copy
 
 
 def test_a_refused_operation_closes_its_window_only_once_its_record_is_durable() -> None:

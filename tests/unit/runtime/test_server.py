@@ -135,14 +135,6 @@ async def test_what_the_tinker_sdk_is_set_to_is_said_and_the_key_only_on_a_termi
     assert any(line.endswith(f"TINKER_API_KEY=tml-{left().api_key}") for line in shown.lines)
 
 
-async def test_an_http_port_in_use_keeps_the_pool_from_starting(start: Start) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(StartError, match="--http-port"):
-            await start(http=HttpConfig(port=taken.getsockname()[1]))
-
-
 async def test_a_later_start_keeps_the_key_and_mends_the_address(start: Start) -> None:
     first = await start()
     key = left().api_key

@@ -16,6 +16,7 @@ from coordinator.scheduling.cost_model import (
     STEP_TOKENS,
     CycleCosts,
     Deadlines,
+    Line,
 )
 from workers.contract.messages import AdapterInstall, AdapterSpec, Batch, Datum, PassItem
 
@@ -33,40 +34,38 @@ def measured(sizes: list[int], scale: float = 1.0, costs: CycleCosts | None = No
     return costs
 
 
+def line_of(costs: CycleCosts) -> Line:
+    assert costs.line is not None
+    return costs.line
+
+
 def test_the_line_is_found_in_noise_and_through_one_wild_measurement_in_ten() -> None:
     random, costs = Random(1), CycleCosts()
     for index in range(400):
         num_tokens = round(16 * 2 ** random.uniform(0, 7))
         noise = random.uniform(0.9, 1.1) * (random.choice((5.0, 50.0, 5000.0)) if index % 10 == 0 else 1.0)
         costs.observe_pass(num_tokens, 16.0, noise * seconds(num_tokens))
-    assert costs.line is not None
-    assert costs.line.is_wide
-    assert costs.line.fixed_s == pytest.approx(FIXED_S, rel=0.25)
-    assert costs.line.token_s == pytest.approx(TOKEN_S, rel=0.15)
+    assert line_of(costs).is_wide
+    assert line_of(costs).fixed_s == pytest.approx(FIXED_S, rel=0.25)
+    assert line_of(costs).token_s == pytest.approx(TOKEN_S, rel=0.15)
 
 
 def test_a_class_with_too_few_measurements_has_no_say() -> None:
     costs = measured([16, 16, 16, 1024, 1024])
     assert costs.line is None
     measured([1024], costs=costs)
-    assert costs.line is not None
-    assert (costs.line.fixed_s, costs.line.token_s) == pytest.approx((FIXED_S, TOKEN_S))
+    assert (line_of(costs).fixed_s, line_of(costs).token_s) == pytest.approx((FIXED_S, TOKEN_S))
 
 
 def test_sizes_too_alike_give_no_line_and_near_ones_none_to_go_beyond() -> None:
     assert measured([100, 110, 120] * 3).line is None
-    near = measured([64, 128] * 3).line
-    assert near is not None
-    assert not near.is_wide
-    wide = measured([64, 256] * 3).line
-    assert wide is not None
-    assert wide.is_wide
+    assert not line_of(measured([64, 128] * 3)).is_wide
+    assert line_of(measured([64, 256] * 3)).is_wide
 
 
 def test_many_large_passes_do_not_wash_out_what_small_ones_said() -> None:
     costs = measured([16] * 3 + [2048] * (MEMORY - 10))
-    assert costs.line is not None
-    assert costs.line.fixed_s == pytest.approx(FIXED_S)
+    assert line_of(costs).fixed_s == pytest.approx(FIXED_S)
 
 
 def test_what_has_not_been_seen_for_long_is_forgotten() -> None:
@@ -80,24 +79,20 @@ def test_what_has_not_been_seen_for_long_is_forgotten() -> None:
 def test_a_machine_that_becomes_slower_is_found_out_as_soon_as_most_measurements_say_so() -> None:
     costs = measured([16, 128, 1024] * KEPT)
     measured([16, 128, 1024] * (KEPT // 2), 3.0, costs)
-    assert costs.line is not None
-    assert costs.line.token_s == pytest.approx(TOKEN_S)
+    assert line_of(costs).token_s == pytest.approx(TOKEN_S)
     measured([16, 128, 1024], 3.0, costs)
-    assert costs.line is not None
-    assert costs.line.token_s == pytest.approx(3 * TOKEN_S)
+    assert line_of(costs).token_s == pytest.approx(3 * TOKEN_S)
 
 
 def test_neither_cost_is_negative() -> None:
     costs = CycleCosts()
     for num_tokens, took in ((16, 0.001), (1024, 0.1)) * 3:
         costs.observe_pass(num_tokens, 16.0, took)
-    assert costs.line is not None
-    assert costs.line.fixed_s == 0.0 < costs.line.token_s
+    assert line_of(costs).fixed_s == 0.0 < line_of(costs).token_s
     costs = CycleCosts()
     for num_tokens, took in ((16, 0.1), (1024, 0.09)) * 3:
         costs.observe_pass(num_tokens, 16.0, took)
-    assert costs.line is not None
-    assert costs.line.token_s == 0.0 < costs.line.fixed_s
+    assert line_of(costs).token_s == 0.0 < line_of(costs).fixed_s
     assert costs.tokens_within(2.0) == float("inf")
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from scripts.bench.gpu.cases import SHAPES, Case, make_data, train_flops_per_token, write_model
+from scripts.bench.gpu.cases import SHAPES, Case, train_flops_per_token, write_model
 from scripts.bench.gpu.run import main, measure
 from scripts.bench.gpu.sides import Fused, SequentialPeft
 from workers.contract.settings import EngineSettings
@@ -78,33 +76,6 @@ def test_sides_share_the_base_weights_and_hold_what_they_add(tmp_path: Path) -> 
         assert num_bytes == pytest.approx(sum(weights.values()) + 2 * values * each, rel=0.05)
 
 
-class NotingSide:
-    """Implements `Side`: records its calls under its name."""
-
-    def __init__(self, name: str, events: list[str]) -> None:
-        self._name, self._events = name, events
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        self._events.append(f"{self._name} wakes")
-        yield
-        self._events.append("rests")
-
-    def step(self) -> None:
-        self._events.append("step")
-
-    def held_bytes(self) -> int:
-        return 7
-
-
-def test_sides_take_turns_and_a_step_after_waking_does_not_count() -> None:
-    events: list[str] = []
-    measured = measure([NotingSide(name, events) for name in "ab"], CPU, 3)
-    assert [(len(own.seconds), own.held_bytes) for own in measured] == [(3, 7)] * 2
-    turns = [(name, num_steps) for num_steps in (2, 1 + 2, 1 + 1) for name in "ab"]
-    assert events == [event for name, num_steps in turns for event in (f"{name} wakes", *["step"] * num_steps, "rests")]
-
-
 def test_flops_are_four_for_each_weight_of_a_linear_six_for_the_adapter_and_attention() -> None:
     config = Qwen3Config(**SHAPES["tiny"])
     model = AutoModelForCausalLM.from_config(config)
@@ -113,12 +84,3 @@ def test_flops_are_four_for_each_weight_of_a_linear_six_for_the_adapter_and_atte
     adapter = 8 * sum(linear.in_features + linear.out_features for linear in linears)
     attention = config.num_hidden_layers * 7 * 2 * 64 * 100 / 2  # 64: four heads of 16
     assert train_flops_per_token(config, 100, 8) == 4 * base + 6 * adapter + attention
-
-
-def test_case_is_read_from_text_and_gives_every_tenant_its_own_tokens() -> None:
-    case = Case.read("3x2x16")
-    assert (str(case), case.total_tokens) == ("3 x 2 x 16", 96)
-    first, second = (make_data(case, 100, tenant) for tenant in range(2))
-    assert len(first) == len(second) == 2
-    assert first[0].tokens.tolist() != second[0].tokens.tolist()
-    assert first[0].loss_inputs["target_tokens"][:-1].tolist() == first[0].tokens[1:].tolist()
