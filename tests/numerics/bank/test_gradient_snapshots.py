@@ -13,7 +13,6 @@ from tests.support.numerics.harness import (
     Driver,
     Trace,
     code,
-    load_item,
     make_data,
     make_spec,
     message_of,
@@ -132,7 +131,7 @@ def test_load_discards_the_pending_gradient_and_takes_none_from_a_state(driver: 
     snapshot = driver.snapshot("a")
     for gradient in (snapshot.gradient, b"damaged"):
         driver.train(driver.backward("a", REST))
-        driver.train(load_item(driver, "a", dataclasses.replace(snapshot, gradient=gradient)))
+        driver.train(driver.load("a", dataclasses.replace(snapshot, gradient=gradient)))
         loaded = driver.snapshot("a")
         assert (loaded.gradient, loaded.num_datums) == (None, 0)
         (step,) = driver.train(driver.step("a"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.numerics.harness import DATA, Driver, code, load_item, make_data, make_spec, message_of, trained
+from tests.support.numerics.harness import DATA, Driver, code, make_data, make_spec, message_of, trained
 from workers.contract.messages import (
     AdamParams,
     AdapterInstall,
@@ -174,7 +174,7 @@ def test_loading_a_checkpoint_restores_weights_moments_and_step_count(driver: Dr
     state = driver.state("a")
     driver.train(driver.backward("a", DATA))
     expected = driver.train(driver.backward("a", DATA), driver.step("a"))[-1].metrics
-    driver.train(load_item(driver, "a", state))
+    driver.train(driver.load("a", state))
     assert not driver.gradient("a").any()
     driver.train(driver.backward("a", DATA), driver.backward("a", DATA))
     (again,) = driver.train(driver.step("a"))
@@ -184,7 +184,7 @@ def test_loading_a_checkpoint_restores_weights_moments_and_step_count(driver: Dr
 def test_loading_without_optimizer_starts_with_fresh_moments(driver: Driver) -> None:
     trained(driver, "a")
     state = driver.state("a")
-    driver.train(load_item(driver, "a", state, with_optimizer=False))
+    driver.train(driver.load("a", state, with_optimizer=False))
     restored = driver.state("a")
     assert restored.weights == state.weights
     assert restored.num_steps == 0
@@ -195,7 +195,7 @@ def test_loading_without_optimizer_starts_with_fresh_moments(driver: Driver) -> 
 def test_damaged_checkpoint_changes_nothing(driver: Driver, damage: dict[str, bytes]) -> None:
     trained(driver, "a")
     state = driver.state("a")
-    (result,) = driver.run(load_item(driver, "a", dataclasses.replace(state, **damage)))  # type: ignore[arg-type]
+    (result,) = driver.run(driver.load("a", dataclasses.replace(state, **damage)))  # type: ignore[arg-type]
     assert code(result) == ErrorCode.DATA_LOSS
     assert driver.state("a").weights == state.weights
     assert driver.state("a").optimizer == state.optimizer
@@ -203,7 +203,7 @@ def test_damaged_checkpoint_changes_nothing(driver: Driver, damage: dict[str, by
 
 def test_checkpoint_of_another_rank_is_refused_with_both_ranks(driver: Driver) -> None:
     trained(driver, "b")
-    (result,) = driver.run(load_item(driver, "a", driver.state("b")))
+    (result,) = driver.run(driver.load("a", driver.state("b")))
     assert code(result) == ErrorCode.INVALID_ARGUMENT
     assert "rank 16, this adapter has rank 8" in message_of(result)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,6 +170,9 @@ class Driver:
     def save(self, key: str, *, with_optimizer: bool = True, publish_as: str = "") -> SaveItem:
         return SaveItem(**self._next(key), with_optimizer=with_optimizer, publish_as=publish_as)
 
+    def load(self, key: str, state: AdapterState, *, with_optimizer: bool = True) -> LoadItem:
+        return LoadItem(**self._next(key), state=state, with_optimizer=with_optimizer)
+
     def state(self, key: str) -> AdapterState:
         """Weights and moments, read out."""
         state = self.train(self.save(key))[0].state
@@ -260,16 +262,3 @@ def trained(driver: Driver, key: str, num_steps: int = 2) -> None:
     """Train an adapter for some steps on `DATA`."""
     for _ in range(num_steps):
         driver.train(driver.backward(key, DATA), driver.step(key))
-
-
-def load_item(driver: Driver, key: str, state: AdapterState, *, with_optimizer: bool = True) -> LoadItem:
-    """Return the item that loads a state at the adapter's next sequence number."""
-    place = dataclasses.replace(driver.save(key))
-    return LoadItem(
-        op_id=place.op_id,
-        adapter_id=key,
-        prev_seq=place.prev_seq,
-        seq=place.seq,
-        state=state,
-        with_optimizer=with_optimizer,
-    )

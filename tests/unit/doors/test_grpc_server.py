@@ -30,30 +30,44 @@ from tests.support.doors.fake_service import KEY, FakeBackend, FakeKeys, FakeSer
 from tinkerpool.v1 import operations_pb2, operations_pb2_grpc, sessions_pb2, sessions_pb2_grpc
 
 WITH_KEY = (("authorization", f"Bearer {KEY}"),)
+CAPABILITIES = sessions_pb2.GetCapabilitiesResponse(version="1")
+Start = Callable[..., Awaitable[GrpcDoor]]
 Open = Callable[..., Awaitable[grpc.aio.Channel]]
 
 
 @pytest.fixture
-async def open_door() -> AsyncIterator[Open]:
-    """Return a function that opens a door on a free port and returns a channel to it."""
+async def start() -> AsyncIterator[Start]:
+    """Return a function that starts a door on a free port."""
     doors: list[GrpcDoor] = []
+
+    async def start_one(backend: FakeBackend, **config: Any) -> GrpcDoor:
+        doors.append(GrpcDoor(GrpcConfig(port=0, **config)))
+        doors[-1].bind()
+        await doors[-1].start(backend)
+        return doors[-1]
+
+    yield start_one
+    for door in doors:
+        await door.stop(grace_s=0.1)
+
+
+@pytest.fixture
+async def open_door(start: Start) -> AsyncIterator[Open]:
+    """Return a function that starts a door and returns a channel to it."""
     channels: list[grpc.aio.Channel] = []
 
-    async def open_one(
-        service: object, *, is_healthy: Callable[[], bool] = lambda: True, **config: Any
-    ) -> grpc.aio.Channel:
-        door = GrpcDoor(GrpcConfig(port=0, **config))
-        door.bind()
-        await door.start(FakeBackend(service, health=is_healthy))
-        doors.append(door)
-        channels.append(grpc.aio.insecure_channel(f"127.0.0.1:{door.port}"))
+    async def open_one(service: object, **config: Any) -> grpc.aio.Channel:
+        door = await start(FakeBackend(service), **config)
+        channels.append(plaintext(door))
         return channels[-1]
 
     yield open_one
     for channel in channels:
         await channel.close()
-    for door in doors:
-        await door.stop(grace_s=0.1)
+
+
+def plaintext(door: GrpcDoor) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(f"127.0.0.1:{door.port}")
 
 
 def capabilities(channel: grpc.aio.Channel, metadata: Any = WITH_KEY) -> Any:
@@ -100,8 +114,8 @@ def test_a_service_without_a_use_case_for_an_rpc_is_refused_at_the_start() -> No
 
 
 async def test_a_valid_key_reaches_the_use_case_with_its_principal(open_door: Open) -> None:
-    service = FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse(version="1"))
-    assert (await capabilities(await open_door(service))).version == "1"
+    service = FakeService(get_capabilities=CAPABILITIES)
+    assert await capabilities(await open_door(service)) == CAPABILITIES
     [(name, principal, _)] = service.calls
     assert (name, principal.tenant_name) == ("get_capabilities", "default")
 
@@ -176,7 +190,9 @@ async def test_an_unexpected_error_reveals_an_id_alone(open_door: Open, caplog: 
     assert KEY not in caplog.text
 
 
-async def test_an_unexpected_error_in_a_stream_or_in_authentication_reveals_an_id_alone(open_door: Open) -> None:
+async def test_an_unexpected_error_in_a_stream_or_in_authentication_reveals_an_id_alone(
+    open_door: Open, start: Start
+) -> None:
     done = operations_pb2.WaitOperationsResponse(operation=operations_pb2.Operation(name="a:1"))
     call = wait(await open_door(FakeService(wait_operations=[done, RuntimeError("secret")])))
     assert (await call.read()).operation.name == "a:1"
@@ -188,12 +204,8 @@ async def test_an_unexpected_error_in_a_stream_or_in_authentication_reveals_an_i
         def authenticate(self, key: str) -> Principal:
             raise RuntimeError("secret")
 
-    door = GrpcDoor(GrpcConfig(port=0))
-    door.bind()
-    await door.start(FakeBackend(keys=BrokenKeys()))
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+    async with plaintext(await start(FakeBackend(keys=BrokenKeys()))) as channel:
         error, _ = await refusal(capabilities(channel))
-    await door.stop(0.1)
     assert error.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in repr(error)
 
@@ -252,24 +264,19 @@ async def test_a_malformed_request_is_an_invalid_argument(open_door: Open) -> No
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_health_needs_no_key_and_reports_the_pools_state(
-    open_door: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_health_needs_no_key_and_reports_the_pools_state(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.doors.grpc.server.HEALTH_INTERVAL_S", 0.01)
     healthy = True
-    stub: Any = health_pb2_grpc.HealthStub(await open_door(FakeService(), is_healthy=lambda: healthy))
-
-    async def is_serving(name: str = "") -> bool:
-        response = await stub.Check(health_pb2.HealthCheckRequest(service=name))
-        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
-
-    assert await is_serving()
-    assert await is_serving("tinkerpool.v1.TrainingService")
-    healthy = False
-    async with asyncio.timeout(5):
-        async for response in stub.Watch(health_pb2.HealthCheckRequest()):
-            if response.status == health_pb2.HealthCheckResponse.NOT_SERVING:
-                break
+    async with plaintext(await start(FakeBackend(health=lambda: healthy))) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        for name in ("", "tinkerpool.v1.TrainingService"):
+            response = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+            assert response.status == health_pb2.HealthCheckResponse.SERVING
+        healthy = False
+        async with asyncio.timeout(5):
+            async for response in stub.Watch(health_pb2.HealthCheckRequest()):
+                if response.status == health_pb2.HealthCheckResponse.NOT_SERVING:
+                    break
 
 
 async def test_reflection_needs_no_key_and_lists_the_contract(open_door: Open) -> None:
@@ -281,7 +288,7 @@ async def test_reflection_needs_no_key_and_lists_the_contract(open_door: Open) -
     assert "grpc.health.v1.Health" in names
 
 
-async def test_a_stopping_door_finishes_running_calls_and_accepts_no_new_ones() -> None:
+async def test_a_stopping_door_finishes_running_calls_and_accepts_no_new_ones(start: Start) -> None:
     started, finish = asyncio.Event(), asyncio.Event()
 
     async def slow(principal: Principal, request: Message) -> Message:
@@ -289,10 +296,8 @@ async def test_a_stopping_door_finishes_running_calls_and_accepts_no_new_ones() 
         await finish.wait()
         return sessions_pb2.GetCapabilitiesResponse(version="finished")
 
-    door = GrpcDoor(GrpcConfig(port=0))
-    door.bind()
-    await door.start(FakeBackend(FakeService(get_capabilities=slow)))
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+    door = await start(FakeBackend(FakeService(get_capabilities=slow)))
+    async with plaintext(door) as channel:
         running = asyncio.ensure_future(capabilities(channel))
         await started.wait()
         stopping = asyncio.create_task(door.stop(grace_s=10))
@@ -305,17 +310,14 @@ async def test_a_stopping_door_finishes_running_calls_and_accepts_no_new_ones() 
             await stopping
 
 
-async def test_watched_health_is_not_serving_before_the_door_closes() -> None:
-    door = GrpcDoor(GrpcConfig(port=0))
-    door.bind()
-    await door.start(FakeBackend())
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+async def test_watched_health_is_not_serving_before_the_door_closes(start: Start) -> None:
+    door = await start(FakeBackend())
+    async with plaintext(door) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         call = stub.Watch(health_pb2.HealthCheckRequest())
         assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
         await door.refuse()
         assert (await call.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        await door.stop(0)
 
 
 async def test_a_port_in_use_is_an_error_that_names_the_port() -> None:
@@ -340,36 +342,33 @@ async def test_an_address_of_another_machine_is_an_error() -> None:
         GrpcDoor(GrpcConfig(host="192.0.2.1", allow_plaintext=True)).bind()
 
 
-async def test_tls_serves_clients_that_trust_its_certificate_and_none_in_plaintext(tmp_path: Path) -> None:
+def encrypted(door: GrpcDoor, credentials: grpc.ChannelCredentials) -> grpc.aio.Channel:
+    return grpc.aio.secure_channel(f"127.0.0.1:{door.port}", credentials)
+
+
+async def test_tls_serves_clients_that_trust_its_certificate_and_none_in_plaintext(
+    start: Start, tmp_path: Path
+) -> None:
     cert, key = make_certificate(tmp_path)
-    door = GrpcDoor(GrpcConfig(port=0, tls_cert=cert, tls_key=key))
-    door.bind()
-    service = FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse(version="1"))
-    await door.start(FakeBackend(service))
-    target = f"127.0.0.1:{door.port}"
-    async with grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(cert.read_bytes())) as channel:
-        assert (await capabilities(channel)).version == "1"
-    async with grpc.aio.insecure_channel(target) as channel:
+    backend = FakeBackend(FakeService(get_capabilities=CAPABILITIES))
+    door = await start(backend, tls_cert=cert, tls_key=key)
+    async with encrypted(door, grpc.ssl_channel_credentials(cert.read_bytes())) as channel:
+        assert await capabilities(channel) == CAPABILITIES
+    async with plaintext(door) as channel:
         error, _ = await refusal(capabilities(channel))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
-    await door.stop(0)
 
 
-async def test_mutual_tls_refuses_clients_without_a_certificate(tmp_path: Path) -> None:
+async def test_mutual_tls_refuses_clients_without_a_certificate(start: Start, tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path)
-    door = GrpcDoor(GrpcConfig(port=0, tls_cert=cert, tls_key=key, tls_client_ca=cert))
-    door.bind()
-    service = FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse(version="1"))
-    await door.start(FakeBackend(service))
+    backend = FakeBackend(FakeService(get_capabilities=CAPABILITIES))
+    door = await start(backend, tls_cert=cert, tls_key=key, tls_client_ca=cert)
     pem = cert.read_bytes()
-    mine = grpc.ssl_channel_credentials(pem, key.read_bytes(), pem)
-    async with grpc.aio.secure_channel(f"127.0.0.1:{door.port}", mine) as channel:
-        assert (await capabilities(channel)).version == "1"
-    nobodys = grpc.ssl_channel_credentials(pem)
-    async with grpc.aio.secure_channel(f"127.0.0.1:{door.port}", nobodys) as channel:
+    async with encrypted(door, grpc.ssl_channel_credentials(pem, key.read_bytes(), pem)) as channel:
+        assert await capabilities(channel) == CAPABILITIES
+    async with encrypted(door, grpc.ssl_channel_credentials(pem)) as channel:
         error, _ = await refusal(capabilities(channel))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
-    await door.stop(0)
 
 
 async def test_an_unreadable_certificate_is_an_error_that_names_it(tmp_path: Path) -> None:

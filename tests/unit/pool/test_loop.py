@@ -6,7 +6,6 @@ import itertools
 import random
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from queue import SimpleQueue
 
 import pytest
@@ -83,22 +82,6 @@ class Running:
             self.has_ended.set()
         elif any(isinstance(event, SampleResult) for event in events):
             self.has_result.set()
-
-
-def test_decoding_gets_after_each_batch_as_long_as_the_batch_took() -> None:
-    running = Running()
-    running.engine.gate.clear()
-    futures: list[Future[BatchResult]] = [running.loop.submit(batch(0))]
-    running.loop.start_sample(request("s", max_tokens=50))
-    futures += [running.loop.submit(batch(cycle_id)) for cycle_id in range(1, 9)]
-    running.engine.gate.set()
-    assert [future.result(TIMEOUT_S).cycle_id for future in futures] == list(range(9))
-    assert running.has_result.wait(TIMEOUT_S)
-    running.loop.stop()
-    calls = running.engine.calls
-    assert calls.count("decode") == 50
-    between = calls[calls.index("batch 1") : calls.index("batch 8") + 1]
-    assert between == [call for i in range(1, 8) for call in (f"batch {i}", *["decode"] * 4)] + ["batch 8"]
 
 
 def decoded_between_batches(share: float, batch_s: Iterator[float], step_s: Iterator[float]) -> list[tuple[str, float]]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from scripts.trace.path import background_of, path_of
 from scripts.trace.recorder import Call, Function, Recorder
-from tinkerpool.convert import from_tensor, to_tensor
+from tinkerpool.convert import to_tensor
 
 ARRAY = np.ones(2, np.float32)
 LOOP = Function("coordinator/loop.py", "Loop.run")
@@ -35,17 +35,6 @@ def test_a_recorder_notes_the_products_functions_on_threads_that_run_already() -
     thread.join()
     assert "to_tensor" in names
     assert "work" not in names, "a test is not part of the product"
-
-
-def test_a_recorder_notes_nothing_while_it_is_off() -> None:
-    recorder = Recorder()
-    recorder.start()
-    tensor = to_tensor(ARRAY)
-    assert {call.function.name for call in recorder.stop()} >= {"to_tensor"}
-    recorder.start()
-    recorder.stop()
-    from_tensor(tensor)
-    assert recorder.stop() == []
 
 
 def test_work_of_an_idle_pool_is_background_but_not_below_another_root() -> None:
