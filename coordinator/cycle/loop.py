@@ -76,6 +76,58 @@ class CycleLoop:
             self._is_idle.set()
             self._has_ended.set()
 
+    def _plan(self) -> tuple[Cycle, PassPlan]:
+        return self._new_cycle(self._journal.new_id()), self.planning.plan()
+
+    def _log(self, cycle: Cycle, plan: PassPlan) -> None:
+        self._journal.note_plan(cycle.cycle_id, plan)
+
+    async def _run(self, cycle: Cycle, plan: PassPlan) -> None:
+        await self._phases.run_pass(cycle, plan)
+        cycle.end_pass(self._time.monotonic())
+        await self._phases.run_steps(cycle)
+        cycle.end_steps(self._time.monotonic())
+
+    async def _commit(self, cycle: Cycle) -> frozenset[str]:
+        self._phases.dispatch.watch(0.0)
+        lost = await self._committer.commit(cycle)
+        self._phases.dispatch.rest()
+        self._clock.finished(cycle.tenants())
+        return lost
+
+    async def _snapshot(self, lost: frozenset[str]) -> None:
+        """Snapshot the adapters that are due, except quarantined ones.
+
+        If their worker were lost during a snapshot, the quarantine would blame the operations and not the snapshot.
+        """
+        ready = self.planning.ready
+        due = self._snapshots.due([log for log in ready.ahead() if ready.may_run(log)], lost)
+        if due:
+            await self._phases.take_snapshots(due)
+
+    def _new_cycle(self, cycle_id: int) -> Cycle:
+        return Cycle(cycle_id, self._time.wall(), self._time.monotonic())
+
+    def is_ready(self) -> bool:
+        """Return whether a cycle would run or decide an operation, or the loop must end."""
+        if self._is_over:
+            return True
+        self._snapshots.settle(self._group.logs)
+        return self.planning.has_workers() and self.planning.ready.refresh()
+
+    def tenants(self) -> frozenset[str]:
+        """Return the tenants that are ready."""
+        return self.planning.ready.tenants()
+
+    def is_full(self) -> bool:
+        """Return whether the ready chunks fill the budget."""
+        return self.planning.is_full()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether a worker is live and the present cycle is not overdue."""
+        return self.planning.has_workers() and not self._phases.dispatch.is_overdue
+
     async def stop(self, seconds_max: float) -> None:
         """Begin no more operations; wait for the running cycle, and at most `seconds_max` for operations that ran in
         part.
@@ -90,11 +142,6 @@ class CycleLoop:
         self._is_over = True
         self._group.changed.notify()
         await self._has_ended.wait()
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether a worker is live and the present cycle is not overdue."""
-        return self.planning.has_workers() and not self._phases.dispatch.is_overdue
 
     async def until_idle(self) -> None:
         """Return when no cycle is under way."""
@@ -127,54 +174,3 @@ class CycleLoop:
             await self._phases.take_snapshots(ahead[start : start + SNAPSHOTS_AT_ONCE])
             await self._snapshots.finish()
         self._snapshots.settle(self._group.logs)
-
-    # ---- what the clock asks
-
-    def is_ready(self) -> bool:
-        """Return whether a cycle would run or decide an operation, or the loop must end."""
-        if self._is_over:
-            return True
-        self._snapshots.settle(self._group.logs)
-        return self.planning.has_workers() and self.planning.ready.refresh()
-
-    def tenants(self) -> frozenset[str]:
-        """Return the tenants that are ready."""
-        return self.planning.ready.tenants()
-
-    def is_full(self) -> bool:
-        """Return whether the ready chunks fill the budget."""
-        return self.planning.is_full()
-
-    # ---- plan, log, run, commit
-
-    def _plan(self) -> tuple[Cycle, PassPlan]:
-        return self._new_cycle(self._journal.new_id()), self.planning.plan()
-
-    def _log(self, cycle: Cycle, plan: PassPlan) -> None:
-        self._journal.note_plan(cycle.cycle_id, plan)
-
-    async def _run(self, cycle: Cycle, plan: PassPlan) -> None:
-        await self._phases.run_pass(cycle, plan)
-        cycle.end_pass(self._time.monotonic())
-        await self._phases.run_steps(cycle)
-        cycle.end_steps(self._time.monotonic())
-
-    async def _commit(self, cycle: Cycle) -> frozenset[str]:
-        self._phases.dispatch.watch(0.0)
-        lost = await self._committer.commit(cycle)
-        self._phases.dispatch.rest()
-        self._clock.finished(cycle.tenants())
-        return lost
-
-    async def _snapshot(self, lost: frozenset[str]) -> None:
-        """Snapshot the adapters that are due, except quarantined ones.
-
-        If their worker were lost during a snapshot, the quarantine would blame the operations and not the snapshot.
-        """
-        ready = self.planning.ready
-        due = self._snapshots.due([log for log in ready.ahead() if ready.may_run(log)], lost)
-        if due:
-            await self._phases.take_snapshots(due)
-
-    def _new_cycle(self, cycle_id: int) -> Cycle:
-        return Cycle(cycle_id, self._time.wall(), self._time.monotonic())

@@ -126,8 +126,6 @@ class SampleScheduler:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # ---- dispatch
-
     async def _dispatch_at_changes(self) -> None:
         while True:
             await self.wake.wait()
@@ -173,8 +171,6 @@ class SampleScheduler:
     def _unfinished(self, loss: WorkerLoss) -> list[Sample]:
         found = (self._samples.get(flight.name) for flight in loss.samples)
         return [sample for sample in found if sample is not None and not sample.operation.is_final]
-
-    # ---- one sample on its worker
 
     async def _start(self, worker: Incarnation, sample: Sample) -> None:
         try:
@@ -229,8 +225,6 @@ class SampleScheduler:
     def _is_on(self, sample: Sample, worker: Incarnation) -> bool:
         self._read_losses()
         return sample.worker is worker and sample.name in worker.samples
-
-    # ---- outcomes
 
     def _finish(self, sample: Sample, result: SampleResult) -> None:
         self._queues.finish(sample, sample.decide(result))
