@@ -65,9 +65,7 @@ def test_sample_has_the_same_bits_solo_and_co_batched(model_directory: Path, num
         for length, num_samples, way in ((1, 3, {}), (9, 1, {"temperature": 0.0}), (33, 7, {"top_p": 0.9}))
     ]
     solo = [s.sequences(one)[0] for one in wanted]
-    s.events.clear()
     together = s.sequences(*wanted)
-    s.events.clear()
     for one in reversed(wanted):  # each begins while the others are decoding
         s.sampler.start_sample(one)
         s.step()
@@ -90,7 +88,6 @@ def test_sample_has_the_same_bits_solo_and_in_a_batch_of_64(model_directory: Pat
         for number in range(64 // num_samples)
     ]
     together = s.sequences(*wanted)
-    s.events.clear()
     for number in (0, 13, 14, 30):
         assert_same_bits(s.sequences(wanted[number])[0], together[number])
 
@@ -163,7 +160,6 @@ def test_more_versions_than_bank_slots_are_sampled_together(qwen3: Path) -> None
     wanted = [request(key, f"{key}/v", num_samples=2) for key in keys] + [request("base")]
     solo = [s.sequences(one)[0] for one in wanted]
     assert len({sequences[0].tokens.tobytes() for sequences in solo}) == 6
-    s.events.clear()
     for bits, together in zip(solo, s.sequences(*wanted), strict=True):
         assert_same_bits(bits, together)
 
@@ -183,7 +179,6 @@ def test_version_stays_as_it_was_published_while_its_adapter_trains_on(qwen3: Pa
     s = sampling(qwen3)
     s.publish("a")
     (before,) = s.sequences(request("before", "a/v", max_tokens=20))
-    s.events.clear()
     s.sampler.start_sample(request("meanwhile", "a/v", max_tokens=20))
     for _ in range(5):
         s.step()
@@ -224,7 +219,6 @@ def test_stop_token_is_the_last_token_and_the_stop_reason(qwen3: Path) -> None:
     (free,) = s.sequences(request("free", max_tokens=30))
     stop = int(free[0].tokens[6])
     first = free[0].tokens.tolist().index(stop)
-    s.events.clear()
     (stopped,) = s.sequences(request("stopped", max_tokens=30, stop_tokens=(stop, END_OF_TEXT_ID)))
     assert stopped[0].tokens.tolist() == free[0].tokens[: first + 1].tolist()
     assert (free[0].stop_reason, stopped[0].stop_reason) == (StopReason.LENGTH, StopReason.STOP)
@@ -238,7 +232,6 @@ def test_stop_string_ends_with_the_token_that_completes_it(qwen3: Path) -> None:
     printable = [all(32 < token < 127 for token in tokens[i : i + 2]) for i in range(len(tokens) - 1)]
     place = printable.index(True)  # the miniature's tokens are bytes, so this string is cut into two of them
     string = bytes(tokens[place : place + 2]).decode()
-    s.events.clear()
     (stopped,) = s.sequences(request("stopped", **letters, stop_strings=("never to be seen", string)))
     assert stopped[0].tokens.tolist() == tokens[: place + 2]
     assert stopped[0].stop_reason is StopReason.STOP
@@ -255,7 +248,6 @@ def test_cancelled_request_ends_and_changes_no_other(qwen3: Path) -> None:
     s = sampling(qwen3, num_sequences_max=4)
     s.publish("a")
     (solo,) = s.sequences(request("solo", "a/v", num_samples=2))
-    s.events.clear()
     s.sampler.start_sample(request("running", "a/v", num_samples=2, max_tokens=100))
     s.sampler.start_sample(request("kept", "a/v", num_samples=2))
     s.sampler.start_sample(request("waiting", "a/v", num_samples=4))
@@ -275,7 +267,6 @@ def test_request_that_cannot_run_fails_alone_with_a_reason(qwen3: Path) -> None:
     s = sampling(qwen3)
     s.publish("a", "sick")
     (solo,) = s.sequences(request("solo", "a/v"))
-    s.events.clear()
     s.driver.engine.bank.acquire(["sick/v"])[0].weights.fill_(float("inf"))
     state = s.driver.state("a")
     damaged = SamplerVersion(key="damaged", spec=s.specs["a"], state=replace(state, weights=state.weights[:50]))
@@ -311,7 +302,6 @@ def test_failed_pass_is_bisected_until_only_the_failing_request_is_left(
 
     wanted = [request(f"r{number}", length=3 + number, num_samples=2, temperature=0.0) for number in range(4)]
     solo = [s.sequences(one)[0] for one in wanted]
-    s.events.clear()
     monkeypatch.setattr(s.driver.engine.base_model, "forward", failing)
     culprit = request("culprit", prompt=np.array([1, 199], np.int32))
     results = s.run(*wanted[:2], culprit, *wanted[2:])
@@ -329,7 +319,6 @@ def test_prompt_with_non_finite_logits_fails_alone_in_a_shared_pass_and_is_charg
     s.driver.engine.bank.acquire(["sick/v"])[0].weights.fill_(float("inf"))
     wanted = [request(f"r{number}", "a/v", length=4 + number) for number in range(4)]
     solo = s.sequences(*wanted)
-    s.events.clear()
     for one in wanted:
         s.sampler.start_sample(one)
     s.step()

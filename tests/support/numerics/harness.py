@@ -143,6 +143,12 @@ class Driver:
         assert [result.error for result in results] == [None] * len(items)
         return results
 
+    def num_base_matmuls(self, *items: Item) -> int:
+        """`train`; return how many products with frozen weights that takes."""
+        before = self.engine.base_model.num_base_matmuls
+        self.train(*items)
+        return self.engine.base_model.num_base_matmuls - before
+
     def _next(self, key: str) -> dict[str, Any]:
         seq = self.seqs[key]
         self.seqs[key] = seq + 1

@@ -80,8 +80,10 @@ class Sampling:
         return result
 
     def sequences(self, *requests: SampleRequest) -> list[tuple[SampledSequence, ...]]:
+        """`run`, where nothing may fail; forget the events, so that the same requests can run again."""
         results = self.run(*requests)
         assert [result.error for result in results] == [None] * len(results)
+        self.events.clear()
         return [result.sequences for result in results]
 
 

@@ -173,10 +173,8 @@ async def test_parameters_of_a_call_reach_the_service(door: Door) -> None:
     assert (request.sampler_id, request.num_samples) == (SAMPLER, 3)
     params = request.params
     assert (params.temperature, params.top_p, params.top_k, params.seed, params.max_tokens) == (0.5, 0.75, 9, -7, 5)
-    assert (list(params.stop.strings), list(params.stop.tokens)) == (
-        ["\n"],
-        [0, 3],
-    )  # stops are added to the end tokens
+    assert list(params.stop.strings) == ["\n"]
+    assert list(params.stop.tokens) == [0, 3], "stops are added to the end tokens"
     service = fake(sequence("a"))
     await door.ok(service, "/oai/api/v1/chat/completions", messages=[{"role": "user", "content": "Who?"}], seed=None)
     [request] = asked(service, "sample")
@@ -380,31 +378,18 @@ async def test_parameters_without_effect_are_accepted(door: Door) -> None:
     await door.complete(fake(sequence("a"), sequence("b")), n=2, best_of=2)
 
 
+QUEUE_FULL = ServiceError(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "later", retry_delay_s=1.5)
+SHUTTING_DOWN = ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "later", retry_delay_s=1.0)
+INVALID = ServiceError(Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "m")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("error", "status", "kind", "code", "retry_after"),
     [
-        (
-            ServiceError(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "later", retry_delay_s=1.5),
-            429,
-            "rate_limit_error",
-            "rate_limit_exceeded",
-            "2",
-        ),
-        (
-            ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "m", retry_delay_s=1.0),
-            503,
-            "server_error",
-            "shutting_down",
-            "1",
-        ),
-        (
-            ServiceError(Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "m"),
-            400,
-            "invalid_request_error",
-            "invalid_argument",
-            None,
-        ),
+        (QUEUE_FULL, 429, "rate_limit_error", "rate_limit_exceeded", "2"),
+        (SHUTTING_DOWN, 503, "server_error", "shutting_down", "1"),
+        (INVALID, 400, "invalid_request_error", "invalid_argument", None),
         (RuntimeError("the secret of the house"), 500, "server_error", "internal", None),
     ],
 )

@@ -236,59 +236,45 @@ def same(found: ops_pb.TokenLogprobs, expected: TokenLogprobs) -> bool:
     return same_tokens and np.array_equal(from_tensor(found.logprobs), expected.logprobs, equal_nan=True)
 
 
-def operation(request: sampling_pb2.SampleRequest) -> Operation:
-    return Operation(
-        tenant_id="t",
-        target_id="s",
-        seq=1,
-        kind=Kind.SAMPLE,
-        payload=payload(request),
-        payload_hash=b"",
-        request_id="",
-        chunk_tokens=0,
-        num_bytes=0,
-    )
+def outcome_of(request: sampling_pb2.SampleRequest, answer: SampleResult, usage: Usage) -> ops_pb.Operation:
+    canonical = payload(request)
+    operation = Operation("t", "s", 1, Kind.SAMPLE, canonical, b"", "", 0, 0)
+    fill_sample(operation, decode_sample(canonical), answer, usage)
+    assert operation.outcome is not None
+    return operation.outcome
 
 
 def test_the_result_has_all_fields_of_a_workers_result_and_no_others() -> None:
     sequence = SampledSequence(
         tokens=np.array([4, 5], np.int32), logprobs=np.array([-1, -2], np.float32), stop_reason=StopReason.STOP
     )
-    plain = operation(asked())
-    fill_sample(plain, decode_sample(plain.payload), SampleResult(op_id="op", sequences=(sequence,)), Usage(9, 0.5))
-    assert plain.outcome is not None
-    assert (plain.outcome.num_tokens, plain.outcome.engine_seconds) == (9, 0.5)
-    result = plain.outcome.sample
+    plain = outcome_of(asked(), SampleResult(op_id="op", sequences=(sequence,)), Usage(9, 0.5))
+    assert (plain.num_tokens, plain.engine_seconds) == (9, 0.5)
+    result = plain.sample
     for name in ("prompt_logprobs", "topk_prompt", "prompt_target_logprobs", "prompt_alt_tokens"):
         assert not result.HasField(name)
     [found] = result.sequences
     assert not found.HasField("topk")
     assert (from_tensor(found.tokens).tolist(), from_tensor(found.logprobs).tolist()) == ([4, 5], [-1, -2])
 
-    full = operation(asked({"prompt_targets": targets([0, -1], [7, 8]), "note": "mine"}))
-    with_topk = SampledSequence(
-        tokens=sequence.tokens, logprobs=sequence.logprobs, stop_reason=StopReason.LENGTH, topk=likeliest(2)
-    )
+    full = asked({"prompt_targets": targets([0, -1], [7, 8]), "note": "mine"})
+    drawn, topk_prompt, alternatives = likeliest(2), likeliest(3), likeliest(2)
+    with_topk = dataclasses.replace(sequence, stop_reason=StopReason.LENGTH, topk=drawn)
     prompt_logprobs: NDArray[np.float32] = np.array([np.nan, -1, -2], np.float32)
     answer = SampleResult(
         op_id="op",
         sequences=(with_topk,),
         prompt_logprobs=prompt_logprobs,
-        topk_prompt=likeliest(3),
+        topk_prompt=topk_prompt,
         prompt_target_logprobs=np.array([[0, 0], [-7, -8]], np.float32),
-        prompt_alt_tokens=likeliest(2),
+        prompt_alt_tokens=alternatives,
         num_cached_tokens=2,
     )
-    fill_sample(full, decode_sample(full.payload), answer, Usage())
-    assert full.outcome is not None
-    result = full.outcome.sample
+    result = outcome_of(full, answer, Usage()).sample
     assert np.array_equal(from_tensor(result.prompt_logprobs), prompt_logprobs, equal_nan=True)
-    assert answer.topk_prompt is not None
-    assert answer.prompt_alt_tokens is not None
-    assert with_topk.topk is not None
-    assert same(result.topk_prompt, answer.topk_prompt)
-    assert same(result.prompt_alt_tokens, answer.prompt_alt_tokens)
-    assert same(result.sequences[0].topk, with_topk.topk)
+    assert same(result.topk_prompt, topk_prompt)
+    assert same(result.prompt_alt_tokens, alternatives)
+    assert same(result.sequences[0].topk, drawn)
     assert (result.num_cached_prompt_tokens, result.note) == (2, "mine")
     asked_for = np.array([[0, np.nan], [-7, -8]], np.float32)  # a token that is certain is not one not asked for
     assert np.array_equal(from_tensor(result.prompt_target_logprobs), asked_for, equal_nan=True)

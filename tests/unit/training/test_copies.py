@@ -45,6 +45,11 @@ def done(progress: Progress, item: PassItem) -> None:
     assert progress.settle(item, None) is None
 
 
+def failed(progress: Progress, item: PassItem) -> None:
+    assert progress.admit(item) is None
+    assert progress.settle(item, FAILURE) == FAILURE
+
+
 def code(error: ItemError | None) -> ErrorCode | None:
     return None if error is None else error.code
 
@@ -116,9 +121,7 @@ def test_failed_pass_closes_the_window_up_to_the_next_step() -> None:
 
 def test_failed_forward_closes_no_window() -> None:
     progress = Progress()
-    forward = a_pass(1, backward=False)
-    assert progress.admit(forward) is None
-    assert progress.settle(forward, FAILURE) == FAILURE
+    failed(progress, a_pass(1, backward=False))
     done(progress, a_pass(2))
     assert progress.admit(a_step(3)) is None
 
@@ -128,9 +131,7 @@ def test_drop_gradient_and_load_open_a_new_window() -> None:
     load = LoadItem(op_id="", adapter_id="a", prev_seq=1, seq=2, state=state, with_optimizer=False)
     for opener in (a_pass(2, drop=True), a_step(2, drop=True), load):
         progress = Progress()
-        failing = a_pass(1)
-        assert progress.admit(failing) is None
-        progress.settle(failing, FAILURE)
+        failed(progress, a_pass(1))
         assert progress.admit(opener) is None
 
 
@@ -159,9 +160,7 @@ def test_step_ends_a_window_whether_it_succeeds_or_fails() -> None:
 
 def test_save_runs_in_a_closed_window_and_at_the_current_seq() -> None:
     progress = Progress()
-    failing = a_pass(1)
-    assert progress.admit(failing) is None
-    progress.settle(failing, FAILURE)
+    failed(progress, a_pass(1))
     assert progress.admit(SaveItem(op_id="", adapter_id="a", prev_seq=1, seq=1, with_optimizer=True)) is None
     assert progress.admit(SaveItem(op_id="", adapter_id="a", prev_seq=1, seq=2, with_optimizer=True)) is None
     assert progress.applied_seq == 2
