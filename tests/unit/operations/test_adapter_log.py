@@ -6,7 +6,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coordinator.fleet.fleet import Residency
 from coordinator.operations.adapter_log import AdapterLog, ReadyChunks
 from coordinator.operations.operation import Kind, Operation, Usage
 from coordinator.payloads.passes import Chunk
@@ -280,21 +279,6 @@ def test_the_chunks_that_are_ready_are_those_of_the_ready_passes_from_where_the_
     assert list(ReadyChunks(adapter)) == [4, 5, 4]
     adapter.add_result(adapter.operations[1], ItemResult(op_id="a:1"))
     assert list(ReadyChunks(adapter)) == [5, 4]
-
-
-def test_copies_are_counted_where_they_live() -> None:
-    one, other, residency = adapter_with(FB), adapter_with(FB, name="b"), Residency()
-    for each in (one, other):
-        each.join(residency)
-        each.place_copy("w0")
-    one.place_copy("w1")
-    assert residency.counts(["w0", "w1"]) == {"w0": 1, "w1": 1}
-    one.lose_copy()
-    one.lose_copy()
-    assert residency.counts(["w0", "w1"]) == {"w0": 1, "w1": 0}
-    elsewhere = Residency()
-    other.join(elsewhere)
-    assert (residency.on("w0"), elsewhere.on("w0")) == ([], ["b"])
 
 
 def test_an_operation_that_finds_its_copy_out_of_order_again_and_again_is_counted_until_a_new_one_runs() -> None:
