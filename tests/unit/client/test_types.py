@@ -1,10 +1,12 @@
 """What users hand over is converted or refused, never bent."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tinker import types
 
 from tinkerpool import AdamParams, Datum, EncodedTextChunk, ModelInput, SamplingParams, TensorData, errors
 from tinkerpool.client.calls import encoding
@@ -122,15 +124,16 @@ def test_stop_says_nothing_everything_or_what_ends_a_sequence(stop: Any, expecte
     assert sent == expected
 
 
-def test_defaults_of_parameters_are_the_sdks() -> None:
-    assert AdamParams() == AdamParams(
-        learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.0, grad_clip_norm=0.0
-    )
-    params = SamplingParams()
-    assert (params.max_tokens, params.seed, params.stop) == (None, None, None)
-    assert (params.temperature, params.top_k, params.top_p) == (1.0, -1, 1.0)
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(AdamParams(), types.AdamParams()), (SamplingParams(), types.SamplingParams())]
+)
+def test_defaults_of_parameters_are_the_sdks(ours: Any, theirs: Any) -> None:
+    assert dataclasses.asdict(ours) == theirs.model_dump()
+
+
+def test_a_parameter_of_zero_is_sent_and_a_missing_one_is_not() -> None:
     assert encoding.adam_params(AdamParams(learning_rate=0)).HasField("learning_rate")
-    assert not encoding.sampling_params(params).HasField("seed")
+    assert not encoding.sampling_params(SamplingParams()).HasField("seed")
     assert encoding.sampling_params(SamplingParams(seed=0)).HasField("seed")
 
 
