@@ -13,7 +13,7 @@ import grpc
 
 from coordinator.cli import process
 from scripts.terminal import uninterrupted
-from tinkerpool.cli.errors import CliError
+from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import read_credentials
 from tinkerpool.v1 import pool_pb2, pool_pb2_grpc
 

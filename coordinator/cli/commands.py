@@ -16,7 +16,7 @@ from rich.console import Console
 from coordinator.cli import process
 from coordinator.cli.options import DATA_DIR_HELP, Settings, data_dir_of
 from tinkerpool.cli import show
-from tinkerpool.cli.errors import CliError
+from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import credentials_file, kept_credentials
 
 _log = logging.getLogger(__name__)

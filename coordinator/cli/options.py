@@ -23,7 +23,7 @@ import typer.core
 
 from coordinator.base.config import CoordinatorConfig, DoorConfig, GrpcConfig, HttpConfig, ServerConfig, is_loopback
 from coordinator.base_models import DEFAULT_MODEL, resolve_model
-from tinkerpool.cli.errors import CliError
+from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import home
 from workers.contract.settings import PoolConfig, PoolModel
 

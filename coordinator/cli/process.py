@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from coordinator.serving import READY_FILE, Serving
-from tinkerpool.cli.errors import CliError
+from tinkerpool.cli.show import CliError
 
 LOG_FILE = "serve.log"
 LOG_BYTES_MAX = 16 << 20

@@ -17,7 +17,7 @@ from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call, DoorContext, api_key
 from coordinator.doors.openai import endpoints as openai
 from coordinator.doors.openai.errors import error_response as openai_error_response
-from coordinator.doors.tinker import checkpoints, futures, models, runs, sampling, sessions, training
+from coordinator.doors.tinker import futures, models, runs, sampling, sessions, training
 from coordinator.doors.tinker.errors import error_response
 
 PREFIX = "/api/v1"
@@ -55,23 +55,23 @@ HANDLERS: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/retrieve_future", futures.retrieve_future),
     ("POST", "/retrieve_futures", futures.retrieve_futures),
     ("POST", "/cancel_future", futures.cancel_future),
-    ("GET", "/sessions", runs.list_sessions),
-    ("GET", "/sessions/{session}", runs.get_session),
+    ("GET", "/sessions", sessions.list_sessions),
+    ("GET", "/sessions/{session}", sessions.get_session),
     ("GET", "/training_runs", runs.list_runs),
     ("GET", "/training_runs/{run}", runs.get_run),
-    ("GET", _CHECKPOINTS, checkpoints.list_of_run),
-    ("GET", "/checkpoints", checkpoints.list_all),
-    ("POST", "/copy_weights", checkpoints.copy_weights),
-    ("POST", "/weights_info", checkpoints.weights_info),
-    ("GET", f"{_CHECKPOINT}/external_weights_urls", checkpoints.download_urls),
-    ("GET", f"{_CHECKPOINT}/archive", checkpoints.download_archive),
-    ("POST", f"{_CHECKPOINT}/publish", checkpoints.publish),
-    ("DELETE", f"{_CHECKPOINT}/publish", checkpoints.unpublish),
-    ("PUT", f"{_CHECKPOINT}/ttl", checkpoints.set_ttl),
+    ("GET", _CHECKPOINTS, runs.list_of_run),
+    ("GET", "/checkpoints", runs.list_all),
+    ("POST", "/copy_weights", runs.copy_weights),
+    ("POST", "/weights_info", runs.weights_info),
+    ("GET", f"{_CHECKPOINT}/external_weights_urls", runs.download_urls),
+    ("GET", f"{_CHECKPOINT}/archive", runs.download_archive),
+    ("POST", f"{_CHECKPOINT}/publish", runs.publish),
+    ("DELETE", f"{_CHECKPOINT}/publish", runs.unpublish),
+    ("PUT", f"{_CHECKPOINT}/ttl", runs.set_ttl),
     (
         "DELETE",
         f"{_CHECKPOINTS}/{{checkpoint:path}}",
-        checkpoints.delete,
+        runs.delete,
     ),  # also for a path that is not a checkpoint's id
 )
 
@@ -148,7 +148,7 @@ def _download(door: DoorContext) -> Callable[[Request], Awaitable[Response]]:
     async def respond(request: Request) -> Response:
         try:
             door.gate.check_open()
-            return await checkpoints.download(request, door)
+            return await runs.download(request, door)
         except Exception as error:  # noqa: BLE001  # from here its text would reach the client
             return error_response(error, "a download")
 

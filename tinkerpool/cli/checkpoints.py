@@ -20,7 +20,7 @@ from tinkerpool.cli.connection import (
     fetch_list,
     find_target,
 )
-from tinkerpool.cli.errors import CliError
+from tinkerpool.cli.show import CliError
 from tinkerpool.client.archive import ArchiveFile
 from tinkerpool.client.calls.methods import DELETE_CHECKPOINT, EXPORT_CHECKPOINT, LIST_CHECKPOINTS
 from tinkerpool.client.calls.transport import Transport

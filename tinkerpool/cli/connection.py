@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from tinkerpool.cli.errors import CliError
+from tinkerpool.cli.show import CliError
 from tinkerpool.client.calls.methods import RequestT, ResponseT, Unary
 from tinkerpool.client.calls.transport import GrpcTransport, Transport
 from tinkerpool.credentials import credentials_file, find_service, parse_target

@@ -9,7 +9,6 @@ import os
 import sys
 from typing import NoReturn
 
-from tinkerpool.cli.errors import CliError
 from tinkerpool.errors import TinkerpoolError
 
 TRACEBACK_VARIABLE = "TINKERPOOL_TRACEBACK"
@@ -22,6 +21,7 @@ def main() -> None:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     try:
         from tinkerpool.cli.app import build
+        from tinkerpool.cli.show import CliError
     except ModuleNotFoundError as error:
         if error.name not in {"typer", "rich"}:
             raise

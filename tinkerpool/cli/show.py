@@ -1,4 +1,7 @@
-"""Formats for the terminal: tables, durations, sizes, JSON. Depends on no command and no network."""
+"""Formats for the terminal: tables, durations, sizes, JSON, and the error of a command.
+
+Depends on no command and no network.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,10 @@ from rich.text import Text
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 """Wide unless it is a terminal, so that `grep` finds whole lines."""
+
+
+class CliError(Exception):
+    """Ends the command with exit code 1. The message says in a sentence what is wrong, and how to mend it."""
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right: str = "") -> None:

@@ -1,26 +1,44 @@
-"""Listings of sessions and training runs. A training run of the protocol is an adapter of the contract."""
+"""Training runs and their checkpoints: list, publish, set the time to live, copy, delete, download.
+
+A training run of the protocol is an adapter of the contract.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing
+from datetime import UTC, datetime
+from http import HTTPStatus
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from coordinator.doors.http.calls import Call
+from coordinator.doors.http.calls import Call, DoorContext
 from coordinator.doors.http.responses import PiecewiseJson, make_response
-from coordinator.doors.tinker.checkpoints import checkpoint_json, cursor
+from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.errors import unsupported
-from coordinator.doors.tinker.models import adapter_of
-from coordinator.doors.tinker.sessions import split_metadata
-from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, sessions_pb2
+from coordinator.doors.tinker.models import ADAMW, adapter_of
+from coordinator.doors.tinker.training import no_access_tokens
+from coordinator.service.auth import Principal
+from coordinator.storage.folders import CONFIG, WEIGHTS
+from tinkerpool import names
+from tinkerpool.v1 import adapters_pb2
+from tinkerpool.v1 import checkpoints_pb2 as pb
 
 RUNS_MAX = 100
 """Most runs on a page; a page's cursor has the limit that was applied."""
-_SESSIONS_AT_ONCE = 100
-"""Sessions that are read in one query: each lists its adapters and samplers."""
-Newest = Mapping[tuple[str, checkpoints_pb2.CheckpointKind.ValueType], checkpoints_pb2.Checkpoint]
+CHECKPOINTS_MAX = 1000
+"""Most checkpoints on a page; a page's cursor has the limit that was applied."""
+ARCHIVE = "checkpoint.tar"
+"""File name of the download of a whole checkpoint."""
+_KINDS = {
+    pb.CHECKPOINT_KIND_TRAINING: "training",
+    pb.CHECKPOINT_KIND_SAMPLER: "sampler",
+    pb.CHECKPOINT_KIND_EXTERNAL: "external",
+}
+Newest = Mapping[tuple[str, pb.CheckpointKind.ValueType], pb.Checkpoint]
 """By adapter and kind."""
 
 
@@ -35,7 +53,7 @@ async def list_runs(call: Call) -> Response:
 
     def make() -> Response:
         runs = [_run_json(call, adapter, newest) for adapter in found.adapters]
-        return PiecewiseJson({"training_runs": runs, "cursor": cursor(limit, offset, found.total_size)})
+        return PiecewiseJson({"training_runs": runs, "cursor": _cursor(limit, offset, found.total_size)})
 
     return await make_response(found.ByteSize(), make)
 
@@ -46,32 +64,135 @@ async def get_run(call: Call) -> Response:
     return JSONResponse(_run_json(call, adapter, await _newest(call, [adapter])))
 
 
-async def list_sessions(call: Call) -> Response:
-    """GET /sessions: live sessions of the tenant, newest first."""
-    limit, offset = call.number("limit", 20), call.number("offset", 0)
-    found: list[str] = []
-    is_more = True
-    while is_more and len(found) < limit:
-        size = min(limit - len(found), _SESSIONS_AT_ONCE)
-        request = sessions_pb2.ListSessionsRequest(page_size=size, skip=offset + len(found))
-        page = await call.service.list_sessions(call.principal, request)
-        found += [session.session_id for session in page.sessions]
-        is_more = bool(page.next_page_token)
-        await asyncio.sleep(0)  # let other calls run
-    return JSONResponse({"sessions": list(dict.fromkeys(found))})  # a session created meanwhile shifts the pages
+async def list_all(call: Call) -> Response:
+    """GET /checkpoints: all checkpoints of the tenant."""
+    response, _ = await _list(call, "", call.number("limit", 100), call.number("offset", 0))
+    return response
 
 
-async def get_session(call: Call) -> Response:
-    """GET /sessions/{session}."""
-    request = sessions_pb2.GetSessionRequest(session_id=call.path("session"))
-    session = (await call.service.get_session(call.principal, request)).session
-    own, users = split_metadata(session.user_metadata)
-    body: dict[str, Any] = {
-        "training_run_ids": list(session.adapter_ids),
-        "sampler_ids": list(session.sampler_ids),
-        "user_metadata": users,
+async def list_of_run(call: Call) -> Response:
+    """GET /training_runs/{run}/checkpoints: the newest thousand, which the SDK takes for all.
+
+    A deleted run may still have checkpoints, so the run is looked up only if there are none.
+    """
+    run, limit, offset = call.path("run"), call.number("limit", CHECKPOINTS_MAX), call.number("offset", 0)
+    response, total = await _list(call, run, limit, offset)
+    if not total:
+        await adapter_of(call, run)
+    return response
+
+
+async def weights_info(call: Call) -> Response:
+    """POST /weights_info: the settings of a model that is created from a checkpoint."""
+    asked = await call.json(schemas.OfPath)
+    found = await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=asked.tinker_path))
+    checkpoint = found.checkpoint
+    body = {
+        "base_model": checkpoint.base_model,
+        "is_lora": True,
+        "lora_rank": checkpoint.rank,
+        "optimizer_config": ADAMW,
     }
-    return JSONResponse(body | {name: text for name, text in own.items() if name == "display_name"})
+    return JSONResponse(body | await call.service.trained_modules(call.principal, checkpoint.path))
+
+
+async def copy_weights(call: Call) -> Response:
+    """POST /copy_weights: into a new run of the caller. The SDK's idempotency key makes it safe to repeat."""
+    asked = await call.json(schemas.CopyWeights)
+    if asked.weights_access_token or call.request.headers.get("x-tinker-weights-access-token"):
+        raise no_access_tokens()
+    request = pb.CopyCheckpointRequest(
+        path=asked.source_path,
+        session_id=asked.session_id or "",
+        index=asked.model_seq_id,
+        request_id=call.request.headers.get("x-idempotency-key", ""),
+        ttl_seconds=asked.ttl_seconds or 0,
+    )
+    copied = await call.service.copy_checkpoint(call.principal, request)
+    return JSONResponse({"tinker_path": copied.checkpoint.path})
+
+
+async def publish(call: Call) -> Response:
+    """POST /training_runs/{run}/checkpoints/{checkpoint}/publish. Does nothing to a public checkpoint."""
+    return await _set_access(call, is_public=True)
+
+
+async def unpublish(call: Call) -> Response:
+    """Handle DELETE of a checkpoint's /publish. Does nothing to a private checkpoint."""
+    return await _set_access(call, is_public=False)
+
+
+async def set_ttl(call: Call) -> Response:
+    """PUT of a checkpoint's /ttl: its time to live from now in seconds; null keeps it."""
+    ttl_seconds = (await call.json(schemas.SetTtl)).ttl_seconds
+    request = pb.SetCheckpointTtlRequest(path=_path(call), ttl_seconds=ttl_seconds or 0)
+    await call.service.set_checkpoint_ttl(call.principal, request)
+    return JSONResponse({})
+
+
+async def delete(call: Call) -> Response:
+    """Handle DELETE of a checkpoint."""
+    path = f"{names.SCHEME}{call.path('run')}/{call.path('checkpoint')}"
+    await call.service.delete_checkpoint(call.principal, pb.DeleteCheckpointRequest(path=path))
+    return Response(status_code=HTTPStatus.NO_CONTENT)
+
+
+async def download_urls(call: Call) -> Response:
+    """GET of a checkpoint's /external_weights_urls: a URL for each file of its PEFT directory."""
+    path = _path(call)
+    await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=path))
+    expires = call.door.downloads.expiry()
+    urls = {file: _url(call, path, file, expires) for file in (CONFIG, WEIGHTS)}
+    return JSONResponse({"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
+
+
+async def download_archive(call: Call) -> Response:
+    """GET of a checkpoint's /archive, for clients up to 0.35."""
+    path = _path(call)
+    await call.service.get_checkpoint(call.principal, pb.GetCheckpointRequest(path=path))
+    expires = call.door.downloads.expiry()
+    headers = {
+        "location": _url(call, path, ARCHIVE, expires),
+        "expires": datetime.fromtimestamp(expires, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT"),
+    }
+    return Response(status_code=HTTPStatus.FOUND, headers=headers)
+
+
+async def download(request: Request, door: DoorContext) -> Response:
+    """GET /download/{file}: a file of a checkpoint, while the API key that requested its URL is valid."""
+    file = request.path_params["file"]
+    key_id, path = door.downloads.check(request.query_params, file)
+    reader = await door.service.holder_of_key(key_id)
+    with ExitStack() as download_slot:
+        download_slot.enter_context(door.downloads.running(reader.tenant_id))
+        pieces = _archive(door, reader, path) if file == ARCHIVE else door.service.export_file(reader, path, file)
+        first = await anext(pieces)  # after the first piece, an error could only cut the connection
+        return _Download(first, pieces, download_slot.pop_all())
+
+
+class _Download(StreamingResponse):
+    """A download in progress. It counts among the tenant's downloads until it ends."""
+
+    def __init__(self, first: bytes, pieces: AsyncGenerator[bytes], download_slot: ExitStack) -> None:
+        self._pieces = pieces
+        self._download_slot = download_slot
+
+        async def content() -> AsyncIterator[bytes]:
+            yield first
+            async for piece in pieces:
+                yield piece
+
+        super().__init__(content(), media_type="application/octet-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._download_slot:
+            async with aclosing(self._pieces):
+                await super().__call__(scope, receive, send)
+
+
+async def _archive(door: DoorContext, reader: Principal, path: str) -> AsyncGenerator[bytes]:
+    async for response in door.service.export_checkpoint(reader, pb.ExportCheckpointRequest(path=path)):
+        yield response.data
 
 
 async def _newest(call: Call, adapters: Sequence[adapters_pb2.Adapter]) -> Newest:
@@ -80,8 +201,8 @@ async def _newest(call: Call, adapters: Sequence[adapters_pb2.Adapter]) -> Newes
 
 def _run_json(call: Call, adapter: adapters_pb2.Adapter, newest: Newest) -> dict[str, Any]:
     found = {
-        "last_checkpoint": newest.get((adapter.adapter_id, checkpoints_pb2.CHECKPOINT_KIND_TRAINING)),
-        "last_sampler_checkpoint": newest.get((adapter.adapter_id, checkpoints_pb2.CHECKPOINT_KIND_SAMPLER)),
+        "last_checkpoint": newest.get((adapter.adapter_id, pb.CHECKPOINT_KIND_TRAINING)),
+        "last_sampler_checkpoint": newest.get((adapter.adapter_id, pb.CHECKPOINT_KIND_SAMPLER)),
     }
     times = [adapter.create_time, *(checkpoint.create_time for checkpoint in found.values() if checkpoint is not None)]
     return {
@@ -93,5 +214,55 @@ def _run_json(call: Call, adapter: adapters_pb2.Adapter, newest: Newest) -> dict
         "lora_rank": adapter.rank,
         "last_request_time": max(times, key=lambda time: time.ToNanoseconds()).ToJsonString(),
         "user_metadata": dict(adapter.user_metadata),
-        **{name: checkpoint_json(checkpoint) for name, checkpoint in found.items() if checkpoint is not None},
+        **{name: _checkpoint_json(checkpoint) for name, checkpoint in found.items() if checkpoint is not None},
     }
+
+
+def _checkpoint_json(checkpoint: pb.Checkpoint) -> dict[str, Any]:
+    """Return a checkpoint in the protocol's form."""
+    parsed = names.CheckpointPath.parse(checkpoint.path)
+    body: dict[str, Any] = {
+        "checkpoint_id": f"{parsed.kind}/{parsed.name}",
+        "checkpoint_type": _KINDS[checkpoint.kind],
+        "time": checkpoint.create_time.ToJsonString(),
+        "tinker_path": checkpoint.path,
+        "size_bytes": checkpoint.size_bytes,
+        "public": checkpoint.is_public,
+        "user_metadata": dict(checkpoint.user_metadata),
+    }
+    if checkpoint.HasField("expire_time"):
+        body["expires_at"] = checkpoint.expire_time.ToJsonString()
+    return body
+
+
+def _cursor(limit: int, offset: int, total: int) -> dict[str, int]:
+    """Return the cursor of a page."""
+    return {"offset": offset, "limit": limit, "total_count": total}
+
+
+async def _list(call: Call, run: str, limit: int, offset: int) -> tuple[Response, int]:
+    """Return a page of a run's checkpoints, or of all for an empty `run`, and the number on all pages."""
+    limit = min(limit, CHECKPOINTS_MAX)
+    request = pb.ListCheckpointsRequest(adapter_id=run, page_size=limit, skip=offset)
+    found = await call.service.list_checkpoints(call.principal, request)
+
+    def make() -> Response:
+        checkpoints = [_checkpoint_json(checkpoint) for checkpoint in found.checkpoints]
+        return PiecewiseJson({"checkpoints": checkpoints, "cursor": _cursor(limit, offset, found.total_size)})
+
+    return await make_response(found.ByteSize(), make), found.total_size
+
+
+async def _set_access(call: Call, *, is_public: bool) -> Response:
+    request = pb.SetCheckpointAccessRequest(path=_path(call), is_public=is_public)
+    await call.service.set_checkpoint_access(call.principal, request)
+    return JSONResponse({})
+
+
+def _path(call: Call) -> str:
+    return f"{names.SCHEME}{call.path('run')}/{call.path('kind')}/{call.path('name')}"
+
+
+def _url(call: Call, path: str, file: str, expires: int) -> str:
+    base = call.request.url_for("download", file=file)
+    return f"{base}?{call.door.downloads.query(call.principal.key_id, path, file, expires)}"

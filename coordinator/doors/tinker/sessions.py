@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
@@ -11,6 +13,8 @@ from coordinator.doors.http.calls import Call
 from coordinator.doors.tinker import schemas
 from tinkerpool.v1 import sessions_pb2 as pb
 
+_SESSIONS_AT_ONCE = 100
+"""Sessions that are read in one query: each lists its adapters and samplers."""
 _PREFIX = "tinker:"
 """Prefix of metadata keys under which a session holds fields of the protocol: tags, display name, project."""
 
@@ -58,10 +62,32 @@ async def create_session(call: Call) -> Response:
     return JSONResponse({"type": "create_session", "session_id": created.session.session_id})
 
 
-def split_metadata(metadata: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Split a session's metadata into fields of the protocol and the user's metadata."""
-    own = {key.removeprefix(_PREFIX): text for key, text in metadata.items() if key.startswith(_PREFIX)}
-    return own, {key: text for key, text in metadata.items() if not key.startswith(_PREFIX)}
+async def get_session(call: Call) -> Response:
+    """GET /sessions/{session}."""
+    request = pb.GetSessionRequest(session_id=call.path("session"))
+    session = (await call.service.get_session(call.principal, request)).session
+    own, users = _split_metadata(session.user_metadata)
+    body: dict[str, Any] = {
+        "training_run_ids": list(session.adapter_ids),
+        "sampler_ids": list(session.sampler_ids),
+        "user_metadata": users,
+    }
+    return JSONResponse(body | {name: text for name, text in own.items() if name == "display_name"})
+
+
+async def list_sessions(call: Call) -> Response:
+    """GET /sessions: live sessions of the tenant, newest first."""
+    limit, offset = call.number("limit", 20), call.number("offset", 0)
+    found: list[str] = []
+    is_more = True
+    while is_more and len(found) < limit:
+        size = min(limit - len(found), _SESSIONS_AT_ONCE)
+        request = pb.ListSessionsRequest(page_size=size, skip=offset + len(found))
+        page = await call.service.list_sessions(call.principal, request)
+        found += [session.session_id for session in page.sessions]
+        is_more = bool(page.next_page_token)
+        await asyncio.sleep(0)  # let other calls run
+    return JSONResponse({"sessions": list(dict.fromkeys(found))})  # a session created meanwhile shifts the pages
 
 
 async def heartbeat(call: Call) -> Response:
@@ -96,3 +122,9 @@ async def server_capabilities(call: Call) -> Response:
         for model in capabilities.base_models
     ]
     return JSONResponse({"supported_models": models})
+
+
+def _split_metadata(metadata: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Split a session's metadata into fields of the protocol and the user's metadata."""
+    own = {key.removeprefix(_PREFIX): text for key, text in metadata.items() if key.startswith(_PREFIX)}
+    return own, {key: text for key, text in metadata.items() if not key.startswith(_PREFIX)}

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tinker import types
 from tinker.cli.__main__ import main_cli
 
-from coordinator.doors.tinker import runs
+from coordinator.doors.tinker import sessions
 from coordinator.doors.tinker.runs import RUNS_MAX
 from coordinator.service import checkpoints
 from tests.support.doors.sdk import LEAKS, Wire, datum, sdk
@@ -118,12 +118,12 @@ def test_a_page_with_much_metadata_is_parsed_on_a_thread(
 
 
 def test_all_live_sessions_are_listed_a_few_at_a_time(pool: RestartablePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "_SESSIONS_AT_ONCE", 2)
+    monkeypatch.setattr(sessions, "_SESSIONS_AT_ONCE", 2)
     wired = Wire(pool.http_url, pool.key("erin"))
-    sessions = [wired.session() for _ in range(5)][::-1]
+    ids = [wired.session() for _ in range(5)][::-1]
     listed = {limit: wired.get(f"/sessions?limit={limit}").json()["sessions"] for limit in (0, 3, 4, 100)}
-    assert listed == {0: [], 3: sessions[:3], 4: sessions[:4], 100: sessions}
-    assert wired.get("/sessions?limit=2&offset=3").json()["sessions"] == sessions[3:]
+    assert listed == {0: [], 3: ids[:3], 4: ids[:4], 100: ids}
+    assert wired.get("/sessions?limit=2&offset=3").json()["sessions"] == ids[3:]
     wired.close()
 
 

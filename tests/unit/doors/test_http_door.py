@@ -28,8 +28,8 @@ from coordinator.doors.http.responses import PiecewiseJson
 from coordinator.doors.http_app import HANDLERS, PREFIX
 from coordinator.doors.http_server import HttpDoor
 from coordinator.doors.tinker import schemas
-from coordinator.doors.tinker.checkpoints import CHECKPOINTS_MAX
 from coordinator.doors.tinker.results import JSON_RESULT_BYTES_MAX, PROTOBUF
+from coordinator.doors.tinker.runs import CHECKPOINTS_MAX
 from coordinator.service.auth import Principal
 from tests.support.doors.certificates import make_certificate
 from tests.support.doors.fake_service import KEY, PRINCIPAL, FakeBackend, FakeService
