@@ -4,7 +4,6 @@ import base64
 import multiprocessing
 import pickle
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.restartable_pool import RestartablePool, restartable_pool
-from tests.support.toy_engine import POISON_TOKEN, fresh_chain
-from tests.support.waiting import wait_until
+from tests.support.toy_engine import POISON_TOKEN
 from tinkerpool import (
     AdamParams,
     Datum,
@@ -129,21 +127,6 @@ def test_checkpoints_are_saved_loaded_listed_exported_and_deleted(service: Servi
     assert rest.list_user_checkpoints().result(10).checkpoints == []
 
 
-def test_checkpoints_are_shown_to_others_kept_for_a_time_and_copied(service: ServiceClient) -> None:
-    client = service.create_lora_training_client(rank=8)
-    client.train_step([datum(1)], "cross_entropy", ADAM)
-    path, rest = client.save_state("one").result(10).path, service.create_rest_client()
-    assert rest.publish_checkpoint_from_tinker_path(path).result(10).public
-    assert not rest.unpublish_checkpoint_from_tinker_path(path).result(10).public
-    assert rest.set_checkpoint_ttl_from_tinker_path(path, 3600).result(10).expires_at is not None
-    assert rest.set_checkpoint_ttl_from_tinker_path(path, None).result(10).expires_at is None
-    copy = rest.copy_weights(path, ttl_seconds=60).result(10)
-    assert copy.expires_at is not None
-    assert copy.tinker_path != path
-    resumed = service.create_training_client_from_state_with_optimizer(copy.tinker_path)
-    resumed.train_step([datum(1)], "cross_entropy", ADAM).result(10)
-
-
 def test_sampling_streams_and_repeats_by_seed(service: ServiceClient) -> None:
     client = service.create_lora_training_client(rank=8)
     client.train_step([datum(1)], "cross_entropy", ADAM)
@@ -211,40 +194,6 @@ def test_a_sampling_client_travels_to_other_processes_and_its_copies_get_answers
 
 def sample_tokens(sampler: SamplingClient, params: SamplingParams) -> list[int]:
     return sampler.sample(PROMPT, 1, params).result(30).sequences[0].tokens
-
-
-def test_a_stream_that_is_closed_frees_the_engine(pool: RestartablePool, service: ServiceClient) -> None:
-    sampler = service.create_sampling_client(base_model="toy")
-    engine, sampling = pool.pool.engines["w0"][-1], pool.pool.core.samples
-    step = engine.decode_step
-
-    def only_step() -> Any:
-        drawn = step()
-        engine.may_decode = False
-        return drawn
-
-    engine.decode_step = only_step  # type: ignore[method-assign]
-    with sampler.sample_stream(PROMPT, 1, SamplingParams(max_tokens=60, stop=[])) as stream:
-        assert next(stream).token > 0
-        assert len(engine._running) == 1
-    wait_until(lambda: not sampling.num_samples and not engine._running)
-
-
-def test_a_restart_of_the_coordinator_is_noticed_only_as_time(tmp_path: Path) -> None:
-    with restartable_pool(tmp_path / "data", seconds_per_batch=0.01) as pool:
-        with ServiceClient(pool.url, pool.key()) as service:
-            client = service.create_lora_training_client(rank=8)
-            futures = [client.train_step([datum(i)], "cross_entropy", ADAM) for i in range(20)]
-            futures[3].result(10)
-            pool.stop()
-            futures += [client.train_step([datum(i)], "cross_entropy", ADAM) for i in range(20, 25)]
-            time.sleep(0.3)
-            assert not futures[-1].done()
-            pool.start()
-            assert all(future.result(30).optim_step.metrics["num_datums:sum"] == 1 for future in futures)
-            chain = pool.pool.chain(client.model_id)
-        assert chain != fresh_chain(pool.pool.engines["w0"][-1].adapters[client.model_id].spec)
-        assert pool.pool.engines["w0"][-1].adapters[client.model_id].progress.applied_seq == 50
 
 
 def test_the_state_of_the_pool_can_be_watched(service: ServiceClient) -> None:

@@ -3,31 +3,25 @@
 import asyncio
 import errno
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.disk import RealDisk
 from tests.support.faults import failing
-from tests.support.toy_pool import ToyPool, datum, pass_request, running_pool
-from tinkerpool.convert import to_tensor
+from tests.support.toy_pool import pass_request, running_pool
 from tinkerpool.v1 import (
     adapters_pb2,
     checkpoints_pb2,
     sampling_pb2,
     sessions_pb2,
-    training_pb2,
-    types_pb2,
 )
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
-Change = Callable[[training_pb2.ForwardBackwardRequest], Any]
 
 
 async def refusal(call: Any) -> ServiceError:
@@ -36,36 +30,17 @@ async def refusal(call: Any) -> ServiceError:
     return raised.value
 
 
-def tensor(*values: float) -> types_pb2.Tensor:
-    return to_tensor(np.array(values, np.float32))
-
-
-BAD_PASSES: dict[str, tuple[Change, str]] = {
-    "empty batch": (lambda r: r.ClearField("data"), "data is empty"),
-    "unknown loss": (lambda r: setattr(r, "loss_function", 99), "'99' is not known"),
-    "unknown option": (lambda r: r.loss_config.update({"beta": 1.0}), "'beta' is not an option"),
-    "unknown input": (lambda r: r.data[0].loss_inputs["rewards"].CopyFrom(tensor(1, 1, 1)), "rewards"),
-    "mismatched lengths": (lambda r: r.data[0].loss_inputs["weights"].CopyFrom(tensor(1, 1)), "has length 2"),
-    "token out of range": (lambda r: setattr(r.data[0].tokens, "data", bytes([200, 0, 0, 0]) * 3), "token id 200"),
-    "NaN": (lambda r: r.data[0].loss_inputs["weights"].CopyFrom(tensor(1, math.nan, 1)), "not finite"),
-    "sequence too long": (lambda r: r.data[0].CopyFrom(datum(65)), "at most 64"),
-    "too many sequences": (lambda r: r.data.extend([datum(1)] * 8), "at most 8"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_PASSES)
-async def test_a_bad_pass_is_refused_clearly_and_the_adapter_goes_on(tmp_path: Path, case: str) -> None:
-    change, expected = BAD_PASSES[case]
-    async with running_pool(tmp_path, limits=Limits(datums_max=8)) as pool:
+async def test_a_bad_pass_is_refused_clearly_and_the_adapter_goes_on(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
         adapter, principal = await pool.adapter(), await pool.principal()
         before = await pool.wait(await pool.forward_backward(adapter, 1, 3), await pool.optim_step(adapter, 2))
         chain = pool.chain(adapter)
         bad = pass_request(adapter, 3, [3])
-        change(bad)
+        bad.ClearField("data")
         for _ in range(2):
             error = await refusal(pool.service.forward_backward(principal, bad))
             assert error.code is Code.INVALID_ARGUMENT
-            assert expected in error.message
+            assert "data is empty" in error.message
             assert error.retry_delay_s is None
         closed, *after = await pool.wait(
             await pool.optim_step(adapter, 4),
@@ -76,7 +51,7 @@ async def test_a_bad_pass_is_refused_clearly_and_the_adapter_goes_on(tmp_path: P
             await pool.service.get_operation(principal, ops_pb.GetOperationRequest(name=f"{adapter}:3"))
         ).operation
         assert pool.chain(adapter) != chain
-    assert expected in recorded.error.message
+    assert "data is empty" in recorded.error.message
     assert closed.error.reason == "GRADIENT_WINDOW_CLOSED"
     assert [each.state for each in (*before, *after)] == [SUCCEEDED] * 4
 
@@ -235,22 +210,6 @@ async def test_cancelling_a_queued_pass_closes_its_window_and_a_running_one_is_l
         await pool.release()
         operations = await pool.wait(*names, await pool.optim_step(adapter, 4))
     assert [each.error.reason for each in operations] == ["", "CANCELLED", "GRADIENT_WINDOW_CLOSED", ""]
-
-
-async def test_no_refusal_names_a_path_of_the_server(tmp_path: Path) -> None:
-    async def all_refusals(pool: ToyPool) -> list[ServiceError]:
-        adapter = await pool.adapter()
-        return [
-            await refusal(pool.load_state(adapter, 1, str(tmp_path))),
-            await refusal(pool.save(adapter, 2, str(tmp_path))),
-            await refusal(pool.adapter(from_path="/etc/passwd")),
-        ]
-
-    async with running_pool(tmp_path) as pool:
-        for error in await all_refusals(pool):
-            assert "tinkerpool.db" not in error.message
-            assert "Traceback" not in error.message
-            assert len(error.message) < 500
 
 
 async def test_what_is_acknowledged_while_its_adapter_is_deleted_is_finished_too(tmp_path: Path) -> None:

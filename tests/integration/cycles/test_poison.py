@@ -151,21 +151,6 @@ async def test_a_worker_that_hangs_in_a_batch_is_replaced_at_its_deadline(
         assert len(pool.engines["w0"]) == 2
 
 
-async def test_an_adapter_deleted_while_its_worker_dies_keeps_nobody_waiting(tmp_path: Path) -> None:
-    async with running_pool(tmp_path) as pool:
-        doomed, other = await pool.adapter(), await pool.adapter("bob")
-        await pool.wait(await pool.forward_backward(other, 1, 5, tenant="bob"), tenant="bob")
-        pool.hold()
-        await pool.forward_backward(doomed, 1, 5, token=KILL_TOKEN)
-        deletion = asyncio.create_task(pool.delete_adapter(doomed))
-        await asyncio.sleep(0.02)
-        await pool.release()
-        await asyncio.wait_for(deletion, 10)
-        name = await pool.optim_step(other, 2, tenant="bob")
-        [step] = await asyncio.wait_for(pool.wait(name, tenant="bob"), 10)
-        assert step.state == SUCCEEDED
-
-
 async def test_suspects_of_a_worker_that_never_comes_back_run_on_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Code, ServiceError
 from coordinator.coordinator import Coordinator
 from tests.support.toy_engine import ToyEngine
-from tests.support.toy_pool import ToyPool, pass_request, running_pool, sample_request
+from tests.support.toy_pool import ToyPool, running_pool, sample_request
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2
 from workers.contract.capacity import what_is_too_large
@@ -20,16 +21,10 @@ from workers.pool.local import LocalPool
 
 
 @asynccontextmanager
-async def limited_pool(data_dir: Path, *fitting: list[int | None]) -> AsyncIterator[ToyPool]:
-    """A worker per list, which says what fits in it, life by life; the last number stays."""
-
-    def factory(lives: list[int | None]) -> Callable[[str], ToyEngine]:
-        def make(incarnation: str) -> ToyEngine:
-            return ToyEngine(incarnation, fitting_tokens=lives.pop(0) if len(lives) > 1 else lives[0])
-
-        return make
-
-    pool = LocalPool({f"w{number}": factory(list(lives)) for number, lives in enumerate(fitting)})
+async def limited_pool(data_dir: Path, *fitting_tokens: int | None) -> AsyncIterator[ToyPool]:
+    """A worker for each number, which says that so many tokens fit in it."""
+    engines = [partial(ToyEngine, fitting_tokens=each) for each in fitting_tokens]
+    pool = LocalPool({f"w{number}": make for number, make in enumerate(engines)})
     coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir), pool)
     await coordinator.start()
     try:
@@ -47,7 +42,7 @@ async def refusal(pool: ToyPool, adapter: str, seq: int, *lengths: int) -> Servi
 
 
 async def test_a_sequence_that_does_not_fit_is_refused_with_the_number_that_does(tmp_path: Path) -> None:
-    async with limited_pool(tmp_path, [None], [20]) as pool:
+    async with limited_pool(tmp_path, None, 20) as pool:
         adapter = await pool.adapter()
         error = await refusal(pool, adapter, 1, 3, 21)
         assert "data[1] has 21 tokens" in error.message
@@ -62,36 +57,13 @@ async def test_a_sequence_that_does_not_fit_is_refused_with_the_number_that_does
 
 
 async def test_short_sequences_that_are_one_chunk_are_refused_if_the_chunk_does_not_fit(tmp_path: Path) -> None:
-    async with limited_pool(tmp_path, [10]) as pool:
+    async with limited_pool(tmp_path, 10) as pool:
         adapter = await pool.adapter()
         error = await refusal(pool, adapter, 1, 5, 5, 5)  # 16 tokens are a chunk
         assert "data[0] to data[2] run together and have 15 tokens" in error.message
         assert "requests of at most 10 tokens" in error.message
         _, fits = await pool.wait(await pool.optim_step(adapter, 2), await pool.forward_backward(adapter, 3, 5, 5))
     assert fits.state == ops_pb.OPERATION_STATE_SUCCEEDED
-
-
-async def test_a_repeated_request_is_known_although_less_fits_now(tmp_path: Path) -> None:
-    async with limited_pool(tmp_path, [20, 10]) as pool:
-        adapter, principal = await pool.adapter(), await pool.principal()
-        [operation] = await pool.wait(await pool.forward_backward(adapter, 1, 18))
-        await pool.kill_worker()
-        await pool.wait(await pool.optim_step(adapter, 2))  # by the next one, which replays the pass
-        response = await pool.service.forward_backward(principal, pass_request(adapter, 1, [18]))
-        assert response.operation == operation
-        assert "at most 10" in (await refusal(pool, adapter, 3, 18)).message
-
-
-async def test_more_fits_again_when_a_worker_with_more_memory_takes_the_place(tmp_path: Path) -> None:
-    async with limited_pool(tmp_path, [10, 20]) as pool:
-        adapter = await pool.adapter()
-        await refusal(pool, adapter, 1, 18)
-        await pool.kill_worker()
-        await pool.wait(
-            await pool.optim_step(adapter, 2), await pool.forward_backward(adapter, 3, 5)
-        )  # by the next one
-        [operation] = await pool.wait(await pool.forward_backward(adapter, 4, 18))
-    assert operation.state == ops_pb.OPERATION_STATE_SUCCEEDED
 
 
 async def sample_refusal(pool: ToyPool, request: sampling_pb2.SampleRequest) -> str:
