@@ -1,6 +1,5 @@
 """Whole pools in processes of their own: what health says, and what a full disk and a second pool on the data do."""
 
-import json
 import os
 import resource
 import signal
@@ -14,24 +13,18 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-import tinkerpool
 from coordinator.serving import Serving
-from tests.support.serving import TOY, Terminal
+from tests.support.database import query
+from tests.support.serving import TOY, TOY_ON_RAY, Terminal
 from tests.support.waiting import wait_until
 from tinkerpool import TrainingClient, types
 
-RAY_TOY = ("--pool", "ray", "--engine", "tests.support.toy_engine:toy_factory", "--port", "0", "--cpus", "0.5")
 NUM_FILLS = 6
 
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Terminal:
     return Terminal(tmp_path / "home")
-
-
-def service_client(terminal: Terminal) -> tinkerpool.ServiceClient:
-    found = json.loads((terminal.home / "credentials.json").read_text())
-    return tinkerpool.ServiceClient(base_url=found["url"], api_key=found["api_key"])
 
 
 def a_datum(length: int = 8) -> types.Datum:
@@ -51,9 +44,9 @@ def test_health_is_not_serving_within_ten_seconds_of_all_workers_stopping_and_se
     terminal: Terminal,
 ) -> None:
     """The pool still answers; it replaces the stopped workers, and what was running completes."""
-    with terminal.serve(*RAY_TOY, "--workers", "2", timeout_s=90) as (_, serving):
+    with terminal.serve(*TOY_ON_RAY, "--workers", "2", timeout_s=90) as (_, serving):
         health = health_of(serving)
-        with service_client(terminal) as service:
+        with terminal.client() as service:
             training = service.create_lora_training_client(rank=8).result()
             step(training)
             assert health()
@@ -101,7 +94,7 @@ def test_a_disk_that_is_full_again_and_again_loses_nothing_and_the_pool_goes_on_
     process, _ = toy_pool
     unlimited = resource.RLIM_INFINITY
     output = terminal.home / "serve.out"
-    with service_client(terminal) as service:
+    with terminal.client() as service:
         training = service.create_lora_training_client(rank=8).result()
         step(training)
         for fill in range(NUM_FILLS):
@@ -115,29 +108,12 @@ def test_a_disk_that_is_full_again_and_again_loses_nothing_and_the_pool_goes_on_
             for future in futures:
                 future.result(60)
     assert process.poll() is None
-    assert integrity(terminal) == "ok"
-    assert num_unfinished(terminal) == 0
+    assert query(terminal.data_dir, "PRAGMA integrity_check")[0][0] == "ok"
+    assert query(terminal.data_dir, "SELECT * FROM operations WHERE outcome IS NULL OR is_failed") == []
 
 
 def log_size(terminal: Terminal) -> int:
     return max(path.stat().st_size for path in terminal.data_dir.glob("tinkerpool.db*"))
-
-
-def integrity(terminal: Terminal) -> str:
-    return query(terminal, "PRAGMA integrity_check")
-
-
-def num_unfinished(terminal: Terminal) -> int:
-    return int(query(terminal, "SELECT COUNT(*) FROM operations WHERE outcome IS NULL OR is_failed"))
-
-
-def query(terminal: Terminal, sql: str) -> str:
-    import sqlite3
-
-    with sqlite3.connect(f"file:{terminal.data_dir / 'tinkerpool.db'}?mode=ro", uri=True) as db:
-        answer = str(db.execute(sql).fetchone()[0])
-    db.close()
-    return answer
 
 
 @pytest.mark.slow
@@ -145,7 +121,7 @@ def test_a_paused_coordinator_goes_on_and_meanwhile_no_second_one_takes_its_data
     terminal: Terminal, toy_pool: tuple[subprocess.Popen[str], Serving]
 ) -> None:
     process, serving = toy_pool
-    with service_client(terminal) as service:
+    with terminal.client() as service:
         training = service.create_lora_training_client(rank=8).result()
         step(training)
         os.kill(process.pid, signal.SIGSTOP)

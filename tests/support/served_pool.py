@@ -1,10 +1,10 @@
-"""A whole pool behind both real doors, on a thread of its own: for tests that use it as a program would."""
+"""A pool of the shipped model behind both real doors, on a thread of its own, for tests that use it as programs do."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +15,18 @@ from coordinator.base.config import CoordinatorConfig, GrpcConfig, HttpConfig
 from coordinator.coordinator import Coordinator
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_server import HttpDoor
-from workers.contract.protocols import Pool
+from workers.contract.settings import PoolConfig, PoolModel
+from workers.pool.factory import make_pool
 
 SHIPPED_MODEL = Path(__file__).parents[2] / "workers" / "models" / "kjv-2m"
 
 
 @dataclass(slots=True)
 class ServedPool:
-    """Its address, its administrator's key, and the coordinator inside."""
+    """Its addresses, and the coordinator inside."""
 
     url: str
     http_url: str
-    admin_key: str
     coordinator: Coordinator
     _loop: asyncio.AbstractEventLoop
 
@@ -41,8 +41,9 @@ class ServedPool:
 
 
 @contextmanager
-def served_pool(data_dir: Path, make_pool: Callable[[], Pool], **config: Any) -> Iterator[ServedPool]:
+def shipped_pool(data_dir: Path) -> Iterator[ServedPool]:
     """Start pool, coordinator and doors; stop them when the block ends."""
+    config = PoolConfig(kind="local", models=(PoolModel(name="kjv-2m", path=str(SHIPPED_MODEL)),), num_slots=4)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -50,8 +51,8 @@ def served_pool(data_dir: Path, make_pool: Callable[[], Pool], **config: Any) ->
     def call(coroutine: Any, timeout_s: float = 120.0) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout_s)
 
-    async def start() -> tuple[Coordinator, GrpcDoor, HttpDoor, str]:
-        coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir, **config), make_pool())
+    async def start() -> tuple[Coordinator, GrpcDoor, HttpDoor]:
+        coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir), make_pool(config))
         door = GrpcDoor(GrpcConfig(port=0))
         door.bind()
         await coordinator.start()
@@ -59,7 +60,7 @@ def served_pool(data_dir: Path, make_pool: Callable[[], Pool], **config: Any) ->
         http_door = HttpDoor(HttpConfig(port=0))
         http_door.bind()
         await http_door.start(coordinator, data_dir / "tokenizers")
-        return coordinator, door, http_door, await coordinator.first_admin_key() or ""
+        return coordinator, door, http_door
 
     async def stop() -> None:
         await door.refuse()
@@ -68,9 +69,9 @@ def served_pool(data_dir: Path, make_pool: Callable[[], Pool], **config: Any) ->
         await door.stop(1.0)
         await http_door.stop(1.0)
 
-    coordinator, door, http_door, admin_key = call(start())
+    coordinator, door, http_door = call(start())
     try:
-        yield ServedPool(f"http://127.0.0.1:{door.port}", http_door.url, admin_key, coordinator, loop)
+        yield ServedPool(f"http://127.0.0.1:{door.port}", http_door.url, coordinator, loop)
     finally:
         call(stop())
         loop.call_soon_threadsafe(loop.stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,11 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import tinkerpool
 from coordinator.serving import Serving
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ("--pool", "local", "--engine", "tests.support.toy_engine:toy_factory", "--port", "0")
 """Options of a pool without torch."""
+TOY_ON_RAY = ("--engine", "tests.support.toy_engine:toy_factory", "--port", "0", "--cpus", "0.5")
+"""Options of such a pool with its workers in Ray."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,22 @@ class Terminal:
             timeout=timeout_s,
             check=False,
         )
+
+    def credentials(self) -> dict[str, str]:
+        """Return the URL and the key that a pool has left for this user."""
+        found: dict[str, str] = json.loads((self.home / "credentials.json").read_text())
+        return found
+
+    def client(self) -> tinkerpool.ServiceClient:
+        """Return a client of the pool that runs."""
+        found = self.credentials()
+        return tinkerpool.ServiceClient(base_url=found["url"], api_key=found["api_key"])
+
+    def train(self, timeout_s: float = 60) -> None:
+        """Train a new adapter for one step, on a worker of the pool that runs."""
+        datum = tinkerpool.Datum(tinkerpool.ModelInput.from_ints([1]), {"target_tokens": [2], "weights": [1.0]})
+        with self.client() as service:
+            service.create_lora_training_client(rank=4).train_step([datum], "cross_entropy").result(timeout_s)
 
     @contextmanager
     def serve(self, *arguments: str, timeout_s: float = 60) -> Iterator[tuple[subprocess.Popen[str], Serving]]:

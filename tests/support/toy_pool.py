@@ -276,17 +276,16 @@ async def running_pool(
     is_crash: bool = False,
     connect: Callable[[Path], Any] | None = None,
     tokenizer_files: Mapping[str, bytes] | None = None,
-    num_cache_blocks: Sequence[int | None] = (),
+    engine_values: Sequence[Mapping[str, Any]] = (),
     **config: Any,
 ) -> AsyncIterator[ToyPool]:
     """Start a coordinator with toy workers on a data directory, and stop it at the end.
 
-    `connect` opens the database. `num_cache_blocks` is what the workers say they have, in their order. `is_crash`: its
-    data directory keeps nothing of what happens after the body, as if it had been killed there.
+    `connect` opens the database. `engine_values`: for each worker more arguments of its engine. `is_crash`: its data
+    directory keeps nothing of what happens after the body, as if it had been killed there.
     """
-    engines: dict[str, list[ToyEngine]] = {f"w{i}": [] for i in range(num_workers)}
-
-    cache_blocks = dict(zip(engines, num_cache_blocks, strict=False))
+    values_of = {f"w{i}": values for i, values in enumerate(engine_values or [{}] * num_workers)}
+    engines: dict[str, list[ToyEngine]] = {worker_id: [] for worker_id in values_of}
 
     def factory_of(worker_id: str) -> Any:
         def factory(incarnation: str) -> ToyEngine:
@@ -294,7 +293,7 @@ async def running_pool(
                 incarnation,
                 seconds_per_batch=seconds_per_batch,
                 tokenizer_files=tokenizer_files,
-                num_cache_blocks=cache_blocks.get(worker_id),
+                **values_of[worker_id],
             )
             engines[worker_id].append(engine)
             return engine

@@ -16,8 +16,8 @@ import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.fleet.fleet import VERSIONS_MAX
-from coordinator.operations.adapter_log import AdapterLog
 from coordinator.storage.database import StorageError
+from tests.support.faults import held
 from tests.support.publishing import (
     ROUND,
     begin_to_publish,
@@ -37,7 +37,7 @@ from tests.support.publishing import (
 from tests.support.toy_pool import LENGTHS, ToyPool, expected_chain, fail_appends, running_pool, tokens_of
 from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.contract.messages import AdapterInstall, Batch, BatchResult, ErrorCode, ItemError, SaveItem
+from workers.contract.messages import Batch, BatchResult, ErrorCode, ItemError, SaveItem
 
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
 named_or_not = pytest.mark.parametrize("is_named", [False, True], ids=["unnamed", "named"])
@@ -460,21 +460,6 @@ async def test_hundreds_of_samplers_cost_a_worker_no_more_than_the_last_ones_als
         assert len(pool.engines["w0"][-1].versions) <= VERSIONS_MAX
 
 
-def hold_installs(pool: ToyPool) -> tuple[threading.Event, threading.Event]:
-    """No adapter's state gets to a worker before the second event is set; the first tells that one is to."""
-    [loop] = pool.core.loops.values()
-    items = loop._phases._items  # the read of a state is the one step that can be held up
-    install, has_begun, may_go = items.install, threading.Event(), threading.Event()
-
-    def slow(log: AdapterLog) -> AdapterInstall:
-        has_begun.set()
-        may_go.wait(20)
-        return install(log)
-
-    items.install = slow  # type: ignore[method-assign]
-    return has_begun, may_go
-
-
 @named_or_not
 @pytest.mark.parametrize("whose_copy", ["its own", "another's"])
 async def test_a_load_that_comes_while_a_copy_is_read_waits_for_the_file_too(
@@ -487,16 +472,15 @@ async def test_a_load_that_comes_while_a_copy_is_read_waits_for_the_file_too(
         await pool.wait(await pool.forward_backward(third, 1, 3))
         with held_files(pool) as may_write:
             sampler = await publish(pool, adapter, 1, is_named=is_named)
-            has_begun, may_go = hold_installs(pool)
-            core.registry.logs[adapter if whose_copy == "its own" else other].lose_copy()
-            pool.hold()
-            await pool.forward_backward(third, 2, 3)
-            await asyncio.sleep(0.05)  # its pass has begun, so what comes now is of the same cycle's step phase
-            names = [await pool.optim_step(other, 2), await pool.optim_step(adapter, 2)]
-            await pool.release()
-            await until(has_begun.is_set)
-            names.append(await pool.load_state(adapter, 3, start))
-            may_go.set()
+            with held(core.loops["toy"]._phases._items, "install") as installs:  # the read of a state
+                core.registry.logs[adapter if whose_copy == "its own" else other].lose_copy()
+                pool.hold()
+                await pool.forward_backward(third, 2, 3)
+                await asyncio.sleep(0.05)  # its pass has begun, so what comes now is of the same cycle's step phase
+                names = [await pool.optim_step(other, 2), await pool.optim_step(adapter, 2)]
+                await pool.release()
+                await installs.until_begun()
+                names.append(await pool.load_state(adapter, 3, start))
             await asyncio.wait_for(pool.wait(await pool.forward_backward(third, 3, 3)), 10)  # a cycle later
             assert not folder_of(pool, sampler)
             assert not core.failure.is_reported

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 import tinkerpool
-from tests.support.served_pool import SHIPPED_MODEL, ServedPool, served_pool
-from workers.contract.settings import PoolConfig, PoolModel
-from workers.pool.factory import make_pool
+from tests.support.served_pool import ServedPool, shipped_pool
 
 pytestmark = pytest.mark.slow
 
@@ -21,9 +19,8 @@ TEXT = "In the beginning God created the heaven and the earth.\n"
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
-    config = PoolConfig(kind="local", models=(PoolModel(name="kjv-2m", path=str(SHIPPED_MODEL)),), num_slots=4)
-    with served_pool(tmp_path_factory.mktemp("pool"), lambda: make_pool(config)) as served:
-        yield served
+    with shipped_pool(tmp_path_factory.mktemp("pool")) as pool:
+        yield pool
 
 
 def datum(tokenizer: Any, text: str = TEXT) -> tinkerpool.Datum:

@@ -2,12 +2,10 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.storage.rows import SamplerRow
 from tests.support.faults import held_task
 from tests.support.toy_pool import FakeTime, ToyPool, running_pool
 from tests.support.waiting import until
@@ -141,42 +139,23 @@ async def test_a_session_created_again_while_it_ends_is_not_revived(tmp_path: Pa
     assert unnamed.error.reason == "SESSION_ENDED"
 
 
-async def test_a_sampler_being_made_and_a_save_under_way_never_get_the_same_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_sampler_being_made_and_a_save_under_way_never_get_the_same_number(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
-        core = pool.core
         adapter = await pool.adapter()
-        begun, may_go = asyncio.Event(), asyncio.Event()
-        insert, write = core.store.samplers.insert, core.states.write
-
-        async def slow_insert(row: SamplerRow) -> None:
-            begun.set()
-            await may_go.wait()
-            await insert(row)
-
-        async def late_write(*args: Any) -> Any:
-            may_go.set()
-            await creating
-            return await write(*args)
-
-        monkeypatch.setattr(core.store.samplers, "insert", slow_insert)
-        monkeypatch.setattr(core.states, "write", late_write)
-        creating = asyncio.create_task(pool.sampler(adapter.partition(":")[0], index=5))
-        await begun.wait()
-        [refused, kept] = await pool.wait(
-            await pool.submit_publish(adapter, 1, sampler_index=5), await pool.optim_step(adapter, 2)
-        )
+        session = adapter.partition(":")[0]
+        with held_task(pool.store.samplers, "insert") as inserts:
+            creating = asyncio.create_task(pool.sampler(session, index=5))
+            await inserts.until_begun()
+            refused, kept = await pool.wait(
+                await pool.submit_publish(adapter, 1, sampler_index=5), await pool.optim_step(adapter, 2)
+            )
         assert refused.error.reason == "SAMPLER_EXISTS"
         assert kept.state == SUCCEEDED
-        assert not may_go.is_set()  # it was refused before anything was written
-        may_go.set()
-        assert await creating == f"{adapter.partition(':')[0]}:sample:5"
-        monkeypatch.undo()
+        assert await creating == f"{session}:sample:5"
         [saved] = await pool.wait(await pool.submit_publish(adapter, 3, sampler_index=6))
         assert saved.save_weights_for_sampler.sampler_id.endswith(":sample:6")
         with pytest.raises(ServiceError, match="created before"):
-            await pool.sampler(adapter.partition(":")[0], index=6)
+            await pool.sampler(session, index=6)
 
 
 async def test_a_sampler_that_cannot_be_stored_fails_its_save_alone(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import shutil
@@ -11,17 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.base.config import CoordinatorConfig, GrpcConfig
-from coordinator.coordinator import Coordinator
-from coordinator.doors.grpc.server import GrpcDoor
-from workers.contract.settings import PoolConfig, PoolModel
-from workers.pool.factory import make_pool
+from tests.support.served_pool import shipped_pool
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
 NODE_CLIENT = ROOT / "scripts" / "clients" / "node"
-MODEL = ROOT / "workers" / "models" / "kjv-2m"
 INSTALL_TIMEOUT_S = 60
 
 
@@ -47,32 +41,14 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
-async def test_a_program_with_the_protos_alone_trains_and_samples(program: Path, tmp_path: Path) -> None:
-    config = PoolConfig(models=(PoolModel(name="kjv-2m", path=str(MODEL)),), kind="local", num_threads=1)
-    coordinator = Coordinator(CoordinatorConfig(data_dir=tmp_path / "pool"), make_pool(config))
-    door = GrpcDoor(GrpcConfig(port=0))
-    door.bind()
-    await coordinator.start()
-    await door.start(coordinator)
-    try:
-        key = await coordinator.first_admin_key()
-        assert key is not None
-        environment = os.environ | {
-            "TINKERPOOL_BASE_URL": f"http://127.0.0.1:{door.port}",
-            "TINKERPOOL_API_KEY": key,
-        }
-        process = await asyncio.create_subprocess_exec(
-            "node", "train.mjs", cwd=program, env=environment,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        stdout, stderr = await asyncio.wait_for(process.communicate(), 60)
-    finally:
-        await door.refuse()
-        await coordinator.stop()
-        await door.stop(1.0)
-    output = stdout.decode()
-    assert process.returncode == 0, stderr.decode()
+def test_a_program_with_the_protos_alone_trains_and_samples(program: Path, tmp_path: Path) -> None:
+    with shipped_pool(tmp_path / "pool") as pool:
+        environment = os.environ | {"TINKERPOOL_BASE_URL": pool.url, "TINKERPOOL_API_KEY": pool.key("alice")}
+        done = subprocess.run(
+            ["node", "train.mjs"], cwd=program, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    output = done.stdout
     losses = [float(loss) for loss in re.findall(r"^step .* loss ([\d.]+)$", output, re.MULTILINE)]
     cycles = [int(cycle) for cycle in re.findall(r"^step .* cycle (\d+) ", output, re.MULTILINE)]
     assert len(losses) == 16

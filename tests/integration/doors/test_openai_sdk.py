@@ -11,9 +11,7 @@ import openai
 import pytest
 
 import tinkerpool
-from tests.support.served_pool import SHIPPED_MODEL, ServedPool, served_pool
-from workers.contract.settings import PoolConfig, PoolModel
-from workers.pool.factory import make_pool
+from tests.support.served_pool import ServedPool, shipped_pool
 
 pytestmark = pytest.mark.slow
 
@@ -25,9 +23,8 @@ MESSAGES: Any = [{"role": "system", "content": "Speak."}, {"role": "user", "cont
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
-    config = PoolConfig(kind="local", models=(PoolModel(name=MODEL, path=str(SHIPPED_MODEL)),), num_slots=4)
-    with served_pool(tmp_path_factory.mktemp("pool"), lambda: make_pool(config)) as served:
-        yield served
+    with shipped_pool(tmp_path_factory.mktemp("pool")) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="module")

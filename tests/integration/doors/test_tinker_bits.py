@@ -11,9 +11,7 @@ import tinker
 
 import tinkerpool
 from tests.support.doors.sdk import LEAKS, sdk
-from tests.support.served_pool import SHIPPED_MODEL, ServedPool, served_pool
-from workers.contract.settings import PoolConfig, PoolModel
-from workers.pool.factory import make_pool
+from tests.support.served_pool import ServedPool, shipped_pool
 
 pytestmark = [LEAKS, pytest.mark.slow]
 WAIT_S = 100
@@ -22,9 +20,8 @@ TEXTS = ("In the beginning God created the heaven and the earth.\n", "The LORD i
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
-    config = PoolConfig(kind="local", models=(PoolModel(name="kjv-2m", path=str(SHIPPED_MODEL)),), num_slots=4)
-    with served_pool(tmp_path_factory.mktemp("pool"), lambda: make_pool(config)) as served:
-        yield served
+    with shipped_pool(tmp_path_factory.mktemp("pool")) as pool:
+        yield pool
 
 
 def run(library: Any, client: Any) -> tuple[list[bytes], list[list[int]], list[list[float]]]:

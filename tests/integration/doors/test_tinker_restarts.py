@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ ADAM = types.AdamParams(learning_rate=1e-3)
 def test_steps_under_way_survive_a_killed_pool_and_run_once_each(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path / "home")
     with terminal.serve(*TOY) as (process, serving):
-        key = json.loads((terminal.home / "credentials.json").read_text())["api_key"]
+        key = terminal.credentials()["api_key"]
         again = ("--port", serving.url.rpartition(":")[2], "--http-port", serving.http_url.rpartition(":")[2])
         with sdk(serving.http_url, key) as service:
             client: Any = service.create_lora_training_client(serving.models[0], rank=8).result(WAIT_S)

@@ -337,7 +337,11 @@ def test_a_bad_prompt_is_a_bad_request(service: tinker.ServiceClient) -> None:
 
 
 def test_a_sample_that_can_never_fit_is_a_bad_request(tmp_path: Path) -> None:
-    with restartable_pool(tmp_path / "data", num_cache_blocks=[1]) as pool, sdk(pool.http_url, pool.key()) as service:
+    engine_values = [{"num_cache_blocks": 1}]
+    with (
+        restartable_pool(tmp_path / "data", engine_values=engine_values) as pool,
+        sdk(pool.http_url, pool.key()) as service,
+    ):
         sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
         with pytest.raises(tinker.BadRequestError, match="max_tokens may be at most 1"):
             sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=2)).result(WAIT_S)

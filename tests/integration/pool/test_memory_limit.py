@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Code, ServiceError
-from coordinator.coordinator import Coordinator
-from tests.support.toy_engine import ToyEngine
 from tests.support.toy_pool import ToyPool, running_pool, sample_request
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2
 from workers.contract.capacity import what_is_too_large
-from workers.pool.local import LocalPool
 
 
-@asynccontextmanager
-async def limited_pool(data_dir: Path, *fitting_tokens: int | None) -> AsyncIterator[ToyPool]:
-    """A worker for each number, which says that so many tokens fit in it."""
-    engines = [partial(ToyEngine, fitting_tokens=each) for each in fitting_tokens]
-    pool = LocalPool({f"w{number}": make for number, make in enumerate(engines)})
-    coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir), pool)
-    await coordinator.start()
-    try:
-        yield ToyPool(coordinator, {})
-    finally:
-        await coordinator.stop()
+def fitting(*num_tokens: int | None) -> list[dict[str, Any]]:
+    """Values of engines that say that so many tokens fit in them."""
+    return [{"fitting_tokens": each} for each in num_tokens]
+
+
+def cache_blocks(*num_blocks: int) -> list[dict[str, Any]]:
+    """Values of engines that say that they have so many blocks for keys and values."""
+    return [{"num_cache_blocks": each} for each in num_blocks]
 
 
 async def refusal(pool: ToyPool, adapter: str, seq: int, *lengths: int) -> ServiceError:
@@ -42,7 +33,7 @@ async def refusal(pool: ToyPool, adapter: str, seq: int, *lengths: int) -> Servi
 
 
 async def test_a_sequence_that_does_not_fit_is_refused_with_the_number_that_does(tmp_path: Path) -> None:
-    async with limited_pool(tmp_path, None, 20) as pool:
+    async with running_pool(tmp_path, engine_values=fitting(None, 20)) as pool:
         adapter = await pool.adapter()
         error = await refusal(pool, adapter, 1, 3, 21)
         assert "data[1] has 21 tokens" in error.message
@@ -57,7 +48,7 @@ async def test_a_sequence_that_does_not_fit_is_refused_with_the_number_that_does
 
 
 async def test_short_sequences_that_are_one_chunk_are_refused_if_the_chunk_does_not_fit(tmp_path: Path) -> None:
-    async with limited_pool(tmp_path, 10) as pool:
+    async with running_pool(tmp_path, engine_values=fitting(10)) as pool:
         adapter = await pool.adapter()
         error = await refusal(pool, adapter, 1, 5, 5, 5)  # 16 tokens are a chunk
         assert "data[0] to data[2] run together and have 15 tokens" in error.message
@@ -74,7 +65,7 @@ async def sample_refusal(pool: ToyPool, request: sampling_pb2.SampleRequest) -> 
 
 
 async def test_a_sample_that_can_never_fit_is_refused_before_it_is_logged_with_what_would_fit(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, num_cache_blocks=[1]) as pool:
+    async with running_pool(tmp_path, engine_values=cache_blocks(1)) as pool:
         sampler = await pool.sampler(await pool.session())
         pool.hold()
         message = await sample_refusal(pool, sample_request(sampler, 1, max_tokens=2))
@@ -94,7 +85,7 @@ async def test_a_sample_that_can_never_fit_is_refused_before_it_is_logged_with_w
 
 
 async def test_a_sample_runs_where_there_is_memory_for_it(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, num_workers=3, num_cache_blocks=[1, 2, 1]) as pool:
+    async with running_pool(tmp_path, engine_values=cache_blocks(1, 2, 1)) as pool:
         sampler = await pool.sampler(await pool.session())
         pool.hold()
         large = [await pool.sample(sampler, seq) for seq in range(1, 7)]
@@ -106,11 +97,11 @@ async def test_a_sample_runs_where_there_is_memory_for_it(tmp_path: Path) -> Non
 
 
 async def test_a_logged_sample_is_known_and_begins_again_although_it_would_be_refused_now(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, num_cache_blocks=[2]) as pool:
+    async with running_pool(tmp_path, engine_values=cache_blocks(2)) as pool:
         sampler = await pool.sampler(await pool.session())
         pool.hold()
         name = await pool.sample(sampler, 1, seed=5)
-    async with running_pool(tmp_path, num_cache_blocks=[1]) as pool:
+    async with running_pool(tmp_path, engine_values=cache_blocks(1)) as pool:
         await pool.take_over()
         [operation] = await pool.wait(name)  # a toy refuses nothing; a real worker says what is too large
         assert operation.state == ops_pb.OPERATION_STATE_SUCCEEDED

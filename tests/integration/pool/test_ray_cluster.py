@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 import shutil
@@ -18,10 +17,9 @@ from pathlib import Path
 import pytest
 import ray
 
-import tinkerpool
 from coordinator.cli.options import RAY_FILE
 from tests.support.batches import batch
-from tests.support.serving import Terminal
+from tests.support.serving import TOY_ON_RAY, Terminal
 from workers.contract.protocols import WorkerLost
 from workers.contract.settings import PoolConfig, PoolModel
 from workers.pool.processes import MARK_VARIABLE, kill_marked
@@ -86,13 +84,9 @@ def test_serve_joins_a_cluster_with_nothing_but_its_token(
 ) -> None:
     monkeypatch.delenv("RAY_AUTH_MODE")
     terminal = Terminal(tmp_path / "home")
-    options = ("--engine", "tests.support.toy_engine:toy_factory", "--port", "0", "--cpus", "0.5")
-    with terminal.serve(*options, "--ray-address", cluster.address):
+    with terminal.serve(*TOY_ON_RAY, "--ray-address", cluster.address):
         assert not (terminal.data_dir / RAY_FILE).exists(), "the cluster is not ours to end"
-        found = json.loads((terminal.home / "credentials.json").read_text())
-        datum = tinkerpool.Datum(tinkerpool.ModelInput.from_ints([1]), {"target_tokens": [2], "weights": [1.0]})
-        with tinkerpool.ServiceClient(base_url=found["url"], api_key=found["api_key"]) as service:
-            service.create_lora_training_client(rank=4).train_step([datum], "cross_entropy").result(60)
+        terminal.train()
 
 
 async def test_worker_on_a_node_that_died_is_replaced_on_another_before_ray_gives_the_node_up(cluster: Cluster) -> None:

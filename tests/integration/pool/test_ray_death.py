@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -14,10 +13,9 @@ import pytest
 import pytest_asyncio
 import ray
 
-import tinkerpool
 from coordinator.cli.options import RAY_FILE
 from tests.support.batches import batch
-from tests.support.serving import Terminal
+from tests.support.serving import TOY_ON_RAY, Terminal
 from workers.contract.protocols import WorkerLost
 from workers.contract.settings import PoolConfig, PoolModel
 from workers.pool.processes import find_marked
@@ -135,24 +133,14 @@ async def test_ray_that_does_not_start_again_fails_the_replacement_and_the_next_
     await pool.ping("w1")
 
 
-def train(terminal: Terminal) -> None:
-    """One step, on a worker."""
-    datum = tinkerpool.Datum(tinkerpool.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [1.0, 1.0]})
-    found = json.loads((terminal.home / "credentials.json").read_text())
-    with tinkerpool.ServiceClient(base_url=found["url"], api_key=found["api_key"]) as service:
-        service.create_lora_training_client(rank=4).train_step([datum], "cross_entropy").result(RECOVERED_S)
-
-
 def test_served_pool_outlives_its_ray_and_still_ends_at_a_signal(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path / "home")
-    with terminal.serve(
-        "--engine", "tests.support.toy_engine:toy_factory", "--port", "0", "--cpus", "0.5", "--workers", "2"
-    ) as (process, _):
-        train(terminal)
+    with terminal.serve(*TOY_ON_RAY, "--workers", "2") as (process, _):
+        terminal.train(RECOVERED_S)
         old = belongings(terminal.data_dir / RAY_FILE)
         kill(old, "gcs_server")
         new = successor(old, terminal.data_dir / RAY_FILE)
-        train(terminal)
+        terminal.train(RECOVERED_S)
         process.terminate()
         assert process.wait(30) == 0
     assert (terminal.home / "serve.out").read_text().endswith("Stopped.\n")

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-import tinkerpool
 from coordinator.cli.options import RAY_FILE
-from tests.support.serving import Terminal
+from tests.support.serving import TOY_ON_RAY, Terminal
 from workers.pool.processes import find_marked
 from workers.pool.ray_host import Belongings
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
-
-TOY_ON_RAY = ("--engine", "tests.support.toy_engine:toy_factory", "--port", "0", "--cpus", "0.5")
 
 
 def belongings(terminal: Terminal) -> Belongings:
@@ -46,14 +42,6 @@ def descendants(pid: int) -> set[int]:
     return found - {pid}
 
 
-def train(terminal: Terminal) -> None:
-    """One step, on a worker."""
-    datum = tinkerpool.Datum(tinkerpool.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [1.0, 1.0]})
-    found = json.loads((terminal.home / "credentials.json").read_text())
-    with tinkerpool.ServiceClient(base_url=found["url"], api_key=found["api_key"]) as service:
-        service.create_lora_training_client(rank=4).train_step([datum], "cross_entropy").result(60)
-
-
 def test_killed_pools_ray_is_removed_by_its_next_start_and_another_pools_ray_is_not(tmp_path: Path) -> None:
     first, other = Terminal(tmp_path / "first"), Terminal(tmp_path / "other")
     with first.serve(*TOY_ON_RAY) as (killed, _), other.serve(*TOY_ON_RAY) as _:
@@ -73,10 +61,10 @@ def test_killed_pools_ray_is_removed_by_its_next_start_and_another_pools_ray_is_
             assert old.folder is not None
             assert not Path(old.folder).exists()
             assert belongings(first).mark != old.mark
-            train(first)
+            first.train()
         assert "removed the leftovers of a killed pool" in (first.home / "serve.out").read_text()
         assert needed <= processes(bystander).keys()
-        train(other)
+        other.train()
     assert not (first.data_dir / RAY_FILE).exists()
     assert not processes(bystander)
     assert not Path(str(bystander.folder)).exists()

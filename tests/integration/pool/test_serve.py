@@ -36,8 +36,7 @@ def usage(terminal: Terminal) -> dict[str, dict[str, str]]:
 
 def check_tenants_meet_in_a_cycle_on_both_workers(terminal: Terminal) -> None:
     """Four equal adapters train at once: some cycle has both workers, and every worker computes the same bits."""
-    found = json.loads((terminal.home / "credentials.json").read_text())
-    with tinkerpool.ServiceClient(base_url=found["url"], api_key=found["api_key"]) as service:
+    with terminal.client() as service:
         clients = [service.create_lora_training_client(rank=4, seed=5) for _ in range(4)]
         tokens = list(range(10, 74))
         datum = tinkerpool.Datum(
