@@ -1,8 +1,8 @@
 """A sample request that is not finished: its operation, its sampler, its worker, its tokens; their streams; its commit.
 
 A sample is in memory only, and its tokens are not kept: listeners get them as they are drawn, and at the end the
-finished operation. Does not depend on queues, placement or workers. Main invariants: a token is streamed at most once,
-also if it is drawn again; the operation is a stream's last event; an outcome is visible only after it is durable.
+finished operation. Does not depend on queues or placement. Main invariants: a token is streamed at most once, also if
+it is drawn again; the operation is a stream's last event; an outcome is visible only after it is durable.
 """
 
 from __future__ import annotations
