@@ -1,6 +1,6 @@
-"""Remove the guards of durability, one at a time, and show that a test fails for each.
+"""Remove the durability guards, one at a time, and show that a test fails for each.
 
-    make guards                                   # all guards, some minutes
+    make guards                                   # all guards: some minutes
     python -m scripts.reliability.guards rename   # guards with this word in their name
 
 Works on a copy of the project in a temporary folder. For each guard: its tests pass on the unchanged copy, the guard is
@@ -21,17 +21,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 600
-TAKE_ALONG = ("coordinator", "protos", "scripts", "tests", "tinkerpool", "workers", "pyproject.toml", "README.md")
+COPIED = ("coordinator", "protos", "scripts", "tests", "tinkerpool", "workers", "pyproject.toml", "README.md")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """A piece of code without which a promise is broken."""
+    """A piece of code that a promise needs."""
 
     name: str
     file: str
     before: str
-    """A piece of the file that occurs once."""
+    """The guard's text, which occurs once in the file."""
     after: str
     """Its replacement without the guard."""
     tests: tuple[str, ...]
@@ -54,14 +54,14 @@ GUARDS = (
         tests=("tests/simulation/test_simulation.py", "-k", "no_history"),
     ),
     Guard(
-        name="fsync of the folder that a state is renamed in",
+        name="fsync of the folder after a rename",
         file="coordinator/storage/folders.py",
         before="            disk.sync(self._root)\n",
         after="",
         tests=("tests/simulation/test_simulation.py", "-k", "no_history"),
     ),
     Guard(
-        name="rename of a whole folder",
+        name="atomic rename of a whole folder",
         file="coordinator/storage/folders.py",
         before="temporary, final = self._root / (_TEMPORARY + name), self._root / name",
         after="temporary, final = self._root / name, self._root / name",
@@ -75,42 +75,42 @@ GUARDS = (
         tests=("tests/unit/storage/test_folders.py",),
     ),
     Guard(
-        name="hash of a body",
+        name="hash of a payload",
         file="coordinator/operations/admission.py",
         before="    if operation.payload_hash != digest(_refused_payload(request), operation.kind.value):\n",
         after="    if False:\n",
         tests=("tests/unit/operations/test_admission.py",),
     ),
     Guard(
-        name="acknowledgement after the log",
+        name="acknowledgement after the append",
         file="coordinator/operations/admission.py",
         before="            await asyncio.shield(appended)\n",
         after="            pass\n",
         tests=("tests/unit/operations/test_admission.py",),
     ),
     Guard(
-        name="place in the order",
+        name="check of the sequence number",
         file="workers/training/copies.py",
         before="if self.applied_seq != item.prev_seq or self.open_seq not in {None, item.seq} or not is_next:",
         after="if False:",
         tests=("tests/simulation/test_simulation.py", "-k", "no_history"),
     ),
     Guard(
-        name="seq exists once",
+        name="unique sequence number",
         file="coordinator/storage/schema.py",
         before="    PRIMARY KEY (target_id, seq),         -- exactly once: a seq exists once, whatever is sent\n",
         after="    PRIMARY KEY (target_id, seq, kind, payload_hash),\n",
         tests=("tests/unit/storage/test_store.py",),
     ),
     Guard(
-        name="epoch of a batch",
+        name="check of a batch's epoch",
         file="workers/engine.py",
         before="        if batch.epoch < self._epoch:\n",
         after="        if False:\n",
         tests=("tests/numerics/training/test_engine.py", "-k", "epoch"),
     ),
     Guard(
-        name="new epoch drops every adapter",
+        name="adapter copies are dropped at a new epoch",
         file="workers/engine.py",
         before="        self._copies.clear()\n",
         after="",
@@ -124,7 +124,7 @@ GUARDS = (
         tests=("tests/robustness/test_processes.py", "-k", "paused"),
     ),
     Guard(
-        name="nothing stored of what was never logged",
+        name="no results of operations that the log lost",
         file="coordinator/storage/cycles.py",
         before="lost = lost_targets(db, commit.finished)",
         after="lost = frozenset()",
@@ -138,7 +138,7 @@ GUARDS = (
         tests=("tests/integration/cycles/test_recovery.py", "tests/integration/cycles/test_cycles.py"),
     ),
     Guard(
-        name="two deaths alone before a verdict",
+        name="two solo losses before poison is decided",
         file="coordinator/scheduling/quarantine.py",
         before="        if not was_solo:\n",
         after="        if len(lost) > 1:\n",
@@ -152,49 +152,49 @@ GUARDS = (
         tests=("tests/integration/cycles/test_poison.py", "-k", "hangs"),
     ),
     Guard(
-        name="a snapshot that waits for what was published before it",
+        name="snapshot waits for files of weights published before it",
         file="coordinator/checkpoints/states.py",
         before="        await self.publishing.until_written(log.adapter_id, state.applied_seq)\n",
         after="",
         tests=("tests/integration/checkpoints/test_publishing.py", "-k", "cuts_the_log"),
     ),
     Guard(
-        name="a log that is not cut at weights without a file",
+        name="log is kept while published weights have no file",
         file="coordinator/storage/schema.py",
         before="BEFORE INSERT ON snapshots\n",
         after="BEFORE INSERT ON plans\n",
         tests=("tests/unit/storage/test_store.py", "-k", "without_a_file"),
     ),
     Guard(
-        name="a load that waits for what was published before it",
+        name="load waits for files of weights published before it",
         file="coordinator/scheduling/ready_set.py",
         before="if not is_unsettled and not self._publishing.is_unwritten(log.adapter_id):",
         after="if not is_unsettled:",
         tests=("tests/integration/checkpoints/test_publishing.py", "-k", "load"),
     ),
     Guard(
-        name="a file that goes to the checkpoint it was written for, though another has its path",
+        name="file matches its checkpoint by seq, not only by path",
         file="coordinator/storage/checkpoints.py",
         before="WHERE path = ? AND seq = ? AND folder = ''",
         after="WHERE path = ? AND ? AND folder = ''",
         tests=("tests/unit/storage/test_store.py", "-k", "without_a_file"),
     ),
     Guard(
-        name="weights that are let go when their checkpoint is deleted",
+        name="weights are released when their checkpoint is deleted",
         file="coordinator/checkpoints/states.py",
         before="        self.publishing.deleted(version_of(row))\n",
         after="",
         tests=("tests/integration/checkpoints/test_publishing_named.py", "-k", "deleted_before"),
     ),
     Guard(
-        name="weights without a file that are made again after a crash",
+        name="weights without a file are rematerialized after a crash",
         file="coordinator/operations/adapter_log.py",
         before="(operation.kind.changes_state or operation.must_rematerialize)",
         after="operation.kind.changes_state",
         tests=("tests/simulation/test_simulation.py", "-k", "no_history"),
     ),
     Guard(
-        name="a snapshot that is settled before its adapter is installed",
+        name="snapshot is committed or failed before a load",
         file="coordinator/scheduling/ready_set.py",
         before="        is_unsettled = self._snapshots.is_unsettled(log.adapter_id)\n",
         after="        is_unsettled = False\n",
@@ -221,33 +221,33 @@ def passes(copy: Path, tests: Sequence[str]) -> bool:
 
 
 def main() -> int:
-    """Read the command line, remove the guards in turn. 1: a guard is not tested."""
+    """Read the command line, remove the guards one by one. Return 1 if a guard is not tested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only guards with one of these words in their name; default: all")
     words = parser.parse_args().words
     guards = [guard for guard in GUARDS if not words or any(word in guard.name for word in words)]
-    unnoticed = []
+    untested = []
     with tempfile.TemporaryDirectory(prefix="guards-") as folder:
         copy = Path(folder)
-        for name in TAKE_ALONG:
+        for name in COPIED:
             source = ROOT / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / name)
-        sound: set[tuple[str, ...]] = set()
+        passing: set[tuple[str, ...]] = set()
         for guard in guards:
-            if guard.tests not in sound and not passes(copy, guard.tests):
+            if guard.tests not in passing and not passes(copy, guard.tests):
                 print(f"{guard.name}: its tests fail with the guard in place: {' '.join(guard.tests)}")
                 return 1
-            sound.add(guard.tests)
+            passing.add(guard.tests)
             file = copy / guard.file
             text = file.read_text()
             file.write_text(without(guard, text))
-            is_noticed = not passes(copy, guard.tests)
+            is_tested = not passes(copy, guard.tests)
             file.write_text(text)
-            print(f"{'noticed' if is_noticed else 'NOT NOTICED':<12} {guard.name:<60} {guard.tests[0]}", flush=True)
-            if not is_noticed:
-                unnoticed.append(guard.name)
-    print(f"{len(guards) - len(unnoticed)} of {len(guards)} guards are tested")
-    return 1 if unnoticed else 0
+            print(f"{'tested' if is_tested else 'NOT TESTED':<12} {guard.name:<60} {guard.tests[0]}", flush=True)
+            if not is_tested:
+                untested.append(guard.name)
+    print(f"{len(guards) - len(untested)} of {len(guards)} guards are tested")
+    return 1 if untested else 0
 
 
 if __name__ == "__main__":

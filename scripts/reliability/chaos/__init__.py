@@ -1,1 +1,1 @@
-"""Chaos: kill a working pool again and again, and show that nothing is lost. `make chaos`."""
+"""Chaos: kill a working pool repeatedly, and show that nothing is lost. `make chaos`."""

@@ -1,4 +1,4 @@
-"""Checks of the data directory and of usage after the kills: nothing is lost, nothing was applied twice.
+"""Checks of the data directory and of usage after the kills: no operation is lost or applied twice.
 
 Every check raises Violation with the difference. `results.py` checks the operations' results.
 """
@@ -25,9 +25,11 @@ def check_adapter(pool: ServedPool, key: str, journal: Journal) -> None:
     stub = adapters_pb2_grpc.AdapterServiceStub(pool.channel())
     adapter = stub.GetAdapter(request, metadata=pool.metadata(key), timeout=CALL_TIMEOUT_S).adapter
     if adapter.next_seq != journal.next_seq:
-        raise Violation(f"{adapter.adapter_id} has next_seq {adapter.next_seq}, its journal {journal.next_seq}")
+        raise Violation(f"{adapter.adapter_id} has next_seq {adapter.next_seq}, but its journal has {journal.next_seq}")
     if adapter.applied_seq != adapter.next_seq - 1:
-        raise Violation(f"of {adapter.adapter_id} only {adapter.applied_seq} of {adapter.next_seq - 1} are applied")
+        raise Violation(
+            f"{adapter.adapter_id} has applied only {adapter.applied_seq} of {adapter.next_seq - 1} operations"
+        )
 
 
 def state_files(pool: ServedPool, journal: Journal) -> dict[str, str]:
@@ -42,9 +44,9 @@ def state_files(pool: ServedPool, journal: Journal) -> dict[str, str]:
 
 
 def check_same_state(tenant: str, disturbed: Mapping[str, str], undisturbed: Mapping[str, str]) -> None:
-    """Check that weights and moments have the same bits as without kills."""
+    """Check that weights and moments have the same bits as in a run without kills."""
     assert {"adapter_model.safetensors", "optimizer.safetensors"} <= undisturbed.keys()
-    check_equal(undisturbed, disturbed, f"{tenant}'s state differs from that without kills")
+    check_equal(undisturbed, disturbed, f"{tenant}'s state differs from a run without kills")
 
 
 def check_store(data_dir: Path) -> None:
@@ -56,7 +58,7 @@ def check_store(data_dir: Path) -> None:
             f"{r[0]}:{r[1]}" for r in db.execute("SELECT target_id, seq FROM operations WHERE outcome IS NULL")
         ]
         if unfinished:
-            raise Violation(f"{len(unfinished)} operations are not finished, {unfinished[0]} among them")
+            raise Violation(f"{len(unfinished)} operations are not finished, for example {unfinished[0]}")
         for name, rows in (
             ("checkpoints", "checkpoints"),
             ("snapshots", "snapshots"),
@@ -78,11 +80,11 @@ def usage_of(pool: ServedPool) -> Counter[tuple[str, str, str]]:
 
 
 def check_same_usage(disturbed: Counter[tuple[str, str, str]], undisturbed: Counter[tuple[str, str, str]]) -> None:
-    """Check that each tenant was charged as without kills."""
+    """Check that each tenant was charged as in a run without kills."""
     check_equal(
         {" ".join(key): str(n) for key, n in undisturbed.items()},
         {" ".join(key): str(n) for key, n in disturbed.items()},
-        "charges that differ from those without kills",
+        "charges differ from a run without kills",
     )
 
 

@@ -1,8 +1,8 @@
 """A pool of processes for the chaos run: `tinkerpool serve` as an operator starts it, ended by `kill -9`.
 
-Does not depend on the tenants or on the schedule of kills. Touches no other process than the coordinator that it
-started and the workers that this coordinator reported. The next coordinator removes processes and files that a killed
-one left behind; the last `stop` checks that it did, by a TMPDIR that only this pool uses.
+Does not depend on the tenants or on the schedule of kills. Signals no other process than the coordinator that it
+started and the workers that this coordinator reported. Each coordinator removes the processes and files of a killed
+predecessor; the last `stop` checks this through a TMPDIR that only this pool uses.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ STOP_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 5.0
 POLL_S = 0.05
 LEFTOVERS_S = 10.0
-"""Timeout for processes that a stopping pool has told to end."""
+"""Timeout for the processes of a stopping pool to end."""
 PORTS = range(20_000, 30_000)
-"""Below the kernel's ephemeral ports, so that no process takes ours while the coordinator is dead."""
+"""Below the kernel's ephemeral ports, so that no process takes ours between two coordinators."""
 
 
 class Violation(Exception):
-    """A promise is broken; the text says how."""
+    """A promise is broken; the message describes how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class ServedPool:
         self._arguments = list(serve_arguments)
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: grpc.Channel | None = None
-        # Ray's sockets are in it, and a socket's path has at most 107 bytes, so the run's folder may be too deep.
+        # Outside the run's folder: Ray's sockets are in it, and a socket's path has at most 107 bytes.
         name = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]
         self._temp_dir = Path("/tmp") / f"tp-{name}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ class ServedPool:
 
     @property
     def admin_key(self) -> str:
-        """The administrator's key. The pool must have been ready."""
+        """The administrator's key; it exists once the pool has been ready."""
         return str(json.loads((self.folder / "credentials.json").read_text())["api_key"])
 
     def begin(self) -> None:
@@ -116,7 +116,7 @@ class ServedPool:
             )
 
     def is_ready(self) -> bool:
-        """Return whether the coordinator serves. Raises Violation if it has ended by itself."""
+        """Return whether the coordinator serves. Raises Violation if it has ended without a kill."""
         self.check()
         serving = Serving.read(self.data_dir / READY_FILE)
         return self._process is not None and serving is not None and serving.pid == self._process.pid
@@ -124,12 +124,12 @@ class ServedPool:
     def wait_ready(self) -> None:
         """Wait until the coordinator serves. Raises Violation after a timeout."""
         if not wait_until(self.is_ready, START_TIMEOUT_S):
-            raise Violation(f"the coordinator was not ready after {START_TIMEOUT_S:g} s:\n{self.last_words()}")
+            raise Violation(f"the coordinator was not ready after {START_TIMEOUT_S:g} s:\n{self.log_tail()}")
 
     def check(self) -> None:
-        """Raise Violation if the coordinator has ended without a kill of ours."""
+        """Raise Violation if the coordinator has ended without a kill."""
         if self._process is not None and (code := self._process.poll()) is not None:
-            raise Violation(f"the coordinator ended by itself, with exit code {code}:\n{self.last_words()}")
+            raise Violation(f"the coordinator ended by itself, with exit code {code}:\n{self.log_tail()}")
 
     def kill(self) -> None:
         """`kill -9` the coordinator."""
@@ -143,11 +143,11 @@ class ServedPool:
         assert self._process is not None
         code = self._process.wait(STOP_TIMEOUT_S)
         if code != -signal.SIGKILL:
-            raise Violation(f"the coordinator ended by itself, with exit code {code}:\n{self.last_words()}")
+            raise Violation(f"the coordinator ended by itself, with exit code {code}:\n{self.log_tail()}")
         self._process = None
 
-    def is_dead(self) -> bool:
-        """Return whether the coordinator has ended and was not reaped yet."""
+    def has_ended(self) -> bool:
+        """Return whether the coordinator has ended and is not reaped yet."""
         return self._process is not None and self._process.poll() is not None
 
     def stop(self) -> None:
@@ -191,7 +191,7 @@ class ServedPool:
         return list(rows.rows)
 
     def channel(self) -> grpc.Channel:
-        """Return the channel of the harness."""
+        """Return this harness's channel to the pool."""
         if self._channel is None:
             options = [("grpc.max_reconnect_backoff_ms", 500), ("grpc.max_receive_message_length", 1 << 28)]
             self._channel = grpc.insecure_channel(f"127.0.0.1:{self.port}", options=options)
@@ -207,7 +207,7 @@ class ServedPool:
         (self.failpoints / point).touch()
 
     def disarm(self, point: str) -> bool:
-        """Disarm a failpoint; return False if a process has died at it."""
+        """Disarm a failpoint; return False if a process has reached it."""
         try:
             (self.failpoints / point).unlink()
         except FileNotFoundError:
@@ -215,10 +215,10 @@ class ServedPool:
         return True
 
     def was_hit(self, point: str) -> bool:
-        """Return whether a process has died at it since it was armed."""
+        """Return whether a process has reached the failpoint since it was armed."""
         return (self.failpoints / f"{point}.hit").exists()
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """Return the end of the log."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return "\n".join(f"  {line}" for line in lines[-25:])
@@ -235,7 +235,7 @@ class ServedPool:
         return pool_pb2_grpc.PoolServiceStub(self.channel())
 
     def _check_nothing_left(self) -> None:
-        """Raise Violation if a process or folder of any coordinator is left after the last one has stopped."""
+        """Raise Violation if a process or folder of the pool is left after the last coordinator has stopped."""
         wait_until(lambda: not any(self._processes()), LEFTOVERS_S)
         if left := sorted(f"{name} ({pid})" for pid, name in self._processes()):
             raise Violation(f"the pool has stopped and left processes behind: {', '.join(left)}")
@@ -252,11 +252,11 @@ class ServedPool:
 
 
 class ProcessHandle:
-    """The process that has this pid now, even if another process gets the pid later."""
+    """A handle on the process that has this pid now; it stays valid if another process gets the pid later."""
 
     def __init__(self, pid: int) -> None:
         self._pidfd: int | None = None
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+        with contextlib.suppress(ProcessLookupError):  # the process has ended
             self._pidfd = os.pidfd_open(pid)
 
     def send(self, signum: signal.Signals) -> None:
@@ -266,7 +266,7 @@ class ProcessHandle:
                 signal.pidfd_send_signal(self._pidfd, signum)
 
     def has_ended(self, timeout_s: float) -> bool:
-        """Return whether it has ended, after waiting at most this long."""
+        """Wait at most this long for the process to end; return whether it has."""
         return self._pidfd is None or bool(select.select([self._pidfd], [], [], timeout_s)[0])
 
     def close(self) -> None:

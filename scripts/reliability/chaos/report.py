@@ -10,9 +10,9 @@ from typing import Any
 from scripts.reliability.chaos.killer import Record, Target
 
 WAITS = {
-    "alive_s": "all processes run again",
-    "resumed_s": "the next operation has finished",
-    "all_resumed_s": "one operation of every tenant has finished",
+    "alive_s": "all processes were replaced",
+    "resumed_s": "the next operation had finished",
+    "all_resumed_s": "one operation of every tenant had finished",
 }
 
 
@@ -23,7 +23,7 @@ def figures_of_kills(records: Sequence[Record]) -> dict[str, Any]:
         "kills_by_kind": _counted(f"{record.target}, {record.kind}" for record in records),
         "failpoints": _counted(record.how for record in records if record.kind == "failpoint"),
         "failpoints_missed": _counted(record.missed for record in records if record.missed),
-        "workers_replaced_unasked": sum(record.num_unasked for record in records),
+        "workers_replaced_without_kill": sum(record.num_unexplained for record in records),
         "seconds": {target.value: _waits(records, target) for target in Target},
     }
 
@@ -39,14 +39,14 @@ def lines(kills: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[str]:
         for name, text in WAITS.items():
             if name in waits:
                 median, longest = waits[name]["median"], waits[name]["max"]
-                yield f"  {target} killed, {text}: {median:.1f} s median, {longest:.1f} s at most"
+                yield f"  {target} killed, until {text}: {median:.1f} s median, {longest:.1f} s at most"
     yield (
-        f"  {run['coordinator_lives']} coordinators; {kills['workers_replaced_unasked']} workers replaced "
-        f"unasked; {run['tracebacks_in_log']} tracebacks in its log"
+        f"  {run['epochs']} epochs; {kills['workers_replaced_without_kill']} workers replaced without a kill; "
+        f"{run['tracebacks_in_log']} tracebacks in the log"
     )
     operations, steps = run["operations"], run["steps"]
     yield f"{sum(operations.values())} operations in {sum(steps.values())} steps of {len(steps)} tenants:"
-    yield "  clients saw no error; no operation is missing or failed; each was fetched three times with equal bytes;"
+    yield "  clients saw no error; no operation is missing or failed; three fetches of each returned equal bytes;"
     if run["dropped_before_the_end"]:
         yield f"  (except {run['dropped_before_the_end']} that were first fetched more than an hour before the end)"
     yield "  all results, and the last weights and moments, have the same bits as without kills."

@@ -1,4 +1,4 @@
-"""The operations' results at the service: fetched over stubs, several times, and compared.
+"""The operations' results at the service: fetched several times through stubs, and compared.
 
 A pool drops a result an hour after it was first fetched. Later fetches leave out results that may be dropped by then.
 """
@@ -21,7 +21,7 @@ from tinkerpool.v1 import operations_pb2
 
 RETENTION_S = 3600.0
 """A result can be fetched again for at least this long after its first fetch."""
-AT_ONCE_MAX = 1000
+BATCH_MAX = 1000
 """Operations in one stream, and calls in flight."""
 SHOWN_MAX = 3
 """Differences that a message names."""
@@ -29,7 +29,7 @@ FETCH_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class First:
+class FirstFetch:
     """A result at its first fetch."""
 
     sha256: str
@@ -37,7 +37,7 @@ class First:
     digest: str
     """Of `operation_digest`."""
     fetched_s: float
-    """When, on the monotonic clock."""
+    """On the monotonic clock."""
 
 
 class Results:
@@ -46,7 +46,7 @@ class Results:
     def __init__(self, key: str) -> None:
         self.key = key
         self.journal = Journal()
-        self._first: dict[str, First] = {}
+        self._first: dict[str, FirstFetch] = {}
 
     @property
     def digests(self) -> dict[str, str]:
@@ -70,11 +70,11 @@ class Results:
                 raise Violation(f"{name} has not succeeded: {operation}")
             digest, sha256 = operation_digest(operation), hashlib.sha256(response).hexdigest()
             if seen[name] and seen[name] != digest:
-                raise Violation(f"{name} gave {seen[name]} to its client, and {digest} when fetched again")
-            self._first[name] = First(sha256=sha256, digest=digest, fetched_s=time.monotonic())
+                raise Violation(f"{name} gave {seen[name]} to its client, but {digest} in a later fetch")
+            self._first[name] = FirstFetch(sha256=sha256, digest=digest, fetched_s=time.monotonic())
 
     def fetch_again(self, pool: ServedPool, *, is_streamed: bool) -> int:
-        """Fetch everything again, return how many results may have been dropped. Raises Violation if bytes differ."""
+        """Fetch all results again; return how many may have been dropped. Raises Violation if bytes differ."""
         latest = time.monotonic() - RETENTION_S
         kept = [name for name, first in self._first.items() if first.fetched_s > latest]
         fetched = (fetch_streamed if is_streamed else fetch_each)(pool, self.key, kept)
@@ -104,12 +104,12 @@ def fetch_each(pool: ServedPool, key: str, names: Sequence[str]) -> dict[str, by
         response_deserializer=None,
     )
     fetched: dict[str, bytes] = {}
-    for some in _slices(names):
+    for part in _slices(names):
         calls = {
             name: call.future(
                 operations_pb2.GetOperationRequest(name=name), metadata=pool.metadata(key), timeout=FETCH_TIMEOUT_S
             )
-            for name in some
+            for name in part
         }
         for name, future in calls.items():
             try:
@@ -127,13 +127,13 @@ def fetch_streamed(pool: ServedPool, key: str, names: Sequence[str]) -> dict[str
         response_deserializer=None,
     )
     fetched: dict[str, bytes] = {}
-    for some in _slices(names):
-        request = operations_pb2.WaitOperationsRequest(names=some)
+    for part in _slices(names):
+        request = operations_pb2.WaitOperationsRequest(names=part)
         try:
             for response in call(request, metadata=pool.metadata(key), timeout=FETCH_TIMEOUT_S):
                 fetched[operations_pb2.WaitOperationsResponse.FromString(response).operation.name] = response
         except grpc.RpcError as error:
-            raise Violation(f"WaitOperations did not give all of {len(some)} operations: {error}") from None
+            raise Violation(f"WaitOperations did not give all of {len(part)} operations: {error}") from None
     return fetched
 
 
@@ -158,4 +158,4 @@ def _with_start(lines: Sequence[Line]) -> Iterator[tuple[Line, int]]:
 
 
 def _slices(names: Sequence[str]) -> Iterable[Sequence[str]]:
-    return (names[start : start + AT_ONCE_MAX] for start in range(0, len(names), AT_ONCE_MAX))
+    return (names[start : start + BATCH_MAX] for start in range(0, len(names), BATCH_MAX))

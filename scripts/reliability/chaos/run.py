@@ -1,4 +1,4 @@
-"""Kill a working pool again and again, and show that nothing was lost and that no bit differs.
+"""Kill a working pool repeatedly, and show that nothing was lost and that no bit differs.
 
     make chaos                 # 200 kills, about an hour
     make chaos KILLS=20        # fewer
@@ -8,13 +8,13 @@ Meanwhile workers and the coordinator are killed with `kill -9`, at random momen
 are stopped and left hanging. The clients reconnect by themselves and may see no error. After the kills every tenant
 finishes its round of steps. Then
 
-    every operation has succeeded, with the result that its client got, and has the same bytes at each fetch, also after
-    another restart;
+    every operation has succeeded, with the result that its client got, and returns the same bytes at each fetch, also
+    after another restart;
     the same steps on a pool without kills give the same results, weights and moments, bit for bit, and are charged the
     same.
 
 Exits with 1 and the reason otherwise. The run's folder has report.json and clients.log, and for each of the two pools,
-`disturbed` and `undisturbed`, its data directory and serve.log.
+`disturbed` and `undisturbed`, the data directory and serve.log.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "chaos-run"
 POOLS = ("disturbed", "undisturbed")
 """Folders of the pool with kills and of the pool without."""
 STUCK_S = 300.0
-"""A tenant is stuck if none of its operations finished for this long."""
+"""A tenant is stuck if no operation of it finishes for this long."""
 POLL_S = 0.1
 CYCLE_TOKENS = 256
 """Less than the largest batches, so that some requests take several cycles."""
@@ -81,14 +81,14 @@ def training(
                 raise Violation(f"{tenant.name} saw an error:\n{tenant.error}")
             waited_s = time.monotonic() - max(progress.last(tenant.name), begin)
             if tenant.is_alive() and waited_s > STUCK_S:
-                raise Violation(f"no operation of {tenant.name} finished for {waited_s:.0f} s\n{pool.last_words()}")
+                raise Violation(f"no operation of {tenant.name} finished for {waited_s:.0f} s\n{pool.log_tail()}")
 
     for tenant in tenants:
         tenant.start()
     try:
         yield check
     except Violation:
-        check()  # a tenant's error explains more
+        check()  # prefer a tenant's error, which explains more
         raise
     while any(tenant.is_alive() for tenant in tenants):
         check()
@@ -131,8 +131,8 @@ def run(args: argparse.Namespace) -> None:
         fetch_and_check(disturbed, results)
         num_dropped = sum(own.fetch_again(disturbed, is_streamed=True) for own in results.values())
         charged = checks.usage_of(disturbed)
-        num_coordinators = disturbed.epoch()
-    # One more restart. No tenant trains, so workers need no processes of their own.
+        num_epochs = disturbed.epoch()
+    # One more restart. No tenant trains, so a local pool suffices.
     with serving(ServedPool(disturbed.folder, ["--pool", "local", *arguments])) as reread:
         for own in results.values():
             own.fetch_again(reread, is_streamed=False)
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> None:
         checks.check_same_state(tenant, states[tenant], checks.state_files(undisturbed, other.journal))
     kills = report.figures_of_kills(records)
     figures = {
-        "coordinator_lives": num_coordinators,
+        "epochs": num_epochs,
         "tracebacks_in_log": disturbed.tracebacks(),
         "steps": num_steps,
         "operations": {tenant: len(own.digests) for tenant, own in results.items()},
@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> None:
     say("")
     for line in report.lines(kills, figures):
         say(line)
-    say(f"{figures['total_seconds']:.0f} s in all. Figures: {shown_path(args.dir / 'report.json')}")
+    say(f"{figures['total_seconds']:.0f} s in total. Figures: {shown_path(args.dir / 'report.json')}")
 
 
 def results_on(pool: ServedPool) -> dict[str, Results]:
@@ -202,7 +202,7 @@ def say(text: str) -> None:
 
 def _line(record: Record, num_kills: int) -> str:
     then = (
-        "the next kill comes at once" if record.resumed_s is None else f"work resumed after {record.resumed_s:4.1f} s"
+        "the next kill follows at once" if record.resumed_s is None else f"work resumed after {record.resumed_s:4.1f} s"
     )
     return f"kill {record.number:3}/{num_kills}  {record.target:11} {record.how:24} {then:28}"
 

@@ -1,7 +1,7 @@
-"""The steps of the tenants: each a pure function of (tenant, step), so that two runs submit the same operations.
+"""The tenants' steps: each is a pure function of (tenant, step), so that two runs submit the same operations.
 
 Does not depend on the pool, the clock or the kills. A round is `ROUND` steps of different kinds and ends with a
-`save_state`: a tenant stops at the end of a round, so its last checkpoint holds its weights and moments.
+`save_state`. A tenant stops at the end of a round, so its last checkpoint holds its weights and moments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tinkerpool import types
 ROUND = 12
 """Steps in a round."""
 CHECKPOINTS_KEPT = 3
-"""Names of checkpoints, used in turn: each save overwrites an older checkpoint."""
+"""Checkpoint names, used in rotation: each save overwrites an older checkpoint."""
 SAMPLER_TTL_S = 86400
 """Of published weights: longer than any run."""
 FIRST_TOKEN = 2
@@ -35,7 +35,7 @@ class Profile:
     seed: int
     """Of the initial weights and of all its data."""
     losses: tuple[types.LossFnType, ...]
-    """Used in turn, one per step."""
+    """Used in rotation, one per step."""
     num_data_max: int
     """Maximum number of sequences in a batch."""
     num_tokens_max: int
@@ -118,7 +118,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Weights published, with a name or without (empty), and a sample from them."""
+    """Publishing weights, with or without (empty) a name, and sampling from them."""
 
     name: str
     prompt: types.ModelInput
@@ -184,7 +184,7 @@ def custom_loss(
 
 def last_checkpoint(num_steps: int) -> str:
     """Return the checkpoint that ends the last of `num_steps` steps, a whole number of rounds."""
-    assert num_steps > 0, "nothing was saved yet"
+    assert num_steps > 0, "no checkpoint was saved"
     assert num_steps % ROUND == 0, f"step {num_steps} is in the middle of a round"
     return _checkpoint(num_steps // ROUND - 1)
 

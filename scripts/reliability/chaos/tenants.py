@@ -42,15 +42,15 @@ class Progress:
     def wait_after(self, moment: float, timeout_s: float, *, of_all: bool = False) -> float | None:
         """Wait until an operation of some tenant, or of every tenant, finished after `moment`.
 
-        Returns the time of return, None after the timeout.
+        Returns the current time, or None after the timeout.
         """
         choose = min if of_all else max
         with self._changed:
             self._changed.wait_for(lambda: choose(self._last.values()) > moment, timeout_s)
             return time.monotonic() if choose(self._last.values()) > moment else None
 
-    def without(self, moment: float) -> str:
-        """Return the tenants of which no operation finished after `moment`."""
+    def tenants_without_progress(self, moment: float) -> str:
+        """Return the names of tenants without a finished operation after `moment`."""
         with self._changed:
             return ", ".join(tenant for tenant, last in self._last.items() if last <= moment)
 
@@ -64,8 +64,7 @@ class Line:
     next_seq: int
     """The sequence number after its last operation."""
     results: list[tuple[str, str]]
-    """Name of each of its operations, and the digest of the result that the client got; empty if the client gets
-    none."""
+    """Name of each operation, and the digest of the result that the client got; empty if the client gets none."""
 
 
 @dataclass(slots=True)
@@ -98,7 +97,7 @@ class _Pending:
     step: int
     next_seq: int
     parts: list[tuple[list[str], APIFuture[Any]]] = field(default_factory=list)
-    """Names of operations, and the client's future of them."""
+    """Names of operations, and the client's future for them."""
 
 
 class Tenant:
@@ -128,11 +127,11 @@ class Tenant:
         self._step = 0
 
     def start(self) -> None:
-        """Begin to take steps."""
+        """Start the program."""
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """Return whether it is still running."""
+        """Return whether the program is still running."""
         return self._thread.is_alive()
 
     def close(self) -> None:
@@ -145,10 +144,10 @@ class Tenant:
             rng = random.Random(self._profile.seed)
             while not self._is_at_end():
                 self._submit_step()
-                while len(self._pending) > max(0, self._profile.num_ahead) or (self._pending and self._is_round()):
+                while len(self._pending) > max(0, self._profile.num_ahead) or (self._pending and self._is_new_round()):
                     self._finish_oldest()
                 time.sleep(rng.uniform(0, 2 * self.pause_s))
-        except BaseException:  # noqa: BLE001  # the main thread reports it
+        except BaseException:  # noqa: BLE001  # reported by the main thread
             self.error = traceback.format_exc()
 
     def _open(self) -> None:
@@ -163,11 +162,11 @@ class Tenant:
         ).result()
         self.journal.begin(self._training.model_id)
 
-    def _is_round(self) -> bool:
+    def _is_new_round(self) -> bool:
         return self._step % ROUND == 0
 
     def _is_at_end(self) -> bool:
-        return self._step > 0 and self._is_round() and self._is_over(self._step)
+        return self._step > 0 and self._is_new_round() and self._is_over(self._step)
 
     def _submit_step(self) -> None:
         pending = _Pending(self._step, self._next_seq)
@@ -229,14 +228,14 @@ class Tenant:
 
 
 def _digests(result: Any, num_operations: int) -> list[str]:
-    """Return the digest of each operation's result. Of a custom loss the client gets no result of the two passes."""
+    """Return the digest of each operation's result. A custom loss returns no results of its two passes."""
     if isinstance(result, types.TrainStepResponse):
         return [digest(result.forward_backward), digest(result.optim_step)]
     return [digest(result)] if num_operations == 1 else [""] * num_operations
 
 
 def digest(result: Any) -> str:
-    """Return a SHA-256 of everything that is equal in every run: neither the cycle nor the ids in a path."""
+    """Return a SHA-256 of the parts that are equal in every run: without the cycle and the ids in a path."""
     hashed = hashlib.sha256(type(result).__name__.encode())
     match result:
         case types.ForwardBackwardOutput():
