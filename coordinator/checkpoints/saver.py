@@ -20,56 +20,15 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Operation, Usage
 from coordinator.operations.outcomes import decided_row, save_path, save_request, service_error
 from coordinator.operations.sessions import SessionTable
-from coordinator.storage.cycles import CycleCommit
+from coordinator.storage.cycles import CycleCommit, StagedStates
 from coordinator.storage.database import ConflictError
-from coordinator.storage.rows import CheckpointRow, SamplerRow, SnapshotRow
+from coordinator.storage.rows import CheckpointRow, SamplerRow
 from coordinator.storage.store import Store
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2
 from workers.contract.messages import AdapterState, ItemResult
 
 logger = logging.getLogger(__name__)
-
-
-class StagedStates:
-    """The rows of one cycle's saves and loads, which its commit will store. At most one checkpoint has a path."""
-
-    def __init__(self) -> None:
-        self.checkpoints: list[CheckpointRow] = []
-        self.samplers: list[SamplerRow] = []
-        self.snapshots: list[SnapshotRow] = []
-        """Snapshots of loads, which cannot be replayed once their checkpoint is deleted."""
-        self.replaced_checkpoints: list[tuple[str, str]] = []
-        """Adapter and folder of each checkpoint that is overwritten."""
-        self.replaced_snapshots: list[tuple[str, str]] = []
-        """Adapter and folder of each snapshot that a load replaces."""
-
-    def add_checkpoint(self, row: CheckpointRow, stored: CheckpointRow | None) -> None:
-        """Stage a checkpoint; it replaces `stored`, and a checkpoint staged under its path."""
-        replaced = [each for each in self.checkpoints if each.path == row.path]
-        self.checkpoints = [each for each in self.checkpoints if each.path != row.path]
-        for each in (*replaced, *([stored] if stored is not None else [])):
-            assert each.folder, "only training states are overwritten, and their file is written before their row"
-            self.replaced_checkpoints.append((row.adapter_id, each.folder))
-        self.checkpoints.append(row)
-
-    def has_path(self, path: str) -> bool:
-        """Return whether a checkpoint is staged under this path."""
-        return any(row.path == path for row in self.checkpoints)
-
-    def add_sampler(self, row: SamplerRow) -> None:
-        """Stage an unnamed sampler."""
-        self.samplers.append(row)
-
-    def drop_samplers(self, versions: Collection[str]) -> None:
-        """Remove these unnamed samplers."""
-        self.samplers = [row for row in self.samplers if row.version not in versions]
-
-    def add_snapshot(self, row: SnapshotRow, replaced: SnapshotRow | None) -> None:
-        """Stage the snapshot of a load."""
-        self.snapshots.append(row)
-        if replaced is not None:
-            self.replaced_snapshots.append((row.adapter_id, replaced.folder))
 
 
 class Saver:
@@ -98,7 +57,7 @@ class Saver:
         if not request.name:
             assert isinstance(request, checkpoints_pb2.SaveWeightsForSamplerRequest)
             sampler = await self._publish(log, operation, request, state)
-            staged.add_sampler(sampler)
+            staged.samplers.append(sampler)
             operation.succeed(cycle_id, usage).save_weights_for_sampler.sampler_id = sampler.sampler_id
             return
         path = save_path(operation, request.name)
@@ -178,15 +137,7 @@ class Saver:
         StorageError.
         """
         while True:
-            whole = replace(
-                commit,
-                finished=[decided_row(operation) for operation in finished],
-                checkpoints=staged.checkpoints,
-                samplers=staged.samplers,
-                snapshots=staged.snapshots,
-                replaced_checkpoints=staged.replaced_checkpoints,
-                replaced_snapshots=staged.replaced_snapshots,
-            )
+            whole = replace(commit, finished=[decided_row(operation) for operation in finished], states=staged)
             try:
                 return await self._store.persist(whole)
             except ConflictError:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from coordinator.base.time import Time
-from coordinator.checkpoints.saver import Saver, StagedStates
+from coordinator.checkpoints.saver import Saver
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.in_flight import InFlightTable
@@ -25,7 +25,7 @@ from coordinator.operations.operation import Operation
 from coordinator.operations.registry import AdapterGroup
 from coordinator.payloads.canonical import serialize
 from coordinator.scheduling.planner import PassPlan, Planning
-from coordinator.storage.cycles import CycleCommit, Cycles
+from coordinator.storage.cycles import CycleCommit, Cycles, StagedStates
 from tinkerpool.v1 import pool_pb2
 from workers.contract.messages import ItemResult
 

@@ -23,7 +23,7 @@ DECODED_BYTES_MAX = 256 << 20
 class InFlightTable:
     """The operations in flight and their waits."""
 
-    def __init__(self, finished_samples: FinishedSamples | None = None) -> None:
+    def __init__(self, finished_samples: FinishedSamples) -> None:
         """`finished_samples` gets the outcomes of committed samples."""
         self._finished_samples = finished_samples
         self._operations: dict[str, Operation] = {}
@@ -98,7 +98,7 @@ class InFlightTable:
         assert operation.outcome is not None
         for queue in self._waiters.pop(operation.name, ()):
             queue.put_nowait(operation.outcome)
-        if self._finished_samples is not None and operation.kind is Kind.SAMPLE:
+        if operation.kind is Kind.SAMPLE:
             self._finished_samples.note(operation.outcome)
 
     async def wait(

@@ -189,9 +189,9 @@ class Operation:
         assert self.outcome_state is OutcomeState.UNDECIDED, f"{self.name} is {self.outcome_state.name}"
         self.outcome_state = OutcomeState.DECIDING
 
-    def succeed(self, cycle_id: int, usage: Usage | None = None) -> ops_pb.Operation:
+    def succeed(self, cycle_id: int, usage: Usage) -> ops_pb.Operation:
         """Move from UNDECIDED or DECIDING to DECIDED, with success; return the outcome, for the caller to fill in."""
-        return self._decide(ops_pb.OPERATION_STATE_SUCCEEDED, cycle_id, usage or Usage())
+        return self._decide(ops_pb.OPERATION_STATE_SUCCEEDED, cycle_id, usage)
 
     def fail(self, error: ops_pb.OperationError, usage: Usage | None = None, *, cycle_id: int = 0) -> None:
         """Move from UNDECIDED or DECIDING to DECIDED, with an error. Work that was done stays charged."""

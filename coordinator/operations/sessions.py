@@ -86,7 +86,7 @@ class SessionTable:
         if session := self._live.get(session_id):
             session.last_seen = self._monotonic()
 
-    def take_sampler_index(self, session_id: str, operation: str, wanted: int | None = None) -> int:
+    def take_sampler_index(self, session_id: str, operation: str, wanted: int | None) -> int:
         """Reserve a number for a sampler whose row is stored with a cycle's commit, and return it.
 
         `operation` is the save that makes the sampler. `wanted` is the number to reserve; None: the next free one.

@@ -1,4 +1,4 @@
-"""Cycles: the notes of planned ones, and the commit of a cycle in one transaction.
+"""Cycles: the notes of planned ones, the rows that a cycle stages, and its commit in one transaction.
 
 Does not depend on how a cycle runs. Main invariant: all effects of a cycle are stored, or none, except those of lost
 adapters, which are never stored.
@@ -7,7 +7,7 @@ adapters, which are never stored.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from coordinator.storage.checkpoints import put_snapshot
@@ -20,6 +20,43 @@ CYCLES_KEPT = 10_000
 
 
 @dataclass(slots=True, kw_only=True)
+class StagedStates:
+    """The rows of states that a cycle has written or holds. At most one staged checkpoint has a path."""
+
+    checkpoints: list[CheckpointRow] = field(default_factory=list)
+    samplers: list[SamplerRow] = field(default_factory=list)
+    snapshots: list[SnapshotRow] = field(default_factory=list)
+    """Snapshots of loads: a recovery could not run a load again once its checkpoint is deleted."""
+    replaced_checkpoints: list[tuple[str, str]] = field(default_factory=list)
+    """Adapter and folder of checkpoints that are overwritten: their rows are deleted."""
+    replaced_snapshots: list[tuple[str, str]] = field(default_factory=list)
+    """Adapter and folder of snapshots that a load replaces: no row names the folders once this is durable."""
+
+    def add_checkpoint(self, row: CheckpointRow, stored: CheckpointRow | None) -> None:
+        """Stage a checkpoint; it replaces `stored`, and a checkpoint staged under its path."""
+        replaced = [each for each in self.checkpoints if each.path == row.path]
+        self.checkpoints = [each for each in self.checkpoints if each.path != row.path]
+        for each in (*replaced, *([stored] if stored is not None else [])):
+            assert each.folder, "only training states are overwritten, and their file is written before their row"
+            self.replaced_checkpoints.append((row.adapter_id, each.folder))
+        self.checkpoints.append(row)
+
+    def has_path(self, path: str) -> bool:
+        """Return whether a checkpoint is staged under this path."""
+        return any(row.path == path for row in self.checkpoints)
+
+    def drop_samplers(self, versions: Collection[str]) -> None:
+        """Remove these unnamed samplers."""
+        self.samplers = [row for row in self.samplers if row.version not in versions]
+
+    def add_snapshot(self, row: SnapshotRow, replaced: SnapshotRow | None) -> None:
+        """Stage the snapshot of a load."""
+        self.snapshots.append(row)
+        if replaced is not None:
+            self.replaced_snapshots.append((row.adapter_id, replaced.folder))
+
+
+@dataclass(slots=True, kw_only=True)
 class CycleCommit:
     """Everything that one cycle makes durable, in one transaction."""
 
@@ -27,14 +64,7 @@ class CycleCommit:
     """0: no cycle, only decided operations."""
     summary: bytes = b""
     finished: list[DecidedOperation] = field(default_factory=list)
-    checkpoints: list[CheckpointRow] = field(default_factory=list)
-    samplers: list[SamplerRow] = field(default_factory=list)
-    snapshots: list[SnapshotRow] = field(default_factory=list)
-    """Snapshots of loads: a recovery could not run a load again once its checkpoint is deleted."""
-    replaced_snapshots: list[tuple[str, str]] = field(default_factory=list)
-    """Adapter and folder of snapshots that no row names once this is durable; not stored."""
-    replaced_checkpoints: list[tuple[str, str]] = field(default_factory=list)
-    """Adapter and folder of checkpoints that are overwritten: their rows are deleted."""
+    states: StagedStates = field(default_factory=StagedStates)
     virtual_tokens: dict[str, float] = field(default_factory=dict)
     """Fair-share counters by tenant."""
 
@@ -59,7 +89,7 @@ class Cycles:
             for operation in commit.finished:
                 if operation.target_id not in lost:
                     finish(db, operation, now)
-            _store_states(db, commit, lost)
+            _store_states(db, commit.states, lost)
             for tenant_id, counter in commit.virtual_tokens.items():
                 db.execute("UPDATE tenants SET virtual_tokens = ? WHERE tenant_id = ?", (counter, tenant_id))
             if commit.cycle_id:
@@ -92,17 +122,17 @@ class Cycles:
         return self._database.meta("last_cycle_id")
 
 
-def _store_states(db: Connection, commit: CycleCommit, lost: frozenset[str]) -> None:
-    for adapter_id, folder in commit.replaced_checkpoints:
+def _store_states(db: Connection, states: StagedStates, lost: frozenset[str]) -> None:
+    for adapter_id, folder in states.replaced_checkpoints:
         if adapter_id not in lost:
             db.execute("DELETE FROM checkpoints WHERE folder = ?", (folder,))
-    for checkpoint in commit.checkpoints:
+    for checkpoint in states.checkpoints:
         if checkpoint.adapter_id not in lost:
             insert(db, "checkpoints", checkpoint)
-    for sampler in commit.samplers:
+    for sampler in states.samplers:
         if sampler.adapter_id not in lost:
             insert(db, "samplers", sampler)
-    for snapshot in commit.snapshots:
+    for snapshot in states.snapshots:
         if snapshot.adapter_id not in lost:
             put_snapshot(db, snapshot)
 

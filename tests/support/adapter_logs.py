@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.operation import Kind, Operation
+from coordinator.operations.operation import Kind, Operation, Usage
 from coordinator.payloads.passes import Chunk
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import AdapterSpec
@@ -55,7 +55,7 @@ def run(adapter: AdapterLog, *seqs: int, fail: Iterable[int] = ()) -> None:
         ready = list(adapter.ready_passes()) + list(adapter.ready_states())
         assert one in ready, f"{seq} is not ready"
         if not one.is_final:
-            one.fail(ERROR) if seq in fail else one.succeed(1)
+            one.fail(ERROR) if seq in fail else one.succeed(1, Usage())
             one.commit()
         adapter.applied(one)
     adapter.advance()

@@ -155,7 +155,7 @@ def test_withdrawing_an_operation_gives_up_a_copy_that_may_have_seen_it_and_no_o
     if seen != "not":
         adapter.start(two)
     if seen == "applied":
-        two.succeed(1)
+        two.succeed(1, Usage())
         adapter.applied(two)
         adapter.advance()
     adapter.withdraw(two)

@@ -11,8 +11,9 @@ from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.admission import Admission, Request
 from coordinator.operations.in_flight import InFlightTable
-from coordinator.operations.operation import Kind, Operation
+from coordinator.operations.operation import Kind, Operation, Usage
 from coordinator.operations.registry import AdapterGroup, AdapterRegistry
+from coordinator.operations.samples import FinishedSamples
 from coordinator.payloads.passes import Chunk, decoded_pass
 from coordinator.storage.store import Store
 from tests.support.adapter_logs import adapter_with
@@ -27,7 +28,7 @@ class Desk:
     """An admission and one adapter."""
 
     store: Store
-    in_flight: InFlightTable = field(default_factory=InFlightTable)
+    in_flight: InFlightTable = field(default_factory=lambda: InFlightTable(FinishedSamples(epoch=1)))
     adapter: AdapterLog = field(default_factory=adapter_with)
 
     def __post_init__(self) -> None:
@@ -214,7 +215,7 @@ async def test_a_full_adapter_log_refuses_with_a_delay_and_consumes_nothing(desk
     assert desk.adapter.next_seq == 9
     assert seqs(await desk.submit(step(), seq=8)) == [8], "a repeat needs no room"
     one = desk.adapter.operations[1]
-    one.succeed(1)
+    one.succeed(1, Usage())
     desk.in_flight.finish(one)
     assert seqs(await desk.submit(step(), seq=9)) == [9]
 

@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.operations import in_flight
 from coordinator.operations.in_flight import InFlightTable
-from coordinator.operations.operation import Kind, Operation
+from coordinator.operations.operation import Kind, Operation, Usage
 from coordinator.operations.samples import FinishedSamples
 from coordinator.payloads.passes import decoded_pass
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -20,7 +20,7 @@ def operation(seq: int, request_id: str = "", tenant: str = "t", kind: Kind = Ki
 
 
 def finish(table: InFlightTable, one: Operation) -> None:
-    one.succeed(1)
+    one.succeed(1, Usage())
     table.finish(one)
 
 
@@ -33,7 +33,7 @@ async def names_of(wait: AsyncIterator[ops_pb.Operation]) -> list[str]:
 
 
 async def test_each_is_delivered_once_the_finished_first_then_in_order_of_finishing() -> None:
-    table, ones = InFlightTable(), [operation(seq) for seq in (1, 2, 3)]
+    table, ones = InFlightTable(FinishedSamples(epoch=1)), [operation(seq) for seq in (1, 2, 3)]
     for one in ones:
         table.add(one)
     waiting = asyncio.create_task(names_of(table.wait(["a:3", "a:1", "a:9", "a:2", "a:1"], stored)))
@@ -44,7 +44,7 @@ async def test_each_is_delivered_once_the_finished_first_then_in_order_of_finish
 
 
 async def test_two_waits_both_get_the_outcome_and_nothing_is_kept() -> None:
-    table, one = InFlightTable(), operation(1, "r")
+    table, one = InFlightTable(FinishedSamples(epoch=1)), operation(1, "r")
     table.add(one)
     waits = [asyncio.create_task(names_of(table.wait(["a:1"], stored))) for _ in range(2)]
     await asyncio.sleep(0)
@@ -56,7 +56,7 @@ async def test_two_waits_both_get_the_outcome_and_nothing_is_kept() -> None:
 
 
 async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
-    table = InFlightTable()
+    table = InFlightTable(FinishedSamples(epoch=1))
     table.add(operation(1))
     waiting = asyncio.create_task(names_of(table.wait(["a:1"], stored)))
     await asyncio.sleep(0)
@@ -67,7 +67,7 @@ async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
 
 
 async def test_closing_ends_every_wait_also_one_that_begins_later() -> None:
-    table = InFlightTable()
+    table = InFlightTable(FinishedSamples(epoch=1))
     table.add(operation(1))
     waiting = asyncio.create_task(names_of(table.wait(["a:1"], stored)))
     await asyncio.sleep(0)
@@ -77,7 +77,7 @@ async def test_closing_ends_every_wait_also_one_that_begins_later() -> None:
 
 
 async def test_finished_ones_are_read_one_by_one_as_they_are_taken() -> None:
-    table, read = InFlightTable(), []
+    table, read = InFlightTable(FinishedSamples(epoch=1)), []
 
     def reading(name: str) -> ops_pb.Operation:
         read.append(name)
@@ -90,7 +90,7 @@ async def test_finished_ones_are_read_one_by_one_as_they_are_taken() -> None:
 
 
 def test_operations_in_flight_and_their_bytes_are_counted_by_owner() -> None:
-    table = InFlightTable()
+    table = InFlightTable(FinishedSamples(epoch=1))
     ones = [operation(1), operation(2), operation(3, tenant="u")]
     for one in ones:
         table.add(one)
@@ -102,7 +102,7 @@ def test_operations_in_flight_and_their_bytes_are_counted_by_owner() -> None:
 
 @pytest.mark.parametrize("is_finished", [True, False])
 def test_a_request_id_leads_to_its_operation_in_flight(is_finished: bool) -> None:
-    table, one = InFlightTable(), operation(1, "r")
+    table, one = InFlightTable(FinishedSamples(epoch=1)), operation(1, "r")
     table.add(one)
     assert table.of_request("a", "r") is one
     assert table.of_request("b", "r") is None
@@ -113,7 +113,7 @@ def test_a_request_id_leads_to_its_operation_in_flight(is_finished: bool) -> Non
 def test_decoded_payloads_take_no_more_memory_than_allowed_and_give_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = decoded_pass("cross_entropy", {}, [])
     monkeypatch.setattr(in_flight, "DECODED_BYTES_MAX", 2 * decoded.num_bytes)  # the real bound is 256 MiB
-    table, ones = InFlightTable(), [operation(seq) for seq in range(1, 6)]
+    table, ones = InFlightTable(FinishedSamples(epoch=1)), [operation(seq) for seq in range(1, 6)]
     for one in ones:
         table.add(one)
         table.keep_decoded(one, decoded)

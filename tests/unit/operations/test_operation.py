@@ -23,7 +23,7 @@ TRANSITIONS: dict[
     "accept": (Operation.accept, {A}, set(OutcomeState), D, None),
     "withdraw": (Operation.withdraw, {A}, set(OutcomeState), W, None),
     "begin_deciding": (Operation.begin_deciding, set(Acceptance), {UNDECIDED}, None, DECIDING),
-    "succeed": (lambda one: one.succeed(1), set(Acceptance), {UNDECIDED, DECIDING}, None, DECIDED),
+    "succeed": (lambda one: one.succeed(1, Usage()), set(Acceptance), {UNDECIDED, DECIDING}, None, DECIDED),
     "fail": (lambda one: one.fail(ERROR), set(Acceptance), {UNDECIDED, DECIDING}, None, DECIDED),
     "undecide": (Operation.undecide, set(Acceptance), {DECIDED}, None, UNDECIDED),
     "commit": (Operation.commit, {D}, {DECIDED}, None, COMMITTED),

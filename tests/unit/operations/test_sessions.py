@@ -70,16 +70,16 @@ async def test_an_ended_session_is_not_added_again_and_a_live_one_with_its_numbe
     for session_id in ("ended", "live"):
         table.add(session_id)
     assert table.get("ended") is None
-    assert table.take_sampler_index("live", "op") == 5
+    assert table.take_sampler_index("live", "op", None) == 5
 
 
 async def test_adding_a_session_again_changes_nothing(store: Store) -> None:
     await add_row(store, "s")
     table = SessionTable(store, FakeTime())
     table.add("s")
-    assert table.take_sampler_index("s", "op") == 0
+    assert table.take_sampler_index("s", "op", None) == 0
     table.add("s")
-    assert table.take_sampler_index("s", "op") == 1
+    assert table.take_sampler_index("s", "op", None) == 1
 
 
 async def test_a_number_that_is_asked_for_is_given_to_one_operation_only(store: Store) -> None:
@@ -94,7 +94,7 @@ async def test_a_number_that_is_asked_for_is_given_to_one_operation_only(store: 
             table.take_sampler_index("s", operation, taken)
         assert raised.value.reason == "SAMPLER_EXISTS"
     assert table.take_sampler_index("s", "op3", 1) == 1
-    assert table.take_sampler_index("s", "op4") == 8
+    assert table.take_sampler_index("s", "op4", None) == 8
 
 
 async def test_downtime_ages_no_session_and_its_numbering_goes_on(store: Store) -> None:
@@ -107,11 +107,11 @@ async def test_downtime_ages_no_session_and_its_numbering_goes_on(store: Store) 
     table.load()
     assert table.expired(1) == []
     assert table.get("ended") is None
-    assert [table.take_sampler_index("live", f"op{i}") for i in range(2)] == [12, 13]
+    assert [table.take_sampler_index("live", f"op{i}", None) for i in range(2)] == [12, 13]
 
 
 async def test_an_ended_session_gets_no_more_samplers(store: Store) -> None:
     table = SessionTable(store, FakeTime())
     with pytest.raises(ServiceError) as raised:
-        table.take_sampler_index("gone", "op")
+        table.take_sampler_index("gone", "op", None)
     assert raised.value.reason == "SESSION_ENDED"

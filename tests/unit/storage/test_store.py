@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.storage.cycles import CycleCommit
+from coordinator.storage.cycles import CycleCommit, StagedStates
 from coordinator.storage.database import ConflictError
 from coordinator.storage.rows import CheckpointRow, DecidedOperation, NewOperation, SamplerRow, SnapshotRow
 from coordinator.storage.store import Store
@@ -90,7 +90,7 @@ async def test_a_row_is_read_as_it_was_written(store: Store) -> None:
     row = checkpoint_row("p", 5)
     sampler = sampler_row("s:sample:0", "s", 12)
     await add_adapter(store)
-    await store.cycles.commit(CycleCommit(checkpoints=[row], samplers=[sampler]))
+    await store.cycles.commit(CycleCommit(states=StagedStates(checkpoints=[row], samplers=[sampler])))
     assert store.checkpoints.by_path("p") == row
     assert store.samplers.get("s:sample:0") == sampler
     assert store.adapters.get(ADAPTER) == adapter_row(ADAPTER, "s")
@@ -159,14 +159,14 @@ async def test_an_outcome_of_a_withdrawn_append_does_not_finish_the_operation_th
 async def test_nothing_is_stored_that_holds_the_effect_of_an_operation_that_was_not_logged(
     store: Store, tmp_path: Path
 ) -> None:
-    states: dict[str, Any] = {
-        "snapshots": [snapshot(1, "a")],
-        "checkpoints": [checkpoint_row("p", 2, "a")],
-        "samplers": [sampler_row("s:sample:0", "s", 2, "a")],
-    }
-    assert await store.cycles.commit(CycleCommit(finished=[decided(1)], **states)) == {"a"}
+    states = StagedStates(
+        snapshots=[snapshot(1, "a")],
+        checkpoints=[checkpoint_row("p", 2, "a")],
+        samplers=[sampler_row("s:sample:0", "s", 2, "a")],
+    )
+    assert await store.cycles.commit(CycleCommit(finished=[decided(1)], states=states)) == {"a"}
     await store.operations.append([operation(1, append_id=7), operation(2, append_id=3)])
-    other_append = CycleCommit(finished=[decided(1, append_id=2), decided(2, append_id=3)], **states)
+    other_append = CycleCommit(finished=[decided(1, append_id=2), decided(2, append_id=3)], states=states)
     assert await store.cycles.commit(other_append) == {"a"}
     for table in ("snapshots", "checkpoints", "samplers", "usage"):
         assert query(tmp_path / "log.db", f"SELECT * FROM {table}") == []
@@ -186,7 +186,7 @@ async def test_a_deletion_decides_logged_operations_only(store: Store) -> None:
 async def test_a_snapshot_drops_the_payloads_that_it_covers_and_no_others(store: Store) -> None:
     await store.operations.append([operation(seq) for seq in (1, 2, 3, 4)])
     finished = [decided(seq) for seq in (1, 2, 4)]
-    await store.cycles.commit(CycleCommit(finished=finished, snapshots=[snapshot(3, "a")]))
+    await store.cycles.commit(CycleCommit(finished=finished, states=StagedStates(snapshots=[snapshot(3, "a")])))
     assert [payload for _, payload in store.operations.since("a", 0)] == [None, None, b"payload", b"payload"]
 
 
@@ -196,7 +196,7 @@ async def test_no_snapshot_cuts_the_log_at_weights_without_a_file_until_they_hav
     await add_adapter(store)
     await store.sessions.insert(session_row("t"))
     rows = [sampler_row("s:sample:0", "s", 12), sampler_row("s:sample:1", "t", 9)]
-    await store.cycles.commit(CycleCommit(samplers=rows))
+    await store.cycles.commit(CycleCommit(states=StagedStates(samplers=rows)))
     for seq in (9, 12, 100):
         with pytest.raises(ConflictError, match="no file"):
             await store.snapshots.commit(snapshot(seq))
@@ -204,7 +204,7 @@ async def test_no_snapshot_cuts_the_log_at_weights_without_a_file_until_they_hav
     await store.sessions.end("t", 1.0)
     assert await store.snapshots.commit(snapshot(11)) == "f8"
     with pytest.raises(ConflictError, match="no file"):
-        await store.cycles.commit(CycleCommit(snapshots=[snapshot(13)]))
+        await store.cycles.commit(CycleCommit(states=StagedStates(snapshots=[snapshot(13)])))
     assert [row.sampler_id for row in store.samplers.unwritten()] == ["s:sample:0"]
     assert await store.samplers.commit_file("s:sample:0", "weights", "y") == 1
     assert await store.samplers.commit_file("s:sample:0", "others", "z") == 0
@@ -215,7 +215,9 @@ async def test_no_snapshot_cuts_the_log_at_a_checkpoint_without_a_file_until_it_
     store: Store,
 ) -> None:
     await add_adapter(store)
-    await store.cycles.commit(CycleCommit(checkpoints=[checkpoint_row("p", 5), checkpoint_row("q", 9)]))
+    await store.cycles.commit(
+        CycleCommit(states=StagedStates(checkpoints=[checkpoint_row("p", 5), checkpoint_row("q", 9)]))
+    )
     assert [row.path for row in store.checkpoints.unwritten()] == ["p", "q"]
     assert await store.snapshots.commit(snapshot(4)) == "f0"
     for seq in (5, 9, 100):
@@ -245,7 +247,9 @@ async def test_an_adapter_and_what_it_starts_from_are_created_together(store: St
 async def test_another_tenants_rows_look_absent(store: Store) -> None:
     await add_adapter(store)
     await store.cycles.commit(
-        CycleCommit(checkpoints=[checkpoint_row("p", 5)], samplers=[sampler_row("s:sample:0", "s", 12)])
+        CycleCommit(
+            states=StagedStates(checkpoints=[checkpoint_row("p", 5)], samplers=[sampler_row("s:sample:0", "s", 12)])
+        )
     )
     for tenant_id, is_there in (("t", True), ("u", False)):
         assert (store.sessions.of_tenant(tenant_id, "s") is not None) == is_there
