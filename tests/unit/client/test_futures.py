@@ -4,7 +4,6 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -107,26 +106,6 @@ def test_work_starts_in_the_order_of_submission() -> None:
     for future in [futures.start(shared_loop(), note(i)) for i in range(200)]:
         future.result()
     assert order == list(range(200))
-
-
-async def numbers(count: int) -> AsyncGenerator[int, None]:
-    for i in range(count):
-        await asyncio.sleep(0)
-        yield i
-    if count == 2:
-        raise KeyError
-
-
-def stream(count: int) -> futures.BackgroundStream[int]:
-    return futures.BackgroundStream(shared_loop(), lambda: numbers(count))
-
-
-def test_streams_are_read_by_threads() -> None:
-    assert list(stream(3)) == [0, 1, 2]
-    items = stream(2)
-    assert [next(items), next(items)] == [0, 1]
-    with pytest.raises(KeyError):
-        next(items)
 
 
 def test_a_loop_that_has_ended_refuses_work_and_ends_what_ran() -> None:

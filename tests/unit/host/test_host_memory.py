@@ -75,13 +75,6 @@ def test_a_group_beyond_its_limit_leaves_nothing(tmp_path: Path) -> None:
     assert free_host_bytes(tmp_path) == 0
 
 
-def test_files_are_read_as_they_are_now(tmp_path: Path) -> None:
-    write(machine(tmp_path, "0::/box"), group("box", 4 * GIB, GIB))
-    assert free_host_bytes(tmp_path) == 3 * GIB
-    write(tmp_path, group("box", 4 * GIB, 2 * GIB))
-    assert free_host_bytes(tmp_path) == 2 * GIB
-
-
 @pytest.mark.parametrize(
     ("free", "kept", "counted"), [(5, 1, 6), (7, 3, PLENTY_BYTES // GIB), (8, 3, 8), (100, 3, 100)]
 )
