@@ -120,37 +120,6 @@ class CheckpointUseCases(UseCases):
             raise storage_error(error) from None
 
 
-async def _read(pieces: Iterator[bytes], path: str) -> AsyncIterator[bytes]:
-    """Yield pieces of files, each read on a thread."""
-    try:
-        while piece := await asyncio.to_thread(next, pieces, b""):
-            yield piece
-    except OSError as error:
-        raise ServiceError(
-            Code.ABORTED,
-            "CHECKPOINT_GONE",
-            f"{path} was deleted during the download, or cannot be read: {error.strerror}",
-        ) from None
-
-
-def _message(row: CheckpointRow) -> pb.Checkpoint:
-    return pb.Checkpoint(
-        path=row.path,
-        adapter_id=row.adapter_id,
-        kind=_KINDS[row.kind],
-        size_bytes=row.size_bytes,
-        sha256=row.sha256,
-        create_time=timestamp(row.created_at),
-        seq=row.seq,
-        base_model=row.base_model,
-        rank=row.rank,
-        user_metadata=metadata_of(row),
-        fingerprint=row.fingerprint,
-        is_public=row.is_public,
-        expire_time=timestamp(row.expires_at) if row.expires_at is not None else None,
-    )
-
-
 class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, CheckpointUseCases, OperationUseCases):
     """CopyCheckpoint of CheckpointService, which combines use cases of several services."""
 
@@ -212,3 +181,34 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
                 raise ServiceError(Code(saving.error.code), saving.error.reason, saving.error.message)
             path = saving.save_state.path or saving.save_weights_for_sampler.path
         return path
+
+
+async def _read(pieces: Iterator[bytes], path: str) -> AsyncIterator[bytes]:
+    """Yield pieces of files, each read on a thread."""
+    try:
+        while piece := await asyncio.to_thread(next, pieces, b""):
+            yield piece
+    except OSError as error:
+        raise ServiceError(
+            Code.ABORTED,
+            "CHECKPOINT_GONE",
+            f"{path} was deleted during the download, or cannot be read: {error.strerror}",
+        ) from None
+
+
+def _message(row: CheckpointRow) -> pb.Checkpoint:
+    return pb.Checkpoint(
+        path=row.path,
+        adapter_id=row.adapter_id,
+        kind=_KINDS[row.kind],
+        size_bytes=row.size_bytes,
+        sha256=row.sha256,
+        create_time=timestamp(row.created_at),
+        seq=row.seq,
+        base_model=row.base_model,
+        rank=row.rank,
+        user_metadata=metadata_of(row),
+        fingerprint=row.fingerprint,
+        is_public=row.is_public,
+        expire_time=timestamp(row.expires_at) if row.expires_at is not None else None,
+    )

@@ -99,6 +99,53 @@ async def listing(call: Call) -> list[dict[str, Any]]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """A sampler and its session."""
+
+    session_id: str
+    sampler_id: str
+
+
+class Samplers:
+    """The door's session of each tenant, cached; the service has them all."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, str] = {}
+        """Session id by tenant."""
+        self._finding = asyncio.Lock()
+
+    async def of(self, call: Call, weights: Weights) -> Sampler:
+        """Return the tenant's sampler of these weights, created if needed. Raises ServiceError."""
+        session_id = await self._session(call)
+        try:
+            return await _create(call, session_id, weights)
+        except ServiceError as error:
+            if error.reason != "SESSION_ENDED":
+                raise
+        # The cached session expired, or its tenant finished it.
+        self._sessions.pop(call.principal.tenant_id, None)
+        return await _create(call, await self._session(call), weights)
+
+    async def _session(self, call: Call) -> str:
+        tenant_id = call.principal.tenant_id
+        async with self._finding:
+            if tenant_id not in self._sessions:
+                self._sessions[tenant_id] = await _live_session(call) or await _new_session(call)
+            return self._sessions[tenant_id]
+
+
+@contextlib.asynccontextmanager
+async def kept_alive(call: Call, session_id: str) -> AsyncIterator[None]:
+    """Send heartbeats for the session while the block runs."""
+    beating = asyncio.create_task(_beat(call, session_id))
+    try:
+        yield
+    finally:
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+
+
 async def _base_models(call: Call) -> dict[str, sessions_pb2.BaseModel]:
     capabilities = await call.service.get_capabilities(call.principal, sessions_pb2.GetCapabilitiesRequest())
     return {model.name: model for model in capabilities.base_models}
@@ -158,53 +205,6 @@ def _fine_tuned(
         "root": model.name,
         "max_model_len": model.max_sequence_tokens,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Sampler:
-    """A sampler and its session."""
-
-    session_id: str
-    sampler_id: str
-
-
-class Samplers:
-    """The door's session of each tenant, cached; the service has them all."""
-
-    def __init__(self) -> None:
-        self._sessions: dict[str, str] = {}
-        """Session id by tenant."""
-        self._finding = asyncio.Lock()
-
-    async def of(self, call: Call, weights: Weights) -> Sampler:
-        """Return the tenant's sampler of these weights, created if needed. Raises ServiceError."""
-        session_id = await self._session(call)
-        try:
-            return await _create(call, session_id, weights)
-        except ServiceError as error:
-            if error.reason != "SESSION_ENDED":
-                raise
-        # The cached session expired, or its tenant finished it.
-        self._sessions.pop(call.principal.tenant_id, None)
-        return await _create(call, await self._session(call), weights)
-
-    async def _session(self, call: Call) -> str:
-        tenant_id = call.principal.tenant_id
-        async with self._finding:
-            if tenant_id not in self._sessions:
-                self._sessions[tenant_id] = await _live_session(call) or await _new_session(call)
-            return self._sessions[tenant_id]
-
-
-@contextlib.asynccontextmanager
-async def kept_alive(call: Call, session_id: str) -> AsyncIterator[None]:
-    """Send heartbeats for the session while the block runs."""
-    beating = asyncio.create_task(_beat(call, session_id))
-    try:
-        yield
-    finally:
-        beating.cancel()
-        await asyncio.gather(beating, return_exceptions=True)
 
 
 async def _beat(call: Call, session_id: str) -> None:
