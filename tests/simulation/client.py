@@ -133,8 +133,6 @@ class Client:
         while is_last and any(each.num_fetches < FETCHES for each in self._all()):
             await self._fetch_all([each for each in self._all() if each.num_fetches < FETCHES])
 
-    # ---- the way of a request
-
     async def _set_up(self) -> None:
         service = self._coordinator.service
         if self._principal is None:
@@ -245,8 +243,6 @@ class Client:
         else:
             raise Broken(f"other contents for {sent.names} were accepted")
 
-    # ---- results
-
     async def _fetch(self, sent: Sent) -> None:
         await self._travel()
         if sent.method == "sample" and self._random.random() < 0.3:
@@ -324,8 +320,6 @@ class Client:
             sent.num_fetches += 1
             self._change()
 
-    # ---- samples
-
     def _note_unwritten(self, sent: Sent) -> None:
         """Note that a sample is there before all the weights that its adapter has published are in files."""
         is_unwritten = self._coordinator.core.states.publishing.is_unwritten(self.adapter_id)
@@ -354,8 +348,6 @@ class Client:
         service = self._coordinator.service
         response = await self._until_answered(lambda: service.create_sampler(self.principal, request))
         return str(response.sampler.sampler_id)
-
-    # ---- parts
 
     def _all(self) -> list[Sent]:
         return [*self.sent.values(), *self.samples.values()]

@@ -126,8 +126,6 @@ class History:
                 close_quietly(connection)
             self._vfs.unregister()
 
-    # ---- a life
-
     def _live(self) -> None:
         world = self.world
         world.trace(f"a life begins, to end by {self._ending}")
@@ -231,8 +229,6 @@ class History:
         """Whether something was done to this life that it need not survive."""
         return self._must_end_at is not None or self._has_file_failed
 
-    # ---- what is done to it
-
     def _arm(self) -> None:
         for point in COORDINATOR_POINTS:
             failpoints.arm(point, lambda point=point: self._at(point))  # type: ignore[misc]
@@ -295,8 +291,6 @@ class History:
             await asyncio.sleep(self._random.expovariate(1))
             self.world.wall_offset = self._random.uniform(-DAY_S, DAY_S)
             self.world.fault("wall clock set", f"to {self.world.wall_offset:+.0f} s")
-
-    # ---- parts
 
     def _take_lock(self, path: Path) -> DataDirLock:
         self._lock = DataDirLock(path)

@@ -249,8 +249,6 @@ class SimPoolFront:
         self._pool.new_life(worker_id)
         return next(worker for worker in self.workers() if worker.worker_id == worker_id)
 
-    # ---- a batch's way
-
     async def _run(self, life: _Life, batch: Batch) -> BatchResult:
         kind = "" if self._is_spared(life) else self._draw()
         if kind == "pause before":
@@ -336,8 +334,6 @@ class SimPoolFront:
         codes = {each.error and each.error.code for each in result.results}
         assert result.epoch == batch.epoch or codes <= {ErrorCode.OUT_OF_ORDER}, "a worker obeys a dead coordinator"
 
-    # ---- samples
-
     def _decode(self, life: _Life) -> None:
         if not life.is_decoding and not life.is_dead and life.engine.can_decode():
             life.is_decoding = True
@@ -357,8 +353,6 @@ class SimPoolFront:
             return
         finally:
             life.is_decoding = False
-
-    # ---- parts
 
     def _life(self, worker_id: str) -> _Life:
         life = self._lives.get(worker_id)

@@ -90,9 +90,3 @@ def test_a_seed_gives_the_same_history_in_every_process() -> None:
     assert first.returncode == 0, first.stdout + first.stderr
     assert first.stdout == second.stdout
     assert first.stdout.count("\n") > 50
-
-
-def test_the_program_explains_itself() -> None:
-    ended = simulate("--help")
-    assert ended.returncode == 0
-    assert "--seed 1234 --verbose" in ended.stdout

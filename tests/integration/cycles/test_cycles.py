@@ -84,22 +84,6 @@ async def test_a_large_request_streams_over_cycles_and_its_step_goes_with_the_la
     assert small_one.cycle_id < forward_backward.cycle_id == step.cycle_id
 
 
-async def test_two_workers_are_in_one_cycle(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, num_workers=2, seconds_per_batch=0.02) as pool:
-        adapters = [await pool.adapter(t) for t in ("alice", "bob", "carol")]
-        names = await asyncio.gather(
-            *(
-                pool.forward_backward(a, s, 5, tenant=t)
-                for a, t in zip(adapters, ("alice", "bob", "carol"), strict=True)
-                for s in (1, 2)
-            )
-        )
-        for name, tenant in zip(names, ("alice", "alice", "bob", "bob", "carol", "carol"), strict=True):
-            await pool.wait(name, tenant=tenant)
-        cycles = list(pool.core.journal.recent)
-    assert any(len({entry.worker_id for entry in cycle.entries}) == 2 for cycle in cycles)
-
-
 async def test_a_restart_completes_what_was_acknowledged_and_rebuilds_the_same_state(tmp_path: Path) -> None:
     """Stopped in the middle of gradient windows: the final chain is that of an undisturbed engine."""
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""What a review feared: crashes, lost workers and failing appends at the worst moments. The final hash tells."""
+"""Failures at bad moments: windows that failed, lost answers, dropped results, and what must not stay in memory."""
 
 import asyncio
 from pathlib import Path

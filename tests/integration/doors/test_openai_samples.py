@@ -75,27 +75,14 @@ def outcome_of(pool: RestartablePool) -> ops_pb.Operation:
     return ops_pb.Operation.FromString(row["outcome"] or b"")
 
 
-def save(pool: RestartablePool, name: str, adapter: str, seq: int, *, is_state: bool = False) -> str:
-    """Save an adapter's weights for sampling or its state under a name; return the path."""
-
-    async def saved() -> str:
-        await pool.pool.take_over("alice")
-        if is_state:
-            return (await pool.pool.save(adapter, seq, name)).save_state.path
-        return (await pool.pool.publish(adapter, seq, name)).save_weights_for_sampler.path
-
-    path: str = call(pool, saved())
-    return path
-
-
-async def new_adapter(pool: RestartablePool) -> str:
-    await pool.pool.take_over("alice")
-    return await pool.pool.adapter()
+def save(pool: RestartablePool, name: str, adapter: str, seq: int) -> str:
+    """Save an adapter's weights for sampling under a name; return the path."""
+    saved: ops_pb.Operation = call(pool, pool.pool.publish(adapter, seq, name))
+    return saved.save_weights_for_sampler.path
 
 
 def test_many_requests_share_one_session_and_a_sampler_for_each_model(pool: RestartablePool) -> None:
-    pool.key()
-    adapter = call(pool, new_adapter(pool))
+    adapter = call(pool, pool.pool.adapter())
     paths = [save(pool, name, adapter, seq) for seq, name in enumerate(("a", "b"), start=1)]
     with client_of(pool) as client, ThreadPoolExecutor(16) as threads:
         answers = list(
@@ -111,23 +98,24 @@ def test_many_requests_share_one_session_and_a_sampler_for_each_model(pool: Rest
 
 
 def test_an_adapters_name_stands_for_its_newest_saved_weights(pool: RestartablePool) -> None:
-    pool.key()
-    adapter = call(pool, new_adapter(pool))
+    adapter = call(pool, pool.pool.adapter())
     with client_of(pool) as client:
         with pytest.raises(openai.BadRequestError, match="save_weights_for_sampler") as refused:
             client.completions.create(model=adapter, prompt="w1", max_tokens=1)
         assert refused.value.code == "no_saved_weights"
         path = ""
         for seq, name in enumerate(("a", "b", "c", "d"), start=1):
-            path = save(pool, name, adapter, seq, is_state=name in "bc")
+            if name in "bc":
+                path = call(pool, pool.pool.save(adapter, seq, name)).save_state.path
+            else:
+                path = save(pool, name, adapter, seq)
             assert client.completions.create(model=adapter, prompt="w1", max_tokens=1).model == path
         assert [model.id for model in client.models.list()][:2] == ["toy", adapter]
         assert client.models.retrieve(path).id == path
 
 
 def test_deleted_overwritten_and_foreign_checkpoints_are_never_sampled_from(pool: RestartablePool) -> None:
-    pool.key()
-    adapter = call(pool, new_adapter(pool))
+    adapter = call(pool, pool.pool.adapter())
     path = save(pool, "a", adapter, 1)
 
     def sampled(client: openai.OpenAI) -> str:

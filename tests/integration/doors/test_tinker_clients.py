@@ -29,13 +29,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartablePool]:
 
 
 @pytest.fixture
-def wired(pool: RestartablePool) -> Iterator[Wire]:
-    wired = Wire(pool.http_url, pool.key())
-    yield wired
-    wired.close()
-
-
-@pytest.fixture
 def sampler_id(wired: Wire) -> str:
     asked = {"session_id": wired.session(), "sampling_session_seq_id": 0, "base_model": "toy"}
     return str(wired.ok("/create_sampling_session", asked)["sampling_session_id"])

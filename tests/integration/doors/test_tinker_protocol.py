@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartablePool]:
     data_dir = tmp_path_factory.mktemp("pool") / "data"
     with restartable_pool(data_dir, poll_s=POLL_S, message_bytes_max=LIMITS.message_bytes_max, limits=LIMITS) as pool:
         yield pool
-
-
-@pytest.fixture
-def wired(pool: RestartablePool) -> Iterator[Wire]:
-    wired = Wire(pool.http_url, pool.key())
-    yield wired
-    wired.close()
 
 
 @pytest.fixture
@@ -324,14 +317,13 @@ def test_a_finished_session_ends_the_heartbeats(wired: Wire) -> None:
     ],
 )
 def test_another_tenants_session_is_forbidden(
-    pool: RestartablePool, wired: Wire, path: str, body: dict[str, Any]
+    wire: Callable[[str], Wire], wired: Wire, path: str, body: dict[str, Any]
 ) -> None:
-    stranger = Wire(pool.http_url, pool.key("mallory"))
+    stranger = wire("mallory")
     for session in (stranger.session(), "nobody"):
         response = wired.post(path, {**body, "session_id": session})
         assert response.status_code == 403
         assert f"no session {session!r}" in response.json()["detail"]
-    stranger.close()
 
 
 @pytest.mark.slow

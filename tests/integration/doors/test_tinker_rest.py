@@ -6,7 +6,7 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,9 @@ def test_runs_and_sessions_are_listed_with_their_contents(rest: tinker.RestClien
 
 
 def test_a_page_of_runs_takes_as_many_queries_as_one_run(
-    pool: RestartablePool, monkeypatch: pytest.MonkeyPatch
+    pool: RestartablePool, wire: Callable[[str], Wire], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wired = Wire(pool.http_url, pool.key("carol"))
+    wired = wire("carol")
     session = wired.session()
     database = pool.pool.store.database
     queries: list[str] = []
@@ -93,11 +93,10 @@ def test_a_page_of_runs_takes_as_many_queries_as_one_run(
         assert (len(page["training_runs"]), page["cursor"]["limit"]) == (index + 1, RUNS_MAX)
         counts.append(len(queries))
     assert counts[0] == counts[-1]
-    wired.close()
 
 
 def test_a_page_with_much_metadata_is_parsed_on_a_thread(
-    pool: RestartablePool, client: Any, monkeypatch: pytest.MonkeyPatch
+    pool: RestartablePool, wired: Wire, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = []
     message = checkpoints._message
@@ -109,22 +108,21 @@ def test_a_page_with_much_metadata_is_parsed_on_a_thread(
     client.save_state("noted", user_metadata={"note": "x" * 100}).result(WAIT_S)
     monkeypatch.setattr(checkpoints, "_message", recorded)
     monkeypatch.setattr(checkpoints, "_INLINE_BYTES_MAX", 100)
-    wired = Wire(pool.http_url, pool.key())
     [listed] = wired.get(f"/training_runs/{client.model_id}/checkpoints").json()["checkpoints"]
     assert listed["user_metadata"] == {"note": "x" * 100}
     assert threads
     assert pool.thread not in threads
-    wired.close()
 
 
-def test_all_live_sessions_are_listed_a_few_at_a_time(pool: RestartablePool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_live_sessions_are_listed_a_few_at_a_time(
+    wire: Callable[[str], Wire], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sessions, "_SESSIONS_AT_ONCE", 2)
-    wired = Wire(pool.http_url, pool.key("erin"))
+    wired = wire("erin")
     ids = [wired.session() for _ in range(5)][::-1]
     listed = {limit: wired.get(f"/sessions?limit={limit}").json()["sessions"] for limit in (0, 3, 4, 100)}
     assert listed == {0: [], 3: ids[:3], 4: ids[:4], 100: ids}
     assert wired.get("/sessions?limit=2&offset=3").json()["sessions"] == ids[3:]
-    wired.close()
 
 
 def test_pages_have_the_requested_size_and_the_total(rest: tinker.RestClient, client: Any) -> None:
@@ -184,7 +182,7 @@ def test_a_published_checkpoint_is_readable_by_all_and_changed_by_its_owner_alon
 
 
 def test_a_checkpoint_is_copied_once_into_a_new_run(
-    pool: RestartablePool, rest: tinker.RestClient, service: tinker.ServiceClient, client: Any
+    wired: Wire, rest: tinker.RestClient, service: tinker.ServiceClient, client: Any
 ) -> None:
     project = "the SDK wants one, and this pool has none"
     path = client.save_state("origin", user_metadata={"a": "b"}).result(WAIT_S).path
@@ -195,7 +193,6 @@ def test_a_checkpoint_is_copied_once_into_a_new_run(
     assert len({path, *copies}) == 3
     session = client.model_id.rsplit(":", 2)[0]
     into_session = {"source_path": path, "session_id": session, "model_seq_id": 7}
-    wired = Wire(pool.http_url, pool.key())
     again = {wired.ok("/copy_weights", into_session)["tinker_path"] for _ in range(2)}
     assert again == {f"tinker://{session}:train:7/weights/origin"}
     rest.delete_checkpoint_from_tinker_path(path).result(WAIT_S)
@@ -208,7 +205,6 @@ def test_a_checkpoint_is_copied_once_into_a_new_run(
     keys = {"x-idempotency-key": "one"}
     again = {wired.post("/copy_weights", {"source_path": copies[0]}, **keys).json()["tinker_path"] for _ in range(2)}
     assert len(again) == 1
-    wired.close()
 
 
 def test_a_copy_has_the_kind_of_its_source(rest: tinker.RestClient, service: tinker.ServiceClient, client: Any) -> None:
@@ -224,9 +220,8 @@ def test_a_copy_has_the_kind_of_its_source(rest: tinker.RestClient, service: tin
     assert json.loads(read(signed.urls["adapter_config.json"]))["r"] == 8
 
 
-def test_a_refused_copy_leaves_nothing_behind(pool: RestartablePool, client: Any) -> None:
+def test_a_refused_copy_leaves_nothing_behind(wired: Wire, client: Any) -> None:
     path = client.save_state("once").result(WAIT_S).path
-    wired = Wire(pool.http_url, pool.key())
     session = wired.session()
     num_runs = wired.get("/training_runs").json()["cursor"]["total_count"]
     keys = {"x-idempotency-key": "copy"}
@@ -244,7 +239,6 @@ def test_a_refused_copy_leaves_nothing_behind(pool: RestartablePool, client: Any
     within = {"source_path": path, "session_id": session}
     again = {wired.post("/copy_weights", within, **keys).json()["tinker_path"] for _ in range(2)}
     assert again == {f"tinker://{session}:train:0/weights/once"}
-    wired.close()
 
 
 def test_weights_info_has_the_settings_of_a_new_model(rest: tinker.RestClient, client: Any) -> None:
@@ -266,7 +260,7 @@ def test_weights_info_of_a_foreign_public_checkpoint_names_its_trained_modules(
 
 
 def test_an_export_is_downloaded_file_by_file_and_a_url_is_valid_for_its_file_alone(
-    pool: RestartablePool, rest: tinker.RestClient, client: Any
+    wire: Callable[[str], Wire], rest: tinker.RestClient, client: Any
 ) -> None:
     path = client.save_weights_external("out", ttl_seconds=3600).result(WAIT_S).path
     assert path == f"tinker://{client.model_id}/external_weights/out"
@@ -285,11 +279,10 @@ def test_an_export_is_downloaded_file_by_file_and_a_url_is_valid_for_its_file_al
             read(wrong)
         assert raised.value.code == 403
         assert "request the checkpoint's URLs again" in raised.value.read().decode()
-    stranger = Wire(pool.http_url, pool.key("mallory"))
+    stranger = wire("mallory")
     run, kind, name = path.removeprefix("tinker://").split("/")
     response = stranger.get(f"/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
     assert response.status_code == 404
-    stranger.close()
 
 
 @pytest.mark.parametrize("name", ["publish", "ttl", "archive", "external_weights_urls"])

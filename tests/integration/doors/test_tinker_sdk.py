@@ -357,13 +357,11 @@ def test_images_and_sound_are_refused_with_a_reason(service: tinker.ServiceClien
         sampler.sample(image, 1, types.SamplingParams(max_tokens=1)).result(WAIT_S)
 
 
-def test_an_ended_session_accepts_nothing_more(pool: RestartablePool) -> None:
+def test_an_ended_session_accepts_nothing_more(pool: RestartablePool, wired: Wire) -> None:
     with sdk(pool.http_url, pool.key()) as service:
         client = service.create_lora_training_client("toy", rank=8).result(WAIT_S)
         client.forward([datum(1)], "cross_entropy").result(WAIT_S)
-        wired = Wire(pool.http_url, pool.key())
         wired.ok(f"/sessions/{client.model_id.rsplit(':', 2)[0]}/finish", {"reason": {"type": "success"}})
-        wired.close()
         with pytest.raises(tinker.PermissionDeniedError, match="has ended"):
             service.create_lora_training_client("toy", rank=8).result(WAIT_S)
         with pytest.raises(tinker.PermissionDeniedError, match="has ended"):
