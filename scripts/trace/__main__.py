@@ -64,9 +64,9 @@ def trace() -> list[RequestPath]:
         paths = []
         for door, open_requests in DOORS.items():
             with open_requests(pool) as requests:
-                for request in list(requests.values()) * NUM_WARM_UP:
-                    request()
                 for name, request in requests.items():
+                    for _ in range(NUM_WARM_UP):
+                        request()
                     paths.append(path_of(door, name, record_undisturbed(pool, request), background))
         return paths
 

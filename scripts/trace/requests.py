@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -32,18 +33,18 @@ def own_requests(pool: TracedPool) -> Iterator[Requests]:
 
 @contextlib.contextmanager
 def sdk_requests(pool: TracedPool) -> Iterator[Requests]:
-    """Do the same with the official SDK."""
+    """Do the same with the official SDK. Its sampling client begins with the first sample: from then on it polls."""
     with tinker.ServiceClient(base_url=pool.serving.http_url, api_key=f"tml-{pool.admin_key}") as sdk:
         training: Any = sdk.create_lora_training_client(pool.serving.models[0], rank=RANK).result()
-        sampling = training.save_weights_and_get_sampling_client().result()
-        yield {STEP: lambda: sdk_step(training), SAMPLE: lambda: sdk_sample(sampling)}
+        sampling = functools.cache(lambda: training.save_weights_and_get_sampling_client().result())
+        yield {STEP: lambda: sdk_step(training), SAMPLE: lambda: sdk_sample(sampling())}
 
 
 DOORS: Mapping[str, Callable[[TracedPool], contextlib.AbstractContextManager[Requests]]] = {
     "gRPC": own_requests,
     "HTTP": sdk_requests,
 }
-"""The requests through each door. Open one at a time: the SDK polls for samples as long as its client exists."""
+"""The requests through each door, in the order in which to send them. Open one door at a time: the SDK polls."""
 
 
 def own_sample(client: tinkerpool.SamplingClient) -> None:
