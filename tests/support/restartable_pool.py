@@ -51,24 +51,28 @@ class RestartablePool:
     def key(self, tenant: str = "alice") -> str:
         """A tenant's API key."""
         if tenant not in self._keys:
-            self._keys[tenant], _ = self._run(self.pool.coordinator.authenticator.create_key(tenant))
+            self._keys[tenant], _ = self.run(self.pool.coordinator.authenticator.create_key(tenant))
         return self._keys[tenant]
 
     def revoke(self, tenant: str) -> None:
         """Revoke a tenant's API key."""
-        self._run(self.pool.coordinator.authenticator.revoke_key(self._keys.pop(tenant).split("_")[1]))
+        self.run(self.pool.coordinator.authenticator.revoke_key(self._keys.pop(tenant).split("_")[1]))
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run on the pool's event loop; return the result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
     def release(self) -> None:
         """Go on after `pool.hold()`."""
-        self._run(self.pool.release())
+        self.run(self.pool.release())
 
     def start(self) -> None:
         """Start, or start again."""
-        self._run(self._start())
+        self.run(self._start())
 
     def stop(self) -> None:
         """Stop serving, then stop the coordinator."""
-        self._run(self._parts.aclose())
+        self.run(self._parts.aclose())
 
     def close(self) -> None:
         """End the thread."""
@@ -76,9 +80,6 @@ class RestartablePool:
         self._thread.join(10)
         assert not self._thread.is_alive()
         self._loop.close()
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
     async def _start(self) -> None:
         self._parts = AsyncExitStack()

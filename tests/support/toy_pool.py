@@ -8,7 +8,7 @@ import shutil
 import sqlite3
 import tarfile
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from coordinator.base.config import CoordinatorConfig
+from coordinator.base.errors import ServiceError
 from coordinator.base.time import Time
 from coordinator.coordinator import Coordinator
 from coordinator.operations.adapter_log import AdapterLog
@@ -356,6 +357,13 @@ class FakeTime:
                     future.set_result(None)
             for _ in range(5):
                 await asyncio.sleep(0)
+
+
+async def refusal(call: Awaitable[object]) -> ServiceError:
+    """Return the error of a call that the service refuses."""
+    with pytest.raises(ServiceError) as raised:
+        await call
+    return raised.value
 
 
 def fail_appends(monkeypatch: pytest.MonkeyPatch, store: Store, *seqs: int) -> None:

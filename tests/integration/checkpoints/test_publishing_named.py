@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.base.errors import Code, ServiceError
+from coordinator.base.errors import Code
 from tests.support.publishing import (
     ROUND,
     begin_to_publish,
@@ -23,7 +23,7 @@ from tests.support.publishing import (
     snapshot_seq,
     train,
 )
-from tests.support.toy_pool import ToyPool, running_pool
+from tests.support.toy_pool import ToyPool, refusal, running_pool
 from tests.support.waiting import until
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -104,9 +104,8 @@ async def test_until_it_is_made_again_after_a_crash_whoever_reads_it_is_told_to_
             await pool.take_over()
             refusals = []
             for reader in (pool.export(path_of(adapter)), adapter_from(pool, path_of(adapter))):
-                with pytest.raises(ServiceError) as raised:
-                    await asyncio.wait_for(reader, 10)
-                refusals.append((raised.value.code, raised.value.retry_delay_s is not None))
+                refused = await refusal(asyncio.wait_for(reader, 10))
+                refusals.append((refused.code, refused.retry_delay_s is not None))
             listed = await checkpoint(pool, path_of(adapter))
             may_run.set()
             await until(lambda: not publishing_of(pool)._versions)
@@ -123,13 +122,12 @@ async def test_a_full_disk_refuses_who_needs_the_file_and_nobody_else(
         adapter = await pool.adapter()
         make_room = refuse_files(pool)
         sampler = await train(pool, adapter, 0, is_named=True)
-        with pytest.raises(ServiceError) as raised:
-            await asyncio.wait_for(pool.export(path_of(adapter)), 10)
+        refused = await refusal(asyncio.wait_for(pool.export(path_of(adapter)), 10))
         assert await sampled(pool, sampler, 1)
         make_room()
         await pool.written()
         assert await pool.export(path_of(adapter))
-    assert raised.value.retry_delay_s is not None
+    assert refused.retry_delay_s is not None
 
 
 async def test_deleted_before_its_file_is_there_it_leaves_none_and_frees_the_log(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.disk import RealDisk
 from tests.support.faults import failing
-from tests.support.toy_pool import pass_request, running_pool
+from tests.support.toy_pool import pass_request, refusal, running_pool
 from tinkerpool.v1 import (
     adapters_pb2,
     checkpoints_pb2,
@@ -22,12 +22,6 @@ from tinkerpool.v1 import (
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
-
-
-async def refusal(call: Any) -> ServiceError:
-    with pytest.raises(ServiceError) as raised:
-        await call
-    return raised.value
 
 
 async def test_a_bad_pass_is_refused_clearly_and_the_adapter_goes_on(tmp_path: Path) -> None:

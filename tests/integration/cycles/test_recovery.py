@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.base.errors import Code, ServiceError
+from coordinator.base.errors import Code
 from coordinator.cycle.dispatch import TakenOver
 from tests.support.database import query
 from tests.support.faults import held
@@ -18,6 +18,7 @@ from tests.support.toy_pool import (
     datum,
     expected_chain,
     pass_request,
+    refusal,
     running_pool,
     sample_request,
 )
@@ -155,11 +156,9 @@ async def test_results_leave_memory_and_are_dropped_from_the_log_after_their_tim
             await pool.written()
         store = pool.store
         await time.until(lambda: not store.operations.last_seq(adapter), 300)
-        with pytest.raises(ServiceError) as gone:
-            await pool.wait(names[0])
-        with pytest.raises(ServiceError) as repeated:
-            await pool.submit(adapter, 3)
-        assert (gone.value.code, repeated.value.reason) == (Code.NOT_FOUND, "RESULT_DROPPED")
+        gone = await refusal(pool.wait(names[0]))
+        repeated = await refusal(pool.submit(adapter, 3))
+        assert (gone.code, repeated.reason) == (Code.NOT_FOUND, "RESULT_DROPPED")
         [later] = await pool.wait(await pool.submit(adapter, 4))
     assert later.state == SUCCEEDED
     async with running_pool(tmp_path) as pool:
@@ -201,12 +200,8 @@ async def test_a_request_whose_result_was_dropped_is_known_and_not_run_again(tmp
             pool.service.sample(principal, sample),
             pool.sample(sampler, 7),
         ):
-            with pytest.raises(ServiceError) as dropped:
-                await repeat
-            assert dropped.value.reason == "RESULT_DROPPED"
-        with pytest.raises(ServiceError) as gone:
-            await pool.wait(names[0])
-        assert gone.value.code is Code.NOT_FOUND
+            assert (await refusal(repeat)).reason == "RESULT_DROPPED"
+        assert (await refusal(pool.wait(names[0]))).code is Code.NOT_FOUND
         assert pool.log_of(adapter).next_seq == 2
 
 

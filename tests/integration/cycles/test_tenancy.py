@@ -6,13 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.operations.operation import Kind
 from coordinator.service.auth import Principal
 from tests.support.database import query
-from tests.support.toy_pool import ToyPool, datum, pass_request, running_pool, sample_request
+from tests.support.toy_pool import ToyPool, datum, pass_request, refusal, running_pool, sample_request
 from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import (
     adapters_pb2,
@@ -110,9 +108,7 @@ def absent(things: Things) -> Things:
 
 async def answer(pool: ToyPool, principal: Principal, method: str, things: Things) -> ServiceError:
     call = getattr(pool.service, method)(principal, CALLS[method](things))
-    with pytest.raises(ServiceError) as raised:
-        await (anext(call) if method in STREAMS else call)
-    return raised.value
+    return await refusal(anext(call) if method in STREAMS else call)
 
 
 async def test_every_method_answers_for_anothers_thing_as_for_none(tmp_path: Path) -> None:
@@ -159,12 +155,11 @@ async def test_no_place_in_anothers_order_is_refused(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter("alice")
         request = training_pb2.OptimStepRequest(adapter_id=adapter, seq=1)
-        with pytest.raises(ServiceError) as raised:
-            await pool.service.refuse(await pool.principal("eve"), Kind.OPTIM_STEP, request, invalid("no"))
-        assert (raised.value.code, raised.value.operation) == (Code.NOT_FOUND, "")
-        with pytest.raises(ServiceError, match="no") as raised:
-            await pool.service.refuse(await pool.principal("alice"), Kind.OPTIM_STEP, request, invalid("no"))
-        assert raised.value.operation == f"{adapter}:1"
+        eve, alice = await pool.principal("eve"), await pool.principal("alice")
+        foreign = await refusal(pool.service.refuse(eve, Kind.OPTIM_STEP, request, invalid("no")))
+        own = await refusal(pool.service.refuse(alice, Kind.OPTIM_STEP, request, invalid("no")))
+        assert (foreign.code, foreign.operation) == (Code.NOT_FOUND, "")
+        assert (own.message, own.operation) == ("no", f"{adapter}:1")
 
 
 async def test_anothers_checkpoint_is_neither_told_of_nor_read(tmp_path: Path) -> None:
@@ -177,9 +172,7 @@ async def test_anothers_checkpoint_is_neither_told_of_nor_read(tmp_path: Path) -
             anext(pool.service.export_file(eve, path, "adapter_config.json")),
             pool.service.trained_modules(eve, path),
         ):
-            with pytest.raises(ServiceError) as raised:
-                await reading
-            assert raised.value.code is Code.NOT_FOUND
+            assert (await refusal(reading)).code is Code.NOT_FOUND
         assert await anext(pool.service.export_file(alice, path, "adapter_config.json"))
 
 
@@ -191,9 +184,7 @@ async def test_anothers_sampler_is_neither_joined_nor_followed(tmp_path: Path) -
             pool.service.join_sampler(eve, sampler),
             pool.service.finished_samples(eve, sampler, 0, 0, 0.0),
         ):
-            with pytest.raises(ServiceError) as raised:
-                await asking
-            assert raised.value.code is Code.NOT_FOUND
+            assert (await refusal(asking)).code is Code.NOT_FOUND
         assert await pool.service.join_sampler(alice, sampler)
         assert await pool.service.finished_samples(alice, sampler, 0, 0, 0.0)
 
@@ -204,25 +195,20 @@ async def test_anothers_checkpoint_cannot_be_a_source(tmp_path: Path) -> None:
         mine = await pool.adapter("eve")
         session = mine.partition(":")[0]
         eve = await pool.principal("eve")
-        codes = []
         for call in (
             pool.adapter("eve", from_path=path),
             pool.sampler(session, "eve", model_path=path),
             pool.service.load_state(eve, training_pb2.LoadStateRequest(adapter_id=mine, seq=1, path=path)),
         ):
-            with pytest.raises(ServiceError) as raised:
-                await call
-            codes.append(raised.value.code)
-    assert codes == [Code.NOT_FOUND] * 3
+            assert (await refusal(call)).code is Code.NOT_FOUND
 
 
 async def test_one_foreign_name_among_own_ones_streams_nothing(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         alices, eves = await things_of(pool, "alice"), await things_of(pool, "eve")
         request = ops_pb.WaitOperationsRequest(names=[eves.operation, alices.operation])
-        with pytest.raises(ServiceError) as raised:
-            await anext(pool.service.wait_operations(await pool.principal("eve"), request))
-    assert raised.value.code is Code.NOT_FOUND
+        wait = pool.service.wait_operations(await pool.principal("eve"), request)
+        assert (await refusal(anext(wait))).code is Code.NOT_FOUND
 
 
 async def test_lists_have_only_ones_own(tmp_path: Path) -> None:
@@ -280,9 +266,7 @@ async def test_administration_needs_an_administrators_key(tmp_path: Path) -> Non
             "revoke_api_key": pool_pb2.RevokeApiKeyRequest(key_id="x"),
         }
         for method, request in requests.items():
-            with pytest.raises(ServiceError) as raised:
-                await getattr(pool.service, method)(eve, request)
-            assert raised.value.code is Code.PERMISSION_DENIED
+            assert (await refusal(getattr(pool.service, method)(eve, request))).code is Code.PERMISSION_DENIED
 
 
 async def test_a_name_that_is_almost_an_operations_is_none(tmp_path: Path) -> None:
@@ -292,8 +276,7 @@ async def test_a_name_that_is_almost_an_operations_is_none(tmp_path: Path) -> No
         pool.hold()
         name = await pool.optim_step(adapter, 1)
         for other in (f"{adapter}:01", f"{adapter}:+1", f"{adapter}:１", f"{adapter}: 1", f"{adapter}:", ":1", "", "1"):
-            with pytest.raises(ServiceError) as raised:
-                await anext(pool.service.wait_operations(principal, ops_pb.WaitOperationsRequest(names=[other])))
-            assert raised.value.code is Code.NOT_FOUND
+            wait = pool.service.wait_operations(principal, ops_pb.WaitOperationsRequest(names=[other]))
+            assert (await refusal(anext(wait))).code is Code.NOT_FOUND
         await pool.release()
         await pool.wait(name)

@@ -61,10 +61,6 @@ def client_of(pool: RestartablePool, tenant: str = "alice", **options: Any) -> I
         yield client
 
 
-def call(pool: RestartablePool, work: Any) -> Any:
-    return pool._run(work)
-
-
 def rows(pool: RestartablePool, sql: str) -> list[Any]:
     return list(query(pool.pool.core.config.data_dir, sql))
 
@@ -77,12 +73,11 @@ def outcome_of(pool: RestartablePool) -> ops_pb.Operation:
 
 def save(pool: RestartablePool, name: str, adapter: str, seq: int) -> str:
     """Save an adapter's weights for sampling under a name; return the path."""
-    saved: ops_pb.Operation = call(pool, pool.pool.publish(adapter, seq, name))
-    return saved.save_weights_for_sampler.path
+    return pool.run(pool.pool.publish(adapter, seq, name)).save_weights_for_sampler.path
 
 
 def test_many_requests_share_one_session_and_a_sampler_for_each_model(pool: RestartablePool) -> None:
-    adapter = call(pool, pool.pool.adapter())
+    adapter = pool.run(pool.pool.adapter())
     paths = [save(pool, name, adapter, seq) for seq, name in enumerate(("a", "b"), start=1)]
     with client_of(pool) as client, ThreadPoolExecutor(16) as threads:
         answers = list(
@@ -98,7 +93,7 @@ def test_many_requests_share_one_session_and_a_sampler_for_each_model(pool: Rest
 
 
 def test_an_adapters_name_stands_for_its_newest_saved_weights(pool: RestartablePool) -> None:
-    adapter = call(pool, pool.pool.adapter())
+    adapter = pool.run(pool.pool.adapter())
     with client_of(pool) as client:
         with pytest.raises(openai.BadRequestError, match="save_weights_for_sampler") as refused:
             client.completions.create(model=adapter, prompt="w1", max_tokens=1)
@@ -106,7 +101,7 @@ def test_an_adapters_name_stands_for_its_newest_saved_weights(pool: RestartableP
         path = ""
         for seq, name in enumerate(("a", "b", "c", "d"), start=1):
             if name in "bc":
-                path = call(pool, pool.pool.save(adapter, seq, name)).save_state.path
+                path = pool.run(pool.pool.save(adapter, seq, name)).save_state.path
             else:
                 path = save(pool, name, adapter, seq)
             assert client.completions.create(model=adapter, prompt="w1", max_tokens=1).model == path
@@ -115,7 +110,7 @@ def test_an_adapters_name_stands_for_its_newest_saved_weights(pool: RestartableP
 
 
 def test_deleted_overwritten_and_foreign_checkpoints_are_never_sampled_from(pool: RestartablePool) -> None:
-    adapter = call(pool, pool.pool.adapter())
+    adapter = pool.run(pool.pool.adapter())
     path = save(pool, "a", adapter, 1)
 
     def sampled(client: openai.OpenAI) -> str:
@@ -129,10 +124,10 @@ def test_deleted_overwritten_and_foreign_checkpoints_are_never_sampled_from(pool
         before = sampled(client)
         with pytest.raises(openai.NotFoundError):
             sampled(bob)
-        call(pool, pool.pool.delete_checkpoint(path))
+        pool.run(pool.pool.delete_checkpoint(path))
         with pytest.raises(openai.NotFoundError, match="no such checkpoint"):
             sampled(client)
-        call(pool, train())
+        pool.run(train())
         assert save(pool, "a", adapter, 4) == path
         assert sampled(client) != before
 
@@ -158,14 +153,14 @@ def test_a_client_that_disconnects_cancels_its_samples(pool: RestartablePool, st
     ask_and_leave(pool, stream=stream)
     wait_until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_FAILED)
     assert outcome_of(pool).error.reason == "CANCELLED"
-    call(pool, pool.pool.release())
+    pool.release()
 
 
 def test_a_request_with_an_idempotency_key_continues_after_its_client_disconnects(pool: RestartablePool) -> None:
     pool.pool.hold()
     ask_and_leave(pool, {"idempotency-key": "mine"})
     time.sleep(0.3)
-    call(pool, pool.pool.release())
+    pool.release()
     wait_until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_SUCCEEDED)
     with client_of(pool) as client:
         answer = client.completions.create(
@@ -216,7 +211,7 @@ def test_the_doors_session_lives_while_it_is_used(tmp_path: Path, monkeypatch: p
     settings: dict[str, Any] = {"session_timeout_s": 0.6, "sweep_interval_s": 0.1}
     with pool_of_words(tmp_path / "data", **settings) as pool, client_of(pool) as client:
         pool.pool.hold()
-        threading.Timer(2.0, lambda: call(pool, pool.pool.release())).start()
+        threading.Timer(2.0, pool.release).start()
         assert client.completions.create(model="toy", prompt="w1", max_tokens=2).choices[0].text
         live = "SELECT * FROM sessions WHERE ended_at IS NULL"
         assert len(rows(pool, live)) == 1
@@ -236,7 +231,7 @@ def test_a_full_queue_is_refused_with_a_retry_delay(tmp_path: Path) -> None:
             assert refused.value.response.headers["retry-after"] == "1"
             with client_of(pool, max_retries=10) as patient:
                 waiting = threads.submit(patient.completions.create, model="toy", prompt="w2", max_tokens=2)
-                call(pool, pool.pool.release())
+                pool.release()
                 assert running.result(WAIT_S).choices
                 assert waiting.result(WAIT_S).choices
 
@@ -265,6 +260,6 @@ def test_a_stream_that_a_stop_interrupts_ends_with_an_error(tmp_path: Path) -> N
         with httpx.stream("POST", f"{pool.http_url}/v1/completions", json=body, headers=headers, timeout=WAIT_S) as got:
             lines = got.iter_lines()
             assert json.loads(next(lines).removeprefix("data: "))["choices"][0]["text"]
-            threading.Thread(target=lambda: call(pool, pool.pool.core.samples.stop())).start()
+            threading.Thread(target=lambda: pool.run(pool.pool.core.samples.stop())).start()
             last = [line for line in lines if line][-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"

@@ -13,7 +13,7 @@ from coordinator.fleet.fleet import VERSIONS_MAX
 from coordinator.storage.cycles import CycleCommit
 from coordinator.storage.database import DiskFullError
 from tests.support.faults import held
-from tests.support.toy_pool import FakeTime, ToyPool, fail_appends, running_pool, sample_request, tokens_of
+from tests.support.toy_pool import FakeTime, ToyPool, fail_appends, refusal, running_pool, sample_request, tokens_of
 from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2
@@ -66,11 +66,10 @@ async def test_a_repeated_request_without_a_seed_is_the_same_request(tmp_path: P
         await pool.wait(first)
         later = (await pool.service.sample(principal, request)).operation
         request.params.max_tokens = 3
-        with pytest.raises(ServiceError) as raised:
-            await pool.service.sample(principal, request)
+        refused = await refusal(pool.service.sample(principal, request))
     assert first == again == later.name
     assert later.state == SUCCEEDED
-    assert raised.value.code is Code.ALREADY_EXISTS
+    assert refused.code is Code.ALREADY_EXISTS
 
 
 async def test_a_stream_has_every_token_once_and_ends_with_the_operation(tmp_path: Path) -> None:
@@ -383,11 +382,10 @@ async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(
         with held(pool.folders.samplers, "write") as writes:
             name = await pool.submit_publish(adapter, 1)
             await writes.until_begun()
-            with pytest.raises(ServiceError) as raised:
-                await pool.sampler(session, index=0)
+            refused = await refusal(pool.sampler(session, index=0))
         [saved] = await pool.wait(name)
         assert pool.coordinator.health()
-    assert raised.value.code is Code.ALREADY_EXISTS
+    assert refused.code is Code.ALREADY_EXISTS
     assert saved.save_weights_for_sampler.sampler_id == f"{session}:sample:0"
 
 
@@ -403,9 +401,7 @@ async def test_a_session_that_ends_takes_its_samplers_and_their_files_with_it(tm
         await time.until(waiting.done)
         [cancelled] = await waiting
         assert cancelled.error.code == 1
-        with pytest.raises(ServiceError) as raised:
-            await pool.sample(sampler, 2)
-        assert raised.value.reason == "SESSION_ENDED"
+        assert (await refusal(pool.sample(sampler, 2))).reason == "SESSION_ENDED"
         await time.until(lambda: not list((tmp_path / "samplers").iterdir()))
         await pool.release()
 
@@ -443,9 +439,7 @@ async def test_stopping_ends_streams_and_the_sample_goes_on_after_the_next_start
         name = await pool.sample(sampler, 1, seed=4)
         pool.engines["w0"][-1].may_run.set()
         await pool.coordinator.stop()
-        with pytest.raises(ServiceError) as raised:
-            await asyncio.wait_for(streaming, 5)
-        assert raised.value.code is Code.UNAVAILABLE
+        assert (await refusal(asyncio.wait_for(streaming, 5))).code is Code.UNAVAILABLE
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
         [operation] = await pool.wait(name)
