@@ -65,7 +65,8 @@ class RestClient:
 
     def get_checkpoint(self, tinker_path: str) -> APIFuture[types.Checkpoint]:
         """Return a checkpoint. Raises NotFound."""
-        return self._start(self._get_checkpoint(tinker_path))
+        request = checkpoints_pb2.GetCheckpointRequest(path=tinker_path)
+        return self._start(self._checkpoint(methods.GET_CHECKPOINT, request))
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> APIFuture[None]:
         """Delete a checkpoint for good. Raises NotFound."""
@@ -80,17 +81,17 @@ class RestClient:
     ) -> APIFuture[types.Checkpoint]:
         """Delete a checkpoint `ttl_seconds` from now; None keeps it. Raises NotFound."""
         request = checkpoints_pb2.SetCheckpointTtlRequest(path=tinker_path, ttl_seconds=ttl_seconds or 0)
-        return self._start(self._changed(methods.SET_CHECKPOINT_TTL, request))
+        return self._start(self._checkpoint(methods.SET_CHECKPOINT_TTL, request))
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[types.Checkpoint]:
         """Let every tenant load, sample from and export a checkpoint of yours. Raises NotFound."""
         request = checkpoints_pb2.SetCheckpointAccessRequest(path=tinker_path, is_public=True)
-        return self._start(self._changed(methods.SET_CHECKPOINT_ACCESS, request))
+        return self._start(self._checkpoint(methods.SET_CHECKPOINT_ACCESS, request))
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[types.Checkpoint]:
         """Make a published checkpoint private again. Raises NotFound."""
         request = checkpoints_pb2.SetCheckpointAccessRequest(path=tinker_path)
-        return self._start(self._changed(methods.SET_CHECKPOINT_ACCESS, request))
+        return self._start(self._checkpoint(methods.SET_CHECKPOINT_ACCESS, request))
 
     def copy_weights(self, tinker_path: str, *, ttl_seconds: int | None = None) -> APIFuture[types.Checkpoint]:
         """Copy a training checkpoint, yours or a public one, with its moments, to a new adapter of yours.
@@ -100,7 +101,7 @@ class RestClient:
         request = checkpoints_pb2.CopyCheckpointRequest(
             path=tinker_path, request_id=uuid.uuid4().hex, ttl_seconds=ttl_seconds or 0
         )
-        return self._start(self._changed(methods.COPY_CHECKPOINT, request))
+        return self._start(self._checkpoint(methods.COPY_CHECKPOINT, request))
 
     def export_checkpoint(self, tinker_path: str, directory: str | Path) -> APIFuture[Path]:
         """Write a checkpoint as a PEFT directory (`adapter_config.json`, `adapter_model.safetensors`); returns it.
@@ -257,11 +258,7 @@ class RestClient:
         checkpoints = await _list(page, limit, offset)
         return types.CheckpointsListResponse(checkpoints=[_checkpoint(checkpoint) for checkpoint in checkpoints])
 
-    async def _get_checkpoint(self, path: str) -> types.Checkpoint:
-        request = checkpoints_pb2.GetCheckpointRequest(path=path)
-        return _checkpoint((await self._connection.call(methods.GET_CHECKPOINT, request)).checkpoint)
-
-    async def _changed(self, method: methods.Unary[Any, Any], request: Message) -> types.Checkpoint:
+    async def _checkpoint(self, method: methods.Unary[Any, Any], request: Message) -> types.Checkpoint:
         return _checkpoint((await self._connection.call(method, request)).checkpoint)
 
     async def _delete_checkpoint(self, path: str) -> None:
