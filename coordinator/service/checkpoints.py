@@ -134,7 +134,10 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
                 "the header X-Idempotency-Key, or session_id and model_seq_id)"
             )
         source = self._readable_checkpoint(principal, request.path)
-        session_id = request.session_id or await self._session_for(principal, request.request_id)
+        session_id = request.session_id
+        if not session_id:
+            session = sessions_pb2.CreateSessionRequest(request_id=request.request_id)
+            session_id = (await self.create_session(principal, session)).session.session_id
         create = adapters_pb2.CreateAdapterRequest(
             session_id=session_id,
             index=request.index if request.HasField("index") else None,
@@ -167,10 +170,6 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
             for_export=source.kind == names.EXTERNAL,
         )
         return (await self.save_weights_for_sampler(principal, weights)).operation
-
-    async def _session_for(self, principal: Principal, request_id: str) -> str:
-        created = await self.create_session(principal, sessions_pb2.CreateSessionRequest(request_id=request_id))
-        return created.session.session_id
 
     async def _saved_path(self, principal: Principal, name: str) -> str:
         """Wait for a save; return its checkpoint's path. Raises ServiceError if it fails."""

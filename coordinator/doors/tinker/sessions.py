@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -66,13 +65,15 @@ async def get_session(call: Call) -> Response:
     """GET /sessions/{session}."""
     request = pb.GetSessionRequest(session_id=call.path("session"))
     session = (await call.service.get_session(call.principal, request)).session
-    own, users = _split_metadata(session.user_metadata)
+    metadata = dict(session.user_metadata)
     body: dict[str, Any] = {
         "training_run_ids": list(session.adapter_ids),
         "sampler_ids": list(session.sampler_ids),
-        "user_metadata": users,
+        "user_metadata": {key: text for key, text in metadata.items() if not key.startswith(_PREFIX)},
     }
-    return JSONResponse(body | {name: text for name, text in own.items() if name == "display_name"})
+    if (display_name := metadata.get(f"{_PREFIX}display_name")) is not None:
+        body["display_name"] = display_name
+    return JSONResponse(body)
 
 
 async def list_sessions(call: Call) -> Response:
@@ -122,9 +123,3 @@ async def server_capabilities(call: Call) -> Response:
         for model in capabilities.base_models
     ]
     return JSONResponse({"supported_models": models})
-
-
-def _split_metadata(metadata: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Split a session's metadata into fields of the protocol and the user's metadata."""
-    own = {key.removeprefix(_PREFIX): text for key, text in metadata.items() if key.startswith(_PREFIX)}
-    return own, {key: text for key, text in metadata.items() if not key.startswith(_PREFIX)}
