@@ -39,6 +39,12 @@ LONG = 66
 """Tokens of the longest samples: more than a block of their own."""
 POOL_BLOCKS = 11
 """The largest request that is drawn, one sequence of it, takes five."""
+TOLERANCE = 1e-5
+"""Largest difference of log-probabilities from the naive sampler's, which computes in fp32 too. Over all requests that
+can be drawn, on one thread, ours are within 2.7e-6 of the same model in fp64, and the naive ones within 3.7e-6."""
+ADAPTED_TOLERANCE = 3e-5
+"""The same for versions. Their adapters are trained with a large learning rate, and amplify roundings: ours are within
+1.6e-5 of fp64, the naive ones within 1.1e-5, and the two differ by up to 1.8e-5."""
 
 
 @dataclass(slots=True)
@@ -174,4 +180,5 @@ def test_random_co_batched_samples_change_no_bit_and_no_token_differs_from_the_n
         naive = world.naively(visit.request)
         for sequence, (tokens, logprobs) in zip(result.sequences[: len(naive)], naive, strict=True):
             assert sequence.tokens.tolist() == tokens
-            np.testing.assert_allclose(sequence.logprobs, logprobs, atol=3e-5)
+            atol = ADAPTED_TOLERANCE if visit.request.version.key else TOLERANCE
+            np.testing.assert_allclose(sequence.logprobs, logprobs, atol=atol)
