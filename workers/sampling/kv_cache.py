@@ -117,7 +117,8 @@ class BlockPool:
         self._free = list(range(num_blocks))  # ascending
         self.untouched = set(self._free)
         """Blocks that were never taken, so that a CPU has not given them memory yet."""
-        self._num_reserved = 0
+        self.num_reserved = 0
+        """Blocks that are promised and not yet taken."""
         self._roots: dict[Hashable, _Root] = {}
         self._idle: OrderedDict[Prefix, None] = OrderedDict()
         """In order of use, the least recently used first."""
@@ -125,17 +126,12 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that can still be reserved: free or idle, and not reserved."""
-        return len(self._free) + len(self._idle) - self._num_reserved
+        return len(self._free) + len(self._idle) - self.num_reserved
 
     @property
     def num_in_use(self) -> int:
         """Private blocks, and shared blocks that a request holds."""
         return self.num_blocks - len(self._free) - len(self._idle)
-
-    @property
-    def num_reserved(self) -> int:
-        """Blocks that are promised and not yet taken."""
-        return self._num_reserved
 
     @property
     def num_idle(self) -> int:
@@ -146,13 +142,13 @@ class BlockPool:
         """Promise blocks, all or none; return whether there were enough."""
         if num_blocks > self.num_available:
             return False
-        self._num_reserved += num_blocks
+        self.num_reserved += num_blocks
         return True
 
     def unreserve(self, num_blocks: int) -> None:
         """Withdraw a promise of blocks that were not taken."""
-        assert 0 <= num_blocks <= self._num_reserved
-        self._num_reserved -= num_blocks
+        assert 0 <= num_blocks <= self.num_reserved
+        self.num_reserved -= num_blocks
 
     def take(self, end: Literal["low", "high"]) -> int:
         """Make one reserved block private, the lowest or the highest that is free; return it.
@@ -160,8 +156,8 @@ class BlockPool:
         Adjacent blocks are read in one call. Prompts take low blocks and sequences take high ones, because a step reads
         the two in different calls.
         """
-        assert self._num_reserved > 0, "a block was taken that was not reserved"
-        self._num_reserved -= 1
+        assert self.num_reserved > 0, "a block was taken that was not reserved"
+        self.num_reserved -= 1
         if not self._free:
             self._evict()
         block = self._free.pop(0 if end == "low" else -1)
