@@ -5,12 +5,12 @@
     python -m scripts.bench.co_batching --models 27m --seconds 20
 
 mixed      8 adapters of ranks 4, 8, 16 and 32 against one adapter (rank 16) with the same tokens
-crowd      32 tenants against 16, both 1 x 64 tokens each: tokens per second must not fall
-newcomers  8 tenants (rank 8, 1 x 64) train continuously; tenants with ranks and lengths that are new to the engine join
-           one after another, for a few steps each. The first step of each, with its installation (drawing the weights,
-           filling a row of the bank), is compared with its later ones: no step may stall on a lazy preparation.
+scaling    32 tenants against 16, both 1 x 64 tokens each: tokens per second must not fall
+new        8 tenants (rank 8, 1 x 64) train continuously; tenants with ranks and lengths that are new to the engine join
+           one after another, for a few steps each. The first step of each, with its load (drawing the weights, filling
+           a bank slot), is compared with its later ones: no step may stall on a lazy preparation.
 
-The two sides of a ratio take turns. Prints Markdown tables.
+The two sides of a ratio alternate. Prints Markdown tables.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from scripts.bench.common import (
     Results,
     Row,
     Timing,
+    measure_alternating,
     parser,
     shown_ms,
     shown_ratio,
     shown_time,
-    turn_about,
 )
 from scripts.bench.models import Case, Model, add_model_options, chosen_models, open_models, random_data
 from scripts.bench.sides.training import Fused
 
 MIXED_RANKS = (4, 8, 16, 32) * 2
 ONE_RANK = 16
-NEWCOMERS = ((16, 100), (32, 257), (4, 33), (64, 411), (128, 190), (8, 77), (16, 300), (32, 48))
+NEW_TENANTS = ((16, 100), (32, 257), (4, 33), (64, 411), (128, 190), (8, 77), (16, 300), (32, 48))
 """Rank (capped at the model's maximum) and tokens of one sequence: each rank or length is new to the engine."""
 STALL_MAX = 1.5
 """A first step is a stall if it takes longer than this many later steps."""
@@ -44,11 +44,11 @@ STALL_MAX = 1.5
 def measure_mixed(model: Model, num_seqs: int, num_tokens: int, args: argparse.Namespace) -> Row:
     """Compare mixed ranks with one adapter that has all the sequences."""
     many = Case(num_tenants=len(MIXED_RANKS), num_seqs=num_seqs, num_tokens=num_tokens)
-    alone = Case(num_tenants=1, num_seqs=many.num_tenants * num_seqs, num_tokens=num_tokens)
+    solo = Case(num_tenants=1, num_seqs=many.num_tenants * num_seqs, num_tokens=num_tokens)
     mixed, single = Fused(model, MIXED_RANKS, args.threads), Fused(model, [ONE_RANK], args.threads)
     mixed.give(many.data(model.vocab_size))
-    single.give(alone.data(model.vocab_size))
-    timings = turn_about({"mixed": mixed.step, "single": single.step}, args.effort)
+    single.give(solo.data(model.vocab_size))
+    timings = measure_alternating({"mixed": mixed.step, "single": single.step}, args.effort)
     return {
         "model": model.name,
         "case": str(many),
@@ -58,7 +58,7 @@ def measure_mixed(model: Model, num_seqs: int, num_tokens: int, args: argparse.N
     }
 
 
-def measure_crowd(model: Model, fewer: int, args: argparse.Namespace) -> Row:
+def measure_scaling(model: Model, fewer: int, args: argparse.Namespace) -> Row:
     """Compare twice as many tenants with `fewer`; the ratio is of tokens per second."""
     sides, tokens = {}, {}
     for name, num_tenants in (("fewer", fewer), ("more", 2 * fewer)):
@@ -66,7 +66,7 @@ def measure_crowd(model: Model, fewer: int, args: argparse.Namespace) -> Row:
         fused = Fused(model, [8] * num_tenants, args.threads)
         fused.give(case.data(model.vocab_size))
         sides[name], tokens[name] = fused.step, case.total_tokens
-    timings = turn_about(sides, args.effort)
+    timings = measure_alternating(sides, args.effort)
     ratio = timings["fewer"].ratio_to(timings["more"])
     return {
         "model": model.name,
@@ -77,13 +77,13 @@ def measure_crowd(model: Model, fewer: int, args: argparse.Namespace) -> Row:
     }
 
 
-def measure_newcomers(model: Model, num_later: int, args: argparse.Namespace) -> list[Row]:
+def measure_new_tenants(model: Model, num_later: int, args: argparse.Namespace) -> list[Row]:
     """Time the first step of each new tenant and its later ones, co-batched with eight others."""
     others = Case(num_tenants=8, num_seqs=1, num_tokens=64).data(model.vocab_size)
     fused = Fused(model, [8] * 8, args.threads, num_slots=32)
     rows = []
-    ranks = [min(rank, fused.engine.info.max_rank) for rank, _ in NEWCOMERS]
-    for rank, (_, num_tokens) in zip(ranks, NEWCOMERS, strict=True):
+    ranks = [min(rank, fused.engine.info.max_rank) for rank, _ in NEW_TENANTS]
+    for rank, (_, num_tokens) in zip(ranks, NEW_TENANTS, strict=True):
         fused.give(others)
         before = Timing(tuple(_timed_step(fused) for _ in range(-(-num_later // 3))))
         began_s = time.perf_counter()
@@ -121,7 +121,7 @@ def _timed_step(fused: Fused) -> float:
 
 
 def measure(results: Results, models: list[Model], args: argparse.Namespace) -> None:
-    """Fill all tables."""
+    """Measure all tables."""
     mixed = results.table(
         "co_batching-mixed",
         (
@@ -138,8 +138,8 @@ def measure(results: Results, models: list[Model], args: argparse.Namespace) -> 
             mixed.add(row)
             what = f"{model.name}: speed with 8 mixed adapters against one at equal tokens, {row['case']}"
             results.goal(what, row["ratio"]["median"], at_least=0.95, unit=" x")
-    crowd = results.table(
-        "co_batching-crowd",
+    scaling = results.table(
+        "co_batching-scaling",
         (
             Column("model", lambda r: r["model"]),
             Column("tenants", lambda r: " and ".join(map(str, r["tenants"]))),
@@ -149,32 +149,32 @@ def measure(results: Results, models: list[Model], args: argparse.Namespace) -> 
         ),
     )
     for model in models:
-        row = measure_crowd(model, 2 if args.quick else 16, args)
-        crowd.add(row)
+        row = measure_scaling(model, 2 if args.quick else 16, args)
+        scaling.add(row)
         fewer, more = row["tenants"]
         results.goal(
             f"{model.name}: speed with {more} tenants against {fewer}", row["ratio"]["median"], at_least=1, unit=" x"
         )
-    newcomers = results.table(
-        "co_batching-newcomers",
+    new_tenants = results.table(
+        "co_batching-new-tenants",
         (
             Column("model", lambda r: r["model"]),
-            Column("newcomer", lambda r: f"rank {r['rank']}, {r['num_tokens']} tokens"),
+            Column("new tenant", lambda r: f"rank {r['rank']}, {r['num_tokens']} tokens"),
             Column("step without it", lambda r: shown_ms(r["before_s"])),
             Column("its first step", lambda r: shown_ms(r["first_s"])),
-            Column("of it: drawing its weights", lambda r: shown_ms(r["draw_s"])),
-            Column("its row of the bank", lambda r: shown_ms(r["fill_s"])),
+            Column("of which: drawing its weights", lambda r: shown_ms(r["draw_s"])),
+            Column("filling its bank slot", lambda r: shown_ms(r["fill_s"])),
             Column("the step itself", lambda r: shown_ms(r["step_s"])),
             Column("its later steps", lambda r: shown_time(r["later"])),
             Column("first / later", lambda r: f"{r['ratio']:.2f}"),
         ),
     )
     for model in models:
-        rows = measure_newcomers(model, 2 if args.quick else 15, args)
+        rows = measure_new_tenants(model, 2 if args.quick else 15, args)
         for row in rows:
-            newcomers.add(row)
+            new_tenants.add(row)
         worst = max(row["ratio"] for row in rows)
-        results.goal(f"{model.name}: a newcomer's first step, the worst", worst, at_most=STALL_MAX, unit=" x")
+        results.goal(f"{model.name}: a new tenant's first step, the worst", worst, at_most=STALL_MAX, unit=" x")
 
 
 def main() -> None:

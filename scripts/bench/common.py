@@ -1,9 +1,9 @@
-"""The base of every benchmark: interleaved timing, tables printed row by row, goals, results as JSON.
+"""The base of every benchmark: alternating timing, tables printed row by row, goals, results as JSON.
 
 Does not depend on engine, model or service, and imports no torch, so that a script without torch starts at once.
 
 Main invariant: compared sides are measured in one run, alternating, the same number of times, and a ratio is the median
-over rounds of that round's ratio: a slow moment of the machine slows both sides of a round.
+over rounds of that round's ratio, so that a slow moment of the machine slows both sides of a round.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Effort:
     rounds_max: int = 200
     """Maximum number of rounds."""
     warm_up: int = 1
-    """Earlier rounds that are not counted."""
+    """Rounds before the first counted one."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.rounds_min <= self.rounds_max:
@@ -63,10 +63,10 @@ class Timing:
     def quantile(self, share: float) -> float:
         """Return a quantile, interpolated linearly; 0.99 of fewer than 100 values is about the maximum."""
         ordered = sorted(self.seconds)
-        place = share * (len(ordered) - 1)
-        low = math.floor(place)
+        position = share * (len(ordered) - 1)
+        low = math.floor(position)
         high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+        return ordered[low] + (position - low) * (ordered[high] - ordered[low])
 
     def summary(self) -> Row:
         """Return median, quartiles and number of rounds, for a row."""
@@ -82,7 +82,7 @@ class Timing:
         return {"median": ratios.median_s, "quartiles": [ratios.quantile(0.25), ratios.quantile(0.75)]}
 
 
-def turn_about(
+def measure_alternating(
     sides: Mapping[str, Callable[[], object]],
     effort: Effort,
     *,
@@ -91,7 +91,7 @@ def turn_about(
 ) -> dict[str, Timing]:
     """Run all sides once per round, each round starting with the next side; return the timing of each.
 
-    `in_order`: every round starts with the first side, because a side prepares the next one. `clock` measures both the
+    `in_order`: start every round with the first side, because a side prepares the next one. `clock` measures both the
     results and the effort.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
@@ -155,7 +155,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """A target and the measured value."""
+    """A goal: its target and the measured value."""
 
     what: str
     target: float
@@ -192,7 +192,7 @@ class Results:
         print(self._machine, flush=True)
 
     def table(self, name: str, columns: Sequence[Column]) -> Table:
-        """Add a table; its place in the page is between `<!-- bench:NAME -->` and `<!-- /bench -->`."""
+        """Add a table; the page shows it between `<!-- bench:NAME -->` and `<!-- /bench -->`."""
         table = Table(name, columns)
         self.tables.append(table)
         return table
@@ -236,7 +236,7 @@ class Results:
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options of every benchmark: --quick, --threads, --results."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--quick", action="store_true", help="few and tiny cells, seconds in all: a smoke test")
+    made.add_argument("--quick", action="store_true", help="few and tiny cells, seconds in total: a smoke test")
     made.add_argument(
         "--threads", type=int, default=num_cores(), help="threads of each side's kernels (default: the cores)"
     )
@@ -263,7 +263,7 @@ def machine_line(num_threads: int) -> str:
 
 
 def _processor() -> str:
-    """Return the processor's name, from Linux where available."""
+    """Return the processor's name, on Linux from /proc/cpuinfo."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():

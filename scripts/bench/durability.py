@@ -19,7 +19,7 @@ from coordinator.base_models import DEFAULT_MODEL, resolve_model
 from coordinator.runtime.data_dir import Seams
 from coordinator.storage.database import Connection, open_connection
 from coordinator.storage.disk import RealDisk
-from scripts.bench.common import Column, Effort, Results, Timing, parser, shown_ms, shown_time, turn_about
+from scripts.bench.common import Column, Effort, Results, Timing, measure_alternating, parser, shown_ms, shown_time
 from scripts.bench.models import Case
 from scripts.bench.sides.pools import LocalService, Tenants
 
@@ -27,7 +27,7 @@ RANK = 8
 WARM_UP = 10
 
 
-class Forgetful(RealDisk):
+class UnsyncedDisk(RealDisk):
     """A disk that syncs nothing."""
 
     def sync(self, path: Path) -> None:
@@ -64,13 +64,13 @@ def main() -> None:
 
         memory = Path("/dev/shm")
         service, durable = side(args.dir)
-        _, forgetful = side(memory if memory.is_dir() else None, Seams(connect=unsynced, disk=Forgetful()))
+        _, in_memory = side(memory if memory.is_dir() else None, Seams(connect=unsynced, disk=UnsyncedDisk()))
         for _ in range(WARM_UP):
             durable.step()
-            forgetful.step()
+            in_memory.step()
         num_commits = service.coordinator.core.store.database.num_commits
         effort = Effort(seconds=0, rounds_min=args.steps, rounds_max=args.steps, warm_up=0)
-        timings = turn_about({"durable": durable.step, "in_memory": forgetful.step}, effort)
+        timings = measure_alternating({"durable": durable.step, "in_memory": in_memory.step}, effort)
         num_commits = service.coordinator.core.store.database.num_commits - num_commits
         pairs = zip(timings["durable"].seconds, timings["in_memory"].seconds, strict=True)
         table = results.table(

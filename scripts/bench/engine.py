@@ -5,7 +5,7 @@
     python -m scripts.bench.engine --models 4m --tenants 1 8 --tokens 64 256
     python -m scripts.bench.engine --models 4m path/to/SmolLM2-135M
 
-One step is a forward_backward and an optimizer step of every tenant. All sides take turns, step by step, on the same
+One step is a forward_backward and an optimizer step of every tenant. The sides alternate, step by step, on the same
 tokens. Engine and PEFT start with the same adapters, so their losses must agree; otherwise the script stops.
 
 limit       only the base model's matmuls at that number of tokens, forward, and backward to the inputs, by torch's
@@ -31,10 +31,10 @@ from scripts.bench.common import (
     Row,
     Table,
     check_losses,
+    measure_alternating,
     parser,
     shown_ratio,
     shown_time,
-    turn_about,
 )
 from scripts.bench.models import Case, Model, add_model_options, chosen_models, open_models
 from scripts.bench.sides.processes import ProcessPerTenant, num_processes_that_fit
@@ -89,7 +89,7 @@ def case_of(num_tenants: int, tokens_per_tenant: int) -> Case:
 
 
 def measure_model(results: Results, model: Model, cells: dict[int, list[int]], args: argparse.Namespace) -> None:
-    """Fill the table of one base model."""
+    """Measure the table of one base model."""
     if not cells:
         print(f"\n{model.name}: no cell has at most {CELL_COST_MAX:.1e} parameters x tokens; ask for fewer --tokens")
         return
@@ -120,7 +120,7 @@ def measure_cell(
     processes: ProcessPerTenant | None,
     args: argparse.Namespace,
 ) -> Row:
-    """Measure all sides of one case in turn."""
+    """Measure all sides of one case, alternating."""
     data = case.data(model.vocab_size)
     limit, packed = Limit(fused), Limit(fused, of_engine=True)
     for side in (fused, peft):
@@ -146,7 +146,7 @@ def measure_cell(
     if processes is not None:
         sides["processes"] = processes.step
         row["process_threads"] = better_threads(processes, data, args.threads)
-    timings = turn_about(sides, args.effort if case.num_tenants > 1 else args.lone_effort)
+    timings = measure_alternating(sides, args.effort if case.num_tenants > 1 else args.lone_effort)
     row |= {name: timing.summary() for name, timing in timings.items()}
     row["over_peft"] = timings["peft"].ratio_to(timings["fused"])
     row["of_limit"] = timings["limit"].ratio_to(timings["fused"])
@@ -162,7 +162,7 @@ def better_threads(processes: ProcessPerTenant, data: Sequence[tuple[Datum, ...]
     best_s = {}
     for threads in sorted({1, num_threads}):
         processes.give(data, threads)
-        timing = turn_about({"it": processes.step}, Effort(seconds=0, rounds_min=2, rounds_max=2))["it"]
+        timing = measure_alternating({"side": processes.step}, Effort(seconds=0, rounds_min=2, rounds_max=2))["side"]
         best_s[threads] = min(timing.seconds)
     chosen = min(best_s, key=lambda threads: best_s[threads])
     processes.give(data, chosen)
@@ -172,10 +172,10 @@ def better_threads(processes: ProcessPerTenant, data: Sequence[tuple[Datum, ...]
 def add_goals(results: Results, table: Table, model: Model) -> None:
     """Compare the table's cells with the goals."""
     rows = {(row["tenants"], row["tokens_per_tenant"]): row for row in table.rows}
-    alone = [row["over_peft"]["median"] for (tenants, _), row in rows.items() if tenants == 1]
-    if alone:
-        what = f"{model.name}: one tenant alone against PEFT, the worst of {len(alone)} cells"
-        results.goal(what, min(alone), at_least=1.0, unit=" x")
+    lone = [row["over_peft"]["median"] for (tenants, _), row in rows.items() if tenants == 1]
+    if lone:
+        what = f"{model.name}: one tenant against PEFT, the worst of {len(lone)} cells"
+        results.goal(what, min(lone), at_least=1.0, unit=" x")
     is_small = model.num_matmul_params < 100e6
     floors = {(16, 64): 3.0, (8, 256): 1.3} if is_small else {(8, 256): 1.1}
     for cell, floor in floors.items():
@@ -196,7 +196,7 @@ def main() -> None:
     command.add_argument("--processes", type=int, default=8, help="most tenants with a process each; 0: none")
     command.add_argument("--seconds", type=float, default=0.5, help="for each cell (at least 5 rounds)")
     command.add_argument(
-        "--lone-seconds", type=float, default=8.0, help="the same for one tenant, whose sides differ little"
+        "--lone-seconds", type=float, default=8.0, help="for each cell of one tenant, whose sides differ little"
     )
     args = command.parse_args()
     args.effort, args.lone_effort = Effort(seconds=args.seconds), Effort(seconds=args.lone_seconds)

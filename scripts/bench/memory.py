@@ -8,7 +8,7 @@ Every case runs in its own process, which loads a random Qwen3, runs a short pas
 resets the kernel's record of its peak resident size, and runs one forward_backward of four tenants in one pass. The
 figure is the new peak minus the size before that pass. For comparison: the engine's estimate, from which it decides
 whether a pass fits, and the size of all tokens' logits, which the engine never holds. Linux only. The processes are
-forked, so this process must not have run any torch operation before.
+forked, so this process must not run a torch operation before.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ NUM_TENANTS = 4
 SEQUENCE_TOKENS_MAX = 256
 RANK = 8
 MIB = 1 << 20
-WAYS: dict[str, Literal["off", "on"]] = {"kept": "off", "again": "on"}
-"""By name in the rows: whether layers run again in the backward instead of keeping their activations."""
+MODES: dict[str, Literal["off", "on"]] = {"kept": "off", "recomputed": "on"}
+"""By name in the rows: whether the backward recomputes activations instead of keeping them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +74,9 @@ def passes(num_tokens: int, vocab_size: int, prev_seq: int) -> list[PassItem]:
 
 
 def measure(case: Case) -> Row:
-    """Load and run a case in this process; return the bytes that the pass took and the engine's estimate."""
+    """Run a case in this process; return the measured bytes of its pass and the engine's estimate."""
     with tempfile.TemporaryDirectory() as directory:
-        with without_holes():  # the state of a worker's heap, which creates no model
+        with without_holes():  # a worker creates no model, so its heap has no holes
             model = write_random_model(case.shape, Path(directory), vocab_size=case.vocab_size)
         settings = EngineSettings(
             model_path=str(model),
@@ -124,7 +124,7 @@ def _measure_into(connection: Connection, case: Case) -> None:
     connection.send(measure(case))
 
 
-def measure_apart(case: Case) -> Row:
+def measure_in_new_process(case: Case) -> Row:
     """Run a case in a fresh process. Raises RuntimeError if it fails."""
     # Forked with the libraries loaded, but before torch runs anything and starts threads.
     context = multiprocessing.get_context("fork")
@@ -135,7 +135,7 @@ def measure_apart(case: Case) -> Row:
     try:
         figures: Row = ours.recv()
     except EOFError:
-        raise RuntimeError(f"{case} could not be measured; see above") from None
+        raise RuntimeError(f"{case} could not be measured; its error is above") from None
     finally:
         process.join()
     return figures
@@ -153,9 +153,9 @@ def measure_point(shape: str, num_threads: int, vocab_size: int, num_tokens: int
         "tokens": num_tokens,
         "logits_bytes": 4 * num_tokens * vocab_size,
     }
-    for name, way in WAYS.items():
-        row[name] = measure_apart(
-            Case(shape=shape, vocab_size=vocab_size, num_tokens=num_tokens, recompute=way, num_threads=num_threads)
+    for name, mode in MODES.items():
+        row[name] = measure_in_new_process(
+            Case(shape=shape, vocab_size=vocab_size, num_tokens=num_tokens, recompute=mode, num_threads=num_threads)
         )
     return row
 
@@ -166,11 +166,11 @@ def columns() -> tuple[Column, ...]:
         Column("model", lambda r: r["model"]),
         Column("vocabulary", lambda r: f"{r['vocab_size']:,}"),
         Column("tokens", lambda r: f"{r['tokens']:,}"),
-        Column("layers keep all", lambda r: _mebibytes(r["kept"]["measured_bytes"])),
+        Column("activations kept", lambda r: _mebibytes(r["kept"]["measured_bytes"])),
         Column("estimated", lambda r: _mebibytes(r["kept"]["estimated_bytes"])),
-        Column("layers run again", lambda r: _mebibytes(r["again"]["measured_bytes"])),
-        Column("estimated", lambda r: _mebibytes(r["again"]["estimated_bytes"])),
-        Column("all logits", lambda r: _mebibytes(r["logits_bytes"])),
+        Column("activations recomputed", lambda r: _mebibytes(r["recomputed"]["measured_bytes"])),
+        Column("estimated", lambda r: _mebibytes(r["recomputed"]["estimated_bytes"])),
+        Column("logits of all tokens", lambda r: _mebibytes(r["logits_bytes"])),
     )
 
 
@@ -202,10 +202,10 @@ def main() -> None:
             table = results.table(name, columns())
             for vocab_size, num_tokens in cases:
                 table.add(point(vocab_size, num_tokens))
-        figures = [row[way] for table in results.tables for row in table.rows for way in WAYS]
+        figures = [row[mode] for table in results.tables for row in table.rows for mode in MODES]
         worst = max(USED_FRACTION * figure["measured_bytes"] / figure["estimated_bytes"] for figure in figures)
         results.goal(
-            "memory: peak of a pass against the room that the engine wants for it, the worst",
+            "memory: peak of a pass against the memory that the engine requires for it, the worst",
             worst,
             at_most=1,
             unit=" x",

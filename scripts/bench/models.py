@@ -11,7 +11,7 @@ import os
 from workers.contract.settings import num_cores
 from workers.pool.environment import thread_environment
 
-# Bounded spinning is fair to all sides when several processes share the cores.
+# Spinning is bounded, so that no side is slowed when several processes share the cores.
 os.environ.update(thread_environment(num_cores()) | os.environ)
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
@@ -37,7 +37,7 @@ SHAPES = {"4m": (256, 4, 4, 2, 768, 4096), "27m": (512, 8, 8, 4, 1536, 4096), "t
 DEFAULT_MODELS = ("kjv-2m", "4m", "27m")
 
 transformers.utils.logging.disable_progress_bar()
-# PEFT's advice on merging (not done here), and an attribute that PEFT reads by its old name.
+# PEFT's advice on merging, which is not done here, and an attribute that PEFT reads by its old name.
 warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
 warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
 

@@ -3,10 +3,11 @@
     python -m scripts.bench.planner            # every load 50 times
     python -m scripts.bench.planner --quick    # a smoke test
 
-Runs the cycle loop's work over adapters and operations in each cycle, on real adapter logs, without workers or a log:
-the ready set, the check of the budget, the plan of the pass, the adapters due in the step phase, and the looks at
-commit and for snapshots. Then the cost of idle adapters: with and without them, alternating. Prints Markdown tables:
-medians of processor time, so that other work on the machine does not count, with quartiles in brackets.
+Runs the parts of the cycle loop that iterate over adapters and operations, on real adapter logs, without workers or a
+database: the ready set, the check of the budget, the plan of the pass, the adapters due in the step phase, and the
+adapters to advance at commit or to snapshot. Then measures the cost of idle adapters: with and without them,
+alternating. Prints Markdown tables: medians of processor time, so that other work on the machine does not count, with
+quartiles in brackets.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from scripts.bench.common import (
     Results,
     Row,
     Timing,
+    measure_alternating,
     parser,
     shown_ms,
     shown_ratio,
     shown_time,
-    turn_about,
 )
 from workers.contract.messages import AdapterSpec
 
@@ -53,16 +54,16 @@ class NoFiles:
     """Stands in for snapshots and published weights: no file is being written."""
 
     def is_unsettled(self, adapter_id: str) -> bool:
-        """Whether a snapshot of the adapter may be durable without its log having been told."""
+        """Return False: no snapshot of the adapter is undecided."""
         return False
 
     def is_unwritten(self, adapter_id: str) -> bool:
-        """Whether a file of the adapter's published weights is being written."""
+        """Return False: no file of the adapter's published weights is being written."""
         return False
 
 
 def make_adapter(index: int, kinds: Sequence[Kind], num_tokens: int) -> AdapterLog:
-    """Return an adapter of a tenant of its own, with these operations queued, each of one sequence."""
+    """Return a new tenant's adapter with these operations queued, each of one sequence."""
     name = f"adapter-{index}"
     spec = AdapterSpec(adapter_id=name, rank=8, alpha=32.0, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
     adapter = AdapterLog(f"tenant-{index}", "session", "model", spec)
@@ -97,18 +98,18 @@ class Cycle:
         """Return the parts by name, in the loop's order."""
         return {
             "ready set": self._ready.refresh,
-            "linger": self._look,
+            "linger": self._check_linger,
             "the pass": self._plan,
             "the step phase": lambda: list(self._ready.due_steps()),
             "commit and snapshots": self._close,
         }
 
     def run(self) -> None:
-        """Do all of it."""
+        """Run all parts."""
         for part in self.parts().values():
             part()
 
-    def _look(self) -> None:
+    def _check_linger(self) -> None:
         self._ready.tenants()
         self._ready.has_tokens(self._budget * len(WORKERS))
 
@@ -125,7 +126,7 @@ class Cycle:
 
 
 def measure_cycles(num_tenants: int, args: argparse.Namespace) -> list[Row]:
-    """Return a row for each kind of load and each budget, measured in alternation."""
+    """Return a row for each kind of load and each budget, alternating."""
     loads = {"10 passes": PASSES, "5 pairs": PAIRS, "10 optimizer steps": STEPS}
     cycles = {
         (name, budget): Cycle(make_ready_set(num_tenants, kinds, args.tokens), budget)
@@ -160,15 +161,15 @@ def processor_s(work: Callable[[], object]) -> float:
 def measure_idle(num_idle: int, args: argparse.Namespace) -> Row:
     """Measure the cost of registered adapters without operations."""
     sides = {
-        "alone": Cycle(make_ready_set(8, PAIRS, args.tokens), args.budgets[0]),
-        "beside": Cycle(make_ready_set(8, PAIRS, args.tokens, num_idle=num_idle), args.budgets[0]),
+        "without_idle": Cycle(make_ready_set(8, PAIRS, args.tokens), args.budgets[0]),
+        "with_idle": Cycle(make_ready_set(8, PAIRS, args.tokens, num_idle=num_idle), args.budgets[0]),
     }
     effort = Effort(seconds=0, rounds_min=10 * args.rounds, rounds_max=10 * args.rounds)
-    timings = turn_about({name: cycle.run for name, cycle in sides.items()}, effort, clock=time.thread_time)
+    timings = measure_alternating({name: cycle.run for name, cycle in sides.items()}, effort, clock=time.thread_time)
     return {
         "active": 8,
         "idle": num_idle,
-        "ratio": timings["beside"].ratio_to(timings["alone"]),
+        "ratio": timings["with_idle"].ratio_to(timings["without_idle"]),
         **{name: timing.summary() for name, timing in timings.items()},
     }
 
@@ -206,9 +207,9 @@ def main() -> None:
             "planner-idle",
             (
                 Column("tenants with 5 pairs each", lambda r: str(r["active"])),
-                Column("idle adapters beside", lambda r: f"{r['idle']:,}"),
-                Column("a cycle without them", lambda r: shown_time(r["alone"])),
-                Column("a cycle with them", lambda r: shown_time(r["beside"])),
+                Column("idle adapters", lambda r: f"{r['idle']:,}"),
+                Column("a cycle without them", lambda r: shown_time(r["without_idle"])),
+                Column("a cycle with them", lambda r: shown_time(r["with_idle"])),
                 Column("with / without", lambda r: shown_ratio(r["ratio"])),
             ),
         )

@@ -23,11 +23,11 @@ from scripts.bench.common import (
     Results,
     Row,
     Timing,
+    measure_alternating,
     parser,
     shown_ms,
     shown_ratio,
     shown_time,
-    turn_about,
 )
 from scripts.bench.models import Case, Model, add_model_options, chosen_models, open_models
 from scripts.bench.sides.pools import Tenants, serve_arguments
@@ -76,7 +76,7 @@ def measure(model: Model, args: argparse.Namespace) -> Row:
             "row": publish_row,
             "copy": memcpy.step,
         }
-        timings = turn_about(sides, args.effort, in_order=True)
+        timings = measure_alternating(sides, args.effort, in_order=True)
     timings["call"] = Timing(tuple(call_s[args.effort.warm_up :]))
     return {
         "model": model.name,
@@ -102,7 +102,7 @@ def main() -> None:
             (
                 Column("model", lambda r: r["model"]),
                 Column("MB", lambda r: f"{r['bytes'] / 1e6:.1f}"),
-                Column("the row's copy", lambda r: shown_time(r["row"])),
+                Column("copying the row", lambda r: shown_time(r["row"])),
                 Column("copy / memcpy", lambda r: shown_ratio(r["row_over_copy"])),
                 Column("until the call returns", lambda r: shown_time(r["call"])),
                 Column("until the first token", lambda r: shown_time(r["first_token"])),

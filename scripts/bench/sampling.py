@@ -4,15 +4,15 @@
     python -m scripts.bench.sampling                      # three models, some minutes
     python -m scripts.bench.sampling --models 4m --seconds 30
 
-together     8 tenants with one adapter and 4 sequences each, in one decode batch, against one tenant after another
+co-batched   8 tenants with one adapter and 4 sequences each, in one decode batch, against one tenant after another
 batch        32 prompts of one adapter, against the base model without an adapter, and against transformers with the
              same adapter (PEFT): `generate` in one batch, and its continuous batching. Each with 1 thread or --threads,
              whichever is faster; the engine chooses its threads itself.
 prompt       64 samples of one prompt of 512 tokens as one request, against 64 requests with that prompt, and against 64
-             requests with different prompts, which share nothing: time, and prompt tokens that were computed
-first token  a prompt of 480 tokens that is new, that is repeated, and one that continues the same 480 tokens
+             requests with different prompts: the time, and the prompt tokens that were computed
+first token  a prompt of 480 tokens that is new, that is repeated, and that is continued
 
-Sides take turns, on new prompts each time, so that the cache helps only where it is measured. Engine and PEFT sample
+Sides alternate, on new prompts each time, so that the cache helps only where it is measured. Engine and PEFT sample
 from the same weights: the script stops if log-probabilities differ. Prints Markdown tables.
 """
 
@@ -26,7 +26,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from scripts.bench.common import Column, Effort, Results, Row, Table, parser, shown_ratio, shown_time, turn_about
+from scripts.bench.common import (
+    Column,
+    Effort,
+    Results,
+    Row,
+    Table,
+    measure_alternating,
+    parser,
+    shown_ratio,
+    shown_time,
+)
 from scripts.bench.models import Model, add_model_options, chosen_models, open_models
 from scripts.bench.sides.samplers import Ask, ContinuousBatching, EngineSampler, Generate, Prompts, check_logprobs
 from workers.contract.messages import SampleResult
@@ -54,7 +64,7 @@ class Sizes:
     cached_tokens: int = 480
     """Of the repeated prompt."""
     added_tokens: int = 32
-    """By which another prompt continues it."""
+    """By which the continued prompt is longer."""
 
 
 QUICK = Sizes(
@@ -88,8 +98,8 @@ class Bench:
         """Return a row of this model."""
         return {"model": self.model.name, **cells}
 
-    def together(self, *, shares_prompt: bool) -> Row:
-        """Compare all tenants at once with one after another; a tenant's sequences have different prompts or one."""
+    def co_batched(self, *, shares_prompt: bool) -> Row:
+        """Compare co-batched tenants with one after another; a tenant's sequences share a prompt or not."""
         sizes = self.sizes
         num_prompts, num_samples = (1, sizes.num_seqs) if shares_prompt else (sizes.num_seqs, 1)
 
@@ -107,12 +117,12 @@ class Bench:
         def all_at_once() -> None:
             self.engine.sample([ask for tenant in range(sizes.num_tenants) for ask in asks(tenant)])
 
-        timings = turn_about({"together": all_at_once, "apart": one_after_another}, self.effort)
+        timings = measure_alternating({"co_batched": all_at_once, "in_turn": one_after_another}, self.effort)
         kind = f"{sizes.num_seqs} samples of a prompt" if shares_prompt else f"{sizes.num_seqs} prompts"
         return self.row(
             case=f"{sizes.num_tenants} x {kind}",
             tokens=sizes.num_tenants * sizes.num_seqs * self.num_tokens,
-            ratio=timings["apart"].ratio_to(timings["together"]),
+            ratio=timings["in_turn"].ratio_to(timings["co_batched"]),
             **{name: timing.summary() for name, timing in timings.items()},
         )
 
@@ -143,7 +153,7 @@ class Bench:
                 "generate": self._better_threads(generate.use_threads, sides["generate"]),
                 "continuous": self._better_threads(continuous.use_threads, sides["continuous"]),
             }
-            timings = turn_about(sides, self.effort)
+            timings = measure_alternating(sides, self.effort)
         return self.row(
             case=f"{sizes.num_prompts} x {sizes.prompt_tokens} + {self.num_tokens}",
             prompts=sizes.num_prompts,
@@ -162,7 +172,7 @@ class Bench:
         best_s = {}
         for num_threads in sorted({1, self.num_threads}):
             use(num_threads)
-            timing = turn_about({"it": side}, Effort(seconds=0, rounds_min=2, rounds_max=2))["it"]
+            timing = measure_alternating({"side": side}, Effort(seconds=0, rounds_min=2, rounds_max=2))["side"]
             best_s[num_threads] = min(timing.seconds)
         chosen = min(best_s, key=lambda num_threads: best_s[num_threads])
         use(chosen)
@@ -198,7 +208,7 @@ class Bench:
 
             return run
 
-        timings = turn_about({kind: side(kind) for kind in kinds}, self.effort)
+        timings = measure_alternating({kind: side(kind) for kind in kinds}, self.effort)
         return self.row(
             case=f"{sizes.group} x {sizes.group_prompt_tokens} + {sizes.group_tokens}",
             samples=sizes.group,
@@ -234,7 +244,7 @@ class Bench:
             return np.concatenate([prompt, self.prompts.draw(sizes.added_tokens)])
 
         sides = {"cold": side("cold", new), "warm": side("warm", lambda: prompt), "longer": side("longer", longer)}
-        timings = turn_about(sides, self.effort, in_order=True)
+        timings = measure_alternating(sides, self.effort, in_order=True)
         return self.row(
             case=f"{sizes.cached_tokens} (+ {sizes.added_tokens})",
             computed=computed,
@@ -245,7 +255,7 @@ class Bench:
 
 
 def num_decoded(results: Sequence[SampleResult]) -> int:
-    """Return the rows that belong to no prompt: each drawn token except the last passes through the model."""
+    """Return the number of decoded rows: each drawn token except the last passes through the model."""
     return sum(len(sequence.tokens) - 1 for result in results for sequence in result.sequences)
 
 
@@ -265,13 +275,13 @@ def _ratio_of(kind: str) -> Callable[[Row], str]:
     return lambda row: shown_ratio(row["over"][kind]) if kind in row else ""
 
 
-TOGETHER_COLUMNS = (
+CO_BATCHED_COLUMNS = (
     Column("model", lambda r: r["model"]),
     Column("tenants x sequences of each", lambda r: r["case"]),
-    Column("together, median (quartiles)", lambda r: shown_time(r["together"])),
-    Column("together, tokens/s", _tokens_per_s("together")),
-    Column("one tenant after another, tokens/s", _tokens_per_s("apart")),
-    Column("together / apart", lambda r: shown_ratio(r["ratio"])),
+    Column("co-batched, median (quartiles)", lambda r: shown_time(r["co_batched"])),
+    Column("co-batched, tokens/s", _tokens_per_s("co_batched")),
+    Column("one tenant after another, tokens/s", _tokens_per_s("in_turn")),
+    Column("co-batched / in turn", lambda r: shown_ratio(r["ratio"])),
 )
 BATCH_COLUMNS = (
     Column("model", lambda r: r["model"]),
@@ -298,17 +308,17 @@ FIRST_TOKEN_COLUMNS = (
     Column("model", lambda r: r["model"]),
     Column("prompt (+ more)", lambda r: r["case"]),
     Column("new", lambda r: shown_time(r["cold"])),
-    Column("again", lambda r: shown_time(r["warm"])),
-    Column("new / again", lambda r: shown_ratio(r["speedup"])),
+    Column("repeated", lambda r: shown_time(r["warm"])),
+    Column("new / repeated", lambda r: shown_ratio(r["speedup"])),
     Column("continued", lambda r: shown_time(r["longer"])),
-    Column("cached: again, continued", lambda r: f"{r['cached']['warm']:,}, {r['cached']['longer']:,}"),
+    Column("cached: repeated, continued", lambda r: f"{r['cached']['warm']:,}, {r['cached']['longer']:,}"),
 )
 
 
-def add_goals(results: Results, together: Table, batch: Table, prompt: Table) -> None:
+def add_goals(results: Results, co_batched: Table, batch: Table, prompt: Table) -> None:
     """Compare the tables with the goals."""
-    for row in together.rows:
-        what = f"{row['model']}: {row['case']}, sampled together against one tenant after another"
+    for row in co_batched.rows:
+        what = f"{row['model']}: {row['case']}, co-batched against one tenant after another"
         results.goal(what, row["ratio"]["median"], at_least=3.5, unit=" x")
     for row in batch.rows:
         model = row["model"]
@@ -333,10 +343,10 @@ def main() -> None:
         models = stack.enter_context(open_models(chosen_models(args)))
         results = stack.enter_context(Results("sampling", args))
         benches = [Bench(model, sizes, args) for model in models]
-        together = results.table("sampling-together", TOGETHER_COLUMNS)
+        co_batched = results.table("sampling-co-batched", CO_BATCHED_COLUMNS)
         for bench in benches:
             for shares_prompt in (False, True):
-                together.add(bench.together(shares_prompt=shares_prompt))
+                co_batched.add(bench.co_batched(shares_prompt=shares_prompt))
         batch = results.table("sampling-batch", BATCH_COLUMNS)
         for bench in benches:
             batch.add(bench.batch())
@@ -346,7 +356,7 @@ def main() -> None:
         first_token = results.table("sampling-first-token", FIRST_TOKEN_COLUMNS)
         for bench in benches:
             first_token.add(bench.first_token())
-        add_goals(results, together, batch, prompt)
+        add_goals(results, co_batched, batch, prompt)
 
 
 if __name__ == "__main__":

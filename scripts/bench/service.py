@@ -8,13 +8,13 @@
 Latency: 1 tenant with 4 x 64 tokens and 16 tenants with 1 x 64 submit a forward_backward and its optim_step together,
 all at the same time, and wait for both. The same step, alternating, on
 
-engine      the engine alone, in this process
+engine      the engine without a service, in this process
 in process  client library, coordinator with its log (two fsyncs a step) and engine in this process, no network
 gRPC        the same coordinator, through its gRPC door
 Ray         gRPC to a coordinator in its own process, with its engine in a process of Ray: `make up`
 
-The added latency is the step's time minus the engine's time alone in the same round. The engine's time inside a service
-may be longer or shorter than alone, so for "in process" the time outside its engine is measured as well.
+The added latency is the step's time minus the engine's time in the same round. An engine inside a service may be faster
+or slower than the one without, so for "in process" the time outside its engine is measured as well.
 
 Throughput: pipelined loops of all tenants through gRPC and Ray, against sequential PEFT and the engine alone, in
 alternating blocks of steps; client, coordinator, engine and PEFT use the same cores. Prints Markdown tables.
@@ -37,10 +37,10 @@ from scripts.bench.common import (
     Row,
     Table,
     Timing,
+    measure_alternating,
     parser,
     shown_ms,
     shown_ratio,
-    turn_about,
 )
 from scripts.bench.models import Case, Model, add_model_options, chosen_models, open_models
 from scripts.bench.sides.pools import LocalService, Tenants, serve_arguments
@@ -66,7 +66,7 @@ THROUGHPUT_CASES = (
 )
 QUICK_CASE = Case(num_tenants=2, num_seqs=1, num_tokens=16)
 STEPS_PER_BLOCK = 8
-"""Steps of a pipelined block. The first step overlaps with no other; a longer block makes its share smaller."""
+"""Steps of a pipelined block. The first step overlaps with no other, so a longer block reduces its share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ def measure_latency(case: Case, ways: Ways, args: argparse.Namespace) -> Row:
     with contextlib.ExitStack() as stack:
         for way, seconds in latencies.items():
             sides[way] = _recorded(ways.tenants(stack, way, data), seconds)
-        sides["in process"] = _noting_outside(sides["in process"], ways.local, outside)
-        timings = turn_about(sides, effort)
+        sides["in process"] = _recording_outside(sides["in process"], ways.local, outside)
+        timings = measure_alternating(sides, effort)
     row: Row = {"model": model.name, "case": str(case), "rounds": len(timings["engine"].seconds)}
     for way in WAYS:
         num_warm = effort.warm_up * case.num_tenants
@@ -124,15 +124,15 @@ def measure_latency(case: Case, ways: Ways, args: argparse.Namespace) -> Row:
     return row
 
 
-def _noting_outside(step: Callable[[], object], local: LocalService, outside: list[float]) -> Callable[[], None]:
-    """Wrap a step in process: record the time in which its engine was not running."""
+def _recording_outside(step: Callable[[], object], local: LocalService, outside: list[float]) -> Callable[[], None]:
+    """Wrap a step in process: record the time outside its engine."""
 
-    def noting() -> None:
+    def timed() -> None:
         begin_s, before_s = time.perf_counter(), local.engine_s
         step()
         outside.append(time.perf_counter() - begin_s - (local.engine_s - before_s))
 
-    return noting
+    return timed
 
 
 def _recorded(tenants: Tenants, seconds: list[float]) -> Callable[[], None]:
@@ -164,7 +164,7 @@ def measure_throughput(case: Case, ways: Ways, args: argparse.Namespace) -> Row:
             "engine": steps_of(fused.step),
             "peft": steps_of(peft.step),
         }
-        timings = turn_about(sides, args.throughput_effort)
+        timings = measure_alternating(sides, args.throughput_effort)
     return {
         "model": model.name,
         "case": str(case),

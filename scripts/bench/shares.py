@@ -32,8 +32,8 @@ from tinkerpool import APIFuture, SamplingClient, ServiceClient, TrainingClient,
 RANK = 8
 CASE = Case(num_tenants=1, num_seqs=4, num_tokens=64)
 TRAINER, SAMPLER = "trains", "samples"
-STEPS_UNDER_WAY = 3
-NUM_UNDER_WAY = 8
+STEPS_IN_FLIGHT = 3
+SAMPLES_IN_FLIGHT = 8
 PROMPT = types.ModelInput.from_ints(list(range(1, 17)))
 NUM_TOKENS = 32
 DEVIATION_MAX = 0.1
@@ -51,7 +51,7 @@ class Streamed:
 
     async def run(self, done: threading.Event) -> None:
         """Sample until `done` is set."""
-        loops = [self._sample(done) for _ in range(NUM_UNDER_WAY - 1)]
+        loops = [self._sample(done) for _ in range(SAMPLES_IN_FLIGHT - 1)]
         await asyncio.gather(self._stream(done), *loops)
 
     async def _sample(self, done: threading.Event) -> None:
@@ -78,7 +78,7 @@ def busy(training: TrainingClient, batch: list[types.Datum], streamed: Streamed)
         halves: deque[APIFuture[Any]] = deque()
         while not done.is_set():
             halves += (training.forward_backward(batch, "cross_entropy"), training.optim_step(ADAM))
-            while len(halves) > 2 * STEPS_UNDER_WAY:
+            while len(halves) > 2 * STEPS_IN_FLIGHT:
                 halves.popleft().result()
         for half in halves:
             half.result()
@@ -86,13 +86,13 @@ def busy(training: TrainingClient, batch: list[types.Datum], streamed: Streamed)
     def sample() -> None:
         asyncio.run(streamed.run(done))
 
-    def noted(work: Callable[[], None]) -> None:
+    def recording_errors(work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001 (raised where the threads are joined)
+        except Exception as error:  # noqa: BLE001 (raised after the threads have ended)
             errors.append(error)
 
-    threads = [threading.Thread(target=noted, args=(work,)) for work in (train, sample)]
+    threads = [threading.Thread(target=recording_errors, args=(work,)) for work in (train, sample)]
     for thread in threads:
         thread.start()
     try:
@@ -147,7 +147,7 @@ def measure(model: Model, args: argparse.Namespace) -> Row:
 def row_of(model: Model, windows: Sequence[dict[str, float]], gaps_s: Sequence[float]) -> Row:
     """Summarize the windows. Raises RuntimeError if a tenant was charged nothing."""
     if any(min(window[TRAINER], window[SAMPLER]) == 0 for window in windows):
-        raise RuntimeError(f"in a window one tenant was charged nothing, so it was too short: {windows}")
+        raise RuntimeError(f"a window was too short: one tenant was charged nothing in it: {windows}")
     shares = Timing(tuple(window[SAMPLER] / (window[SAMPLER] + window[TRAINER]) for window in windows))
     gaps = Timing(tuple(gaps_s))
     return {
@@ -185,7 +185,7 @@ def main() -> None:
             (
                 Column("model", lambda r: r["model"]),
                 Column("sampling's share of engine time (windows)", _shown_shares),
-                Column("charged, of all time", lambda r: f"{r['charged']:.0%}"),
+                Column("charged part of all time", lambda r: f"{r['charged']:.0%}"),
                 Column(
                     "between two tokens, p50 / p99",
                     lambda r: f"{shown_ms(r['gap_p50_s'])} / {shown_ms(r['gap_p99_s'])}",
@@ -196,7 +196,7 @@ def main() -> None:
         for model in models:
             row = measure(model, args)
             table.add(row)
-            what = f"{model.name}: sampling beside training, how far a share is from half in the worst window"
+            what = f"{model.name}: sampling during training, the largest deviation of a share from one half"
             results.goal(what, row["deviation"], at_most=DEVIATION_MAX)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 
-from scripts.bench.common import Column, Effort, Results, Row, parser, shown_ratio, shown_time, turn_about
+from scripts.bench.common import Column, Effort, Results, Row, measure_alternating, parser, shown_ratio, shown_time
 from scripts.bench.models import Case, Model, add_model_options, chosen_models, open_models
 from scripts.bench.sides.training import Fused, Memcpy
 
@@ -43,30 +43,30 @@ def measure_swap(model: Model, rank: int, args: argparse.Namespace) -> Row:
         row.grad.zero_()
 
     sides = {
-        "out": lambda: bank.evict(key),
-        "copy_out": memcpy.step,
-        "in": lambda: bank.acquire([key]),
-        "copy_in": memcpy.step,
+        "evict": lambda: bank.evict(key),
+        "copy_evicted": memcpy.step,
+        "load": lambda: bank.acquire([key]),
+        "copy_loaded": memcpy.step,
         "zero": zero,
     }
-    timings = turn_about(sides, args.effort, in_order=True)
+    timings = measure_alternating(sides, args.effort, in_order=True)
     return {
         "model": model.name,
         "rank": rank,
         "bytes": memcpy.num_bytes,
-        "out_over_copy": timings["out"].ratio_to(timings["copy_out"]),
-        "in_over_copy": timings["in"].ratio_to(timings["copy_in"]),
+        "evict_over_copy": timings["evict"].ratio_to(timings["copy_evicted"]),
+        "load_over_copy": timings["load"].ratio_to(timings["copy_loaded"]),
         **{name: timing.summary() for name, timing in timings.items()},
     }
 
 
 def measure_registered(model: Model, many: Fused, num_active: int, args: argparse.Namespace) -> Row:
-    """Compare a few tenants beside many idle registered ones with the same tenants alone."""
+    """Compare a few tenants on an engine with many idle adapters, and on an engine without."""
     few = Fused(model, [8] * num_active, args.threads, num_slots=NUM_SLOTS)
     data = Case(num_tenants=num_active, num_seqs=1, num_tokens=64).data(model.vocab_size)
     many.give(data)
     few.give(data)
-    timings = turn_about({"many": many.step, "few": few.step}, args.effort)
+    timings = measure_alternating({"many": many.step, "few": few.step}, args.effort)
     return {
         "model": model.name,
         "registered": len(many.keys),
@@ -77,7 +77,7 @@ def measure_registered(model: Model, many: Fused, num_active: int, args: argpars
     }
 
 
-def trained_crowd(model: Model, number: int, args: argparse.Namespace) -> Fused | None:
+def engine_with_trained(model: Model, number: int, args: argparse.Namespace) -> Fused | None:
     """Return an engine with this many trained adapters; None if their states would need too much memory."""
     fused = Fused(model, [8], args.threads, num_slots=NUM_SLOTS)
     state_bytes = 4 * VECTORS_SWAPPED * fused.engine.bank.entry(fused.keys[0]).layout.num_values
@@ -93,46 +93,48 @@ def trained_crowd(model: Model, number: int, args: argparse.Namespace) -> Fused 
 
 
 def measure(results: Results, models: list[Model], args: argparse.Namespace) -> None:
-    """Fill both tables."""
+    """Measure both tables."""
     swap = results.table(
         "swap",
         (
             Column("model", lambda r: r["model"]),
             Column("rank", lambda r: str(r["rank"])),
             Column("MB", lambda r: f"{r['bytes'] / 1e6:.1f}"),
-            Column("out of the bank", lambda r: shown_time(r["out"])),
-            Column("into the bank", lambda r: shown_time(r["in"])),
-            Column("of it: zeros", lambda r: shown_time(r["zero"])),
-            Column("memcpy", lambda r: shown_time(r["copy_in"])),
-            Column("out / memcpy", lambda r: shown_ratio(r["out_over_copy"])),
-            Column("in / memcpy", lambda r: shown_ratio(r["in_over_copy"])),
+            Column("evict", lambda r: shown_time(r["evict"])),
+            Column("load", lambda r: shown_time(r["load"])),
+            Column("of which: zeroing", lambda r: shown_time(r["zero"])),
+            Column("memcpy", lambda r: shown_time(r["copy_loaded"])),
+            Column("evict / memcpy", lambda r: shown_ratio(r["evict_over_copy"])),
+            Column("load / memcpy", lambda r: shown_ratio(r["load_over_copy"])),
         ),
     )
     for model in models:
         for rank in args.ranks:
             row = measure_swap(model, rank, args)
             swap.add(row)
-            what = f"{model.name}: an adapter of rank {rank} into the bank, against a memcpy of its bytes"
-            results.goal(what, row["in_over_copy"]["median"], at_most=1.5, unit=" x")
+            what = f"{model.name}: loading an adapter of rank {rank}, against a memcpy of its bytes"
+            results.goal(what, row["load_over_copy"]["median"], at_most=1.5, unit=" x")
     registered = results.table(
         "swap-registered",
         (
             Column("model", lambda r: r["model"]),
             Column("registered", lambda r: f"{r['registered']:,}"),
             Column("active", lambda r: str(r["active"])),
-            Column("a step", lambda r: shown_time(r["many"])),
+            Column("a step with all", lambda r: shown_time(r["many"])),
             Column("a step with the active ones only", lambda r: shown_time(r["few"])),
-            Column("speed against that", lambda r: shown_ratio(r["speed"])),
+            Column("speed with all / with the active only", lambda r: shown_ratio(r["speed"])),
         ),
     )
     for model in models:
-        crowd = trained_crowd(model, args.registered, args)
-        if crowd is None:
+        many = engine_with_trained(model, args.registered, args)
+        if many is None:
             print(f"\n{model.name}: {args.registered:,} adapters would need more than {REGISTERED_BYTES_MAX >> 30} GiB")
             continue
-        row = measure_registered(model, crowd, min(8, args.registered), args)
+        row = measure_registered(model, many, min(8, args.registered), args)
         registered.add(row)
-        what = f"{model.name}: speed of {row['active']} tenants with {row['registered']:,} registered against without"
+        what = (
+            f"{model.name}: speed of {row['active']} tenants with {row['registered']:,} registered, against only these"
+        )
         results.goal(what, row["speed"]["median"], at_least=0.97, unit=" x")
 
 

@@ -7,7 +7,7 @@
 
 A case is tenants x sequences x tokens. One step is a forward_backward and an optimizer step of every tenant. Sequential
 PEFT is well-written user code: one bf16 base model, an fp32 adapter and a fused AdamW per tenant, autocast,
-`set_adapter`, forward, backward, step, one tenant after another, no compilation. The sides take turns: each turn has a
+`set_adapter`, forward, backward, step, one tenant after another, no compilation. The sides alternate: each turn has a
 warm-up step and some measured steps; medians are compared. The sides use little GPU memory at the same time: PEFT uses
 the weight tensors of the engine's base model, and its adapters and moments are in host memory during other turns.
 (Exact mode is another engine, with its own weights.) A case that does not fit is reported and left out.
@@ -57,7 +57,7 @@ def matmul_peak(device: torch.device) -> float:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Measure the seconds that work takes on an otherwise idle device."""
+    """Measure the seconds that `work` takes on an otherwise idle device."""
     _wait(device)
     begin_s = time.perf_counter()
     work()
@@ -72,16 +72,16 @@ class Measured:
     seconds: list[float]
     held_bytes: int = 0
     added_bytes: int = 0
-    """Peak allocation of a step in addition to that; 0 on a CPU, where it is not counted."""
+    """Peak allocation of a step in addition to `held_bytes`; 0 on a CPU, where it is not counted."""
 
 
 def measure(sides: Sequence[Side], device: torch.device, num_rounds: int) -> list[Measured]:
-    """Measure `num_rounds` steps of each side, in turns. The first turn is warm-up."""
+    """Measure `num_rounds` steps of each side, alternating. The first turn is warm-up."""
     measured = [Measured([]) for _ in sides]
     for turn in range(1 + -(-num_rounds // STEPS_A_TURN)):
         num_left = num_rounds - (turn - 1) * STEPS_A_TURN
         for side, own in zip(sides, measured, strict=True):
-            with side.awake():
+            with side.on_device():
                 side.step()
                 if turn == 0:
                     own.added_bytes = peak_bytes(side.step, device)
@@ -92,7 +92,7 @@ def measure(sides: Sequence[Side], device: torch.device, num_rounds: int) -> lis
 
 
 def peak_bytes(work: Callable[[], None], device: torch.device) -> int:
-    """Return the peak device memory of work, minus the memory allocated before; 0 on a CPU."""
+    """Return the peak device memory of `work`, minus the memory allocated before; 0 on a CPU."""
     if device.type != "cuda":
         work()
         return 0

@@ -34,7 +34,7 @@ PARAMS = AdamParams(learning_rate=1e-4, beta2=0.95, eps=1e-8)
 class Side(Protocol):
     """A measured side."""
 
-    def awake(self) -> AbstractContextManager[None]:
+    def on_device(self) -> AbstractContextManager[None]:
         """Return a context for a turn."""
 
     def step(self) -> None:
@@ -71,7 +71,7 @@ class Fused:
             raise MemoryError
         assert not errors, errors
 
-    def awake(self) -> AbstractContextManager[None]:
+    def on_device(self) -> AbstractContextManager[None]:
         """Return an empty context: the bank stays on the device."""
         return nullcontext()
 
@@ -89,10 +89,10 @@ class Fused:
 
     def step(self) -> None:
         """Run every tenant's forward_backward, then every tenant's step."""
-        place: dict[str, Any] = {"op_id": "", "prev_seq": self.seq, "seq": self.seq + 1}
+        seqs: dict[str, Any] = {"op_id": "", "prev_seq": self.seq, "seq": self.seq + 1}
         passes: list[Item] = [
             PassItem(
-                **place,
+                **seqs,
                 adapter_id=key,
                 chunk_index=index,
                 num_chunks=len(chunks),
@@ -105,8 +105,8 @@ class Fused:
             for index, data in enumerate(chunks)
         ]
         self._run(items=tuple(passes))
-        place = {"op_id": "", "prev_seq": self.seq + 1, "seq": self.seq + 2, "params": PARAMS}
-        self._run(items=tuple(OptimStepItem(adapter_id=key, **place) for key in self.keys))
+        seqs = {"op_id": "", "prev_seq": self.seq + 1, "seq": self.seq + 2, "params": PARAMS}
+        self._run(items=tuple(OptimStepItem(adapter_id=key, **seqs) for key in self.keys))
         self.seq += 2
 
 
@@ -118,7 +118,7 @@ class SequentialPeft:
     ) -> None:
         """`weights`: the base model's tensors by name, on the device; they are used without a copy."""
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
-        left = base.load_state_dict(weights, strict=False, assign=True)  # norms: the engine has its own
+        left = base.load_state_dict(weights, strict=False, assign=True)  # without norms: the engine's are separate
         assert not left.unexpected_keys, left
         base.to(device)
         linears = [name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)]
@@ -147,7 +147,7 @@ class SequentialPeft:
         self._move(torch.device("cpu"))
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """Hold adapters and moments on the device until the block ends; otherwise they are in host memory."""
         self._move(self.device)
         try:

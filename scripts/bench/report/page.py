@@ -8,8 +8,8 @@ Reads every `<item>.json` that a benchmark has written with --results. In the pa
     <!-- bench:NAME --> and <!-- /bench -->
 
 is replaced by the table of that name, or, if NAME ends in a star, by all tables with that prefix, each under its name.
-`ITEM:machine` is the line with date and machine of an item's measurement, and `goals` is one table of all goals. A
-place without a result stays unchanged. A table without a place in the page is an error.
+`ITEM:machine` is the line with date and machine of an item's measurement, and `goals` is one table of all goals. Marks
+without a result stay unchanged. A table without marks in the page is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scripts.bench.common import Goal
 from scripts.bench.report.pictures import draw
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-PLACE = re.compile(r"(<!-- bench:(?P<name>[\w:.*-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+MARKS = re.compile(r"(<!-- bench:(?P<name>[\w:.*-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
@@ -35,7 +35,7 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def texts_of(results: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Return the texts for the page, by the name of their place."""
+    """Return the texts for the page, by the name in their marks."""
     texts: dict[str, str] = {}
     goals = []
     for item, result in results.items():
@@ -49,30 +49,30 @@ def texts_of(results: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def filled(page: str, texts: dict[str, str]) -> str:
-    """Return the page with the texts in their places. Raises ValueError if a text has no place."""
-    places = [match["name"] for match in PLACE.finditer(page)]
-    homeless = sorted(name for name in texts if not any(fnmatchcase(name, place) for place in places))
-    if homeless:
+    """Return the page with the texts between their marks. Raises ValueError if a text has no marks."""
+    names = [match["name"] for match in MARKS.finditer(page)]
+    unmarked = sorted(name for name in texts if not any(fnmatchcase(name, pattern) for pattern in names))
+    if unmarked:
         raise ValueError(
-            f"the page has no place for {', '.join(homeless)}: add the lines '<!-- bench:{homeless[0]} -->' and "
+            f"the page has no marks for {', '.join(unmarked)}: add the lines '<!-- bench:{unmarked[0]} -->' and "
             "'<!-- /bench -->' where it belongs"
         )
 
     def fill(match: re.Match[str]) -> str:
-        place = match["name"]
-        found = {name: text for name, text in texts.items() if fnmatchcase(name, place)}
+        pattern = match["name"]
+        found = {name: text for name, text in texts.items() if fnmatchcase(name, pattern)}
         if not found:
             return match[0]
-        if place in found:
-            return f"{match[1]}{found[place]}\n{match[3]}"
-        parts = [f"\n**{name.removeprefix(place.rstrip('*'))}**\n\n{text}\n" for name, text in found.items()]
+        if pattern in found:
+            return f"{match[1]}{found[pattern]}\n{match[3]}"
+        parts = [f"\n**{name.removeprefix(pattern.rstrip('*'))}**\n\n{text}\n" for name, text in found.items()]
         return f"{match[1]}{''.join(parts)}\n{match[3]}"
 
-    return PLACE.sub(fill, page)
+    return MARKS.sub(fill, page)
 
 
 def main() -> int:
-    """Read the command line, write page and pictures. 1: no results, or a table has no place."""
+    """Read the command line, write page and pictures. Return 1 if there are no results or a table has no marks."""
     command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_argument("--results", type=Path, default=DOCS / "results")
     command.add_argument("--page", type=Path, default=DOCS / "benchmarks.md")

@@ -17,8 +17,8 @@ COLORS = {
     "service": "#9a63a8",
 }
 LABELS = {
-    "packed": "the base model's matmuls alone, packed",
-    "limit": "limit: the same by torch's matmul",
+    "packed": "only the base model's matmuls, packed",
+    "limit": "limit: the same with torch's matmul",
     "fused": "fused: one pass for all tenants",
     "peft": "sequential PEFT",
     "processes": "one process per tenant",
@@ -82,7 +82,7 @@ def _engine(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
     handles = {h.get_label(): h for axis in axes.flat for h in axis.get_lines() if not h.get_label().startswith("_")}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
     figure.suptitle(
-        "Training throughput of all tenants together (median, quartiles shaded)", x=0.01, ha="left", fontweight="bold"
+        "Training throughput of all tenants (median, quartiles shaded)", x=0.01, ha="left", fontweight="bold"
     )
     return True
 
@@ -121,17 +121,17 @@ def _service(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
 
 
 def _added_latency(axis: Any, rows: Rows) -> None:
-    """Draw milliseconds over the engine alone, by way, and the goals."""
+    """Draw milliseconds in addition to the engine's, by way, and the goals."""
     ways = {"in process": "#a9c4e0", "gRPC": "#6b9bcb", "Ray": "#2f6fb0"}
     for index, (way, color) in enumerate(ways.items()):
-        places = [place + (index - 1) * 0.26 for place in range(len(rows))]
+        positions = [position + (index - 1) * 0.26 for position in range(len(rows))]
         added = [1e3 * row[way]["added_s"] for row in rows]
         label = "gRPC and Ray" if way == "Ray" else way
-        axis.barh(places, added, 0.24, color=color, label=label)
-        for place, value in zip(places, added, strict=True):
-            axis.text(max(value, 0), place, f" {value:.1f}", va="center", fontsize=7.5, color=INK)
+        axis.barh(positions, added, 0.24, color=color, label=label)
+        for position, value in zip(positions, added, strict=True):
+            axis.text(max(value, 0), position, f" {value:.1f}", va="center", fontsize=7.5, color=INK)
     for goal, way in ((10, "in process"), (20, "Ray")):
-        axis.axvline(goal, color=ways[way], ls=":", lw=1.4, zorder=0, label=f"goal alone, {way}: {goal} ms")
+        axis.axvline(goal, color=ways[way], ls=":", lw=1.4, zorder=0, label=f"goal for a lone tenant, {way}: {goal} ms")
     labels = [f"{row['model']}, {row['case']}\n{1e3 * row['engine']['p50_s']:,.0f} ms on the engine" for row in rows]
     axis.set_yticks(range(len(rows)), labels)
     axis.set_ylim(len(rows) - 0.5, -0.7)
@@ -144,19 +144,19 @@ def _added_latency(axis: Any, rows: Rows) -> None:
 def _service_bars(axis: Any, rows: Rows) -> None:
     """Draw tokens per second of engine, service and PEFT."""
     sides = {"engine": ("engine alone", "#9a9a9a"), "service": ("gRPC and Ray", "#2f6fb0")}
-    sides["peft"] = ("sequential PEFT, alone", COLORS["peft"])
+    sides["peft"] = ("sequential PEFT", COLORS["peft"])
     for index, (side, (label, color)) in enumerate(sides.items()):
-        places = [place + (index - 1) * 0.26 for place in range(len(rows))]
-        axis.barh(places, [row["tokens"] / row[side]["median_s"] for row in rows], 0.24, color=color, label=label)
-    for place, row in enumerate(rows):
+        positions = [position + (index - 1) * 0.26 for position in range(len(rows))]
+        axis.barh(positions, [row["tokens"] / row[side]["median_s"] for row in rows], 0.24, color=color, label=label)
+    for position, row in enumerate(rows):
         speed = row["tokens"] / row["service"]["median_s"]
-        axis.text(speed, place, f" {row['over_peft']['median']:.2f} x PEFT", va="center", fontsize=8, color=INK)
+        axis.text(speed, position, f" {row['over_peft']['median']:.2f} x PEFT", va="center", fontsize=8, color=INK)
     axis.set_yticks(range(len(rows)), [f"{row['model']}\n{row['case']}" for row in rows])
     axis.invert_yaxis()
     axis.margins(x=0.18)
     axis.set_xlabel("tokens per second")
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axis.set_title("All tenants together, pipelined (tenants x sequences x tokens)", loc="left", fontsize=9.5)
+    axis.set_title("All tenants, pipelined (tenants x sequences x tokens)", loc="left", fontsize=9.5)
     _legend_below(axis)
 
 
@@ -190,11 +190,11 @@ def _memory(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
 
 
 def _memory_lines(axis: Any, rows: Rows, against: str) -> None:
-    """Draw mebibytes of both modes of the layers, and of the logits."""
+    """Draw mebibytes of both modes, and of the logits."""
     lines = {
-        "engine, layers keep their activations": ("#2f6fb0", "-", [row["kept"]["measured_bytes"] for row in rows]),
-        "engine, layers run again in the backward": ("#4f9a57", "-", [row["again"]["measured_bytes"] for row in rows]),
-        "logits of all tokens alone (calculated; never held)": ("#b0524f", "--", [row["logits_bytes"] for row in rows]),
+        "engine, activations kept": ("#2f6fb0", "-", [row["kept"]["measured_bytes"] for row in rows]),
+        "engine, activations recomputed": ("#4f9a57", "-", [row["recomputed"]["measured_bytes"] for row in rows]),
+        "logits of all tokens (calculated; never allocated)": ("#b0524f", "--", [row["logits_bytes"] for row in rows]),
     }
     for label, (color, style, sizes) in lines.items():
         marker = "o" if style == "-" else ""
@@ -209,12 +209,12 @@ def _memory_lines(axis: Any, rows: Rows, against: str) -> None:
 
 
 def _sampling(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
-    """Draw tokens sampled per second: one adapter's batch (left), tenants together and in turn (right)."""
+    """Draw tokens sampled per second: one adapter's batch (left), co-batched tenants (right)."""
     batch = _rows(results, "sampling", "sampling-batch").get("sampling-batch", [])
-    together = _rows(results, "sampling", "sampling-together").get("sampling-together", [])
-    if not batch or not together:
+    co_batched = _rows(results, "sampling", "sampling-co-batched").get("sampling-co-batched", [])
+    if not batch or not co_batched:
         return False
-    figure.set_size_inches(12.5, 1.9 + 0.8 * max(len(batch), 0.6 * len(together)))
+    figure.set_size_inches(12.5, 1.9 + 0.8 * max(len(batch), 0.6 * len(co_batched)))
     left, right = figure.subplots(1, 2)
     sides = {
         "base": ("engine, base model", COLORS["limit"]),
@@ -228,11 +228,11 @@ def _sampling(figure: Any, results: Mapping[str, dict[str, Any]]) -> bool:
         f"One adapter, {batch[0]['prompts']} prompts of {batch[0]['prompt_tokens']} tokens", loc="left", fontsize=9.5
     )
     sides = {
-        "together": ("all tenants together", COLORS["fused"]),
-        "apart": ("one tenant after another", "#a9c4e0"),
+        "co_batched": ("co-batched tenants", COLORS["fused"]),
+        "in_turn": ("one tenant after another", "#a9c4e0"),
     }
-    _speed_bars(right, together, sides, {"together": lambda row: f"{row['ratio']['median']:.2f} x"})
-    right.set_yticks(range(len(together)), [f"{row['model']}\n{row['case']}" for row in together])
+    _speed_bars(right, co_batched, sides, {"co_batched": lambda row: f"{row['ratio']['median']:.2f} x"})
+    right.set_yticks(range(len(co_batched)), [f"{row['model']}\n{row['case']}" for row in co_batched])
     right.set_title("Tenants with an adapter each (tenants x sequences of each)", loc="left", fontsize=9.5)
     return True
 
@@ -246,12 +246,12 @@ def _speed_bars(
     """Draw horizontal bars of tokens per second, one group per row, with a note at one side's bar."""
     height = 0.8 / len(sides)
     for index, (side, (label, color)) in enumerate(sides.items()):
-        places = [place + (index - (len(sides) - 1) / 2) * height for place in range(len(rows))]
+        positions = [position + (index - (len(sides) - 1) / 2) * height for position in range(len(rows))]
         speeds = [row["tokens"] / row[side]["median_s"] for row in rows]
-        axis.barh(places, speeds, 0.92 * height, color=color, label=label)
-        for place, speed, row in zip(places, speeds, rows, strict=True):
+        axis.barh(positions, speeds, 0.92 * height, color=color, label=label)
+        for position, speed, row in zip(positions, speeds, rows, strict=True):
             note = f"  ({notes[side](row)})" if side in notes else ""
-            axis.text(speed, place, f" {speed:,.0f}{note}", va="center", fontsize=8, color=INK)
+            axis.text(speed, position, f" {speed:,.0f}{note}", va="center", fontsize=8, color=INK)
     axis.invert_yaxis()
     axis.margins(x=0.3)
     axis.set_xlabel("tokens drawn per second")

@@ -52,7 +52,7 @@ class LocalService:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         pool = make_pool(PoolConfig(models=(model,), kind="local", num_threads=num_threads, num_slots=num_slots))
         self.engine_s = 0.0
-        """Seconds in which the engine ran batches, by its own clock."""
+        """Seconds in which the engine ran batches, as it reports them."""
         self.coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir), self._timed(pool), seams=seams)
         self._door = GrpcDoor(GrpcConfig(port=0))
         self._call(self._start())
@@ -114,7 +114,7 @@ class DirectTransport:
         self._loop = loop
 
     async def call(self, method: Unary[RequestT, ResponseT], request: RequestT, *, timeout_s: float) -> ResponseT:
-        """As in Transport."""
+        """See Transport."""
         calling = asyncio.run_coroutine_threadsafe(self._use_case(method, request), self._loop)
         response: ResponseT = await asyncio.wait_for(asyncio.wrap_future(calling), timeout_s)
         return response
@@ -122,7 +122,7 @@ class DirectTransport:
     async def stream(
         self, method: ServerStream[RequestT, ResponseT], request: RequestT
     ) -> AsyncGenerator[ResponseT, None]:
-        """As in Transport."""
+        """See Transport."""
         here = asyncio.get_running_loop()
         arrived: asyncio.Queue[ResponseT | None] = asyncio.Queue()
 
@@ -142,7 +142,7 @@ class DirectTransport:
             pumping.cancel()
 
     async def close(self) -> None:
-        """As in Transport."""
+        """See Transport."""
 
     def _use_case(self, method: Unary[RequestT, ResponseT], request: RequestT) -> Any:
         return getattr(self._service, USE_CASES[method.name])(self._principal, request)
@@ -188,29 +188,29 @@ class Tenants:
         begin_s: list[float] = []
         end_s = [0.0] * len(self.trainings)
         halves: list[Future[Any]] = []
-        noted = threading.Semaphore(0)
+        num_ended = threading.Semaphore(0)
 
-        def note(tenant: int, _: object) -> None:
+        def record_end(tenant: int, _: object) -> None:
             end_s[tenant] = time.perf_counter()
-            noted.release()
+            num_ended.release()
 
         for tenant, (training, batch) in enumerate(zip(self.trainings, self._batches, strict=True)):
             begin_s.append(time.perf_counter())
             passed, stepped = training.forward_backward(batch, "cross_entropy"), training.optim_step(ADAM)
             for half in (passed.future(), stepped.future()):
-                half.add_done_callback(partial(note, tenant))
+                half.add_done_callback(partial(record_end, tenant))
                 halves.append(half)
         for _ in halves:
-            noted.acquire()
+            num_ended.acquire()
         for half in halves:
-            half.result()  # raises an error of the operation
+            half.result()  # raises the operation's error
         return [end - begin for begin, end in zip(begin_s, end_s, strict=True)]
 
     def train(self, num_steps: int) -> list[float]:
-        """Run every tenant's pipelined loop; return each tenant's cycles per step, those of others included."""
+        """Run every tenant's pipelined loop; return the clock's cycles per step of each tenant."""
 
-        async def all_of_them() -> list[list[float]]:
+        async def run_all() -> list[list[float]]:
             loops = (_pipelined(t, b, num_steps) for t, b in zip(self.trainings, self._batches, strict=True))
             return await asyncio.gather(*loops)
 
-        return [(cycles[-1] - cycles[0] + 1) / num_steps for cycles in asyncio.run(all_of_them())]
+        return [(cycles[-1] - cycles[0] + 1) / num_steps for cycles in asyncio.run(run_all())]

@@ -1,8 +1,8 @@
-"""One process per tenant, as without a shared engine: each with plain PEFT on a share of the cores.
+"""One process per tenant, without a shared engine: plain PEFT on a share of the cores.
 
 A process steps with `SequentialPeft` on one adapter. The processes are forked from one that has imported torch and
-loaded no model, so they start in seconds and share the libraries' memory: less time and memory than processes that
-users start.
+loaded no model, so they start in seconds and share the libraries' memory. Processes that users start take more time
+and memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def num_processes_that_fit(model: Model) -> int:
 
 
 class ProcessPerTenant:
-    """Tenants' processes that step on command. As a context manager it ends them."""
+    """Tenants' processes that step on command. Leaving the context ends them."""
 
     def __init__(self, model: Model, rank: int, initial: Sequence[bytes]) -> None:
         """Start one process per adapter in `initial`, and wait until all have loaded the model."""

@@ -63,7 +63,7 @@ class Ask:
 
 
 class EngineSampler:
-    """The engine's sampler, driven as in a worker: requests are started, then decoded until all have ended."""
+    """The engine's sampler, driven as in a worker: start the requests, then decode until all have ended."""
 
     def __init__(self, model: Model, num_tenants: int, num_threads: int) -> None:
         """Create tenants with one adapter of rank `RANK` each, take a step, and publish."""
@@ -74,7 +74,7 @@ class EngineSampler:
         for tenant in range(num_tenants):
             self.fused.publish(tenant, _version(tenant))
         self.num_rows = 0
-        """Rows of passes since it was last set to 0: tokens of prompts, and tokens drawn earlier."""
+        """Rows of passes since it was last set to 0: prompt tokens, and drawn tokens but the last."""
         self._numbers = itertools.count()
         self._count_rows()
 
@@ -91,7 +91,7 @@ class EngineSampler:
                 raise RuntimeError(f"the engine failed: {error.message}")
             lengths = [len(sequence.tokens) for sequence in results[name].sequences]
             if lengths != [ask.num_tokens] * ask.num_samples:
-                raise RuntimeError(f"sequences have {lengths} tokens; {ask.num_tokens} were asked for")
+                raise RuntimeError(f"sequences have {lengths} tokens; {ask.num_tokens} were requested")
         return [results[name] for name in names]
 
     def start(self, asks: Sequence[Ask]) -> list[str]:
@@ -136,7 +136,7 @@ class Generate:
         self._num_threads = 1
 
     def use_threads(self, num_threads: int) -> None:
-        """Use this many threads from now on."""
+        """Set the number of threads."""
         self._num_threads = num_threads
 
     def sample(self, prompts: Sequence[NDArray[np.int32]]) -> Tensor:
@@ -158,7 +158,7 @@ class Generate:
 
 
 class ContinuousBatching:
-    """Continuous batching of transformers on the same model: a manager that keeps running, and requests to it.
+    """Continuous batching of transformers on the same model: requests to a manager that keeps running.
 
     Its cache and batches have the size of the job, not of the machine's memory.
     """
@@ -185,7 +185,7 @@ class ContinuousBatching:
         self._stop()
 
     def use_threads(self, num_threads: int) -> None:
-        """Start or restart it with this many threads; its thread reads the number at its first computation."""
+        """Start or restart the manager with this many threads; its thread reads the number at its first computation."""
         self._stop()
         with _threads(num_threads):
             self._manager = self._model.init_continuous_batching(self._generation_config, self._config)
@@ -200,7 +200,7 @@ class ContinuousBatching:
             result = self._manager.get_result(timeout=RESULT_TIMEOUT_S)
             if result is None or result.error is not None:
                 why = self._manager.background_thread_status.fatal_error if result is None else result.error
-                raise RuntimeError(f"continuous batching failed: {why or 'no result came'}")
+                raise RuntimeError(f"continuous batching failed: {why or 'it returned no result'}")
             drawn.append(result.generated_tokens)
         if {len(tokens) for tokens in drawn} != {self._num_tokens}:
             raise RuntimeError("continuous batching ended a sequence early")

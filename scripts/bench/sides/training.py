@@ -1,4 +1,4 @@
-"""Training in one process: the fused engine, sequential PEFT, and the base model's own matmuls, which bound both.
+"""Training in one process: the fused engine, sequential PEFT, and the base model's matmuls, which bound both.
 
 Depends on the engine and PEFT. Import `scripts.bench.models` first: it configures threads.
 
@@ -75,11 +75,11 @@ class Fused:
         return len(self.keys) - 1
 
     def give(self, data: Sequence[tuple[Datum, ...]], first: int = 0) -> None:
-        """Let tenant `first + i` train on `data[i]` from now on, and no other tenant."""
+        """Train tenant `first + i` on `data[i]` from now on, and no other tenant."""
         self._work = [(self.keys[first + index], part) for index, part in enumerate(data)]
 
     def add_work(self, tenant: int, data: tuple[Datum, ...]) -> None:
-        """Let this tenant train as well from now on."""
+        """Add a tenant's training data to the steps from now on."""
         self._work.append((self.keys[tenant], data))
 
     def step(self) -> list[float]:
@@ -107,14 +107,14 @@ class Fused:
             losses[result.op_id] += result.metrics["loss:sum"]
         steps = []
         for key, _ in self._work:
-            place = self._seqs[key]
-            steps.append(OptimStepItem(op_id="", adapter_id=key, prev_seq=place + 1, seq=place + 2, params=ADAM))
-            self._seqs[key] = place + 2
+            seq = self._seqs[key]
+            steps.append(OptimStepItem(op_id="", adapter_id=key, prev_seq=seq + 1, seq=seq + 2, params=ADAM))
+            self._seqs[key] = seq + 2
         self._run(items=tuple(steps))
         return [losses[key] for key, _ in self._work]
 
     def weights(self) -> list[bytes]:
-        """Return every tenant's adapter as a safetensors file, names as in PEFT."""
+        """Return every tenant's adapter as a safetensors file, with PEFT's names."""
         return [self._save(key).weights for key in self.keys]
 
     def publish(self, tenant: int, version: str) -> None:
@@ -122,9 +122,9 @@ class Fused:
         self._save(self.keys[tenant], publish_as=version)
 
     def _save(self, key: str, *, publish_as: str = "") -> AdapterState:
-        place, self._seqs[key] = self._seqs[key], self._seqs[key] + 1
+        seq, self._seqs[key] = self._seqs[key], self._seqs[key] + 1
         item = SaveItem(
-            op_id="", adapter_id=key, prev_seq=place, seq=place + 1, with_optimizer=False, publish_as=publish_as
+            op_id="", adapter_id=key, prev_seq=seq, seq=seq + 1, with_optimizer=False, publish_as=publish_as
         )
         [result] = self._run(items=(item,))
         assert result.state is not None
@@ -139,7 +139,7 @@ class Fused:
 
 
 class SequentialPeft:
-    """One adapter after another on one base model, well written: `set_adapter`, a fused AdamW per adapter."""
+    """One adapter after another on one base model, with `set_adapter` and a fused AdamW per adapter."""
 
     def __init__(self, model: Model, ranks: Sequence[int], initial: Sequence[bytes]) -> None:
         """`initial`: every tenant's adapter from `Fused.weights`, so that both sides start with equal weights."""
@@ -174,15 +174,15 @@ class SequentialPeft:
         self._batches: list[tuple[dict[str, Tensor], Tensor]] = []
 
     def give(self, data: Sequence[tuple[Datum, ...]]) -> None:
-        """Let tenant i train on `data[i]` from now on; unequal lengths are padded to the tenant's longest."""
+        """Train tenant i on `data[i]` from now on; unequal lengths are padded to the tenant's longest."""
         self._batches = [_padded(part) for part in data]
 
     def step(self) -> list[float]:
         """Run every tenant in turn: switch, forward, backward, step; return their summed losses."""
         losses = []
-        is_alone = len(self.keys) == 1
+        is_lone = len(self.keys) == 1
         for key, optimizer, (inputs, targets) in zip(self.keys, self.optimizers, self._batches, strict=False):
-            if not is_alone:
+            if not is_lone:
                 self.model.set_adapter(key)
             logits = self.model(**inputs, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")

@@ -1,1 +1,1 @@
-"""An old and a new version of the project, measured in turn: `python -m scripts.bench.versions OLD_DIR NEW_DIR`."""
+"""An old and a new version of the project, measured alternately: `python -m scripts.bench.versions OLD_DIR NEW_DIR`."""

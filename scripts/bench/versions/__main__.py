@@ -31,7 +31,7 @@ GOAL = 0.98
 
 
 def measure(version: Path, item: str, args: argparse.Namespace) -> dict[str, float]:
-    """Measure an item of a version in a process of its own. Raises RuntimeError if that fails."""
+    """Measure an item of a version in a new process. Raises RuntimeError if that fails."""
     paths = [version, version / "scripts", ROOT]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, "-m", "scripts.bench.versions.measure", item]
@@ -41,7 +41,7 @@ def measure(version: Path, item: str, args: argparse.Namespace) -> dict[str, flo
         raise RuntimeError(f"{item} of {version} failed:\n{done.stderr[-3000:]}")
     found = json.loads(done.stdout.splitlines()[-1])
     if Path(found["folder"]) != version:
-        raise RuntimeError(f"{version} was to be measured, not {found['folder']}")
+        raise RuntimeError(f"{found['folder']} was measured instead of {version}")
     seconds: dict[str, float] = found["seconds"]
     return seconds
 
@@ -69,7 +69,7 @@ def compare(item: str, args: argparse.Namespace) -> list[Row]:
 
 
 def main() -> int:
-    """Read the command line, measure, print. 2: the new version is slower than the goal in some case."""
+    """Read the command line, measure, print. Return 2 if the new version misses the goal in a case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=_folder, metavar="OLD_DIR")
     parser.add_argument("new", type=_folder, metavar="NEW_DIR")

@@ -1,7 +1,7 @@
 """The measuring modules of the version under test, in either layout of the project.
 
-A version is measured through its own `scripts`: they drive its engine, planner and pools as that version needs it.
-Old: commit 3c6fa14 and before, with flat scripts (`bench_sides.py`). New: scripts in rooms.
+A version is measured through its own `scripts`, which drive its engine, planner and pools. Old: commit 3c6fa14 and
+before, with flat scripts (`bench_sides.py`). New: scripts in packages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODULES = {
 
 
 def module(name: str) -> Any:
-    """Import a measuring module of the version under test. Import `models` first: it sets torch's threads up."""
+    """Import a measuring module of the version under test. Import `models` first: it configures torch's threads."""
     old, new = MODULES[name]
     is_old = find_spec(MODULES["training"][0]) is not None
     return importlib.import_module(old if is_old else new)

@@ -36,7 +36,7 @@ Side = Callable[[], object]
 
 
 def medians(sides: Mapping[str, Side], seconds: float, clock: Callable[[], float] = time.perf_counter) -> Measured:
-    """Run all sides in turn for this long, after a warm-up; return the median of each."""
+    """Alternate all sides for this long, after a warm-up; return the median of each."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for side in sides.values():
         side()

@@ -69,12 +69,12 @@ def rows_of(report: Report) -> Iterator[dict[str, Any]]:
 def test_every_script_measures_all_of_its_tables_in_as_many_rounds_for_each_side(reports: dict[str, Report]) -> None:
     assert {item: set(report["tables"]) for item, report in reports.items()} == {
         "engine": {"engine-tiny"},
-        "co_batching": {"co_batching-mixed", "co_batching-crowd", "co_batching-newcomers"},
+        "co_batching": {"co_batching-mixed", "co_batching-scaling", "co_batching-new-tenants"},
         "swap": {"swap", "swap-registered"},
         "durability": {"durability"},
         "service": {"service-latency", "service-throughput"},
         "publish": {"publish"},
-        "sampling": {"sampling-together", "sampling-batch", "sampling-prompt", "sampling-first-token"},
+        "sampling": {"sampling-co-batched", "sampling-batch", "sampling-prompt", "sampling-first-token"},
         "shares": {"shares"},
         "planner": {"planner", "planner-idle"},
         "memory": {"memory-tokens", "memory-vocabulary"},
@@ -111,7 +111,7 @@ def test_the_service_is_measured_on_every_way_in(reports: dict[str, Report]) -> 
 
 def test_both_ways_to_sample_are_measured_on_the_same_tokens_of_the_same_weights(reports: dict[str, Report]) -> None:
     tables = reports["sampling"]["tables"]
-    assert [(row["case"], row["tokens"]) for row in tables["sampling-together"]["rows"]] == [
+    assert [(row["case"], row["tokens"]) for row in tables["sampling-co-batched"]["rows"]] == [
         ("2 x 2 prompts", 16),
         ("2 x 2 samples of a prompt", 16),
     ]
@@ -154,8 +154,8 @@ def test_memory_is_measured_as_the_engine_expects_it(reports: dict[str, Report])
     assert [(row["vocab_size"], row["tokens"]) for row in (fewer, more)] == [(1024, 512), (1024, 2048)]
     assert tables["memory-vocabulary"]["rows"] == [more], "a case in both tables is measured once"
     for row in (fewer, more):
-        assert 0 < row["again"]["measured_bytes"] < row["kept"]["measured_bytes"]
-        for way in ("again", "kept"):
+        assert 0 < row["recomputed"]["measured_bytes"] < row["kept"]["measured_bytes"]
+        for way in ("recomputed", "kept"):
             # The estimate counts tensors; the engine reserves room for the heap around them, and a few MiB.
             assert row[way]["measured_bytes"] <= row[way]["estimated_bytes"] / USED_FRACTION + (8 << 20)
         assert row["logits_bytes"] == 4 * 1024 * row["tokens"]

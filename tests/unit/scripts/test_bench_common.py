@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.common import Column, Effort, Goal, Results, Timing, check_losses, turn_about
+from scripts.bench.common import Column, Effort, Goal, Results, Timing, check_losses, measure_alternating
 from scripts.bench.report.page import filled, texts_of
 
 
 def test_sides_take_turns_and_each_begins_as_often_as_the_other() -> None:
     order: list[str] = []
     sides = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
-    timings = turn_about(sides, Effort(seconds=0, rounds_min=4, rounds_max=4, warm_up=1))
+    timings = measure_alternating(sides, Effort(seconds=0, rounds_min=4, rounds_max=4, warm_up=1))
     assert "".join(order) == "ba" + "abbaabba"
     assert {name: len(timing.seconds) for name, timing in timings.items()} == {"a": 4, "b": 4}
 
@@ -23,13 +23,13 @@ def test_sides_take_turns_and_each_begins_as_often_as_the_other() -> None:
 def test_sides_that_prepare_one_another_keep_their_order() -> None:
     order: list[str] = []
     sides = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
-    turn_about(sides, Effort(seconds=0, rounds_min=3, rounds_max=3, warm_up=0), in_order=True)
+    measure_alternating(sides, Effort(seconds=0, rounds_min=3, rounds_max=3, warm_up=0), in_order=True)
     assert "".join(order) == "ababab"
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.0, 5), (1e9, 7)])
 def test_rounds_are_at_least_the_least_and_at_most_the_most(seconds: float, expected: int) -> None:
-    timings = turn_about({"a": lambda: None}, Effort(seconds=seconds, rounds_min=5, rounds_max=7))
+    timings = measure_alternating({"a": lambda: None}, Effort(seconds=seconds, rounds_min=5, rounds_max=7))
     assert len(timings["a"].seconds) == expected
 
 
@@ -85,18 +85,18 @@ def test_a_run_that_failed_leaves_the_last_results(tmp_path: Path) -> None:
 PAGE = "prose\n<!-- bench:one -->\nold\n<!-- /bench -->\nmore\n<!-- bench:many-* -->\nold\n<!-- /bench -->\nend\n"
 
 
-def test_only_the_places_of_a_page_that_have_results_are_replaced() -> None:
+def test_only_marks_with_results_are_replaced() -> None:
     page = filled(PAGE, {"one": "new"})
     assert page == PAGE.replace("old", "new", 1)
     assert filled(page, {"one": "new"}) == page, "filling again changes nothing"
 
 
-def test_a_place_with_a_star_takes_every_table_of_that_name() -> None:
+def test_marks_with_a_star_take_every_table_with_that_prefix() -> None:
     page = filled(PAGE, {"many-a": "| A |", "many-b": "| B |"})
     assert page.count("old") == 1
     assert page.index("**a**") < page.index("| A |") < page.index("**b**") < page.index("| B |")
 
 
-def test_a_table_without_a_place_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="no place for other: add the lines '<!-- bench:other -->'"):
+def test_a_table_without_marks_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="no marks for other: add the lines '<!-- bench:other -->'"):
         filled(PAGE, {"one": "new", "other": "new"})
