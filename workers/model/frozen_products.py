@@ -92,50 +92,6 @@ class ExactProducts:
         return sum_in_blocks(dys, self._weights, self._block_rows)
 
 
-def multiply_in_blocks(x: Tensor, weight_t: Tensor, bias: Tensor | None, out: Tensor | None, block_rows: int) -> Tensor:
-    """Return x (N, D) times weight_t (D, F), plus bias (F,) if given; in `out` (N, F) if given."""
-    y = x.new_empty(x.shape[0], weight_t.shape[1]) if out is None else out
-    for rows in _blocks(len(x), block_rows):
-        block, target = _padded(x[rows], block_rows), _target(y[rows], block_rows)
-        if bias is None:
-            torch.mm(block, weight_t, out=target)
-        else:
-            torch.addmm(bias, block, weight_t, out=target)
-        _copy_back(target, y[rows])
-    return y
-
-
-def sum_in_blocks(dys: Sequence[Tensor], weights: Sequence[Tensor], block_rows: int) -> Tensor:
-    """Return the sum over i, in order, of dys[i] (N, F) times weights[i] (F, D)."""
-    dx = dys[0].new_empty(len(dys[0]), weights[0].shape[1])
-    for rows in _blocks(len(dx), block_rows):
-        target = _target(dx[rows], block_rows)
-        torch.mm(_padded(dys[0][rows], block_rows), weights[0], out=target)
-        for dy, weight in zip(dys[1:], weights[1:], strict=True):
-            target.addmm_(_padded(dy[rows], block_rows), weight)
-        _copy_back(target, dx[rows])
-    return dx
-
-
-def _blocks(num_rows: int, block_rows: int) -> Iterator[slice]:
-    return (slice(start, min(start + block_rows, num_rows)) for start in range(0, num_rows, block_rows))
-
-
-def _padded(rows: Tensor, block_rows: int) -> Tensor:
-    missing = block_rows - len(rows)
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
-
-
-def _target(rows: Tensor, block_rows: int) -> Tensor:
-    """Return the target of a block's product: the rows themselves, or a temporary block if there are too few."""
-    return rows if len(rows) == block_rows else rows.new_empty(block_rows, rows.shape[1])
-
-
-def _copy_back(target: Tensor, rows: Tensor) -> None:
-    if len(rows) < len(target):
-        rows.copy_(target[: len(rows)])
-
-
 class PackedProducts:
     """Implements `FrozenProducts` by oneDNN with packed weights: fp32 on a CPU, where `can_pack` returns True.
 
@@ -219,3 +175,47 @@ def _is_right(weights: Sequence[Tensor]) -> bool:
 def _packed(weight: Tensor) -> Any:
     """Return a weight (F, D) as oneDNN reads it; the order is the same for any number of rows."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+
+
+def multiply_in_blocks(x: Tensor, weight_t: Tensor, bias: Tensor | None, out: Tensor | None, block_rows: int) -> Tensor:
+    """Return x (N, D) times weight_t (D, F), plus bias (F,) if given; in `out` (N, F) if given."""
+    y = x.new_empty(x.shape[0], weight_t.shape[1]) if out is None else out
+    for rows in _blocks(len(x), block_rows):
+        block, target = _padded(x[rows], block_rows), _target(y[rows], block_rows)
+        if bias is None:
+            torch.mm(block, weight_t, out=target)
+        else:
+            torch.addmm(bias, block, weight_t, out=target)
+        _copy_back(target, y[rows])
+    return y
+
+
+def sum_in_blocks(dys: Sequence[Tensor], weights: Sequence[Tensor], block_rows: int) -> Tensor:
+    """Return the sum over i, in order, of dys[i] (N, F) times weights[i] (F, D)."""
+    dx = dys[0].new_empty(len(dys[0]), weights[0].shape[1])
+    for rows in _blocks(len(dx), block_rows):
+        target = _target(dx[rows], block_rows)
+        torch.mm(_padded(dys[0][rows], block_rows), weights[0], out=target)
+        for dy, weight in zip(dys[1:], weights[1:], strict=True):
+            target.addmm_(_padded(dy[rows], block_rows), weight)
+        _copy_back(target, dx[rows])
+    return dx
+
+
+def _blocks(num_rows: int, block_rows: int) -> Iterator[slice]:
+    return (slice(start, min(start + block_rows, num_rows)) for start in range(0, num_rows, block_rows))
+
+
+def _padded(rows: Tensor, block_rows: int) -> Tensor:
+    missing = block_rows - len(rows)
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def _target(rows: Tensor, block_rows: int) -> Tensor:
+    """Return the target of a block's product: the rows themselves, or a temporary block if there are too few."""
+    return rows if len(rows) == block_rows else rows.new_empty(block_rows, rows.shape[1])
+
+
+def _copy_back(target: Tensor, rows: Tensor) -> None:
+    if len(rows) < len(target):
+        rows.copy_(target[: len(rows)])

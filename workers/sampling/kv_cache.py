@@ -76,12 +76,6 @@ class KVCache:
             self._values[:, block].zero_()
 
 
-def block_bytes(model: BaseModel) -> int:
-    """Return the bytes of one block, all layers together."""
-    token_values = 2 * model.num_layers * model.num_key_value_heads * model.head_dim
-    return BLOCK_TOKENS * token_values * int(model.dtype.itemsize)
-
-
 @dataclass(slots=True, eq=False)
 class Prefix:
     """A shared block at the end of its chain; or a root, the empty prefix with which a version's chains begin."""
@@ -246,6 +240,12 @@ class BlockPool:
         del prefix.parent.children[prefix.tokens]
         self.free([prefix.block])
         self.num_evictions += 1
+
+
+def block_bytes(model: BaseModel) -> int:
+    """Return the bytes of one block, all layers together."""
+    token_values = 2 * model.num_layers * model.num_key_value_heads * model.head_dim
+    return BLOCK_TOKENS * token_values * int(model.dtype.itemsize)
 
 
 def _descendants(prefix: Prefix) -> Iterator[Prefix]:

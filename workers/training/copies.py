@@ -148,15 +148,6 @@ class Progress:
         )
 
 
-def _in_closed_window(closed_by: Failure) -> ItemError:
-    return ItemError(
-        code=closed_by.error.code,
-        message=(
-            f"not applied, because an earlier operation since the last optimizer step failed: {closed_by.error.message}"
-        ),
-    )
-
-
 class AdapterCopies:
     """All copies of one engine. One thread only."""
 
@@ -272,3 +263,12 @@ class AdapterCopies:
         host = read_state(entry.layout, entry.spec, item.state.weights, optimizer)
         self._bank.replace(item.adapter_id, host)
         self._progress[item.adapter_id].loaded(0 if optimizer is None else item.state.num_steps)
+
+
+def _in_closed_window(closed_by: Failure) -> ItemError:
+    return ItemError(
+        code=closed_by.error.code,
+        message=(
+            f"not applied, because an earlier operation since the last optimizer step failed: {closed_by.error.message}"
+        ),
+    )

@@ -113,11 +113,6 @@ class PrefillAttention:
         return self._masks[window]
 
 
-def _joined(blocks: Tensor) -> Tensor:
-    """Return blocks (n, K, B, E) one after another: (1, K, n * B, E), the values of a token adjacent in memory."""
-    return blocks.transpose(0, 1).flatten(1, 2).unsqueeze(0).contiguous()
-
-
 class DecodeAttention:
     """The next token of every running sequence; and the tokens after it, while no sequence begins, ends or grows."""
 
@@ -171,18 +166,6 @@ class DecodeAttention:
         out[self._rows] = joined.flatten(1, 2).to(out.dtype)
 
 
-def _layout(tokens: Sequence[NextToken]) -> list[tuple[int, int, int, int, int]]:
-    """Return everything that plans depend on except lengths. A sequence's blocks are only appended to."""
-    return [
-        (token.row, id(token.prompt), token.own.index, len(token.own.blocks), token.own.blocks[-1]) for token in tokens
-    ]
-
-
-def _offsets(tokens: Sequence[NextToken]) -> Tensor:
-    """Return each token's position in its block, (S,)."""
-    return torch.tensor([token.own.length % BLOCK_TOKENS for token in tokens])
-
-
 class StepAttention:
     """Implements `model.attention.Attend` for one pass, and writes keys and values to the cache."""
 
@@ -210,3 +193,20 @@ class StepAttention:
             self._decoding.write(values, value_rows)
             self._decoding.attend(queries, keys, values, out, scaling, sliding_window)
         return out.unsqueeze(0)
+
+
+def _joined(blocks: Tensor) -> Tensor:
+    """Return blocks (n, K, B, E) one after another: (1, K, n * B, E), the values of a token adjacent in memory."""
+    return blocks.transpose(0, 1).flatten(1, 2).unsqueeze(0).contiguous()
+
+
+def _layout(tokens: Sequence[NextToken]) -> list[tuple[int, int, int, int, int]]:
+    """Return everything that plans depend on except lengths. A sequence's blocks are only appended to."""
+    return [
+        (token.row, id(token.prompt), token.own.index, len(token.own.blocks), token.own.blocks[-1]) for token in tokens
+    ]
+
+
+def _offsets(tokens: Sequence[NextToken]) -> Tensor:
+    """Return each token's position in its block, (S,)."""
+    return torch.tensor([token.own.length % BLOCK_TOKENS for token in tokens])
