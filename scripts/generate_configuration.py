@@ -1,6 +1,6 @@
 """Write docs/configuration.md from the settings' attribute docstrings: every option with its default, unit and advice.
 
-With --check nothing is written: the exit status is 1 if the page differs from the settings.
+With --check it writes nothing; the exit status is 1 if the page differs from the settings.
 """
 
 import argparse
@@ -38,7 +38,7 @@ GROUPS = {"coordinator", "grpc", "http", "limits"}
 
 
 def default_of(field: "Field[object]") -> str:
-    """A default as the page shows it; empty for required settings and for groups of settings."""
+    """Return a default as the page shows it; empty for a required setting."""
     value = field.default
     if value is MISSING:
         return ""
@@ -52,7 +52,7 @@ def default_of(field: "Field[object]") -> str:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     texts = attribute_docstrings(config) | attribute_docstrings(settings)
     parts = [HEAD]
     for title, section, about in SECTIONS:

@@ -1,9 +1,9 @@
-"""Generate the Python code of the contract: protos/tinkerpool/** becomes tinkerpool/**.
+"""Generate the contract's Python code in tinkerpool/ from protos/tinkerpool/.
 
-The generated files are committed, so that installing and reading them needs no compiler. With --check no file is
-written: the exit status is 1 if the committed code does not match the .proto files.
+The generated files are committed, so that installing and reading them needs no compiler. With --check it writes no
+file; the exit status is 1 if the committed code does not match the .proto files.
 
-Runs in the environment of `constraints-protos.txt`; `make protos` sets that up and calls this.
+Runs in the environment of `constraints-protos.txt`, which `make protos` sets up.
 """
 
 import argparse
@@ -22,7 +22,7 @@ GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
 
 
 def generate(out: Path) -> None:
-    """Compile every .proto file below `protos/` into `out`; SystemExit with the compiler's messages if one is wrong."""
+    """Compile every .proto file below `protos/` into `out`. Raises SystemExit if the compiler refuses one."""
     sources = sorted(path.relative_to(PROTOS).as_posix() for path in (PROTOS / PACKAGE).rglob("*.proto"))
     if not sources:
         raise SystemExit(f"no .proto files below {PROTOS / PACKAGE}")

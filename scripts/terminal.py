@@ -1,4 +1,4 @@
-"""Terminal behaviour of the scripts that start a pool: short paths, and a clean end at Ctrl-C."""
+"""Terminal behaviour of the scripts that start a pool: short paths, and a clean stop at Ctrl-C."""
 
 from __future__ import annotations
 

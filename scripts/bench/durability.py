@@ -28,7 +28,7 @@ WARM_UP = 10
 
 
 class UnsyncedDisk(RealDisk):
-    """A disk that syncs nothing."""
+    """A disk without syncs."""
 
     def sync(self, path: Path) -> None:
         """Do nothing."""

@@ -2,7 +2,7 @@
 
     make cookbook
 
-The recipes run in the environment of the cookbook, the pool in this one. The pool serves its default base model under
+The recipes run in the cookbook's environment, the pool in this one. The pool serves its default base model under
 the name of its directory, because recipes load the tokenizer by the model's name.
 """
 
@@ -107,10 +107,10 @@ RECIPES = (
 
 
 def main() -> int:
-    """Read the command line, run the recipes. 1: a recipe or a check failed."""
+    """Read the command line and run the recipes. Return 1 if a recipe or a check failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("python", type=Path, help="the Python of the environment that has the cookbook")
-    parser.add_argument("--only", default="", metavar="TEXT", help="recipes whose module has this in its name")
+    parser.add_argument("python", type=Path, help="the Python interpreter of the cookbook's environment")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run only recipes with this in their module's name")
     options = parser.parse_args()
     chosen = [recipe for recipe in RECIPES if options.only in recipe.module]
     with tempfile.TemporaryDirectory(prefix="tinkerpool-cookbook-") as scratch:

@@ -4,8 +4,8 @@
 
 A step is a forward_backward and an optim_step sent together, with a few tokens, on the default base model. The engine's
 time is the sum of pass and step phase as the cycles report them. The rest is the SDK, HTTP, JSON and protobuf,
-admission, the two syncs of the log and the waits between them. The same steps through the pool's own client come for
-comparison. Needs a quiet machine.
+admission, the two syncs of the log and the waits between them. The same steps also run through the pool's own
+client, for comparison. Needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def report(name: str, rest: tinkerpool.RestClient, num_steps: int, step: Callabl
     wall = statistics.median(walls)
     engine = statistics.median(cycle.pass_seconds + cycle.step_seconds for cycle in cycles)
     rest_ms = (wall - engine) * 1e3
-    print(f"{name}: a step {wall * 1e3:.1f} ms, of it engine {engine * 1e3:.1f} ms, beyond it {rest_ms:.1f} ms")
+    print(f"{name}: a step {wall * 1e3:.1f} ms: engine {engine * 1e3:.1f} ms, rest {rest_ms:.1f} ms")
 
 
 if __name__ == "__main__":

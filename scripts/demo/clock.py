@@ -1,11 +1,11 @@
-"""The demo's clock demonstration: the cost of a step in cycles and seconds, by how a training loop submits it.
+"""The demo's clock demonstration: the cost of a step in cycles and seconds, by the way a loop submits it.
 
 naive      await the forward_backward, then submit the optim_step and await that
 paired     submit both, then await both: they share a cycle
 pipelined  submit the next step before awaiting this one: the next cycle always has work
 
-Each loop runs alone, then beside two tenants that train continuously. An engine in this process runs the same step
-without the service: the difference is the latency that the service adds.
+Each loop runs without other tenants, then with two that train continuously. An engine in this process runs the same
+step without the service: the difference is the latency that the service adds.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from workers.pool.loop import engine_factory
 ADAM = types.AdamParams(learning_rate=1e-4)
 PIPELINE_DEPTH = 2
 """Steps in flight in the pipelined loop."""
-NUM_COMPANIONS = 2
+NUM_OTHERS = 2
 NUM_ROUNDS = 3
-"""The loops take turns, so that a busy moment of the machine affects all of them."""
+"""The loops alternate, so that a busy moment of the machine affects all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class LoopCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedLatency:
-    """Medians over steps of one batch, with no other tenant; service and engine take turns."""
+    """Medians over steps of one batch, without other tenants; service and engine alternate."""
 
     service_s: float
     """forward_backward and optim_step over gRPC, submitted together, with their results durable."""
@@ -80,12 +80,12 @@ def paired(training: TrainingClient, batch: Sequence[types.Datum], num_steps: in
 def pipelined(training: TrainingClient, batch: Sequence[types.Datum], num_steps: int) -> Cycles:
     """Submit the next step before awaiting this one."""
     cycles: Cycles = []
-    waiting: deque[Any] = deque()
+    in_flight: deque[Any] = deque()
     for _ in range(num_steps):
-        waiting += (training.forward_backward(batch, "cross_entropy"), training.optim_step(ADAM))
-        while len(waiting) > 2 * (PIPELINE_DEPTH - 1):
-            cycles.append(_cycle(waiting.popleft().result()))
-    return cycles + [_cycle(half.result()) for half in waiting]
+        in_flight += (training.forward_backward(batch, "cross_entropy"), training.optim_step(ADAM))
+        while len(in_flight) > 2 * (PIPELINE_DEPTH - 1):
+            cycles.append(_cycle(in_flight.popleft().result()))
+    return cycles + [_cycle(half.result()) for half in in_flight]
 
 
 LOOPS: tuple[Callable[[TrainingClient, Sequence[types.Datum], int], Cycles], ...] = (naive, paired, pipelined)
@@ -93,18 +93,18 @@ LOOPS: tuple[Callable[[TrainingClient, Sequence[types.Datum], int], Cycles], ...
 
 def measure_loops(
     service: ServiceClient,
-    companions: Sequence[ServiceClient],
+    others: Sequence[ServiceClient],
     base_model: str,
     rank: int,
     batch: Sequence[types.Datum],
     steps: int,
 ) -> list[LoopCost]:
-    """Measure each loop alone, then each with the companions."""
+    """Measure each loop without other tenants, then each with them."""
     training = service.create_lora_training_client(base_model, rank=rank).result()
     paired(training, batch, 2)
     costs = _measure_all(training, batch, steps, num_others=0)
-    with _co_batched([c.create_lora_training_client(base_model, rank=rank).result() for c in companions], batch):
-        costs += _measure_all(training, batch, steps, num_others=len(companions))
+    with _co_batched([c.create_lora_training_client(base_model, rank=rank).result() for c in others], batch):
+        costs += _measure_all(training, batch, steps, num_others=len(others))
     return costs
 
 
@@ -118,7 +118,7 @@ def measure_latency(
     for _ in range(steps + 2):
         service_s.append(_seconds(lambda: paired(training, batch, 1)))
         engine_s.append(_seconds(step))
-    # The first two of each are warm-up.
+    # The first two are warm-up.
     return AddedLatency(service_s=statistics.median(service_s[2:]), engine_s=statistics.median(engine_s[2:]))
 
 
@@ -147,7 +147,7 @@ def _measure_all(
 
 @contextmanager
 def _co_batched(trainings: Sequence[TrainingClient], batch: Sequence[types.Datum]) -> Iterator[None]:
-    """Let other tenants train until the block ends."""
+    """Train other tenants until the block ends."""
     done = threading.Event()
 
     def keep_training(training: TrainingClient) -> None:

@@ -29,7 +29,7 @@ class Curve:
 def draw(
     path: Path, cycles: Sequence[pool_pb2.Cycle], curves: Sequence[Curve], costs: Sequence[LoopCost], title: str
 ) -> None:
-    """Write the picture. `cycles` are those in which the curves' tenants trained, oldest first."""
+    """Write the picture. `cycles`: the cycles in which the curves' tenants trained, oldest first."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -51,7 +51,7 @@ def draw(
 
 
 def shown(cycles: Sequence[pool_pb2.Cycle], num_tenants: int) -> Sequence[pool_pb2.Cycle]:
-    """Return the run of consecutive cycles with the most tenants."""
+    """Return the consecutive cycles with the most tenants."""
 
     def num_busy(start: int) -> int:
         window = cycles[start : start + CYCLES_SHOWN]

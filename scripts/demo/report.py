@@ -1,4 +1,4 @@
-"""The demo's report at the terminal: figures, examples and the cost of a step."""
+"""The demo's report on the terminal: figures, examples and the cost of a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 def report_tenants(tenants: Sequence[Tenant]) -> None:
     """Print the numbers of every tenant, and its samples before and after."""
     for tenant in tenants:
-        say(f"\n{tenant.name}", f" - {tenant.task}")
+        print_strong(f"\n{tenant.name}", f" - {tenant.task}")
         for line in _figures(tenant):
             console.print(Text("  " + line))
         table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2))
@@ -58,7 +58,7 @@ def _figures(tenant: Tenant) -> list[str]:
 
 def report_clock(costs: Sequence[LoopCost], latency: AddedLatency) -> None:
     """Print the clock demonstration as a table."""
-    say("\nThe clock", " - what a step costs, by how the loop submits it")
+    print_strong("\nThe clock", " - the cost of a step, by the way the loop submits it")
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2))
     for column in ("  loop", "cycles per step", "ms per step"):
         table.add_column(column, justify="left" if column.endswith("loop") else "right")
@@ -72,13 +72,13 @@ def report_clock(costs: Sequence[LoopCost], latency: AddedLatency) -> None:
     )
 
 
-def say(strong: str, rest: str = "") -> None:
+def print_strong(strong: str, rest: str = "") -> None:
     """Print a line with a bold beginning."""
     console.print(Text(strong, style="bold") + Text(rest))
 
 
 def report_files(output: Path, tenants: Sequence[str]) -> None:
-    """Print the files that the demo leaves."""
+    """Print the files that the demo has written."""
     console.print(Text(f"  {shown_path(output / 'demo.png')}  the picture of the cycles"))
     console.print(Text(f"  {shown_path(output / 'adapters')}  PEFT directories: {', '.join(tenants)}"))
     console.print(Text(f"  {shown_path(output / 'summary.json')}  all figures"))

@@ -1,12 +1,12 @@
-"""Three tenants train at the same time on one small pool: the whole of tinkerpool in a few minutes.
+"""Train three tenants at the same time on one small pool: all of tinkerpool in a few minutes.
 
     make demo
     make demo MODEL=DIR      # on another Hugging Face causal language model
 
 Starts a pool (as `tinkerpool serve` does: Ray on this machine, SQLite in a temporary folder), creates a key for each of
 three tenants, and trains them over gRPC, each in a thread of this process: supervised fine-tuning, reinforcement
-learning, and a custom loss. Then measures the cost of a step by how a loop submits it. Writes a picture of the cycles,
-the adapters as PEFT directories, and all figures to demo-output/. Stops the pool at the end, also after Ctrl-C.
+learning, and a custom loss. Then measures the cost of a step by the way a loop submits it. Writes a picture of the
+cycles, the adapters as PEFT directories, and all figures to demo-output/. Stops the pool at the end, also after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from coordinator.base_models import DEFAULT_MODEL, resolve_model
-from scripts.demo.clock import NUM_COMPANIONS, measure_latency, measure_loops
+from scripts.demo.clock import NUM_OTHERS, measure_latency, measure_loops
 from scripts.demo.plots import Curve, draw
-from scripts.demo.report import console, report_clock, report_files, report_tenants, say
+from scripts.demo.report import console, print_strong, report_clock, report_files, report_tenants
 from scripts.demo.tenants import TENANTS, Scribe, Settings, Tenant
 from scripts.embedded_pool import EmbeddedPool, PoolError, create_key, embedded_pool
 from scripts.terminal import interrupt_at_sigterm
@@ -40,11 +40,11 @@ from workers.pool.environment import thread_environment
 OUTPUT = Path(__file__).resolve().parents[2] / "demo-output"
 REFRESH_S = 0.1
 LINE_EVERY_S = 15.0
-"""Without a terminal a line of text replaces the progress bars."""
+"""Interval of the lines of text that replace the progress bars without a terminal."""
 
 
 class DemoError(Exception):
-    """A tenant failed; the text has its traceback."""
+    """A tenant failed; the message has its traceback."""
 
 
 class CycleRecorder:
@@ -61,7 +61,7 @@ class CycleRecorder:
                 self.cycles.append(cycle)
 
     def of(self, tenants: Sequence[str]) -> list[pool_pb2.Cycle]:
-        """Return the cycles so far with any of these tenants."""
+        """Return the recorded cycles with any of these tenants."""
         return [c for c in list(self.cycles) if any(entry.tenant in tenants for entry in c.entries)]
 
 
@@ -112,7 +112,7 @@ def _dim(line: str) -> str:
 
 
 def prepare(output: Path, num_threads: int) -> None:
-    """Replace the folder of the results, and set the environment of the engine in this process as in a worker."""
+    """Empty the folder for results, and set this process's environment as a worker's, for its engine."""
     os.environ |= thread_environment(num_threads)
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     if output.exists():
@@ -136,12 +136,15 @@ def run(args: argparse.Namespace) -> None:
         admin = connect(pool.api_key)
         served = admin.get_server_capabilities().supported_models[0]
         settings = Settings.of(served, args.seed, is_quick=args.quick)
-        say(f"A pool is ready at {pool.url}", f" after {time.perf_counter() - started:.0f} s: {served.model_name}, "
-            f"{served.num_params / 1e6:.1f} million parameters, {args.workers} worker(s) in Ray")  # fmt: skip
+        print_strong(
+            f"A pool is ready at {pool.url}",
+            f" after {time.perf_counter() - started:.0f} s: {served.model_name}, "
+            f"{served.num_params / 1e6:.1f} million parameters, {args.workers} worker(s) in Ray",
+        )
         recorder = CycleRecorder(admin)
         keys = {kind.name: create_key(pool, kind.name) for kind in TENANTS}
         tenants: list[Tenant] = [kind(connect(keys[kind.name]), served.model_name, settings) for kind in TENANTS]
-        say(f"{len(tenants)} tenants train at the same time", ", each with a key and an adapter of its own:")
+        print_strong(f"{len(tenants)} tenants train at the same time", ", each with a key and an adapter of its own:")
         for tenant in tenants:
             console.print(Text(f"  {tenant.name:7} {tenant.task}"))
         train(pool, tenants)
@@ -152,17 +155,17 @@ def run(args: argparse.Namespace) -> None:
             rest.export_checkpoint(tenant.checkpoint, args.output / "adapters" / tenant.name).result()
 
         batch = clock_batch(tenants)
-        companions = [connect(keys[kind.name]) for kind in TENANTS[:NUM_COMPANIONS]]
+        others = [connect(keys[kind.name]) for kind in TENANTS[:NUM_OTHERS]]
         with console.status("Measuring loops ..."):
-            costs = measure_loops(admin, companions, served.model_name, settings.rank, batch, settings.clock_steps)
+            costs = measure_loops(admin, others, served.model_name, settings.rank, batch, settings.clock_steps)
             latency = measure_latency(admin, model, num_threads, settings.rank, batch, settings.clock_steps)
         report_clock(costs, latency)
         usage = admin.create_rest_client().get_usage().result()
 
-    num_together = sum(len(cycle.entries) > 1 for cycle in cycles)
+    num_shared = sum(len(cycle.entries) > 1 for cycle in cycles)
     seconds = time.perf_counter() - started
     title = (
-        f"tinkerpool: {len(tenants)} tenants train on one {served.model_name}, together in {num_together} clock cycles"
+        f"tinkerpool: {len(tenants)} tenants train on one {served.model_name}, together in {num_shared} clock cycles"
     )
     curves = [Curve(tenant=t.name, task=t.task, measure=t.measure, points=t.points) for t in tenants]
     draw(args.output / "demo.png", cycles, curves, costs, title)
@@ -170,7 +173,7 @@ def run(args: argparse.Namespace) -> None:
         "model": served.model_name,
         "seed": args.seed,
         "num_cycles": len(cycles),
-        "num_shared_cycles": num_together,
+        "num_shared_cycles": num_shared,
         "tenants": {t.name: {"results": t.results, "values": [point.value for point in t.points]} for t in tenants},
         "clock": [asdict(cost) for cost in costs],
         "latency": asdict(latency),
@@ -178,9 +181,9 @@ def run(args: argparse.Namespace) -> None:
         "seconds": seconds,
     }
     (args.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    say(
+    print_strong(
         "\nDone",
-        f" in {seconds:.0f} s: {len(cycles)} cycles, {num_together} of them shared; the pool is stopped.",
+        f" in {seconds:.0f} s: {len(cycles)} cycles, {num_shared} of them shared; the pool is stopped.",
     )
     report_files(args.output, [tenant.name for tenant in tenants])
 
@@ -188,7 +191,7 @@ def run(args: argparse.Namespace) -> None:
 def clock_batch(tenants: Sequence[Tenant]) -> list[types.Datum]:
     """Return a small batch of the supervised tenant."""
     [scribe] = [tenant for tenant in tenants if isinstance(tenant, Scribe)]
-    return scribe.some_data(8)
+    return scribe.first_data(8)
 
 
 def main() -> int:

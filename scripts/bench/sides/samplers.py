@@ -129,7 +129,7 @@ class Generate:
     """`generate` of transformers, well configured: one batch, evaluation, inference mode, a cache."""
 
     def __init__(self, model: Model, weights: bytes, num_tokens: int) -> None:
-        """`weights`: the adapter as `Fused.weights` gives it."""
+        """`weights`: the adapter from `Fused.weights`."""
         self.model: Any = SequentialPeft(model, [RANK], [weights]).model.eval().requires_grad_(requires_grad=False)
         self.model.generation_config = _generation_config(num_tokens, eos_token_id=None)
         self._num_tokens = num_tokens
@@ -145,7 +145,7 @@ class Generate:
         with _threads(self._num_threads), torch.inference_mode():
             out: Tensor = self.model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens))
         if out.shape != (len(prompts), tokens.shape[1] + self._num_tokens):
-            raise RuntimeError(f"generate gave tokens of shape {tuple(out.shape)}: it ended early")
+            raise RuntimeError(f"generate returned tokens of shape {tuple(out.shape)}: it ended early")
         return out
 
     @torch.inference_mode()

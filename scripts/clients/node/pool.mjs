@@ -14,14 +14,14 @@ const MESSAGE_BYTES_MAX = 64 << 20;
 const CALL_TIMEOUT_MS = 30_000;
 const RETRY_CODES = new Set([grpc.status.UNAVAILABLE, grpc.status.DEADLINE_EXCEEDED]);
 
-// Address and key: from the environment, or else from where a pool on this machine has left them.
+// Returns address and key: from the environment, or else from the file that a pool on this machine writes.
 export function findPool() {
   const { TINKERPOOL_BASE_URL: url, TINKERPOOL_API_KEY: apiKey, TINKERPOOL_HOME } = process.env;
   if (url && apiKey) return { url, apiKey };
   const file = join(TINKERPOOL_HOME || join(homedir(), ".tinkerpool"), "credentials.json");
   try {
-    const left = JSON.parse(readFileSync(file, "utf8"));
-    return { url: url || left.url, apiKey: apiKey || left.api_key };
+    const written = JSON.parse(readFileSync(file, "utf8"));
+    return { url: url || written.url, apiKey: apiKey || written.api_key };
   } catch {
     throw new Error(`no pool found in ${file}: start one with \`make up\`, or set TINKERPOOL_BASE_URL and TINKERPOOL_API_KEY`);
   }
@@ -46,8 +46,8 @@ export class Pool {
     }
   }
 
-  // One call. It is made again when the network or a restart got in the way: with a seq or a request id in the request,
-  // the service gives the same answer and does nothing twice.
+  // Makes one call, and retries it after a network error or a restart. A request carries a seq or a request id, so the
+  // service returns the same response and runs it once.
   async call(service, method, request, attempts = 5) {
     const stub = this.services[service];
     for (let attempt = 1; ; attempt += 1) {
@@ -63,7 +63,7 @@ export class Pool {
     }
   }
 
-  // The named operations, each as soon as it is finished. One stream for all of them; nobody polls.
+  // Yields the named operations, each as soon as it is finished, from one stream.
   async *wait(names) {
     const stream = this.services.OperationService.waitOperations({ names }, this.metadata);
     for await (const { operation } of stream) {

@@ -1,7 +1,7 @@
 // Text to token ids and back, and arrays to tensors, without a library.
 
-// A byte-level BPE vocabulary, taking the longest piece that fits instead of applying merges in order. The ids stand for
-// the same text, if not always by the same pieces as the model's own tokenizer: enough for an example.
+// A byte-level BPE vocabulary that takes the longest piece that fits instead of applying merges in order. The ids decode to
+// the same text, though not always through the same pieces as with the model's own tokenizer: enough for an example.
 export class Vocabulary {
   constructor(tokenizerJson) {
     const vocab = JSON.parse(tokenizerJson).model?.vocab;
@@ -29,7 +29,7 @@ export class Vocabulary {
   }
 }
 
-// Byte-level vocabularies write a printable byte as itself and the others as characters from U+0100 on.
+// Byte-level vocabularies write a printable byte as itself and other bytes as characters from U+0100 on.
 const SYMBOL_OF_BYTE = [];
 for (let byte = 0, next = 256; byte < 256; byte += 1) {
   const isPrintable = (byte >= 33 && byte <= 126) || (byte >= 161 && byte <= 172) || byte >= 174;
@@ -37,7 +37,7 @@ for (let byte = 0, next = 256; byte < 256; byte += 1) {
 }
 const BYTE_OF_SYMBOL = new Map(SYMBOL_OF_BYTE.map((symbol, byte) => [symbol, byte]));
 
-// Tensors travel as little-endian bytes with dtype and shape. (Every platform of Node's is little-endian.)
+// Tensors travel as little-endian bytes with dtype and shape. (Every platform of Node is little-endian.)
 export const int32 = (values) => tensor("DATA_TYPE_INT32", Int32Array.from(values));
 export const float32 = (values) => tensor("DATA_TYPE_FLOAT32", Float32Array.from(values));
 

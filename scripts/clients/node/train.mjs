@@ -1,4 +1,4 @@
-// Teaches an adapter one sentence, and lets it say it.
+// Trains an adapter on one sentence, and samples the sentence from it.
 
 import { randomUUID } from "node:crypto";
 import { parseArgs } from "node:util";
@@ -25,14 +25,14 @@ try {
   const { files } = await pool.call("SessionService", "getTokenizer", { baseModel: model });
   const vocabulary = new Vocabulary(files["tokenizer.json"].toString());
 
-  // A session lives as long as somebody sends heartbeats, and ten minutes more: this program is done before that.
+  // A session ends ten minutes after its last heartbeat: this program sends none, and finishes before that.
   const { session } = await pool.call("SessionService", "createSession", { requestId: randomUUID() });
   const { adapter } = await pool.call("AdapterService", "createAdapter", {
     sessionId: session.sessionId, baseModel: model, rank: 8, index: 0,
   });
   console.log(`adapter ${adapter.adapterId}, rank ${adapter.rank}`);
 
-  // Position t of the targets is what the model should say after position t of the tokens; the prompt has weight 0.
+  // Position t of the targets is the token that should follow position t of the tokens; the prompt has weight 0.
   const prompt = vocabulary.encode(options.prompt);
   const text = [...prompt, ...vocabulary.encode(options.answer)];
   const targets = text.slice(1);
@@ -45,8 +45,8 @@ try {
   };
   const numTargets = text.length - prompt.length;
 
-  // Every step is one message with its place in the adapter's order. All of them are on their way before the first result
-  // is back, so the adapter takes one step in every clock cycle.
+  // Every step is one message with its own sequence numbers. All are sent before the first result returns, so the adapter
+  // takes one step in every clock cycle.
   const steps = [];
   for (let step = 0; step < Number(options.steps); step += 1) {
     const { forwardBackward } = await pool.call("TrainingService", "trainStep", {

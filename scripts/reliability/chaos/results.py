@@ -70,7 +70,7 @@ class Results:
                 raise Violation(f"{name} has not succeeded: {operation}")
             digest, sha256 = operation_digest(operation), hashlib.sha256(response).hexdigest()
             if seen[name] and seen[name] != digest:
-                raise Violation(f"{name} gave {seen[name]} to its client, but {digest} in a later fetch")
+                raise Violation(f"{name} returned {seen[name]} to its client, but {digest} in a later fetch")
             self._first[name] = FirstFetch(sha256=sha256, digest=digest, fetched_s=time.monotonic())
 
     def fetch_again(self, pool: ServedPool, *, is_streamed: bool) -> int:
@@ -133,7 +133,7 @@ def fetch_streamed(pool: ServedPool, key: str, names: Sequence[str]) -> dict[str
             for response in call(request, metadata=pool.metadata(key), timeout=FETCH_TIMEOUT_S):
                 fetched[operations_pb2.WaitOperationsResponse.FromString(response).operation.name] = response
         except grpc.RpcError as error:
-            raise Violation(f"WaitOperations did not give all of {len(part)} operations: {error}") from None
+            raise Violation(f"WaitOperations did not return all of {len(part)} operations: {error}") from None
     return fetched
 
 

@@ -10,7 +10,7 @@ finishes its round of steps. Then
 
     every operation has succeeded, with the result that its client got, and returns the same bytes at each fetch, also
     after another restart;
-    the same steps on a pool without kills give the same results, weights and moments, bit for bit, and are charged the
+    the same steps on a pool without kills have the same results, weights and moments, bit for bit, and are charged the
     same.
 
 Exits with 1 and the reason otherwise. The run's folder has report.json and clients.log, and for each of the two pools,
@@ -109,7 +109,7 @@ def kill_and_train(
             record = killer.kill(len(records) + 1)
             records.append(record)
             num_steps = " ".join(f"{tenant} {len(own.journal.lines)}" for tenant, own in results.items())
-            say(f"{_line(record, args.kills)} | steps: {num_steps}")
+            print_now(f"{_line(record, args.kills)} | steps: {num_steps}")
             check()
             if record.resumed_s is not None:
                 for own in results.values():
@@ -123,11 +123,11 @@ def run(args: argparse.Namespace) -> None:
     progress = Progress(profile.name for profile in PROFILES)
     arguments = ["--workers", str(args.workers), "--threads", "1", "--cycle-tokens", str(CYCLE_TOKENS)]
     disturbed = ServedPool(args.dir / POOLS[0], ["--pool", "ray", *arguments])
-    say(f"{args.kills} kills; everything is in {shown_path(args.dir)}")
+    print_now(f"{args.kills} kills; everything is in {shown_path(args.dir)}")
     with serving(disturbed):
         results = results_on(disturbed)
         records = kill_and_train(disturbed, results, progress, args)
-        say("The kills are done. Fetching everything again ...")
+        print_now("The kills are done. Fetching everything again ...")
         fetch_and_check(disturbed, results)
         num_dropped = sum(own.fetch_again(disturbed, is_streamed=True) for own in results.values())
         charged = checks.usage_of(disturbed)
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> None:
     checks.check_store(disturbed.data_dir)
 
     num_steps = {tenant: len(own.journal.lines) for tenant, own in results.items()}
-    say(f"The same steps without kills: {', '.join(f'{t} {n}' for t, n in num_steps.items())} ...")
+    print_now(f"The same steps without kills: {', '.join(f'{t} {n}' for t, n in num_steps.items())} ...")
     undisturbed = ServedPool(args.dir / POOLS[1], ["--pool", "ray", *arguments])
     with serving(undisturbed):
         others = results_on(undisturbed)
@@ -165,10 +165,10 @@ def run(args: argparse.Namespace) -> None:
         "total_seconds": time.monotonic() - begin,
     }
     (args.dir / "report.json").write_text(json.dumps(kills | figures, indent=2) + "\n")
-    say("")
+    print_now("")
     for line in report.lines(kills, figures):
-        say(line)
-    say(f"{figures['total_seconds']:.0f} s in total. Figures: {shown_path(args.dir / 'report.json')}")
+        print_now(line)
+    print_now(f"{figures['total_seconds']:.0f} s in total. Figures: {shown_path(args.dir / 'report.json')}")
 
 
 def results_on(pool: ServedPool) -> dict[str, Results]:
@@ -195,7 +195,7 @@ def serving(pool: ServedPool) -> Iterator[ServedPool]:
             pool.stop()
 
 
-def say(text: str) -> None:
+def print_now(text: str) -> None:
     """Print a line at once."""
     print(text, flush=True)
 
@@ -220,7 +220,7 @@ def main() -> int:
     args = parser.parse_args()
     for pool in POOLS:
         if (pid := running_pid(args.dir / pool / "pool")) is not None:
-            say(f"Error: the pool of an earlier run still serves {args.dir / pool}; end it first: kill {pid}")
+            print_now(f"Error: the pool of an earlier run still serves {args.dir / pool}; end it first: kill {pid}")
             return 1
     interrupt_at_sigterm()
     shutil.rmtree(args.dir, ignore_errors=True)
@@ -229,9 +229,9 @@ def main() -> int:
     try:
         run(args)
     except Violation as violation:
-        say(f"\nVIOLATION: {violation}\nEverything is in {shown_path(args.dir)}: serve.log and clients.log.")
+        print_now(f"\nVIOLATION: {violation}\nEverything is in {shown_path(args.dir)}: serve.log and clients.log.")
         return 1
     except KeyboardInterrupt:
-        say("Interrupted; the pool is stopped.")
+        print_now("Interrupted; the pool is stopped.")
         return 130
     return 0

@@ -268,8 +268,8 @@ def operation_digest(operation: operations_pb2.Operation) -> str:
             return digest(types.SaveWeightsForSamplerResponse(path=operation.save_weights_for_sampler.path))
         case "sample":
             return digest(encoding.sample_response(operation))
-        case nothing:
-            raise AssertionError(f"{operation.name} has {nothing} as its result")
+        case other:
+            raise AssertionError(f"{operation.name} has an unknown result: {other}")
 
 
 def _metrics(metrics: Mapping[str, float]) -> bytes:

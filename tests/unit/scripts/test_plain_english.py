@@ -25,7 +25,7 @@ def english() -> PlainEnglish:
     ],
 )
 def test_old_words_become_plain(english: PlainEnglish, old: str, plain: str) -> None:
-    assert english.say(old) == plain
+    assert english.rewrite(old) == plain
     assert num_old_words(plain) == 0
 
 
