@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,8 @@ def test_many_requests_share_one_session_and_a_sampler_for_each_model(pool: Rest
     adapter = pool.run(pool.pool.adapter())
     paths = [save(pool, name, adapter, seq) for seq, name in enumerate(("a", "b"), start=1)]
     with client_of(pool) as client, ThreadPoolExecutor(16) as threads:
-        answers = list(
-            threads.map(
-                lambda place: client.completions.create(model=(["toy", *paths])[place % 3], prompt="w1", max_tokens=2),
-                range(60),
-            )
-        )
+        complete = partial(client.completions.create, prompt="w1", max_tokens=2)
+        answers = list(threads.map(lambda model: complete(model=model), ["toy", *paths] * 20))
     assert all(len(answer.choices[0].text.split()) == 2 for answer in answers)
     assert len(rows(pool, "SELECT * FROM samplers")) == 3
     sessions = rows(pool, "SELECT * FROM sessions WHERE user_metadata LIKE '%openai%'")

@@ -165,17 +165,8 @@ def test_memory_is_measured_as_the_engine_expects_it(reports: dict[str, Report])
 def test_the_page_has_a_place_for_everything_and_pictures_are_drawn(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text((ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8"), encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.bench.report",
-        "--results",
-        str(folder),
-        "--page",
-        str(page),
-        "--images",
-        str(tmp_path),
-    ]
+    options = ["--results", str(folder), "--page", str(page), "--images", str(tmp_path)]
+    command = [sys.executable, "-m", "scripts.bench.report", *options]
     environment = {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
