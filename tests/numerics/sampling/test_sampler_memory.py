@@ -188,6 +188,23 @@ def test_many_requests_of_one_adapter_do_not_delay_anothers(qwen3: Path) -> None
     assert [op_id for op_id in ended if op_id != "small"] == [f"hog{number}" for number in range(6)]
 
 
+def test_request_that_does_not_fit_is_passed_over_by_a_bounded_number_of_others(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.sampling.sequence_slots.PATIENCE", 3)  # 64 others would only take longer
+    s = sampling(qwen3, num_blocks=4)
+    s.sampler.start_sample(request("first", length=5, max_tokens=4, scope="0"))
+    s.step()
+    s.sampler.start_sample(request("large", length=130, max_tokens=60))
+    for number in range(1, 10):  # two scopes that always have a sample in a slot leave too little memory for the large
+        s.sampler.start_sample(request(f"small{number}", length=5, max_tokens=4, scope=str(number % 2)))
+        s.step()
+        s.step()
+    s.run()
+    ended = [event.op_id for event in s.events if isinstance(event, SampleResult)]
+    assert ended.index("large") <= 4
+
+
 @pytest.mark.parametrize(("num_rows", "num_blocks", "most"), [(128, 400, 96), (128, 40, 14), (8, 400, 6)])
 def test_request_of_many_samples_leaves_slots_for_a_new_scope_at_the_next_step(
     qwen3: Path, num_rows: int, num_blocks: int, most: int
@@ -263,6 +280,17 @@ def test_memory_is_free_after_every_kind_of_end(qwen3: Path, monkeypatch: pytest
     assert_all_free(s)
     s.sampler.decode_step()  # takes the events
     assert not s.sampler.can_decode()
+
+
+def test_least_recently_used_prompt_is_evicted_first(qwen3: Path) -> None:
+    s = sampling(qwen3, num_blocks=7)
+
+    def num_cached(seed: int) -> int:
+        return s.run(request(f"{len(s.events)}", prompt=prompt_of(129, seed), max_tokens=1))[0].num_cached_tokens
+
+    assert [num_cached(seed) for seed in (0, 1, 0)] == [0, 0, 128]
+    assert [num_cached(seed) for seed in (2, 3)] == [0, 0], "each prompt has two whole blocks, and runs in three"
+    assert [num_cached(seed) for seed in (0, 1)] == [128, 0]
 
 
 def test_version_published_again_finds_no_cached_prompt(qwen3: Path) -> None:

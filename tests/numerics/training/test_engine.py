@@ -224,9 +224,11 @@ def test_saving_changes_nothing_and_leaves_the_pending_gradient_out(driver: Driv
     before = driver.state("a")
     driver.train(driver.backward("a", DATA))
     gradient = driver.gradient("a")
-    after = driver.state("a")
-    assert (after.weights, after.optimizer) == (before.weights, before.optimizer)
-    assert (after.gradient, after.num_datums) == (None, 0)
+    for with_optimizer in (True, False):
+        after = driver.train(driver.save("a", with_optimizer=with_optimizer))[0].state
+        assert after is not None
+        assert (after.weights, after.optimizer) == (before.weights, before.optimizer if with_optimizer else None)
+        assert (after.gradient, after.num_datums) == (None, 0)
     assert torch.equal(driver.gradient("a"), gradient)
 
 

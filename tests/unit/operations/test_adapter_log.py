@@ -110,6 +110,18 @@ def test_progress_of_one_generation_of_the_copy_does_not_count_for_the_next(
     assert adapter.is_between_operations
 
 
+def test_losing_a_copy_twice_leaves_the_same_state_as_losing_it_once() -> None:
+    adapter, other = adapter_with(FB, STEP, FB), adapter_with(FB, name="b")
+    other.join(adapter.residency)
+    for each in (adapter, other):
+        each.place_copy("w0")
+    run(adapter, 1, 2)
+    for _ in range(2):
+        adapter.lose_copy()
+        assert adapter.residency.on("w0") == ["b"]
+        assert (adapter.worker_id, adapter.copy.cursor, adapter.is_replaying) == ("", 0, True)
+
+
 @pytest.mark.parametrize(
     ("kinds", "failing", "is_pending"),
     [
