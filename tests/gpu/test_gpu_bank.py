@@ -49,7 +49,7 @@ def keep_busy() -> None:
         matrix = (matrix @ matrix).clamp(-1, 1)
 
 
-def test_evicted_rows_lie_in_pinned_memory_and_come_back_with_their_bits() -> None:
+def test_evicted_rows_are_in_pinned_memory_and_return_with_their_bits() -> None:
     bank = make_bank(2, "abcde")
     expected = {}
     for seed, key in enumerate("abcde"):
@@ -95,7 +95,7 @@ def test_version_published_from_a_row_has_its_weights_of_that_moment() -> None:
     assert torch.equal(row.weights.cpu(), expected["weights"])
 
 
-def test_a_row_takes_eighteen_bytes_per_value_and_gives_them_back() -> None:
+def test_a_row_takes_eighteen_bytes_per_value_and_frees_them() -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     bank = make_bank(4, "abcd")

@@ -135,6 +135,6 @@ def test_grouped_matmul_is_each_adapters_own_products(slots: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_keep_their_bits_at_every_place_of_a_block(dtype: torch.dtype) -> None:
+def test_rows_have_the_same_bits_at_every_position_of_a_block(dtype: torch.dtype) -> None:
     weights = [torch.randn(shape, device="cuda", dtype=dtype) for shape in ((1024, 1024), (3072, 1024), (4096, 12288))]
     assert are_blocks_invariant(weights, BLOCK_ROWS)

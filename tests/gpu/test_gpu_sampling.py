@@ -44,7 +44,7 @@ def test_greedy_samples_in_fp32_are_those_of_the_cpu(even_model: Path) -> None:
         np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-3)
 
 
-def test_prompt_that_is_remembered_gives_the_same_tokens(even_model: Path) -> None:
+def test_cached_prompt_gives_the_same_tokens(even_model: Path) -> None:
     engine = TrainingEngine(EngineSettings(model_path=str(even_model), device="cuda", dtype="float32"))
     results: list[SampleResult] = []
     for op_id in ("first", "again"):

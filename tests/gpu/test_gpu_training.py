@@ -136,7 +136,7 @@ def test_waits_for_the_device_do_not_grow_with_requests(even_qwen3: Path, loss_f
     assert 0 < num_waits(1) == num_waits(6) <= 10
 
 
-def test_a_pass_gives_back_the_memory_it_took(even_qwen3: Path) -> None:
+def test_a_pass_frees_the_memory_that_it_took(even_qwen3: Path) -> None:
     driver = on_gpu(even_qwen3)
     driver.install(make_spec("a"))
     data = make_data("cross_entropy", [100] * 4)

@@ -50,7 +50,7 @@ def test_every_relative_link_of_a_page_resolves(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PROMISES)
-def test_every_test_that_a_promise_names_is_there(page: str) -> None:
+def test_every_test_that_a_promise_names_exists(page: str) -> None:
     named = set(re.findall(r"`(test_\w+)`", (ROOT / page).read_text(encoding="utf-8")))
     defined = {
         name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
@@ -59,7 +59,7 @@ def test_every_test_that_a_promise_names_is_there(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", pages())
-def test_every_file_that_a_page_names_is_there(page: str) -> None:
+def test_every_file_that_a_page_names_exists(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     named = set(re.findall(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w/?", text))
     missing = {
@@ -92,7 +92,7 @@ def test_page_of_the_architecture_has_one_row_for_each_module_and_no_other() -> 
     assert sorted(described_modules()) == modules()
 
 
-def test_page_of_the_architecture_names_no_module_that_is_not_there() -> None:
+def test_page_of_the_architecture_names_no_module_that_does_not_exist() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w/]+\.py)`", text)) - {"tests/unit/test_house.py"}
     found = modules()

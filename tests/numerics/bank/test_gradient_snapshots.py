@@ -62,7 +62,7 @@ def rest_of_the_run(driver: Driver, key: str) -> Trace:
 @pytest.mark.parametrize("num_steps", [0, 2])
 @pytest.mark.parametrize("key", ["a", "padded"])
 @pytest.mark.parametrize("is_evicted", [False, True], ids=["in its slot", "evicted"])
-def test_copy_made_in_the_middle_of_a_window_goes_on_with_the_same_bits(
+def test_copy_made_in_the_middle_of_a_window_continues_with_the_same_bits(
     qwen3: Path, key: str, num_steps: int, is_evicted: bool
 ) -> None:
     undisturbed, first, second = started(qwen3), started(qwen3), started(qwen3)
@@ -84,7 +84,7 @@ def test_copy_made_in_the_middle_of_a_window_goes_on_with_the_same_bits(
     trace.assert_equal(rest_of_the_run(second, key))
 
 
-def test_copy_that_is_evicted_before_it_goes_on_has_the_same_bits(driver: Driver, qwen3: Path) -> None:
+def test_copy_that_is_evicted_before_it_continues_has_the_same_bits(driver: Driver, qwen3: Path) -> None:
     in_a_window(driver, "a")
     other = started(qwen3)
     other.install(SPECS["a"], state=driver.snapshot("a"))
@@ -94,7 +94,7 @@ def test_copy_that_is_evicted_before_it_goes_on_has_the_same_bits(driver: Driver
     rest_of_the_run(driver, "a").assert_equal(rest_of_the_run(other, "a"))
 
 
-def test_snapshot_between_windows_holds_no_gradient_and_the_copy_goes_on_with_the_same_bits(
+def test_snapshot_between_windows_holds_no_gradient_and_the_copy_continues_with_the_same_bits(
     driver: Driver, qwen3: Path
 ) -> None:
     trained(driver, "a")

@@ -107,7 +107,7 @@ def test_varlen_attention_is_that_of_each_sequence(
 
 
 @pytest.mark.parametrize("window", [None, 4, 40])
-def test_attention_says_whether_it_makes_masks(window: int | None) -> None:
+def test_attention_reports_whether_it_makes_masks(window: int | None) -> None:
     for attend in (VarlenAttention(SlowKernel(), LENGTHS), SdpaAttention(LENGTHS), PackedAttention(LENGTHS)):
         run(attend, window)
         assert bool(getattr(attend, "_masks", {})) == (attend.makes_masks and window == 4)

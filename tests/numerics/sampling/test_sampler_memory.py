@@ -235,7 +235,7 @@ def test_requests_of_one_scope_share_its_limit_and_their_common_prompt(qwen3: Pa
     assert s.sampler.blocks.num_in_use <= 30
 
 
-def test_lone_request_of_many_samples_runs_them_all_at_once(qwen3: Path) -> None:
+def test_solo_request_of_many_samples_runs_them_all_at_once(qwen3: Path) -> None:
     s = sampling(qwen3)
     s.sampler.start_sample(request("lone", num_samples=64))
     s.step()

@@ -49,6 +49,6 @@ def test_running_layers_twice_makes_longer_sequences_fit(tmp_path: Path) -> None
     assert fitting("off") < fitting("auto") == fitting("on")
 
 
-def test_an_engine_without_memory_for_anything_says_so_when_it_starts(qwen3: Path) -> None:
+def test_an_engine_without_memory_for_a_pass_is_refused_at_its_start(qwen3: Path) -> None:
     with pytest.raises(ValueError, match="no memory for a pass"):
         make_engine(qwen3, free_bytes=lambda _: 1000)

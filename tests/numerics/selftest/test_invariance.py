@@ -28,7 +28,7 @@ def test_threads_are_fixed_where_bits_depend_on_their_number(qwen3: Path, monkey
     assert "; 2 threads;" in Driver(qwen3).engine.info.fingerprint
 
 
-def test_device_whose_rows_depend_on_their_place_is_refused(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_whose_rows_depend_on_their_position_is_refused(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def uneven(x: Tensor, matrix: Tensor) -> Tensor:
         return torch.matmul(x, matrix) * (1 + 2.0**-20 * torch.arange(len(x)).unsqueeze(1))
 

@@ -40,7 +40,7 @@ def test_steps_too_small_for_bf16_add_up(qwen3: Path) -> None:
     assert_compute_copies_are_fresh(driver, "a")
 
 
-def test_whoever_writes_weights_refreshes_the_copy_that_layers_use(qwen3: Path) -> None:
+def test_every_write_of_weights_refreshes_the_copy_that_layers_use(qwen3: Path) -> None:
     driver = Driver(qwen3, dtype="bfloat16", num_slots=2)
     driver.install(make_spec("a"), make_spec("b"))
     data = make_data("cross_entropy", [20])

@@ -78,7 +78,7 @@ def test_request_whose_loss_overflows_fails_without_its_neighbours(
         torch.testing.assert_close(driver.gradient(tenant.key), undisturbed.gradient(tenant.key))
 
 
-def test_steps_of_a_batch_answer_each_for_itself(qwen3: Path) -> None:
+def test_each_step_of_a_batch_has_its_own_result(qwen3: Path) -> None:
     driver = deferred(qwen3)
     driver.install(*(make_spec(key) for key in "abcd"))
     driver.train(*(driver.backward(key, make_data("cross_entropy", [20])) for key in "abc"))

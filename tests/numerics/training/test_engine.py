@@ -120,7 +120,7 @@ def _fail_once(monkeypatch: pytest.MonkeyPatch, error: Exception, when: Any) -> 
         (RuntimeError("a fault of ours"), ErrorCode.INTERNAL),
     ],
 )
-def test_pass_that_cannot_be_done_is_halved_until_only_the_culprit_fails(
+def test_failed_pass_is_bisected_until_only_the_failing_request_fails(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, error: Exception, expected: ErrorCode
 ) -> None:
     driver.install(make_spec("c"), make_spec("d"))
@@ -159,7 +159,7 @@ def test_step_that_would_make_weights_infinite_is_not_taken(driver: Driver) -> N
     trained(driver, "a")
 
 
-def test_adapter_installed_from_its_state_goes_on_with_the_same_bits(driver: Driver, qwen3: Path) -> None:
+def test_adapter_installed_from_its_state_continues_with_the_same_bits(driver: Driver, qwen3: Path) -> None:
     trained(driver, "a")
     state = driver.state("a")
     other = Driver(qwen3, num_slots=1)
@@ -208,7 +208,7 @@ def test_checkpoint_of_another_rank_is_refused_with_both_ranks(driver: Driver) -
     assert "rank 16, this adapter has rank 8" in message_of(result)
 
 
-def test_install_that_fails_is_told_by_the_adapters_items(driver: Driver) -> None:
+def test_failed_install_is_the_error_of_the_adapters_items(driver: Driver) -> None:
     state = dataclasses.replace(driver.state("a"), weights=b"nonsense")
     driver.install(make_spec("broken"), state=state)
     driver.install(make_spec("large", 128))

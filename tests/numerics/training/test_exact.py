@@ -64,13 +64,13 @@ def rows_decide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("rows_decide")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_exact_mode_needs_no_luck_with_the_library(qwen3: Path, dtype: str) -> None:
+def test_exact_mode_keeps_the_bits_with_a_library_whose_sums_depend_on_the_rows(qwen3: Path, dtype: str) -> None:
     expected = solo(qwen3, dtype=dtype, exact=True)
     assert_same(train(Driver(qwen3, dtype=dtype, exact=True), TENANTS, num_steps=2), expected)
 
 
 @pytest.mark.usefixtures("rows_decide")
-def test_without_exact_mode_such_a_library_makes_neighbours_count(qwen3: Path) -> None:
+def test_without_exact_mode_such_a_library_makes_bits_depend_on_neighbours(qwen3: Path) -> None:
     expected = solo(qwen3, dtype="bfloat16")
     with pytest.raises(AssertionError):
         assert_same(train(Driver(qwen3, dtype="bfloat16"), TENANTS, num_steps=2), expected)

@@ -107,7 +107,7 @@ def test_requests_that_fit_one_by_one_are_passes_of_their_own_and_none_runs_twic
     assert apart - together == 14
 
 
-def test_a_request_that_would_not_fit_otherwise_runs_its_layers_twice(driver: Driver) -> None:
+def test_a_request_that_fits_only_with_recomputed_layers_runs_them_twice(driver: Driver) -> None:
     expected, together = gradients(driver, 500, 500)
     memory, load = memory_of(driver), Load(num_tokens=1000, lengths=[500], rank=8)
     limited(driver, memory.peak_bytes(load, backward=True, recompute=True))

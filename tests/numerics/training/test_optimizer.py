@@ -108,7 +108,7 @@ def test_gradient_whose_norm_is_not_finite_changes_neither_weights_nor_moments(q
         (AdamParams(grad_clip_norm=-1.0), "grad_clip_norm"),
     ],
 )
-def test_hyperparameters_without_meaning_are_refused_and_the_gradient_is_dropped(
+def test_invalid_hyperparameters_are_refused_and_the_gradient_is_dropped(
     qwen3: Path, params: AdamParams, field: str
 ) -> None:
     driver = Driver(qwen3)

@@ -41,7 +41,7 @@ def test_every_layer_runs_twice_in_a_pass_with_a_backward_through_it_and_only_th
     assert extra == [inner_linears(drivers["on"]), 0, 0]
 
 
-def test_memory_is_mapped_apart_in_a_pass_that_runs_layers_twice_and_only_there(
+def test_only_a_pass_with_recomputed_layers_maps_its_memory_outside_the_heap(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Holes in the heap would take more of the memory that is short. Patched: the state of the heap is not visible."""

@@ -69,7 +69,9 @@ async def write(snapshots: Snapshots, saver: SlowSaver, adapter: AdapterLog) -> 
     snapshots.settle({adapter.adapter_id: adapter})
 
 
-async def test_half_of_the_bound_is_soon_enough_between_steps_and_all_of_it_anywhere(snapshots: Snapshots) -> None:
+async def test_a_snapshot_is_due_at_half_of_the_bound_between_steps_and_at_the_bound_anywhere(
+    snapshots: Snapshots,
+) -> None:
     assert snapshots.due([trained(4.0)], ()) == []
     stepped, in_window = trained(6.0), trained(6.0, has_step=False)
     assert snapshots.due([stepped], ()) == [stepped]
@@ -78,7 +80,7 @@ async def test_half_of_the_bound_is_soon_enough_between_steps_and_all_of_it_anyw
     assert snapshots.due([in_window], ()) == [in_window]
 
 
-async def test_the_bound_is_for_all_adapters_of_a_worker_together_and_the_most_expensive_goes_first(
+async def test_the_bound_covers_all_adapters_of_a_worker_and_the_most_expensive_is_snapshotted_first(
     snapshots: Snapshots,
 ) -> None:
     adapters = [trained(2.0, name="a"), trained(4.0, name="b"), trained(1.0, name="c")]
@@ -87,7 +89,7 @@ async def test_the_bound_is_for_all_adapters_of_a_worker_together_and_the_most_e
     assert snapshots.due(elsewhere, ()) == []
 
 
-async def test_what_takes_long_to_write_waits_until_writing_is_a_tenth_of_the_time_or_the_bound_is_reached(
+async def test_slow_writes_take_at_most_a_tenth_of_the_time_until_the_bound_is_reached(
     snapshots: Snapshots, saver: SlowSaver
 ) -> None:
     adapter = trained(6.0)
@@ -103,7 +105,7 @@ async def test_what_takes_long_to_write_waits_until_writing_is_a_tenth_of_the_ti
     assert snapshots.due([adapter], ()) == [adapter], "the bound on a replay wins"
 
 
-async def test_an_adapter_has_one_snapshot_at_a_time_and_none_of_a_copy_that_ran_an_operation_that_was_never_logged(
+async def test_an_adapter_has_one_snapshot_at_a_time_and_none_while_its_copy_is_ahead_of_the_log(
     snapshots: Snapshots, saver: SlowSaver
 ) -> None:
     adapter = trained(11.0)
@@ -121,7 +123,7 @@ async def test_an_adapter_has_one_snapshot_at_a_time_and_none_of_a_copy_that_ran
     assert (adapter.snapshot_seq, adapter.engine_s_since_snapshot) == (2, 0.0)
 
 
-async def test_a_failed_snapshot_is_tried_again_after_a_while(snapshots: Snapshots, time: FakeTime) -> None:
+async def test_a_failed_snapshot_is_retried_after_a_pause(snapshots: Snapshots, time: FakeTime) -> None:
     adapter = trained(11.0)
     snapshots.take(adapter, ItemResult(op_id="", error=ItemError(code=ErrorCode.NON_FINITE, message="no")))
     assert snapshots.due([adapter], ()) == []
@@ -129,14 +131,14 @@ async def test_a_failed_snapshot_is_tried_again_after_a_while(snapshots: Snapsho
     assert snapshots.due([adapter], ()) == [adapter]
 
 
-async def test_a_long_log_is_cut_however_cheap_it_was(snapshots: Snapshots) -> None:
+async def test_a_long_log_is_snapshotted_however_cheap_its_operations_were(snapshots: Snapshots) -> None:
     adapter = adapter_with(*[FB, STEP] * (LOGGED_OPERATIONS_MAX // 2 + 1))
     adapter.place_copy("w0")
     run(adapter, *range(1, LOGGED_OPERATIONS_MAX + 3))
     assert snapshots.due([adapter], ()) == [adapter]
 
 
-async def test_an_adapter_whose_worker_is_lost_over_its_snapshot_is_tried_later_each_time(
+async def test_an_adapter_whose_snapshots_lose_workers_is_retried_after_growing_pauses(
     snapshots: Snapshots, time: FakeTime
 ) -> None:
     adapter = trained(11.0)

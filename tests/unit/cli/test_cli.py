@@ -88,7 +88,7 @@ def pool_status() -> pool_pb2.GetPoolStatusResponse:
     )
 
 
-def test_status_shows_workers_queue_and_who_was_in_the_last_cycles(run: Run, service: FakeService) -> None:
+def test_status_shows_workers_queue_and_tenants_of_the_last_cycles(run: Run, service: FakeService) -> None:
     service.responses["get_pool_status"] = pool_status()
     done = run("status", "-n", "5")
     assert done.code == 0, done.err
@@ -110,7 +110,7 @@ def test_status_and_usage_print_json_for_scripts(run: Run, service: FakeService)
     assert json.loads(run("usage", "--json").out) == {"rows": []}
 
 
-def test_watch_prints_a_line_for_each_cycle_and_ends_when_it_has_seen_enough(run: Run, service: FakeService) -> None:
+def test_watch_prints_a_line_for_each_cycle_and_ends_after_the_requested_number(run: Run, service: FakeService) -> None:
     service.responses["get_pool_status"] = pool_status()
     cycles = [pool_pb2.WatchCyclesResponse(cycle=pool_pb2.Cycle(cycle_id=n, base_model="kjv-2m")) for n in (7, 8, 9)]
     service.responses["watch_cycles"] = list(cycles)
@@ -124,7 +124,7 @@ def test_watch_prints_a_line_for_each_cycle_and_ends_when_it_has_seen_enough(run
     ]
 
 
-def test_watch_says_when_the_pool_shuts_down(run: Run, service: FakeService) -> None:
+def test_watch_reports_that_the_pool_shuts_down(run: Run, service: FakeService) -> None:
     service.responses["get_pool_status"] = pool_status()
     service.responses["watch_cycles"] = [
         ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "the pool is shutting down", retry_delay_s=1)
@@ -147,7 +147,7 @@ def test_usage_shows_each_kind_and_the_sum_of_each_tenant(run: Run, service: Fak
     ]
 
 
-def test_key_create_prints_the_key_alone_on_stdout(run: Run, service: FakeService) -> None:
+def test_key_create_prints_only_the_key_on_stdout(run: Run, service: FakeService) -> None:
     service.responses["create_api_key"] = pool_pb2.CreateApiKeyResponse(key="tp_new")
     done = run("key", "create", "bob", "--admin")
     assert (done.code, done.out) == (0, "tp_new\n")
@@ -230,12 +230,12 @@ def test_checkpoint_export_writes_a_directory_whole_or_not_at_all(
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["peft"]
 
 
-def test_a_malformed_path_is_refused_before_anybody_is_asked(run: Run) -> None:
+def test_a_malformed_path_is_refused_before_any_call(run: Run) -> None:
     done = run("checkpoint", "delete", "weights/final", "--yes")
     assert (done.code, done.err.startswith("Error: a checkpoint path begins with tinker://")) == (1, True)
 
 
-def test_without_a_pool_it_says_how_to_start_one(run: Run) -> None:
+def test_without_a_pool_the_error_has_the_command_that_starts_one(run: Run) -> None:
     done = run("status")
     assert done.code == 1
     assert "no pool was started on this machine yet" in done.err
@@ -261,20 +261,20 @@ def test_a_refusal_is_one_sentence(run: Run, service: FakeService, refusal: Exce
     assert "Traceback" not in done.err
 
 
-def test_a_wrong_key_says_where_it_came_from(run: Run, service: FakeService) -> None:
+def test_the_error_for_a_wrong_key_names_the_source_of_the_key(run: Run, service: FakeService) -> None:
     assert "from --api-key or TINKERPOOL_API_KEY" in run("status", "--api-key", "tp_wrong").err
     write_credentials(Credentials(url=json.loads(credentials_file().read_text())["url"], api_key="tp_old"))
     assert f"from {credentials_file()}" in run("status").err
 
 
-def test_a_broken_credentials_file_and_a_malformed_url_are_said(run: Run) -> None:
+def test_a_broken_credentials_file_and_a_malformed_url_are_reported(run: Run) -> None:
     assert "http://127.0.0.1:7600" in run("status", "--url", "ftp://x", "--api-key", "k").err
     credentials_file().parent.mkdir(parents=True)
     credentials_file().write_text("{")
     assert str(credentials_file()) in run("status").err
 
 
-def test_help_teaches_and_lists_every_command_in_its_group(run: Run) -> None:
+def test_help_has_an_example_and_lists_every_command_in_its_group(run: Run) -> None:
     out = run("--help").out
     assert (
         out.index("Try it on this machine") < out.index("Run a pool") < out.index("Look into") < out.index("Administer")
@@ -294,7 +294,7 @@ def test_version_needs_no_pool(run: Run) -> None:
     assert run("version").out.startswith("tinkerpool 0.")
 
 
-def test_a_missing_library_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_library_names_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.cli.options._LIBRARIES", ("json", "no_such_library"))
     done = run("serve")
     assert (done.code, "no_such_library not found" in done.err, "tinkerpool[pool]" in done.err) == (1, True, True)

@@ -100,7 +100,7 @@ def test_up_shows_why_a_pool_does_not_start(terminal: Terminal) -> None:
         ("serve", ["--model", "a=kjv-2m", "--model", "a=kjv-2m"], "each model needs a name of its own"),
     ],
 )
-def test_what_cannot_work_is_one_sentence_before_anything_starts(
+def test_invalid_options_are_refused_in_one_sentence_before_anything_starts(
     terminal: Terminal, command: str, options: list[str], sentence: str
 ) -> None:
     done = terminal.run(command, *TOY, *options)
@@ -110,7 +110,7 @@ def test_what_cannot_work_is_one_sentence_before_anything_starts(
     assert not terminal.data_dir.exists()
 
 
-def test_a_new_tenant_gets_in_with_its_key_until_it_is_revoked(terminal: Terminal) -> None:
+def test_a_new_tenants_key_is_accepted_until_it_is_revoked(terminal: Terminal) -> None:
     with terminal.serve(*TOY):
         key = terminal.run("key", "create", "alice").stdout.strip()
         assert terminal.run("usage", TINKERPOOL_API_KEY=key).returncode == 0
@@ -142,7 +142,7 @@ def test_watch_ends_quietly_at_ctrl_c(terminal: Terminal) -> None:
         watch.stderr.close()
 
 
-def test_a_pool_with_tls_is_reached_by_those_who_trust_its_certificate(terminal: Terminal, tmp_path: Path) -> None:
+def test_a_pool_with_tls_serves_clients_that_trust_its_certificate(terminal: Terminal, tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path)
     with terminal.serve(*TOY, "--tls-cert", str(cert), "--tls-key", str(key)) as (_, serving):
         assert serving.url.startswith("https://127.0.0.1:")
@@ -153,7 +153,7 @@ def test_a_pool_with_tls_is_reached_by_those_who_trust_its_certificate(terminal:
         assert status.returncode == 0, status.stderr
 
 
-def test_logs_follow_goes_on_with_new_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_follow_prints_new_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal.data_dir.mkdir(parents=True)
     log = terminal.data_dir / process.LOG_FILE
     log.write_text("one\ntwo\nthree\n")
@@ -163,7 +163,7 @@ def test_logs_follow_goes_on_with_new_lines(terminal: Terminal, monkeypatch: pyt
     assert "there is no log at" in terminal.run("logs", "--data-dir", str(terminal.home / "other")).stderr
 
 
-def test_a_model_is_named_by_its_directory_by_its_own_name_or_as_the_operator_says(tmp_path: Path) -> None:
+def test_a_model_has_the_operators_name_or_that_of_its_directory(tmp_path: Path) -> None:
     folder = tmp_path / "Tiny-1B"
     folder.mkdir()
     (folder / "config.json").write_text("{}")

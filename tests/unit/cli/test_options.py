@@ -62,5 +62,5 @@ def test_without_an_http_door_there_are_no_settings_of_one(monkeypatch: pytest.M
     assert settings_of(monkeypatch, tmp_path, "--no-http").server.http is None
 
 
-def test_the_http_port_follows_the_other_one() -> None:
+def test_the_default_http_port_is_the_one_after_the_grpc_port() -> None:
     assert [http_port_after(port) for port in (7600, 0, 65535)] == [7601, 0, 0]

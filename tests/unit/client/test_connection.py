@@ -75,7 +75,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_names_of_the_same_turn_share_one_stream() -> None:
+async def test_waits_begun_in_the_same_turn_of_the_loop_share_one_stream() -> None:
     service = Service()
     waiter = service.waiter()
     waits = [asyncio.create_task(waiter.wait(f"a:{i}")) for i in range(500)]
@@ -85,7 +85,7 @@ async def test_names_of_the_same_turn_share_one_stream() -> None:
     assert [operation.name for operation in await asyncio.gather(*waits)] == [f"a:{i}" for i in range(500)]
 
 
-async def test_waiting_twice_for_one_operation_asks_once() -> None:
+async def test_two_waits_for_one_operation_send_one_request() -> None:
     service = Service()
     waiter = service.waiter()
     waits = [asyncio.create_task(waiter.wait("a:1")) for _ in range(2)]
@@ -95,7 +95,7 @@ async def test_waiting_twice_for_one_operation_asks_once() -> None:
     assert service.requests == [["a:1"]]
 
 
-async def test_a_broken_stream_is_opened_again_with_what_is_missing() -> None:
+async def test_a_broken_stream_is_reopened_for_the_missing_operations() -> None:
     service = Service(faults=[BROKEN, BROKEN])
     waiter = service.waiter()
     waits = [asyncio.create_task(waiter.wait(f"a:{i}")) for i in range(4)]
@@ -106,7 +106,7 @@ async def test_a_broken_stream_is_opened_again_with_what_is_missing() -> None:
     assert service.retries.num_pauses == 2
 
 
-async def test_streams_that_were_opened_one_by_one_are_merged_when_they_are_many() -> None:
+async def test_many_streams_opened_one_by_one_are_merged() -> None:
     service = Service()
     waiter = service.waiter()
     names = [f"a:{i}" for i in range(3 * STREAMS_MAX)]
@@ -122,7 +122,7 @@ async def test_streams_that_were_opened_one_by_one_are_merged_when_they_are_many
     assert service.num_open == 0
 
 
-async def test_one_who_gives_up_does_not_take_the_others_along() -> None:
+async def test_cancelling_one_wait_does_not_cancel_another_for_the_same_operation() -> None:
     service = Service()
     waiter = service.waiter()
     impatient, patient = (asyncio.create_task(waiter.wait("a:1")) for _ in range(2))
@@ -133,7 +133,7 @@ async def test_one_who_gives_up_does_not_take_the_others_along() -> None:
     assert (await patient).name == "a:1"
 
 
-async def test_an_unknown_name_fails_alone() -> None:
+async def test_an_unknown_name_fails_only_its_own_wait() -> None:
     service = Service(unknown={"a:2"})
     waiter = service.waiter()
     waits = [asyncio.create_task(waiter.wait(f"a:{i}")) for i in range(5)]
@@ -144,7 +144,7 @@ async def test_an_unknown_name_fails_alone() -> None:
     assert [r.name for r in results if isinstance(r, Operation)] == ["a:0", "a:1", "a:3", "a:4"]
 
 
-async def test_a_final_refusal_fails_what_waits_and_later_waits_work_again() -> None:
+async def test_a_final_refusal_fails_the_waits_under_way_and_no_later_ones() -> None:
     service = Service(faults=[api_error(Code.UNAUTHENTICATED, "revoked", reason="API_KEY_INVALID")])
     waiter = service.waiter()
     waits = [asyncio.create_task(waiter.wait(f"a:{i}")) for i in range(3)]

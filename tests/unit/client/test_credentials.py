@@ -16,7 +16,7 @@ from tinkerpool.credentials import (
 MINE = Credentials(url="http://127.0.0.1:7600", api_key="tp_mine")
 
 
-def test_what_is_written_is_read_again_and_only_its_owner_may() -> None:
+def test_credentials_are_read_back_and_only_their_owner_may_read_them() -> None:
     assert read_credentials() is None
     path = write_credentials(MINE)
     assert read_credentials() == MINE
@@ -24,7 +24,7 @@ def test_what_is_written_is_read_again_and_only_its_owner_may() -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_another_pools_key_is_kept_beside_the_new_one() -> None:
+def test_writing_a_key_keeps_the_key_of_another_pool() -> None:
     for number in range(3):
         write_credentials(Credentials(url="http://elsewhere", api_key=f"tp_{number}"))
     write_credentials(MINE)
@@ -38,7 +38,7 @@ def test_the_same_key_at_a_new_address_replaces_the_old() -> None:
     assert [path.name for path in credentials_file().parent.iterdir()] == ["credentials.json"]
 
 
-def test_a_key_that_was_kept_is_found_and_put_back_without_leaving_a_copy() -> None:
+def test_switching_between_pools_keeps_one_copy_of_each_key() -> None:
     other = Credentials(url="http://elsewhere", api_key="tp_other")
     for credentials in (MINE, other, MINE, other, MINE):
         write_credentials(credentials)
@@ -48,14 +48,16 @@ def test_a_key_that_was_kept_is_found_and_put_back_without_leaving_a_copy() -> N
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"url": "x"}', "\xff"])
-def test_a_file_that_is_not_ours_is_named_in_the_error(content: str) -> None:
+def test_the_error_for_a_malformed_credentials_file_names_the_file(content: str) -> None:
     credentials_file().parent.mkdir()
     credentials_file().write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=r"credentials\.json"):
         read_credentials()
 
 
-def test_arguments_come_before_environment_before_what_a_local_pool_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_override_the_environment_and_that_overrides_the_credentials_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     write_credentials(Credentials(url="http://127.0.0.1:7777", api_key="left"))
     assert find_service(None, None) == ("http://127.0.0.1:7777", "left")
     monkeypatch.setenv("TINKERPOOL_BASE_URL", "http://127.0.0.1:8888")
@@ -64,7 +66,7 @@ def test_arguments_come_before_environment_before_what_a_local_pool_left(monkeyp
     assert find_service("host:1", "argument") == ("host:1", "argument")
 
 
-def test_a_key_that_a_pool_left_goes_to_that_pool_only() -> None:
+def test_a_key_from_the_credentials_file_is_sent_to_its_own_pool_only() -> None:
     with pytest.raises(errors.ConfigurationError, match="no API key for"):
         find_service(None, None)
     write_credentials(Credentials(url="http://127.0.0.1:7777", api_key="left"))
@@ -85,11 +87,11 @@ def test_a_key_that_a_pool_left_goes_to_that_pool_only() -> None:
         ("http://[::1]:1", ("[::1]:1", False)),
     ],
 )
-def test_addresses_are_read(url: str, target: tuple[str, bool]) -> None:
+def test_addresses_are_parsed(url: str, target: tuple[str, bool]) -> None:
     assert parse_target(url) == target
 
 
 @pytest.mark.parametrize("url", ["", "ftp://host", "http://host:port", "http://", "http://host/path", "host:99999"])
-def test_an_address_that_makes_no_sense_is_refused_with_an_example(url: str) -> None:
+def test_a_malformed_address_is_refused_with_an_example(url: str) -> None:
     with pytest.raises(errors.ConfigurationError, match=r"http://127\.0\.0\.1:7600"):
         parse_target(url)

@@ -24,19 +24,19 @@ def start(value: Any, delay_s: float = 0.02, **options: Any) -> futures.APIFutur
     return futures.start(shared_loop(), later(value, delay_s), **options)
 
 
-def test_a_result_can_be_taken_again_and_again() -> None:
+def test_a_result_can_be_read_many_times() -> None:
     future = start(5)
     assert future.result() == future.result(0) == asyncio.run(future.result_async()) == 5
 
 
-def test_an_error_is_raised_at_every_taking() -> None:
+def test_an_error_is_raised_at_every_read() -> None:
     future = start(KeyError("x"))
     for _ in range(2):
         with pytest.raises(KeyError):
             future.result()
 
 
-def test_running_out_of_time_does_not_stop_the_work() -> None:
+def test_a_timeout_does_not_stop_the_work() -> None:
     future = start(5, 0.2)
     with pytest.raises(TimeoutError):
         future.result(0.01)
@@ -58,7 +58,7 @@ def test_one_future_is_awaited_on_several_loops() -> None:
     assert [result.result() for result in results] == [5] * 4
 
 
-async def test_cancelling_a_wait_leaves_training_alone() -> None:
+async def test_cancelling_a_wait_does_not_cancel_training() -> None:
     future = start(5, 0.2)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(future.result_async(), 0.01)
@@ -68,7 +68,7 @@ async def test_cancelling_a_wait_leaves_training_alone() -> None:
     assert await future == 5
 
 
-async def test_cancelling_a_wait_cancels_what_may_be_cancelled() -> None:
+async def test_cancelling_a_wait_cancels_cancellable_work() -> None:
     cancelled = threading.Event()
 
     async def work() -> None:
@@ -87,7 +87,7 @@ async def test_cancelling_a_wait_cancels_what_may_be_cancelled() -> None:
     assert other.done()
 
 
-def test_blocking_on_the_clients_own_thread_says_so_instead_of_hanging() -> None:
+def test_blocking_on_the_clients_own_thread_raises_instead_of_hanging() -> None:
     background = shared_loop()
 
     async def block() -> None:
@@ -108,7 +108,7 @@ def test_work_starts_in_the_order_of_submission() -> None:
     assert order == list(range(200))
 
 
-def test_a_loop_that_has_ended_refuses_work_and_ends_what_ran() -> None:
+def test_a_loop_that_stops_cancels_running_work_and_refuses_more() -> None:
     background = BackgroundLoop()
     running = futures.start(background, later(5, 10))
     time.sleep(0.01)

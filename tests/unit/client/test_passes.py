@@ -27,7 +27,7 @@ def test_a_chunk_has_at_most_5_megabytes_and_keeps_the_order() -> None:
     assert [d for chunk in chunks for d in chunk] == data
 
 
-def test_a_datum_that_is_too_large_travels_alone() -> None:
+def test_a_datum_above_the_limit_is_a_chunk_of_its_own() -> None:
     assert [len(chunk) for chunk in passes.split([datum(), datum(1_000_000), datum()])] == [1, 1, 1]
 
 

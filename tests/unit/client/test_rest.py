@@ -13,7 +13,7 @@ from tinkerpool.client.archive import ArchiveFile
 from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, operations_pb2, pool_pb2, sessions_pb2
 
 
-def test_listings_are_put_together_from_pages(pool: FakePool, service: ServiceClient) -> None:
+def test_a_listing_is_assembled_from_its_pages(pool: FakePool, service: ServiceClient) -> None:
     adapters = [adapters_pb2.Adapter(adapter_id=f"s:train:{i}", base_model="toy", rank=8) for i in range(25)]
 
     def page(request: adapters_pb2.ListAdaptersRequest) -> adapters_pb2.ListAdaptersResponse:
@@ -42,9 +42,7 @@ def tar_of(*members: tuple[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def test_an_export_that_breaks_starts_again_and_is_whole(
-    pool: FakePool, service: ServiceClient, tmp_path: Path
-) -> None:
+def test_a_broken_export_is_restarted_and_complete(pool: FakePool, service: ServiceClient, tmp_path: Path) -> None:
     archive = tar_of(("adapter_config.json", b"{}"), ("adapter_model.safetensors", b"x" * 5000))
     pieces: list[Any] = [
         checkpoints_pb2.ExportCheckpointResponse(data=archive[i : i + 999]) for i in range(0, len(archive), 999)
@@ -91,7 +89,9 @@ def test_cycles_are_watched_across_broken_streams(pool: FakePool, service: Servi
     assert [cycle.cycle_id for cycle in service.create_rest_client().watch_cycles()] == [0, 2, 3]
 
 
-def test_the_rest_client_asks_for_what_it_is_named_after(pool: FakePool, service: ServiceClient) -> None:
+def test_each_method_of_the_rest_client_makes_its_call_and_converts_the_response(
+    pool: FakePool, service: ServiceClient
+) -> None:
     path = "tinker://s:train:0/weights/x"
     checkpoint = checkpoints_pb2.Checkpoint(
         path=path, kind=checkpoints_pb2.CHECKPOINT_KIND_TRAINING, base_model="toy", rank=8, size_bytes=5

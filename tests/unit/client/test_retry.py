@@ -29,7 +29,7 @@ def test_delays_grow_to_a_limit_with_jitter() -> None:
     assert len({d / e for d, e in zip(delays, expected, strict=True)}) == 12
 
 
-def test_a_service_that_was_there_once_is_awaited_for_ever() -> None:
+def test_a_service_that_replied_once_is_retried_without_limit() -> None:
     clock = Clock()
     tries = backoff(clock)
     for _ in range(100):
@@ -37,7 +37,7 @@ def test_a_service_that_was_there_once_is_awaited_for_ever() -> None:
         tries.next_delay_s(REFUSED, has_connected=True)
 
 
-def test_a_service_that_never_answered_is_given_up_after_a_while() -> None:
+def test_a_service_that_never_replied_is_retried_for_a_limited_time() -> None:
     clock = Clock()
     tries = backoff(clock, connect_timeout_s=30)
     clock.now = 29
@@ -47,13 +47,13 @@ def test_a_service_that_never_answered_is_given_up_after_a_while() -> None:
         tries.next_delay_s(REFUSED, has_connected=False)
 
 
-def test_the_services_own_delay_is_never_undercut() -> None:
+def test_a_retry_never_comes_before_the_services_own_delay() -> None:
     full = api_error(Code.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", retry_delay_s=2.0)
     delays = [backoff().next_delay_s(full, has_connected=True) for _ in range(20)]
     assert all(2.0 <= delay <= 2.5 for delay in delays)
 
 
-def test_progress_makes_delays_short_again() -> None:
+def test_progress_resets_the_delays() -> None:
     tries = backoff(jitter=0)
     for _ in range(5):
         tries.next_delay_s(REFUSED, has_connected=True)
@@ -71,7 +71,7 @@ def test_unforeseen_failures_are_retried_a_few_times_only() -> None:
 
 
 @pytest.mark.parametrize("code", list(Code))
-def test_a_refusal_by_the_service_is_final_unless_it_says_otherwise(code: Code) -> None:
+def test_a_refusal_is_final_unless_it_is_unavailable_or_has_a_delay(code: Code) -> None:
     refusal = api_error(code, "no", reason="WHY")
     assert is_retryable(refusal) is (code is Code.UNAVAILABLE)
     assert is_retryable(api_error(code, "later", reason="WHY", retry_delay_s=0.0))
@@ -91,13 +91,13 @@ def test_a_refusal_by_the_service_is_final_unless_it_says_otherwise(code: Code) 
         (Code.INVALID_ARGUMENT, False),
     ],
 )
-def test_what_the_network_did_is_retried_if_it_may_pass(code: Code, expected: bool) -> None:
+def test_transient_network_errors_are_retried(code: Code, expected: bool) -> None:
     assert is_retryable(api_error(code, "no ErrorInfo")) is expected
 
 
 @pytest.mark.parametrize(
     "policy", [{"initial_s": 0}, {"factor": 0.5}, {"jitter": 1}, {"max_s": 0.01}, {"unforeseen_max": -1}]
 )
-def test_a_policy_that_cannot_work_is_refused(policy: dict[str, Any]) -> None:
+def test_an_invalid_retry_policy_is_refused(policy: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"must be|needs"):
         RetryPolicy(**policy)

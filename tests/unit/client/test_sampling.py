@@ -27,7 +27,7 @@ def sampler(service: ServiceClient) -> SamplingClient:
     return service.create_sampling_client(base_model="toy")
 
 
-def test_samples_have_no_order_and_each_has_its_number(pool: FakePool, sampler: SamplingClient) -> None:
+def test_samples_need_no_order_and_each_has_its_own_number(pool: FakePool, sampler: SamplingClient) -> None:
     pool.lost_replies = {"Sample": 1}
     responses = [sampler.sample(PROMPT, 2, SamplingParams(max_tokens=3)) for _ in range(300)]
     expected = SampledSequence(stop_reason="length", tokens=[0, 1, 2], logprobs=[-1, -1, -1])
@@ -49,9 +49,7 @@ def test_prompt_logprobs_begin_with_none(pool: FakePool, sampler: SamplingClient
     assert pool.requests("Sample")[1].prompt_logprobs_last_n == 1
 
 
-def test_everything_that_can_be_asked_is_asked_and_answered_as_in_the_sdk(
-    pool: FakePool, sampler: SamplingClient
-) -> None:
+def test_every_option_of_the_sdk_is_sent_and_its_output_returned(pool: FakePool, sampler: SamplingClient) -> None:
     operation = sample_operation("x", 1, 1)
     result, nan = operation.sample, float("nan")
     result.sequences[0].topk.CopyFrom(topk([[4, 5]], [[-1, -2]]))
@@ -97,7 +95,7 @@ def test_targets_that_are_no_matrix_of_tokens_are_refused_before_they_are_sent(
     assert not pool.requests("Sample")
 
 
-def test_two_thousand_samples_wait_at_once_and_need_no_thread_each(pool: FakePool, sampler: SamplingClient) -> None:
+def test_two_thousand_concurrent_samples_need_no_thread_each(pool: FakePool, sampler: SamplingClient) -> None:
     pool.is_held = True
     before = threading.active_count()
     futures = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2)) for _ in range(2000)]
@@ -135,7 +133,7 @@ def endless(pool: FakePool) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "block", "forget"])
-def test_a_stream_that_nobody_reads_on_cancels_its_sample(pool: FakePool, sampler: SamplingClient, how: str) -> None:
+def test_a_stream_that_is_no_longer_read_cancels_its_sample(pool: FakePool, sampler: SamplingClient, how: str) -> None:
     endless(pool)
     stream = sampler.sample_stream(PROMPT, 1, SamplingParams(max_tokens=3))
     assert next(stream).token == 5
@@ -165,7 +163,7 @@ async def test_a_coroutine_that_stops_waiting_for_a_token_cancels_the_sample(
     await asyncio.to_thread(wait_until, lambda: bool(pool.requests("CancelOperation")))
 
 
-def test_a_stream_is_closed_under_who_waits_for_its_next_token(pool: FakePool, sampler: SamplingClient) -> None:
+def test_closing_a_stream_ends_a_wait_for_its_next_token(pool: FakePool, sampler: SamplingClient) -> None:
     pool.handlers["StreamSample"] = lambda request: [token(0, 5), UNREACHABLE]
     pool.is_held = True
     stream = sampler.sample_stream(PROMPT, 1, SamplingParams(max_tokens=3))
@@ -191,7 +189,7 @@ async def test_a_stream_that_has_ended_cancels_nothing(pool: FakePool, sampler: 
     assert pool.requests("CancelOperation") == []
 
 
-def test_a_client_whose_transport_is_its_own_cannot_be_copied(sampler: SamplingClient) -> None:
+def test_a_sampling_client_with_a_custom_transport_cannot_be_pickled(sampler: SamplingClient) -> None:
     with pytest.raises(TypeError, match="transport of its own"):
         pickle.dumps(sampler)
     for handle in ("", "x", "e30=", "bnVsbA=="):
@@ -206,7 +204,7 @@ def token(index: int, value: int) -> sampling_pb2.StreamSampleResponse:
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_a_stream_gives_every_token_once_also_if_it_breaks(
+def test_a_stream_yields_every_token_once_also_if_it_breaks(
     pool: FakePool, sampler: SamplingClient, is_broken: bool
 ) -> None:
     finished = sampling_pb2.StreamSampleResponse(operation=sample_operation("x", 2, 3))

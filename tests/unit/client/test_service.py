@@ -85,7 +85,7 @@ def test_settings_of_an_adapter_are_sent_as_given(pool: FakePool, service: Servi
     assert (resumed.with_optimizer, resumed.base_model, resumed.HasField("train_mlp")) == (True, "", False)
 
 
-def test_a_pool_with_several_models_wants_a_name(pool: FakePool, service: ServiceClient) -> None:
+def test_a_pool_with_several_models_requires_the_name_of_one(pool: FakePool, service: ServiceClient) -> None:
     pool.model_names = ("one", "two")
     with pytest.raises(ValueError, match="one, two"):
         service.create_lora_training_client()
@@ -93,7 +93,7 @@ def test_a_pool_with_several_models_wants_a_name(pool: FakePool, service: Servic
         service.create_sampling_client()
 
 
-def test_a_training_client_goes_on_where_another_stopped(pool: FakePool, service: ServiceClient) -> None:
+def test_a_training_client_continues_where_another_stopped(pool: FakePool, service: ServiceClient) -> None:
     adapter = adapters_pb2.Adapter(adapter_id="x:train:0", base_model="toy", next_seq=8)
     pool.handlers["GetAdapter"] = lambda request: adapters_pb2.GetAdapterResponse(adapter=adapter)
     pool.applied = list(range(1, 8))
@@ -143,7 +143,7 @@ def test_the_client_works_where_only_its_own_dependencies_are_installed() -> Non
     assert done.returncode == 0, done.stderr
 
 
-async def test_a_client_serves_a_user_who_blocks_their_own_loop(pool: FakePool, service: ServiceClient) -> None:
+async def test_a_client_works_while_the_users_own_loop_is_blocked(pool: FakePool, service: ServiceClient) -> None:
     await asyncio.sleep(0)
     client = service.create_lora_training_client()
     assert client.optim_step().result(5).metrics == {"grad_norm:last": 1}

@@ -43,7 +43,7 @@ def test_calls_return_at_once_and_results_come_later(pool: FakePool, client: Tra
     assert output.metrics == {"loss:sum": pytest.approx(0.5), "clock_cycle:unique": 101}
 
 
-def test_places_count_from_one_whatever_the_operation(pool: FakePool, client: TrainingClient) -> None:
+def test_sequence_numbers_count_from_one_for_every_kind_of_operation(pool: FakePool, client: TrainingClient) -> None:
     futures: list[Any] = [
         client.forward([datum(1)], "cross_entropy"),
         client.train_step([datum(1)], "cross_entropy", AdamParams(learning_rate=0.5)),
@@ -61,7 +61,9 @@ def test_places_count_from_one_whatever_the_operation(pool: FakePool, client: Tr
     assert pool.requests("TrainStep")[0].adam.learning_rate == 0.5
 
 
-def test_each_thread_keeps_its_order_and_no_place_is_taken_twice(pool: FakePool, client: TrainingClient) -> None:
+def test_each_thread_keeps_its_order_and_no_sequence_number_is_used_twice(
+    pool: FakePool, client: TrainingClient
+) -> None:
     def work(thread: int) -> None:
         for step in range(30):
             client.forward_backward([datum(thread, step)], "cross_entropy")
@@ -90,7 +92,7 @@ def test_requests_that_overtake_each_other_run_in_order(pool: FakePool, client: 
     assert pool.applied == [1, 2]
 
 
-def test_a_lost_reply_is_answered_by_the_same_request_and_applied_once(pool: FakePool, client: TrainingClient) -> None:
+def test_a_request_whose_reply_was_lost_is_repeated_and_applied_once(pool: FakePool, client: TrainingClient) -> None:
     pool.lost_replies = {"ForwardBackward": 2, "OptimStep": 1}
     output = client.forward_backward([datum(1, 2)], "cross_entropy")
     client.optim_step(AdamParams(learning_rate=0.25)).result(5)
@@ -110,7 +112,7 @@ def test_data_may_change_once_the_call_has_returned(pool: FakePool, client: Trai
     assert {tuple(from_tensor(r.data[0].tokens)) for r in pool.requests("ForwardBackward")} == {(1, 2)}
 
 
-def test_a_full_queue_and_broken_waits_are_noticed_only_as_time(pool: FakePool, client: TrainingClient) -> None:
+def test_a_full_queue_and_broken_waits_only_delay_a_result(pool: FakePool, client: TrainingClient) -> None:
     full = errors.api_error(errors.Code.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", retry_delay_s=0.01)
     pool.faults = {"ForwardBackward": [full, full], "OptimStep": [UNREACHABLE]}
     pool.wait_faults = [UNREACHABLE, UNREACHABLE]
@@ -119,7 +121,7 @@ def test_a_full_queue_and_broken_waits_are_noticed_only_as_time(pool: FakePool, 
     assert [future.result(5).metrics["clock_cycle:unique"] for future in futures] == [101, 102, 103]
 
 
-def test_a_refusal_comes_out_of_its_own_future_only(pool: FakePool, client: TrainingClient) -> None:
+def test_a_refusal_is_raised_by_its_own_future_only(pool: FakePool, client: TrainingClient) -> None:
     pool.faults = {"OptimStep": [errors.api_error(errors.Code.INVALID_ARGUMENT, "beta1", reason="INVALID_ARGUMENT")]}
     refused = client.optim_step(AdamParams(beta1=2))
     with pytest.raises(errors.InvalidArgument, match="beta1"):
@@ -129,7 +131,7 @@ def test_a_refusal_comes_out_of_its_own_future_only(pool: FakePool, client: Trai
 
 
 @pytest.mark.parametrize("code", [errors.Code.ALREADY_EXISTS, errors.Code.UNAUTHENTICATED, errors.Code.INTERNAL])
-def test_after_a_refusal_that_took_no_place_nothing_waits_for_ever(
+def test_a_refusal_that_consumed_no_sequence_number_does_not_block_later_requests(
     pool: FakePool, client: TrainingClient, code: errors.Code
 ) -> None:
     pool.faults = {"OptimStep": [errors.api_error(code, "no", reason="WHY")]}
@@ -141,7 +143,7 @@ def test_after_a_refusal_that_took_no_place_nothing_waits_for_ever(
     assert len(pool.requests("OptimStep")) == 1
 
 
-def test_a_failed_operation_says_why_and_which(pool: FakePool, client: TrainingClient) -> None:
+def test_the_error_of_a_failed_operation_has_its_reason_and_name(pool: FakePool, client: TrainingClient) -> None:
     name = f"{MODEL_ID}:1"
     error = operations_pb2.OperationError(
         code=errors.Code.FAILED_PRECONDITION, reason="GRADIENT_WINDOW_CLOSED", message="operation 7 failed"
@@ -154,7 +156,7 @@ def test_a_failed_operation_says_why_and_which(pool: FakePool, client: TrainingC
     assert raised.value.operation == name
 
 
-def test_what_cannot_be_sent_takes_no_place(pool: FakePool, client: TrainingClient) -> None:
+def test_a_request_that_cannot_be_sent_consumes_no_sequence_number(pool: FakePool, client: TrainingClient) -> None:
     for attempt in (
         lambda: client.forward_backward([], "cross_entropy"),
         lambda: client.train_step([], "cross_entropy"),
@@ -168,7 +170,7 @@ def test_what_cannot_be_sent_takes_no_place(pool: FakePool, client: TrainingClie
     assert pool.applied == [1]
 
 
-def test_a_large_batch_takes_several_places_and_gives_one_result(
+def test_a_large_batch_takes_several_sequence_numbers_and_has_one_result(
     pool: FakePool, client: TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(passes, "CHUNK_DATUMS_MAX", 2)
@@ -191,9 +193,7 @@ def test_a_large_batch_takes_several_places_and_gives_one_result(
     assert pool.applied == list(range(1, 8))
 
 
-def test_requests_are_sent_ahead_of_acknowledgements_but_not_without_end(
-    pool: FakePool, client: TrainingClient
-) -> None:
+def test_a_bounded_number_of_requests_is_sent_ahead_of_acknowledgements(pool: FakePool, client: TrainingClient) -> None:
     pool.delay_of = lambda name, request: 0.3 if getattr(request, "seq", 0) == 1 else 0.0
     futures = [client.optim_step() for _ in range(3 * sequence.WINDOW)]
     time.sleep(0.15)
@@ -252,7 +252,7 @@ def fails(data: list[Datum], logprobs: list[Any]) -> Any:
         (lambda data, logprobs: (0.0, [], {}), True, ValueError),
     ],
 )
-def test_a_custom_loss_that_fails_uses_its_places_up(
+def test_a_custom_loss_that_fails_consumes_its_sequence_numbers(
     pool: FakePool, client: TrainingClient, loss_fn: Any, with_gradients: Any, error: type[Exception]
 ) -> None:
     future = client.forward_backward_custom([datum(1, 2)], loss_fn, with_gradients=with_gradients)
@@ -264,7 +264,7 @@ def test_a_custom_loss_that_fails_uses_its_places_up(
     assert pool.applied == [1, 2, 3]
 
 
-def test_a_custom_loss_may_block_on_other_futures(pool: FakePool, client: TrainingClient) -> None:
+def test_a_custom_loss_may_block_on_the_futures_of_another_client(pool: FakePool, client: TrainingClient) -> None:
     with ServiceClient(transport=FakePool()) as other_service:
         reference = other_service.create_lora_training_client()
 
@@ -275,7 +275,7 @@ def test_a_custom_loss_may_block_on_other_futures(pool: FakePool, client: Traini
         assert client.forward_backward_custom([datum(1)], against_reference).result(10).metrics["loss:sum"] == 0
 
 
-def test_an_unnamed_save_gives_a_sampler_of_these_weights(pool: FakePool, client: TrainingClient) -> None:
+def test_an_unnamed_save_returns_a_sampler_of_the_saved_weights(pool: FakePool, client: TrainingClient) -> None:
     client.optim_step()
     sampler = client.save_weights_and_get_sampling_client()
     assert (sampler.sampler_id, sampler.get_base_model(), pool.applied) == ("5e55:sample:0", "toy", [1, 2])
@@ -284,7 +284,7 @@ def test_an_unnamed_save_gives_a_sampler_of_these_weights(pool: FakePool, client
     assert named.sampler_id == "5e55:sample:7"
 
 
-def test_an_inflight_sampler_is_asked_for_as_such_and_has_no_name(pool: FakePool, client: TrainingClient) -> None:
+def test_an_inflight_sampler_is_requested_as_such_and_has_no_name(pool: FakePool, client: TrainingClient) -> None:
     client.save_weights_and_get_sampling_client()
     client.save_weights_and_get_sampling_client(kind="inflight")
     assert [request.is_inflight for request in pool.requests("SaveWeightsForSampler")] == [False, True]

@@ -84,7 +84,7 @@ async def test_a_refusal_keeps_code_reason_message_and_details(url: str, service
     assert full.value.retry_delay_s == 0.05
 
 
-async def test_nobody_there_is_unavailable_and_says_where() -> None:
+async def test_a_missing_pool_is_unavailable_and_the_error_has_its_address() -> None:
     with pytest.raises(errors.Unavailable, match=r"127\.0\.0\.1:1\b") as raised:
         await call("127.0.0.1:1")
     assert raised.value.reason == ""
@@ -102,7 +102,7 @@ async def test_a_stream_breaks_with_the_services_error(url: str, service: FakeSe
     await transport.close()
 
 
-def test_closing_ends_what_is_under_way(url: str, service: FakeService) -> None:
+def test_closing_ends_running_calls(url: str, service: FakeService) -> None:
     async def never(principal: object, request: object) -> Any:
         await asyncio.sleep(60)
 

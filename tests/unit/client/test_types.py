@@ -73,7 +73,7 @@ def test_flat_data_takes_a_shape_as_in_the_sdk() -> None:
         (lambda: encoding.string_map({"a": 1}), "strings to strings"),  # type: ignore[dict-item]
     ],
 )
-def test_nonsense_is_refused_before_anything_is_sent(make: Any, message: str) -> None:
+def test_invalid_values_are_refused_before_anything_is_sent(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -97,7 +97,7 @@ def test_loss_inputs_get_the_types_of_the_sdk() -> None:
     }
 
 
-def test_a_datum_travels_with_tokens_as_int32_and_its_shapes() -> None:
+def test_a_datum_is_sent_with_tokens_as_int32_and_its_shapes() -> None:
     request = training_pb2.ForwardRequest()
     inputs = {"target_tokens": [[2, 3], [4, 5]], "weights": [[1, 2], [3, 4]]}
     encoding.add_datum(request.data, Datum([1, 2], inputs))
@@ -118,7 +118,7 @@ def test_a_datum_travels_with_tokens_as_int32_and_its_shapes() -> None:
         ([1, np.int64(2)], ([], [1, 2])),
     ],
 )
-def test_stop_says_nothing_everything_or_what_ends_a_sequence(stop: Any, expected: Any) -> None:
+def test_stop_is_absent_empty_strings_or_tokens(stop: Any, expected: Any) -> None:
     message = encoding.sampling_params(SamplingParams(stop=stop))
     sent = (list(message.stop.strings), list(message.stop.tokens)) if message.HasField("stop") else None
     assert sent == expected

@@ -20,7 +20,7 @@ def _disarmed() -> Iterator[None]:
     failpoints.disarm()
 
 
-def test_a_point_does_nothing_unless_it_is_armed() -> None:
+def test_a_failpoint_has_no_effect_unless_it_is_armed() -> None:
     hits: list[str] = []
     failpoint("worker.applied")
     failpoints.arm("worker.applied", lambda: hits.append("hit"))
@@ -31,12 +31,12 @@ def test_a_point_does_nothing_unless_it_is_armed() -> None:
     assert hits == ["hit"]
 
 
-def test_an_unknown_point_cannot_be_armed() -> None:
+def test_an_unknown_failpoint_cannot_be_armed() -> None:
     with pytest.raises(AssertionError, match="no failpoint"):
         failpoints.arm("worker.aplied", lambda: None)
 
 
-def test_every_point_in_the_code_has_its_meaning_and_every_meaning_its_point() -> None:
+def test_every_failpoint_in_the_code_is_described_and_every_described_one_is_in_the_code() -> None:
     code = "\n".join(
         path.read_text() for package in ("coordinator", "workers") for path in (ROOT / package).rglob("*.py")
     )
@@ -47,7 +47,7 @@ def test_every_point_in_the_code_has_its_meaning_and_every_meaning_its_point() -
         assert is_literal or is_of_a_kind, f"no code reaches {name}"
 
 
-def test_a_file_in_the_folder_kills_the_process_that_comes_by_once(tmp_path: Path) -> None:
+def test_a_file_in_the_folder_kills_the_first_process_that_reaches_its_point(tmp_path: Path) -> None:
     program = "from workers.contract.failpoints import failpoint; failpoint('worker.applied'); print('alive')"
     command = [sys.executable, "-c", program]
     environment = {"TINKERPOOL_FAILPOINTS": str(tmp_path), "PYTHONPATH": str(ROOT)}

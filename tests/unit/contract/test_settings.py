@@ -54,7 +54,7 @@ def test_workers_of_one_machine_share_its_memory_and_those_of_a_gpu_share_that()
         ({"engine": "workers.engine"}, "module:attribute"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_by_name(values: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused_by_name(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PoolConfig(**{"models": (PoolModel(name="toy", path="toy"),)} | values)
 
@@ -76,7 +76,7 @@ def test_model_without_workers_is_refused() -> None:
         ("cache_bytes_max", -1),
     ],
 )
-def test_engine_settings_that_make_no_sense_are_refused_by_name(field: str, value: Any) -> None:
+def test_invalid_engine_settings_are_refused_by_name(field: str, value: Any) -> None:
     fields: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=field):
         EngineSettings(model_path="m", **fields)

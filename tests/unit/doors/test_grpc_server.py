@@ -137,7 +137,7 @@ async def test_no_use_case_runs_without_a_valid_key(open_door: Open, metadata: A
     assert service.calls == []
 
 
-async def test_a_wrong_key_is_refused_before_the_body_is_read(open_door: Open) -> None:
+async def test_a_wrong_key_is_refused_before_the_message_is_read(open_door: Open) -> None:
     channel: Any = await open_door(FakeService(), message_bytes_max=1000)
     call = channel.unary_unary("/tinkerpool.v1.TrainingService/ForwardBackward")
     error, _ = await refusal(call(bytes(100_000)))

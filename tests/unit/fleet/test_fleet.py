@@ -20,7 +20,7 @@ def fleet() -> Fleet:
     return fleet
 
 
-def test_a_loss_returns_what_was_in_flight_once_and_the_worker_is_not_live(fleet: Fleet) -> None:
+def test_a_loss_returns_the_work_in_flight_once_and_the_worker_is_not_live(fleet: Fleet) -> None:
     worker = fleet.worker("w0")
     worker.begin_phase((PASS,))
     worker.begin_sample(sample("s:1"))
@@ -44,7 +44,7 @@ def test_a_lost_incarnation_never_becomes_live_again(fleet: Fleet) -> None:
     assert fleet.is_live("w0")
 
 
-def test_an_answered_phase_is_not_in_flight(fleet: Fleet) -> None:
+def test_a_completed_phase_is_not_in_flight(fleet: Fleet) -> None:
     fleet.worker("w0").begin_phase((PASS,))
     fleet.worker("w0").end_phase()
     assert fleet.lose("w0", "w0.1") == ((), ())
@@ -85,7 +85,7 @@ def test_a_version_that_is_wanted_again_is_not_removed(fleet: Fleet, monkeypatch
     assert not worker.holds("v1")
 
 
-def test_a_removal_goes_out_once_and_not_to_another_incarnation(fleet: Fleet) -> None:
+def test_a_removal_is_sent_once_and_to_no_other_incarnation(fleet: Fleet) -> None:
     fleet.remove("w0", "a")
     assert fleet.worker("w0").take_removals() == ("a",)
     assert fleet.worker("w0").take_removals() == ()
@@ -96,7 +96,7 @@ def test_a_removal_goes_out_once_and_not_to_another_incarnation(fleet: Fleet) ->
     assert fleet.worker("w0").take_removals() == ()
 
 
-def test_losses_are_counted_until_the_worker_answers_a_batch(fleet: Fleet) -> None:
+def test_losses_are_counted_until_the_worker_completes_a_batch(fleet: Fleet) -> None:
     assert [fleet.note_loss("w0") for _ in range(3)] == [1, 2, 3]
     assert fleet.note_loss("w1") == 1
     fleet.answered("w0")

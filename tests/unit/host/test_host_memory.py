@@ -44,7 +44,7 @@ def test_without_groups_the_free_memory_is_that_of_the_machine(tmp_path: Path) -
     assert free_host_bytes(machine(tmp_path, "0::/")) == 8 * GIB
 
 
-def test_where_the_machine_does_not_say_it_is_all_of_it(tmp_path: Path) -> None:
+def test_without_a_figure_of_the_machine_all_its_memory_counts_as_free(tmp_path: Path) -> None:
     assert free_host_bytes(tmp_path) == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -95,7 +95,7 @@ def test_the_librarys_free_blocks_are_counted_only_where_memory_may_be_short(
     assert num_asked == (free * GIB < PLENTY_BYTES)
 
 
-def test_freed_memory_that_the_library_keeps_is_known() -> None:
+def test_freed_memory_that_the_library_keeps_is_measured() -> None:
     keep_freed_memory()
     tensors = [torch.ones(1 << 18) for _ in range(16)]  # 1 MiB each: from the heap
     before = kept_bytes()
@@ -125,5 +125,5 @@ def test_where_memory_is_short_the_heap_does_not_grow() -> None:
     assert float(last[0]) == 1
 
 
-def test_free_memory_is_a_number_that_one_could_allocate() -> None:
+def test_free_memory_is_positive_and_at_most_the_machines() -> None:
     assert 1 << 20 < free_bytes(torch.device("cpu")) < 1 << 50

@@ -38,7 +38,7 @@ def _two_threads() -> None:
     torch.set_num_threads(2)
 
 
-def test_a_pass_gives_up_a_core_that_others_use_and_takes_it_back() -> None:
+def test_a_pass_leaves_a_busy_core_and_returns_once_it_is_free() -> None:
     machine = Machine()
     choice = ThreadChoice(2, 2, machine.read)
     assert [machine.run(choice) for _ in range(2)] == [2, 2]
@@ -49,7 +49,7 @@ def test_a_pass_gives_up_a_core_that_others_use_and_takes_it_back() -> None:
     assert torch.get_num_threads() == 2
 
 
-def test_a_load_between_the_margins_changes_nothing() -> None:
+def test_a_load_between_the_margins_changes_no_number_of_threads() -> None:
     machine = Machine(foreign=0.3)
     choice = ThreadChoice(2, 2, machine.read)
     assert [machine.run(choice) for _ in range(3)] == [2, 2, 2]

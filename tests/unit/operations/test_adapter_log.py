@@ -43,7 +43,7 @@ def test_a_step_phase_takes_one_optimizer_step_with_the_saves_and_loads_around_i
     assert seqs(adapter_with(LOAD, STEP).ready_states()) == [1], "should the load fail, the step must not have run"
 
 
-def test_a_closed_window_stops_at_what_it_forbids_even_behind_a_save() -> None:
+def test_a_closed_window_fails_its_step_also_behind_a_save() -> None:
     adapter = adapter_with(FB, SAVE, STEP, STEP)
     run(adapter, 1, fail=[1])
     assert seqs(adapter.ready_states()) == [2]
@@ -72,7 +72,7 @@ def test_a_load_opens_a_closed_window_and_closes_an_open_one_if_it_fails() -> No
         assert seqs(adapter.take_decided()) == ([3, 4] if fails else [])
 
 
-def test_a_copy_that_is_lost_is_rebuilt_from_what_changed_state() -> None:
+def test_a_lost_copy_is_rebuilt_by_the_operations_that_changed_state() -> None:
     adapter = adapter_with(FB, FORWARD, FB, STEP, FB, STEP, SAVE, FB)
     run(adapter, 1, 2, 3, 4, 5, fail=[5])
     assert adapter.operations[6].is_failed
@@ -143,7 +143,7 @@ def test_a_gradient_is_pending_from_a_pass_to_the_next_step_or_load(
     assert adapter.has_pending_gradient is is_pending
 
 
-def test_an_append_that_fails_leaves_no_hole_for_the_next_place_that_the_server_gives() -> None:
+def test_a_failed_append_leaves_no_gap_before_the_next_server_assigned_seq() -> None:
     adapter = adapter_with(FB, STEP)
     for kind in (FB, STEP):
         adapter.add(appending(adapter.next_seq, kind))
@@ -156,9 +156,7 @@ def test_an_append_that_fails_leaves_no_hole_for_the_next_place_that_the_server_
 
 
 @pytest.mark.parametrize(("seen", "copy"), [("not", ("w0", 1)), ("started", ("", 0)), ("applied", ("", 0))])
-def test_withdrawing_an_operation_gives_up_a_copy_that_may_have_seen_it_and_no_other(
-    seen: str, copy: tuple[str, int]
-) -> None:
+def test_withdrawing_an_operation_drops_only_a_copy_that_may_have_run_it(seen: str, copy: tuple[str, int]) -> None:
     adapter = adapter_with(FB)
     adapter.add(appending(2, FB))
     adapter.place_copy("w0")
@@ -192,7 +190,7 @@ def test_a_refused_operation_closes_its_window_only_once_its_record_is_durable()
     assert adapter.take_decided() == [behind]
 
 
-def test_a_snapshot_that_becomes_durable_after_its_copy_was_lost_is_where_the_order_goes_on() -> None:
+def test_a_snapshot_that_becomes_durable_after_its_copy_was_lost_is_the_start_of_the_next_copy() -> None:
     adapter = adapter_with(FB, STEP)
     adapter.place_copy("w0")
     run(adapter, 1, 2)
@@ -204,7 +202,7 @@ def test_a_snapshot_that_becomes_durable_after_its_copy_was_lost_is_where_the_or
     assert seqs(adapter.ready_passes()) == [3]
 
 
-def test_what_a_snapshot_covers_leaves_memory_and_nothing_else() -> None:
+def test_only_operations_that_a_snapshot_covers_leave_memory() -> None:
     adapter = adapter_with(FB, STEP, FB)
     run(adapter, 1, 2)
     adapter.cover(2, b"", 0.0)
@@ -212,7 +210,7 @@ def test_what_a_snapshot_covers_leaves_memory_and_nothing_else() -> None:
     assert adapter.copy.cursor == 2
 
 
-def test_an_adapter_that_cannot_be_rebuilt_fails_all_it_is_asked_and_is_never_ready_to_run() -> None:
+def test_an_adapter_that_cannot_be_rebuilt_fails_every_operation_and_never_runs_one() -> None:
     adapter = adapter_with(FB, STEP, FB)
     run(adapter, 1, 2)
     adapter.abort(ERROR)
@@ -236,7 +234,7 @@ def test_the_bytes_of_a_window_are_counted_until_its_step_and_uncounted_when_wit
     assert adapter.window_bytes == 0
 
 
-def test_a_thousand_queued_operations_do_not_make_looking_slow() -> None:
+def test_readiness_of_an_adapter_with_ten_thousand_operations_reads_only_the_first_ones() -> None:
     """Readiness looks at the head of the log only."""
     adapter = adapter_with(*[FB] * 10_000)
     looked: list[int] = []
@@ -260,7 +258,9 @@ def test_a_thousand_queued_operations_do_not_make_looking_slow() -> None:
     st.lists(st.sampled_from(["succeed", "fail", "lose", "quarantine", "begin", "gap"]), max_size=12),
 )
 @example([FB, FB], ["begin", "fail"])
-def test_an_adapter_is_ready_exactly_if_something_of_it_is(kinds: list[Kind], events: list[str]) -> None:
+def test_an_adapter_is_ready_exactly_if_one_of_its_operations_is_ready_or_decided(
+    kinds: list[Kind], events: list[str]
+) -> None:
     adapter = adapter_with(*kinds)
     for event in events:
         adapter.advance()
@@ -285,7 +285,7 @@ def test_an_adapter_is_ready_exactly_if_something_of_it_is(kinds: list[Kind], ev
             each.commit()
 
 
-def test_the_chunks_that_are_ready_are_those_of_the_ready_passes_from_where_the_copy_stands() -> None:
+def test_ready_chunks_are_the_chunks_of_ready_passes_that_the_copy_has_not_run() -> None:
     adapter = adapter_with(FB, FORWARD, STEP, FB)
     adapter.operations[1].chunks = (Chunk(0, 1, 4), Chunk(1, 2, 5))
     assert list(ReadyChunks(adapter)) == [4, 5, 4]
@@ -293,7 +293,7 @@ def test_the_chunks_that_are_ready_are_those_of_the_ready_passes_from_where_the_
     assert list(ReadyChunks(adapter)) == [5, 4]
 
 
-def test_an_operation_that_finds_its_copy_out_of_order_again_and_again_is_counted_until_a_new_one_runs() -> None:
+def test_reinstalls_for_an_operation_are_counted_until_the_next_result() -> None:
     adapter = adapter_with(FB)
     for count in (1, 2):
         adapter.place_copy("w0")

@@ -102,7 +102,7 @@ async def test_an_operation_may_run_before_its_append_has_committed(desk: Desk) 
     assert operation.is_durable
 
 
-async def test_the_same_again_is_the_same_operation_and_something_else_is_refused(desk: Desk) -> None:
+async def test_a_repeated_request_is_the_same_operation_and_another_request_at_its_seq_is_refused(desk: Desk) -> None:
     [first] = await desk.submit(step(), seq=1)
     [again] = await desk.submit(step(), seq=1)
     assert again is first
@@ -166,7 +166,7 @@ async def test_a_refusal_without_a_seq_consumes_nothing(desk: Desk) -> None:
     assert seqs(await desk.submit(step(), request_id="r")) == [1]
 
 
-async def test_a_check_that_no_longer_holds_does_not_matter_to_a_repeat(desk: Desk) -> None:
+async def test_a_repeat_gets_the_first_outcome_although_the_checks_have_changed(desk: Desk) -> None:
     raw, gone = training_pb2.LoadStateRequest(adapter_id="a"), ServiceError(Code.NOT_FOUND, "NOT_FOUND", "no such one")
     checked = Request(kind=Kind.LOAD_STATE, raw=raw, payload=b"load")
     now_gone = Request(kind=Kind.LOAD_STATE, raw=raw, payload=b"load", refusal=gone)
@@ -197,7 +197,7 @@ async def test_a_call_that_cannot_be_repeated_safely_is_refused(desk: Desk) -> N
     assert "seq" in (await desk.refusal(step(), seq=-1)).message
 
 
-async def test_two_operations_are_taken_together_or_not_at_all(desk: Desk) -> None:
+async def test_two_operations_are_accepted_together_or_not_at_all(desk: Desk) -> None:
     await desk.submit(step(b"taken"), seq=2)
     error = await desk.refusal(forward_backward(), step(), seq=1)
     assert (error.code, desk.logged()) == (Code.ALREADY_EXISTS, [2])
@@ -275,7 +275,7 @@ async def test_a_window_that_grows_too_large_is_refused_with_what_to_do(desk: De
     await desk.submit(forward_backward(bytes(200)), seq=4)
 
 
-async def test_nothing_new_is_accepted_while_stopping_and_an_accepted_operation_is_known(desk: Desk) -> None:
+async def test_a_stopping_pool_refuses_new_operations_and_acknowledges_repeats(desk: Desk) -> None:
     [first] = await desk.submit(step(), seq=1)
     desk.admission.close()
     error = await desk.refusal(step(), seq=2)
@@ -290,7 +290,7 @@ async def test_an_operation_that_a_snapshot_covers_is_not_accepted_again(desk: D
     assert seqs(await desk.submit(step(), seq=6)) == [6]
 
 
-async def test_an_adapter_that_is_being_deleted_accepts_nothing(desk: Desk) -> None:
+async def test_an_adapter_that_is_being_deleted_accepts_no_operations(desk: Desk) -> None:
     desk.adapter.begin_deletion()
     assert (await desk.refusal(step(), seq=1)).code is Code.NOT_FOUND
     assert (await desk.refusal(bad(), seq=1)).code is Code.NOT_FOUND

@@ -32,7 +32,7 @@ async def names_of(wait: AsyncIterator[ops_pb.Operation]) -> list[str]:
     return [each.name async for each in wait]
 
 
-async def test_each_is_delivered_once_the_finished_first_then_in_order_of_finishing() -> None:
+async def test_each_operation_is_delivered_once_finished_ones_first_then_in_order_of_finishing() -> None:
     table, ones = InFlightTable(FinishedSamples(epoch=1)), [operation(seq) for seq in (1, 2, 3)]
     for one in ones:
         table.add(one)
@@ -43,7 +43,7 @@ async def test_each_is_delivered_once_the_finished_first_then_in_order_of_finish
     assert await waiting == ["a:9", "a:2", "a:1", "a:3"]
 
 
-async def test_two_waits_both_get_the_outcome_and_nothing_is_kept() -> None:
+async def test_two_waits_both_get_the_outcome_and_the_table_is_empty_afterwards() -> None:
     table, one = InFlightTable(FinishedSamples(epoch=1)), operation(1, "r")
     table.add(one)
     waits = [asyncio.create_task(names_of(table.wait(["a:1"], stored))) for _ in range(2)]
@@ -55,7 +55,7 @@ async def test_two_waits_both_get_the_outcome_and_nothing_is_kept() -> None:
     assert [*table._waiters, *table._open_queues, *table._num_by_target, *table._by_request_id] == []
 
 
-async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
+async def test_a_cancelled_wait_is_removed_from_the_table() -> None:
     table = InFlightTable(FinishedSamples(epoch=1))
     table.add(operation(1))
     waiting = asyncio.create_task(names_of(table.wait(["a:1"], stored)))
@@ -76,7 +76,7 @@ async def test_closing_ends_every_wait_also_one_that_begins_later() -> None:
     assert await asyncio.wait_for(names_of(table.wait(["a:1", "a:7"], stored)), 5) == ["a:7"]
 
 
-async def test_finished_ones_are_read_one_by_one_as_they_are_taken() -> None:
+async def test_finished_operations_are_read_from_the_store_one_by_one_on_demand() -> None:
     table, read = InFlightTable(FinishedSamples(epoch=1)), []
 
     def reading(name: str) -> ops_pb.Operation:
@@ -110,7 +110,7 @@ def test_a_request_id_leads_to_its_operation_in_flight(is_finished: bool) -> Non
     assert table.of_request("a", "r") is None
 
 
-def test_decoded_payloads_take_no_more_memory_than_allowed_and_give_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoded_payloads_take_bounded_memory_and_free_it(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = decoded_pass("cross_entropy", {}, [])
     monkeypatch.setattr(in_flight, "DECODED_BYTES_MAX", 2 * decoded.num_bytes)  # the real bound is 256 MiB
     table, ones = InFlightTable(FinishedSamples(epoch=1)), [operation(seq) for seq in range(1, 6)]

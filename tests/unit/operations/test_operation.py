@@ -87,7 +87,7 @@ def row(outcome: bytes | None) -> OperationRow:
     )
 
 
-def test_a_logged_operation_comes_back_in_the_state_that_its_row_has() -> None:
+def test_a_logged_operation_is_restored_in_the_state_of_its_row() -> None:
     failed = ops_pb.Operation(state=ops_pb.OPERATION_STATE_FAILED, error=ERROR).SerializeToString()
     assert [operation_of_row(row(each)).outcome_state for each in (None, failed, b"")] == [
         UNDECIDED,

@@ -75,7 +75,7 @@ async def test_a_cursor_of_an_earlier_epoch_begins_with_the_stored_samples_that_
     assert (await returned(later, after, unfetched=stored))[0] == []  # the store is read once
 
 
-async def test_a_dropped_list_is_made_again_behind_every_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dropped_list_is_rebuilt_behind_every_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "CLIENTS_MAX", 2)
     monkeypatch.setattr(samples, "UNREPORTED_MAX", 3)
     monkeypatch.setattr(samples, "REPORTED_MAX", 2)

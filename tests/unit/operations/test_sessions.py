@@ -44,7 +44,7 @@ async def test_a_session_without_heartbeats_expires_after_the_time_allowed(store
     assert table.expired(10) == []
 
 
-async def test_a_session_goes_on_when_the_last_call_that_would_end_it_has_failed(store: Store) -> None:
+async def test_a_session_stays_live_if_the_call_that_would_end_it_fails(store: Store) -> None:
     await add_row(store, "s")
     table = SessionTable(store, FakeTime())
     table.add("s")
@@ -82,7 +82,7 @@ async def test_adding_a_session_again_changes_nothing(store: Store) -> None:
     assert table.take_sampler_index("s", "op", None) == 1
 
 
-async def test_a_number_that_is_asked_for_is_given_to_one_operation_only(store: Store) -> None:
+async def test_a_requested_number_belongs_to_one_operation_only(store: Store) -> None:
     await add_row(store, "s")
     await add_sampler(store, "s", 4)
     table = SessionTable(store, FakeTime())
@@ -97,7 +97,7 @@ async def test_a_number_that_is_asked_for_is_given_to_one_operation_only(store: 
     assert table.take_sampler_index("s", "op4", None) == 8
 
 
-async def test_downtime_ages_no_session_and_its_numbering_goes_on(store: Store) -> None:
+async def test_downtime_ages_no_session_and_its_numbering_continues(store: Store) -> None:
     await add_row(store, "live")
     await add_row(store, "ended", ended_at=5.0)
     for index in (0, 4, 11):
@@ -110,7 +110,7 @@ async def test_downtime_ages_no_session_and_its_numbering_goes_on(store: Store) 
     assert [table.take_sampler_index("live", f"op{i}", None) for i in range(2)] == [12, 13]
 
 
-async def test_an_ended_session_gets_no_more_samplers(store: Store) -> None:
+async def test_an_ended_session_accepts_no_more_samplers(store: Store) -> None:
     table = SessionTable(store, FakeTime())
     with pytest.raises(ServiceError) as raised:
         table.take_sampler_index("gone", "op", None)

@@ -94,7 +94,7 @@ async def test_replacing_a_healthy_worker_ends_its_stream() -> None:
             await stream
 
 
-async def test_pool_whose_worker_cannot_start_says_which_and_why() -> None:
+async def test_error_of_a_worker_that_cannot_start_names_it_and_the_cause() -> None:
     def broken(incarnation: str) -> ToyEngine:
         raise OSError("no model there")
 
@@ -122,7 +122,7 @@ async def test_config_gives_each_model_its_own_workers_by_import_string() -> Non
         assert (await pool.run("w2", batch(0))).wall_s >= 0.01
 
 
-def test_token_is_shown_to_a_cluster_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_token_is_used_with_a_cluster_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     cluster = PoolConfig(models=(PoolModel(name="toy", path="toy"),), ray_address="10.0.0.1:6379")

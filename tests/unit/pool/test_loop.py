@@ -125,7 +125,7 @@ def test_steps_longer_than_the_owed_time_shorten_later_turns() -> None:
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("step_s", [0.005, 0.05, 0.5])
-def test_between_two_tokens_lie_at_most_one_batch_and_one_step(share: float, step_s: float) -> None:
+def test_between_two_tokens_are_at_most_one_batch_and_one_step(share: float, step_s: float) -> None:
     done = decoded_between_batches(share, varied(3, 0.05, 0.25), itertools.repeat(step_s))
     begun = [index for index, (what, _) in enumerate(done) if what == "decode"]
     gaps = [done[begun[i] + 1 : begun[i + 1] + 1] for i in range(len(begun) - 1)]
@@ -202,7 +202,7 @@ def test_engine_that_raises_fails_queued_batches_and_ends_the_loop() -> None:
     assert running.loop.stop()
 
 
-def test_engine_that_cannot_be_made_says_why() -> None:
+def test_error_of_an_engine_that_cannot_be_made_is_raised() -> None:
     def factory(incarnation: str) -> ToyEngine:
         raise OSError("no such model")
 
@@ -213,7 +213,7 @@ def test_engine_that_cannot_be_made_says_why() -> None:
         loop.submit(batch(0)).result(TIMEOUT_S)
 
 
-def test_stop_finishes_the_running_batch_and_fails_the_waiting_one() -> None:
+def test_stop_finishes_the_running_batch_and_fails_the_queued_one() -> None:
     running = Running()
     running.loop.check()
     running.engine.gate.clear()
@@ -229,7 +229,7 @@ def test_stop_finishes_the_running_batch_and_fails_the_waiting_one() -> None:
         waiting.result(TIMEOUT_S)
 
 
-def test_batch_whose_caller_gave_up_before_it_ran_is_skipped() -> None:
+def test_batch_whose_caller_was_cancelled_before_it_ran_is_skipped() -> None:
     running = Running()
     running.engine.gate.clear()
     first, given_up, last = (running.loop.submit(batch(cycle_id)) for cycle_id in range(3))

@@ -59,7 +59,7 @@ def pids(found: list[Process]) -> set[int]:
     return {process.pid for process in found}
 
 
-def test_marked_processes_are_killed_orphans_too_and_no_others(mark: str, start: Start) -> None:
+def test_marked_processes_and_orphans_are_killed_and_no_others(mark: str, start: Start) -> None:
     marked = start(mark)
     others = [start(None), start(mark + "0"), start(mark[:-1])]
     done = subprocess.run(
@@ -82,9 +82,7 @@ def test_this_process_never_finds_itself(mark: str) -> None:
     assert done.stdout == "(0, 0)\n"
 
 
-def test_pid_that_another_process_has_by_now_is_not_killed(
-    mark: str, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reused_pid_is_not_killed(mark: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     marked, innocent = start(mark), start(None)
     # Between the look at /proc and the handle, the marked process ends and another process gets its pid.
     pidfd_open = os.pidfd_open
@@ -100,7 +98,7 @@ def test_pid_that_another_process_has_by_now_is_not_killed(
     assert innocent.poll() is None
 
 
-def test_process_is_held_to_its_end_and_beyond(start: Start) -> None:
+def test_held_process_is_safe_to_use_after_its_end(start: Start) -> None:
     started = start(None)
     process = Process.hold(started.pid)
     assert process is not None

@@ -28,7 +28,9 @@ def test_belongings_are_read_as_they_were_written(tmp_path: Path) -> None:
         '{"mark": "0a1b", "folder": "/home/somebody"}',
     ],
 )
-def test_file_that_makes_no_sense_removes_nothing(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_file_removes_no_process_or_folder(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "ray.json"
     path.write_text(text)
     assert Belongings.read(path) is None

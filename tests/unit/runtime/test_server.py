@@ -102,7 +102,7 @@ def left() -> Credentials:
     return credentials
 
 
-async def test_the_first_start_leaves_a_key_for_this_user_alone_and_only_its_hash_in_the_data_directory(
+async def test_the_first_start_writes_a_key_for_this_user_only_and_its_hash_to_the_data_directory(
     start: Start, data_dir: Path
 ) -> None:
     running = await start()
@@ -117,7 +117,7 @@ async def test_the_first_start_leaves_a_key_for_this_user_alone_and_only_its_has
     assert any(str(credentials_file()) in line for line in running.lines)
 
 
-async def test_what_the_tinker_sdk_is_set_to_is_said_and_the_key_only_on_a_terminal(
+async def test_the_settings_of_the_tinker_sdk_are_printed_and_the_key_only_on_a_terminal(
     start: Start, data_dir: Path
 ) -> None:
     running = await start(http=HttpConfig(port=0))
@@ -135,7 +135,7 @@ async def test_what_the_tinker_sdk_is_set_to_is_said_and_the_key_only_on_a_termi
     assert any(line.endswith(f"TINKER_API_KEY=tml-{left().api_key}") for line in shown.lines)
 
 
-async def test_a_later_start_keeps_the_key_and_mends_the_address(start: Start) -> None:
+async def test_a_later_start_keeps_the_key_and_updates_the_address(start: Start) -> None:
     first = await start()
     key = left().api_key
     await end(first.task)
@@ -146,7 +146,7 @@ async def test_a_later_start_keeps_the_key_and_mends_the_address(start: Start) -
     assert (await status(second.url, key)).epoch == 2
 
 
-async def test_a_lost_key_is_said_and_a_new_one_is_made_only_when_asked_for(start: Start) -> None:
+async def test_a_lost_key_is_reported_and_replaced_only_on_request(start: Start) -> None:
     await end((await start()).task)
     elsewhere = Credentials(url="http://elsewhere:1", api_key="tp_of_another_pool")
     credentials_file().unlink()
@@ -160,7 +160,7 @@ async def test_a_lost_key_is_said_and_a_new_one_is_made_only_when_asked_for(star
     assert credentials_file().with_name("credentials.1.json").exists()
 
 
-async def test_two_pools_of_one_user_find_their_own_keys_again(start: Start, tmp_path: Path) -> None:
+async def test_two_pools_of_one_user_keep_their_own_keys(start: Start, tmp_path: Path) -> None:
     keys = []
     for name in ("a", "b", "a", "b"):
         running = await start(data_dir=tmp_path / name)
@@ -170,7 +170,9 @@ async def test_two_pools_of_one_user_find_their_own_keys_again(start: Start, tmp
     assert keys[:2] == keys[2:]
 
 
-async def test_the_ready_files_are_there_exactly_while_it_serves(start: Start, data_dir: Path, tmp_path: Path) -> None:
+async def test_the_ready_files_exist_exactly_while_the_pool_serves(
+    start: Start, data_dir: Path, tmp_path: Path
+) -> None:
     ready_file = tmp_path / "deep" / "ready.json"
     running = await start(ready_file=ready_file)
     for path in (ready_file, data_dir / READY_FILE):
@@ -185,7 +187,7 @@ async def test_the_ready_files_are_there_exactly_while_it_serves(start: Start, d
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_stops_it_and_ends_waiting_clients_with_unavailable(
+async def test_a_signal_stops_the_pool_and_waiting_clients_get_unavailable(
     start: Start, signum: signal.Signals
 ) -> None:
     running = await start()
@@ -202,7 +204,7 @@ async def test_a_signal_stops_it_and_ends_waiting_clients_with_unavailable(
     assert running.lines[-1] == "Stopped."
 
 
-async def test_a_second_one_on_the_same_data_says_why_and_leaves_the_first_alone(start: Start, data_dir: Path) -> None:
+async def test_a_second_pool_on_the_same_data_is_refused_and_the_first_serves_on(start: Start, data_dir: Path) -> None:
     running = await start()
     with pytest.raises(StartError, match=f"process {os.getpid()}"):
         await make(data_dir, []).run()
@@ -212,7 +214,7 @@ async def test_a_second_one_on_the_same_data_says_why_and_leaves_the_first_alone
     await asyncio.gather(running.task, return_exceptions=True)
 
 
-async def test_a_port_in_use_is_known_before_anything_is_started(data_dir: Path) -> None:
+async def test_a_port_in_use_is_reported_before_anything_is_started(data_dir: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -222,7 +224,7 @@ async def test_a_port_in_use_is_known_before_anything_is_started(data_dir: Path)
     assert not files_below(data_dir)
 
 
-async def test_a_signal_while_it_starts_stops_it(data_dir: Path) -> None:
+async def test_a_signal_during_the_start_stops_the_pool(data_dir: Path) -> None:
     class SlowPool(LocalPool):
         async def start(self) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -234,7 +236,7 @@ async def test_a_signal_while_it_starts_stops_it(data_dir: Path) -> None:
     assert running_pid(data_dir) is None
 
 
-async def test_what_keeps_the_pool_from_starting_is_said(data_dir: Path) -> None:
+async def test_the_cause_of_a_failed_start_is_reported(data_dir: Path) -> None:
     class BrokenPool(LocalPool):
         async def start(self) -> None:
             raise OSError("no such model")
@@ -245,7 +247,7 @@ async def test_what_keeps_the_pool_from_starting_is_said(data_dir: Path) -> None
     assert running_pid(data_dir) is None
 
 
-async def test_what_makes_going_on_unsafe_ends_it_with_that_error(start: Start) -> None:
+async def test_a_fatal_error_ends_the_pool_with_that_error(start: Start) -> None:
     running = await start()
     running.server._coordinator.core.failure.report(OSError("the disk is gone"))
     async with asyncio.timeout(10):

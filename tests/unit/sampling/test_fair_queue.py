@@ -48,7 +48,7 @@ def test_requests_of_a_lone_tenant_run_in_their_order() -> None:
     assert served.queue.peek(any_sample) is None
 
 
-def test_who_asks_for_much_gets_turns_by_tokens_and_not_by_requests() -> None:
+def test_turns_are_shared_by_tokens_and_not_by_requests() -> None:
     served = Served()
     served.ask("h", *[1000] * 5)
     served.ask("s", *[10] * 50)
@@ -82,7 +82,7 @@ def test_a_running_request_counts_with_the_most_that_it_may_draw() -> None:
     assert queue.peek(any_sample) == "a2"  # a finished one counts with what it drew: a has had 2, b 8
 
 
-def test_idleness_saves_nothing_up() -> None:
+def test_an_idle_tenant_accumulates_no_credit() -> None:
     served = Served()
     served.ask("a", *[10] * 100)
     served.serve(50)
@@ -90,7 +90,7 @@ def test_idleness_saves_nothing_up() -> None:
     assert Counter(name[0] for name in served.serve(40)) == {"a": 20, "b": 20}
 
 
-def test_tokens_that_are_never_drawn_do_not_lift_a_tenant_that_came_meanwhile() -> None:
+def test_tokens_that_are_never_drawn_do_not_lift_a_tenant_that_arrived_meanwhile() -> None:
     """Ten of a million tokens are drawn: a tenant that came while the requests ran does not wait for the rest."""
     served = Served()
     served.ask("a", *[1_000_000] * 8, *[10] * 100)
@@ -139,7 +139,7 @@ def test_a_queued_request_can_finish_and_an_unknown_one_is_ignored() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), min_size=1, max_size=60), st.integers(1, 5))
-def test_the_next_request_is_always_that_of_the_tenant_that_had_the_least(
+def test_the_next_request_is_always_from_the_tenant_with_the_fewest_tokens(
     requests: list[tuple[str, int]], num_at_once: int
 ) -> None:
     queue, tokens = FairQueue({}), {}

@@ -26,19 +26,19 @@ def test_the_operators_number_is_used_as_it_is() -> None:
     assert found(costs_of(0.01, 1e-4, 16, 1024), tokens=1_000_000) == 1_000_000
 
 
-def test_it_starts_where_nothing_is_known_and_stays_there_while_sizes_are_too_alike() -> None:
+def test_the_budget_keeps_its_start_value_while_measured_sizes_are_too_similar() -> None:
     assert found(CycleCosts()) == START_TOKENS
     assert found(costs_of(0.0001, 1e-4, 64, 128)) == START_TOKENS
 
 
-def test_it_is_the_knee_of_pass_and_commit() -> None:
+def test_the_budget_is_the_knee_of_pass_and_commit() -> None:
     costs = costs_of(0.01, 2e-4, 16, 128, 1024)
     assert found(costs) == pytest.approx(KNEE * 0.01 / 2e-4, abs=1)
     costs.observe_commit(0.002)
     assert found(costs) == pytest.approx(KNEE * 0.012 / 2e-4, abs=1)
 
 
-def test_it_is_never_less_than_a_chunk() -> None:
+def test_the_budget_is_never_less_than_a_chunk() -> None:
     assert found(costs_of(0.0, 1e-3, 16, 1024)) == CHUNK_TOKENS
     assert found(costs_of(10.0, 1.0, 16, 1024)) == CHUNK_TOKENS, "also where the latency target cannot be met"
 
@@ -50,17 +50,17 @@ def test_a_pass_takes_no_longer_than_the_latency_target() -> None:
     assert 0.5 + 0.002 * tokens == pytest.approx(1.0, abs=0.002)
 
 
-def test_slow_passes_limit_it_before_the_line_is_known() -> None:
+def test_slow_passes_limit_the_budget_before_the_line_is_known() -> None:
     assert found(costs_of(0.0, 0.01, 256), cycle_s_max=2.0) == 200
 
 
-def test_it_grows_no_further_beyond_what_was_measured_than_can_be_trusted() -> None:
+def test_the_budget_exceeds_the_measured_sizes_by_a_bounded_factor() -> None:
     flat = costs_of(0.1, 1e-9, 16, 4096)
     assert found(flat) == TRUST * 4096
     assert found(costs_of(0.1, 1e-9, 16, 1_000_000)) == TOKENS_MAX
 
 
-def test_it_recovers_where_a_machine_that_became_faster_misleads_it() -> None:
+def test_the_budget_recovers_after_a_machine_became_faster() -> None:
     """The old large passes make the new small ones look as if nothing were fixed: the budget falls to a chunk."""
     costs = costs_of(0.01, 2e-3, 256, 2048)
     for _ in range(9):

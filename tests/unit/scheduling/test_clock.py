@@ -126,7 +126,7 @@ async def test_a_tenant_that_is_away_for_longer_than_a_cycle_of_its_own_costs_is
     assert await bench.lingered("a") == 0.0
 
 
-async def test_a_tenant_that_usually_comes_back_soon_is_awaited_twice_as_long_and_no_longer() -> None:
+async def test_a_tenant_is_awaited_for_at_most_twice_its_usual_time_to_return() -> None:
     bench = await bench_after("a", "b")
     bench.arrive("a")
     assert abs(await bench.lingered("a") - 2 * BACK_S) < 1e-9
@@ -169,7 +169,7 @@ async def test_a_full_budget_does_not_linger() -> None:
     assert await bench.lingered("a") == 0.0
 
 
-async def test_the_clock_does_not_linger_once_all_are_back() -> None:
+async def test_the_clock_does_not_linger_once_all_tenants_have_returned() -> None:
     bench = await bench_after("a", "b")
     bench.arrive("a", "b")
     assert await bench.lingered("a", "b") == 0.0
@@ -201,7 +201,7 @@ async def test_a_tenant_that_always_has_more_operations_queued_is_not_away() -> 
     assert await bench.lingered("a") == 0.0
 
 
-async def test_one_slow_return_is_an_exception_and_two_are_not() -> None:
+async def test_a_tenant_is_awaited_after_one_slow_return_and_not_after_two() -> None:
     bench = await bench_after("a", "b")
     for expected in (True, True, False):
         bench.arrive("a")
@@ -212,7 +212,7 @@ async def test_one_slow_return_is_an_exception_and_two_are_not() -> None:
         bench.finish("a", "b")
 
 
-async def test_a_tenant_that_has_gone_is_not_awaited_again() -> None:
+async def test_a_tenant_that_does_not_return_is_not_awaited_again() -> None:
     bench = await bench_after("a", "b")
     bench.arrive("a")
     assert await bench.lingered("a") > 0.0
@@ -224,7 +224,7 @@ async def test_a_tenant_that_has_gone_is_not_awaited_again() -> None:
     assert not bench.clock._away  # private: memory of tenants that never return can be seen nowhere else
 
 
-async def test_lingering_for_a_part_of_the_tenants_is_worth_only_that_part() -> None:
+async def test_lingering_for_some_tenants_is_worth_only_their_share_of_a_cycle() -> None:
     """Five of ten come back soon, the others later in any case: those need a cycle of their own anyway."""
     bench = Bench()
     await bench.rounds(RETURNS_KEPT, {f"t{index}": FIXED_S * 0.6 if index < 5 else FIXED_S * 3 for index in range(10)})
@@ -233,7 +233,7 @@ async def test_lingering_for_a_part_of_the_tenants_is_worth_only_that_part() -> 
     assert await bench.lingered("t0") == 0.0
 
 
-async def test_without_known_costs_lingering_is_tried_a_few_times_and_then_left() -> None:
+async def test_without_known_costs_lingering_is_tried_a_few_times_and_then_stopped() -> None:
     costs = CycleCosts()
     for _ in range(3):
         costs.observe_pass(64, 16.0, FIXED_S)

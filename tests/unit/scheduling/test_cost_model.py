@@ -50,25 +50,25 @@ def test_the_line_is_found_in_noise_and_through_one_wild_measurement_in_ten() ->
     assert line_of(costs).token_s == pytest.approx(TOKEN_S, rel=0.15)
 
 
-def test_a_class_with_too_few_measurements_has_no_say() -> None:
+def test_a_class_with_too_few_measurements_is_ignored() -> None:
     costs = measured([16, 16, 16, 1024, 1024])
     assert costs.line is None
     measured([1024], costs=costs)
     assert (line_of(costs).fixed_s, line_of(costs).token_s) == pytest.approx((FIXED_S, TOKEN_S))
 
 
-def test_sizes_too_alike_give_no_line_and_near_ones_none_to_go_beyond() -> None:
+def test_too_similar_sizes_give_no_line_and_near_ones_no_line_for_larger_sizes() -> None:
     assert measured([100, 110, 120] * 3).line is None
     assert not line_of(measured([64, 128] * 3)).is_wide
     assert line_of(measured([64, 256] * 3)).is_wide
 
 
-def test_many_large_passes_do_not_wash_out_what_small_ones_said() -> None:
+def test_many_large_passes_do_not_displace_a_few_small_ones() -> None:
     costs = measured([16] * 3 + [2048] * (MEMORY - 10))
     assert line_of(costs).fixed_s == pytest.approx(FIXED_S)
 
 
-def test_what_has_not_been_seen_for_long_is_forgotten() -> None:
+def test_old_measurements_are_dropped() -> None:
     costs = measured([16] * 3 + [2048] * (MEMORY + 1))
     assert costs.line is None
     assert costs.num_tokens_seen == 2048
@@ -76,7 +76,7 @@ def test_what_has_not_been_seen_for_long_is_forgotten() -> None:
     assert costs.line is None, "two new measurements do not keep the old ones"
 
 
-def test_a_machine_that_becomes_slower_is_found_out_as_soon_as_most_measurements_say_so() -> None:
+def test_a_slower_machine_changes_the_line_once_most_measurements_are_slower() -> None:
     costs = measured([16, 128, 1024] * KEPT)
     measured([16, 128, 1024] * (KEPT // 2), 3.0, costs)
     assert line_of(costs).token_s == pytest.approx(TOKEN_S)
@@ -96,7 +96,7 @@ def test_neither_cost_is_negative() -> None:
     assert costs.tokens_within(2.0) == float("inf")
 
 
-def test_a_pass_that_did_something_else_besides_counts_only_while_nothing_is_known() -> None:
+def test_a_pass_with_other_work_counts_only_while_there_is_no_other_measurement() -> None:
     costs = CycleCosts()
     costs.observe_pass(100, 100.0, 60.0, is_pure=False)
     assert costs.predicted_s(100, 100.0) == 60.0
@@ -107,7 +107,7 @@ def test_a_pass_that_did_something_else_besides_counts_only_while_nothing_is_kno
     assert costs.predicted_s(100, 100.0) == 1.0
 
 
-def test_a_prediction_never_undercuts_the_line_that_it_comes_from() -> None:
+def test_a_prediction_is_never_below_its_line() -> None:
     costs = measured([16, 128, 1024] * 3)
     for num_tokens in (64, 100, 128, 500, 1024, 5000):
         predicted = costs.predicted_s(num_tokens, 16.0)
@@ -126,7 +126,7 @@ def test_the_fixed_cost_includes_the_commit_and_is_at_most_the_smallest_pass_whi
     assert costs.fixed_s == pytest.approx(FIXED_S + 0.004)
 
 
-def test_the_tokens_of_a_time_are_the_lines_or_too_few() -> None:
+def test_the_tokens_for_a_time_are_at_most_those_of_the_line() -> None:
     assert CycleCosts().tokens_within(1.0) == float("inf")
     assert measured([64, 1024] * 3).tokens_within(1.0) == pytest.approx((1.0 - FIXED_S) / TOKEN_S)
     few = measured([64] * 3).tokens_within(1.0)
@@ -159,7 +159,7 @@ def beyond_waiting(deadlines: Deadlines, asked: Batch) -> float:
     return deadlines.allowed_s(asked, "w0") - deadlines.allowed_s(EMPTY, "w0")
 
 
-def test_a_life_that_has_answered_nothing_has_all_the_time_that_loading_may_take() -> None:
+def test_an_incarnation_without_a_completed_batch_has_the_deadline_of_loading() -> None:
     deadlines = Deadlines(CycleCosts())
     assert deadlines.allowed_s(batch(100), "w0-a") == DEADLINE_UNKNOWN_S
     deadlines.observe(batch(100), "w0-a", 1.0)
@@ -169,28 +169,28 @@ def test_a_life_that_has_answered_nothing_has_all_the_time_that_loading_may_take
     assert deadlines.allowed_s(batch(100), "w0-a") == DEADLINE_UNKNOWN_S
 
 
-def test_the_deadline_is_a_multiple_of_what_such_a_batch_took() -> None:
+def test_the_deadline_is_a_multiple_of_the_time_of_a_like_batch() -> None:
     deadlines = Deadlines(CycleCosts())
     deadlines.observe(batch(100), "w0", 1.0)
     assert beyond_waiting(deadlines, batch(100)) == pytest.approx(DEADLINE_FACTOR * 1.0)
     assert beyond_waiting(deadlines, batch(100, 100, 100)) == pytest.approx(DEADLINE_FACTOR * 3.0)
 
 
-def test_longer_sequences_may_take_longer_per_token_and_shorter_ones_no_less() -> None:
+def test_longer_sequences_have_more_time_per_token_and_shorter_ones_no_less() -> None:
     deadlines = Deadlines(CycleCosts())
     deadlines.observe(batch(100, 100), "w0", 2.0)
     assert beyond_waiting(deadlines, batch(400)) == pytest.approx(DEADLINE_FACTOR * 4.0 * 4)
     assert beyond_waiting(deadlines, batch(*[10] * 40)) == pytest.approx(DEADLINE_FACTOR * 4.0)
 
 
-def test_what_a_worker_may_just_have_been_too_slow_for_gets_more_time_alone() -> None:
+def test_a_solo_batch_after_a_loss_has_a_longer_deadline() -> None:
     deadlines = Deadlines(CycleCosts())
     deadlines.observe(batch(100), "w0", 1.0)
     solo = deadlines.allowed_s(batch(100), "w0", num_solo_losses=1)
     assert solo == SOLO_FACTOR * deadlines.allowed_s(batch(100), "w0")
 
 
-def test_batches_of_few_tokens_count_only_while_there_is_nothing_better() -> None:
+def test_batches_of_few_tokens_count_only_while_there_is_no_larger_one() -> None:
     deadlines = Deadlines(CycleCosts())
     deadlines.observe(batch(5), "w0", 1.0)
     assert beyond_waiting(deadlines, batch(100)) == pytest.approx(DEADLINE_FACTOR * 20.0 * 20)
@@ -200,7 +200,7 @@ def test_batches_of_few_tokens_count_only_while_there_is_nothing_better() -> Non
 
 @pytest.mark.parametrize(("share", "factor"), [(0.5, 1.0), (0.75, 3.0), (0.2, 0.25)])
 @pytest.mark.parametrize("num_before", [0, 2])
-def test_a_batch_may_wait_behind_what_decoding_is_owed_for_the_one_before_be_that_the_first(
+def test_a_deadline_includes_the_decoding_owed_for_the_batch_before(
     num_before: int, share: float, factor: float
 ) -> None:
     deadlines = Deadlines(CycleCosts())
@@ -211,7 +211,7 @@ def test_a_batch_may_wait_behind_what_decoding_is_owed_for_the_one_before_be_tha
     assert deadlines.allowed_s(EMPTY, "w0") == pytest.approx(DEADLINE_FLOOR_S + factor * 20.0 + DEADLINE_FACTOR * step)
 
 
-def test_a_batch_may_wait_behind_the_decode_step_that_is_under_way() -> None:
+def test_a_deadline_includes_the_decode_step_under_way() -> None:
     deadlines = Deadlines(CycleCosts())
     deadlines.observe(batch(STEP_TOKENS // 2), "w0", 1.0)
     assert deadlines.allowed_s(EMPTY, "w0") == DEADLINE_FLOOR_S + 1.0 + DEADLINE_FACTOR * 2.0
@@ -222,13 +222,13 @@ def test_a_batch_may_wait_behind_the_decode_step_that_is_under_way() -> None:
     )
 
 
-def test_a_batch_without_tokens_has_all_the_time_while_nobody_knows_what_a_decode_step_takes() -> None:
+def test_a_batch_without_tokens_has_the_longest_deadline_until_a_decode_step_is_measured() -> None:
     deadlines = Deadlines(CycleCosts())
     deadlines.observe(EMPTY, "w0", 1.0)
     assert deadlines.allowed_s(EMPTY, "w0") == DEADLINE_UNKNOWN_S
 
 
-def test_the_first_batch_of_a_later_life_and_tiny_ones_say_nothing_about_the_price_of_a_token() -> None:
+def test_first_batches_of_later_incarnations_and_tiny_ones_do_not_count_for_the_cost_of_a_token() -> None:
     deadlines = Deadlines(CycleCosts())
     deadlines.observe(batch(100), "w0-a", 1.0)
     deadlines.observe(EMPTY, "w0-a", 0.0)
@@ -239,7 +239,7 @@ def test_the_first_batch_of_a_later_life_and_tiny_ones_say_nothing_about_the_pri
     assert deadlines.allowed_s(batch(100), "w0-a") == before
 
 
-def test_a_batch_that_also_installs_says_nothing_once_there_are_others() -> None:
+def test_a_batch_with_installs_does_not_count_once_there_are_others() -> None:
     deadlines = Deadlines(CycleCosts())
     deadlines.observe(batch(100), "w0", 1.0)
     deadlines.observe(batch(100), "w0", 1.0)

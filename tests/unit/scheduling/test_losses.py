@@ -79,7 +79,7 @@ class Bench:
         return found
 
 
-async def test_everything_on_a_lost_worker_is_given_up_and_quarantined_before_the_event_is_read() -> None:
+async def test_copies_and_operations_of_a_lost_worker_are_dropped_and_quarantined_before_the_event_is_read() -> None:
     running, resident, elsewhere = adapter_with(FB, FB), adapter_with(FB, name="b"), adapter_with(FB, name="c")
     bench = Bench(running, resident, elsewhere)
     elsewhere.place_copy("w1")
@@ -137,7 +137,7 @@ async def test_a_training_operation_that_is_the_poison_fails_and_closes_its_wind
     assert bench.publishing.failed == []
 
 
-async def test_an_adapter_whose_replay_is_the_poison_is_given_up() -> None:
+async def test_an_adapter_whose_replay_is_the_poison_is_aborted() -> None:
     log = adapter_with(FB, FB)
     bench = Bench(log)
     run(log, 1)

@@ -27,7 +27,7 @@ def test_a_chunk_above_the_budget_runs_solo() -> None:
     assert plan.num_chunks == {"a": 1}
 
 
-def test_a_hog_leaves_a_small_tenant_its_turn_in_every_cycle() -> None:
+def test_a_small_tenant_has_its_turn_in_every_cycle_of_a_tenant_with_many_requests() -> None:
     state = FairState()
     for _ in range(10):
         hog = candidate("hog", "t1", *[16] * 100)
@@ -47,7 +47,7 @@ def test_shares_follow_weights_within_ten_percent_over_a_hundred_cycles() -> Non
     assert abs(given_tokens["heavy"] / given_tokens["light"] - 3.0) < 0.3
 
 
-def test_idleness_saves_nothing_up() -> None:
+def test_an_idle_tenant_accumulates_no_credit() -> None:
     state = FairState()
     for _ in range(50):
         _, state = plan_pass([candidate("a", "busy", 10)], state, {"w": 0}, 10)
@@ -74,7 +74,7 @@ def test_an_adapter_waits_for_its_worker() -> None:
     assert plan.num_chunks == {}
 
 
-def test_of_each_adapter_at_most_one_chunk_more_than_it_takes_is_looked_at() -> None:
+def test_the_planner_reads_at_most_one_chunk_of_an_adapter_beyond_those_it_takes() -> None:
     looks = Counter[str]()
 
     class Chunks:

@@ -59,7 +59,7 @@ class Bench:
         return [adapter.adapter_id for adapter in self.ready.allowed()]
 
 
-async def test_a_thousand_registered_adapters_with_nothing_to_do_are_not_looked_at_in_a_cycle(tmp_path: Path) -> None:
+async def test_a_thousand_idle_adapters_are_not_read_in_a_cycle(tmp_path: Path) -> None:
     """Half of them live on the worker. The sweep, every few seconds, may look at all."""
     async with running_pool(tmp_path, sweep_interval_s=1000.0, linger_s=0.0) as pool:
         core = pool.core
@@ -79,7 +79,7 @@ async def test_a_thousand_registered_adapters_with_nothing_to_do_are_not_looked_
         assert Watched.num_looks == num_looks > NUM_IDLE
 
 
-def test_an_adapter_with_nothing_to_do_leaves_the_ready_set_until_it_changes() -> None:
+def test_an_idle_adapter_leaves_the_ready_set_until_it_changes() -> None:
     busy, idle = adapter_with(FB, name="busy"), adapter_with(name="idle")
     bench = Bench(busy, idle)
     assert bench.ready.refresh()
@@ -101,7 +101,7 @@ def test_a_deleted_adapter_never_becomes_dirty() -> None:
     assert bench.group.arrivals.drain() == {}
 
 
-def test_residents_are_the_adapters_with_a_copy_and_a_deleted_adapter_is_none() -> None:
+def test_residents_are_the_adapters_with_a_copy_without_deleted_ones() -> None:
     one, other, away = (adapter_with(name=name) for name in ("one", "other", "away"))
     bench = Bench(one, other, away)
     one.place_copy("w0")
@@ -118,7 +118,7 @@ def test_residents_are_the_adapters_with_a_copy_and_a_deleted_adapter_is_none() 
     assert bench.ready.residents(["w0", "w1"]) == {"w0": 1, "w1": 1}
 
 
-def test_an_adapter_is_ahead_from_what_ran_until_its_snapshot_covers_it() -> None:
+def test_an_adapter_is_ahead_from_its_first_operation_until_a_snapshot_covers_it() -> None:
     adapter = adapter_with(FB)
     bench = Bench(adapter)
     adapter.place_copy("w0")
@@ -162,7 +162,7 @@ def test_a_quarantined_adapter_is_released_once_it_ran_or_has_nothing_to_run() -
     assert not bench.quarantine.group
 
 
-def test_during_a_stop_only_operations_that_ran_in_part_go_on() -> None:
+def test_during_a_stop_only_operations_that_ran_in_part_continue() -> None:
     begun, waiting = adapter_with(FB, name="begun"), adapter_with(FB, name="waiting")
     bench = Bench(begun, waiting)
     begun.add_result(begun.operations[1], ItemResult(op_id="begun:1"))

@@ -62,7 +62,7 @@ def test_a_goal_is_met_on_its_own_side(measured: float, is_floor: bool, is_met: 
     assert ("**no**" in goal.line()) != is_met
 
 
-def test_what_is_printed_is_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_tables_and_goals_are_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Results("item", argparse.Namespace(results=tmp_path, threads=1)) as results:
         table = results.table("table", (Column("a", lambda row: str(row["a"])), Column("b", lambda row: row["b"])))
         table.add({"a": 1, "b": "x", "raw": [1.5]})

@@ -53,7 +53,9 @@ def test_case_without_memory_is_left_out_and_the_next_is_measured(
     ]
 
 
-def test_engine_that_answers_out_of_memory_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_that_runs_out_of_memory_in_the_engine_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fused = Fused(EngineSettings(model_path=str(write_model("tiny", tmp_path, CPU))), Case.read("1x1x16"), 4)
     monkeypatch.setattr(fused.engine.bank, "acquire", lambda _: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(MemoryError):

@@ -9,7 +9,7 @@ from scripts.demo.tenants import kl_sample_train
 from tinkerpool import types
 
 
-def test_the_kl_between_sampler_and_trainer_is_the_mean_difference_over_sampled_tokens_alone() -> None:
+def test_the_kl_between_sampler_and_trainer_is_the_mean_difference_over_sampled_tokens_only() -> None:
     def datum(logprobs: list[float]) -> types.Datum:
         return types.Datum(types.ModelInput.from_ints([1, 2, 3]), {"logprobs": np.array(logprobs, np.float32)})
 

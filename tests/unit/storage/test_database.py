@@ -72,7 +72,7 @@ async def test_a_write_that_fails_fails_alone(database: Database) -> None:
     assert cycle_ids(database) == [1, 3]
 
 
-async def test_a_closed_database_refuses_instead_of_never_answering(tmp_path: Path) -> None:
+async def test_a_closed_database_raises_instead_of_hanging(tmp_path: Path) -> None:
     database = opened(tmp_path / "log.db")
     await database.close()
     with pytest.raises(StorageError):
@@ -90,7 +90,7 @@ def test_a_newer_schema_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 5])
-def test_a_file_of_the_numbering_before_is_refused_with_what_to_do(tmp_path: Path, version: int) -> None:
+def test_a_file_with_an_older_numbering_of_schemas_is_refused_with_what_to_do(tmp_path: Path, version: int) -> None:
     with sqlite3.connect(tmp_path / "log.db") as db:
         db.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID")
         db.execute(f"PRAGMA user_version = {version}")
@@ -121,7 +121,7 @@ async def test_the_reader_cannot_write(database: Database) -> None:
         database.read("DELETE FROM tenants")
 
 
-async def test_a_full_disk_fails_the_writes_that_need_room_and_takes_more_afterwards(database: Database) -> None:
+async def test_a_full_disk_fails_the_writes_that_need_room_and_no_later_ones(database: Database) -> None:
     # `max_page_count` is a setting of a connection: it makes the writer's file as full as a disk.
     num_pages = database._writer.execute("PRAGMA page_count").fetchone()[0]
     database._writer.execute(f"PRAGMA max_page_count = {num_pages}")

@@ -73,7 +73,7 @@ def test_a_missing_an_extra_and_a_swapped_file_are_data_loss(files: StateFiles, 
 
 
 @pytest.mark.parametrize("step", ["write", "rename", "sync"])
-def test_a_write_that_fails_at_any_step_leaves_nothing_behind(
+def test_a_write_that_fails_at_any_step_leaves_no_folder(
     files: StateFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     def full(*_: object) -> None:
@@ -110,7 +110,7 @@ def test_a_folder_has_its_name_only_when_every_file_and_itself_are_synced(
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
-def test_a_state_that_cannot_be_read_now_is_not_called_damaged(
+def test_a_transient_read_error_is_not_reported_as_damage(
     files: StateFiles, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     saved = files.write(SPEC, MODEL, STATE)

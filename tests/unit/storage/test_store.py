@@ -156,9 +156,7 @@ async def test_an_outcome_of_a_withdrawn_append_does_not_finish_the_operation_th
     assert [row.outcome for row, _ in store.operations.since("b", 0)] == [b"ok"], "others are not lost"
 
 
-async def test_nothing_is_stored_that_holds_the_effect_of_an_operation_that_was_not_logged(
-    store: Store, tmp_path: Path
-) -> None:
+async def test_no_state_with_the_effect_of_an_unlogged_operation_is_stored(store: Store, tmp_path: Path) -> None:
     states = StagedStates(
         snapshots=[snapshot(1, "a")],
         checkpoints=[checkpoint_row("p", 2, "a")],
@@ -262,7 +260,7 @@ async def test_another_tenants_rows_look_absent(store: Store) -> None:
     assert store.checkpoints.readable("u", "p", is_public_enough=False) is None
 
 
-async def test_a_plan_is_noted_with_the_next_write_and_gone_with_its_cycle(store: Store) -> None:
+async def test_a_plan_is_written_with_the_next_commit_and_removed_with_its_cycle(store: Store) -> None:
     store.cycles.note_plan(1, {"a": "w0"})
     await store.operations.append([operation(1)])
     assert store.cycles.plans() == {1: ["a"]}

@@ -68,7 +68,7 @@ def in_a_window() -> ToyEngine:
     return engine
 
 
-def test_copy_made_in_the_middle_of_a_window_goes_on_with_the_same_chains() -> None:
+def test_copy_made_in_the_middle_of_a_window_continues_with_the_same_chains() -> None:
     engine = in_a_window()
     copy = installed(snapshot(engine))
     assert snapshot(copy) == snapshot(engine)
@@ -78,7 +78,7 @@ def test_copy_made_in_the_middle_of_a_window_goes_on_with_the_same_chains() -> N
     assert rest_of_the_run(copy) == expected
 
 
-def test_copy_made_without_the_gradient_shows() -> None:
+def test_copy_made_without_the_gradient_has_another_chain() -> None:
     engine = in_a_window()
     state = snapshot(engine, with_gradient=False)
     assert state == toy_state(engine.adapters["a"])

@@ -54,7 +54,7 @@ def code(error: ItemError | None) -> ErrorCode | None:
     return None if error is None else error.code
 
 
-def test_items_in_order_move_the_adapter_on() -> None:
+def test_items_in_order_advance_the_copy() -> None:
     progress = Progress()
     done(progress, a_pass(1))
     assert progress.admit(a_step(2)) is None
