@@ -1,4 +1,4 @@
-"""What every test runs with: no network, no foreign Ray, reproducible examples; groups of tests for each process."""
+"""Settings of every test run: no network, no foreign Ray, reproducible examples; groups of tests for each process."""
 
 import logging
 import os
@@ -21,11 +21,11 @@ os.environ |= {
 # A Ray address in the environment would make tests join that cluster.
 os.environ.pop("RAY_ADDRESS", None)
 
-# A session of the SDK whose pool a test has killed goes on beating in its thread and says so until the process ends,
-# behind pytest's last line too: without a handler Python would write that to stderr.
+# A session of the SDK whose pool a test has killed keeps sending heartbeats in its thread and logs each failure until
+# the process ends, also after pytest's last line. Without a handler Python would write that to stderr.
 logging.getLogger("tinker").addHandler(logging.NullHandler())
 
-# Deadlines fail on a busy machine without a bug in sight. The examples are the same in every run;
+# Deadlines fail on a busy machine without a bug. The examples are the same in every run;
 # look for new ones with `make test ARGS="--hypothesis-profile=search"`.
 hypothesis.settings.register_profile("tinkerpool", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
@@ -36,8 +36,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Group and sort the tests for `--dist loadgroup`, which hands groups to processes in this order.
 
     Tests that start Ray are one group: two Rays at once would starve each other. Tests of a module in `integration`
-    are one group: they share an expensive fixture. Other tests go one by one, the short ones last, so that no process
-    ends long before the other.
+    are one group: they share an expensive fixture. Other tests are scheduled one by one, the short ones last, so that
+    no process ends long before the other.
     """
     if not config.getoption("numprocesses", None):
         return

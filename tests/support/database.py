@@ -1,4 +1,4 @@
-"""A store for tests of one part, and raw rows for tests that must look at what is in the file."""
+"""A store for tests of one part, and raw rows for tests that must read the file itself."""
 
 import sqlite3
 from pathlib import Path
@@ -13,7 +13,7 @@ TENANT = "t"
 
 
 async def open_store(path: Path) -> Store:
-    """A store whose time stands still, in a new epoch, with the tenant `TENANT`."""
+    """Return a store in a new epoch with the tenant `TENANT`; its time is constant."""
     store = Store(path, FakeTime(now=1.0), Failure())
     await store.raise_epoch()
     await store.tenants.create(TENANT, "alice", 0.0)
@@ -21,7 +21,7 @@ async def open_store(path: Path) -> Store:
 
 
 def query(path: Path, sql: str, *parameters: Any) -> list[sqlite3.Row]:
-    """Rows of a query over a database, or the database of a data directory, opened read-only."""
+    """Return the rows of a query over a database, or that of a data directory, opened read-only."""
     file = path / "tinkerpool.db" if path.is_dir() else path
     db = sqlite3.connect(f"file:{file}?mode=ro", uri=True)
     try:
@@ -32,13 +32,13 @@ def query(path: Path, sql: str, *parameters: Any) -> list[sqlite3.Row]:
 
 
 def session_row(session_id: str, **values: Any) -> SessionRow:
-    """A session of the tenant."""
+    """Return a session of the tenant."""
     fields: dict[str, Any] = {"request_id": None, "user_metadata": "{}", "created_at": 0.0}
     return SessionRow(session_id=session_id, tenant_id=TENANT, **fields | values)
 
 
 def adapter_row(adapter_id: str, session_id: str) -> AdapterRow:
-    """An adapter of the tenant."""
+    """Return an adapter of the tenant."""
     return AdapterRow(
         adapter_id=adapter_id,
         tenant_id=TENANT,

@@ -1,4 +1,4 @@
-"""Faults and delays, injected where the core calls the disk, the store and the workers: these do not fail on demand."""
+"""Faults and delays, injected by patching the calls to disk, store and workers: these do not fail on demand."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from unittest import mock
 
 HELD_S_MAX = 20.0
-"""Seconds after which a held call goes on, so that a test that fails still ends."""
+"""Seconds after which a held call continues, so that a test that fails still ends."""
 DISK_FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Calls of a method that wait before they do anything."""
+    """Calls of a method that wait until `may_go` is set before they run."""
 
     has_begun: threading.Event = field(default_factory=threading.Event)
-    """A call was made."""
+    """Set by the first call."""
     may_go: threading.Event = field(default_factory=threading.Event)
-    """Calls go on. Set when the block ends, if not before."""
+    """Lets the calls continue. Set at the end of the block at the latest."""
 
     def __enter__(self) -> None:
         pass
@@ -33,14 +33,14 @@ class Held:
 
     async def until_begun(self) -> None:
         """Wait for a call."""
-        assert await asyncio.to_thread(self.has_begun.wait, HELD_S_MAX), "nothing called it"
+        assert await asyncio.to_thread(self.has_begun.wait, HELD_S_MAX), "the held method was not called"
 
 
 @contextmanager
 def held(owner: object, method: str, calls: Held | None = None) -> Iterator[Held]:
     """Hold the calls of a method that the core calls in a thread.
 
-    With `calls`, they are held and go on together with those of another method.
+    With `calls`, they are released together with those of another method.
     """
     calls, real = calls or Held(), getattr(owner, method)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def memory_of(make: Callable[[], object]) -> int:
-    """Bytes that stay allocated as long as the object that is made."""
+    """Return the bytes that stay allocated while the object that `make` returns exists."""
     gc.collect()
     tracemalloc.start()
     try:

@@ -32,7 +32,7 @@ def held_files(pool: ToyPool) -> Iterator[threading.Event]:
 
 
 def refuse_files(pool: ToyPool) -> Callable[[], None]:
-    """No file of saved weights is written: the disk is full. Returns what makes room."""
+    """Let every write of saved weights fail as on a full disk; return a function that ends this."""
     states = pool.core.states
     writes = {files: files.write for files in (states.folders.samplers, states.folders.checkpoints)}
 
@@ -49,12 +49,12 @@ def refuse_files(pool: ToyPool) -> Callable[[], None]:
 
 
 async def begin_to_publish(pool: ToyPool, adapter: str, seq: int, *, is_named: bool = False, **values: Any) -> str:
-    """Submit a save of the adapter's weights; its operation."""
+    """Submit a save of the adapter's weights; return the operation's name."""
     return await pool.submit_publish(adapter, seq, f"w{seq}" if is_named else "", **values)
 
 
 async def sampler_of(pool: ToyPool, saved: ops_pb.Operation) -> str:
-    """The unnamed sampler that a save has made, or one of the path."""
+    """Return the unnamed sampler that a save created, or create one of the saved path."""
     assert saved.state == ops_pb.OPERATION_STATE_SUCCEEDED, saved
     outcome = saved.save_weights_for_sampler
     session_id = saved.name.partition(":")[0]
@@ -62,13 +62,13 @@ async def sampler_of(pool: ToyPool, saved: ops_pb.Operation) -> str:
 
 
 async def publish(pool: ToyPool, adapter: str, seq: int, **values: Any) -> str:
-    """A sampler of the adapter's weights."""
+    """Save the adapter's weights; return a sampler of them."""
     [saved] = await asyncio.wait_for(pool.wait(await begin_to_publish(pool, adapter, seq, **values)), 10)
     return await sampler_of(pool, saved)
 
 
 async def train(pool: ToyPool, adapter: str, index: int, **values: Any) -> str:
-    """A round; the sampler of its end."""
+    """Run one round; return the sampler that it published."""
     first = ROUND * index + 1
     for seq in (first, first + 1):
         await pool.forward_backward(adapter, seq, *LENGTHS)
@@ -82,7 +82,7 @@ def chain_after(spec: AdapterSpec, num_rounds: int) -> bytes:
 
 
 def expected(chain: bytes, sampler: str) -> list[list[int]]:
-    """What `sampled` must return for weights that this chain stands for."""
+    """Return the tokens that `sampled` must return for weights with this chain."""
     return expected_tokens(chain, sample_request(sampler, seed=7))
 
 
@@ -92,7 +92,7 @@ async def sampled(pool: ToyPool, sampler: str, seq: int) -> list[list[int]]:
 
 
 def folder_of(pool: ToyPool, sampler: str) -> str:
-    """Where a sampler's weights are on disk, empty if nowhere."""
+    """Return the folder of a sampler's weights, empty if there is none."""
     store = pool.store
     row = store.samplers.get(sampler)
     assert row is not None
@@ -107,7 +107,7 @@ def snapshot_seq(pool: ToyPool, adapter: str) -> int:
 
 @contextmanager
 def held_batches() -> Iterator[threading.Event]:
-    """No engine runs a batch before the event is set."""
+    """Block the batches of every engine until the event is set. Patched: the class, so that new engines block too."""
     may_run, run = threading.Event(), ToyEngine.run
 
     def held(engine: ToyEngine, batch: Batch) -> BatchResult:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class RestartablePool:
-    """Lives on a thread of its own. Comes back at the same ports and on the same data."""
+    """Runs on a thread of its own. Every start has the same ports and the same data directory."""
 
     def __init__(self, data_dir: Path, poll_s: float = 30.0, message_bytes_max: int = 64 << 20, **options: Any) -> None:
         self._data_dir = data_dir
@@ -35,21 +35,21 @@ class RestartablePool:
 
     @property
     def thread(self) -> threading.Thread:
-        """Where its event loop runs."""
+        """The thread of its event loop."""
         return self._thread
 
     @property
     def url(self) -> str:
-        """Where clients find it."""
+        """The URL of the gRPC door."""
         return f"http://127.0.0.1:{self._port}"
 
     @property
     def http_url(self) -> str:
-        """Where the Tinker SDK finds it."""
+        """The URL of the HTTP door, for the Tinker SDK."""
         return f"http://127.0.0.1:{self._http_port}"
 
     def key(self, tenant: str = "alice") -> str:
-        """A tenant's API key."""
+        """Return a tenant's API key, created at first use."""
         if tenant not in self._keys:
             self._keys[tenant], _ = self.run(self.pool.coordinator.authenticator.create_key(tenant))
         return self._keys[tenant]
@@ -63,7 +63,7 @@ class RestartablePool:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
     def release(self) -> None:
-        """Go on after `pool.hold()`."""
+        """End a `pool.hold()`."""
         self.run(self.pool.release())
 
     def start(self) -> None:
@@ -99,7 +99,7 @@ class RestartablePool:
 
 @contextmanager
 def restartable_pool(data_dir: Path, **options: Any) -> Iterator[RestartablePool]:
-    """A running one; `options` are those of `running_pool`, and settings of the HTTP door."""
+    """Start a pool; stop it when the block ends. `options`: those of `running_pool`, and settings of the HTTP door."""
     pool = RestartablePool(data_dir, **options)
     pool.start()
     try:

@@ -23,7 +23,7 @@ SHIPPED_MODEL = Path(__file__).parents[2] / "workers" / "models" / "kjv-2m"
 
 @dataclass(slots=True)
 class ServedPool:
-    """Its addresses, and the coordinator inside."""
+    """A running pool: the addresses of its doors, and its coordinator."""
 
     url: str
     http_url: str
@@ -31,12 +31,12 @@ class ServedPool:
     _loop: asyncio.AbstractEventLoop
 
     def key(self, tenant: str) -> str:
-        """A new key of a tenant."""
+        """Return a new key of a tenant."""
         creating = self.coordinator.authenticator.create_key(tenant)
         return asyncio.run_coroutine_threadsafe(creating, self._loop).result(10)[0]
 
     def client(self, tenant: str) -> tinkerpool.ServiceClient:
-        """A client with a key of its own."""
+        """Return a client with a new key of a tenant."""
         return tinkerpool.ServiceClient(base_url=self.url, api_key=self.key(tenant))
 
 

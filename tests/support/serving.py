@@ -1,4 +1,4 @@
-"""Runs the `tinkerpool` command in processes of its own, as an operator does at a terminal."""
+"""Runs the `tinkerpool` command in separate processes, as an operator does at a terminal."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ class Terminal:
         )
 
     def credentials(self) -> dict[str, str]:
-        """Return the URL and the key that a pool has left for this user."""
+        """Return the URL and the key that the pool wrote for this user."""
         found: dict[str, str] = json.loads((self.home / "credentials.json").read_text())
         return found
 
     def client(self) -> tinkerpool.ServiceClient:
-        """Return a client of the pool that runs."""
+        """Return a client of the running pool."""
         found = self.credentials()
         return tinkerpool.ServiceClient(base_url=found["url"], api_key=found["api_key"])
 
     def train(self, timeout_s: float = 60) -> None:
-        """Train a new adapter for one step, on a worker of the pool that runs."""
+        """Train a new adapter for one step, on a worker of the running pool."""
         datum = tinkerpool.Datum(tinkerpool.ModelInput.from_ints([1]), {"target_tokens": [2], "weights": [1.0]})
         with self.client() as service:
             service.create_lora_training_client(rank=4).train_step([datum], "cross_entropy").result(timeout_s)

@@ -1,6 +1,6 @@
-"""A real coordinator in virtual time over one toy worker whose passes take what a line says: nothing is left to chance.
+"""A real coordinator in virtual time over one toy worker whose passes take a fixed time plus a time per token.
 
-For promises about who waits how long. Faults are the simulation's business.
+For promises about waiting times, which are exact here. Faults are tested in the simulation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from workers.contract.messages import Batch, BatchResult, PassItem, SampleEvent,
 
 T = TypeVar("T")
 STEP_S = 0.001
-"""What a batch without a pass takes."""
+"""Seconds that a batch without a pass takes."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class TimedPool:
     token_s: float
     engine: ToyEngine = field(default_factory=lambda: ToyEngine("w0-1"))
     passes: list[tuple[float, int]] = field(default_factory=list)
-    """When each pass was begun, and its tokens."""
+    """Begin and number of tokens of each pass."""
 
     async def start(self) -> None:
         pass
@@ -79,9 +79,9 @@ def in_virtual_time(
     seconds_max: float = 600.0,
     **config: Any,
 ) -> T:
-    """What the body gives, run on a coordinator that is started before and stopped after it."""
+    """Start a coordinator, run `body` on it, and stop it; return the result of `body`."""
 
-    async def live() -> T:
+    async def run_body() -> T:
         coordinator = Coordinator(CoordinatorConfig(data_dir=data_dir, **config), pool, SimTime(World(0)))
         await coordinator.start()
         try:
@@ -91,7 +91,7 @@ def in_virtual_time(
 
     loop = SimLoop(Random(0), 0.0, seconds_max)
     try:
-        result = loop.run_until_complete(live())
+        result = loop.run_until_complete(run_body())
         assert not loop.problems, loop.problems
     finally:
         loop.drop()
@@ -100,7 +100,7 @@ def in_virtual_time(
 
 
 async def paired_step(toys: ToyPool, adapter: str, seq: int, lengths: Sequence[int], tenant: str) -> ops_pb.Operation:
-    """Submit a forward_backward and its optim_step together and wait for both; returns the first."""
+    """Submit a forward_backward and its optim_step together and wait for both; return the first."""
     names = await asyncio.gather(
         toys.forward_backward(adapter, seq, *lengths, tenant=tenant), toys.optim_step(adapter, seq + 1, tenant=tenant)
     )

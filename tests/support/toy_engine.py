@@ -3,10 +3,10 @@
 An adapter's state is a SHA-256 chain over what was applied to it, with the pending gradient as a second chain that an
 optim_step folds in, and a third one for the moments. So a lost, doubled or reordered operation, or a gradient that
 should have been dropped, shows in the final hash. Order, chunks and gradient windows are kept by the real engine's
-`workers.training.copies`; epochs, installs and removals as it does.
+`workers.training.copies`; epochs, installs and removals follow the same rules.
 
 Failure on demand: a datum with `POISON_TOKEN`, or the loss option `toy_fail`, fails its item; `KILL_TOKEN` raises out
-of the engine, as a fault of ours would; `EXIT_TOKEN` ends the process, as a crash in native code would.
+of the engine, as a bug of the engine would; `EXIT_TOKEN` ends the process, as a crash in native code would.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ FINGERPRINT = "toy"
 
 
 def toy_model_info(name: str = "toy") -> ModelInfo:
-    """Facts about a model that is not there."""
+    """Return the facts of the toy's model."""
     return ModelInfo(
         name=name,
         num_params=0,
@@ -93,7 +93,7 @@ def toy_worker_info(worker_id: str = "w0", incarnation: int = 1, model: str = "t
 
 
 def digest(*parts: bytes | str | int | float) -> bytes:
-    """SHA-256 over parts, unambiguously."""
+    """Return the SHA-256 over parts; other parts give another one."""
     sha = hashlib.sha256()
     for part in parts:
         data = part if isinstance(part, bytes) else repr(part).encode()
@@ -102,12 +102,12 @@ def digest(*parts: bytes | str | int | float) -> bytes:
 
 
 def fresh_chain(spec: AdapterSpec) -> bytes:
-    """The chain that an adapter begins with."""
+    """Return the chain of a fresh adapter."""
     return digest("fresh", spec.adapter_id, spec.rank, spec.seed)
 
 
 def item_digest(item: Item) -> bytes:
-    """What an item adds to a chain: its place and its contents, but not how it was cut into cycles."""
+    """Return the digest of an item's seq, chunk and contents; it does not depend on the cycle that the item ran in."""
     match item:
         case PassItem():
             parts: list[bytes | str | int | float] = ["pass", item.loss_fn, repr(sorted(item.loss_config.items()))]
@@ -141,8 +141,10 @@ class _Sequence:
 
 
 class ToyEngine:
-    """Implements `workers.contract.protocols.Engine`. `seconds_per_batch` makes it slow; `fitting_tokens` and
-    `num_cache_blocks` are what it says fits; it refuses nothing itself."""
+    """Implements `workers.contract.protocols.Engine`.
+
+    `seconds_per_batch` makes it slow. `fitting_tokens` and `num_cache_blocks` are only reported: no request is refused.
+    """
 
     def __init__(
         self,
@@ -168,12 +170,12 @@ class ToyEngine:
         self._done: dict[str, list[SampledSequence | None]] = {}
         self._events: list[SampleEvent] = []
         self.may_run = threading.Event()
-        """Cleared: batches wait for it."""
+        """While it is cleared, batches wait."""
         self.may_run.set()
         self._prompts: set[tuple[bytes, bytes]] = set()
-        """Chain and prompt of what was sampled: its tokens but the last are cached."""
+        """Chain and prompt of finished samples: all tokens of these prompts but the last are cached."""
         self.may_decode = True
-        """False: samples make no progress. Nudge the loop (any control does) after setting it again."""
+        """While it is False, samples make no progress. Wake the loop, by any control, after setting it again."""
 
     @property
     def info(self) -> ModelInfo:
@@ -207,7 +209,7 @@ class ToyEngine:
     def _begin_epoch(self, epoch: int) -> None:
         is_first, self._epoch = self._epoch == 0, epoch
         if is_first:
-            return  # samples may have come before the first batch
+            return  # keep samples that arrived before the first batch
         for held in (self.adapters, self.versions, self._broken, self._running, self._done, self._events):
             held.clear()
 
@@ -376,7 +378,7 @@ def _step(adapter: ToyAdapter, item: OptimStepItem) -> dict[str, float]:
 
 
 def _load(adapter: ToyAdapter, state: AdapterState, *, with_optimizer: bool) -> None:
-    """All but the gradient, which is none afterwards. Raises ValueError if the state is damaged."""
+    """Load a state without its gradient; drop the pending one. Raises ValueError if the state is damaged."""
     optimizer = state.optimizer if with_optimizer else None
     adapter.chain = _read(state.weights)
     adapter.moments = b"" if optimizer is None else _read(optimizer)
@@ -385,9 +387,9 @@ def _load(adapter: ToyAdapter, state: AdapterState, *, with_optimizer: bool) -> 
 
 
 def toy_state(adapter: ToyAdapter, *, with_optimizer: bool = True, with_gradient: bool = False) -> AdapterState:
-    """An adapter's durable state."""
+    """Return an adapter's durable state."""
     has_gradient = with_gradient and bool(adapter.gradient)
-    assert not (has_gradient and adapter.progress.window), "whatever closes a window drops its gradient"
+    assert not (has_gradient and adapter.progress.window), "a closed window has no gradient"
     return AdapterState(
         weights=_written(adapter.chain),
         optimizer=_written(adapter.moments) if with_optimizer else None,
@@ -416,29 +418,32 @@ def _read(data: bytes) -> bytes:
 
 
 def toy_token(chain: bytes, request: SampleRequest, index: int, position: int) -> int:
-    """A token as a function of weights, prompt, seed, sample and position, never 0."""
+    """Return a token that is a function of weights, prompt, seed, sample and position, never 0."""
     value = digest(chain, request.prompt.tobytes(), request.params.seed, index, position)
     return 1 + int.from_bytes(value[:4], "little") % 60
 
 
 def toy_tokens(tokens: Array, k: int, logprob: float, num_skipped: int = 0) -> TokenLogprobs | None:
-    """The tokens themselves and those behind them in the vocabulary, k at each place, each less likely by 1."""
+    """Return k tokens at each position: the token itself and the next ones in the vocabulary, each less likely by 1."""
     if not k:
         return None
-    places = np.arange(k, dtype=np.int32)
-    token_ids = (tokens[:, None] + places) % 100  # (n, k)
-    logprobs = np.full(token_ids.shape, logprob, np.float32) - places.astype(np.float32)
+    offsets = np.arange(k, dtype=np.int32)
+    token_ids = (tokens[:, None] + offsets) % 100  # (n, k)
+    logprobs = np.full(token_ids.shape, logprob, np.float32) - offsets.astype(np.float32)
     token_ids[:num_skipped], logprobs[:num_skipped] = 0, np.nan
     return TokenLogprobs(token_ids=token_ids.astype(np.int32), logprobs=logprobs.astype(np.float32))
 
 
 def toy_target_logprobs(targets: Array | None) -> NDArray[np.float32] | None:
-    """Of token t: -t / 10, so that token 0 is certain."""
+    """Return -t / 10 for token t, so that token 0 is certain."""
     return None if targets is None else np.where(targets < 0, 0.0, -targets / 10).astype(np.float32)
 
 
 def toy_factory(settings: EngineSettings) -> EngineFactory:
-    """What `PoolConfig.engine` names: a model path is JSON options of ToyEngine, or "missing", which has no model."""
+    """Return the factory that `PoolConfig.engine` names. A model path has the options of ToyEngine as JSON.
+
+    Raises OSError for the path "missing", as for a model that cannot be found.
+    """
     if settings.model_path == "missing":
         raise OSError("there is no model in missing")
     options = json.loads(settings.model_path) if settings.model_path.startswith("{") else {}

@@ -59,7 +59,7 @@ class ToyPool:
 
     coordinator: Coordinator
     engines: dict[str, list[ToyEngine]]
-    """Worker to its engines, one per life."""
+    """Worker to its engines, one per incarnation."""
     principals: dict[str, Principal] = field(default_factory=dict)
 
     @property
@@ -69,7 +69,7 @@ class ToyPool:
 
     @property
     def core(self) -> Core:
-        """The coordinator's parts. Tests reach them from here alone."""
+        """The coordinator's parts. Tests reach them only through this property."""
         return self.coordinator.core
 
     @property
@@ -87,14 +87,14 @@ class ToyPool:
         return self.core.registry.logs[adapter_id]
 
     async def principal(self, tenant: str = "alice") -> Principal:
-        """A tenant's principal, made at first use."""
+        """Return a tenant's principal, created at first use."""
         if tenant not in self.principals:
             key, _ = await self.coordinator.authenticator.create_key(tenant)
             self.principals[tenant] = self.coordinator.authenticator.authenticate(key)
         return self.principals[tenant]
 
     async def adapter(self, tenant: str = "alice", **values: Any) -> str:
-        """A new adapter's id."""
+        """Create an adapter; return its id."""
         principal = await self.principal(tenant)
         request = sessions_pb2.CreateSessionRequest(request_id=uuid.uuid4().hex)
         session = (await self.service.create_session(principal, request)).session
@@ -118,24 +118,24 @@ class ToyPool:
         return str(response.operation.name)
 
     async def optim_step(self, adapter_id: str, seq: int, tenant: str = "alice", learning_rate: float = 1e-3) -> str:
-        """Submit an optim_step; returns the operation's name."""
+        """Submit an optim_step; return the operation's name."""
         request = training_pb2.OptimStepRequest(
             adapter_id=adapter_id, seq=seq, adam=types_pb2.AdamParams(learning_rate=learning_rate)
         )
         return str((await self.service.optim_step(await self.principal(tenant), request)).operation.name)
 
     async def submit(self, adapter_id: str, seq: int) -> str:
-        """Submit what has this seq in a run of two passes, then a step, and so on; returns the operation's name."""
+        """Submit an optim_step at every third seq, otherwise a forward_backward; return the operation's name."""
         if seq % 3 == 0:
             return await self.optim_step(adapter_id, seq)
         return await self.forward_backward(adapter_id, seq, *LENGTHS)
 
     def spec_of(self, adapter_id: str) -> AdapterSpec:
-        """What the coordinator made of the adapter's creation."""
+        """Return the spec that the coordinator gave the adapter at its creation."""
         return self.log_of(adapter_id).spec
 
     async def wait(self, *names: str, tenant: str = "alice") -> list[ops_pb.Operation]:
-        """The finished operations, in the order of their names."""
+        """Wait for operations; return them in the order of `names`."""
         found = {}
         request = ops_pb.WaitOperationsRequest(names=names)
         async for response in self.service.wait_operations(await self.principal(tenant), request):
@@ -143,13 +143,13 @@ class ToyPool:
         return [found[name] for name in names]
 
     async def take_over(self, *tenants: str) -> None:
-        """Act as tenants of the life before."""
+        """Act as tenants that an earlier epoch created."""
         for tenant in tenants or ("alice",):
             [row] = [row for row in self.core.store.tenants.all() if row.name == tenant]
             self.principals[tenant] = Principal(row.tenant_id, tenant, "key", is_admin=False)
 
     async def session(self, tenant: str = "alice") -> str:
-        """A new session's id."""
+        """Create a session; return its id."""
         request = sessions_pb2.CreateSessionRequest(request_id=uuid.uuid4().hex)
         response = await self.service.create_session(await self.principal(tenant), request)
         return str(response.session.session_id)
@@ -209,14 +209,14 @@ class ToyPool:
             return {name: archive.extractfile(name).read() for name in archive.getnames()}  # type: ignore[union-attr]
 
     async def sampler(self, session_id: str, tenant: str = "alice", **values: Any) -> str:
-        """A new sampler's id; of the base model if `model_path` is not given."""
+        """Create a sampler, of the base model if `model_path` is not given; return its id."""
         source = values if "model_path" in values else {"base_model": "toy"} | values
         request = sampling_pb2.CreateSamplerRequest(session_id=session_id, **source)
         response = await self.service.create_sampler(await self.principal(tenant), request)
         return str(response.sampler.sampler_id)
 
     async def sample(self, sampler_id: str, seq: int, tenant: str = "alice", **values: Any) -> str:
-        """Submit a sample; returns the operation's name."""
+        """Submit a sample; return the operation's name."""
         request = sample_request(sampler_id, seq, **values)
         return str((await self.service.sample(await self.principal(tenant), request)).operation.name)
 
@@ -225,42 +225,42 @@ class ToyPool:
         await self.core.states.publishing.finish()
         for loop in self.core.loops.values():
             await loop.until_idle()
-            await loop._snapshots.finish()  # snapshots are written beside the cycles, and nothing waits for them
+            await loop._snapshots.finish()  # private: no product code waits for the end of snapshots
 
     def lose_worker(self, worker_id: str = "w0", incarnation: str = "") -> None:
-        """Report a worker's incarnation, by default its present one, as lost, though it lives."""
+        """Report a worker's incarnation, by default its present one, as lost, although it is running."""
         core = self.coordinator.core
-        core.scheduling.losses.record(worker_id, incarnation or core.fleet.worker(worker_id).name, "a test says so")
+        core.scheduling.losses.record(worker_id, incarnation or core.fleet.worker(worker_id).name, "reported by a test")
 
     def samples_on(self, worker_id: str = "w0") -> list[str]:
         """Return the samples that a worker has."""
         return list(self.core.fleet.worker(worker_id).samples)
 
     def versions_on(self, worker_id: str = "w0") -> set[str]:
-        """Return the sampler versions that the coordinator believes a worker to hold."""
+        """Return the sampler versions that a worker holds, by the coordinator's records."""
         return set(self.core.fleet.worker(worker_id).versions)
 
     async def kill_worker(self, worker_id: str = "w0") -> None:
-        """End a worker's life as a crash would."""
+        """End a worker's engine loop as a crash would. Private: a pool has no method that crashes a worker."""
         incarnation = self.core.pool._incarnations[worker_id]  # type: ignore[attr-defined]
         await asyncio.to_thread(incarnation.loop.stop)
 
     def hold(self) -> None:
-        """Let no batch end and no sample make progress."""
+        """Block batches and samples of every worker."""
         for engines in self.engines.values():
             engines[-1].may_run.clear()
             engines[-1].may_decode = False
 
     async def release(self) -> None:
-        """Go on."""
+        """Unblock batches and samples."""
         for worker_id, engines in self.engines.items():
             engines[-1].may_run.set()
             engines[-1].may_decode = True
             with suppress(WorkerLost):
-                await self.core.pool.cancel_sample(worker_id, "nobody's")  # wakes the loop
+                await self.core.pool.cancel_sample(worker_id, "unknown")  # wakes the loop
 
     def chain(self, adapter_id: str) -> bytes:
-        """The hash chain of the adapter's copy."""
+        """Return the hash chain of the adapter's copy."""
         for engines in self.engines.values():
             if adapter_id in engines[-1].adapters:
                 return engines[-1].adapters[adapter_id].chain
@@ -283,7 +283,7 @@ async def running_pool(
     """Start a coordinator with toy workers on a data directory, and stop it at the end.
 
     `connect` opens the database. `engine_values`: for each worker more arguments of its engine. `is_crash`: its data
-    directory keeps nothing of what happens after the body, as if it had been killed there.
+    directory is restored to its contents at the end of the `async with` block, as if the process was killed there.
     """
     values_of = {f"w{i}": values for i, values in enumerate(engine_values or [{}] * num_workers)}
     engines: dict[str, list[ToyEngine]] = {worker_id: [] for worker_id in values_of}
@@ -310,8 +310,8 @@ async def running_pool(
         if is_crash:
             shutil.copytree(data_dir, data_dir.with_name(f"{data_dir.name}-crashed"))
     finally:
-        for lives in engines.values():
-            lives[-1].may_run.set()
+        for incarnations in engines.values():
+            incarnations[-1].may_run.set()
         await coordinator.stop()
         if (crashed := data_dir.with_name(f"{data_dir.name}-crashed")).exists():
             shutil.rmtree(data_dir)
@@ -320,7 +320,7 @@ async def running_pool(
 
 @dataclass(slots=True)
 class FakeTime:
-    """Implements `coordinator.scheduling.clock.Time`; a test moves it on."""
+    """Implements `coordinator.base.time.Time`; a test advances it."""
 
     now: float = 1000.0
     wall_offset: float = 1.7e9
@@ -338,16 +338,16 @@ class FakeTime:
         await future
 
     async def until(self, is_done: Callable[[], bool], seconds_max: float = 10_000.0) -> float:
-        """Let time pass until something is done; returns how long that took, in this time."""
+        """Advance until `is_done` returns True; return the seconds of this time that it took."""
         started = self.now
         while not is_done():
             assert self.now - started < seconds_max, f"not done after {seconds_max} s"
             await self.advance(1.0)
-            await asyncio.sleep(0.001)  # what runs in threads needs real time
+            await asyncio.sleep(0.001)  # threads need real time
         return self.now - started
 
     async def advance(self, seconds: float, step: float = 1.0) -> None:
-        """Let time pass, waking who slept long enough after each step."""
+        """Advance in steps; after each, wake the sleeps that have ended."""
         for _ in range(round(seconds / step)):
             self.now += step
             due = [future for end, future in self.sleepers if end <= self.now]
@@ -367,7 +367,7 @@ async def refusal(call: Awaitable[object]) -> ServiceError:
 
 
 def fail_appends(monkeypatch: pytest.MonkeyPatch, store: Store, *seqs: int) -> None:
-    """Let the store refuse to log operations at these places, as a full disk would."""
+    """Let appends of operations with these seqs fail as on a full disk. Patched: no disk fails on demand."""
     append = store.operations.append
 
     def failing(rows: Iterable[NewOperation]) -> asyncio.Future[None]:
@@ -391,7 +391,7 @@ def sample_request(
     num_samples: int = 1,
     **params: Any,
 ) -> sampling_pb2.SampleRequest:
-    """A sample request; other values are its parameters."""
+    """Return a sample request; `params` are its sampling parameters."""
     return sampling_pb2.SampleRequest(
         sampler_id=sampler_id,
         seq=seq,
@@ -402,7 +402,7 @@ def sample_request(
 
 
 def expected_tokens(chain: bytes, request: sampling_pb2.SampleRequest) -> list[list[int]]:
-    """What a toy engine samples for this request from weights that this chain stands for."""
+    """Return the tokens that a toy engine samples for this request from weights with this chain."""
     toy = SampleRequest(
         op_id="",
         version=SamplerVersion(key=""),
@@ -415,13 +415,13 @@ def expected_tokens(chain: bytes, request: sampling_pb2.SampleRequest) -> list[l
 
 
 def tokens_of(operation: ops_pb.Operation) -> list[list[int]]:
-    """The tokens of a sample that has succeeded."""
+    """Return the tokens of a sample that succeeded."""
     assert operation.state == ops_pb.OPERATION_STATE_SUCCEEDED, operation
     return [from_tensor(sequence.tokens).tolist() for sequence in operation.sample.sequences]
 
 
 def datum(length: int, first: int = 1) -> types_pb2.Datum:
-    """A sequence for cross_entropy."""
+    """Return a sequence for cross_entropy."""
     tokens = np.arange(first, first + length, dtype=np.int32) % 60
     return types_pb2.Datum(
         tokens=to_tensor(tokens),
@@ -430,7 +430,7 @@ def datum(length: int, first: int = 1) -> types_pb2.Datum:
 
 
 def pass_request(adapter_id: str, seq: int, lengths: Sequence[int]) -> training_pb2.ForwardBackwardRequest:
-    """A forward_backward of sequences of these lengths."""
+    """Return a forward_backward of sequences of these lengths."""
     return training_pb2.ForwardBackwardRequest(
         adapter_id=adapter_id,
         seq=seq,
@@ -440,11 +440,11 @@ def pass_request(adapter_id: str, seq: int, lengths: Sequence[int]) -> training_
 
 
 LENGTHS = (8, 8, 8, 4)
-"""A request of two chunks of 16 tokens."""
+"""Lengths of a request of two chunks of 16 tokens at most."""
 
 
 def expected_chain(spec: AdapterSpec, windows: Sequence[tuple[Sequence[int], int]]) -> bytes:
-    """The chain of an engine that nothing disturbed: passes by seq, then their step."""
+    """Return the chain of an undisturbed engine after these windows: the seqs of the passes, and that of the step."""
     chain = fresh_chain(spec)
     for passes, step in windows:
         gradient = b""

@@ -1,6 +1,6 @@
 """The part of `sqlite3.Connection` that the store uses, over apsw, whose file systems a test can write in Python.
 
-Knows no file system. An error is raised as the one of `sqlite3` that it would be there, with its `sqlite_errorcode`.
+Does not depend on a file system. Errors are those of `sqlite3`, with their `sqlite_errorcode`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CHANGES = ("INSERT", "UPDATE", "DELETE", "REPLACE")
 
 
 class Row(tuple[Any, ...]):
-    """A row, by position and by name, as `sqlite3.Row`."""
+    """A row with access by position and by name, as `sqlite3.Row`."""
 
     names: dict[str, int]
 
@@ -25,12 +25,12 @@ class Row(tuple[Any, ...]):
         return tuple.__getitem__(self, self.names[key] if isinstance(key, str) else key)
 
     def keys(self) -> list[str]:
-        """The columns."""
+        """Return the names of the columns."""
         return list(self.names)
 
 
 class Cursor:
-    """The rows of one statement, which has run to its end."""
+    """The rows of one statement that has ended."""
 
     def __init__(self, rows: list[Row], rowcount: int) -> None:
         self._rows = rows
@@ -41,14 +41,14 @@ class Cursor:
         return iter(self.fetchall())
 
     def fetchone(self) -> Row | None:
-        """The next row."""
+        """Return the next row, None at the end."""
         if self._next == len(self._rows):
             return None
         self._next += 1
         return self._rows[self._next - 1]
 
     def fetchall(self) -> list[Row]:
-        """The rows that are left."""
+        """Return the rows that were not fetched."""
         rows, self._next = self._rows[self._next :], len(self._rows)
         return rows
 
@@ -84,7 +84,7 @@ class ApswConnection:
         return Cursor(rows, self._db.changes() if is_change else -1)
 
     def close(self) -> None:
-        """Close it, whatever is under way. As with `sqlite3`, what fails then is not told."""
+        """Close it, also during a statement. As with `sqlite3`, errors are ignored."""
         with contextlib.suppress(apsw.Error):
             self._db.close(force=True)
 
@@ -96,7 +96,7 @@ class ApswConnection:
 
 
 def sqlite_error(error: apsw.Error) -> sqlite3.Error:
-    """What `sqlite3` would have raised."""
+    """Return the error that `sqlite3` would have raised."""
     kind = sqlite3.IntegrityError if isinstance(error, apsw.ConstraintError) else sqlite3.OperationalError
     other = kind(str(error))
     other.sqlite_errorcode = getattr(error, "extendedresult", 0) or getattr(error, "result", sqlite3.SQLITE_ERROR)

@@ -1,15 +1,15 @@
-"""A disk below SQLite that forgets: a virtual file system of apsw over real files, which knows what has been synced.
+"""A disk below SQLite that loses unsynced writes: a virtual file system of apsw over real files, which tracks syncs.
 
 A write is durable after the next `xSync` of its file, a file's name after the sync of its folder (SQLite syncs that
-with the first sync of a new log or journal). `power_cut` drops a random part of what is not durable: each write by
-itself, some torn between sectors of 512 bytes. After `die` every write fails: a connection that is closed then leaves
-the files as they are, as a killed process does; what it wrote survives, and is still not durable.
+with the first sync of a new log or journal). `power_cut` drops a random part of the writes that are not durable: each
+write by itself, some torn between sectors of 512 bytes. After `die` every write fails: closing a connection leaves the
+files as they are, as a killed process does. The writes before `die` are kept, and are still not durable.
 
-After a sync that failed, what it should have synced is never synced again in this life of the process, as on Linux.
-Not modelled: writes that tear bytes outside themselves (SQLite assumes the same), and a sync that failed, forgotten by
-the next process.
+The writes that a failed sync should have made durable are never synced again by the same process, as on Linux.
+Not modelled: writes that tear bytes outside themselves (SQLite assumes the same), and a failed sync of which the next
+process gets no error.
 
-The shared memory of SQLite's WAL mode is the real one, so several connections work as ever. Counts syncs.
+The shared memory of SQLite's WAL mode is the real one, so several connections can be open. Counts syncs.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _Change = tuple[int, bytes] | int
 
 @dataclass(slots=True, eq=False)
 class _Content:
-    """A file, whatever its name."""
+    """A file's contents, under any name."""
 
     durable: bytearray = field(default_factory=bytearray)
     pending: list[_Change] = field(default_factory=list)
     lost: list[_Change] = field(default_factory=list)
-    """What a sync failed on; no later sync helps it."""
+    """Writes of a failed sync; no later sync makes them durable."""
     needs_folder_sync: bool = False
 
 
@@ -51,7 +51,7 @@ class LossyVfs(apsw.VFS):
         self.is_full = False
         """Files cannot grow."""
         self.on_operation: Callable[[str, str], None] = lambda operation, file: None
-        """Called before each write and sync of a file; may raise what the disk would, or call `die`."""
+        """Called before each write and sync of a file; may raise a disk's error, or call `die`."""
         self.num_operations: Counter[str] = Counter()
         """"write", "sync" and "sync folder"."""
         self._is_dead = False
@@ -59,17 +59,17 @@ class LossyVfs(apsw.VFS):
         self._durable_names: dict[Path, _Content] = {}
 
     def die(self) -> None:
-        """From now on nothing changes any more."""
+        """Fail every later write, sync and deletion, as if the process was killed."""
         self._is_dead = True
 
     def revive(self) -> None:
-        """The next process may begin. Connections of the last one must be closed."""
+        """Begin the next process. The connections of the last one must be closed."""
         self._is_dead = False
         for content in self._names.values():
             content.pending, content.lost = content.lost + content.pending, []
 
     def power_cut(self, keep: float) -> None:
-        """Forget what is not durable, except for a share of about `keep`. Connections must be closed."""
+        """Drop what is not durable, except for a share of about `keep`. Connections must be closed."""
         survivors: dict[Path, _Content] = {}
         for path in self._names | self._durable_names:
             now, durable = self._names.get(path), self._durable_names.get(path)
@@ -107,12 +107,12 @@ class LossyVfs(apsw.VFS):
             self.sync_folder()
 
     def check_alive(self) -> None:
-        """Raises apsw.IOError once the process is dead."""
+        """Raise apsw.IOError after `die`."""
         if self._is_dead:
             raise apsw.exception_for(apsw.SQLITE_IOERR)
 
     def about_to(self, operation: str, path: Path) -> None:
-        """Every write and sync begins here."""
+        """Count a write or sync, and call `on_operation`."""
         self.check_alive()
         self.num_operations[operation] += 1
         self.on_operation(operation, path.name)
@@ -170,12 +170,12 @@ class _LossyFile(apsw.VFSFile):
             self._vfs.sync_folder()
 
     def excepthook(self, *error: Any) -> bool:
-        """What SQLite does not ask about (a failure while closing) is no news."""
+        """Do not print errors that SQLite ignores, such as those of closing."""
         return True
 
 
 def sync_error() -> Exception:
-    """What `on_operation` may raise for a sync that fails."""
+    """Return an error that `on_operation` may raise for a sync that fails."""
     return apsw.exception_for(apsw.SQLITE_IOERR_FSYNC)
 
 
@@ -190,6 +190,6 @@ def _apply(content: bytearray, change: _Change) -> None:
 
 
 def close_quietly(connection: Any) -> None:
-    """Close a connection of a process that has died."""
+    """Close a connection after `die`."""
     with contextlib.suppress(Exception):
         connection.close()

@@ -1,4 +1,4 @@
-"""A pool in memory behind the client's transport: with order and idempotency as in the service, and chosen failures.
+"""A pool in memory behind the client's transport: order and idempotency as in the service, failures on demand.
 
 The log-probability of target token k is -(k + 1) / 10, whatever the weights.
 """

@@ -18,7 +18,7 @@ API = "/api/v1"
 
 
 LEAKS = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
-"""Mark of tests with the SDK, which leaves a connection to the garbage collector; that warns at any time."""
+"""Mark of tests with the SDK: the garbage collector warns of a connection that the SDK does not close."""
 
 
 @contextmanager

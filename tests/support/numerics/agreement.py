@@ -1,4 +1,4 @@
-"""How far two runs of the same tenants are apart, for the paths that agree to rounding and not to the bit."""
+"""Distances between two runs of the same tenants, for paths that agree to rounding and not bit by bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOGPROBS, GRADIENTS = 0.1, 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
-    """Between two runs, the largest over all tenants."""
+    """The largest distances between two runs, over all tenants."""
 
     logprobs: float
     """Largest difference of a log-probability."""
@@ -28,12 +28,12 @@ class Distance:
 
 
 def observe(driver: Driver, tenants: Sequence[Tenant]) -> dict[str, Trace]:
-    """Return what each tenant sees of one step of all of them."""
+    """Train all tenants for one step; return their traces."""
     return train(driver, tenants, num_steps=1)
 
 
 def distance(actual: Mapping[str, Trace], expected: Mapping[str, Trace]) -> Distance:
-    """How far apart what the same tenants saw is, in the steps that both runs took."""
+    """Return the distance between the traces of the same tenants."""
     logprobs = gradients = 0.0
     for key, trace in expected.items():
         for mine, theirs in zip(actual[key].logprobs, trace.logprobs, strict=True):

@@ -1,4 +1,4 @@
-"""Counts the memory of tensors as they come and go: every storage that an operation makes, until it is freed."""
+"""Counts the memory of tensors: every storage that an operation allocates, until it is freed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Allocations(TorchDispatchMode):
-    """While active: bytes of the storages that were made since, now and at the most. Not what kernels take inside."""
+    """While active, counts the bytes of new storages, now and at the peak. Workspaces of kernels are not counted."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -27,11 +27,11 @@ class Allocations(TorchDispatchMode):
         return result
 
     def _key(self, tensor: torch.Tensor) -> int:
-        key: int = tensor.untyped_storage()._cdata
+        key: int = tensor.untyped_storage()._cdata  # private: two views of a storage have no other common identity
         return key
 
     def _note(self, tensor: torch.Tensor, known: set[int]) -> None:
-        """Count a storage that is new: no input had it."""
+        """Count the tensor's storage if no input had it."""
         storage, key = tensor.untyped_storage(), self._key(tensor)
         if key in known or key in self._alive:
             return
@@ -47,7 +47,7 @@ class Allocations(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    """All tensors in nested arguments but packed weights, whose storage is not accessible."""
+    """Return the tensors in nested arguments, without packed weights, whose storage is not accessible."""
     if isinstance(values, torch.Tensor):
         return [] if values.is_mkldnn else [values]
     if isinstance(values, dict):

@@ -25,7 +25,7 @@ def make_spec(adapter_id: str = "a", rank: int = 8, seed: int = 1, **flags: bool
 
 
 def fill(bank: Bank, key: str, seed: int) -> HostRow:
-    """Fill a key's row with values of its own; return copies of them."""
+    """Fill a key's row with random values; return copies of them."""
     (row,) = bank.acquire([key])
     generator = torch.Generator().manual_seed(seed)
     for vector in (row.weights, row.exp_avg, row.exp_avg_sq, row.grad):

@@ -1,4 +1,4 @@
-"""Drives a training engine as the coordinator does: seqs, installs, passes and steps, a few lines a test."""
+"""Drives a training engine as the coordinator does: sequence numbers, installs, passes and steps."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from workers.training.items import ItemRunner
 from workers.training.passes import PassRunner
 
 ARCHITECTURES: tuple[Architecture, ...] = ("qwen3", "llama", "gemma3")
-"""What every promise is tested on: tied and untied, with and without a window, with and without norms of the heads."""
+"""Architectures of most tests: tied and untied, with and without a window, with and without norms of the heads."""
 ALL_ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
-"""What training is compared with PEFT on."""
+"""Architectures of the comparison with PEFT."""
 VOCAB_SIZE = 258
 
 
@@ -55,7 +55,7 @@ def make_spec(adapter_id: str, rank: int = 8, **changes: Any) -> AdapterSpec:
 
 
 def make_data(loss_fn: str, lengths: Sequence[int], seed: int = 0, num_targets: int | None = None) -> tuple[Datum, ...]:
-    """Random sequences with the inputs that a loss takes; near-policy log-probabilities where it takes any."""
+    """Return random sequences with the inputs of a loss; log-probabilities among them are near the policy's."""
     rng = np.random.default_rng((seed, len(loss_fn), *lengths))
 
     def draw(shape: Any) -> NDArray[np.float32]:
@@ -76,11 +76,11 @@ def make_data(loss_fn: str, lengths: Sequence[int], seed: int = 0, num_targets: 
 
 @dataclass(slots=True, kw_only=True)
 class Tenant:
-    """A tenant's whole training run: its requests, step after step."""
+    """A tenant's training run."""
 
     spec: AdapterSpec
     passes: Sequence[Sequence[Datum]]
-    """One forward_backward per entry and step; the same in every step."""
+    """The requests of a step: one forward_backward per entry. Every step has the same."""
     loss_fn: str = "cross_entropy"
     loss_config: Mapping[str, float] = field(default_factory=dict)
     params: AdamParams = field(
@@ -96,7 +96,7 @@ class Tenant:
 def make_engine(
     model: Path, *, free_bytes: Callable[[torch.device], int] = free_bytes, **settings: Any
 ) -> TrainingEngine:
-    """An engine with the smallest memory for samples, unless `cache_bytes_max` is given."""
+    """Return an engine with the smallest memory for samples, unless `cache_bytes_max` is given."""
     defaults: dict[str, Any] = {"cache_bytes_max": 0}
     return TrainingEngine(EngineSettings(model_path=str(model), **defaults | settings), free_bytes=free_bytes)
 
@@ -117,7 +117,7 @@ def assemble_again(engine: TrainingEngine, bank: Bank | None = None, free_bytes:
 
 
 class Driver:
-    """Keeps every adapter's seq and hands batches to one engine."""
+    """Keeps every adapter's seq and runs batches on one engine."""
 
     def __init__(self, model: Path, num_slots: int = 16, **config: Any) -> None:
         self.engine = make_engine(model, num_slots=num_slots, **config)
@@ -138,13 +138,13 @@ class Driver:
         return list(results)
 
     def train(self, *items: Item) -> list[ItemResult]:
-        """`run`, where nothing may fail."""
+        """Run items, none of which may fail; return their results."""
         results = self.run(*items)
         assert [result.error for result in results] == [None] * len(items)
         return results
 
     def num_base_matmuls(self, *items: Item) -> int:
-        """`train`; return how many products with frozen weights that takes."""
+        """Run items as `train`; return how many products with frozen weights that takes."""
         before = self.engine.base_model.num_base_matmuls
         self.train(*items)
         return self.engine.base_model.num_base_matmuls - before
@@ -180,35 +180,35 @@ class Driver:
         return LoadItem(**self._next(key), state=state, with_optimizer=with_optimizer)
 
     def state(self, key: str) -> AdapterState:
-        """Weights and moments, read out."""
+        """Return the adapter's state without the pending gradient, by a save."""
         state = self.train(self.save(key))[0].state
         assert state is not None
         return state
 
     def snapshot_item(self, key: str) -> SaveItem:
-        """A save for recovery: it stands where the adapter stands, and takes the pending gradient along."""
+        """Return a save for recovery: at the adapter's present seq, with the pending gradient."""
         place: dict[str, Any] = {"op_id": "snapshot", "prev_seq": self.seqs[key], "seq": self.seqs[key]}
         return SaveItem(adapter_id=key, **place, with_optimizer=True, with_gradient=True)
 
     def snapshot(self, key: str) -> AdapterState:
-        """What a fresh copy needs to go on from here, read out."""
+        """Return the adapter's state with the pending gradient, by a save for recovery."""
         state = self.train(self.snapshot_item(key))[0].state
         assert state is not None
         return state
 
     def gradient(self, key: str) -> torch.Tensor:
-        """A copy of the pending gradient (P,), zeros if there is none."""
+        """Return a copy of the pending gradient (P,), zeros if there is none."""
         bank = self.engine.bank
         gradient = bank.read(key).grad
         return torch.zeros(bank.entry(key).layout.num_values) if gradient is None else gradient.to("cpu", copy=True)
 
     def gradients(self, key: str) -> dict[str, torch.Tensor]:
-        """The pending gradient by matrix, unpadded."""
+        """Return the pending gradient by matrix, unpadded."""
         entry = self.engine.bank.entry(key)
         return dict(entry.layout.matrices(self.gradient(key), entry.spec.rank))
 
     def weights(self, key: str) -> dict[str, torch.Tensor]:
-        """The weights by matrix, unpadded."""
+        """Return the weights by matrix, unpadded."""
         entry = self.engine.bank.entry(key)
         host = self.engine.bank.read(key)
         assert host.weights is not None
@@ -216,7 +216,7 @@ class Driver:
 
 
 def training_items(driver: Driver, tenant: Tenant) -> list[PassItem]:
-    """A tenant's passes of one step, each request cut into `num_chunks`."""
+    """Return a tenant's passes of one step, each request cut into `num_chunks`."""
     items: list[PassItem] = []
     for data in tenant.passes:
         cut = [data[i :: tenant.num_chunks] for i in range(tenant.num_chunks)]
@@ -226,7 +226,7 @@ def training_items(driver: Driver, tenant: Tenant) -> list[PassItem]:
 
 @dataclass(slots=True)
 class Trace:
-    """Everything a tenant can observe of a training run; compared bit by bit."""
+    """All outputs of a tenant's training run, compared bit by bit."""
 
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)
     metrics: list[Mapping[str, float]] = field(default_factory=list)
@@ -234,7 +234,7 @@ class Trace:
     states: list[AdapterState] = field(default_factory=list)
 
     def assert_equal(self, other: Trace) -> None:
-        """Fails naming what differs."""
+        """Assert that all outputs are equal; the error names the first different one."""
         assert self.metrics == other.metrics
         assert len(self.logprobs) == len(other.logprobs)
         for mine, theirs in zip(self.logprobs, other.logprobs, strict=True):
@@ -244,14 +244,14 @@ class Trace:
 
 
 def note(trace: Trace, result: ItemResult) -> None:
-    """Add an item's outcome."""
+    """Add an item's result to a trace."""
     assert result.error is None, result.error
     trace.logprobs += result.logprobs
     trace.metrics.append(result.metrics)
 
 
 DATA = make_data("cross_entropy", [20, 11])
-"""The data that `trained` trains on."""
+"""The data of `trained`."""
 
 
 def code(result: ItemResult | SampleResult) -> ErrorCode | None:

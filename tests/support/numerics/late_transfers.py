@@ -11,7 +11,7 @@ from workers.bank.transfers import Transfer, write
 
 
 class LateTransfers:
-    """Implements `Transfers` at the protocol's worst: a copy is made when it is waited for, not before.
+    """Implements `Transfers`: a copy is made when the first caller waits for it, not before.
 
     Until then its target holds NaN, so that a reader that does not wait reads NaN.
     """
@@ -40,7 +40,7 @@ class LateTransfers:
         return _LateTransfer(self, len(self._pending))
 
     def finish(self, number: int) -> None:
-        """Make the copies up to a number, in the order of their calls."""
+        """Make the first `number` copies, in the order of their calls."""
         self.num_waits += 1
         for index in range(number):
             self._pending[index]()

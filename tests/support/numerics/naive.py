@@ -1,6 +1,6 @@
-"""The slow and obvious way: one sequence at a time, transformers' own attention, explicit LoRA matrices, autograd.
+"""The naive twin: one sequence at a time, transformers' own attention, explicit LoRA matrices, autograd.
 
-Shares no code with the engine, so that agreeing with it means something.
+Shares no code with the engine, so that agreement is a proof.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NaiveLora(nn.Module):
 
 
 class NaiveModel:
-    """A base model with one adapter in it; `weights` as `<module>.lora_A.weight` and so on."""
+    """A base model with one adapter; keys of `weights` are `<module>.lora_A.weight` and `<module>.lora_B.weight`."""
 
     def __init__(self, directory: Path, spec: AdapterSpec, weights: Mapping[str, Tensor]) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(
@@ -48,7 +48,7 @@ class NaiveModel:
             self.modules[name] = lora
 
     def logprobs(self, datum: Datum) -> Tensor:
-        """Log-probabilities of the targets, in their shape."""
+        """Return the log-probabilities of the targets, in their shape."""
         tokens = torch.from_numpy(datum.tokens).long()
         targets = torch.from_numpy(datum.loss_inputs["target_tokens"]).long()
         logits = self.model(input_ids=tokens[None], use_cache=False).logits[0]
@@ -125,7 +125,7 @@ def plain_inputs(datum: Datum) -> dict[str, Tensor]:
 def naive_pass(
     model: NaiveModel, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float]
 ) -> tuple[float, list[Tensor], dict[str, Tensor]]:
-    """Loss, log-probabilities and gradients of one request."""
+    """Return loss, log-probabilities and gradients of one request."""
     total = torch.zeros(())
     logprobs = []
     for datum in data:

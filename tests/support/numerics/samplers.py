@@ -1,4 +1,4 @@
-"""Runs a sampler with a training engine, in a few lines per test; and a naive sampler for comparison."""
+"""Runs a sampler with a training engine; and a naive sampler for comparison."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Sampling:
         self.events += self.sampler.decode_step()
 
     def count_rows(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        """The rows of every forward from now on."""
+        """Return a list that gets the number of rows of every forward from now on."""
         counts: list[int] = []
         model = self.driver.engine.base_model
         forward = model.forward
@@ -80,7 +80,7 @@ class Sampling:
         return result
 
     def sequences(self, *requests: SampleRequest) -> list[tuple[SampledSequence, ...]]:
-        """`run`, where nothing may fail; forget the events, so that the same requests can run again."""
+        """Run requests, none of which may fail; clear the events, so that the same requests can run again."""
         results = self.run(*requests)
         assert [result.error for result in results] == [None] * len(results)
         self.events.clear()

@@ -30,7 +30,7 @@ TENANTS = (
 
 
 def train(driver: Driver, tenants: Sequence[Tenant], *, num_steps: int = NUM_STEPS) -> dict[str, Trace]:
-    """All tenants together, each step in two batches as the clock does; what each of them sees."""
+    """Train all tenants together, each step in two batches as the clock does; return their traces."""
     traces = {tenant.key: Trace() for tenant in tenants}
     driver.install(*(tenant.spec for tenant in tenants))
     for _ in range(num_steps):
