@@ -234,7 +234,7 @@ class Trace:
     states: list[AdapterState] = field(default_factory=list)
 
     def assert_equal(self, other: Trace) -> None:
-        """Assert that all outputs are equal; the error names the first different one."""
+        """Assert that all outputs are equal."""
         assert self.metrics == other.metrics
         assert len(self.logprobs) == len(other.logprobs)
         for mine, theirs in zip(self.logprobs, other.logprobs, strict=True):

@@ -188,7 +188,7 @@ def test_dropped_gradient_is_zero_in_the_row_and_on_the_host() -> None:
 
 
 def test_memory_of_unused_rows_is_freed_at_once() -> None:
-    """Not when the garbage collector comes by: it does not see how much hangs on a few objects."""
+    """Without the garbage collector, which does not run for a few objects with much memory."""
     bank = Bank(SHAPES, num_slots=1)
     bank.add("a", make_spec("a", 8))
     bank.add("b", make_spec("b", 16))

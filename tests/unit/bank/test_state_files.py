@@ -1,4 +1,4 @@
-"""Adapter states as bytes: the same bits back, PEFT's names, and everything else refused."""
+"""Adapter states as bytes: read back with the same bits, under PEFT's names; other files are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies concurrent with the computation: a row or its copy is neither read nor written before the copy is done."""
+"""Copies concurrent with the computation: a row and its copy are not used before the copy is done."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_rows_are_copied_before_their_memory_is_freed() -> None:
     bank, _ = make_bank(1, "a")
     bank.add("wide", make_spec("wide", rank=16))
     fill(bank, "a", 1)
-    bank.prefetch(["wide"], keep=())  # rows of another layout: those of the first are given up
+    bank.prefetch(["wide"], keep=())  # rows of another layout: the rows of the first are freed
     host = bank.entry("a").host
     assert host is not None
     assert not weights_of(host).isnan().any()
@@ -129,7 +129,7 @@ def test_prefetch_evicts_neither_running_nor_prefetched_keys() -> None:
     bank.prefetch(["d", "e", "f"], keep=["a", "b"])
     assert [key for key in "abcdef" if is_resident(bank, key)] == ["a", "b", "d"]
     bank.acquire(["a", "b"])
-    assert is_resident(bank, "d"), "what was fetched is the last to go"
+    assert is_resident(bank, "d"), "a prefetched key is evicted last"
 
 
 def test_prefetch_leaves_slots_for_keys_about_to_run() -> None:

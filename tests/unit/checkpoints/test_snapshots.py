@@ -1,4 +1,4 @@
-"""When adapters are snapshotted: the bound on a replay wins; otherwise writing takes a tenth of the time at most."""
+"""When adapters are snapshotted: writing takes a tenth of the time at most, except to keep the bound on a replay."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from workers.contract.messages import AdapterState, ErrorCode, ItemError, ItemRe
 
 @dataclass
 class SlowSaver:
-    """Writes when it is told to."""
+    """Writes a snapshot when `may_end` is set."""
 
     time: FakeTime
     seconds: float = 1.0
@@ -47,7 +47,7 @@ def snapshots(saver: SlowSaver, time: FakeTime) -> Snapshots:
 
 
 def trained(engine_s: float, *, worker: str = "w0", has_step: bool = True, name: str = "a") -> AdapterLog:
-    """Return an adapter whose copy has run operations that cost so much."""
+    """Return an adapter whose copy ran operations of this cost."""
     adapter = adapter_with(*((FB, STEP) if has_step else (FB,)), name=name)
     adapter.place_copy(worker)
     run(adapter, *((1, 2) if has_step else (1,)))
@@ -102,7 +102,7 @@ async def test_slow_writes_take_at_most_a_tenth_of_the_time_until_the_bound_is_r
     saver.seconds = 5.0
     await write(snapshots, saver, adapter)
     adapter = trained(10.1)
-    assert snapshots.due([adapter], ()) == [adapter], "the bound on a replay wins"
+    assert snapshots.due([adapter], ()) == [adapter], "the bound on a replay takes precedence"
 
 
 async def test_an_adapter_has_one_snapshot_at_a_time_and_none_while_its_copy_is_ahead_of_the_log(
@@ -116,7 +116,7 @@ async def test_an_adapter_has_one_snapshot_at_a_time_and_none_while_its_copy_is_
     assert snapshots.due([adapter], ()) == []
     saver.may_end.set()
     await snapshots.finish()
-    assert snapshots.is_unsettled("a"), "its adapter log was not told yet"
+    assert snapshots.is_unsettled("a"), "the snapshot is not in the adapter log yet"
     assert adapter.snapshot_seq == 0
     snapshots.settle({"a": adapter})
     assert not snapshots.is_unsettled("a")
@@ -152,7 +152,7 @@ async def test_an_adapter_whose_snapshots_lose_workers_is_retried_after_growing_
 
 
 async def test_no_snapshot_is_taken_while_an_outcome_is_decided_and_not_committed(snapshots: Snapshots) -> None:
-    """A snapshot would hold its consequences, and the next epoch might decide otherwise."""
+    """A snapshot would contain its effect, and the next epoch might decide another outcome."""
     adapter = trained(11.0)
     adapter.add(operation(3, STEP))
     adapter.fail(adapter.operations[3], ERROR)

@@ -1,4 +1,4 @@
-"""The commands that look into a pool, over real gRPC to a fake service: what they print, send, and say on failure."""
+"""The commands that look into a pool, over real gRPC to a fake service: output, requests and errors."""
 
 from __future__ import annotations
 
@@ -216,9 +216,7 @@ def archive(*names: str) -> list[checkpoints_pb2.ExportCheckpointResponse]:
     return [checkpoints_pb2.ExportCheckpointResponse(data=data[n : n + 1000]) for n in range(0, len(data), 1000)]
 
 
-def test_checkpoint_export_writes_a_directory_whole_or_not_at_all(
-    run: Run, service: FakeService, tmp_path: Path
-) -> None:
+def test_checkpoint_export_writes_a_complete_directory_or_none(run: Run, service: FakeService, tmp_path: Path) -> None:
     folder = tmp_path / "out" / "peft"
     service.responses["export_checkpoint"] = list(archive("adapter_config.json", "adapter_model.safetensors"))
     assert run("checkpoint", "export", CHECKPOINT, str(folder)).code == 0
@@ -274,7 +272,7 @@ def test_a_broken_credentials_file_and_a_malformed_url_are_reported(run: Run) ->
     assert str(credentials_file()) in run("status").err
 
 
-def test_help_has_an_example_and_lists_every_command_in_its_group(run: Run) -> None:
+def test_help_lists_every_command_in_its_group(run: Run) -> None:
     out = run("--help").out
     assert (
         out.index("Try it on this machine") < out.index("Run a pool") < out.index("Look into") < out.index("Administer")
@@ -295,6 +293,7 @@ def test_version_needs_no_pool(run: Run) -> None:
 
 
 def test_the_error_for_a_missing_library_names_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # private: the real libraries are installed where tests run
     monkeypatch.setattr("coordinator.cli.options._LIBRARIES", ("json", "no_such_library"))
     done = run("serve")
     assert (done.code, "no_such_library not found" in done.err, "tinkerpool[pool]" in done.err) == (1, True, True)

@@ -1,4 +1,4 @@
-"""`serve`, `up`, `down` and `logs` as processes, with a toy engine: what an operator and their scripts rely on."""
+"""`serve`, `up`, `down` and `logs` as processes, with a toy engine: output, exit codes and files."""
 
 from __future__ import annotations
 
@@ -157,6 +157,7 @@ def test_logs_follow_prints_new_lines(terminal: Terminal, monkeypatch: pytest.Mo
     terminal.data_dir.mkdir(parents=True)
     log = terminal.data_dir / process.LOG_FILE
     log.write_text("one\ntwo\nthree\n")
+    # `tail` sleeps when it has read all lines: the next line is written then
     monkeypatch.setattr(time, "sleep", lambda _: log.write_text(log.read_text() + "four\n"))
     lines = process.tail(terminal.data_dir, 2, follow=True)
     assert [next(lines) for _ in range(3)] == ["two\n", "three\n", "four\n"]

@@ -1,4 +1,4 @@
-"""A client over a fake pool, and a home directory of each test's own."""
+"""A client over a fake pool, and a home directory per test."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Many operations over few streams: nothing is lost, nothing is asked twice without need."""
+"""Waits for many operations over few streams: no operation is lost or requested twice without need."""
 
 import asyncio
 import random

@@ -58,8 +58,8 @@ def test_the_error_for_a_malformed_credentials_file_names_the_file(content: str)
 def test_arguments_override_the_environment_and_that_overrides_the_credentials_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    write_credentials(Credentials(url="http://127.0.0.1:7777", api_key="left"))
-    assert find_service(None, None) == ("http://127.0.0.1:7777", "left")
+    write_credentials(Credentials(url="http://127.0.0.1:7777", api_key="stored"))
+    assert find_service(None, None) == ("http://127.0.0.1:7777", "stored")
     monkeypatch.setenv("TINKERPOOL_BASE_URL", "http://127.0.0.1:8888")
     monkeypatch.setenv("TINKERPOOL_API_KEY", "environment")
     assert find_service(None, None) == ("http://127.0.0.1:8888", "environment")
@@ -69,8 +69,8 @@ def test_arguments_override_the_environment_and_that_overrides_the_credentials_f
 def test_a_key_from_the_credentials_file_is_sent_to_its_own_pool_only() -> None:
     with pytest.raises(errors.ConfigurationError, match="no API key for"):
         find_service(None, None)
-    write_credentials(Credentials(url="http://127.0.0.1:7777", api_key="left"))
-    assert find_service("127.0.0.1:7777", None) == ("127.0.0.1:7777", "left")
+    write_credentials(Credentials(url="http://127.0.0.1:7777", api_key="stored"))
+    assert find_service("127.0.0.1:7777", None) == ("127.0.0.1:7777", "stored")
     with pytest.raises(errors.ConfigurationError, match="no API key for http://elsewhere:7777"):
         find_service("http://elsewhere:7777", None)
 

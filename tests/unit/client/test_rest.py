@@ -1,4 +1,4 @@
-"""Listings, exports and the rest, over a fake pool."""
+"""The REST client: listings, exports, watched cycles and single calls, over a fake pool."""
 
 import io
 import tarfile

@@ -1,4 +1,4 @@
-"""What is tried again, after how long, and what is final."""
+"""Reattempts: which errors are retried, after which delay, and which are final."""
 
 import random
 from typing import Any
@@ -31,20 +31,20 @@ def test_delays_grow_to_a_limit_with_jitter() -> None:
 
 def test_a_service_that_replied_once_is_retried_without_limit() -> None:
     clock = Clock()
-    tries = backoff(clock)
+    attempts = backoff(clock)
     for _ in range(100):
         clock.now += 60
-        tries.next_delay_s(REFUSED, has_connected=True)
+        attempts.next_delay_s(REFUSED, has_connected=True)
 
 
 def test_a_service_that_never_replied_is_retried_for_a_limited_time() -> None:
     clock = Clock()
-    tries = backoff(clock, connect_timeout_s=30)
+    attempts = backoff(clock, connect_timeout_s=30)
     clock.now = 29
-    tries.next_delay_s(REFUSED, has_connected=False)
+    attempts.next_delay_s(REFUSED, has_connected=False)
     clock.now = 30
     with pytest.raises(ApiError, match="connection refused"):
-        tries.next_delay_s(REFUSED, has_connected=False)
+        attempts.next_delay_s(REFUSED, has_connected=False)
 
 
 def test_a_retry_never_comes_before_the_services_own_delay() -> None:
@@ -54,20 +54,20 @@ def test_a_retry_never_comes_before_the_services_own_delay() -> None:
 
 
 def test_progress_resets_the_delays() -> None:
-    tries = backoff(jitter=0)
+    attempts = backoff(jitter=0)
     for _ in range(5):
-        tries.next_delay_s(REFUSED, has_connected=True)
-    tries.reset()
-    assert tries.next_delay_s(REFUSED, has_connected=True) == 0.05
+        attempts.next_delay_s(REFUSED, has_connected=True)
+    attempts.reset()
+    assert attempts.next_delay_s(REFUSED, has_connected=True) == 0.05
 
 
 def test_unforeseen_failures_are_retried_a_few_times_only() -> None:
     crash = api_error(Code.INTERNAL, "RST_STREAM")
-    tries = backoff(unforeseen_max=2)
-    tries.next_delay_s(crash, has_connected=True)
-    tries.next_delay_s(crash, has_connected=True)
+    attempts = backoff(unforeseen_max=2)
+    attempts.next_delay_s(crash, has_connected=True)
+    attempts.next_delay_s(crash, has_connected=True)
     with pytest.raises(ApiError):
-        tries.next_delay_s(crash, has_connected=True)
+        attempts.next_delay_s(crash, has_connected=True)
 
 
 @pytest.mark.parametrize("code", list(Code))

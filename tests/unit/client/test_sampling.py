@@ -62,6 +62,7 @@ def test_every_option_of_the_sdk_is_sent_and_its_output_returned(pool: FakePool,
     targets = TensorData([[3, -1]])
     for future in (
         sampler.sample(PROMPT, 1, params, True, 2, 2, targets, 3, 1),
+        # private: a coroutine of the client runs on the client's own loop
         sampler._connection.start(sampler.sample_async(PROMPT, 1, params, True, 2, 2, [[3, -1]], 3, 1)),
     ):
         response = future.result(5)
@@ -109,9 +110,9 @@ def test_two_thousand_concurrent_samples_need_no_thread_each(pool: FakePool, sam
     assert all(future.result(20).sequences[0].tokens == [0, 1] for future in futures)
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 30.0], ids=["accepted", "on its way"])
+@pytest.mark.parametrize("delay_s", [0.0, 30.0], ids=["accepted", "in transit"])
 def test_a_cancelled_sample_is_cancelled_in_the_pool(pool: FakePool, sampler: SamplingClient, delay_s: float) -> None:
-    """Whether a request that is on its way arrived, its sender cannot know."""
+    """A client cannot tell whether a request in transit has reached the pool."""
     pool.is_held = True
     pool.delay_of = lambda name, request: delay_s if name == "Sample" else 0.0
     future = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=3))
@@ -122,7 +123,7 @@ def test_a_cancelled_sample_is_cancelled_in_the_pool(pool: FakePool, sampler: Sa
 
 
 def endless(pool: FakePool) -> None:
-    """Let a stream have one token of a sample that never ends."""
+    """Let streams yield tokens without end."""
 
     def events(request: Any) -> Iterator[Any]:
         yield token(0, 5)
@@ -132,7 +133,7 @@ def endless(pool: FakePool) -> None:
     pool.handlers["StreamSample"] = events
 
 
-@pytest.mark.parametrize("how", ["close", "block", "forget"])
+@pytest.mark.parametrize("how", ["close", "block", "drop"])
 def test_a_stream_that_is_no_longer_read_cancels_its_sample(pool: FakePool, sampler: SamplingClient, how: str) -> None:
     endless(pool)
     stream = sampler.sample_stream(PROMPT, 1, SamplingParams(max_tokens=3))
@@ -170,7 +171,7 @@ def test_closing_a_stream_ends_a_wait_for_its_next_token(pool: FakePool, sampler
     seen: list[int] = []
     reader = threading.Thread(target=lambda: seen.extend(each.token for each in stream))
     reader.start()
-    wait_until(lambda: bool(pool.requests("Sample")))  # the stream broke, and the rest is waited for
+    wait_until(lambda: bool(pool.requests("Sample")))  # the stream broke, and the client waits for the result
     stream.close()
     reader.join(10)
     assert not reader.is_alive()

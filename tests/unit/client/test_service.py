@@ -1,4 +1,4 @@
-"""ServiceClient: finding the pool, the session, and what it creates; sampling; the rest client."""
+"""ServiceClient: the address of the pool, the session, the clients that it creates, and its imports."""
 
 import asyncio
 import subprocess
@@ -52,7 +52,7 @@ def test_a_lost_reply_makes_no_second_session_or_adapter(pool: FakePool, service
 
 
 def test_the_session_is_kept_alive_until_it_ends(pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "HEARTBEAT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(session_module, "HEARTBEAT_INTERVAL_S", 0.01)  # the real interval is 10 s
     ended = errors.api_error(errors.Code.FAILED_PRECONDITION, "expired", reason="SESSION_ENDED")
     pool.handlers["Heartbeat"] = lambda request: sessions_pb2.HeartbeatResponse()
     pool.faults = {"Heartbeat": [UNREACHABLE, UNREACHABLE]}
@@ -67,7 +67,7 @@ def test_the_session_is_kept_alive_until_it_ends(pool: FakePool, monkeypatch: py
         assert len(pool.requests("Heartbeat")) == num_beats
 
 
-def test_settings_of_an_adapter_are_sent_as_given(pool: FakePool, service: ServiceClient) -> None:
+def test_settings_of_an_adapter_are_sent_unchanged(pool: FakePool, service: ServiceClient) -> None:
     service.create_lora_training_client("toy", 8, 5, train_mlp=False, user_metadata={"a": "b"}, alpha=16)
     service.create_lora_training_client()
     service.create_training_client_from_state("tinker://x/weights/a")
@@ -121,7 +121,7 @@ def test_public_names_are_sorted_and_exist() -> None:
         _ = tinkerpool.nothing  # type: ignore[attr-defined]
 
 
-# A finder that refuses what a user's laptop may lack, then the whole light client.
+# Hides libraries that a user's laptop may not have, then uses the light client.
 IMPORT_WITHOUT = """
 import sys
 class Absent:

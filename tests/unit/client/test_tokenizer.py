@@ -1,4 +1,4 @@
-"""Tokenizers come from the pool and are kept by their contents."""
+"""Tokenizers are fetched from the pool and cached by their contents."""
 
 import importlib.util
 from pathlib import Path
@@ -18,6 +18,7 @@ def files() -> dict[str, bytes]:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *absent: str) -> None:
+    """Hide libraries. Patched: they are installed where tests run."""
     find = importlib.util.find_spec
 
     def find_spec(name: str, *args: Any) -> Any:
@@ -41,7 +42,7 @@ def test_transformers_and_tokenizers_give_the_same_tokens(
     assert (plain.pad_token_id, plain.bos_token_id, len(plain)) == (full.pad_token_id, full.bos_token_id, len(full))
 
 
-def test_without_a_library_the_error_says_what_to_install(
+def test_the_error_for_a_missing_tokenizer_library_names_what_to_install(
     files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without(monkeypatch, "transformers", "tokenizers")
@@ -58,7 +59,7 @@ def test_the_cache_has_one_folder_per_contents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/b", "..", ""])
-def test_a_file_cannot_land_outside_the_cache(tmp_path: Path, name: str) -> None:
+def test_a_file_cannot_be_written_outside_the_cache(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="path for a name"):
         keep({name: b""}, tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -36,6 +36,7 @@ def test_calls_return_at_once_and_results_come_later(pool: FakePool, client: Tra
     future, step = client.forward_backward([datum(1, 2)], "cross_entropy"), client.optim_step()
     time.sleep(0.05)
     assert not future.done()
+    # private: the fake pool belongs to the client's own loop
     client._connection._background.loop.call_soon_threadsafe(pool.release)
     assert step.result(5).metrics == {"grad_norm:last": 1}
     output = future.result(5)
@@ -126,7 +127,7 @@ def test_a_refusal_is_raised_by_its_own_future_only(pool: FakePool, client: Trai
     refused = client.optim_step(AdamParams(beta1=2))
     with pytest.raises(errors.InvalidArgument, match="beta1"):
         refused.result(5)
-    pool.applied.append(1)  # the service counts a refused place as done
+    pool.applied.append(1)  # a refused operation consumes its sequence number
     assert client.optim_step().result(5).metrics == {"grad_norm:last": 1}
 
 
@@ -173,7 +174,7 @@ def test_a_request_that_cannot_be_sent_consumes_no_sequence_number(pool: FakePoo
 def test_a_large_batch_takes_several_sequence_numbers_and_has_one_result(
     pool: FakePool, client: TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "CHUNK_DATUMS_MAX", 2)
+    monkeypatch.setattr(passes, "CHUNK_DATUMS_MAX", 2)  # the real bound is 1,024
     data = [datum(i) for i in range(5)]
     merged = client.forward_backward(data, "cross_entropy").result(5)
     assert sorted(seqs(pool, "ForwardBackward")) == [1, 2, 3]
@@ -216,7 +217,7 @@ def custom_loss_numpy(data: list[Datum], logprobs: list[Any]) -> tuple[float, li
 def test_a_custom_loss_is_cross_entropy_weighted_by_its_negative_gradient(
     pool: FakePool, client: TrainingClient, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "CHUNK_DATUMS_MAX", 1)
+    monkeypatch.setattr(passes, "CHUNK_DATUMS_MAX", 1)  # the real bound is 1,024
     data = [Datum([1, 1], {"target_tokens": [1, 2], "mask": [1, 1]}), datum(3)]
     if way == "torch":
         future = client.forward_backward_custom(data, custom_loss_torch)

@@ -1,4 +1,4 @@
-"""The gRPC side of the seam, against a real door with a fake service; and the table of methods against the contract."""
+"""The gRPC transport against a real door with a fake service, and the table of methods against the contract."""
 
 import asyncio
 import time

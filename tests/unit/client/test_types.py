@@ -1,4 +1,4 @@
-"""What users hand over is converted or refused, never bent."""
+"""Values from users are converted without loss, or refused."""
 
 import dataclasses
 from typing import Any

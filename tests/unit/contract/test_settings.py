@@ -10,7 +10,7 @@ from workers.contract.settings import EngineSettings, PoolConfig, PoolModel
 
 
 def test_threads_are_the_configured_ones_or_the_cores_divided_by_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.contract.settings.num_cores", lambda: 8)
+    monkeypatch.setattr("workers.contract.settings.num_cores", lambda: 8)  # machines differ
     models = (PoolModel(name="a", path="a", num_workers=2), PoolModel(name="b", path="b"))
 
     def threads(**values: Any) -> set[int | None]:

@@ -265,7 +265,7 @@ async def test_a_malformed_request_is_an_invalid_argument(open_door: Open) -> No
 
 
 async def test_health_needs_no_key_and_reports_the_pools_state(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.doors.grpc.server.HEALTH_INTERVAL_S", 0.01)
+    monkeypatch.setattr("coordinator.doors.grpc.server.HEALTH_INTERVAL_S", 0.01)  # not a setting
     healthy = True
     async with plaintext(await start(FakeBackend(health=lambda: healthy))) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -330,6 +330,7 @@ async def test_a_port_in_use_is_an_error_that_names_the_port() -> None:
 
 
 async def test_two_doors_never_share_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    # private: the check before would refuse the port, too, except when two doors bind at the same time
     monkeypatch.setattr("coordinator.doors.grpc.server._check_free", lambda host, port: None)
     first = GrpcDoor(GrpcConfig(port=0))
     first.bind()

@@ -175,11 +175,11 @@ async def test_a_head_that_begins_during_a_call_has_the_same_deadline(opened: Op
     await asyncio.sleep(0.3)  # longer than the deadline of a head
     may_go.set()
     async with asyncio.timeout(5):
-        answer = b""
+        received = b""
         with contextlib.suppress(ConnectionResetError):
             while piece := await reader.read(1000):
-                answer += piece
-    assert b"supported_models" in answer
+                received += piece
+    assert b"supported_models" in received
     writer.close()
 
 
@@ -217,7 +217,7 @@ async def test_small_responses_are_sent_without_delay(opened: Open) -> None:
         begin = time.perf_counter()
         await client.get("/get_server_capabilities")
         took.append(time.perf_counter() - begin)
-    # A delayed acknowledgement takes 0.04 s for all but the first few. A busy machine delays some, not two thirds.
+    # A delayed TCP acknowledgement takes 0.04 s, for all calls but the first few. A busy machine delays a few calls.
     assert sorted(took)[20] < 0.03
 
 
@@ -326,7 +326,7 @@ async def test_a_download_that_is_not_read_is_aborted_and_a_tenants_downloads_ar
     refused = await client.get(url)
     assert (refused.status_code, refused.json()["reason"]) == (429, "DOWNLOADS_BUSY")
     await until(lambda: not num_running)  # the door has no event for the end of a download
-    assert num_sent < 1000  # as many as the socket's buffers hold
+    assert num_sent < 1000  # the socket's buffers are full before
     async with client.stream("GET", url) as begun:
         assert begun.status_code == 200
     for each in held:
@@ -361,7 +361,7 @@ async def test_a_large_listing_is_encoded_on_a_thread(opened: Open, path: str, m
         threads.append(threading.current_thread())
         return render(self, content)
 
-    monkeypatch.setattr(PiecewiseJson, "render", recorded)
+    monkeypatch.setattr(PiecewiseJson, "render", recorded)  # the thread is not visible in the response
     found = [checkpoint(index) for index in range(CHECKPOINTS_MAX)]
     listed = checkpoints_pb2.ListCheckpointsResponse(checkpoints=found, total_size=2 * CHECKPOINTS_MAX)
     _, client = await opened(FakeService(list_checkpoints=listed))

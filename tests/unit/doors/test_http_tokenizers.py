@@ -20,7 +20,7 @@ ROOT = Path("/tokenizers")
 
 
 class PowerCut(Exception):
-    """The machine loses power."""
+    """Stands for a loss of power."""
 
 
 @pytest.mark.parametrize("num_operations", range(12))
@@ -35,15 +35,15 @@ def test_a_tokenizer_is_complete_or_absent_after_a_power_cut(num_operations: int
 
         disk = SimDisk(ROOT.parent, Random(seed), count)
         with contextlib.suppress(PowerCut):
-            leave(disk)
+            write(disk)
         disk.power_cut(0.5)
         left[0] = 1000
         for name in disk.names(ROOT) if ROOT.name in disk.names(ROOT.parent) else ():
             assert name.startswith(".writing-") or contents(disk, ROOT / name) == FILES
-        assert contents(disk, leave(disk)) == FILES
+        assert contents(disk, write(disk)) == FILES
 
 
-def leave(disk: SimDisk) -> Path:
+def write(disk: SimDisk) -> Path:
     """Write the tokenizer of a model; return its directory."""
     capabilities = sessions_pb2.GetCapabilitiesResponse(base_models=[sessions_pb2.BaseModel(name="org/model")])
     tokenizer = sessions_pb2.GetTokenizerResponse(files=FILES)

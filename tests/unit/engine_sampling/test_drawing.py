@@ -1,4 +1,4 @@
-"""Tokens from logits: the distribution, the filters against an obvious twin, and the random numbers themselves."""
+"""Tokens from logits: the distribution, the filters against a naive twin, and the random numbers."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def test_random_numbers_differ_by_seed_sample_and_position_and_are_uniform() -> 
 
 
 def test_every_int64_seed_has_its_own_random_numbers() -> None:
-    """Keys beyond an int64 once went through floating point, which made all negative seeds one."""
-    places = [(seed, index, position) for seed in INT64_SEEDS for index in range(3) for position in range(5)]
-    numbers = [uniform(*place) for place in places]
-    assert len(set(numbers)) == len(places)
+    """Conversion through floating point would give all negative seeds the same numbers."""
+    keys = [(seed, index, position) for seed in INT64_SEEDS for index in range(3) for position in range(5)]
+    numbers = [uniform(*key) for key in keys]
+    assert len(set(numbers)) == len(keys)
     assert all(0 <= number < 1 for number in numbers)
 
 
 def test_random_numbers_never_change() -> None:
-    """A sample is run again from its logged seed, also after an upgrade, and must give the same tokens."""
+    """A sample that is run again from its logged seed must have the same tokens, also after an upgrade."""
     numbers = [uniform(7, 3, position) for position in range(3)]
     assert numbers == [0.4821286018761155, 0.6807485287933278, 0.5862841579788101]
     assert uniform(-1, 0, 0) == uniform(2**64 - 1, 0, 0)
@@ -122,7 +122,7 @@ def test_number_just_below_one_picks_a_kept_token() -> None:
 def test_draw_inverts_the_cumulative_distribution_and_never_picks_a_zero_weight(
     seed: int, vocab_size: int, number: float
 ) -> None:
-    """Most tokens have none: e^-800 is zero in double precision."""
+    """Most tokens have weight zero: e^-800 is zero in double precision."""
     rng = np.random.default_rng(seed)
     logits = np.where(rng.random(vocab_size) < 0.9, -800.0, rng.standard_normal(vocab_size)).astype(np.float32)
     logits[rng.integers(vocab_size // 2)] = 1.0

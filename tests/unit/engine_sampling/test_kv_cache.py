@@ -12,11 +12,11 @@ from workers.sampling.kv_cache import BlockPool, Prefix
 
 
 class Owner:
-    """Stands for what a version's weights belong to."""
+    """Stands for the object that holds a version's weights."""
 
 
 def chain_of(pool: BlockPool, key: str, *tokens: bytes, owner: object | None = None) -> list[Prefix]:
-    """Remember a chain of new blocks, held."""
+    """Share a chain of new blocks; return it, held."""
     assert pool.reserve(len(tokens))
     last, chain = pool.root(key, owner), []
     for block_tokens in tokens:
@@ -114,7 +114,7 @@ def test_blocks_of_deleted_weights_are_dropped() -> None:
     assert pool.num_idle == 2
     del owner
     pool.drop_orphans()
-    assert pool.num_idle == 1, "the base model never goes"
+    assert pool.num_idle == 1, "the base model is never dropped"
     pool.drop_all()
     assert pool.num_idle == 0
 

@@ -1,4 +1,4 @@
-"""Scopes take turns; within a scope, first come, first served; no item waits without end."""
+"""The order of slots: scopes take turns, a scope's items are served in order, every wait is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers: a lost incarnation never becomes live again, and what is known of it does not pass to the next one."""
+"""The workers: a lost incarnation never becomes live again, and its state does not pass to the next one."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_a_lost_incarnation_never_becomes_live_again(fleet: Fleet) -> None:
     assert fleet.is_live("w0")
     assert not lost.is_live
     assert fleet.worker("w0").name == "w0.2"
-    assert fleet.lose("w0", "w0.1") is None, "a late report of the loss before"
+    assert fleet.lose("w0", "w0.1") is None, "a late report of the earlier loss is ignored"
     assert fleet.is_live("w0")
 
 
@@ -76,7 +76,7 @@ def test_the_least_recently_used_versions_are_removed_and_none_that_is_in_use(
 
 
 def test_a_version_that_is_wanted_again_is_not_removed(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "VERSIONS_MAX", 1)
+    monkeypatch.setattr(fleet_module, "VERSIONS_MAX", 1)  # the real bound is 64
     worker = fleet.worker("w0")
     for version in ("v1", "v2", "v1"):
         worker.hold(version)

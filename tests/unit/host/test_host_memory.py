@@ -1,4 +1,4 @@
-"""What the system says of memory that is left: the machine's, and every control group's around the process."""
+"""Free memory by the system's figures: the machine's, and those of the process's control groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(root: Path, files: dict[str, object]) -> Path:
 
 
 def machine(root: Path, groups: str) -> Path:
-    """A machine with 8 GiB available, and a process in these control groups."""
+    """Write the files of a machine with 8 GiB available, and of a process in these control groups."""
     meminfo = "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB"
     return write(root, {"proc/meminfo": meminfo, "proc/self/cgroup": groups})
 
@@ -70,7 +70,7 @@ def test_version_1_s_number_for_unlimited_is_no_limit(tmp_path: Path) -> None:
     assert free_host_bytes(tmp_path) == 8 * GIB
 
 
-def test_a_group_beyond_its_limit_leaves_nothing(tmp_path: Path) -> None:
+def test_a_group_beyond_its_limit_has_no_free_memory(tmp_path: Path) -> None:
     write(machine(tmp_path, "0::/box"), group("box", GIB, 2 * GIB))
     assert free_host_bytes(tmp_path) == 0
 
@@ -81,35 +81,35 @@ def test_a_group_beyond_its_limit_leaves_nothing(tmp_path: Path) -> None:
 def test_the_librarys_free_blocks_are_counted_only_where_memory_may_be_short(
     monkeypatch: pytest.MonkeyPatch, free: int, kept: int, counted: int
 ) -> None:
-    """Counting them takes long, in every pass. Patched: a machine with so much memory."""
-    num_asked = 0
+    """Counting them in every pass would be slow. Patched: a machine with this much free memory."""
+    num_counts = 0
 
-    def ask() -> int:
-        nonlocal num_asked
-        num_asked += 1
+    def count() -> int:
+        nonlocal num_counts
+        num_counts += 1
         return kept * GIB
 
     monkeypatch.setattr(host_memory, "free_host_bytes", lambda: free * GIB)
-    monkeypatch.setattr(host_memory, "kept_bytes", ask)
+    monkeypatch.setattr(host_memory, "kept_bytes", count)
     assert free_bytes(torch.device("cpu")) == counted * GIB
-    assert num_asked == (free * GIB < PLENTY_BYTES)
+    assert num_counts == (free * GIB < PLENTY_BYTES)
 
 
 def test_freed_memory_that_the_library_keeps_is_measured() -> None:
     keep_freed_memory()
     tensors = [torch.ones(1 << 18) for _ in range(16)]  # 1 MiB each: from the heap
     before = kept_bytes()
-    last = tensors.pop()  # keeps the heap's end
+    last = tensors.pop()  # stays at the heap's end
     del tensors
     assert kept_bytes() - before > 8 << 20
     assert float(last[0]) == 1
 
 
 def test_where_memory_is_short_the_heap_does_not_grow() -> None:
-    """As above, but each tensor is given back by itself, whatever is still in use behind it."""
+    """Each freed tensor is returned to the system, also below memory in use."""
     keep_freed_memory()
     with without_holes():
-        filling = [torch.ones(1 << 18) for _ in range(64)]  # takes what the heap has kept
+        filling = [torch.ones(1 << 18) for _ in range(64)]  # takes the free blocks of the heap
         before = kept_bytes()
         tensors = [torch.ones(1 << 18) for _ in range(16)]
         last = tensors.pop()
@@ -121,9 +121,9 @@ def test_where_memory_is_short_the_heap_does_not_grow() -> None:
     before = kept_bytes()
     last = tensors.pop()
     del tensors
-    assert kept_bytes() - before > 8 << 20, "and afterwards it does again"
+    assert kept_bytes() - before > 8 << 20, "outside of the block the library keeps freed memory"
     assert float(last[0]) == 1
 
 
-def test_free_memory_is_positive_and_at_most_the_machines() -> None:
+def test_free_memory_of_this_machine_is_plausible() -> None:
     assert 1 << 20 < free_bytes(torch.device("cpu")) < 1 << 50

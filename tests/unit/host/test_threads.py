@@ -13,7 +13,7 @@ from workers.host.threads import WINDOW_S, CoreTimes, ThreadChoice, read_core_ti
 
 @dataclass(slots=True)
 class Machine:
-    """Cores of which others use some, as long as a pass runs."""
+    """A machine on which other processes use `foreign` cores during a pass."""
 
     foreign: float = 0.0
     wall_s: float = 0.0
@@ -24,7 +24,7 @@ class Machine:
         return CoreTimes(self.wall_s, self.used_s, self.own_s)
 
     def run(self, choice: ThreadChoice, seconds: float = WINDOW_S) -> int:
-        """A pass; returns how many threads it had."""
+        """Run a pass; return its number of threads."""
         with choice.running():
             num_threads = torch.get_num_threads()
             self.wall_s += seconds

@@ -52,6 +52,7 @@ async def test_two_waits_both_get_the_outcome_and_the_table_is_empty_afterwards(
     assert one.is_committed
     assert await asyncio.gather(*waits) == [["a:1"], ["a:1"]]
     assert (len(table), table.bytes_of_tenant("t"), table.num_of_target("a")) == (0, 0, 0)
+    # private: memory that is never freed is visible nowhere else
     assert [*table._waiters, *table._open_queues, *table._num_by_target, *table._by_request_id] == []
 
 
@@ -60,7 +61,7 @@ async def test_a_cancelled_wait_is_removed_from_the_table() -> None:
     table.add(operation(1))
     waiting = asyncio.create_task(names_of(table.wait(["a:1"], stored)))
     await asyncio.sleep(0)
-    assert table._waiters
+    assert table._waiters  # private, as above
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     assert [*table._waiters, *table._open_queues] == []
@@ -126,7 +127,7 @@ def test_decoded_payloads_take_bounded_memory_and_free_it(monkeypatch: pytest.Mo
     assert [one.decoded is not None for one in ones[2:]] == [True, True, False]
 
 
-async def test_committed_samples_and_no_other_operations_are_noted_for_the_polls_of_their_client() -> None:
+async def test_only_committed_samples_are_reported_to_their_client() -> None:
     finished = FinishedSamples(epoch=1)
     table, ones = InFlightTable(finished), [operation(1, kind=Kind.SAMPLE), operation(2)]
     assert await finished.since("a", 0, 0, 0, list) == ([], 1 << 32)
