@@ -1,4 +1,4 @@
-"""The bank on a GPU: rows go to pinned memory and come back during the computation, with their bits."""
+"""The bank on a GPU: rows move to pinned memory and back during the computation, and keep their bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_bank(num_slots: int, keys: str) -> Bank:
 
 
 def fill(bank: Bank, key: str, seed: int) -> dict[str, torch.Tensor]:
-    """Give a key contents of its own, in its row; returns copies on the CPU."""
+    """Fill a key's row with random values; return copies on the CPU."""
     (row,) = bank.acquire([key])
     generator = torch.Generator("cuda").manual_seed(seed)
     for name in NAMES:
@@ -43,7 +43,7 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def keep_busy() -> None:
-    """Work that copies must not overtake."""
+    """Queue work on the device that later copies must wait for."""
     matrix = torch.randn(4096, 4096, device="cuda")
     for _ in range(20):
         matrix = (matrix @ matrix).clamp(-1, 1)

@@ -1,4 +1,4 @@
-"""The kernels that only a GPU has, against slow ways to the same numbers."""
+"""The kernels that only a GPU has, against slow implementations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTHS = [5, 130, 130, 1, 333, 64]
 NUM_ROWS = 672
 """With nine rows of padding."""
 BF16 = 2.0**-7
-"""Relative to the largest value: two roundings to 8 bits."""
+"""Tolerance relative to the largest value: two roundings to 8 bits."""
 
 
 def close(actual: Tensor, expected: Tensor) -> bool:
@@ -31,7 +31,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 def run(
     attend: Attend, dtype: torch.dtype, window: int | None, num_heads: tuple[int, int], head_dim: int
 ) -> list[Tensor]:
-    """Output of the rows of sequences (T, H, E) and gradients of queries, keys and values (heads, T, E)."""
+    """Return output of the rows of sequences (T, H, E) and gradients of queries, keys and values (heads, T, E)."""
     generator = torch.Generator().manual_seed(1)
     query, key, value = (
         torch.randn(1, NUM_ROWS, heads, head_dim, generator=generator)

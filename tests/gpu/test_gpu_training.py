@@ -120,7 +120,7 @@ def test_waits_for_the_device_do_not_grow_with_requests(even_qwen3: Path, loss_f
         keys = [f"t{number}" for number in range(num_tenants)]
         driver.install(*(make_spec(key) for key in keys))
         counts = []
-        for _ in range(2):  # the first makes what later ones find made
+        for _ in range(2):  # the first batch allocates
             passes = [driver.backward(key, make_data(loss_fn, [20, 30]), loss_fn) for key in keys]
             steps = [driver.step(key) for key in keys]
             torch.cuda.set_sync_debug_mode("warn")

@@ -21,7 +21,7 @@ def model_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 
 @pytest.fixture(params=ARCHITECTURES)
 def model_directory(request: pytest.FixtureRequest, model_directories: dict[str, Path]) -> Path:
-    """The architectures that differ most, in turn."""
+    """Each of the most different architectures in turn."""
     return model_directories[request.param]
 
 

@@ -1,4 +1,4 @@
-"""The pages say what is there: links resolve, and tests, files and reasons of errors that they name exist."""
+"""The pages match the code: links resolve, and tests, files and reasons of errors that they name exist."""
 
 import ast
 import re
@@ -28,12 +28,12 @@ def pages() -> list[str]:
 
 
 def text_of(page: str) -> str:
-    """A page without its blocks of code."""
+    """Return a page without its blocks of code."""
     return re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, made as GitHub makes them."""
+    """Return the anchors of a page's headings, made as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
@@ -69,7 +69,7 @@ def test_every_file_that_a_page_names_exists(page: str) -> None:
 
 
 def described_modules() -> list[str]:
-    """The modules in the architecture page's tables of modules, each below a heading that names their folder."""
+    """Return the modules in the architecture page's tables, each below a heading that names their folder."""
     found: list[str] = []
     folder: str | None = None
     for line in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines():
@@ -82,7 +82,7 @@ def described_modules() -> list[str]:
 
 
 def modules() -> list[str]:
-    """The modules of the three packages, without generated ones."""
+    """Return the modules of the three packages, without generated ones."""
     paths = (path for name in PACKAGES for path in (ROOT / name).rglob("*.py") if path.name != "__init__.py")
     names = (path.relative_to(ROOT).as_posix() for path in paths)
     return sorted(name for name in names if not name.startswith(GENERATED))
@@ -106,7 +106,7 @@ def strings(node: ast.AST) -> Iterator[str]:
 
 
 def reasons(node: ast.AST) -> Iterator[str]:
-    """Reasons that a syntax tree gives to refusals and outcomes: arguments, or defaults, in capitals."""
+    """Return the reasons of refusals and outcomes in a syntax tree: arguments, or defaults, in capitals."""
     for each in ast.walk(node):
         given: list[ast.expr] = []
         if isinstance(each, ast.Call):

@@ -1,4 +1,4 @@
-"""The rules of the house that import-linter cannot express, and the generated code."""
+"""Rules of imports that import-linter cannot express, and the generated code."""
 
 import ast
 import os
@@ -56,7 +56,7 @@ def test_library_is_imported_only_in_its_own_files(library: str) -> None:
 
 
 def test_no_test_module_imports_another() -> None:
-    """What tests share lives in tests/support or, for the simulation, beside it."""
+    """Shared helpers are in tests/support, and those of the simulation in its folder."""
     importers = [
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "tests").rglob("*.py")
@@ -65,7 +65,7 @@ def test_no_test_module_imports_another() -> None:
     assert not importers
 
 
-# Imports in a fresh interpreter, which then says which of the unwanted libraries came along.
+# Imports in a fresh interpreter, which prints the unwanted libraries that were loaded.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 names, unwanted = sys.argv[1].split(","), sys.argv[2].split(",")
@@ -96,7 +96,7 @@ def test_import_stays_light(modules: str, unwanted: str) -> None:
     assert done.stdout.split() == [], f"importing {modules} must not load these"
 
 
-# Runs in a fresh interpreter that cannot find what is named first.
+# Runs in a fresh interpreter that cannot find the libraries of the first argument.
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys(sys.argv.pop(1).split(',')))\n"
 TRAIN_A_STEP = """
 from pathlib import Path
@@ -114,7 +114,7 @@ sys.exit(pytest.main(["-q", "--collect-only", "-c", "tests/gpu/pytest.ini", "--r
 
 
 def run_without(libraries: str, program: str, *args: str) -> str:
-    """What a program prints that must do without these libraries."""
+    """Run a program without these libraries; return its output."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "scripts")))
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT + program, libraries, *args],

@@ -1,4 +1,4 @@
-"""Snapshots in the middle of a gradient window: a copy made from one goes on as if nothing had happened."""
+"""Snapshots in the middle of a gradient window: a copy made from one continues with the same bits."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def driver(qwen3: Path) -> Driver:
 
 
 def started(model: Path) -> Driver:
-    """An engine of one slot, so that every other adapter is in host memory."""
+    """Return an engine of one slot, so that every other adapter is in host memory."""
     driver = Driver(model, num_slots=1)
     driver.install(*SPECS.values())
     return driver
 
 
 def in_a_window(driver: Driver, key: str) -> None:
-    """One request of one chunk and one of two, all done; no step yet."""
+    """Run one request of one chunk and one of two, without a step."""
     driver.train(driver.backward(key, PENDING))
     driver.train(*driver.chunks(key, [REST, PENDING[:1]]))
 
 
 def rest_of_the_run(driver: Driver, key: str) -> Trace:
-    """The rest of the window and a whole one after it, with all that can be observed."""
+    """Run the rest of the window and one more; return the trace."""
     trace = Trace()
     for _ in range(2):
         for result in driver.train(driver.backward(key, REST)):
@@ -158,7 +158,7 @@ def test_damaged_gradient_is_data_loss(driver: Driver, damage: Callable[[Adapter
 
 
 def test_gradient_that_overflowed_is_not_saved_and_its_step_still_fails(driver: Driver) -> None:
-    """No install would take it; without it, a copy's step would succeed although this one's fails."""
+    """No install accepts such a gradient. Without it, a copy's step would succeed although this one's fails."""
     in_a_window(driver, "a")
     gradient = driver.engine.bank.acquire(["a"])[0].grad
     assert gradient is not None

@@ -1,4 +1,4 @@
-"""What a batch says is expected next is loaded while it runs, and changes no result."""
+"""Adapters that a batch names as expected next are loaded while it runs, and change no result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workers.training.logits import ChunkedLoss
 
 
 def with_transfers(driver: Driver, transfers: Transfers) -> None:
-    """Give an engine a bank that copies in another way."""
+    """Give an engine a bank with these transfers."""
     engine = driver.engine
     base_model = engine.base_model
     bank = Bank(base_model.group_shapes, engine.settings.num_slots, transfers=transfers)
@@ -27,7 +27,7 @@ def with_transfers(driver: Driver, transfers: Transfers) -> None:
 
 
 class RecordingTransfers(DirectTransfers):
-    """Notes where each load goes."""
+    """Records the target of each load."""
 
     is_concurrent = True
 
@@ -40,19 +40,22 @@ class RecordingTransfers(DirectTransfers):
 
 
 def order_of(driver: Driver, monkeypatch: pytest.MonkeyPatch, items: Sequence[Item], *expected: str) -> list[str | int]:
-    """What happens in a batch, in order: keys that are loaded, "forward" and "loss" of passes."""
+    """Run a batch; return its events in order: loaded keys, and "forward" and "loss" of passes.
+
+    Patched: the order is not visible in results.
+    """
     events: list[str | int] = []
     with_transfers(driver, RecordingTransfers(events))
     driver.install(*(make_spec(key) for key in driver.seqs))
     for owner, name, event in ((BaseModel, "forward", "forward"), (ChunkedLoss, "run", "loss")):
         original = getattr(owner, name)
 
-        def noting(*args: object, _original: Any = original, _event: str = event, **kwargs: object) -> Any:
+        def recording(*args: object, _original: Any = original, _event: str = event, **kwargs: object) -> Any:
             result = _original(*args, **kwargs)
             events.append(_event)
             return result
 
-        monkeypatch.setattr(owner, name, noting)
+        monkeypatch.setattr(owner, name, recording)
     engine = driver.engine
     results = engine.run(Batch(epoch=1, cycle_id=1, items=tuple(items), expected=expected)).results
     assert not any(result.error for result in results)

@@ -75,8 +75,8 @@ def test_all_passes_up_to_8192_rows_need_few_kernels() -> None:
     assert len({kernel_rows(num_rows, 16) for num_rows in range(1, 8193)}) == 96
 
 
-def test_engine_packs_and_its_fingerprint_says_so(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the operation, or if rows noticed each other, torch's matmul does it; the two differ by rounding."""
+def test_engine_packs_and_its_fingerprint_names_it(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the operation torch's matmul is used, which differs by rounding. Patched: this torch has it."""
     packed = Driver(qwen3)
     assert all(isinstance(group.products, PackedProducts) for group in packed.engine.base_model.groups)
     assert "packed groups" in packed.engine.info.fingerprint
@@ -95,7 +95,7 @@ def test_engine_packs_and_its_fingerprint_says_so(qwen3: Path, monkeypatch: pyte
 
 
 def test_engine_does_not_pack_if_packed_rows_depend_on_others(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = PackedProducts._multiply
+    real = PackedProducts._multiply  # private: the kernel has no other seam, and this processor's has independent rows
 
     def uneven(self: PackedProducts, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         return real(self, x, weight, bias) * (1 + 2.0**-20 * len(x))
@@ -114,7 +114,7 @@ def test_wrong_products_large_models_and_other_types_are_not_packed(monkeypatch:
     weight = values(64, 32)
     assert can_pack([[weight]])
     assert not can_pack([[weight.bfloat16()]])
-    monkeypatch.setattr(frozen_products, "PACKED_PARAMS_MAX", weight.numel() - 1)
+    monkeypatch.setattr(frozen_products, "PACKED_PARAMS_MAX", weight.numel() - 1)  # instead of gigabytes
     assert not can_pack([[weight]])
     monkeypatch.undo()
     monkeypatch.setattr(PackedProducts, "_multiply", lambda self, x, weight, bias: x.new_zeros(len(x), 64))

@@ -1,4 +1,4 @@
-"""Variable-length attention, with a slow kernel in place of the GPU's, is the attention of each sequence alone."""
+"""Variable-length attention, with a slow kernel instead of the GPU's, is the attention of each sequence solo."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _slow_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequen
 
 
 def run(attend: Attend, window: int | None, num_heads: tuple[int, int] = (4, 2)) -> list[Tensor]:
-    """Output of the rows of sequences (57, H, E), finite also in the padding, and gradients (heads, 57, E)."""
+    """Return output of the rows of sequences (57, H, E), finite also in the padding, and gradients (heads, 57, E)."""
     generator = torch.Generator().manual_seed(1)
     query, key, value = (
         torch.randn(1, heads, NUM_ROWS, 16, generator=generator).requires_grad_()
@@ -124,7 +124,7 @@ def test_a_call_covers_all_sequences_or_those_of_one_request() -> None:
 @pytest.mark.parametrize("counts", [None, [2, 3]])
 @pytest.mark.parametrize("has_backward", [False, True])
 def test_memory_of_a_pass_is_free_at_once(counts: Sequence[int] | None, has_backward: bool) -> None:
-    """Not when the garbage collector comes by: it does not see how much hangs on a few objects."""
+    """Without the garbage collector, which does not run for a few objects with much memory."""
     gc.collect()
     gc.disable()
     try:

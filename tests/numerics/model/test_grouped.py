@@ -23,7 +23,7 @@ from workers.rows import AdapterViews, GroupShape
 
 @pytest.fixture(scope="module")
 def even_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model all of whose widths are multiples of 8."""
+    """Write a model with widths that are multiples of 8."""
     return build_mini_model(tmp_path_factory.mktemp("even") / "qwen3", "qwen3", vocab_size=264)
 
 
@@ -109,8 +109,8 @@ def test_segments_of_two_slabs_are_in_two_runs() -> None:
 
 def test_grouping_is_for_gpus_that_have_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def allowed(capability: tuple[int, int], dtype: torch.dtype = torch.bfloat16, d_out: int = 64) -> bool:
-        ask: Callable[..., tuple[int, int]] = lambda *_: capability  # noqa: E731
-        monkeypatch.setattr(torch.cuda, "get_device_capability", ask)
+        report: Callable[..., tuple[int, int]] = lambda *_: capability  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "get_device_capability", report)  # of GPUs that are not here
         shape = GroupShape(index=0, kind="mlp", names=("a",), d_in=64, d_outs=(d_out,))
         return can_group(torch.device("cuda"), dtype, [shape])
 

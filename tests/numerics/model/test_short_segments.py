@@ -1,4 +1,4 @@
-"""Segments of few rows, which a step of sampling mostly has, are computed together and have the bits of each solo."""
+"""Segments of few rows, as in decode steps, are computed together and have the same bits as solo."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.slow
 
 KEYS = ("a", "b", "c", "d", "e")
 RANKS = (8, 8, 8, 4, 16)
-"""Three that can be one batch; one of another scaling, one that lies in another slab."""
+"""Three can be one batch; the fourth has another scaling, the fifth is in another slab."""
 
 
 def hidden_of(s: Sampling, runs: Sequence[tuple[str, int, int]]) -> tuple[Tensor, Tensor]:
-    """Hidden states and logits of rows (key, first token, count), each row a sequence of its own."""
+    """Return hidden states and logits of rows (key, first token, count), each of which is a sequence."""
     model = s.driver.engine.base_model
     rows = dict(zip(KEYS, s.driver.engine.bank.acquire([f"{key}/v" for key in KEYS]), strict=True))
     tokens = torch.cat([torch.arange(first, first + count) for _, first, count in runs])

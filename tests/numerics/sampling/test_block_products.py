@@ -75,7 +75,7 @@ def test_log_sum_exp_is_that_of_the_scores_and_of_hidden_keys_alone_finite() -> 
 def test_number_of_rows_is_searched_until_rows_are_independent(
     good_multiple: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replaced product changes bits with the number of rows, except for multiples of 16, or always."""
+    """Patched: a product whose bits depend on the number of rows, except for multiples of 16, or always."""
     real = block_products.attend_rows
 
     def uneven(query: Tensor, *args: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -95,6 +95,7 @@ def test_missing_number_of_rows_is_logged_and_in_the_fingerprint(
 ) -> None:
     engine = Driver(qwen3).engine
     monkeypatch.setattr(sample_pass, "find_rows_multiple", lambda *_: None)
+    # patched: this library has a number of rows for which rows are independent
     made = SamplePass(engine.base_model, engine.bank, None)  # type: ignore[arg-type]
     assert made._rows_multiple == ROWS_MULTIPLES[-1]
     assert "may depend on its neighbours" in caplog.text

@@ -28,7 +28,7 @@ from workers.contract.messages import ErrorCode, SampleRequest, SampleResult
 
 KEYS = ("", "a", "b", "c")
 LENGTHS = (1, 5, 63, 64, 65, 128, 150)
-"""Of prompts: around one, two and three blocks of 64 tokens."""
+"""Lengths of prompts: around one, two and three blocks of 64 tokens."""
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"prompt_logprobs": True},
@@ -36,9 +36,9 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"top_k": 40, "stop_tokens": tuple(range(0, 256, 16))},
 )
 LONG = 66
-"""Tokens of the longest samples: more than a block of their own."""
+"""Tokens of the longest samples: more than a block."""
 POOL_BLOCKS = 11
-"""The largest request that is drawn, one sequence of it, takes five."""
+"""Blocks of the sampler; one sequence of the largest request takes five."""
 TOLERANCE = 1e-5
 """Largest difference of log-probabilities from the naive sampler's, which computes in fp32 too. Over all requests that
 can be drawn, on one thread, ours are within 2.7e-6 of the same model in fp64, and the naive ones within 3.7e-6."""
@@ -58,14 +58,14 @@ class World:
     models: dict[str, NaiveModel] = field(default_factory=dict)
 
     def result_solo(self, wanted: SampleRequest) -> SampleResult:
-        """Run on a fresh sampler."""
+        """Return the request's result from a fresh sampler."""
         if wanted.op_id not in self.solo:
             fresh = Sampling(self.sampling.driver, make_sampler(self.sampling.driver))
             (self.solo[wanted.op_id],) = fresh.run(wanted)
         return self.solo[wanted.op_id]
 
-    def naively(self, wanted: SampleRequest) -> list[tuple[list[int], list[float]]]:
-        """Run transformers' own code, token by token; of long samples the first sequence only, to save time."""
+    def result_naive(self, wanted: SampleRequest) -> list[tuple[list[int], list[float]]]:
+        """Return the naive sampler's result; of long samples only the first sequence, to save time."""
         key = wanted.version.key.removesuffix("/v")
         if key not in self.models:
             spec = self.sampling.specs.get(key, make_spec("none"))
@@ -83,7 +83,7 @@ _WORLDS: dict[tuple[Path, int], World] = {}
 
 
 def world_of(directory: Path, num_threads: int) -> World:
-    """Bits are promised for one number of threads."""
+    """Return the world of a model and a number of threads, on which bits may depend."""
     if (directory, num_threads) not in _WORLDS:
         world = World(sampling(directory), directory)
         world.sampling.publish("a", "b", "c", ranks=(8, 8, 4))
@@ -92,7 +92,7 @@ def world_of(directory: Path, num_threads: int) -> World:
 
 
 def make_request(key: str, length: int, variant: int, way: int, num_samples: int, max_tokens: int) -> SampleRequest:
-    """All prompts have the same first block; those of one variant continue alike."""
+    """Return a request. All prompts have the same first block; those of one variant have a common prefix."""
     prompt = np.concatenate([prompt_of(64), prompt_of(200, seed=variant)])[:length]
     return request(
         f"{key}-{length}-{variant}-{way}-{num_samples}-{max_tokens}",
@@ -149,7 +149,7 @@ def run_visits(s: Sampling, visits: Sequence[Visit]) -> list[SampleResult]:
         s.step()
         assert 0 <= pool.num_available <= pool.num_blocks
         step += 1
-        assert step < 3000, "a request never ends"
+        assert step < 3000, "a request does not end"
     assert (pool.num_in_use, pool.num_reserved) == (0, 0), "only cached prompts are left"
     return [s.result(str(number)) for number in range(len(visits))]
 
@@ -177,7 +177,7 @@ def test_random_co_batched_samples_change_no_bit_and_no_token_differs_from_the_n
         if solo.prompt_logprobs is not None:
             assert result.prompt_logprobs is not None
             assert result.prompt_logprobs.tobytes() == solo.prompt_logprobs.tobytes()
-        naive = world.naively(visit.request)
+        naive = world.result_naive(visit.request)
         for sequence, (tokens, logprobs) in zip(result.sequences[: len(naive)], naive, strict=True):
             assert sequence.tokens.tolist() == tokens
             atol = ADAPTED_TOLERANCE if visit.request.version.key else TOLERANCE

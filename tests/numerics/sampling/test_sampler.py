@@ -77,7 +77,7 @@ def test_sample_has_the_same_bits_solo_and_co_batched(model_directory: Path, num
 
 @pytest.mark.parametrize("num_samples", [1, 2])
 def test_sample_has_the_same_bits_solo_and_in_a_batch_of_64(model_directory: Path, num_samples: int) -> None:
-    """With prompts of their own, and with two samples of each."""
+    """With different prompts, and with two samples of each prompt."""
     s = sampling(model_directory)
     s.publish("a", "b")
     wanted = [
@@ -229,14 +229,14 @@ def test_stop_string_ends_with_the_token_that_completes_it(qwen3: Path) -> None:
     (free,) = s.sequences(request("free", **letters))
     tokens = free[0].tokens.tolist()
     printable = [all(32 < token < 127 for token in tokens[i : i + 2]) for i in range(len(tokens) - 1)]
-    place = printable.index(True)  # the miniature's tokens are bytes, so this string is cut into two of them
-    string = bytes(tokens[place : place + 2]).decode()
+    position = printable.index(True)  # the miniature's tokens are bytes, so this string is cut into two of them
+    string = bytes(tokens[position : position + 2]).decode()
     (stopped,) = s.sequences(request("stopped", **letters, stop_strings=("never to be seen", string)))
-    assert stopped[0].tokens.tolist() == tokens[: place + 2]
+    assert stopped[0].tokens.tolist() == tokens[: position + 2]
     assert stopped[0].stop_reason is StopReason.STOP
 
 
-def test_zero_tokens_give_the_prompt_logprobs_alone(qwen3: Path) -> None:
+def test_zero_tokens_give_only_the_prompt_logprobs(qwen3: Path) -> None:
     (result,) = sampling(qwen3).run(request("r", max_tokens=0, num_samples=2, prompt_logprobs=True))
     assert [len(sequence.tokens) for sequence in result.sequences] == [0, 0]
     assert result.prompt_logprobs is not None
@@ -262,7 +262,7 @@ def test_cancelled_request_ends_and_changes_no_other(qwen3: Path) -> None:
     assert s.driver.engine.bank.entry("a/v").num_pins == 0
 
 
-def test_request_that_cannot_run_fails_alone_with_a_reason(qwen3: Path) -> None:
+def test_request_that_cannot_run_fails_with_a_reason_and_no_other_request_does(qwen3: Path) -> None:
     s = sampling(qwen3)
     s.publish("a", "sick")
     (solo,) = s.sequences(request("solo", "a/v"))
@@ -301,17 +301,19 @@ def test_failed_pass_is_bisected_until_only_the_failing_request_is_left(
 
     wanted = [request(f"r{number}", length=3 + number, num_samples=2, temperature=0.0) for number in range(4)]
     solo = [s.sequences(one)[0] for one in wanted]
-    monkeypatch.setattr(s.driver.engine.base_model, "forward", failing)
-    culprit = request("culprit", prompt=np.array([1, 199], np.int32))
-    results = s.run(*wanted[:2], culprit, *wanted[2:])
+    monkeypatch.setattr(s.driver.engine.base_model, "forward", failing)  # memory does not run out on demand
+    failing_request = request("failing_request", prompt=np.array([1, 199], np.int32))
+    results = s.run(*wanted[:2], failing_request, *wanted[2:])
     assert code(results.pop(2)) == ErrorCode.OUT_OF_MEMORY
     for bits, result in zip(solo, results, strict=True):
         assert_same_bits(bits, result.sequences)
 
 
-@pytest.mark.parametrize("ask", [{"prompt_logprobs": True}, {"topk_prompt_logprobs": 3}, {"prompt_alt_tokens_k": 2}])
-def test_prompt_with_non_finite_logits_fails_alone_in_a_shared_pass_and_is_charged(
-    qwen3: Path, monkeypatch: pytest.MonkeyPatch, ask: dict[str, Any]
+@pytest.mark.parametrize(
+    "outputs", [{"prompt_logprobs": True}, {"topk_prompt_logprobs": 3}, {"prompt_alt_tokens_k": 2}]
+)
+def test_only_the_prompt_with_non_finite_logits_fails_in_a_shared_pass_and_is_charged(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch, outputs: dict[str, Any]
 ) -> None:
     s = sampling(qwen3)
     s.publish("a", "sick")
@@ -322,7 +324,7 @@ def test_prompt_with_non_finite_logits_fails_alone_in_a_shared_pass_and_is_charg
         s.sampler.start_sample(one)
     s.step()
     counts = s.count_rows(monkeypatch)
-    s.sampler.start_sample(request("sick", "sick/v", length=40, **ask))
+    s.sampler.start_sample(request("sick", "sick/v", length=40, **outputs))
     s.step()
     assert counts == [40 + len(wanted)]
     result = s.result("sick")
@@ -346,7 +348,7 @@ def test_versions_are_removed_by_a_later_request_and_pinned_ones_after_their_las
         removals = (f"v{number - 1}", "unknown")
         engine.start_sample(replace(request(f"r{number}"), version=version, removals=removals))
         s.step()
-        assert len(engine.bank) == before + number + 1, "all are in use"
+        assert len(engine.bank) == before + number + 1, "versions in use are not removed"
     s.run()
     assert {s.result(f"r{number}").error for number in range(6)} == {None}
     assert len(engine.bank) == before + 1

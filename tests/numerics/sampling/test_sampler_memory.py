@@ -1,4 +1,4 @@
-"""Key-value blocks: shared by samples and prompts, bounded, granted in turns, and free at the end."""
+"""Key-value blocks: shared by samples and prompts, bounded, granted to scopes in turns, free at the end."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def test_prompt_of_many_samples_is_computed_once(qwen3: Path, monkeypatch: pytes
     assert rows == [500, 64, 64, 64]
     assert (result.num_prompt_tokens, result.num_cached_tokens, result.num_sampled_tokens) == (500, 0, 256)
     pool = s.sampler.blocks
+    # private: cached and used blocks together are counted nowhere else
     assert pool.num_blocks - len(pool._free) == 500 // BLOCK_TOKENS, "whole blocks of the prompt stay cached, once"
 
 
@@ -278,7 +279,7 @@ def test_memory_is_free_after_every_kind_of_end(qwen3: Path, monkeypatch: pytest
         monkeypatch.setattr(s.driver.engine.base_model, "forward", failing)
         s.run()
     assert_all_free(s)
-    s.sampler.decode_step()  # takes the events
+    s.sampler.decode_step()  # returns the last events
     assert not s.sampler.can_decode()
 
 
@@ -350,7 +351,7 @@ def test_overflow_left_in_a_block_changes_no_later_sample(qwen3: Path) -> None:
     (sick,) = s.run(request("sick", "sick/v", length=150, max_tokens=60))
     assert code(sick) == ErrorCode.NON_FINITE
     for layer in range(s.driver.engine.base_model.num_layers):
-        for memory in s.sampler._cache.layer(layer):
+        for memory in s.sampler._cache.layer(layer):  # private: every block, also those that no prompt used
             memory.fill_(float("nan"))
     s.sampler.blocks.drop_all()
     (after,) = s.sequences(request("after", length=70, max_tokens=70, num_samples=2))

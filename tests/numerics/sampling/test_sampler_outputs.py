@@ -24,7 +24,7 @@ EVERYTHING: dict[str, Any] = {
 
 
 def logprobs_of(s: Sampling, key: str, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-    """Log-probabilities (n, vocabulary) of what comes after each token, by the training forward."""
+    """Return the log-probabilities (n, vocabulary) of the token after each token, by the training forward."""
     targets = np.tile(np.arange(VOCAB_SIZE, dtype=np.int32), (len(tokens), 1))
     weights = np.ones(targets.shape, np.float32)
     datum = Datum(tokens=tokens, loss_inputs={"target_tokens": targets, "weights": weights})
@@ -33,7 +33,7 @@ def logprobs_of(s: Sampling, key: str, tokens: NDArray[np.int32]) -> NDArray[np.
 
 
 def assert_likeliest(given: TokenLogprobs, expected: NDArray[np.float32]) -> None:
-    """`given` (n, k) are the largest of `expected` (n, vocabulary), the largest first."""
+    """Assert that `given` (n, k) are the largest of `expected` (n, vocabulary), the largest first."""
     assert given.token_ids.shape == given.logprobs.shape
     for ids, values, row in zip(given.token_ids, given.logprobs, expected, strict=True):
         np.testing.assert_allclose(values, row[ids], atol=1e-5)
@@ -127,7 +127,7 @@ def test_alternatives_follow_temperature_and_seed_but_no_filter(qwen3: Path) -> 
     assert (drawn("seeded", seed=8) != plain).mean() > 0.5
     greedy = drawn("greedy", temperature=0.0)
     assert (greedy == greedy[:, :1]).all()
-    assert len(np.unique(plain[0])) > 10, "draws of one position differ from each other"
+    assert len(np.unique(plain[0])) > 10, "the draws of one position are different"
     expected = np.exp(logits_after(s, 40).astype(np.float64))
     frequencies = np.mean([np.isin(plain[row], np.argsort(-p)[:40]).mean() for row, p in enumerate(expected)])
     masses = np.mean([np.sort(p)[-40:].sum() for p in expected])
@@ -135,7 +135,7 @@ def test_alternatives_follow_temperature_and_seed_but_no_filter(qwen3: Path) -> 
 
 
 def logits_after(s: Sampling, length: int) -> NDArray[np.float32]:
-    """Log-probabilities of the base model after each token of a prompt but the last."""
+    """Return the base model's log-probabilities after each token of a prompt but the last."""
     s.driver.install(make_spec("fresh"))
     return logprobs_of(s, "fresh", prompt_of(length))[:-1]
 

@@ -18,19 +18,19 @@ def test_the_engine_announces_the_longest_sequence_that_its_memory_holds(qwen3: 
     free = 6_000_000
     engine = make_engine(qwen3, recompute=recompute, free_bytes=lambda _: free)
     memory = PassMemory(engine.base_model)
-    room = USED_FRACTION * (free - engine.sampler.untaken_bytes)
+    usable_bytes = USED_FRACTION * (free - engine.sampler.untaken_bytes)
     fitting = engine.info.fitting_tokens
     assert fitting is not None
 
     def fits(num_tokens: int) -> bool:
         load = Load(num_tokens=num_tokens, lengths=[num_tokens], rank=64)
-        return memory.peak_bytes(load, backward=True, recompute=recompute != "off") <= room
+        return memory.peak_bytes(load, backward=True, recompute=recompute != "off") <= usable_bytes
 
     assert fits(fitting)
     assert not fits(fitting + 1)
 
 
-def test_with_enough_memory_there_is_no_limit_and_a_share_is_only_a_share(qwen3: Path) -> None:
+def test_with_enough_memory_there_is_no_limit_and_a_share_of_it_has_one(qwen3: Path) -> None:
     def fitting(share: float) -> int | None:
         return make_engine(qwen3, memory_share=share, free_bytes=lambda _: 40_000_000).info.fitting_tokens
 

@@ -1,4 +1,4 @@
-"""The trials at loading: an engine promises no bits that the library's kernels do not give."""
+"""The trials at loading: an engine promises bits only if the library's kernels keep them."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def test_memory_of_the_trials_at_loading_is_not_kept(qwen3: Path, monkeypatch: p
     grown: list[int] = []
 
     def trial(_: BaseModel) -> bool:
-        filling = [torch.ones(1 << 18) for _ in range(64)]  # takes what the heap has kept
+        filling = [torch.ones(1 << 18) for _ in range(64)]  # takes the free blocks of the heap
         before = kept_bytes()
         tensors = [torch.ones(1 << 18) for _ in range(16)]
-        last = tensors.pop()  # keeps the heap's end
+        last = tensors.pop()  # stays at the heap's end
         del tensors
         grown.append(kept_bytes() - before)
         return len(filling) == 64 and float(last[0]) == 1

@@ -1,4 +1,4 @@
-"""A bf16 base model: adapters stay fp32, the layers see a copy, and results are those of fp32 to rounding."""
+"""A bf16 base model: adapters stay fp32, the layers use a bf16 copy, and results are those of fp32 to rounding."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ from workers.contract.messages import Batch, Datum, PassItem
 
 pytestmark = pytest.mark.slow
 
-# The second and third have equal numbers of tokens: they must not be taken for segments of two adapters.
+# The second and third have equal numbers of tokens: they must not be computed as segments of two adapters.
 CHUNKS = [make_data("cross_entropy", lengths, seed) for seed, lengths in enumerate([[9, 9, 9, 40], [30, 12], [42]])]
 
 
 def outcome(driver: Driver, batches: list[list[PassItem]], neighbours: bool) -> tuple[list[bytes], bytes, object]:
-    """Log-probabilities, gradient and state after a step, of the chunks in some batches."""
+    """Run the batches and a step; return the log-probabilities, gradient and state of the adapter "it"."""
     logprobs = []
     for number, items in enumerate(batches):
         others = [driver.backward(f"other{i}", make_data("cross_entropy", [64, 30 + number], i)) for i in range(3)]
@@ -52,8 +52,8 @@ def test_three_chunks_give_the_same_bits_when_their_adapter_is_evicted_between_t
     assert run(qwen3, [1, 2], neighbours=True, num_slots=1) == run(qwen3, [])
 
 
-def test_equal_chunks_of_one_adapter_are_not_taken_for_a_batch_of_neighbouring_slots(qwen3: Path) -> None:
-    """Rows stand as c (20), a (32), a (32), c (32): the last three are at slots 0, 0 and 2, with b at slot 1."""
+def test_equal_chunks_of_one_adapter_are_not_computed_as_a_batch_of_adjacent_slots(qwen3: Path) -> None:
+    """Rows are c (20), a (32), a (32), c (32): the last three are at slots 0, 0 and 2, with b at slot 1."""
 
     def gradients(together: bool) -> list[bytes]:
         driver = Driver(qwen3)

@@ -1,4 +1,4 @@
-"""Losses and steps that wait for the device once give what those give that wait each time."""
+"""Losses and steps that wait once for the device have the results of those that wait each time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workers.training.optim import NonFiniteStepError, Step, StepNorms, adamw_st
 
 
 def deferred(model: Path, **config: Any) -> Driver:
-    """In fp32 on a CPU, where both ways can be taken."""
+    """Return an engine that waits once, in fp32 on a CPU, where both ways can run."""
     driver = Driver(model, **config)
     base_model = driver.engine.base_model
     base_model.is_deferred = True
@@ -58,17 +58,17 @@ def test_request_whose_loss_overflows_fails_without_its_neighbours(
     gradients: list[torch.Tensor | None] = []
     run = DeviceLoss.run
 
-    def noting(self: DeviceLoss, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+    def recording(self: DeviceLoss, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         gradients.append(run(self, *args, **kwargs))
         return gradients[-1]
 
     backward = [driver.backward(tenant.key, tenant.passes[0]) for tenant in sound]
     with monkeypatch.context() as patch:
-        patch.setattr(DeviceLoss, "run", noting)
+        patch.setattr(DeviceLoss, "run", recording)
         first, failed, last = driver.run(backward[0], driver.backward("b", data, loss_fn), backward[1])
     (gradient,) = gradients
     assert gradient is not None
-    assert gradient.isfinite().all(), "infinite slopes do not even begin their way back"
+    assert gradient.isfinite().all(), "infinite slopes are not propagated"
     solo = undisturbed.train(*(undisturbed.backward(tenant.key, tenant.passes[0]) for tenant in sound))
     assert code(failed) == ErrorCode.NON_FINITE
     for mine, theirs in zip((first, last), solo, strict=True):
@@ -128,7 +128,7 @@ PARAMS = (
 
 @pytest.mark.parametrize("kept_bytes_max", [1, optim.KEPT_BYTES_MAX])
 def test_steps_together_are_the_steps_one_by_one(kept_bytes_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optim, "KEPT_BYTES_MAX", kept_bytes_max)  # real rows would have to have gigabytes
+    monkeypatch.setattr(optim, "KEPT_BYTES_MAX", kept_bytes_max)  # real rows would need gigabytes
     rows, others = make_rows(4), make_rows(4)
     expected = [
         adamw_step(row, params, 3 + index) for index, (row, params) in enumerate(zip(others, PARAMS, strict=True))

@@ -93,10 +93,10 @@ def test_drop_gradient_drops_the_pending_gradient(driver: Driver) -> None:
     assert torch.equal(driver.gradient("a"), dropped)
 
 
-def _fail_once(monkeypatch: pytest.MonkeyPatch, error: Exception, when: Any) -> list[int]:
-    """Make passes for which `when(parts)` holds fail in the middle, after gradients were added; count them.
+def fail_passes(monkeypatch: pytest.MonkeyPatch, error: Exception, when: Any) -> list[int]:
+    """Let passes for which `when(parts)` holds fail after gradients were added; return their sizes.
 
-    Patches the loss, for no input makes a pass fail there.
+    Patches the loss, because no input makes a pass fail there.
     """
     run = ChunkedLoss.run
     sizes: list[int] = []
@@ -134,7 +134,7 @@ def test_failed_pass_is_bisected_until_only_the_failing_request_fails(
         twin.install(make_spec(key, 16 if key == "b" else 8))
         twin.train(twin.backward(key, DATA), twin.backward(key, data))
         expected_gradients[key] = twin.gradient(key)
-    sizes = _fail_once(monkeypatch, error, lambda parts: any(part.stop - part.start == 32 for part in parts))
+    sizes = fail_passes(monkeypatch, error, lambda parts: any(part.stop - part.start == 32 for part in parts))
     results = driver.run(*(driver.backward(key, data) for key, data in zip(keys, more, strict=True)))
     assert [code(result) for result in results] == [None, None, expected, None]
     again = [1] if expected is ErrorCode.OUT_OF_MEMORY else []
@@ -243,7 +243,7 @@ def test_engine_time_is_shared_by_tokens_and_tokens_are_counted(qwen3: Path) -> 
 
 
 def test_a_row_has_the_same_bits_among_few_rows_of_its_adapter_as_among_many(driver: Driver) -> None:
-    """What the sampler's decode steps rest on: 1 row of an adapter, or 40."""
+    """The sampler's decode steps rely on this: 1 row of an adapter, or 40."""
     trained(driver, "a")
     base_model, bank = driver.engine.base_model, driver.engine.bank
     (row,) = bank.acquire(["a"])

@@ -33,7 +33,7 @@ def test_co_batched_tenant_has_the_bits_of_solo_in_exact_mode(model_directory: P
 
 @pytest.fixture
 def rows_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that splits its sums by the number of rows, as those for GPUs do; a CPU's seldom shows."""
+    """Patch torch: sums are split by the number of rows, as in libraries for GPUs, and rarely in those for CPUs."""
 
     def product(left: Tensor, right: Tensor) -> Tensor:
         num_splits = 1 + len(left) % 5
@@ -93,7 +93,7 @@ def test_products_by_blocks_are_the_products(num_rows: int) -> None:
 
 
 def test_segments_of_equal_length_are_not_computed_as_one_batch(qwen3: Path) -> None:
-    """A batched product may depend on how many there are, and that is the neighbours' doing."""
+    """The bits of a batched product may depend on the size of the batch, and so on co-batched tenants."""
     driver = Driver(qwen3, exact=True)
     driver.install(make_spec("a"), make_spec("b"))
     acquired = driver.engine.bank.acquire(["a", "b"])

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 def train_solo(model: Path, tenants: Sequence[Tenant]) -> dict[str, Trace]:
-    """Each tenant on an engine of its own."""
+    """Train each tenant on a separate engine."""
     return {tenant.key: train(Driver(model), [tenant])[tenant.key] for tenant in tenants}
 
 
@@ -35,7 +35,7 @@ def test_co_batched_tenant_gets_the_same_bits_as_solo(model_directory: Path, num
 
 
 def test_bits_do_not_depend_on_the_number_of_threads(model_directory: Path) -> None:
-    """Passes take fewer threads on busy cores."""
+    """A pass uses fewer threads on busy cores."""
     traces = []
     for num_threads in (1, 2):
         torch.set_num_threads(2)
@@ -48,7 +48,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(model_directory: Path) -> N
 
 @pytest.mark.parametrize("length", [16, 17, 33, 64])
 def test_tenants_of_equal_length_computed_as_one_batch_get_the_same_bits_as_solo(qwen3: Path, length: int) -> None:
-    """Ranks of one class with three scalings, and another class, so that batches form and must end in time."""
+    """Ranks of one class with three scalings, and of another class: batches end where scaling or class changes."""
     tenants = [
         Tenant(spec=make_spec(f"{name}{rank}", rank), passes=[make_data("cross_entropy", [length], rank)])
         for rank in (8, 4, 1, 16)
@@ -112,7 +112,7 @@ def test_no_neighbours_lengths_or_ranks_change_a_bit(
 
 
 def _with(data: Sequence[Datum], name: str, value: float) -> tuple[Datum, ...]:
-    """The data, one value of a loss input replaced."""
+    """Return the data with one value of a loss input replaced."""
     values: NDArray[np.float32] = data[0].loss_inputs[name].astype(np.float32)
     values[len(values) // 2] = value
     return (dataclasses.replace(data[0], loss_inputs={**data[0].loss_inputs, name: values}), *data[1:])

@@ -26,7 +26,7 @@ CONFIGS: dict[str, list[dict[str, float]]] = {
 
 
 def assert_equals_plain(data: tuple[Datum, ...], loss_fn: str, config: dict[str, float], p: torch.Tensor) -> None:
-    """p (N, K): the log-probabilities of all the data's targets."""
+    """Compare a loss and its slope with autograd; p (N, K): the log-probabilities of all targets."""
     request = prepare(data, loss_fn, config, VOCAB_SIZE)
     terms = request.sequence_terms(p.detach())
     total = torch.zeros(())

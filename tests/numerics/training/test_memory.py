@@ -25,8 +25,8 @@ def memory_of(driver: Driver) -> PassMemory:
     return PassMemory(driver.engine.base_model)
 
 
-def limited(driver: Driver, num_bytes: int) -> None:
-    """From now on the engine believes that so much may be used by a pass."""
+def limit_memory(driver: Driver, num_bytes: int) -> None:
+    """Give an engine this much free memory for passes."""
     assemble_again(driver.engine, free_bytes=round(num_bytes / USED_FRACTION) + 1)
 
 
@@ -53,7 +53,7 @@ def test_the_estimate_is_above_the_memory_of_a_pass_and_not_far(model_directory:
 
 
 def test_masks_of_a_window_are_counted_while_they_are_made(model_directories: dict[str, Path]) -> None:
-    """Long sequences of a small model: the mask while it is made is more than all that the pass keeps."""
+    """For long sequences of a small model, a mask takes more memory while it is made than the whole pass."""
     driver = Driver(model_directories["mistral-window"])
     driver.install(make_spec("a"))
     data = make_data("cross_entropy", [512])
@@ -90,7 +90,7 @@ def driver(qwen3: Path) -> Driver:
 
 
 def gradients(driver: Driver, *lengths: int) -> tuple[list[bytes], int]:
-    """Both adapters' gradients of a batch of fresh ones, and the products with frozen weights that it took."""
+    """Run a batch; return both adapters' gradients, and its number of products with frozen weights."""
     for key in "ab":
         driver.engine.bank.drop_grad(key)
     taken = driver.num_base_matmuls(*(driver.backward(key, make_data("cross_entropy", lengths)) for key in "ab"))
@@ -100,7 +100,7 @@ def gradients(driver: Driver, *lengths: int) -> tuple[list[bytes], int]:
 def test_requests_that_fit_one_by_one_are_passes_of_their_own_and_none_runs_twice(driver: Driver) -> None:
     expected, together = gradients(driver, 500, 500)
     load = Load(num_tokens=1500, lengths=[500], rank=8, num_adapters=2)
-    limited(driver, memory_of(driver).peak_bytes(load, backward=True))
+    limit_memory(driver, memory_of(driver).peak_bytes(load, backward=True))
     actual, apart = gradients(driver, 500, 500)
     assert actual == expected
     # Of one pass of 2000 tokens, 14 products in the layers; the unembedding goes block by block either way.
@@ -110,7 +110,7 @@ def test_requests_that_fit_one_by_one_are_passes_of_their_own_and_none_runs_twic
 def test_a_request_that_fits_only_with_recomputed_layers_runs_them_twice(driver: Driver) -> None:
     expected, together = gradients(driver, 500, 500)
     memory, load = memory_of(driver), Load(num_tokens=1000, lengths=[500], rank=8)
-    limited(driver, memory.peak_bytes(load, backward=True, recompute=True))
+    limit_memory(driver, memory.peak_bytes(load, backward=True, recompute=True))
     assert memory.peak_bytes(load, backward=True) > memory.peak_bytes(load, backward=True, recompute=True)
     actual, apart = gradients(driver, 500, 500)
     assert actual == expected
@@ -125,7 +125,7 @@ def test_a_request_that_finds_less_memory_than_was_measured_runs_its_layers_twic
     expected.install(make_spec("a"), make_spec("b"))
     expected.train(*(expected.backward(key, make_data("cross_entropy", [20])) for key in "ab"))
 
-    # Patched, for a machine cannot be made short of memory between the measurement and the pass.
+    # Patched: memory does not run out on demand between the measurement and the pass.
     def short_of_memory(self: BaseModel, *args: Any, recompute: bool, **kwargs: Any) -> Any:
         if not recompute:
             raise MemoryError
@@ -140,7 +140,7 @@ def test_a_request_that_finds_less_memory_than_was_measured_runs_its_layers_twic
 
 
 def test_the_copy_of_a_pending_gradient_takes_memory_too(driver: Driver) -> None:
-    limited(driver, memory_of(driver).peak_bytes(Load(num_tokens=500, lengths=[500], rank=8), backward=True))
+    limit_memory(driver, memory_of(driver).peak_bytes(Load(num_tokens=500, lengths=[500], rank=8), backward=True))
     data = make_data("cross_entropy", [500])
     first, second = (driver.num_base_matmuls(driver.backward("a", data)) for _ in range(2))
     assert second - first == 14, "the second pass, with a copy of the gradient, recomputes its layers"
@@ -148,15 +148,15 @@ def test_the_copy_of_a_pending_gradient_takes_memory_too(driver: Driver) -> None
 
 def test_short_requests_still_share_a_pass_where_memory_is_short(driver: Driver) -> None:
     _, together = gradients(driver, 30)
-    limited(
+    limit_memory(
         driver, memory_of(driver).peak_bytes(Load(num_tokens=64, lengths=[30], rank=8, num_adapters=2), backward=True)
     )
     assert gradients(driver, 30)[1] == together
 
 
-def test_forwards_share_a_pass_that_would_be_too_much_with_a_backward(driver: Driver) -> None:
+def test_forwards_share_a_pass_that_would_not_fit_with_a_backward(driver: Driver) -> None:
     memory, load = memory_of(driver), Load(num_tokens=2000, lengths=[500], rank=8, num_adapters=2)
-    limited(driver, memory.peak_bytes(load, backward=False))
+    limit_memory(driver, memory.peak_bytes(load, backward=False))
     assert memory.peak_bytes(load, backward=True) > memory.peak_bytes(load, backward=False)
     data = make_data("cross_entropy", [500, 500])
     blocks = -(-2000 // block_rows_of(VOCAB_SIZE))

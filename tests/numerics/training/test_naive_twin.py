@@ -1,4 +1,4 @@
-"""The packed pass computes what the naive way computes: losses, log-probabilities, gradients."""
+"""The packed pass has the losses, log-probabilities and gradients of the naive twin."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LENGTHS = [5, 17, 17, 33, 9, 1]
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
-    """To 1e-5 of the largest value: fp32, in another order."""
+    """Assert equality to 1e-5 of the largest value: fp32, summed in another order."""
     tolerance = 1e-5 * (1 + float(expected.abs().max()))
     assert float((actual - expected).abs().max()) <= tolerance, what
 
 
 def warmed_up(model: Path, tenants: list[Tenant]) -> Driver:
-    """An engine whose adapters have taken a step, so that B is not zero."""
+    """Return an engine with adapters after one step, so that B is not zero."""
     driver = Driver(model)
     driver.install(*(tenant.spec for tenant in tenants))
     warm_up = make_data("cross_entropy", [40])

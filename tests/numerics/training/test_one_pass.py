@@ -1,4 +1,4 @@
-"""One packed pass really serves all tenants, and holds no tensor of all tokens by the vocabulary."""
+"""One packed pass serves all tenants, and allocates no tensor of all tokens by the vocabulary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_sixteen_tenants_take_as_many_base_model_matmuls_as_one(model_directory:
 
 
 class LargestVocabularyTensor(TorchDispatchMode):
-    """Notes the most rows of any tensor whose last dimension is the vocabulary."""
+    """Records the most rows of any tensor whose last dimension is the vocabulary."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -36,7 +36,7 @@ class LargestVocabularyTensor(TorchDispatchMode):
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
-            # A view of the unembedding's own weight is no activation.
+            # A view of the unembedding's weight is not an activation.
             is_weight = isinstance(tensor, torch.Tensor) and tensor.shape[:1] == (64,)
             if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (self.vocab_size,) and not is_weight:
                 self.num_rows = max(self.num_rows, tensor.numel() // self.vocab_size)

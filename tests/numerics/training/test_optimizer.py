@@ -1,4 +1,4 @@
-"""AdamW per adapter against torch's own, and what a step reports."""
+"""AdamW per adapter against torch's own, and the metrics of a step."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_padding_of_a_rank_stays_zero(qwen3: Path) -> None:
 
 @pytest.mark.parametrize("value", [1e25, float("inf"), float("nan")])
 def test_gradient_whose_norm_is_not_finite_changes_neither_weights_nor_moments(qwen3: Path, value: float) -> None:
-    """Values of 1e25 are finite, but their squares would make the second moment infinite for ever."""
+    """Values of 1e25 are finite, but their squares would make the second moment infinite in all later steps."""
     driver = Driver(qwen3)
     driver.install(make_spec("a"))
     driver.train(driver.backward("a", make_data("cross_entropy", [20])), driver.step("a"))

@@ -1,4 +1,4 @@
-"""What the engine computes and writes is what PEFT computes and reads."""
+"""The engine trains as PEFT does, and its files load in PEFT."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def trained(model: Path, spec: AdapterSpec) -> Driver:
 
 
 def write_peft_directory(directory: Path, driver: Driver, spec: AdapterSpec, state: AdapterState) -> None:
-    """As an export does: the weights' bytes as they are, and a configuration."""
+    """Write the weights' bytes unchanged, and a configuration, as an export does."""
     info = driver.engine.info
     config = {
         "peft_type": "LORA",
@@ -60,7 +60,7 @@ def cross_entropy(logprobs: Sequence[torch.Tensor], data: Sequence[Datum]) -> to
 
 
 def peft_name(name: str) -> str:
-    """What PEFT calls one of our matrices."""
+    """Return PEFT's name of one of our matrices."""
     return "base_model.model." + name.replace(".weight", ".default.weight")
 
 
@@ -94,7 +94,7 @@ in a direction that no other parameter has."""
 
 
 def trained_by_peft(model_directory: Path, adapter: Path, data: Sequence[Datum]) -> tuple[list[float], dict[str, Any]]:
-    """Losses and final parameters of one solo tenant: PEFT, autograd and torch's AdamW."""
+    """Train one tenant with PEFT, autograd and torch's AdamW; return its losses and final parameters."""
     base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True).eval()
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -134,11 +134,11 @@ def test_two_co_batched_tenants_equal_peft_training_of_each_solo(any_model_direc
             losses[tenant.key].append(result.metrics["loss:sum"])
         driver.train(*(driver.step(tenant.key, tenant.params) for tenant in tenants))
     linears = sum(len(shape.names) for shape in driver.engine.base_model.group_shapes)
-    assert driver.engine.base_model.num_base_matmuls - num_matmuls == NUM_STEPS * linears, "not one pass a step"
+    assert driver.engine.base_model.num_base_matmuls - num_matmuls == NUM_STEPS * linears, "each step has one pass"
 
     for tenant in tenants:
         expected, parameters = trained_by_peft(any_model_directory, tmp_path / tenant.key, tenant.passes[0])
-        assert expected[-1] < expected[0], "it learns something"
+        assert expected[-1] < expected[0], "the loss decreases"
         torch.testing.assert_close(torch.tensor(losses[tenant.key]), torch.tensor(expected), rtol=1e-5, atol=1e-3)
         weights = driver.weights(tenant.key)
         assert {peft_name(name) for name in weights} == set(parameters)

@@ -1,4 +1,4 @@
-"""Layers that run again in the backward give the bits of layers that kept everything."""
+"""Layers that run again in the backward have the bits of layers that kept their activations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_layer_runs_twice_in_a_pass_with_a_backward_through_it_and_only_th
 def test_only_a_pass_with_recomputed_layers_maps_its_memory_outside_the_heap(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Holes in the heap would take more of the memory that is short. Patched: the state of the heap is not visible."""
+    """Free blocks in the heap would take more of the scarce memory. Patched: the heap's state is not visible."""
     entered: list[bool] = []
 
     @contextmanager

@@ -17,7 +17,7 @@ from workers.model.base_model import BaseModel
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "workers" / "models" / "kjv-2m"
 HELD_OUT = ROOT / "tests" / "data" / "kjv_held_out.txt"
-"""The last two chapters of the text, parted by an empty line; the model never saw them."""
+"""The last two chapters of the text, separated by an empty line. They are not in the training text."""
 DEMO_DATA = ROOT / "scripts" / "demo" / "data"
 
 
@@ -104,8 +104,8 @@ def text_bits(model: Any, tokenizer: Any, text: str, window_tokens: int = 256) -
     return bits
 
 
-def test_two_workers_of_one_process_load_it_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While transformers loads, it changes torch for every thread."""
+def test_two_workers_of_one_process_load_the_model_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While transformers loads a model, it changes torch for all threads. Patched to measure the overlap."""
     load, num_loading, most = AutoModelForCausalLM.from_pretrained, 0, 0
 
     def from_pretrained(*args: Any, **options: Any) -> Any:

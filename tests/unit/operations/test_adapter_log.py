@@ -1,4 +1,4 @@
-"""One adapter's log in memory: what may run, what a closed window forbids, and what a lost copy changes."""
+"""One adapter's log in memory: ready operations, closed windows, lost copies."""
 
 from collections.abc import Callable
 
@@ -38,9 +38,9 @@ def test_a_pass_takes_the_prefix_of_passes_and_nothing_behind_a_gap() -> None:
 
 def test_a_step_phase_takes_one_optimizer_step_with_the_saves_and_loads_around_it() -> None:
     assert seqs(adapter_with(STEP, LOAD, STEP, FB).ready_states()) == [1, 2]
-    assert seqs(adapter_with(SAVE, STEP, SAVE, LOAD).ready_states()) == [1, 2, 3], "it may load what is being saved"
+    assert seqs(adapter_with(SAVE, STEP, SAVE, LOAD).ready_states()) == [1, 2, 3], "the load may need the checkpoint"
     assert seqs(adapter_with(STEP, SAVE, STEP).ready_states()) == [1, 2]
-    assert seqs(adapter_with(LOAD, STEP).ready_states()) == [1], "should the load fail, the step must not have run"
+    assert seqs(adapter_with(LOAD, STEP).ready_states()) == [1], "if the load fails, the step must not have run"
 
 
 def test_a_closed_window_fails_its_step_also_behind_a_save() -> None:
@@ -155,16 +155,16 @@ def test_a_failed_append_leaves_no_gap_before_the_next_server_assigned_seq() -> 
     assert adapter.next_seq == 3
 
 
-@pytest.mark.parametrize(("seen", "copy"), [("not", ("w0", 1)), ("started", ("", 0)), ("applied", ("", 0))])
-def test_withdrawing_an_operation_drops_only_a_copy_that_may_have_run_it(seen: str, copy: tuple[str, int]) -> None:
+@pytest.mark.parametrize(("progress", "copy"), [("none", ("w0", 1)), ("started", ("", 0)), ("applied", ("", 0))])
+def test_withdrawing_an_operation_drops_only_a_copy_that_may_have_run_it(progress: str, copy: tuple[str, int]) -> None:
     adapter = adapter_with(FB)
     adapter.add(appending(2, FB))
     adapter.place_copy("w0")
     run(adapter, 1)
     two = adapter.operations[2]
-    if seen != "not":
+    if progress != "none":
         adapter.start(two)
-    if seen == "applied":
+    if progress == "applied":
         two.succeed(1, Usage())
         adapter.applied(two)
         adapter.advance()
@@ -175,8 +175,8 @@ def test_withdrawing_an_operation_drops_only_a_copy_that_may_have_run_it(seen: s
 def test_a_refused_operation_closes_its_window_only_once_its_record_is_durable() -> None:
     """If the append fails, its sequence number belongs to the next attempt, which may succeed."""
     adapter = adapter_with(FB)
-    for seq, kind in ((2, FB), (3, FB)):
-        adapter.add(appending(seq, kind))
+    for seq in (2, 3):
+        adapter.add(appending(seq, FB))
     refused, behind = adapter.operations[2], adapter.operations[3]
     refused.fail(ERROR)
     behind.accept()
@@ -235,14 +235,13 @@ def test_the_bytes_of_a_window_are_counted_until_its_step_and_uncounted_when_wit
 
 
 def test_readiness_of_an_adapter_with_ten_thousand_operations_reads_only_the_first_ones() -> None:
-    """Readiness looks at the head of the log only."""
     adapter = adapter_with(*[FB] * 10_000)
-    looked: list[int] = []
+    reads: list[int] = []
     operations = adapter.operations
 
     class Counting(dict[int, Operation]):
         def get(self, key: int, default: object = None) -> Operation | None:  # type: ignore[override]
-            looked.append(key)
+            reads.append(key)
             return operations.get(key)
 
     adapter.operations = Counting(operations)
@@ -250,7 +249,7 @@ def test_readiness_of_an_adapter_with_ten_thousand_operations_reads_only_the_fir
     assert adapter.missing_seq() is None
     adapter.advance()
     assert not adapter.is_replaying
-    assert len(looked) < 20
+    assert len(reads) < 20
 
 
 @given(

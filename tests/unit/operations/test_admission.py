@@ -1,4 +1,4 @@
-"""Admission against a real store: what consumes a sequence number and what does not; a retry is always safe."""
+"""Admission with a real store: which requests consume a sequence number, and that a repeat is always safe."""
 
 import asyncio
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ LIMITS = Limits(pending_operations_max=8, pending_bytes_max=2000, window_bytes_m
 
 
 @dataclass
-class Desk:
-    """An admission and one adapter."""
+class Bench:
+    """An admission with one adapter."""
 
     store: Store
     in_flight: InFlightTable = field(default_factory=lambda: InFlightTable(FinishedSamples(epoch=1)))
@@ -56,8 +56,8 @@ class Desk:
 
 
 @pytest.fixture
-async def desk(store: Store) -> Desk:
-    return Desk(store)
+async def bench(store: Store) -> Bench:
+    return Bench(store)
 
 
 def step(payload: bytes = b"step") -> Request:
@@ -83,227 +83,227 @@ def seqs(operations: Sequence[Operation]) -> list[int]:
     return [operation.seq for operation in operations]
 
 
-async def test_an_operation_is_in_the_log_when_it_is_acknowledged(desk: Desk) -> None:
-    [operation] = await desk.submit(step(), seq=1)
+async def test_an_operation_is_in_the_log_when_it_is_acknowledged(bench: Bench) -> None:
+    [operation] = await bench.submit(step(), seq=1)
     assert operation.is_durable
-    assert desk.logged() == [1]
+    assert bench.logged() == [1]
 
 
-async def test_an_operation_may_run_before_its_append_has_committed(desk: Desk) -> None:
+async def test_an_operation_may_run_before_its_append_has_committed(bench: Bench) -> None:
     """Acceptance does not wait: nothing is awaited before the asserts."""
-    acceptance = desk.admission.accept(desk.adapter, 1, "", [forward_backward()])
+    acceptance = bench.admission.accept(bench.adapter, 1, "", [forward_backward()])
     [operation] = acceptance.operations
     assert not operation.is_durable
-    assert list(desk.adapter.ready_passes()) == [operation]
-    assert (list(desk.group.dirty), list(desk.group.arrivals.drain())) == (["a"], ["t"])
-    assert desk.in_flight.get("a:1") is operation
+    assert list(bench.adapter.ready_passes()) == [operation]
+    assert (list(bench.group.dirty), list(bench.group.arrivals.drain())) == (["a"], ["t"])
+    assert bench.in_flight.get("a:1") is operation
     assert operation.decoded is not None, "the request is decoded once"
     await acceptance.until_durable()
     assert operation.is_durable
 
 
-async def test_a_repeated_request_is_the_same_operation_and_another_request_at_its_seq_is_refused(desk: Desk) -> None:
-    [first] = await desk.submit(step(), seq=1)
-    [again] = await desk.submit(step(), seq=1)
+async def test_a_repeated_request_is_the_same_operation_and_another_request_at_its_seq_is_refused(bench: Bench) -> None:
+    [first] = await bench.submit(step(), seq=1)
+    [again] = await bench.submit(step(), seq=1)
     assert again is first
     for other in (step(b"other"), forward_backward(b"step"), bad()):
-        error = await desk.refusal(other, seq=1)
+        error = await bench.refusal(other, seq=1)
         assert (error.code, error.metadata) == (Code.ALREADY_EXISTS, {"expected_seq": "2"})
-    assert desk.logged() == [1]
+    assert bench.logged() == [1]
 
 
 async def test_a_repeat_is_acknowledged_only_when_the_first_is_durable(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_appends(monkeypatch, desk.store, 1)
-    answers = await asyncio.gather(*(desk.submit(step(), seq=1) for _ in range(3)), return_exceptions=True)
+    fail_appends(monkeypatch, bench.store, 1)
+    answers = await asyncio.gather(*(bench.submit(step(), seq=1) for _ in range(3)), return_exceptions=True)
     assert [getattr(answer, "reason", answer) for answer in answers] == ["STORAGE"] * 3
     assert all(answer.retry_delay_s for answer in answers if isinstance(answer, ServiceError))
 
 
 async def test_a_repeat_of_two_operations_is_acknowledged_only_when_both_are_durable(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_appends(monkeypatch, desk.store, 2)
+    fail_appends(monkeypatch, bench.store, 2)
     first, second = (
-        desk.admission.accept(desk.adapter, seq, "", [request])
+        bench.admission.accept(bench.adapter, seq, "", [request])
         for seq, request in ((1, forward_backward()), (2, step()))
     )
-    assert (await desk.refusal(forward_backward(), step(), seq=1)).reason == "STORAGE"
+    assert (await bench.refusal(forward_backward(), step(), seq=1)).reason == "STORAGE"
     assert seqs(await first.until_durable()) == [1]
     with pytest.raises(ServiceError):
         await second.until_durable()
 
 
-async def test_a_storage_failure_consumes_nothing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    await desk.submit(step(), seq=1)
+async def test_a_storage_failure_consumes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    await bench.submit(step(), seq=1)
     with monkeypatch.context() as patch:
-        fail_appends(patch, desk.store, 2, 3)
-        error = await desk.refusal(forward_backward(), step(), request_id="r")
+        fail_appends(patch, bench.store, 2, 3)
+        error = await bench.refusal(forward_backward(), step(), request_id="r")
         assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "STORAGE")
-        bad_error = await desk.refusal(bad(), seq=2)
+        bad_error = await bench.refusal(bad(), seq=2)
         assert bad_error.reason == "STORAGE"
-    assert (desk.adapter.next_seq, list(desk.adapter.operations)) == (2, [1])
-    assert (len(desk.in_flight), desk.adapter.window_bytes) == (1, 0)
-    assert seqs(await desk.submit(forward_backward(), step(), request_id="r")) == [2, 3]
-    assert desk.logged() == [1, 2, 3]
+    assert (bench.adapter.next_seq, list(bench.adapter.operations)) == (2, [1])
+    assert (len(bench.in_flight), bench.adapter.window_bytes) == (1, 0)
+    assert seqs(await bench.submit(forward_backward(), step(), request_id="r")) == [2, 3]
+    assert bench.logged() == [1, 2, 3]
 
 
-async def test_a_refused_seq_is_consumed_once_and_its_repeat_gets_the_same_refusal(desk: Desk) -> None:
-    errors = await asyncio.gather(*(desk.refusal(bad(), seq=1) for _ in range(3)))
-    errors.append(await desk.refusal(bad(), seq=1))
+async def test_a_refused_seq_is_consumed_once_and_its_repeat_gets_the_same_refusal(bench: Bench) -> None:
+    errors = await asyncio.gather(*(bench.refusal(bad(), seq=1) for _ in range(3)))
+    errors.append(await bench.refusal(bad(), seq=1))
     assert {(error.code, error.message) for error in errors} == {(Code.INVALID_ARGUMENT, "adam.learning_rate is wrong")}
-    assert desk.logged() == [1]
-    assert desk.adapter.operations[1].is_failed
-    assert (await desk.refusal(bad(-2.0), seq=1)).code is Code.ALREADY_EXISTS
-    assert (len(desk.in_flight), desk.adapter.next_seq) == (0, 2)
+    assert bench.logged() == [1]
+    assert bench.adapter.operations[1].is_failed
+    assert (await bench.refusal(bad(-2.0), seq=1)).code is Code.ALREADY_EXISTS
+    assert (len(bench.in_flight), bench.adapter.next_seq) == (0, 2)
 
 
-async def test_a_refusal_without_a_seq_consumes_nothing(desk: Desk) -> None:
+async def test_a_refusal_without_a_seq_consumes_nothing(bench: Bench) -> None:
     for _ in range(2):
-        assert (await desk.refusal(bad(), request_id="r")).code is Code.INVALID_ARGUMENT
-    assert desk.logged() == []
-    assert seqs(await desk.submit(step(), request_id="r")) == [1]
+        assert (await bench.refusal(bad(), request_id="r")).code is Code.INVALID_ARGUMENT
+    assert bench.logged() == []
+    assert seqs(await bench.submit(step(), request_id="r")) == [1]
 
 
-async def test_a_repeat_gets_the_first_outcome_although_the_checks_have_changed(desk: Desk) -> None:
+async def test_a_repeat_gets_the_first_outcome_although_the_checks_have_changed(bench: Bench) -> None:
     raw, gone = training_pb2.LoadStateRequest(adapter_id="a"), ServiceError(Code.NOT_FOUND, "NOT_FOUND", "no such one")
     checked = Request(kind=Kind.LOAD_STATE, raw=raw, payload=b"load")
     now_gone = Request(kind=Kind.LOAD_STATE, raw=raw, payload=b"load", refusal=gone)
-    [first] = await desk.submit(checked, seq=1)
-    assert await desk.submit(now_gone, seq=1) == [first]
-    assert (await desk.refusal(now_gone, seq=2)).code is Code.NOT_FOUND
-    [failed] = await desk.submit(checked, seq=2)  # it exists by now, but its seq is consumed
+    [first] = await bench.submit(checked, seq=1)
+    assert await bench.submit(now_gone, seq=1) == [first]
+    assert (await bench.refusal(now_gone, seq=2)).code is Code.NOT_FOUND
+    [failed] = await bench.submit(checked, seq=2)  # the checks succeed now, but the seq is consumed
     assert failed.is_failed
 
 
-async def test_a_request_id_takes_the_next_seq_once(desk: Desk) -> None:
+async def test_a_request_id_takes_the_next_seq_once(bench: Bench) -> None:
     first, again, other = await asyncio.gather(
-        *(desk.submit(step(name), request_id=name.decode()) for name in (b"r", b"r", b"q"))
+        *(bench.submit(step(name), request_id=name.decode()) for name in (b"r", b"r", b"q"))
     )
     assert (seqs(first), seqs(again), seqs(other)) == ([1], [1], [2])
-    assert (await desk.refusal(step(b"changed"), request_id="r")).code is Code.ALREADY_EXISTS
+    assert (await bench.refusal(step(b"changed"), request_id="r")).code is Code.ALREADY_EXISTS
 
 
-async def test_a_request_id_of_another_seq_is_refused_and_that_seq_stays_free(desk: Desk) -> None:
-    await desk.submit(step(), seq=1, request_id="r")
-    assert (await desk.refusal(step(), seq=2, request_id="r")).reason == "REQUEST_ID_TAKEN"
-    assert desk.adapter.next_seq == 2
-    assert seqs(await desk.submit(step(), seq=2)) == [2]
+async def test_a_request_id_of_another_seq_is_refused_and_that_seq_stays_free(bench: Bench) -> None:
+    await bench.submit(step(), seq=1, request_id="r")
+    assert (await bench.refusal(step(), seq=2, request_id="r")).reason == "REQUEST_ID_TAKEN"
+    assert bench.adapter.next_seq == 2
+    assert seqs(await bench.submit(step(), seq=2)) == [2]
 
 
-async def test_a_call_that_cannot_be_repeated_safely_is_refused(desk: Desk) -> None:
-    assert "set one of them" in (await desk.refusal(step())).message
-    assert "seq" in (await desk.refusal(step(), seq=-1)).message
+async def test_a_call_that_cannot_be_repeated_safely_is_refused(bench: Bench) -> None:
+    assert "set one of them" in (await bench.refusal(step())).message
+    assert "seq" in (await bench.refusal(step(), seq=-1)).message
 
 
-async def test_two_operations_are_accepted_together_or_not_at_all(desk: Desk) -> None:
-    await desk.submit(step(b"taken"), seq=2)
-    error = await desk.refusal(forward_backward(), step(), seq=1)
-    assert (error.code, desk.logged()) == (Code.ALREADY_EXISTS, [2])
-    assert list(desk.adapter.operations) == [2]
-    await desk.submit(forward_backward(), seq=3)
-    assert (await desk.refusal(forward_backward(), step(), seq=3)).code is Code.ALREADY_EXISTS
+async def test_two_operations_are_accepted_together_or_not_at_all(bench: Bench) -> None:
+    await bench.submit(step(b"taken"), seq=2)
+    error = await bench.refusal(forward_backward(), step(), seq=1)
+    assert (error.code, bench.logged()) == (Code.ALREADY_EXISTS, [2])
+    assert list(bench.adapter.operations) == [2]
+    await bench.submit(forward_backward(), seq=3)
+    assert (await bench.refusal(forward_backward(), step(), seq=3)).code is Code.ALREADY_EXISTS
 
 
-async def test_a_full_adapter_log_refuses_with_a_delay_and_consumes_nothing(desk: Desk) -> None:
+async def test_a_full_adapter_log_refuses_with_a_delay_and_consumes_nothing(bench: Bench) -> None:
     for seq in range(1, 9):
-        await desk.submit(step(), seq=seq)
-    error = await desk.refusal(step(), seq=9)
+        await bench.submit(step(), seq=seq)
+    error = await bench.refusal(step(), seq=9)
     assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "QUEUE_FULL")
     assert error.retry_delay_s
-    assert desk.adapter.next_seq == 9
-    assert seqs(await desk.submit(step(), seq=8)) == [8], "a repeat needs no room"
-    one = desk.adapter.operations[1]
+    assert bench.adapter.next_seq == 9
+    assert seqs(await bench.submit(step(), seq=8)) == [8], "a repeat needs no free entry"
+    one = bench.adapter.operations[1]
     one.succeed(1, Usage())
-    desk.in_flight.finish(one)
-    assert seqs(await desk.submit(step(), seq=9)) == [9]
+    bench.in_flight.finish(one)
+    assert seqs(await bench.submit(step(), seq=9)) == [9]
 
 
-async def test_a_tenants_bytes_in_flight_are_bounded(desk: Desk) -> None:
-    await desk.submit(step(bytes(1999)), seq=1)
+async def test_a_tenants_bytes_in_flight_are_bounded(bench: Bench) -> None:
+    await bench.submit(step(bytes(1999)), seq=1)
     raw = training_pb2.OptimStepRequest(adapter_id="a" * 50)
     large = Request(kind=Kind.OPTIM_STEP, raw=raw, payload=bytes(50))
-    assert (await desk.refusal(large, seq=2)).reason == "QUEUE_FULL"
+    assert (await bench.refusal(large, seq=2)).reason == "QUEUE_FULL"
     with pytest.raises(ServiceError, match="are queued"):
-        desk.admission.check_room(desk.adapter, 2, "", 50)  # before it is decoded
-    desk.admission.check_room(desk.adapter, 1, "", 50)  # a repeat needs no room
+        bench.admission.check_room(bench.adapter, 2, "", 50)  # before it is decoded
+    bench.admission.check_room(bench.adapter, 1, "", 50)  # a repeat needs no free bytes
 
 
-async def test_queued_samples_are_bounded_too(desk: Desk) -> None:
+async def test_queued_samples_are_bounded_too(bench: Bench) -> None:
     for seq in range(1, 9):
-        await desk.sample(seq)
+        await bench.sample(seq)
     with pytest.raises(ServiceError, match="8 operations are queued"):
-        await desk.sample(9)
+        await bench.sample(9)
     request = Request(kind=Kind.SAMPLE, raw=training_pb2.OptimStepRequest(), payload=b"sample")
-    again = desk.admission.accept_sample("t", "s", 8, "", request)
+    again = bench.admission.accept_sample("t", "s", 8, "", request)
     assert (seqs(again.operations), again.is_new) == ([8], False)
 
 
 async def test_a_repeated_sample_is_acknowledged_only_when_the_first_is_durable(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_appends(monkeypatch, desk.store, 1)
-    found = await asyncio.gather(*(desk.sample(1) for _ in range(2)), return_exceptions=True)
+    fail_appends(monkeypatch, bench.store, 1)
+    found = await asyncio.gather(*(bench.sample(1) for _ in range(2)), return_exceptions=True)
     assert [getattr(each, "reason", each) for each in found] == ["STORAGE"] * 2
-    assert len(desk.in_flight) == 0
+    assert len(bench.in_flight) == 0
 
 
-async def test_samples_without_a_seq_are_numbered_behind_the_highest_one(desk: Desk) -> None:
-    await desk.sample(7)
+async def test_samples_without_a_seq_are_numbered_behind_the_highest_one(bench: Bench) -> None:
+    await bench.sample(7)
     request = Request(kind=Kind.SAMPLE, raw=training_pb2.OptimStepRequest(), payload=b"sample")
-    accepted = [desk.admission.accept_sample("t", "s", 0, request_id, request) for request_id in ("r", "r", "q")]
+    accepted = [bench.admission.accept_sample("t", "s", 0, request_id, request) for request_id in ("r", "r", "q")]
     assert [seqs(each.operations) for each in accepted] == [[8], [8], [9]]
     for each in accepted:
         await each.until_durable()
 
 
-async def test_a_seq_far_ahead_is_refused_with_the_one_expected(desk: Desk) -> None:
+async def test_a_seq_far_ahead_is_refused_with_the_one_expected(bench: Bench) -> None:
     for seq in (9, 10**12, 2**63 - 1):
-        error = await desk.refusal(step(), seq=seq)
+        error = await bench.refusal(step(), seq=seq)
         assert (error.reason, error.metadata) == ("SEQ_TOO_FAR", {"expected_seq": "1"})
-    assert seqs(await desk.submit(step(), seq=8)) == [8]
+    assert seqs(await bench.submit(step(), seq=8)) == [8]
     with pytest.raises(ServiceError, match="at most"):
-        await desk.sample(2**63 - 1)
+        await bench.sample(2**63 - 1)
 
 
-async def test_a_window_that_grows_too_large_is_refused_with_what_to_do(desk: Desk) -> None:
-    await desk.submit(forward_backward(bytes(400)), seq=1)
-    error = await desk.refusal(forward_backward(bytes(200)), seq=2)
+async def test_a_window_that_grows_too_large_is_refused_with_what_to_do(bench: Bench) -> None:
+    await bench.submit(forward_backward(bytes(400)), seq=1)
+    error = await bench.refusal(forward_backward(bytes(200)), seq=2)
     assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "WINDOW_TOO_LARGE")
-    await desk.submit(step(), seq=3)
-    await desk.submit(forward_backward(bytes(200)), seq=4)
+    await bench.submit(step(), seq=3)
+    await bench.submit(forward_backward(bytes(200)), seq=4)
 
 
-async def test_a_stopping_pool_refuses_new_operations_and_acknowledges_repeats(desk: Desk) -> None:
-    [first] = await desk.submit(step(), seq=1)
-    desk.admission.close()
-    error = await desk.refusal(step(), seq=2)
+async def test_a_stopping_pool_refuses_new_operations_and_acknowledges_repeats(bench: Bench) -> None:
+    [first] = await bench.submit(step(), seq=1)
+    bench.admission.close()
+    error = await bench.refusal(step(), seq=2)
     assert (error.code, bool(error.retry_delay_s)) == (Code.UNAVAILABLE, True)
-    assert await desk.submit(step(), seq=1) == [first]
+    assert await bench.submit(step(), seq=1) == [first]
 
 
-async def test_an_operation_that_a_snapshot_covers_is_not_accepted_again(desk: Desk) -> None:
-    desk.adapter.cover(5, b"", 0.0)
-    desk.adapter.restore(6)
-    assert (await desk.refusal(step(), seq=3)).reason == "RESULT_DROPPED"
-    assert seqs(await desk.submit(step(), seq=6)) == [6]
+async def test_an_operation_that_a_snapshot_covers_is_not_accepted_again(bench: Bench) -> None:
+    bench.adapter.cover(5, b"", 0.0)
+    bench.adapter.restore(6)
+    assert (await bench.refusal(step(), seq=3)).reason == "RESULT_DROPPED"
+    assert seqs(await bench.submit(step(), seq=6)) == [6]
 
 
-async def test_an_adapter_that_is_being_deleted_accepts_no_operations(desk: Desk) -> None:
-    desk.adapter.begin_deletion()
-    assert (await desk.refusal(step(), seq=1)).code is Code.NOT_FOUND
-    assert (await desk.refusal(bad(), seq=1)).code is Code.NOT_FOUND
-    assert (len(desk.in_flight), desk.logged()) == (0, [])
+async def test_an_adapter_that_is_being_deleted_accepts_no_operations(bench: Bench) -> None:
+    bench.adapter.begin_deletion()
+    assert (await bench.refusal(step(), seq=1)).code is Code.NOT_FOUND
+    assert (await bench.refusal(bad(), seq=1)).code is Code.NOT_FOUND
+    assert (len(bench.in_flight), bench.logged()) == (0, [])
 
 
-async def test_a_refusal_that_is_not_recorded_closes_no_window(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk.admission.accept(desk.adapter, 2, "", [step()])
+async def test_a_refusal_that_is_not_recorded_closes_no_window(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.admission.accept(bench.adapter, 2, "", [step()])
     with monkeypatch.context() as patch:
-        fail_appends(patch, desk.store, 1)
+        fail_appends(patch, bench.store, 1)
         wrong = Request(kind=Kind.FORWARD_BACKWARD, raw=forward_backward().raw, malformed=invalid("no data"))
-        assert (await desk.refusal(wrong, seq=1)).reason == "STORAGE"
-    assert not desk.adapter.is_ready()
-    assert not desk.adapter.operations[2].is_final
-    [again] = await desk.submit(forward_backward(), seq=1)
-    assert list(desk.adapter.ready_passes()) == [again]
+        assert (await bench.refusal(wrong, seq=1)).reason == "STORAGE"
+    assert not bench.adapter.is_ready()
+    assert not bench.adapter.operations[2].is_final
+    [again] = await bench.submit(forward_backward(), seq=1)
+    assert list(bench.adapter.ready_passes()) == [again]

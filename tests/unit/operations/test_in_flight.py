@@ -1,4 +1,4 @@
-"""The in-flight table: each wait gets each outcome once, and nothing is kept afterwards; its memory is bounded."""
+"""The in-flight table: each wait gets each outcome once, entries are removed afterwards, memory is bounded."""
 
 import asyncio
 from collections.abc import AsyncIterator

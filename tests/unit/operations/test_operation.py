@@ -1,4 +1,4 @@
-"""An operation's two states: every named transition asserts where it starts, and no other way leads on."""
+"""An operation's two states: every transition asserts the states that it starts from."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ TRANSITIONS: dict[
     "commit": (Operation.commit, {D}, {DECIDED}, None, COMMITTED),
     "retire": (Operation.retire, {D}, {COMMITTED}, None, RETIRED),
 }
-"""Name to transition, the acceptance and outcome states that it may start from, and what it changes them to."""
+"""Name to transition, the acceptance and outcome states that it may start from, and the states after it."""
 
 
 @given(st.lists(st.sampled_from(sorted(TRANSITIONS)), max_size=12))
@@ -59,7 +59,7 @@ def test_an_outcome_is_visible_from_its_commit_until_it_has_left_memory() -> Non
     assert (shown.state, shown.cycle_id, shown.num_tokens) == (ops_pb.OPERATION_STATE_SUCCEEDED, 7, 4)
     assert shown.optim_step.metrics["x"] == 1.0
     one.retire()
-    assert one.as_message().state == ops_pb.OPERATION_STATE_RUNNING, "the store has the result"
+    assert one.as_message().state == ops_pb.OPERATION_STATE_RUNNING, "only the store has the result now"
     assert one.outcome == ops_pb.Operation(state=ops_pb.OPERATION_STATE_SUCCEEDED)
 
 

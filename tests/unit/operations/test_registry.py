@@ -1,4 +1,4 @@
-"""Arrivals: the clock gets the first one of each tenant, and is woken once no awaited tenant is missing."""
+"""Arrivals: the first one of each tenant reaches the clock, and the last awaited tenant wakes it."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Which samples of a client have finished: each is returned until the cursor passes it, and memory is bounded."""
+"""Finished samples of a client: each is returned until the cursor passes it, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -76,6 +76,7 @@ async def test_a_cursor_of_an_earlier_epoch_begins_with_the_stored_samples_that_
 
 
 async def test_a_dropped_list_is_rebuilt_behind_every_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the real bounds are too large for a test
     monkeypatch.setattr(samples, "CLIENTS_MAX", 2)
     monkeypatch.setattr(samples, "UNREPORTED_MAX", 3)
     monkeypatch.setattr(samples, "REPORTED_MAX", 2)
@@ -86,7 +87,7 @@ async def test_a_dropped_list_is_rebuilt_behind_every_cursor(monkeypatch: pytest
     waiting = asyncio.create_task(returned(finished, cursor, timeout_s=30, unfetched=[Finished("a:b:8", True, 1)]))
     await asyncio.sleep(0)
     for client in (1, 2):
-        await returned(finished, client=client)  # one too many: the list of the first is dropped and made anew
+        await returned(finished, client=client)  # one client too many: the list of the first is dropped and rebuilt
     assert (await waiting)[0] == ["8"]
     for seq in range(2, 7):
         finished.note(sample(2 * CLIENT_SEQS + seq))  # not polled: the list is dropped

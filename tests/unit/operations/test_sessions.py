@@ -1,4 +1,4 @@
-"""Live sessions, in service time only."""
+"""Live sessions, whose age counts only while the service runs."""
 
 from contextlib import suppress
 

@@ -1,6 +1,4 @@
-"""Payloads: equal exactly when the request is the same, decoded alike wherever they are decoded; every malformed
-request is refused with what to change.
-"""
+"""Payloads: equal exactly for equal requests, decoded alike at admission and replay. Refusals name the fix."""
 
 import contextlib
 import dataclasses
@@ -108,7 +106,7 @@ def test_the_order_of_maps_does_not_change_the_payload() -> None:
 
 @st.composite
 def passes(draw: st.DrawFn) -> Pass:
-    """A valid pass of any loss, its tensors in any dtype that the contract takes, its maps in any order."""
+    """Return a valid pass of any loss, with tensors of any dtype that the contract accepts, and maps in any order."""
     loss = draw(st.sampled_from(sorted(LOSS_RULES)))
     rule = LOSS_RULES[loss]
     finite = st.floats(-1e6, 1e6, width=32)
@@ -132,7 +130,7 @@ def passes(draw: st.DrawFn) -> Pass:
 
 
 def described(decoded: payloads.DecodedPass) -> Any:
-    """Everything about a decoded pass: values, order of names, dtypes, layout."""
+    """Return values, order of names, dtypes and layout of a decoded pass."""
 
     def array(value: Any) -> Any:
         flags = value.flags

@@ -1,4 +1,4 @@
-"""A sample's payload and its result: every default filled in, every malformed request refused, nothing lost."""
+"""A sample's payload and its result: defaults filled in, malformed requests refused, no field lost."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ MODEL, LIMITS = toy_model_info(), Limits(num_samples_max=8)
 
 
 def asked(extras: dict[str, Any] | None = None, **values: Any) -> sampling_pb2.SampleRequest:
-    """A request; `extras` are its own fields, the others those of `sample_request`."""
+    """Return a request; `extras` are fields of the request, the other values those of `sample_request`."""
     request = sample_request("s", **values)
     request.MergeFrom(sampling_pb2.SampleRequest(**extras or {}))
     return request
@@ -105,7 +105,7 @@ def test_a_replayed_sample_is_decoded_exactly_as_the_admitted_one(
 
 
 def described(sample: DecodedSample) -> Any:
-    """Everything about a decoded sample: values, dtypes, layout."""
+    """Return values, dtypes and layout of a decoded sample."""
     return {
         field.name: (value.tolist(), value.dtype.str, value.flags.c_contiguous, value.flags.writeable)
         if isinstance(value := getattr(sample, field.name), np.ndarray)
@@ -276,5 +276,5 @@ def test_the_result_has_all_fields_of_a_workers_result_and_no_others() -> None:
     assert same(result.prompt_alt_tokens, alternatives)
     assert same(result.sequences[0].topk, drawn)
     assert (result.num_cached_prompt_tokens, result.note) == (2, "mine")
-    asked_for = np.array([[0, np.nan], [-7, -8]], np.float32)  # a token that is certain is not one not asked for
+    asked_for = np.array([[0, np.nan], [-7, -8]], np.float32)  # the log-probability of a certain token, 0, is kept
     assert np.array_equal(from_tensor(result.prompt_target_logprobs), asked_for, equal_nan=True)

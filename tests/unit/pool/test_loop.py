@@ -1,4 +1,4 @@
-"""The engine loop: one thread, batches and decode steps in turn, and what happens when it ends."""
+"""The engine loop: one thread, batches and decode steps in turn, errors and stops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMEOUT_S = 20.0
 
 
 class RecordingEngine(ToyEngine):
-    """Records its batches and steps; a closed gate keeps batches from running.
+    """Records its batches and steps. While `gate` is cleared, batches wait.
 
     By default a batch takes 4 s of the engine's own time, a step 1 s.
     """
@@ -37,11 +37,11 @@ class RecordingEngine(ToyEngine):
         self.batch_s: Iterator[float] = itertools.repeat(4.0)
         self.step_s: Iterator[float] = itertools.repeat(1.0)
         self.done: list[tuple[str, float]] = []
-        """Batches and decode steps, and how long each took."""
+        """Batches and decode steps, with their seconds."""
         self.thread = threading.get_ident()
         self.calls: list[str] = []
         self.has_begun = threading.Event()
-        """Whether a batch has."""
+        """Set when a batch begins."""
         self.gate = threading.Event()
         self.gate.set()
 
@@ -85,7 +85,7 @@ class Running:
 
 
 def decoded_between_batches(share: float, batch_s: Iterator[float], step_s: Iterator[float]) -> list[tuple[str, float]]:
-    """Batches and steps of an engine that always has a sample and a queued batch, for ten seconds of its own time."""
+    """Return batches and steps of ten seconds, of an engine that always has a sample and a queued batch."""
     running = Running()
     running.engine.batch_s, running.engine.step_s = batch_s, step_s
     running.engine.gate.clear()
@@ -118,7 +118,7 @@ def test_decoding_has_its_share_of_ten_seconds_within_ten_percent(share: float) 
 
 
 def test_steps_longer_than_the_owed_time_shorten_later_turns() -> None:
-    """Without that there would be two of these steps for each batch, and decoding would have 0.62 of the time."""
+    """With full turns there would be two of these steps for each batch, and decoding would have 0.62 of the time."""
     found = part_decoding(decoded_between_batches(0.5, itertools.repeat(0.06), itertools.repeat(0.05)))
     assert abs(found - 0.5) < 0.05
 
@@ -171,7 +171,7 @@ def test_requests_and_cancellations_during_a_batch_count_at_the_first_step_after
 
 def test_cancelled_sample_ends_with_an_error_and_unknown_ids_are_ignored() -> None:
     running = Running()
-    running.loop.cancel_sample("never heard of")
+    running.loop.cancel_sample("unknown")
     running.loop.start_sample(request("s", max_tokens=10**9))
     running.loop.cancel_sample("s")
     assert running.has_result.wait(TIMEOUT_S)
@@ -184,11 +184,11 @@ def test_cancelled_sample_ends_with_an_error_and_unknown_ids_are_ignored() -> No
 def test_engine_that_raises_fails_queued_batches_and_ends_the_loop() -> None:
     running = Running()
     running.engine.gate.clear()
-    doomed, waiting = running.loop.submit(batch(0, token=KILL_TOKEN)), running.loop.submit(batch(1))
+    failing, queued = running.loop.submit(batch(0, token=KILL_TOKEN)), running.loop.submit(batch(1))
     had_ended: list[bool] = []
-    doomed.add_done_callback(lambda _: had_ended.append(running.loop.ended.done()))
+    failing.add_done_callback(lambda _: had_ended.append(running.loop.ended.done()))
     running.engine.gate.set()
-    for future in (doomed, waiting, running.loop.submit(batch(2))):
+    for future in (failing, queued, running.loop.submit(batch(2))):
         with pytest.raises(WorkerLost, match="killed by a toy token"):
             future.result(TIMEOUT_S)
     with pytest.raises(WorkerLost):
@@ -220,20 +220,20 @@ def test_stop_finishes_the_running_batch_and_fails_the_queued_one() -> None:
     first = running.loop.submit(batch(0))
     while not first.running():
         pass
-    waiting = running.loop.submit(batch(1))
+    queued = running.loop.submit(batch(1))
     assert not running.loop.stop(timeout_s=0.01)
     running.engine.gate.set()
     assert running.loop.stop()
     assert first.result(TIMEOUT_S).cycle_id == 0
     with pytest.raises(WorkerLost):
-        waiting.result(TIMEOUT_S)
+        queued.result(TIMEOUT_S)
 
 
 def test_batch_whose_caller_was_cancelled_before_it_ran_is_skipped() -> None:
     running = Running()
     running.engine.gate.clear()
-    first, given_up, last = (running.loop.submit(batch(cycle_id)) for cycle_id in range(3))
-    assert given_up.cancel()
+    first, cancelled, last = (running.loop.submit(batch(cycle_id)) for cycle_id in range(3))
+    assert cancelled.cancel()
     running.engine.gate.set()
     assert last.result(TIMEOUT_S).cycle_id == 2
     assert first.done()

@@ -13,7 +13,7 @@ import pytest
 from workers.pool import processes
 from workers.pool.processes import MARK_VARIABLE, Process, find_marked, kill_marked
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are held and found on Linux only")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and pidfd_open of Linux")
 
 START_AND_LEAVE = """
 import subprocess, sys
@@ -40,7 +40,7 @@ def start() -> Iterator[Start]:
         assert process.stdout is not None
         process.stdin.write(b"!")
         process.stdin.flush()
-        assert process.stdout.read(1) == b"!", "it runs its own program by now"
+        assert process.stdout.read(1) == b"!", "the process has not started its program"
         return process
 
     yield start_one
@@ -84,16 +84,16 @@ def test_this_process_never_finds_itself(mark: str) -> None:
 
 def test_reused_pid_is_not_killed(mark: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     marked, innocent = start(mark), start(None)
-    # Between the look at /proc and the handle, the marked process ends and another process gets its pid.
+    # Patched: the marked process ends, and another process gets its pid, after the read of /proc and before the handle.
     pidfd_open = os.pidfd_open
     monkeypatch.setattr(os, "pidfd_open", lambda pid: pidfd_open(innocent.pid if pid == marked.pid else pid))
-    is_marked, looks = processes._is_marked, []
+    is_marked, reads = processes._is_marked, []
 
-    def look(pid: int, mark: str) -> bool:
-        looks.append(pid)
-        return is_marked(innocent.pid if looks.count(pid) > 1 else pid, mark)
+    def read(pid: int, mark: str) -> bool:
+        reads.append(pid)
+        return is_marked(innocent.pid if reads.count(pid) > 1 else pid, mark)
 
-    monkeypatch.setattr(processes, "_is_marked", look)
+    monkeypatch.setattr(processes, "_is_marked", read)
     assert kill_marked(mark, 0.5)[0] == 0
     assert innocent.poll() is None
 

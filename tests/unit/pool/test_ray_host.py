@@ -1,4 +1,4 @@
-"""What a private Ray has on this machine, as it is written down: read back, or not believed."""
+"""The file with a private Ray's mark and folder: read back, or ignored if malformed."""
 
 from __future__ import annotations
 

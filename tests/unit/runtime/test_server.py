@@ -1,4 +1,4 @@
-"""The composition root, with a toy engine: keys, ready files, signals and what keeps it from starting."""
+"""The composition root, with a toy engine: keys, ready files, signals and failed starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from workers.pool.local import LocalPool
 
 @dataclass
 class Running:
-    """A server in this process, and what it said."""
+    """A server in this process, and the lines that it printed."""
 
     server: Server
     task: asyncio.Task[None]
@@ -96,7 +96,7 @@ def files_below(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def left() -> Credentials:
+def stored() -> Credentials:
     credentials = read_credentials()
     assert credentials is not None
     return credentials
@@ -106,10 +106,10 @@ async def test_the_first_start_writes_a_key_for_this_user_only_and_its_hash_to_t
     start: Start, data_dir: Path
 ) -> None:
     running = await start()
-    assert left().url == running.url
+    assert stored().url == running.url
     assert stat.S_IMODE(credentials_file().stat().st_mode) == 0o600
-    assert len((await status(left().url, left().api_key)).workers) == 1
-    secret = left().api_key.split("_", 2)[2].encode()  # the secret may have a "_" of its own
+    assert len((await status(stored().url, stored().api_key)).workers) == 1
+    secret = stored().api_key.split("_", 2)[2].encode()  # the secret may have a "_" of its own
     files = files_below(data_dir)
     assert files
     assert not any(secret in path.read_bytes() for path in files)
@@ -125,23 +125,23 @@ async def test_the_settings_of_the_tinker_sdk_are_printed_and_the_key_only_on_a_
     assert serving is not None
     assert any(f"TINKER_BASE_URL={serving.http_url} " in line for line in running.lines)
     assert any(f"OPENAI_BASE_URL={serving.http_url}/v1 " in line for line in running.lines)
-    assert not any(left().api_key in line for line in running.lines)
-    async with httpx.AsyncClient(base_url=serving.http_url, headers={"x-api-key": f"tml-{left().api_key}"}) as http:
+    assert not any(stored().api_key in line for line in running.lines)
+    async with httpx.AsyncClient(base_url=serving.http_url, headers={"x-api-key": f"tml-{stored().api_key}"}) as http:
         assert (await http.get("/healthz")).json() == {"status": "ok"}
         models = (await http.get("/api/v1/get_server_capabilities")).json()["supported_models"]
     assert [model["model_name"] for model in models] == ["toy"]
     await end(running.task)
     shown = await start(http=HttpConfig(port=0), is_key_shown=True)
-    assert any(line.endswith(f"TINKER_API_KEY=tml-{left().api_key}") for line in shown.lines)
+    assert any(line.endswith(f"TINKER_API_KEY=tml-{stored().api_key}") for line in shown.lines)
 
 
 async def test_a_later_start_keeps_the_key_and_updates_the_address(start: Start) -> None:
     first = await start()
-    key = left().api_key
+    key = stored().api_key
     await end(first.task)
     second = await start()
     assert second.url != first.url
-    assert left() == Credentials(url=second.url, api_key=key)
+    assert stored() == Credentials(url=second.url, api_key=key)
     assert any(str(credentials_file()) in line and "key create" in line for line in second.lines)
     assert (await status(second.url, key)).epoch == 2
 
@@ -153,10 +153,10 @@ async def test_a_lost_key_is_reported_and_replaced_only_on_request(start: Start)
     write_credentials(elsewhere)
     running = await start()
     assert any("--new-key" in line for line in running.lines)
-    assert left() == elsewhere
+    assert stored() == elsewhere
     await end(running.task)
     running = await start(is_new_key_wanted=True)
-    assert (await status(running.url, left().api_key)).epoch == 3
+    assert (await status(running.url, stored().api_key)).epoch == 3
     assert credentials_file().with_name("credentials.1.json").exists()
 
 
@@ -164,8 +164,8 @@ async def test_two_pools_of_one_user_keep_their_own_keys(start: Start, tmp_path:
     keys = []
     for name in ("a", "b", "a", "b"):
         running = await start(data_dir=tmp_path / name)
-        keys.append(left().api_key)
-        assert (await status(left().url, left().api_key)).epoch == len(keys) // 2 + len(keys) % 2
+        keys.append(stored().api_key)
+        assert (await status(stored().url, stored().api_key)).epoch == len(keys) // 2 + len(keys) % 2
         await end(running.task)
     assert keys[:2] == keys[2:]
 
@@ -193,7 +193,7 @@ async def test_a_signal_stops_the_pool_and_waiting_clients_get_unavailable(
     running = await start()
     async with grpc.aio.insecure_channel(running.url.removeprefix("http://")) as channel:
         stub: Any = pool_pb2_grpc.PoolServiceStub(channel)
-        metadata = (("authorization", f"Bearer {left().api_key}"),)
+        metadata = (("authorization", f"Bearer {stored().api_key}"),)
         call = stub.WatchCycles(pool_pb2.WatchCyclesRequest(), metadata=metadata)
         reading = asyncio.ensure_future(call.read())
         await asyncio.sleep(0.1)
@@ -209,8 +209,8 @@ async def test_a_second_pool_on_the_same_data_is_refused_and_the_first_serves_on
     with pytest.raises(StartError, match=f"process {os.getpid()}"):
         await make(data_dir, []).run()
     assert Serving.read(data_dir / READY_FILE) is not None
-    assert len((await status(running.url, left().api_key)).workers) == 1
-    running.task.cancel()  # the second one, in the same process, took the signals with it
+    assert len((await status(running.url, stored().api_key)).workers) == 1
+    running.task.cancel()  # the second server, in the same process, removed the signal handlers
     await asyncio.gather(running.task, return_exceptions=True)
 
 
@@ -249,6 +249,7 @@ async def test_the_cause_of_a_failed_start_is_reported(data_dir: Path) -> None:
 
 async def test_a_fatal_error_ends_the_pool_with_that_error(start: Start) -> None:
     running = await start()
+    # private: a fatal error cannot be caused on demand
     running.server._coordinator.core.failure.report(OSError("the disk is gone"))
     async with asyncio.timeout(10):
         with pytest.raises(OSError, match="the disk is gone"):

@@ -1,4 +1,4 @@
-"""Which sample is next: that of the tenant with the lowest virtual counter, whatever the size of the requests."""
+"""The next sample is that of the tenant with the lowest virtual counter."""
 
 from collections import Counter
 
@@ -14,14 +14,14 @@ def any_sample(_name: str) -> bool:
 
 
 class Served:
-    """Requests named `<tenant><number>`, one at a time."""
+    """A queue of requests named `<tenant><number>`, which run one at a time."""
 
     def __init__(self, **weights: float) -> None:
         self.queue = FairQueue({tenant: Share(weight=weight) for tenant, weight in weights.items()})
         self.tokens: dict[str, int] = {}
         self.num_drawn: Counter[str] = Counter()
 
-    def ask(self, tenant: str, *tokens: int) -> None:
+    def add(self, tenant: str, *tokens: int) -> None:
         for num_tokens in tokens:
             name = f"{tenant}{sum(key.startswith(tenant) for key in self.tokens)}"
             self.tokens[name] = num_tokens
@@ -43,15 +43,15 @@ class Served:
 def test_requests_of_a_lone_tenant_run_in_their_order() -> None:
     served = Served()
     assert served.queue.peek(any_sample) is None
-    served.ask("a", 5, 50, 1)
+    served.add("a", 5, 50, 1)
     assert served.serve(3) == ["a0", "a1", "a2"]
     assert served.queue.peek(any_sample) is None
 
 
 def test_turns_are_shared_by_tokens_and_not_by_requests() -> None:
     served = Served()
-    served.ask("h", *[1000] * 5)
-    served.ask("s", *[10] * 50)
+    served.add("h", *[1000] * 5)
+    served.add("s", *[10] * 50)
     order = served.serve(52)
     assert order[0] == "h0"
     assert order[1:51] == [f"s{i}" for i in range(50)]
@@ -59,8 +59,8 @@ def test_turns_are_shared_by_tokens_and_not_by_requests() -> None:
 
 def test_shares_follow_weights_within_ten_percent() -> None:
     served = Served(h=3.0, l=1.0)
-    served.ask("h", *[7] * 2000)
-    served.ask("l", *[40] * 400)
+    served.add("h", *[7] * 2000)
+    served.add("l", *[40] * 400)
     served.serve(600)
     assert abs(served.num_drawn["h"] / served.num_drawn["l"] - 3.0) < 0.3
 
@@ -79,27 +79,27 @@ def test_a_running_request_counts_with_the_most_that_it_may_draw() -> None:
     assert Counter(name[0] for name in running) == {"a": 2, "b": 8}
     for name in running:
         queue.finish(name, 1)
-    assert queue.peek(any_sample) == "a2"  # a finished one counts with what it drew: a has had 2, b 8
+    assert queue.peek(any_sample) == "a2"  # a finished request counts with its drawn tokens: a had 2, b 8
 
 
 def test_an_idle_tenant_accumulates_no_credit() -> None:
     served = Served()
-    served.ask("a", *[10] * 100)
+    served.add("a", *[10] * 100)
     served.serve(50)
-    served.ask("b", *[10] * 100)
+    served.add("b", *[10] * 100)
     assert Counter(name[0] for name in served.serve(40)) == {"a": 20, "b": 20}
 
 
 def test_tokens_that_are_never_drawn_do_not_lift_a_tenant_that_arrived_meanwhile() -> None:
-    """Ten of a million tokens are drawn: a tenant that came while the requests ran does not wait for the rest."""
+    """Of a million tokens ten are drawn. A tenant that arrives meanwhile does not wait for the others."""
     served = Served()
-    served.ask("a", *[1_000_000] * 8, *[10] * 100)
+    served.add("a", *[1_000_000] * 8, *[10] * 100)
     for number in range(8):
         served.queue.start(f"a{number}")
-    served.ask("b", *[10] * 100)
+    served.add("b", *[10] * 100)
     for number in range(8):
         served.queue.finish(f"a{number}", 10)
-    assert Counter(name[0] for name in served.serve(20)) == {"a": 6, "b": 14}  # a has had 80 tokens, b none
+    assert Counter(name[0] for name in served.serve(20)) == {"a": 6, "b": 14}  # a had 80 tokens, b none
 
 
 def test_a_request_that_is_queued_again_is_charged_once() -> None:
@@ -121,8 +121,8 @@ def test_a_request_that_is_queued_again_is_charged_once() -> None:
 
 def test_a_quarantined_request_is_passed_over_and_keeps_its_position() -> None:
     served = Served()
-    served.ask("a", 10, 10)
-    served.ask("b", 10)
+    served.add("a", 10, 10)
+    served.add("b", 10)
     assert served.queue.peek(lambda name: name == "a1") == "a1"
     assert served.queue.peek(lambda name: name[0] == "b") == "b0"
     assert served.queue.peek(lambda _: False) is None
@@ -131,7 +131,7 @@ def test_a_quarantined_request_is_passed_over_and_keeps_its_position() -> None:
 
 def test_a_queued_request_can_finish_and_an_unknown_one_is_ignored() -> None:
     served = Served()
-    served.ask("a", 10, 10)
+    served.add("a", 10, 10)
     served.queue.finish("a0", 0)
     served.queue.finish("unknown", 0)
     assert served.serve(1) == ["a1"]

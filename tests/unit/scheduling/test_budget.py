@@ -1,4 +1,4 @@
-"""The token budget: the operator's, or the knee of what was measured, between one chunk and the latency target."""
+"""The token budget: the operator's number, or the knee of measured cycles, from one chunk to the latency target."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def found(costs: CycleCosts, tokens: int | None = None, cycle_s_max: float = 2.0
     return budget.tokens
 
 
-def test_the_operators_number_is_used_as_it_is() -> None:
+def test_the_operators_number_is_used_unchanged() -> None:
     assert found(costs_of(0.01, 1e-4, 16, 1024), tokens=1) == 1
     assert found(costs_of(0.01, 1e-4, 16, 1024), tokens=1_000_000) == 1_000_000
 
@@ -40,7 +40,7 @@ def test_the_budget_is_the_knee_of_pass_and_commit() -> None:
 
 def test_the_budget_is_never_less_than_a_chunk() -> None:
     assert found(costs_of(0.0, 1e-3, 16, 1024)) == CHUNK_TOKENS
-    assert found(costs_of(10.0, 1.0, 16, 1024)) == CHUNK_TOKENS, "also where the latency target cannot be met"
+    assert found(costs_of(10.0, 1.0, 16, 1024)) == CHUNK_TOKENS, "also if the latency target cannot be met"
 
 
 def test_a_pass_takes_no_longer_than_the_latency_target() -> None:
@@ -61,14 +61,14 @@ def test_the_budget_exceeds_the_measured_sizes_by_a_bounded_factor() -> None:
 
 
 def test_the_budget_recovers_after_a_machine_became_faster() -> None:
-    """The old large passes make the new small ones look as if nothing were fixed: the budget falls to a chunk."""
+    """Old large passes and new small ones give a line without a fixed cost: the budget falls to a chunk."""
     costs = costs_of(0.01, 2e-3, 256, 2048)
     for _ in range(9):
         costs.observe_pass(256, 16.0, 0.005 + 1e-4 * 256)
     budget = TokenBudget(costs, base_model="m", chunk_tokens=CHUNK_TOKENS, tokens=None, cycle_s_max=2.0)
     budget.update()
     assert budget.tokens == CHUNK_TOKENS
-    for _ in range(MEMORY + 10):  # under load each cycle is as full as it may be
+    for _ in range(MEMORY + 10):  # under load each cycle fills the budget
         costs.observe_pass(budget.tokens, 16.0, 0.005 + 1e-4 * budget.tokens)
         budget.update()
     assert budget.tokens == pytest.approx(KNEE * 0.005 / 1e-4, rel=0.05)

@@ -1,4 +1,4 @@
-"""The cycle clock, with a time of its own: for which tenants it lingers, and how long."""
+"""The cycle clock in virtual time: for which tenants it lingers, and how long."""
 
 import asyncio
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ LINGER_S = 0.1
 
 
 class FakeTime:
-    """Time that passes only in a sleep; `slept` has how long."""
+    """Time that passes only in sleeps; `slept` has their seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -41,7 +41,7 @@ def known_costs(fixed_s: float = FIXED_S) -> CycleCosts:
 
 
 class Bench:
-    """A clock, the arrivals that it drains, and the ready work that it asks."""
+    """A clock, the arrivals that it drains, and the ready work that it reads."""
 
     def __init__(self, linger_s: float = LINGER_S, costs: CycleCosts | None = None) -> None:
         self.time, changed = FakeTime(), Signal()
@@ -65,12 +65,12 @@ class Bench:
             self.arrivals.note(tenant)
 
     def finish(self, *tenants: str) -> None:
-        """A cycle with these tenants has committed; they have nothing more to run."""
+        """Commit a cycle with these tenants, which have no more operations."""
         self.ready.clear()
         self.clock.finished(frozenset(tenants))
 
     async def start(self, *ready: str) -> None:
-        """Return when the next cycle starts, with these tenants ready."""
+        """Wait until the next cycle starts, with these tenants ready."""
         self.ready.update(ready)
         await self.clock.next_cycle(self)
 
@@ -81,7 +81,7 @@ class Bench:
         return self.time.now - began
 
     async def rounds(self, count: int, back_s: Mapping[str, float]) -> None:
-        """Run cycles of these tenants, each of which comes back so long after its last cycle."""
+        """Run cycles of these tenants, each of which returns `back_s` after its last cycle."""
         for _ in range(count):
             self.finish(*back_s)
             ended = self.time.now
@@ -94,7 +94,7 @@ class Bench:
 async def bench_after(
     *tenants: str, back_s: float = BACK_S, linger_s: float = LINGER_S, costs: CycleCosts | None = None
 ) -> Bench:
-    """Return a clock at the end of a cycle with these tenants, which came back after `back_s` the last times."""
+    """Return a clock at the end of a cycle with these tenants, which returned after `back_s` in earlier cycles."""
     bench = Bench(linger_s, costs)
     await bench.rounds(3, dict.fromkeys(tenants, back_s))
     bench.time.slept.clear()
@@ -109,7 +109,7 @@ async def test_a_lone_tenant_never_waits() -> None:
 
 
 async def test_a_tenant_that_is_ready_without_an_arrival_is_not_awaited() -> None:
-    """Its snapshot was settled, or its quarantine has ended."""
+    """It is ready because its snapshot is durable, or its quarantine has ended."""
     bench = await bench_after("a", back_s=0.008)
     starting = asyncio.create_task(bench.start())
     await asyncio.sleep(0)
@@ -133,7 +133,7 @@ async def test_a_tenant_is_awaited_for_at_most_twice_its_usual_time_to_return() 
 
 
 async def first_arrival_after(idle_s: float, bench: Bench) -> float:
-    """Return how long the clock lingers when the first tenant comes back so long after the workers are free."""
+    """Return how long the clock lingers when the first tenant arrives `idle_s` after the workers are free."""
     waiting = asyncio.ensure_future(bench.start())
     await asyncio.sleep(0)
     bench.time.now += idle_s
@@ -150,7 +150,7 @@ async def test_the_workers_are_never_idle_for_longer_than_lingering_can_save() -
     bench = await bench_after("a", "b", back_s=FIXED_S * 0.8)
     assert abs(await first_arrival_after(FIXED_S * 0.7, bench) - FIXED_S * 0.3) < 1e-9
     bench = await bench_after("a", "b", back_s=FIXED_S * 1.2)
-    assert await first_arrival_after(FIXED_S * 0.5, bench) == 0.0, "it would come too late to save anything"
+    assert await first_arrival_after(FIXED_S * 0.5, bench) == 0.0, "the other tenant would return too late to save time"
 
 
 async def test_the_operators_limit_holds_however_expensive_a_cycle_is() -> None:
@@ -159,7 +159,7 @@ async def test_the_operators_limit_holds_however_expensive_a_cycle_is() -> None:
     assert abs(await bench.lingered("a") - 0.006) < 1e-9
     bench = await bench_after("a", "b", linger_s=0.004, costs=known_costs(1.0))
     bench.arrive("a")
-    assert await bench.lingered("a") == 0.0, "it would be in vain"
+    assert await bench.lingered("a") == 0.0, "the limit is shorter than the other tenant's time to return"
 
 
 async def test_a_full_budget_does_not_linger() -> None:
@@ -221,11 +221,11 @@ async def test_a_tenant_that_does_not_return_is_not_awaited_again() -> None:
     assert await bench.lingered("a") == 0.0
     bench.time.now += ABSENCE_S_MAX
     assert await bench.lingered("a") == 0.0
-    assert not bench.clock._away  # private: memory of tenants that never return can be seen nowhere else
+    assert not bench.clock._away  # private: entries of tenants that never return are visible nowhere else
 
 
 async def test_lingering_for_some_tenants_is_worth_only_their_share_of_a_cycle() -> None:
-    """Five of ten come back soon, the others later in any case: those need a cycle of their own anyway."""
+    """Five of ten tenants return soon. The others return later, and need another cycle in any case."""
     bench = Bench()
     await bench.rounds(RETURNS_KEPT, {f"t{index}": FIXED_S * 0.6 if index < 5 else FIXED_S * 3 for index in range(10)})
     bench.finish(*(f"t{index}" for index in range(10)))

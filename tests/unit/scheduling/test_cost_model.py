@@ -1,4 +1,4 @@
-"""Costs of cycles: found in noise, through pauses and swaps, and again on a changed machine; deadlines of batches."""
+"""The measured cost of cycles, with noise and on a changed machine, and the deadlines of batches."""
 
 from dataclasses import replace
 from random import Random
@@ -73,7 +73,7 @@ def test_old_measurements_are_dropped() -> None:
     assert costs.line is None
     assert costs.num_tokens_seen == 2048
     costs = measured([16] * 3 + [2048] * (MEMORY - 1) + [16] * 2)
-    assert costs.line is None, "two new measurements do not keep the old ones"
+    assert costs.line is None, "two new measurements are too few, and the old ones are dropped"
 
 
 def test_a_slower_machine_changes_the_line_once_most_measurements_are_slower() -> None:
@@ -154,9 +154,9 @@ def batch(*lengths: int) -> Batch:
 EMPTY = Batch(epoch=1, cycle_id=1)
 
 
-def beyond_waiting(deadlines: Deadlines, asked: Batch) -> float:
-    """What a batch may take for itself, without what it may have to wait for first."""
-    return deadlines.allowed_s(asked, "w0") - deadlines.allowed_s(EMPTY, "w0")
+def beyond_waiting(deadlines: Deadlines, planned: Batch) -> float:
+    """Return the part of a batch's deadline that is for its own work, without waits."""
+    return deadlines.allowed_s(planned, "w0") - deadlines.allowed_s(EMPTY, "w0")
 
 
 def test_an_incarnation_without_a_completed_batch_has_the_deadline_of_loading() -> None:
@@ -218,7 +218,7 @@ def test_a_deadline_includes_the_decode_step_under_way() -> None:
     deadlines.observe(batch(STEP_TOKENS // 2), "w0", 100.0)
     deadlines.observe(batch(STEP_TOKENS // 2), "w0", 100.0)
     assert deadlines.allowed_s(EMPTY, "w0") == DEADLINE_FLOOR_S + 100.0 + DEADLINE_UNKNOWN_S, (
-        "no longer than where nothing is known"
+        "at most the deadline without measurements"
     )
 
 

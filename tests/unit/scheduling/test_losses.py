@@ -1,4 +1,4 @@
-"""The loss of a worker is recorded as one step: fleet, copies, quarantine and poison agree before a receiver reads."""
+"""A worker's loss is one step: fleet, copies, quarantine and poison are updated before a receiver reads the event."""
 
 import asyncio
 from collections.abc import Collection
@@ -23,7 +23,7 @@ SAMPLE = Flight("s:sample:0:1", "s:sample:0", 1, 0, "t")
 
 
 class Refusals:
-    """Stands in for published weights: which adapters cannot be rebuilt."""
+    """Stands for published weights; records the adapters that cannot be rebuilt."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
@@ -50,7 +50,7 @@ class Bench:
         self.feed = self.recorder.subscribe(self.woken)
 
     def dispatch(self, *operations: Operation, samples: Collection[Flight] = ()) -> None:
-        """Have the first worker run these."""
+        """Dispatch operations and samples to the first worker."""
         worker = self.fleet.worker("w0")
         worker.begin_phase(tuple(Flight(o.name, o.target_id, o.seq, o.append_id, o.tenant_id) for o in operations))
         for operation in operations:
@@ -67,7 +67,7 @@ class Bench:
         return loss
 
     def lose_solo(self, operation: Operation, times: int) -> list[str]:
-        """Have the operation run solo and its worker lost so often; return the poison that each loss decided."""
+        """Lose the worker `times` times while the operation runs solo; return the poison that each loss decided."""
         found = []
         for incarnation in range(2, times + 2):
             self.fleet.revive(toy_worker_info("w0", incarnation))
@@ -90,7 +90,7 @@ async def test_copies_and_operations_of_a_lost_worker_are_dropped_and_quarantine
     assert bench.woken.is_set()
     assert not bench.fleet.is_live("w0")
     assert [log.worker_id for log in (running, resident, elsewhere)] == ["", "", "w1"]
-    assert running.copy.generation > generation, "results that arrive now are dropped"
+    assert running.copy.generation > generation, "late results are of an older generation"
     assert running.quarantined == (1, 2)
     assert [bench.quarantine.may_run(name) for name in ("a", SAMPLE.name, "b")] == [False, False, True]
     assert set(bench.group.dirty) == {"a", "b"}
@@ -162,7 +162,7 @@ async def test_operations_of_a_deleted_adapter_quarantine_nothing() -> None:
 
 @pytest.mark.parametrize("is_taken", [False, True])
 async def test_a_poison_whose_append_failed_meanwhile_is_not_failed(is_taken: bool) -> None:
-    """It was never accepted: its caller has an error, and its sequence number is free for another operation."""
+    """It was withdrawn: its caller has an error, and its sequence number may belong to another operation."""
     log = adapter_with()
     log.add(appending(1, FB))
     bench = Bench(log)

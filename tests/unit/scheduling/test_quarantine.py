@@ -1,4 +1,4 @@
-"""Which operation ended a worker: found by bisection, and no other one fails for it."""
+"""Quarantine: bisection finds the poison, and no other operation fails."""
 
 import asyncio
 import random
@@ -7,7 +7,7 @@ from coordinator.scheduling.quarantine import Quarantine
 
 
 def bisect(names: list[str], poisons: set[str], is_accident: random.Random | None = None) -> list[str]:
-    """Let quarantined groups run as a pool would, until none is left; return what was found to be poison."""
+    """Run quarantined groups as a pool would, until none is left; return the poison found."""
     quarantine, found, num_runs = Quarantine(), [], 0
     quarantine.record_loss(names, names)
     left = set(poisons)
@@ -43,12 +43,12 @@ def test_an_operation_that_ran_co_batched_or_was_lost_solo_once_is_not_the_poiso
     quarantine.release("a")
     quarantine.release("b")
     assert not quarantine.group
-    assert quarantine.record_loss(["a"], ["a:1"]) is None, "it was not quarantined when its worker was lost"
+    assert quarantine.record_loss(["a"], ["a:1"]) is None, "the operation was not quarantined when its worker was lost"
     assert quarantine.record_loss(["a"], ["a:1"]) is None
     assert quarantine.record_loss(["a"], ["a:1"]) == "a:1"
 
 
-def test_a_loss_while_several_operations_of_an_adapter_ran_does_not_tell_which_one_is_the_poison() -> None:
+def test_a_loss_while_several_operations_of_an_adapter_ran_decides_no_poison() -> None:
     """A replay of earlier operations is not a solo run of the quarantined one."""
     quarantine = Quarantine()
     for _ in range(5):

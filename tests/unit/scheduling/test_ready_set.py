@@ -1,4 +1,4 @@
-"""Which adapters could be in a cycle, and that no other adapter costs one anything."""
+"""The ready set: which adapters may be in a cycle, and that idle adapters cost a cycle nothing."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,18 +18,18 @@ NUM_IDLE = 1000
 
 
 class Watched(AdapterLog):
-    """An adapter log that counts every look at any attribute of any of them."""
+    """An adapter log that counts reads of attributes, of all its instances together."""
 
-    num_looks = 0
+    num_reads = 0
 
     def __getattribute__(self, name: str) -> Any:
-        Watched.num_looks += 1
+        Watched.num_reads += 1
         return super().__getattribute__(name)
 
 
 @dataclass
 class Files:
-    """Stands in for snapshots and published weights: what is being written."""
+    """Stands for snapshots and published weights that are being written."""
 
     unsettled: set[str] = field(default_factory=set)
     unwritten: set[str] = field(default_factory=set)
@@ -42,7 +42,7 @@ class Files:
 
 
 class Bench:
-    """A ready set and what it reads."""
+    """A ready set, and the state that it reads."""
 
     def __init__(self, *adapters: AdapterLog) -> None:
         self.group, self.quarantine, self.files = AdapterGroup(FakeTime()), Quarantine(), Files()
@@ -60,7 +60,7 @@ class Bench:
 
 
 async def test_a_thousand_idle_adapters_are_not_read_in_a_cycle(tmp_path: Path) -> None:
-    """Half of them live on the worker. The sweep, every few seconds, may look at all."""
+    """Half of them have a copy on the worker. Only the sweep, every few seconds, may read all."""
     async with running_pool(tmp_path, sweep_interval_s=1000.0, linger_s=0.0) as pool:
         core = pool.core
         active, other = await pool.adapter(), await pool.adapter("bob")
@@ -70,13 +70,13 @@ async def test_a_thousand_idle_adapters_are_not_read_in_a_cycle(tmp_path: Path) 
             core.registry.group_of(idle).mark_dirty(idle)
             if index % 2:
                 idle.place_copy("w0")
-        await pool.wait(await pool.forward_backward(active, 1, 5))  # finds out that the others have nothing to do
-        num_looks = Watched.num_looks
+        await pool.wait(await pool.forward_backward(active, 1, 5))  # removes the idle ones from the ready set
+        num_reads = Watched.num_reads
         for seq in range(2, 10, 2):
             await pool.wait(await pool.optim_step(active, seq), await pool.forward_backward(active, seq + 1, 5))
             await pool.wait(await pool.forward_backward(other, seq // 2, 5, tenant="bob"), tenant="bob")
         assert len(core.journal.recent) >= 5
-        assert Watched.num_looks == num_looks > NUM_IDLE
+        assert Watched.num_reads == num_reads > NUM_IDLE
 
 
 def test_an_idle_adapter_leaves_the_ready_set_until_it_changes() -> None:
@@ -110,10 +110,10 @@ def test_residents_are_the_adapters_with_a_copy_without_deleted_ones() -> None:
     bench.group.remove(one)
     bench.group.remove(away)
     assert bench.ready.residents(["w0"]) == {"w0": 1}
-    one.place_copy("w0")  # a cycle that was under way had it
+    one.place_copy("w0")  # a running cycle still had the deleted adapter
     assert bench.ready.residents(["w0"]) == {"w0": 1}
     one.lose_copy()
-    bench.group.add(one)  # its deletion has failed
+    bench.group.add(one)  # the deletion failed
     one.place_copy("w1")
     assert bench.ready.residents(["w0", "w1"]) == {"w0": 1, "w1": 1}
 

@@ -16,7 +16,7 @@ PROMPT = np.array([1, 2, 3], np.int32)
 
 
 class FixedLogprobs:
-    """Stands in for PEFT: returns the same log-probability for all tokens."""
+    """Stands for PEFT: returns the same log-probability for all tokens."""
 
     def __init__(self, *values: float) -> None:
         self.values = values
@@ -42,7 +42,7 @@ def test_sides_that_do_not_sample_from_the_same_weights_are_not_compared() -> No
         check_logprobs(drawn(float("nan"), -2.0), PROMPT, peft)
 
 
-def test_no_prompt_comes_twice_so_that_no_cache_has_it() -> None:
+def test_no_prompt_occurs_twice_so_that_no_cache_has_it() -> None:
     prompts = [tuple(prompt) for prompt in Prompts(4096).draw_many(100, 8)]
     assert len(set(prompts)) == 100
-    assert [tuple(prompt) for prompt in Prompts(4096).draw_many(100, 8)] == prompts, "every run asks the same"
+    assert [tuple(prompt) for prompt in Prompts(4096).draw_many(100, 8)] == prompts, "every run has the same prompts"

@@ -1,4 +1,4 @@
-"""The tracer's own rules: what a recorder notes, and what counts as background."""
+"""The tracer: which functions a recorder records, and which work counts as background."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys: what the database holds, which keys are refused, and that all refusals are equal."""
+"""API keys: only their hash is stored, wrong ones are refused, and all refusals are equal."""
 
 import asyncio
 from pathlib import Path

@@ -79,7 +79,7 @@ def test_a_write_that_fails_at_any_step_leaves_no_folder(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(RealDisk, step, full)
+    monkeypatch.setattr(RealDisk, step, full)  # no disk fails on demand
     with pytest.raises(OSError, match="No space"):
         files.write(SPEC, MODEL, STATE)
     assert list((tmp_path / "states").iterdir()) == []
@@ -88,7 +88,7 @@ def test_a_write_that_fails_at_any_step_leaves_no_folder(
 def test_a_folder_has_its_name_only_when_every_file_and_itself_are_synced(
     files: StateFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real order of system calls: files and folder synced, renamed, parent synced."""
+    """Records the system calls: a test cannot cut the power."""
     calls: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -119,7 +119,7 @@ def test_a_transient_read_error_is_not_reported_as_damage(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patched:
-        patched.setattr(RealDisk, "read", failing)
+        patched.setattr(RealDisk, "read", failing)  # no disk fails on demand
         with pytest.raises(ServiceError) as raised:
             files.read(saved.folder, saved.sha256)
     assert (raised.value.code, raised.value.retry_delay_s) == (Code.UNAVAILABLE, 1.0)
@@ -150,7 +150,7 @@ def test_an_export_is_a_tar_of_a_peft_directory(files: StateFiles) -> None:
     assert config["target_modules"] == ["q_proj", "up_proj"]
 
 
-def test_removing_never_takes_the_root(files: StateFiles, tmp_path: Path) -> None:
+def test_removing_a_folder_never_removes_the_root(files: StateFiles, tmp_path: Path) -> None:
     saved = files.write(SPEC, MODEL, STATE)
     with pytest.raises(AssertionError):
         files.remove("")

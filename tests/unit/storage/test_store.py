@@ -1,4 +1,4 @@
-"""The durable log alone: what is stored, what is not, and what a second opening finds."""
+"""The store: which rows a write adds, which it refuses, and what a reopened store contains."""
 
 import asyncio
 from pathlib import Path
@@ -34,7 +34,7 @@ def decided(seq: int, append_id: int = 1, *, outcome: bytes = b"ok", **values: A
 
 
 def checkpoint_row(path: str, seq: int, adapter_id: str = ADAPTER) -> CheckpointRow:
-    """What a save of weights for sampling commits before its file is there."""
+    """Return the row that a save of weights for sampling commits before its file is written."""
     return CheckpointRow(
         path=path,
         tenant_id="t",
@@ -51,7 +51,7 @@ def checkpoint_row(path: str, seq: int, adapter_id: str = ADAPTER) -> Checkpoint
 
 
 def sampler_row(sampler_id: str, session_id: str, seq: int, adapter_id: str = ADAPTER) -> SamplerRow:
-    """What an unnamed save commits before its file is there."""
+    """Return the row that an unnamed save commits before its file is written."""
     return SamplerRow(
         sampler_id=sampler_id,
         tenant_id="t",
@@ -68,7 +68,7 @@ def snapshot(seq: int, adapter_id: str = ADAPTER) -> SnapshotRow:
 
 
 async def add_adapter(store: Store) -> None:
-    """The adapter `ADAPTER`, with a snapshot at 0."""
+    """Insert the adapter `ADAPTER`, with a snapshot at 0."""
     await store.sessions.insert(session_row("s"))
     await store.adapters.insert(adapter_row(ADAPTER, "s"), snapshot(0))
 
@@ -141,7 +141,7 @@ async def test_an_operation_is_finished_once_and_metered_once(store: Store) -> N
 
 
 async def test_an_outcome_of_a_withdrawn_append_does_not_finish_the_operation_that_has_its_seq(store: Store) -> None:
-    """Its append failed while it ran; its cycle's commit waited for a full disk, and the seq was taken meanwhile."""
+    """An append fails while the operation runs. Before its cycle commits, another operation takes the seq."""
     await store.operations.append([operation(1, append_id=7), operation(2, append_id=3)])
     await store.operations.append([operation(1, append_id=4, target_id="b")])
     commit = CycleCommit(
@@ -153,7 +153,7 @@ async def test_an_outcome_of_a_withdrawn_append_does_not_finish_the_operation_th
     )
     assert await store.cycles.commit(commit) == {"a"}
     assert outcomes(store) == [None, None]
-    assert [row.outcome for row, _ in store.operations.since("b", 0)] == [b"ok"], "others are not lost"
+    assert [row.outcome for row, _ in store.operations.since("b", 0)] == [b"ok"], "outcomes of others are stored"
 
 
 async def test_no_state_with_the_effect_of_an_unlogged_operation_is_stored(store: Store, tmp_path: Path) -> None:
@@ -221,10 +221,10 @@ async def test_no_snapshot_cuts_the_log_at_a_checkpoint_without_a_file_until_it_
     for seq in (5, 9, 100):
         with pytest.raises(ConflictError, match="no file"):
             await store.snapshots.commit(snapshot(seq))
-    assert await store.checkpoints.commit_file("p", 4, "others", "z", 1, "toy") == 0, "its path is another save's"
+    assert await store.checkpoints.commit_file("p", 4, "others", "z", 1, "toy") == 0, "the path belongs to another save"
     assert await store.checkpoints.commit_file("p", 5, "weights", "y", 77, "another") == 1
     assert await store.snapshots.commit(snapshot(8)) == "f4"
-    assert await store.checkpoints.delete("q", 8) == "", "that one is gone"
+    assert await store.checkpoints.delete("q", 8) == "", "that save is not stored any more"
     with pytest.raises(ConflictError, match="no file"):
         await store.snapshots.commit(snapshot(9))
     assert await store.checkpoints.delete("q", 9) == ""
@@ -269,7 +269,7 @@ async def test_a_plan_is_written_with_the_next_commit_and_removed_with_its_cycle
 
 
 async def test_only_the_last_cycles_are_kept(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.storage.cycles.CYCLES_KEPT", 3)  # 10,000 would take long
+    monkeypatch.setattr("coordinator.storage.cycles.CYCLES_KEPT", 3)  # the real bound is 10,000
     for cycle_id in range(1, 8):
         await store.cycles.commit(CycleCommit(cycle_id=cycle_id))
     assert [row["cycle_id"] for row in query(tmp_path / "log.db", "SELECT cycle_id FROM cycles")] == [5, 6, 7]

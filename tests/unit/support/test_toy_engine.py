@@ -1,4 +1,4 @@
-"""The toy's snapshots in the middle of a gradient window, as the real engine's."""
+"""Snapshots of the toy engine in the middle of a gradient window behave as the real engine's."""
 
 from __future__ import annotations
 

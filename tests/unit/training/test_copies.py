@@ -1,4 +1,4 @@
-"""An adapter's place in its order on a worker: fences, chunks, failures and gradient windows."""
+"""Progress of an adapter's copy on a worker: fences, chunks, failures and gradient windows."""
 
 from __future__ import annotations
 
