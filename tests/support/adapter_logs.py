@@ -1,4 +1,4 @@
-"""Adapter logs with a few operations, and a stand-in for a worker that runs them."""
+"""Adapter logs with a few operations, and a function that runs them as a worker does."""
 
 from __future__ import annotations
 

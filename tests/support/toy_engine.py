@@ -1,4 +1,4 @@
-"""An engine without a model, for testing everything around one.
+"""An engine without a model, for tests of all other parts.
 
 An adapter's state is a SHA-256 chain over what was applied to it, with the pending gradient as a second chain that an
 optim_step folds in, and a third one for the moments. So a lost, doubled or reordered operation, or a gradient that

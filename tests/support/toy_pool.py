@@ -1,4 +1,4 @@
-"""A real coordinator over a LocalPool of toy engines: everything but the model."""
+"""A real coordinator over a LocalPool of toy engines."""
 
 from __future__ import annotations
 

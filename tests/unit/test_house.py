@@ -141,7 +141,7 @@ def test_gpu_tests_are_found_on_a_machine_with_little_else() -> None:
         assert path.name in found
 
 
-def test_generated_code_is_what_the_protos_give() -> None:
+def test_generated_code_matches_the_protos() -> None:
     python = ROOT / ".venv-protos" / "bin" / "python"
     if not python.exists():
         pytest.skip("the .proto compiler is not installed; `make protos` or `make test` installs it")

@@ -66,9 +66,9 @@ def _slow_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequen
     outputs = []
     for start, stop in itertools.pairwise(ends):
         heads = []
-        places = torch.arange(stop - start)
-        distance = places.unsqueeze(1) - places
-        is_seen = (distance >= 0) & (distance < (sequences.window or len(places)))
+        positions = torch.arange(stop - start)
+        distance = positions.unsqueeze(1) - positions
+        is_seen = (distance >= 0) & (distance < (sequences.window or len(positions)))
         for head in range(query.shape[1]):
             shared = head // (query.shape[1] // key.shape[1])
             scores = query[start:stop, head] @ key[start:stop, shared].t() * sequences.scaling

@@ -33,7 +33,7 @@ def grouped(model: Path, **config: Any) -> Driver:
     return driver
 
 
-def test_grouped_matmul_gives_what_one_product_per_segment_gives(even_vocabulary: Path) -> None:
+def test_grouped_matmul_equals_one_product_per_segment(even_vocabulary: Path) -> None:
     apart = distance(observe(grouped(even_vocabulary), TENANTS), observe(Driver(even_vocabulary), TENANTS))
     assert apart.logprobs < 1e-5
     assert apart.gradients < 1e-5

@@ -59,7 +59,7 @@ def test_two_combined_blocks_are_the_attention_over_both(heads_per_key: int, num
         torch.testing.assert_close(joined[seq], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_log_sum_exp_is_that_of_the_scores_and_of_hidden_keys_alone_finite() -> None:
+def test_log_sum_exp_is_that_of_the_scores_and_finite_if_all_keys_are_hidden() -> None:
     query, key, value = values(3, 1, 4, 8), values(3, 1, 8, 16), values(3, 1, 16, 8)
     mask = torch.zeros(3, 1, 1, 16)
     mask[1, ..., 5:] = HIDDEN

@@ -270,7 +270,7 @@ def test_request_that_cannot_run_fails_with_a_reason_and_no_other_request_does(q
     state = s.driver.state("a")
     damaged = SamplerVersion(key="damaged", spec=s.specs["a"], state=replace(state, weights=state.weights[:50]))
     bad = {
-        ErrorCode.OUT_OF_ORDER: [request("unknown", "nobody/v")],
+        ErrorCode.OUT_OF_ORDER: [request("unknown", "unknown/v")],
         ErrorCode.NON_FINITE: [request("sick", "sick/v", num_samples=2)],
         ErrorCode.DATA_LOSS: [replace(request("damaged"), version=damaged)],
         ErrorCode.INVALID_ARGUMENT: [

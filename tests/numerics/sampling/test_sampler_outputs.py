@@ -15,7 +15,7 @@ from tests.support.numerics.samplers import Sampling, assert_same_bits, prompt_o
 from workers.contract.messages import Datum, ErrorCode, SampleRequest, SampleResult, TokenLogprobs
 
 LENGTH = 90
-EVERYTHING: dict[str, Any] = {
+ALL_OUTPUTS: dict[str, Any] = {
     "prompt_logprobs": True,
     "topk_prompt_logprobs": 4,
     "topk_sample_logprobs": 3,
@@ -48,7 +48,7 @@ def test_all_reported_logprobs_equal_the_training_forward(model_directory: Path)
     targets = np.random.default_rng(0).integers(0, VOCAB_SIZE, (LENGTH - 1, 2)).astype(np.int32)
     targets[::3, 1] = -1
     targets[5] = -1
-    wanted = replace(request("r", "a/v", length=LENGTH, num_samples=2, **EVERYTHING), prompt_targets=targets)
+    wanted = replace(request("r", "a/v", length=LENGTH, num_samples=2, **ALL_OUTPUTS), prompt_targets=targets)
     (result,) = s.run(wanted)
     expected = logprobs_of(s, "a", wanted.prompt)
     assert result.prompt_logprobs is not None
@@ -80,7 +80,7 @@ def test_requested_outputs_do_not_change_the_samples(qwen3: Path) -> None:
     s = sampling(qwen3)
     (plain,) = s.sequences(request("plain", length=LENGTH, num_samples=3))
     targets = np.zeros((LENGTH - 1, 1), np.int32)
-    (result,) = s.run(replace(request("all", length=LENGTH, num_samples=3, **EVERYTHING), prompt_targets=targets))
+    (result,) = s.run(replace(request("all", length=LENGTH, num_samples=3, **ALL_OUTPUTS), prompt_targets=targets))
     without = [replace(sequence, topk=None) for sequence in result.sequences]
     assert_same_bits(without, plain)
 
@@ -104,7 +104,7 @@ def as_bytes(result: SampleResult) -> list[bytes]:
 
 
 def test_outputs_are_the_same_solo_co_batched_in_parts_and_cached(qwen3: Path) -> None:
-    wanted = request("r", length=200, **EVERYTHING)
+    wanted = request("r", length=200, **ALL_OUTPUTS)
     (solo,) = sampling(qwen3).run(wanted)
     s = sampling(qwen3, prefill_tokens_max=64)
     others = [request(f"c{number}", prompt=prompt_of(90, seed=number), num_samples=3) for number in range(4)]
@@ -168,7 +168,7 @@ def test_k_beyond_the_vocabulary_gives_all_tokens(qwen3: Path) -> None:
 
 
 def test_prompt_of_one_token_has_no_outputs(qwen3: Path) -> None:
-    wanted = replace(request("r", length=1, **EVERYTHING), prompt_targets=np.zeros((0, 2), np.int32))
+    wanted = replace(request("r", length=1, **ALL_OUTPUTS), prompt_targets=np.zeros((0, 2), np.int32))
     (result,) = sampling(qwen3).run(wanted)
     assert result.error is None
     assert result.prompt_target_logprobs is not None

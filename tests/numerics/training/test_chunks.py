@@ -42,7 +42,7 @@ def run(model: Path, cuts: list[int], *, neighbours: bool = False, num_slots: in
 
 @pytest.mark.parametrize("neighbours", [False, True], ids=["solo", "co-batched"])
 @pytest.mark.parametrize("cuts", [[], [1], [2], [1, 2]], ids=["one batch", "after 1", "after 2", "three batches"])
-def test_three_chunks_give_the_same_bits_however_they_are_spread(
+def test_three_chunks_give_the_same_bits_in_any_distribution_over_batches(
     model_directory: Path, cuts: list[int], neighbours: bool
 ) -> None:
     assert run(model_directory, cuts, neighbours=neighbours) == run(model_directory, [])

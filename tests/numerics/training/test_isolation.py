@@ -96,17 +96,17 @@ def test_eviction_in_the_middle_of_a_gradient_window_changes_no_bits(qwen3: Path
     others=st.lists(
         st.tuples(st.sampled_from([1, 8, 16]), st.lists(st.integers(1, 90), min_size=1, max_size=3)), max_size=4
     ),
-    place=st.integers(0, 4),
+    position=st.integers(0, 4),
 )
 def test_no_neighbours_lengths_or_ranks_change_a_bit(
-    qwen3: Path, lengths: list[int], others: list[tuple[int, list[int]]], place: int
+    qwen3: Path, lengths: list[int], others: list[tuple[int, list[int]]], position: int
 ) -> None:
     tenant = Tenant(spec=make_spec("it", 4), passes=[make_data("cross_entropy", lengths)])
     neighbours = [
         Tenant(spec=make_spec(f"other{i}", rank), passes=[make_data("cross_entropy", other, i)])
         for i, (rank, other) in enumerate(others)
     ]
-    neighbours.insert(min(place, len(neighbours)), tenant)
+    neighbours.insert(min(position, len(neighbours)), tenant)
     together = train(Driver(qwen3), neighbours, num_steps=1)
     together["it"].assert_equal(train(Driver(qwen3), [tenant], num_steps=1)["it"])
 

@@ -89,8 +89,8 @@ def test_exported_weights_load_in_peft_with_the_same_log_probabilities_and_gradi
 
 NUM_STEPS = 6
 PARAMS = AdamParams(learning_rate=2e-2, weight_decay=0.1, eps=1e-3, grad_clip_norm=5.0)
-"""Adam divides a gradient by its own size: where it is nothing but rounding, an eps below that would make a step of it,
-in a direction that no other parameter has."""
+"""Adam divides a gradient by its own size. With an eps below the rounding errors, a gradient that is only a rounding
+error would give a full step, in a direction that differs between the two sides."""
 
 
 def trained_by_peft(model_directory: Path, adapter: Path, data: Sequence[Datum]) -> tuple[list[float], dict[str, Any]]:

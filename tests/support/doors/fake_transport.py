@@ -1,6 +1,6 @@
 """A pool in memory behind the client's transport: order and idempotency as in the service, failures on demand.
 
-The log-probability of target token k is -(k + 1) / 10, whatever the weights.
+The log-probability of target token k is -(k + 1) / 10 with any weights.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class FakePool:
             raise self.faults[method.name].pop(0)
         response = self.handlers.get(method.name, getattr(self, f"_{method.name}", None))
         assert response is not None, f"the fake pool has no {method.name}"
-        answer: ResponseT = response(copy)
+        reply: ResponseT = response(copy)
         if self.lost_replies.get(method.name, 0):
             self.lost_replies[method.name] -= 1
             raise UNREACHABLE
-        return answer
+        return reply
 
     async def stream(self, method: ServerStream[RequestT, ResponseT], request: Any) -> AsyncGenerator[Any, None]:
         self.calls.append((method.name, request))

@@ -17,31 +17,31 @@ class Allocations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
         self.peak_bytes = 0
-        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._live: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {self._key(tensor) for tensor in _tensors((args, kwargs))}
+        inputs = {self._key(tensor) for tensor in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
-            self._note(tensor, known)
+            self._note(tensor, inputs)
         return result
 
     def _key(self, tensor: torch.Tensor) -> int:
         key: int = tensor.untyped_storage()._cdata  # private: two views of a storage have no other common identity
         return key
 
-    def _note(self, tensor: torch.Tensor, known: set[int]) -> None:
+    def _note(self, tensor: torch.Tensor, inputs: set[int]) -> None:
         """Count the tensor's storage if no input had it."""
         storage, key = tensor.untyped_storage(), self._key(tensor)
-        if key in known or key in self._alive:
+        if key in inputs or key in self._live:
             return
         size = storage.nbytes()
 
         def freed(_: Any) -> None:
             self.num_bytes -= size
-            del self._alive[key]
+            del self._live[key]
 
-        self._alive[key] = weakref.ref(storage, freed)
+        self._live[key] = weakref.ref(storage, freed)
         self.num_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 

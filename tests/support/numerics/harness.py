@@ -163,10 +163,10 @@ class Driver:
     def chunks(
         self, key: str, chunks: Sequence[Sequence[Datum]], loss_fn: str = "cross_entropy", **changes: Any
     ) -> list[PassItem]:
-        place = self._next(key)
+        position = self._next(key)
         defaults: dict[str, Any] = {"loss_fn": loss_fn, "loss_config": {}, "backward": True}
         return [
-            PassItem(**place, chunk_index=index, num_chunks=len(chunks), data=tuple(data), **defaults | changes)
+            PassItem(**position, chunk_index=index, num_chunks=len(chunks), data=tuple(data), **defaults | changes)
             for index, data in enumerate(chunks)
         ]
 
@@ -187,8 +187,8 @@ class Driver:
 
     def snapshot_item(self, key: str) -> SaveItem:
         """Return a save for recovery: at the adapter's present seq, with the pending gradient."""
-        place: dict[str, Any] = {"op_id": "snapshot", "prev_seq": self.seqs[key], "seq": self.seqs[key]}
-        return SaveItem(adapter_id=key, **place, with_optimizer=True, with_gradient=True)
+        position: dict[str, Any] = {"op_id": "snapshot", "prev_seq": self.seqs[key], "seq": self.seqs[key]}
+        return SaveItem(adapter_id=key, **position, with_optimizer=True, with_gradient=True)
 
     def snapshot(self, key: str) -> AdapterState:
         """Return the adapter's state with the pending gradient, by a save for recovery."""

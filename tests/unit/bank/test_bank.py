@@ -58,7 +58,7 @@ def test_rank_outside_all_classes_is_refused(rank: int) -> None:
         rank_class(rank)
 
 
-def test_fresh_adapter_is_uniform_in_its_bounds_and_depends_on_seed_and_module_alone() -> None:
+def test_fresh_adapter_is_uniform_in_its_bounds_and_depends_only_on_seed_and_module() -> None:
     layout = Bank(SHAPES, 1).layout(make_spec())
     small = dict(layout.matrices(layout.initial_weights(make_spec("x", 2)), 2))
     large = dict(layout.matrices(layout.initial_weights(make_spec("y", 8)), 8))

@@ -164,7 +164,7 @@ def test_key_revoke_takes_an_id_or_a_whole_key_and_sends_only_the_id(
     assert service.calls[0][2] == pool_pb2.RevokeApiKeyRequest(key_id="0123456789ab")
 
 
-def test_key_list_shows_which_are_revoked(run: Run, service: FakeService) -> None:
+def test_key_list_shows_which_keys_are_revoked(run: Run, service: FakeService) -> None:
     keys = [pool_pb2.ApiKey(key_id="k1", tenant="a", is_admin=True), pool_pb2.ApiKey(key_id="k2", is_revoked=True)]
     service.responses["list_api_keys"] = pool_pb2.ListApiKeysResponse(api_keys=keys)
     lines = run("key", "list").out.splitlines()
@@ -187,7 +187,7 @@ def test_adapter_list_goes_through_the_pages_up_to_its_limit(run: Run, service: 
     assert len(service.calls) == 2
 
 
-def test_adapter_delete_asks_first(run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_delete_requires_confirmation(run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
     service.responses["delete_adapter"] = adapters_pb2.DeleteAdapterResponse()
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     assert run("adapter", "delete", "s:train:0").code == 1
@@ -196,7 +196,7 @@ def test_adapter_delete_asks_first(run: Run, service: FakeService, monkeypatch: 
     assert service.calls[0][0] == "delete_adapter"
 
 
-def test_checkpoint_list_shows_paths_whole(run: Run, service: FakeService) -> None:
+def test_checkpoint_list_does_not_truncate_paths(run: Run, service: FakeService) -> None:
     path = f"tinker://{'s' * 36}:train:0/sampler_weights/{'n' * 60}"
     checkpoint = checkpoints_pb2.Checkpoint(path=path, size_bytes=1_500_000, rank=8)
     service.responses["list_checkpoints"] = checkpoints_pb2.ListCheckpointsResponse(checkpoints=[checkpoint])
@@ -250,7 +250,9 @@ def test_without_a_pool_the_error_has_the_command_that_starts_one(run: Run) -> N
         (RuntimeError("secret"), "Error: internal error"),
     ],
 )
-def test_a_refusal_is_one_sentence(run: Run, service: FakeService, refusal: Exception, sentence: str) -> None:
+def test_a_refusal_is_printed_as_one_sentence(
+    run: Run, service: FakeService, refusal: Exception, sentence: str
+) -> None:
     service.responses["delete_adapter"] = refusal
     done = run("adapter", "delete", "s:train:0", "-y")
     assert done.code == 1

@@ -76,7 +76,7 @@ def test_serve_ends_with_exit_code_0_after_a_signal(terminal: Terminal, signum: 
     assert not (terminal.data_dir / READY_FILE).exists()
 
 
-def test_up_shows_why_a_pool_does_not_start(terminal: Terminal) -> None:
+def test_up_prints_the_cause_if_a_pool_does_not_start(terminal: Terminal) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -166,7 +166,7 @@ async def test_closing_ends_every_wait() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_no_operation_is_lost_whatever_breaks(seed: int) -> None:
+async def test_no_operation_is_lost_when_streams_break_at_random(seed: int) -> None:
     rng = random.Random(seed)
     service = Service()
     waiter = service.waiter()

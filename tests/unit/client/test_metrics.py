@@ -5,7 +5,7 @@ import pytest
 from tinkerpool.metrics import merge_metrics
 
 
-def test_every_reduction_merges_as_its_name_says() -> None:
+def test_every_reduction_merges_by_its_definition() -> None:
     first = {"a:sum": 1, "b:mean": 1, "c:min": 1, "d:max": 1, "e:slack": 1, "f:hash2": 2**63, "g:unique": 7}
     second = {"a:sum": 2, "b:mean": 4, "c:min": 4, "d:max": 4, "e:slack": 4, "f:hash2": 2**63, "g:unique": 8}
     assert merge_metrics([first, second], [2, 1]) == {

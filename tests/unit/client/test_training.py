@@ -82,7 +82,7 @@ def test_each_thread_keeps_its_order_and_no_sequence_number_is_used_twice(
         assert [step for number, step in pairs if number == i] == list(range(30))
 
 
-def test_requests_that_overtake_each_other_run_in_order(pool: FakePool, client: TrainingClient) -> None:
+def test_requests_that_arrive_out_of_order_run_in_order(pool: FakePool, client: TrainingClient) -> None:
     pool.delay_of = lambda name, request: 0.02 if getattr(request, "seq", 0) == 1 else 0.0
     client.forward_backward([datum(1)], "cross_entropy")
     client.optim_step().result(5)

@@ -175,7 +175,7 @@ async def test_a_refusal_with_a_very_long_message_reaches_the_client(open_door: 
     assert (error.details() or "").endswith(" ...")
 
 
-async def test_an_unexpected_error_reveals_an_id_alone(open_door: Open, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unexpected_error_reveals_only_an_id(open_door: Open, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     secret = "/var/lib/secret-path"
     error, status = await refusal(
@@ -190,7 +190,7 @@ async def test_an_unexpected_error_reveals_an_id_alone(open_door: Open, caplog: 
     assert KEY not in caplog.text
 
 
-async def test_an_unexpected_error_in_a_stream_or_in_authentication_reveals_an_id_alone(
+async def test_an_unexpected_error_in_a_stream_or_in_authentication_reveals_only_an_id(
     open_door: Open, start: Start
 ) -> None:
     done = operations_pb2.WaitOperationsResponse(operation=operations_pb2.Operation(name="a:1"))
@@ -215,11 +215,13 @@ async def test_a_response_has_the_same_bytes_in_every_process(open_door: Open) -
     operation = operations_pb2.Operation(name="a:1")
     for index in range(20):
         operation.optim_step.metrics[f"metric-{7 * index % 20}:sum"] = index
-    answer = operations_pb2.GetOperationResponse(operation=operation)
+    response = operations_pb2.GetOperationResponse(operation=operation)
     channel = await open_door(
-        FakeService(get_operation=answer, wait_operations=[operations_pb2.WaitOperationsResponse(operation=operation)])
+        FakeService(
+            get_operation=response, wait_operations=[operations_pb2.WaitOperationsResponse(operation=operation)]
+        )
     )
-    expected = answer.SerializeToString(deterministic=True)
+    expected = response.SerializeToString(deterministic=True)
     method = "/tinkerpool.v1.OperationService/{}".format
     unary: Any = channel.unary_unary(method("GetOperation"))
     assert await unary(b"", metadata=WITH_KEY) == expected

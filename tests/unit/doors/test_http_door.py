@@ -124,9 +124,9 @@ def test_a_million_wrong_items_are_reported_by_the_first(model: type[BaseModel],
     with pytest.raises(ValidationError) as counted:
         model.model_validate(body)
     assert counted.value.error_count() < 10
-    with pytest.raises(ServiceError, match="body is wrong") as told:
+    with pytest.raises(ServiceError, match="body is wrong") as raised:
         read_json(model, json.dumps(body).encode())
-    assert len(told.value.message) < 1000
+    assert len(raised.value.message) < 1000
 
 
 async def test_a_body_that_does_not_arrive_in_time_is_refused(opened: Open) -> None:
@@ -247,7 +247,7 @@ async def test_a_malformed_certificate_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"port": 70000}, "0 .any free one. to 65535"),
         ({"is_remote": True}, "give a certificate"),
@@ -255,8 +255,8 @@ async def test_a_malformed_certificate_is_an_error(tmp_path: Path) -> None:
         ({"poll_s": 0}, "poll_s must be above 0"),
     ],
 )
-def test_settings_out_of_range_of_the_http_door_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_settings_out_of_range_of_the_http_door_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         HttpConfig(**options)
 
 
@@ -392,13 +392,13 @@ async def test_other_calls_run_while_a_large_result_is_encoded_as_json(opened: O
 
 async def test_a_result_too_large_for_json_is_announced_and_sent_as_protobuf(opened: Open) -> None:
     _, client = await opened(FakeService(wait_operations=[pass_result(3, JSON_RESULT_BYTES_MAX // 8)]))
-    asked = {"request_id": "s:train:0:1", "allow_metadata_only": True}
-    refused = await client.post("/retrieve_future", json=asked)
+    body = {"request_id": "s:train:0:1", "allow_metadata_only": True}
+    refused = await client.post("/retrieve_future", json=body)
     assert (refused.status_code, refused.json()["reason"]) == (406, "RESULT_TOO_LARGE")
     accept = {"accept": PROTOBUF}
-    announced = (await client.post("/retrieve_future", json=asked, headers=accept)).json()
+    announced = (await client.post("/retrieve_future", json=body, headers=accept)).json()
     assert announced["status"] == "complete_metadata"
-    response = await client.post("/retrieve_future", json={**asked, "allow_metadata_only": False}, headers=accept)
+    response = await client.post("/retrieve_future", json={**body, "allow_metadata_only": False}, headers=accept)
     output = wire.ForwardBackwardOutput.FromString(response.content)
     assert len(output.loss_fn_outputs[0].fields["logprobs"].data) == 3 * JSON_RESULT_BYTES_MAX // 2
     assert announced["response_payload_size"] == pytest.approx(len(response.content), rel=0.01)

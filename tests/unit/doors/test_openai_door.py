@@ -60,7 +60,7 @@ def table(rows: Sequence[Sequence[tuple[str, float]]]) -> ops_pb.TokenLogprobs:
     )
 
 
-def fake(*sequences: Any, result: ops_pb.SampleResult | None = None, **answers: Any) -> FakeService:
+def fake(*sequences: Any, result: ops_pb.SampleResult | None = None, **responses: Any) -> FakeService:
     """Return a service with one base model; every sample has these sequences."""
     sampled = ops_pb.SampleResult(num_cached_prompt_tokens=2)
     sampled.MergeFrom(result or ops_pb.SampleResult())
@@ -91,10 +91,10 @@ def fake(*sequences: Any, result: ops_pb.SampleResult | None = None, **answers: 
         "stream_sample": streamed,
         "cancel_operation": ops_pb.CancelOperationResponse(),
     }
-    return FakeService(**usual | answers)
+    return FakeService(**usual | responses)
 
 
-def asked(service: FakeService, use_case: str) -> list[Any]:
+def requests_of(service: FakeService, use_case: str) -> list[Any]:
     """Return the requests of one use case, in order."""
     return [request for name, _, request in service.calls if name == use_case]
 
@@ -130,8 +130,8 @@ class Door:
         body = {"model": "kjv", "stream": True, **values}
         response = await self.request(service, "POST", path, json=body)
         assert response.headers["content-type"].startswith("text/event-stream"), response.text
-        *events, end, nothing = response.text.split("\n\n")
-        assert (end, nothing) == ("data: [DONE]", "")
+        *events, end, rest = response.text.split("\n\n")
+        assert (end, rest) == ("data: [DONE]", "")
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
     async def close(self) -> None:
@@ -168,7 +168,7 @@ async def test_parameters_of_a_call_reach_the_service(door: Door) -> None:
     service = fake(sequence("a"))
     values = {"temperature": 0.5, "top_p": 0.75, "top_k": 9, "seed": -7, "stop": "\n", "max_tokens": 5, "user": "me"}
     await door.complete(service, n=3, **values)
-    [request] = asked(service, "sample")
+    [request] = requests_of(service, "sample")
     assert from_tensor(request.prompt).tolist() == tokens_of("And")
     assert (request.sampler_id, request.num_samples) == (SAMPLER, 3)
     params = request.params
@@ -177,7 +177,7 @@ async def test_parameters_of_a_call_reach_the_service(door: Door) -> None:
     assert list(params.stop.tokens) == [0, 3], "stops are added to the end tokens"
     service = fake(sequence("a"))
     await door.ok(service, "/oai/api/v1/chat/completions", messages=[{"role": "user", "content": "Who?"}], seed=None)
-    [request] = asked(service, "sample")
+    [request] = requests_of(service, "sample")
     assert MODEL.text_of(from_tensor(request.prompt).tolist()) == (
         "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -193,7 +193,7 @@ async def test_each_prompt_of_a_batch_has_its_choices_in_order(door: Door) -> No
     for prompt in ([5, 6], [[5, 6], [7]]):
         service = fake(sequence("a"))
         await door.complete(service, prompt)
-        sent = [from_tensor(request.prompt).tolist() for request in asked(service, "sample")]
+        sent = [from_tensor(request.prompt).tolist() for request in requests_of(service, "sample")]
         assert sent == (prompt if isinstance(prompt[0], list) else [prompt])
 
 
@@ -202,7 +202,7 @@ async def test_a_conversation_may_have_a_developer_role_and_parts_of_text(door: 
     parts = [{"type": "text", "text": "Who"}, {"type": "text", "text": " art thou?"}]
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
     body = await door.ok(service, "/v1/chat/completions", messages=messages, max_completion_tokens=7)
-    [request] = asked(service, "sample")
+    [request] = requests_of(service, "sample")
     assert MODEL.text_of(from_tensor(request.prompt).tolist()).startswith(
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWho art thou?<|im_end|>\n"
     )
@@ -215,7 +215,7 @@ async def test_a_completions_log_probabilities_match_its_tokens(door: Door) -> N
     topk = [[("b", -0.1), ("a", -0.5)], [("c", -0.2), ("d", -math.inf)]]
     service = fake(sequence("ax", topk=topk))
     body = await door.complete(service, logprobs=2)
-    assert asked(service, "sample")[0].topk_sample_logprobs == 2
+    assert requests_of(service, "sample")[0].topk_sample_logprobs == 2
     logprobs = body["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["a", "x"]
     assert logprobs["token_logprobs"] == [-0.5, -0.5]
@@ -236,7 +236,7 @@ async def test_an_echoed_prompt_has_its_log_probabilities_too(door: Door) -> Non
     )
     service = fake(sequence("ax", topk=[[("a", -0.5)]] * 2), result=result)
     body = await door.complete(service, "And God", logprobs=1, echo=True)
-    [request] = asked(service, "sample")
+    [request] = requests_of(service, "sample")
     assert (request.include_prompt_logprobs, request.topk_prompt_logprobs) == (True, 1)
     choice = body["choices"][0]
     assert choice["text"] == "And Godax"
@@ -252,7 +252,7 @@ async def test_a_prompt_can_be_scored_without_sampling_a_token(door: Door) -> No
     result = ops_pb.SampleResult(prompt_logprobs=to_tensor(np.array([np.nan, -1.5], np.float32)))
     service = fake(sequence("a", is_stop=True), result=result)
     body = await door.complete(service, [5, 6], logprobs=0, echo=True, max_tokens=0)
-    assert asked(service, "sample")[0].params.max_tokens == 1
+    assert requests_of(service, "sample")[0].params.max_tokens == 1
     choice = body["choices"][0]
     assert choice["text"] == MODEL.text_of([5, 6])
     assert choice["logprobs"]["token_logprobs"] == [None, -1.5]
@@ -310,7 +310,7 @@ TEXT = {"prompt": "And"}
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "code", "told"),
+    ("body", "param", "code", "expected"),
     [
         ({}, "prompt", "invalid_value", "Field required"),
         (TEXT | {"model": None}, "model", "invalid_value", "Field required"),
@@ -350,7 +350,7 @@ TEXT = {"prompt": "And"}
     ],
 )
 async def test_unsupported_parameters_are_refused_by_name(
-    door: Door, body: dict[str, Any], param: str, code: str, told: str
+    door: Door, body: dict[str, Any], param: str, code: str, expected: str
 ) -> None:
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     service = fake(sequence("a"))
@@ -358,12 +358,12 @@ async def test_unsupported_parameters_are_refused_by_name(
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
-    assert re.search(told, error["message"]), error["message"]
-    assert asked(service, "sample") == []
+    assert re.search(expected, error["message"]), error["message"]
+    assert requests_of(service, "sample") == []
 
 
 async def test_parameters_without_effect_are_accepted(door: Door) -> None:
-    nothing = {
+    without_effect = {
         "tools": [],
         "tool_choice": "none",
         "response_format": {"type": "text"},
@@ -374,7 +374,7 @@ async def test_parameters_without_effect_are_accepted(door: Door) -> None:
         "metadata": {"a": "b"},
         "modalities": ["text"],
     }
-    await door.ok(fake(sequence("a")), "/v1/chat/completions", **CHAT, **nothing)
+    await door.ok(fake(sequence("a")), "/v1/chat/completions", **CHAT, **without_effect)
     await door.complete(fake(sequence("a"), sequence("b")), n=2, best_of=2)
 
 
@@ -399,8 +399,8 @@ async def test_a_refusal_of_the_service_has_openais_form_and_status(
     service = fake(sample=error, stream_sample=[error])
     response = await door.request(service, "POST", "/v1/completions", json={"model": "kjv", "stream": stream} | TEXT)
     assert response.status_code == status
-    told = response.json()["error"]
-    assert (told["type"], told["param"], told["code"]) == (kind, None, code)
+    error = response.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == (kind, None, code)
     assert response.headers.get("retry-after") == retry_after
     assert "secret" not in response.text
 
@@ -410,7 +410,7 @@ async def test_a_failed_sample_is_an_error_response(door: Door, stream: bool) ->
     failed = ops_pb.Operation(
         name="n",
         state=ops_pb.OPERATION_STATE_FAILED,
-        error=ops_pb.OperationError(code=Code.INTERNAL, reason="INTERNAL", message="the worker died twice"),
+        error=ops_pb.OperationError(code=Code.INTERNAL, reason="INTERNAL", message="the worker was lost twice"),
     )
 
     async def waited(_: Any, request: Any) -> AsyncIterator[ops_pb.WaitOperationsResponse]:
@@ -423,11 +423,11 @@ async def test_a_failed_sample_is_an_error_response(door: Door, stream: bool) ->
     response = await door.request(service, "POST", "/v1/completions", json={"model": "kjv", "stream": stream} | TEXT)
     if stream:
         assert response.status_code == 200
-        told = json.loads(response.text.strip().rpartition("data: ")[2])
+        failure = json.loads(response.text.strip().rpartition("data: ")[2])
     else:
         assert response.status_code == 500
-        told = response.json()
-    assert told["error"]["message"] == "the worker died twice"
+        failure = response.json()
+    assert failure["error"]["message"] == "the worker was lost twice"
 
 
 async def test_every_endpoint_needs_a_key_and_an_unknown_path_lists_the_endpoints(door: Door) -> None:
@@ -445,7 +445,7 @@ async def test_every_endpoint_needs_a_key_and_an_unknown_path_lists_the_endpoint
 
 async def test_an_unknown_model_is_refused_with_the_names_of_the_served_ones(door: Door) -> None:
     checkpoint = ServiceError(Code.NOT_FOUND, "NOT_FOUND", "no")
-    for model, told in (
+    for model, expected in (
         ("gpt-4o", "this pool serves kjv"),
         ("tinker://a:train:0/sampler_weights/x", "no such checkpoint"),
         ("tinker://nonsense", "three parts"),
@@ -454,7 +454,7 @@ async def test_an_unknown_model_is_refused_with_the_names_of_the_served_ones(doo
         response = await door.request(service, "POST", "/v1/completions", json={"model": model} | TEXT)
         error = response.json()["error"]
         assert (response.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
-        assert told in error["message"]
+        assert expected in error["message"]
 
 
 async def test_a_model_without_template_or_tokenizer_is_refused_with_an_alternative(door: Door) -> None:
@@ -488,7 +488,7 @@ async def test_an_ended_session_is_replaced(door: Door) -> None:
 
     service = fake(sequence("a"), create_session=create_session, create_sampler=create_sampler)
     await door.complete(service)
-    assert asked(service, "sample")[0].sampler_id == "new:sample:0"
+    assert requests_of(service, "sample")[0].sampler_id == "new:sample:0"
 
 
 async def test_only_the_same_idempotency_key_gives_a_sample_the_same_seq(door: Door) -> None:
@@ -497,7 +497,7 @@ async def test_only_the_same_idempotency_key_gives_a_sample_the_same_seq(door: D
     for key in ("one", "one", "two", ""):
         headers = {"idempotency-key": key} if key else {}
         await door.request(service, "POST", "/v1/completions", json=body, headers=headers)
-    seqs = [request.seq for request in asked(service, "sample")]
+    seqs = [request.seq for request in requests_of(service, "sample")]
     assert seqs[:2] == seqs[2:4]
     assert len(set(seqs)) == 6
     taken = ServiceError(Code.ALREADY_EXISTS, "SEQ_TAKEN", "no")
@@ -526,5 +526,5 @@ async def test_the_list_of_models_has_every_name_that_the_tenant_may_use(door: D
     found = checkpoints_pb2.GetCheckpointResponse(checkpoint=sampler)
     response = await door.request(fake(get_checkpoint=found), "GET", f"/v1/models/{sampler.path}")
     assert (response.json()["id"], response.json()["root"]) == (sampler.path, "kjv")
-    response = await door.request(fake(), "GET", "/v1/models/nothing")
+    response = await door.request(fake(), "GET", "/v1/models/unknown")
     assert response.json()["error"]["code"] == "model_not_found"

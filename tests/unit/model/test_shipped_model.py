@@ -1,4 +1,4 @@
-"""The base model that the project ships: small, offline, documented, and as good as its card says."""
+"""The base model that the project ships: small, offline, documented, and with the measure that its card states."""
 
 import json
 import math
@@ -94,7 +94,7 @@ def stated_bits_per_byte() -> float:
 
 @torch.no_grad()
 def text_bits(model: Any, tokenizer: Any, text: str, window_tokens: int = 256) -> float:
-    """Negative log-likelihood in bits of a document after an end-of-text token, in windows as the card says."""
+    """Negative log-likelihood in bits of a document after an end-of-text token, in windows as the card states."""
     ids = torch.tensor([tokenizer.eos_token_id, *tokenizer.encode(text)])
     bits = 0.0
     for start in range(0, len(ids) - 1, window_tokens):

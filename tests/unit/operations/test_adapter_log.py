@@ -25,7 +25,7 @@ from tests.support.adapter_logs import (
 from workers.contract.messages import ItemResult
 
 
-def test_a_pass_takes_the_prefix_of_passes_and_nothing_behind_a_gap() -> None:
+def test_a_pass_takes_the_prefix_of_passes_and_no_operation_behind_a_gap() -> None:
     adapter = adapter_with(FB, FORWARD, FB, STEP, FB)
     assert seqs(adapter.ready_passes()) == [1, 2, 3]
     assert not list(adapter.ready_states())

@@ -116,9 +116,9 @@ async def test_a_repeat_is_acknowledged_only_when_the_first_is_durable(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_appends(monkeypatch, bench.store, 1)
-    answers = await asyncio.gather(*(bench.submit(step(), seq=1) for _ in range(3)), return_exceptions=True)
-    assert [getattr(answer, "reason", answer) for answer in answers] == ["STORAGE"] * 3
-    assert all(answer.retry_delay_s for answer in answers if isinstance(answer, ServiceError))
+    errors = await asyncio.gather(*(bench.submit(step(), seq=1) for _ in range(3)), return_exceptions=True)
+    assert [getattr(error, "reason", error) for error in errors] == ["STORAGE"] * 3
+    assert all(error.retry_delay_s for error in errors if isinstance(error, ServiceError))
 
 
 async def test_a_repeat_of_two_operations_is_acknowledged_only_when_both_are_durable(

@@ -48,7 +48,7 @@ def test_each_transition_is_possible_from_its_source_states_only_and_leads_to_it
         assert one.is_final is (one.outcome is not None) is (one.outcome_state not in (UNDECIDED, DECIDING))
 
 
-def test_an_outcome_is_visible_from_its_commit_until_it_has_left_memory() -> None:
+def test_an_outcome_is_visible_from_its_commit_until_its_retirement() -> None:
     one = appending(1, STEP)
     one.accept()
     one.succeed(7, Usage(4, 0.5)).optim_step.metrics["x"] = 1.0

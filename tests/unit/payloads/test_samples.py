@@ -26,7 +26,7 @@ from workers.contract.messages import SampledSequence, SampleResult, SamplerVers
 MODEL, LIMITS = toy_model_info(), Limits(num_samples_max=8)
 
 
-def asked(extras: dict[str, Any] | None = None, **values: Any) -> sampling_pb2.SampleRequest:
+def request_of(extras: dict[str, Any] | None = None, **values: Any) -> sampling_pb2.SampleRequest:
     """Return a request; `extras` are fields of the request, the other values those of `sample_request`."""
     request = sample_request("s", **values)
     request.MergeFrom(sampling_pb2.SampleRequest(**extras or {}))
@@ -38,7 +38,7 @@ def payload(message: sampling_pb2.SampleRequest, seed: int = 5, limits: Limits =
 
 
 def decoded(extras: dict[str, Any] | None = None, **values: Any) -> DecodedSample:
-    return decode_sample(payload(asked(extras, **values)))
+    return decode_sample(payload(request_of(extras, **values)))
 
 
 def targets(*rows: list[int], dtype: Any = np.int64) -> Any:
@@ -134,7 +134,7 @@ def test_a_stop_condition_that_is_set_and_empty_stops_nothing() -> None:
     assert decoded(stop=sampling_pb2.StopCondition()).params.stop_tokens == ()
 
 
-def test_a_workers_request_has_everything_that_the_user_requested() -> None:
+def test_a_workers_request_has_every_field_of_the_users_request() -> None:
     extras = {
         "include_prompt_logprobs": True,
         "prompt_logprobs_last_n": 2,
@@ -154,7 +154,7 @@ def test_a_workers_request_has_everything_that_the_user_requested() -> None:
 
 def test_every_parameter_is_part_of_the_payload_and_the_width_of_token_ids_is_not() -> None:
     wide, narrow = ({"prompt_targets": targets([1], [2], dtype=dtype)} for dtype in (np.int64, np.int32))
-    assert payload(asked(wide)) == payload(asked(narrow))
+    assert payload(request_of(wide)) == payload(request_of(narrow))
     others: list[dict[str, Any]] = [
         {},
         wide,
@@ -165,7 +165,7 @@ def test_every_parameter_is_part_of_the_payload_and_the_width_of_token_ids_is_no
         {"prompt_alt_tokens_k": 1},
         {"note": "mine"},
     ]
-    assert len({payload(asked(extras)) for extras in others}) == len(others)
+    assert len({payload(request_of(extras)) for extras in others}) == len(others)
 
 
 @pytest.mark.parametrize(
@@ -207,21 +207,21 @@ def test_every_parameter_is_part_of_the_payload_and_the_width_of_token_ids_is_no
 )
 def test_wrong_samples_are_refused_with_the_allowed_values(values: dict[str, Any], expected: str) -> None:
     with pytest.raises(ServiceError, match=expected) as raised:
-        payload(asked(**values))
+        payload(request_of(**values))
     assert raised.value.code is Code.INVALID_ARGUMENT
     assert len(raised.value.message) < 400
 
 
 def test_a_sample_with_too_large_a_result_is_refused_with_the_cause() -> None:
     limits = Limits(sample_logprobs_max=100)
-    few = asked({"topk_sample_logprobs": 2, "topk_prompt_logprobs": 4}, max_tokens=11, num_samples=4)
+    few = request_of({"topk_sample_logprobs": 2, "topk_prompt_logprobs": 4}, max_tokens=11, num_samples=4)
     assert payload(few, limits=limits)
     few.topk_sample_logprobs = 3
     with pytest.raises(ServiceError, match=r"up to 144 .* at most 100: most of them by topk_sample_logprobs"):
         payload(few, limits=limits)
     rows = {"prompt_targets": targets([1] * 40, [1] * 40), "prompt_alt_tokens_k": 11}
     with pytest.raises(ServiceError, match=r"up to 102 .* most of them by prompt_targets"):
-        payload(asked(rows), limits=limits)
+        payload(request_of(rows), limits=limits)
 
 
 def likeliest(num_rows: int) -> TokenLogprobs:
@@ -236,10 +236,10 @@ def same(found: ops_pb.TokenLogprobs, expected: TokenLogprobs) -> bool:
     return same_tokens and np.array_equal(from_tensor(found.logprobs), expected.logprobs, equal_nan=True)
 
 
-def outcome_of(request: sampling_pb2.SampleRequest, answer: SampleResult, usage: Usage) -> ops_pb.Operation:
+def outcome_of(request: sampling_pb2.SampleRequest, sampled: SampleResult, usage: Usage) -> ops_pb.Operation:
     canonical = payload(request)
     operation = Operation("t", "s", 1, Kind.SAMPLE, canonical, b"", "", 0, 0)
-    fill_sample(operation, decode_sample(canonical), answer, usage)
+    fill_sample(operation, decode_sample(canonical), sampled, usage)
     assert operation.outcome is not None
     return operation.outcome
 
@@ -248,7 +248,7 @@ def test_the_result_has_all_fields_of_a_workers_result_and_no_others() -> None:
     sequence = SampledSequence(
         tokens=np.array([4, 5], np.int32), logprobs=np.array([-1, -2], np.float32), stop_reason=StopReason.STOP
     )
-    plain = outcome_of(asked(), SampleResult(op_id="op", sequences=(sequence,)), Usage(9, 0.5))
+    plain = outcome_of(request_of(), SampleResult(op_id="op", sequences=(sequence,)), Usage(9, 0.5))
     assert (plain.num_tokens, plain.engine_seconds) == (9, 0.5)
     result = plain.sample
     for name in ("prompt_logprobs", "topk_prompt", "prompt_target_logprobs", "prompt_alt_tokens"):
@@ -257,11 +257,11 @@ def test_the_result_has_all_fields_of_a_workers_result_and_no_others() -> None:
     assert not found.HasField("topk")
     assert (from_tensor(found.tokens).tolist(), from_tensor(found.logprobs).tolist()) == ([4, 5], [-1, -2])
 
-    full = asked({"prompt_targets": targets([0, -1], [7, 8]), "note": "mine"})
+    full = request_of({"prompt_targets": targets([0, -1], [7, 8]), "note": "mine"})
     drawn, topk_prompt, alternatives = likeliest(2), likeliest(3), likeliest(2)
     with_topk = dataclasses.replace(sequence, stop_reason=StopReason.LENGTH, topk=drawn)
     prompt_logprobs: NDArray[np.float32] = np.array([np.nan, -1, -2], np.float32)
-    answer = SampleResult(
+    sampled = SampleResult(
         op_id="op",
         sequences=(with_topk,),
         prompt_logprobs=prompt_logprobs,
@@ -270,7 +270,7 @@ def test_the_result_has_all_fields_of_a_workers_result_and_no_others() -> None:
         prompt_alt_tokens=alternatives,
         num_cached_tokens=2,
     )
-    result = outcome_of(full, answer, Usage()).sample
+    result = outcome_of(full, sampled, Usage()).sample
     assert np.array_equal(from_tensor(result.prompt_logprobs), prompt_logprobs, equal_nan=True)
     assert same(result.topk_prompt, topk_prompt)
     assert same(result.prompt_alt_tokens, alternatives)

@@ -25,13 +25,13 @@ def bisect(names: list[str], poisons: set[str], is_accident: random.Random | Non
     return found
 
 
-def test_the_poison_is_found_by_bisection_wherever_it_is() -> None:
+def test_the_poison_is_found_by_bisection_at_every_position() -> None:
     names = [f"a{i}" for i in range(13)]
     for poison in names:
         assert bisect(names, {poison}) == [poison]
 
 
-def test_several_poisons_are_all_found_and_nothing_else() -> None:
+def test_several_poisons_are_all_found_and_no_other_operation() -> None:
     names = [f"a{i}" for i in range(16)]
     assert sorted(bisect(names, {"a3", "a4", "a15"})) == ["a15", "a3", "a4"]
 

@@ -123,7 +123,7 @@ def test_an_adapter_is_ahead_from_its_first_operation_until_a_snapshot_covers_it
     bench = Bench(adapter)
     adapter.place_copy("w0")
     bench.ready.ran(["a", "deleted meanwhile"])
-    assert bench.ready.ahead() == [], "nothing was applied"
+    assert bench.ready.ahead() == [], "no operation was applied"
     run(adapter, 1)
     bench.ready.ran(["a"])
     assert bench.ready.ahead() == [adapter]
@@ -150,7 +150,7 @@ def test_while_files_are_written_a_copy_is_not_installed_and_a_load_does_not_cut
     assert bench.allowed() == ["away", "resident", "a"]
 
 
-def test_a_quarantined_adapter_is_released_once_it_ran_or_has_nothing_to_run() -> None:
+def test_a_quarantined_adapter_is_released_once_it_ran_or_has_no_operation_to_run() -> None:
     ran, idle, other = adapter_with(FB, SAVE, name="ran"), adapter_with(name="idle"), adapter_with(FB, name="other")
     bench = Bench(ran, idle, other)
     ran.quarantine(1, 1)

@@ -8,7 +8,7 @@ import pytest
 from scripts.models import fetch_real_model
 
 
-def test_a_model_that_is_there_is_not_fetched_again(
+def test_an_existing_model_is_not_fetched_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["fetch_real_model.py", "--output", str(tmp_path)])
@@ -17,7 +17,7 @@ def test_a_model_that_is_there_is_not_fetched_again(
     assert f"make demo MODEL={tmp_path}" in capsys.readouterr().out
 
 
-def test_a_failed_fetch_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_fetch_leaves_no_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def no_network(command: list[str], **_: object) -> None:
         raise subprocess.CalledProcessError(1, command)
 

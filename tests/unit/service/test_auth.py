@@ -39,12 +39,12 @@ async def test_no_file_of_the_database_has_the_secret(keys: Authenticator, store
     secret = key.split("_", 2)[2]
     keys.authenticate(key)
 
-    def everything() -> bytes:
+    def contents() -> bytes:
         return b"".join(path.read_bytes() for path in tmp_path.iterdir())
 
-    while_open = everything()
+    while_open = contents()
     await store.close()
-    for content in (while_open, everything()):
+    for content in (while_open, contents()):
         assert b"canary" in content
         assert secret.encode() not in content
 
@@ -60,9 +60,9 @@ async def test_every_wrong_key_gets_the_same_refusal(keys: Authenticator) -> Non
         key.upper(),
         f"{key}\x00",
     ]
-    answers = {refusal(keys, each) for each in wrong}
-    assert len(answers) == 1
-    [(code, reason, message)] = answers
+    refusals = {refusal(keys, each) for each in wrong}
+    assert len(refusals) == 1
+    [(code, reason, message)] = refusals
     assert (code, reason) == (Code.UNAUTHENTICATED, "API_KEY_INVALID")
     assert row.key_id not in message
 
@@ -101,14 +101,14 @@ async def test_the_last_administrators_key_cannot_be_revoked(keys: Authenticator
 
 async def test_two_administrators_cannot_revoke_each_other_at_once(keys: Authenticator) -> None:
     rows = [(await keys.create_key(name, is_admin=True))[1] for name in ("alice", "bob")]
-    answers = await asyncio.gather(*(keys.revoke_key(row.key_id) for row in rows), return_exceptions=True)
-    assert sum(isinstance(answer, ServiceError) for answer in answers) == 1
+    results = await asyncio.gather(*(keys.revoke_key(row.key_id) for row in rows), return_exceptions=True)
+    assert sum(isinstance(result, ServiceError) for result in results) == 1
     assert sum(row.revoked_at is None for row in keys.list_keys()) == 1
 
 
 async def test_an_unknown_key_cannot_be_revoked_and_a_tenants_name_is_checked(keys: Authenticator) -> None:
     with pytest.raises(ServiceError) as unknown:
-        await keys.revoke_key("nobody")
+        await keys.revoke_key("unknown")
     assert unknown.value.code is Code.NOT_FOUND
     for name in ("", "a" * 65, "a b", "../x", "é"):
         with pytest.raises(ServiceError, match="1 to 64"):

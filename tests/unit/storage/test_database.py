@@ -40,7 +40,7 @@ async def test_a_write_is_on_disk_when_its_future_is_done(database: Database, tm
 
 
 async def test_every_commit_is_synced(database: Database) -> None:
-    # `synchronous` is a setting of a connection: only the writer itself can tell it.
+    # `synchronous` is a setting of a connection: only the writer's own connection has it.
     assert database._writer.execute("PRAGMA synchronous").fetchone()[0] == 2
     assert database._writer.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
 
@@ -56,7 +56,7 @@ async def test_queued_writes_share_a_commit_and_keep_their_order(database: Datab
     assert database.num_commits <= 2
 
 
-async def test_a_write_that_fails_fails_alone(database: Database) -> None:
+async def test_a_failed_write_fails_no_other_write(database: Database) -> None:
     is_free = threading.Event()
     busy = database.write(lambda db: is_free.wait(10))
 
@@ -100,7 +100,7 @@ def test_a_file_with_an_older_numbering_of_schemas_is_refused_with_what_to_do(tm
     assert query(tmp_path / "log.db", "SELECT name FROM sqlite_master WHERE name = 'operations'") == []
 
 
-async def test_readers_see_only_what_is_committed(database: Database) -> None:
+async def test_readers_see_only_committed_rows(database: Database) -> None:
     is_written, may_commit = threading.Event(), threading.Event()
 
     def write(db: Connection) -> None:

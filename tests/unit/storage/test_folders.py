@@ -1,4 +1,4 @@
-"""State folders: all or nothing on disk, and never read when damaged."""
+"""State folders: complete or absent on disk, and never read when damaged."""
 
 import errno
 import io
@@ -30,7 +30,7 @@ def files(tmp_path: Path) -> StateFiles:
     return StateFiles(tmp_path / "states", "checkpoint", RealDisk())
 
 
-def test_what_is_written_is_read_back(files: StateFiles) -> None:
+def test_a_written_state_is_read_back(files: StateFiles) -> None:
     for state in (STATE, replace(STATE, optimizer=None), IN_A_WINDOW, replace(IN_A_WINDOW, optimizer=None)):
         saved = files.write(SPEC, MODEL, state)
         assert files.read(saved.folder, saved.sha256) == state
@@ -126,7 +126,7 @@ def test_a_transient_read_error_is_not_reported_as_damage(
     assert files.read(saved.folder, saved.sha256) == STATE
 
 
-def test_orphans_of_a_crash_are_removed_and_nothing_else(files: StateFiles, tmp_path: Path) -> None:
+def test_only_orphans_of_a_crash_are_removed(files: StateFiles, tmp_path: Path) -> None:
     kept, orphan = files.write(SPEC, MODEL, STATE), files.write(SPEC, MODEL, STATE)
     (tmp_path / "states" / ".writing-abc").mkdir()
     (tmp_path / "states" / ".writing-abc" / "part").write_bytes(b"half")

@@ -235,7 +235,7 @@ async def test_no_snapshot_cuts_the_log_at_a_checkpoint_without_a_file_until_it_
     assert await store.checkpoints.delete("p", 5) == "weights"
 
 
-async def test_an_adapter_and_what_it_starts_from_are_created_together(store: Store) -> None:
+async def test_an_adapter_and_its_first_snapshot_are_created_together(store: Store) -> None:
     await add_adapter(store)
     with pytest.raises(ConflictError):
         await store.adapters.insert(adapter_row(ADAPTER, "s"), snapshot(1))

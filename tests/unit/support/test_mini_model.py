@@ -41,7 +41,7 @@ def test_gemma_has_a_sliding_and_a_full_layer(tmp_path: Path) -> None:
     assert config.sliding_window == 8
 
 
-def test_mistral_has_a_window_only_if_asked_for_and_llama3_scales_its_positions(tmp_path: Path) -> None:
+def test_mistral_has_a_window_only_on_request_and_llama3_scales_its_positions(tmp_path: Path) -> None:
     windows = [
         AutoModelForCausalLM.from_pretrained(build_mini_model(tmp_path / name, name)).config.sliding_window
         for name in ("mistral", "mistral-window")

@@ -34,7 +34,7 @@ def installed(state: AdapterState | None = None) -> ToyEngine:
     return engine
 
 
-def place(seq: int) -> dict[str, Any]:
+def position(seq: int) -> dict[str, Any]:
     return {"op_id": f"a/{seq}", "adapter_id": "a", "prev_seq": seq - 1, "seq": seq}
 
 
@@ -42,11 +42,11 @@ def backward(seq: int, token: int = 1) -> PassItem:
     tokens = np.array([token, seq], np.int32)
     datum = Datum(tokens=tokens, loss_inputs={"target_tokens": tokens})
     fields: dict[str, Any] = {"chunk_index": 0, "num_chunks": 1, "loss_fn": "cross_entropy", "loss_config": {}}
-    return PassItem(**place(seq), **fields, data=(datum, datum), backward=True)
+    return PassItem(**position(seq), **fields, data=(datum, datum), backward=True)
 
 
 def step(seq: int) -> OptimStepItem:
-    return OptimStepItem(**place(seq), params=AdamParams())
+    return OptimStepItem(**position(seq), params=AdamParams())
 
 
 def snapshot(engine: ToyEngine, *, with_gradient: bool = True) -> AdapterState:

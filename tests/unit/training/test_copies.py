@@ -36,8 +36,8 @@ def a_pass(seq: int, chunk: int = 0, num_chunks: int = 1, *, backward: bool = Tr
 
 
 def a_step(seq: int, *, drop: bool = False) -> OptimStepItem:
-    place = {"op_id": "", "adapter_id": "a", "prev_seq": seq - 1, "seq": seq}
-    return OptimStepItem(**place, drop_gradient=drop, params=AdamParams())  # type: ignore[arg-type]
+    fields = {"op_id": "", "adapter_id": "a", "prev_seq": seq - 1, "seq": seq}
+    return OptimStepItem(**fields, drop_gradient=drop, params=AdamParams())  # type: ignore[arg-type]
 
 
 def done(progress: Progress, item: PassItem) -> None:
