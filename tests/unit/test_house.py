@@ -135,7 +135,7 @@ def test_engine_trains_without_ray_and_grpc(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_gpu_tests_are_found_on_a_machine_with_little_else() -> None:
+def test_gpu_tests_are_collected_on_a_machine_with_few_libraries() -> None:
     found = run_without("ray,grpc,hypothesis,peft", COLLECT_GPU_TESTS)
     for path in (ROOT / "tests" / "gpu").glob("test_*.py"):
         assert path.name in found

@@ -107,7 +107,7 @@ def test_segments_of_two_slabs_are_in_two_runs() -> None:
     assert not run.try_add(Segment(5, 9, second))
 
 
-def test_grouping_is_for_gpus_that_have_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_gpus_with_the_kernel_use_grouped_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
     def allowed(capability: tuple[int, int], dtype: torch.dtype = torch.bfloat16, d_out: int = 64) -> bool:
         report: Callable[..., tuple[int, int]] = lambda *_: capability  # noqa: E731
         monkeypatch.setattr(torch.cuda, "get_device_capability", report)  # of GPUs that are not here

@@ -174,7 +174,7 @@ def test_bank_slots_first_used_by_sampling_can_train(qwen3: Path) -> None:
         s.driver.train(s.driver.save("a", publish_as=f"a/{number + 1}"))
 
 
-def test_version_stays_as_it_was_published_while_its_adapter_trains_on(qwen3: Path) -> None:
+def test_published_version_does_not_change_while_its_adapter_is_trained(qwen3: Path) -> None:
     s = sampling(qwen3)
     s.publish("a")
     (before,) = s.sequences(request("before", "a/v", max_tokens=20))

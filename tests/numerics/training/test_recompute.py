@@ -24,12 +24,14 @@ def inner_linears(driver: Driver) -> int:
     return sum(isinstance(module, MultiLoraLinear) for module in driver.engine.base_model.model.model.modules())
 
 
-def test_results_gradients_and_weights_have_the_same_bits_with_and_without(model_directory: Path) -> None:
+def test_results_gradients_and_weights_have_the_same_bits_with_and_without_recomputed_layers(
+    model_directory: Path,
+) -> None:
     traces = {mode: train(Driver(model_directory, recompute=mode), TENANTS, num_steps=2) for mode in ("on", "off")}
     assert_same(traces["on"], traces["off"])
 
 
-def test_every_layer_runs_twice_in_a_pass_with_a_backward_through_it_and_only_there(qwen3: Path) -> None:
+def test_layers_run_twice_only_in_a_pass_with_a_backward_through_them(qwen3: Path) -> None:
     drivers = {mode: Driver(qwen3, recompute=mode) for mode in ("on", "off")}
     data = make_data("cross_entropy", [20])
     counts: dict[str, list[int]] = {}

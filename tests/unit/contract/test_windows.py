@@ -16,7 +16,7 @@ from workers.contract.windows import WindowRole
         (WindowRole.RESET, False, None, "second", "first"),
     ],
 )
-def test_window_after_an_operation(
+def test_an_operation_opens_keeps_or_closes_its_window(
     role: WindowRole,
     needs_open: bool,
     open_and_succeeded: str | None,

@@ -399,8 +399,8 @@ async def test_a_refusal_of_the_service_has_openais_form_and_status(
     service = fake(sample=error, stream_sample=[error])
     response = await door.request(service, "POST", "/v1/completions", json={"model": "kjv", "stream": stream} | TEXT)
     assert response.status_code == status
-    error = response.json()["error"]
-    assert (error["type"], error["param"], error["code"]) == (kind, None, code)
+    received = response.json()["error"]
+    assert (received["type"], received["param"], received["code"]) == (kind, None, code)
     assert response.headers.get("retry-after") == retry_after
     assert "secret" not in response.text
 

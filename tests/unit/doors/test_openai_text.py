@@ -79,7 +79,7 @@ def test_special_tokens_are_not_shown_but_may_be_part_of_a_stop_string() -> None
     assert "".join(shown([b, a, start, b], ["a<|im_end|>"])) == "bab"
 
 
-def test_invalid_bytes_are_not_held_back_for_ever() -> None:
+def test_invalid_bytes_are_held_back_for_a_bounded_number_of_tokens() -> None:
     broken = next(token for token in SHOWN if TOKENIZER.decode([token]) == BROKEN)
     pieces = shown([broken] * 200, [])
     assert "".join(pieces) == BROKEN * 200

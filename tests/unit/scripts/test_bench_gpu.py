@@ -63,7 +63,7 @@ def test_case_that_runs_out_of_memory_in_the_engine_does_not_fit(
 
 
 @pytest.mark.slow
-def test_sides_share_the_base_weights_and_hold_what_they_add(tmp_path: Path) -> None:
+def test_sides_share_the_base_weights_and_their_additions_are_measured(tmp_path: Path) -> None:
     model, case = write_model("tiny", tmp_path, CPU), Case.read("2x1x16")
     fused = Fused(EngineSettings(model_path=str(model), dtype="bfloat16", num_slots=2), case, 8)
     base = fused.engine.base_model.model

@@ -24,7 +24,7 @@ def english() -> PlainEnglish:
         ("The seventh and the fortieth teeth", "The seventh and the fortieth teeth"),
     ],
 )
-def test_old_words_become_plain(english: PlainEnglish, old: str, plain: str) -> None:
+def test_archaic_words_become_plain(english: PlainEnglish, old: str, plain: str) -> None:
     assert english.rewrite(old) == plain
     assert num_old_words(plain) == 0
 
