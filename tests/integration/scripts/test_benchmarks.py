@@ -172,7 +172,7 @@ def test_the_page_has_a_place_for_everything_and_pictures_are_drawn(folder: Path
     assert done.returncode == 0, done.stdout + done.stderr
     text = page.read_text(encoding="utf-8")
     assert "| 2 x 4 x 32 |" in text
-    assert "tiny: one tenant alone against PEFT" in text
+    assert "tiny: one tenant against PEFT" in text
     for name in ("bench-engine", "bench-service", "bench-memory", "bench-sampling"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert f"images/{name}.png" in text
