@@ -121,7 +121,7 @@ class History:
                     self._live()
         finally:
             failpoints.disarm()
-            self._vfs.die()
+            self._vfs.kill()
             for connection in self._connections:
                 close_quietly(connection)
             self._vfs.unregister()
@@ -155,7 +155,7 @@ class History:
             world.now = loop.now
             problems = loop.problems
             loop.drop()
-            self._vfs.die()
+            self._vfs.kill()
             for connection in self._connections:
                 close_quietly(connection)
             self._connections.clear()
@@ -171,7 +171,7 @@ class History:
             self._disk.power_cut(self._ending.keep)
         elif world.is_dead:
             world.fault("process killed")
-        self._vfs.revive()
+        self._vfs.restart()
         world.now += self._random.choice((0.0, 0.1, 100.0))
 
     async def _serve(self, coordinator: Coordinator) -> None:
@@ -244,7 +244,7 @@ class History:
 
     def _on_database(self, operation: str, file: str) -> None:
         if self._ending.kind == "database" and self._hit():
-            self._vfs.die()
+            self._vfs.kill()
             with contextlib.suppress(Crash):
                 self.world.crash(f"database {operation} of {file}")
             raise apsw.exception_for(apsw.SQLITE_IOERR)

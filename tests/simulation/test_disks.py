@@ -37,7 +37,7 @@ def lives(vfs: LossyVfs, path: Path, synchronous: str, num_lives: int) -> int:
         def on_operation(_operation: str, _file: str, seen: list[int] = seen, last: int = last) -> None:
             seen[0] += 1
             if seen[0] == last:
-                vfs.die()
+                vfs.kill()
 
         vfs.on_operation = on_operation
         databases = []
@@ -59,7 +59,7 @@ def lives(vfs: LossyVfs, path: Path, synchronous: str, num_lives: int) -> int:
         for database in databases:
             close_quietly(database)
         vfs.power_cut(random.choice((0.0, 0.5, 0.9)))
-        vfs.revive()
+        vfs.restart()
     vfs.on_operation = lambda operation, file: None
     database = open_database(vfs, path)
     assert database.execute("PRAGMA integrity_check").fetchall()[0][0] == "ok"
@@ -79,9 +79,9 @@ def test_what_a_killed_process_wrote_survives_without_a_sync(vfs: LossyVfs, tmp_
     database = open_database(vfs, tmp_path / "x.db", "OFF")
     database.execute("CREATE TABLE rows (number INTEGER PRIMARY KEY)")
     database.execute("INSERT INTO rows VALUES (7)")
-    vfs.die()
+    vfs.kill()
     close_quietly(database)
-    vfs.revive()
+    vfs.restart()
     database = open_database(vfs, tmp_path / "x.db")
     assert [row["number"] for row in database.execute("SELECT number FROM rows")] == [7]
     database.close()

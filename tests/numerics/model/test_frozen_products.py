@@ -117,5 +117,6 @@ def test_wrong_products_large_models_and_other_types_are_not_packed(monkeypatch:
     monkeypatch.setattr(frozen_products, "PACKED_PARAMS_MAX", weight.numel() - 1)  # instead of gigabytes
     assert not can_pack([[weight]])
     monkeypatch.undo()
+    # private: a kernel with wrong products
     monkeypatch.setattr(PackedProducts, "_multiply", lambda self, x, weight, bias: x.new_zeros(len(x), 64))
     assert not can_pack([[weight]])

@@ -276,7 +276,7 @@ def test_memory_is_free_after_every_kind_of_end(qwen3: Path, monkeypatch: pytest
         def failing(*_values: Any) -> None:
             raise RuntimeError("broken")
 
-        monkeypatch.setattr(s.driver.engine.base_model, "forward", failing)
+        monkeypatch.setattr(s.driver.engine.base_model, "forward", failing)  # no request makes every pass fail
         s.run()
     assert_all_free(s)
     s.sampler.decode_step()  # returns the last events

@@ -32,7 +32,7 @@ def test_device_whose_rows_depend_on_their_position_is_refused(qwen3: Path, monk
     def uneven(x: Tensor, matrix: Tensor) -> Tensor:
         return torch.matmul(x, matrix) * (1 + 2.0**-20 * torch.arange(len(x)).unsqueeze(1))
 
-    monkeypatch.setattr(torch.Tensor, "__matmul__", uneven)
+    monkeypatch.setattr(torch.Tensor, "__matmul__", uneven)  # this library has independent rows
     assert not row_invariance.are_blocks_invariant([torch.ones(8, 8)], 64)
     monkeypatch.undo()
     assert row_invariance.are_blocks_invariant([torch.ones(8, 8)], 64)

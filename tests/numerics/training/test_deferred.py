@@ -64,7 +64,7 @@ def test_request_whose_loss_overflows_fails_without_its_neighbours(
 
     backward = [driver.backward(tenant.key, tenant.passes[0]) for tenant in sound]
     with monkeypatch.context() as patch:
-        patch.setattr(DeviceLoss, "run", recording)
+        patch.setattr(DeviceLoss, "run", recording)  # the gradient of hidden states is in no result
         first, failed, last = driver.run(backward[0], driver.backward("b", data, loss_fn), backward[1])
     (gradient,) = gradients
     assert gradient is not None

@@ -2,8 +2,8 @@
 
 A write is durable after the next `xSync` of its file, a file's name after the sync of its folder (SQLite syncs that
 with the first sync of a new log or journal). `power_cut` drops a random part of the writes that are not durable: each
-write by itself, some torn between sectors of 512 bytes. After `die` every write fails: closing a connection leaves the
-files as they are, as a killed process does. The writes before `die` are kept, and are still not durable.
+write by itself, some torn between sectors of 512 bytes. After `kill` every write fails: closing a connection leaves the
+files as they are, as a killed process does. The writes before `kill` are kept, and are still not durable.
 
 The writes that a failed sync should have made durable are never synced again by the same process, as on Linux.
 Not modelled: writes that tear bytes outside themselves (SQLite assumes the same), and a failed sync of which the next
@@ -42,7 +42,7 @@ class _Content:
 
 
 class LossyVfs(apsw.VFS):
-    """Give its `name` to connections. One process at a time: `die`, close the connections, then `revive`."""
+    """Give its `name` to connections. One process at a time: `kill`, close the connections, then `restart`."""
 
     def __init__(self, name: str, random: Random) -> None:
         super().__init__(name, "unix")
@@ -51,20 +51,20 @@ class LossyVfs(apsw.VFS):
         self.is_full = False
         """Files cannot grow."""
         self.on_operation: Callable[[str, str], None] = lambda operation, file: None
-        """Called before each write and sync of a file; may raise a disk's error, or call `die`."""
+        """Called before each write and sync of a file; may raise a disk's error, or call `kill`."""
         self.num_operations: Counter[str] = Counter()
         """"write", "sync" and "sync folder"."""
-        self._is_dead = False
+        self._is_killed = False
         self._names: dict[Path, _Content] = {}
         self._durable_names: dict[Path, _Content] = {}
 
-    def die(self) -> None:
+    def kill(self) -> None:
         """Fail every later write, sync and deletion, as if the process was killed."""
-        self._is_dead = True
+        self._is_killed = True
 
-    def revive(self) -> None:
+    def restart(self) -> None:
         """Begin the next process. The connections of the last one must be closed."""
-        self._is_dead = False
+        self._is_killed = False
         for content in self._names.values():
             content.pending, content.lost = content.lost + content.pending, []
 
@@ -85,7 +85,7 @@ class LossyVfs(apsw.VFS):
         """See apsw."""
         if name is None:
             return apsw.VFSFile("unix", name, flags)
-        self.check_alive()
+        self.check_running()
         path = Path(name.filename() if isinstance(name, apsw.URIFilename) else name)
         is_new = not path.exists()
         file = _LossyFile(self, name, flags, path)
@@ -100,23 +100,23 @@ class LossyVfs(apsw.VFS):
 
     def xDelete(self, name: str, syncdir: bool) -> None:  # noqa: N802
         """See apsw."""
-        self.check_alive()
+        self.check_running()
         super().xDelete(name, syncdir)
         self._names.pop(Path(name), None)
         if syncdir:
             self.sync_folder()
 
-    def check_alive(self) -> None:
-        """Raise apsw.IOError after `die`."""
-        if self._is_dead:
+    def check_running(self) -> None:
+        """Raise apsw.IOError after `kill`."""
+        if self._is_killed:
             raise apsw.exception_for(apsw.SQLITE_IOERR)
 
     def about_to(self, operation: str, path: Path) -> None:
         """Count a write or sync, and call `on_operation`."""
-        self.check_alive()
+        self.check_running()
         self.num_operations[operation] += 1
         self.on_operation(operation, path.name)
-        self.check_alive()
+        self.check_running()
 
     def sync_folder(self) -> None:
         """Make the names durable."""
@@ -151,7 +151,7 @@ class _LossyFile(apsw.VFSFile):
         self.content.pending.append((offset, bytes(data)))
 
     def xTruncate(self, newsize: int) -> None:  # noqa: N802
-        self._vfs.check_alive()
+        self._vfs.check_running()
         super().xTruncate(newsize)
         self.content.pending.append(newsize)
 
@@ -190,6 +190,6 @@ def _apply(content: bytearray, change: _Change) -> None:
 
 
 def close_quietly(connection: Any) -> None:
-    """Close a connection after `die`."""
+    """Close a connection after `kill`."""
     with contextlib.suppress(Exception):
         connection.close()

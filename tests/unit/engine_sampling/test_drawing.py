@@ -173,6 +173,6 @@ def test_rows_with_parameters_of_their_own_are_drawn_as_each_one_solo() -> None:
 @pytest.mark.parametrize("vocab_size", [97, 2048])
 def test_weights_of_a_row_have_the_same_bits_in_any_batch(vocab_size: int) -> None:
     logits = np.random.default_rng(1).standard_normal((9, vocab_size)).astype(np.float32)
-    together = _all_weights(logits, 0.7)
+    together = _all_weights(logits, 0.7)  # private: drawn tokens rarely show a difference of bits
     for row, weights in zip(logits, together, strict=True):
         assert _all_weights(row, 0.7).tobytes() == weights.tobytes()

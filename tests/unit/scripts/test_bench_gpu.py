@@ -44,7 +44,7 @@ def test_case_without_memory_is_left_out_and_the_next_is_measured(
             raise torch.OutOfMemoryError
         step(side)
 
-    monkeypatch.setattr(SequentialPeft, "step", short_of_memory)
+    monkeypatch.setattr(SequentialPeft, "step", short_of_memory)  # memory does not run out on demand
     rows = run_script(capsys, "--cases", "3x1x16", "1x1x16")
     assert [row[:2] for row in rows] == [
         ["3 x 1 x 16", "out of memory, left out"],
@@ -57,6 +57,7 @@ def test_case_that_runs_out_of_memory_in_the_engine_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fused = Fused(EngineSettings(model_path=str(write_model("tiny", tmp_path, CPU))), Case.read("1x1x16"), 4)
+    # memory does not run out on demand
     monkeypatch.setattr(fused.engine.bank, "acquire", lambda _: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(MemoryError):
         fused.step()

