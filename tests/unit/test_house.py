@@ -51,8 +51,8 @@ def test_library_is_imported_only_in_its_own_files(library: str) -> None:
         for path in (ROOT / package).rglob("*.py")
         if library in imports_of(path)
     }
-    strangers = {name for name in importers if not any(fnmatch(name, allowed) for allowed in CONFINED[library])}
-    assert not strangers, f"{sorted(strangers)}: {library} belongs in {CONFINED[library]} only"
+    violations = {name for name in importers if not any(fnmatch(name, allowed) for allowed in CONFINED[library])}
+    assert not violations, f"{sorted(violations)}: {library} belongs in {CONFINED[library]} only"
 
 
 def test_no_test_module_imports_another() -> None:

@@ -264,14 +264,14 @@ def test_cancelled_request_ends_and_changes_no_other(qwen3: Path) -> None:
 
 def test_request_that_cannot_run_fails_with_a_reason_and_no_other_request_does(qwen3: Path) -> None:
     s = sampling(qwen3)
-    s.publish("a", "sick")
+    s.publish("a", "overflowed")
     (solo,) = s.sequences(request("solo", "a/v"))
-    s.driver.engine.bank.acquire(["sick/v"])[0].weights.fill_(float("inf"))
+    s.driver.engine.bank.acquire(["overflowed/v"])[0].weights.fill_(float("inf"))
     state = s.driver.state("a")
     damaged = SamplerVersion(key="damaged", spec=s.specs["a"], state=replace(state, weights=state.weights[:50]))
     bad = {
         ErrorCode.OUT_OF_ORDER: [request("unknown", "unknown/v")],
-        ErrorCode.NON_FINITE: [request("sick", "sick/v", num_samples=2)],
+        ErrorCode.NON_FINITE: [request("overflowed", "overflowed/v", num_samples=2)],
         ErrorCode.DATA_LOSS: [replace(request("damaged"), version=damaged)],
         ErrorCode.INVALID_ARGUMENT: [
             request("empty", length=0),
@@ -316,22 +316,22 @@ def test_only_the_prompt_with_non_finite_logits_fails_in_a_shared_pass_and_is_ch
     qwen3: Path, monkeypatch: pytest.MonkeyPatch, outputs: dict[str, Any]
 ) -> None:
     s = sampling(qwen3)
-    s.publish("a", "sick")
-    s.driver.engine.bank.acquire(["sick/v"])[0].weights.fill_(float("inf"))
+    s.publish("a", "overflowed")
+    s.driver.engine.bank.acquire(["overflowed/v"])[0].weights.fill_(float("inf"))
     wanted = [request(f"r{number}", "a/v", length=4 + number) for number in range(4)]
     solo = s.sequences(*wanted)
     for one in wanted:
         s.sampler.start_sample(one)
     s.step()
     counts = s.count_rows(monkeypatch)
-    s.sampler.start_sample(request("sick", "sick/v", length=40, **outputs))
+    s.sampler.start_sample(request("overflowed", "overflowed/v", length=40, **outputs))
     s.step()
     assert counts == [40 + len(wanted)]
-    result = s.result("sick")
+    result = s.result("overflowed")
     assert code(result) == ErrorCode.NON_FINITE
     assert (result.num_prompt_tokens, result.num_cached_tokens) == (40, 0)
     assert result.engine_s > 0
-    assert s.driver.engine.bank.entry("sick/v").num_pins == 0
+    assert s.driver.engine.bank.entry("overflowed/v").num_pins == 0
     s.run()
     for bits, one in zip(solo, wanted, strict=True):
         assert_same_bits(bits, s.result(one.op_id).sequences)

@@ -145,7 +145,7 @@ def test_many_long_prompts_of_one_adapter_do_not_delay_anothers(qwen3: Path) -> 
     s = sampling(qwen3, prefill_tokens_max=128)
     s.publish("a", "b")
     for number in range(10):
-        s.sampler.start_sample(request(f"hog{number}", "a/v", prompt=prompt_of(300, seed=number), max_tokens=1))
+        s.sampler.start_sample(request(f"busy{number}", "a/v", prompt=prompt_of(300, seed=number), max_tokens=1))
     s.step()
     s.sampler.start_sample(request("small", "b/v", length=150, max_tokens=1))
     for _ in range(4):
@@ -180,13 +180,13 @@ def test_many_requests_of_one_adapter_do_not_delay_anothers(qwen3: Path) -> None
     s = sampling(qwen3, num_sequences_max=2)
     s.publish("a", "b")
     for number in range(6):
-        s.sampler.start_sample(request(f"hog{number}", "a/v", max_tokens=5))
+        s.sampler.start_sample(request(f"busy{number}", "a/v", max_tokens=5))
     s.step()
     s.sampler.start_sample(request("small", "b/v", max_tokens=5))
     s.run()
     ended = [event.op_id for event in s.events if isinstance(event, SampleResult)]
     assert ended.index("small") <= 3
-    assert [op_id for op_id in ended if op_id != "small"] == [f"hog{number}" for number in range(6)]
+    assert [op_id for op_id in ended if op_id != "small"] == [f"busy{number}" for number in range(6)]
 
 
 def test_request_that_does_not_fit_is_passed_over_by_a_bounded_number_of_others(
@@ -211,26 +211,26 @@ def test_request_of_many_samples_leaves_slots_for_a_new_scope_at_the_next_step(
     qwen3: Path, num_rows: int, num_blocks: int, most: int
 ) -> None:
     s = sampling(qwen3, num_sequences_max=num_rows, num_blocks=num_blocks)
-    s.sampler.start_sample(request("hog", num_samples=1024, max_tokens=100, scope="hog"))
-    s.sampler.start_sample(request("more", num_samples=1024, max_tokens=100, scope="hog"))
+    s.sampler.start_sample(request("busy", num_samples=1024, max_tokens=100, scope="busy"))
+    s.sampler.start_sample(request("more", num_samples=1024, max_tokens=100, scope="busy"))
     s.step()
-    (hog,) = s.sampler.slots.running
+    (busy,) = s.sampler.slots.running
     for number in range(70):  # a scope at its share is not passed over, or it would get the next slot after 64 times
         s.sampler.start_sample(request(f"late{number}", max_tokens=1, scope="late"))
         s.step()
         assert s.result(f"late{number}").error is None
-        assert [len(sequence.tokens) for sequence in hog.sequences] == [number + 2] * most
+        assert [len(sequence.tokens) for sequence in busy.sequences] == [number + 2] * most
     s.sampler.cancel_sample("more")
-    s.sampler.cancel_sample("hog")
+    s.sampler.cancel_sample("busy")
     s.step()
     assert_all_free(s)
 
 
 def test_requests_of_one_scope_share_its_limit_and_their_common_prompt(qwen3: Path) -> None:
     s = sampling(qwen3, num_blocks=40)
-    s.run(request("first", length=450, scope="hog"))
+    s.run(request("first", length=450, scope="busy"))
     for number in range(30):
-        s.sampler.start_sample(request(str(number), length=450, max_tokens=60, scope="hog"))
+        s.sampler.start_sample(request(str(number), length=450, max_tokens=60, scope="busy"))
     s.step()
     assert len(s.sampler.slots.running) == 11, "7 blocks of the prompt are common, and two are each one's own"
     assert s.sampler.blocks.num_in_use <= 30
@@ -238,10 +238,10 @@ def test_requests_of_one_scope_share_its_limit_and_their_common_prompt(qwen3: Pa
 
 def test_solo_request_of_many_samples_runs_them_all_at_once(qwen3: Path) -> None:
     s = sampling(qwen3)
-    s.sampler.start_sample(request("lone", num_samples=64))
+    s.sampler.start_sample(request("solo", num_samples=64))
     s.step()
-    (lone,) = s.sampler.slots.running
-    assert len(lone.sequences) == 64
+    (solo,) = s.sampler.slots.running
+    assert len(solo.sequences) == 64
 
 
 def test_single_sequence_may_have_all_memory_and_two_of_them_run_one_by_one(qwen3: Path) -> None:
@@ -345,11 +345,11 @@ def test_cache_takes_at_most_a_quarter_of_the_free_memory(qwen3: Path) -> None:
 
 def test_overflow_left_in_a_block_changes_no_later_sample(qwen3: Path) -> None:
     s = sampling(qwen3, num_blocks=4)
-    s.publish("sick")
+    s.publish("overflowed")
     (solo,) = s.sequences(request("solo", length=70, max_tokens=70, num_samples=2))
-    s.driver.engine.bank.acquire(["sick/v"])[0].weights.fill_(float("nan"))
-    (sick,) = s.run(request("sick", "sick/v", length=150, max_tokens=60))
-    assert code(sick) == ErrorCode.NON_FINITE
+    s.driver.engine.bank.acquire(["overflowed/v"])[0].weights.fill_(float("nan"))
+    (overflowed,) = s.run(request("overflowed", "overflowed/v", length=150, max_tokens=60))
+    assert code(overflowed) == ErrorCode.NON_FINITE
     for layer in range(s.driver.engine.base_model.num_layers):
         for memory in s.sampler._cache.layer(layer):  # private: every block, also those that no prompt used
             memory.fill_(float("nan"))

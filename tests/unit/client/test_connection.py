@@ -125,12 +125,12 @@ async def test_many_streams_opened_one_by_one_are_merged() -> None:
 async def test_cancelling_one_wait_does_not_cancel_another_for_the_same_operation() -> None:
     service = Service()
     waiter = service.waiter()
-    impatient, patient = (asyncio.create_task(waiter.wait("a:1")) for _ in range(2))
+    cancelled, kept = (asyncio.create_task(waiter.wait("a:1")) for _ in range(2))
     await settle()
-    impatient.cancel()
+    cancelled.cancel()
     await settle()
     await service.finish("a:1")
-    assert (await patient).name == "a:1"
+    assert (await kept).name == "a:1"
 
 
 async def test_an_unknown_name_fails_only_its_own_wait() -> None:

@@ -12,13 +12,13 @@ def always(_item: str) -> bool:
 def test_scopes_take_turns_however_long_their_queues_are() -> None:
     order: SlotOrder[str] = SlotOrder(patience=3)
     for number in range(4):
-        order.add("hog", f"hog{number}")
+        order.add("busy", f"busy{number}")
     order.add("small", "small0")
     served = []
     while (item := order.serve(always)) is not None:
         served.append(item)
         order.remove(item[:-1], item)
-    assert served == ["hog0", "small0", "hog1", "hog2", "hog3"]
+    assert served == ["busy0", "small0", "busy1", "busy2", "busy3"]
     assert not order
 
 
@@ -50,11 +50,11 @@ def test_removed_item_does_not_block_the_others() -> None:
 
 def test_item_at_its_limit_is_skipped_without_counting_as_passed_over() -> None:
     order: SlotOrder[str] = SlotOrder(patience=1)
-    order.add("hog", "hog")
+    order.add("busy", "busy")
     order.add("small", "small")
     assert order.serve(lambda item: item == "small") == "small"
-    served = [order.serve(always, is_at_limit=lambda item: item == "hog") for _ in range(5)]
+    served = [order.serve(always, is_at_limit=lambda item: item == "busy") for _ in range(5)]
     assert served == ["small"] * 5
     assert order.serve(lambda item: item == "small") is None, "it was passed over once before, and may not be again"
     assert order.serve(always, is_at_limit=always) is None
-    assert order.serve(always) == "hog"
+    assert order.serve(always) == "busy"

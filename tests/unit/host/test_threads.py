@@ -59,7 +59,7 @@ def test_a_load_between_the_margins_changes_no_number_of_threads() -> None:
     assert [machine.run(choice) for _ in range(3)] == [1, 1, 1]
 
 
-def test_short_passes_are_judged_together() -> None:
+def test_short_passes_are_measured_together() -> None:
     machine = Machine(foreign=1.0)
     choice = ThreadChoice(2, 2, machine.read)
     assert [machine.run(choice, WINDOW_S / 4) for _ in range(5)] == [2, 2, 2, 2, 1]

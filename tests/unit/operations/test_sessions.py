@@ -62,7 +62,7 @@ async def test_a_session_stays_live_if_the_call_that_would_end_it_fails(store: S
     assert table.get("s") is not None
 
 
-async def test_an_ended_session_is_not_added_again_and_a_live_one_with_its_numbering(store: Store) -> None:
+async def test_an_ended_session_is_not_added_again_and_a_live_one_keeps_its_numbering(store: Store) -> None:
     await add_row(store, "ended", ended_at=5.0)
     await add_row(store, "live")
     await add_sampler(store, "live", 4)

@@ -83,19 +83,19 @@ def test_this_process_never_finds_itself(mark: str) -> None:
 
 
 def test_reused_pid_is_not_killed(mark: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    marked, innocent = start(mark), start(None)
+    marked, other = start(mark), start(None)
     # Patched: the marked process ends, and another process gets its pid, after the read of /proc and before the handle.
     pidfd_open = os.pidfd_open
-    monkeypatch.setattr(os, "pidfd_open", lambda pid: pidfd_open(innocent.pid if pid == marked.pid else pid))
+    monkeypatch.setattr(os, "pidfd_open", lambda pid: pidfd_open(other.pid if pid == marked.pid else pid))
     is_marked, reads = processes._is_marked, []
 
     def read(pid: int, mark: str) -> bool:
         reads.append(pid)
-        return is_marked(innocent.pid if reads.count(pid) > 1 else pid, mark)
+        return is_marked(other.pid if reads.count(pid) > 1 else pid, mark)
 
     monkeypatch.setattr(processes, "_is_marked", read)
     assert kill_marked(mark, 0.5)[0] == 0
-    assert innocent.poll() is None
+    assert other.poll() is None
 
 
 def test_held_process_is_safe_to_use_after_its_end(start: Start) -> None:

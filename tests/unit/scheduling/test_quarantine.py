@@ -56,7 +56,7 @@ def test_a_loss_while_several_operations_of_an_adapter_ran_decides_no_poison() -
     assert quarantine.group == {"a"}
 
 
-def test_only_the_first_group_may_run_and_while_it_is_paused_only_all_others() -> None:
+def test_only_the_first_group_may_run_and_only_the_others_while_it_is_paused() -> None:
     quarantine, changed = Quarantine(), asyncio.Event()
     quarantine.changed.subscribe(changed)
     quarantine.record_loss(["a", "b"], ["a:1", "b:1"])

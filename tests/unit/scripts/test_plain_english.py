@@ -29,7 +29,7 @@ def test_archaic_words_become_plain(english: PlainEnglish, old: str, plain: str)
     assert num_old_words(plain) == 0
 
 
-def test_clauses_are_short_unique_and_old() -> None:
+def test_clauses_are_short_unique_and_archaic() -> None:
     chapter = Chapter(
         book="Ge",
         number=1,

@@ -242,7 +242,7 @@ async def test_an_adapter_and_its_first_snapshot_are_created_together(store: Sto
     assert store.snapshots.all() == [snapshot(0)]
 
 
-async def test_another_tenants_rows_look_absent(store: Store) -> None:
+async def test_another_tenants_rows_are_reported_as_absent(store: Store) -> None:
     await add_adapter(store)
     await store.cycles.commit(
         CycleCommit(
