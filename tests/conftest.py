@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -32,21 +33,25 @@ hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("tinkerpool")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Group and sort the tests for `--dist loadgroup`, which hands groups to processes in this order.
 
     Tests that start Ray are one group: two Rays at once would starve each other. Tests of a module in `integration`
     are one group: they share an expensive fixture. Other tests are scheduled one by one, the short ones last, so that
     no process ends long before the other.
     """
-    if not config.getoption("numprocesses", None):
-        return
-    for item in items:
-        if item.get_closest_marker("ray"):
-            item.add_marker(pytest.mark.xdist_group("ray"))
-        elif "integration" in item.path.parts:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    items.sort(key=_rank)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        for item in items:
+            if item.get_closest_marker("ray"):
+                item.add_marker(pytest.mark.xdist_group("ray"))
+            elif "integration" in item.path.parts:
+                item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        items.sort(key=_rank)
+    yield  # xdist adds the group to the name of each test
+    ungrouped = [item for item in items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]
+    if ungrouped:
+        raise pytest.UsageError("pytest-xdist did not group the tests: install the versions in constraints.txt")
 
 
 def _rank(item: pytest.Item) -> int:
