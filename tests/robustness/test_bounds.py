@@ -1,4 +1,4 @@
-"""What must not grow and must not be exceeded: the log over a long run, a replay, the syncs of a step."""
+"""Bounds: the size of the operation log over a long run, and the length of a replay."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ NUM_ADAPTERS = 10
 
 
 async def train(pool: ToyPool, adapters: Sequence[str], first_step: int, num_steps: int) -> None:
-    """Train every adapter for this number of steps, ten steps of each in flight at once."""
+    """Train every adapter for this number of steps, with ten steps of each in flight at once."""
     for start in range(first_step, first_step + num_steps, 10):
         names = []
         for step in range(start, start + 10):
@@ -27,13 +27,13 @@ async def train(pool: ToyPool, adapters: Sequence[str], first_step: int, num_ste
 
 
 def log_bytes(data_dir: Path) -> int:
-    """Size of the database and its log."""
+    """Return the size of the database with its write-ahead log."""
     return sum(path.stat().st_size for path in data_dir.glob("tinkerpool.db*"))
 
 
 @pytest.mark.slow
-async def test_ten_thousand_steps_leave_a_log_as_small_as_a_thousand(tmp_path: Path) -> None:
-    """Payloads are dropped when a snapshot covers them; results some time after they were fetched."""
+async def test_log_after_ten_thousand_steps_is_as_small_as_after_a_thousand(tmp_path: Path) -> None:
+    """Payloads are dropped when a snapshot covers them; results are dropped some time after they were fetched."""
     async with running_pool(
         tmp_path, replay_s_max=0.01, fetched_retention_s=0.1, sweep_interval_s=0.1, cycle_tokens_max=10_000
     ) as pool:
@@ -42,7 +42,7 @@ async def test_ten_thousand_steps_leave_a_log_as_small_as_a_thousand(tmp_path: P
         sizes: list[int] = []
         for start in range(0, NUM_STEPS // NUM_ADAPTERS, 100):
             await train(pool, adapters, start, 100)
-            await asyncio.sleep(0.3)  # longer than results are kept, and than the interval of the sweeps
+            await asyncio.sleep(0.3)  # longer than the retention of results and the interval of sweeps
             sizes.append(log_bytes(tmp_path))
         await pool.written()
         [num_rows] = query(tmp_path, "SELECT COUNT(*) FROM operations")[0]
@@ -55,10 +55,10 @@ async def test_ten_thousand_steps_leave_a_log_as_small_as_a_thousand(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_steps", [True, False])
-async def test_a_replay_never_takes_longer_than_configured_also_in_a_window_without_a_step(
+async def test_a_replay_never_takes_longer_than_configured_even_in_a_gradient_window_without_a_step(
     tmp_path: Path, *, has_steps: bool
 ) -> None:
-    """In the toy's engine time: a millionth of a second per token, so thirty requests are a tenth of what is run."""
+    """Toy engines report a microsecond per token, so `replay_s_max` is the time of 30 requests of the 600 that run."""
     tokens = sum(LENGTHS)
     replay_s_max = 30 * tokens * 1e-6
     async with running_pool(tmp_path, num_workers=2, replay_s_max=replay_s_max) as pool:
@@ -71,12 +71,14 @@ async def test_a_replay_never_takes_longer_than_configured_also_in_a_window_with
                 names.append(await submit)
             await pool.wait(*names)
             await pool.written()
-        before = {worker_id: len(lives[-1].batches) for worker_id, lives in pool.engines.items()}
+        before = {worker_id: len(engines[-1].batches) for worker_id, engines in pool.engines.items()}
         assert all(num_batches > 0 for num_batches in before.values())
         await pool.kill_worker("w0")
         await pool.kill_worker("w1")
         await pool.wait(*[await pool.forward_backward(adapter, 101, *LENGTHS) for adapter in adapters])
-        batches = [batch for lives in pool.engines.values() for batch in lives[-1].batches]
+        batches = [batch for engines in pool.engines.values() for batch in engines[-1].batches]
         items = [item for batch in batches for item in batch.items if isinstance(item, PassItem)]
         replayed = sum(len(datum.tokens) for item in items for datum in item.data if item.seq <= 100)
-        assert replayed * 1e-6 <= 2 * replay_s_max + 6 * tokens * 1e-6, "one request of each may have come since"
+        assert replayed * 1e-6 <= 2 * replay_s_max + 6 * tokens * 1e-6, (
+            "one request per adapter may be newer than its snapshot"
+        )

@@ -12,13 +12,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NUM_KILLS = 6
 SEED = 14739
-"""Its first kills are of every kind and recover quickly."""
+"""A seed whose first kills cover every kind and recover quickly."""
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_no_kill_loses_an_operation_shows_a_client_an_error_or_changes_a_bit(tmp_path: Path) -> None:
+def test_kills_lose_no_operation_cause_no_client_error_and_change_no_bit(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "scripts.reliability.chaos"]
     arguments = ["--kills", str(NUM_KILLS), "--seed", str(SEED), "--pause", "0.05", "--dir", str(tmp_path / "run")]
     done = subprocess.run([*program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=570, check=False)

@@ -1,4 +1,4 @@
-"""SQLite over a disk that can be watched and can fail: real syncs are counted, and one of them fails."""
+"""SQLite over a file system that counts syncs and can make one fail."""
 
 import asyncio
 import random
@@ -26,7 +26,7 @@ def vfs() -> Iterator[LossyVfs]:
 
 
 def connect_over(vfs: LossyVfs) -> Callable[[Path], Any]:
-    """What opens a database on it, as the store needs it."""
+    """Return a function that opens a database on this file system with the pragmas of the store."""
 
     def connect(path: Path) -> Any:
         connection: Any = ApswConnection(path, vfs=vfs.name)
@@ -36,8 +36,9 @@ def connect_over(vfs: LossyVfs) -> Callable[[Path], Any]:
     return connect
 
 
-async def test_a_step_costs_two_syncs_and_never_three(tmp_path: Path, vfs: LossyVfs) -> None:
-    """Of the files below the database, whoever asks for them."""
+async def test_a_forward_backward_with_its_step_costs_at_most_two_syncs_of_the_database(
+    tmp_path: Path, vfs: LossyVfs
+) -> None:
     async with running_pool(tmp_path, connect=connect_over(vfs)) as pool:
         adapter = await pool.adapter()
         for step in range(20):
@@ -49,10 +50,10 @@ async def test_a_step_costs_two_syncs_and_never_three(tmp_path: Path, vfs: Lossy
             assert 1 <= vfs.num_operations["sync"] - before <= 2
 
 
-async def test_a_sync_that_fails_ends_the_coordinator_and_the_next_one_finds_all_that_was_acknowledged(
+async def test_a_failed_sync_stops_the_coordinator_and_the_next_one_has_every_acknowledged_operation(
     tmp_path: Path, vfs: LossyVfs
 ) -> None:
-    """It is not tried again: that would succeed, and say nothing about what the first one lost."""
+    """The sync is not repeated: a second one would succeed, although the first one may have lost writes."""
     failed_syncs: list[str] = []
 
     def fail(operation: str, file: str) -> None:

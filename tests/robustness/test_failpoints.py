@@ -1,4 +1,4 @@
-"""The world ends at each failpoint in turn, under load; the next life of the pool finishes what was acknowledged."""
+"""The coordinator is killed at each failpoint, under load; the next epoch finishes every acknowledged operation."""
 
 import asyncio
 import shutil
@@ -38,7 +38,7 @@ def _disarmed() -> Iterator[None]:
 
 
 class Load:
-    """Several adapters, each with its steps, checkpoints, a load and samplers; knows what was acknowledged."""
+    """The operations of several adapters: passes, steps, checkpoints and samplers; records the acknowledged ones."""
 
     def __init__(self) -> None:
         self.adapters: list[str] = []
@@ -46,14 +46,14 @@ class Load:
         self.acknowledged: list[str] = []
 
     async def create(self, pool: ToyPool) -> None:
-        """Make the adapters."""
+        """Create the adapters."""
         for _ in range(NUM_ADAPTERS):
             adapter = await pool.adapter()
             self.adapters.append(adapter)
             self.specs[adapter] = pool.spec_of(adapter)
 
     async def submit(self, pool: ToyPool, adapter: str, step: int) -> None:
-        """Two passes, a step, a checkpoint and an unnamed sampler."""
+        """Submit two passes, a step, a checkpoint and an unnamed sampler."""
         first = 5 * step + 1
         for seq in (first, first + 1):
             self.acknowledged.append(await pool.forward_backward(adapter, seq, *LENGTHS))
@@ -62,14 +62,14 @@ class Load:
         self.acknowledged.append(await pool.submit_publish(adapter, first + 4))
 
     async def run(self, pool: ToyPool) -> None:
-        """All of it, each step of all adapters at the same time."""
+        """Submit everything, each step for all adapters at once, and wait for it."""
         for step in range(NUM_STEPS):
             await asyncio.gather(*(self.submit(pool, adapter, step) for adapter in self.adapters))
             await pool.written()
         await pool.wait(*self.acknowledged)
 
     def chain(self, adapter: str, num_steps: int = NUM_STEPS) -> bytes:
-        """Where the adapter must be after so many steps."""
+        """Return the expected hash chain of the adapter after this number of steps."""
         windows = [((5 * step + 1, 5 * step + 2), 5 * step + 3) for step in range(num_steps)]
         return expected_chain(self.specs[adapter], windows)
 
@@ -79,14 +79,14 @@ class Load:
 async def test_a_crash_at_any_failpoint_loses_nothing_acknowledged_and_applies_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, hit: int
 ) -> None:
-    """The data directory as it is at that moment is what the next life finds, as after `kill -9`."""
+    """The next epoch starts on a copy of the data directory made at the failpoint, as after `kill -9`."""
     data, killed = tmp_path / "data", tmp_path / "killed"
     load = Load()
     acknowledged: list[str] = []
     hits: list[str] = []
 
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(loop, "run_in_executor", _at_once)  # so that nothing moves while the directory is copied
+    monkeypatch.setattr(loop, "run_in_executor", _at_once)  # so that no thread writes during the copy
 
     def crash() -> None:
         if load.acknowledged and len(hits) < hit:
@@ -103,11 +103,11 @@ async def test_a_crash_at_any_failpoint_loses_nothing_acknowledged_and_applies_n
         failpoints.arm(point, crash)
         await load.run(pool)
         failpoints.disarm()
-    assert killed.exists(), f"nobody came to {point} {hit} times"
+    assert killed.exists(), f"{point} was reached fewer than {hit} times"
     for folder in ("checkpoints", "snapshots", "samplers"):
         for path in (killed / folder).iterdir():
             assert path.name.startswith(".writing-") or (path / "state.json").exists(), (
-                "a folder that has its name is whole"
+                "a folder with its final name is complete"
             )
     async with running_pool(killed, num_workers=2) as pool:
         await pool.take_over()
@@ -126,13 +126,13 @@ def _at_once(_executor: object, work: Callable[..., T], *arguments: object) -> a
     future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     try:
         future.set_result(work(*arguments))
-    except Exception as error:  # noqa: BLE001 (handed on)
+    except Exception as error:  # noqa: BLE001 (raised by the future)
         future.set_exception(error)
     return future
 
 
 def _on(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
-    """Do it on the event loop's thread."""
+    """Call `work` on the event loop's thread and wait for it."""
 
     async def call() -> None:
         work()
@@ -144,7 +144,7 @@ def _on(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
 
 
 async def check_samplers(pool: ToyPool, adapter: str, load: Load, done: Mapping[str, ops_pb.Operation]) -> None:
-    """Every unnamed sampler has the weights that were saved there, whether or not its file was there in time."""
+    """Check that every unnamed sampler has the weights of its step, even if the crash came before its file."""
     for step in range(NUM_STEPS):
         sampler = done[f"{adapter}:{5 * step + 5}"].save_weights_for_sampler.sampler_id
         [operation] = await pool.wait(await pool.sample(sampler, 1, seed=step))
@@ -153,7 +153,7 @@ async def check_samplers(pool: ToyPool, adapter: str, load: Load, done: Mapping[
 
 
 async def check_checkpoints(pool: ToyPool, adapter: str, load: Load) -> None:
-    """Every listed checkpoint loads, and is what it was when it was saved."""
+    """Check that every listed checkpoint loads with the state that was saved."""
     request = checkpoints_pb2.ListCheckpointsRequest(adapter_id=adapter)
     listed = (await pool.service.list_checkpoints(await pool.principal(), request)).checkpoints
     assert len(listed) == NUM_STEPS

@@ -1,4 +1,4 @@
-"""Whole pools in processes of their own: what health says, and what a full disk and a second pool on the data do."""
+"""Pools in processes of their own: health checks, a full disk, and a second pool on the same data directory."""
 
 import os
 import resource
@@ -40,10 +40,10 @@ def step(training: TrainingClient) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_health_is_not_serving_within_ten_seconds_of_all_workers_stopping_and_serving_after_that(
+def test_health_is_not_serving_within_ten_seconds_after_all_workers_hang_and_serving_after_their_replacement(
     terminal: Terminal,
 ) -> None:
-    """The pool still answers; it replaces the stopped workers, and what was running completes."""
+    """The running operation completes on the replacements."""
     with terminal.serve(*TOY_ON_RAY, "--workers", "2", timeout_s=90) as (_, serving):
         health = health_of(serving)
         with terminal.client() as service:
@@ -54,10 +54,10 @@ def test_health_is_not_serving_within_ten_seconds_of_all_workers_stopping_and_se
             pids = [worker.pid for worker in status.workers]
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
-            waiting = training.forward_backward([a_datum()], "cross_entropy")
+            running = training.forward_backward([a_datum()], "cross_entropy")
             assert wait_until(lambda: not health(), 10.0) < 10.0
             wait_until(health, 30.0)
-            waiting.result(30)
+            running.result(30)
             step(training)
         assert all(has_ended(pid) for pid in pids)
 
@@ -67,8 +67,8 @@ def health_of(serving: Serving) -> Callable[[], bool]:
     stub: Any = health_pb2_grpc.HealthStub(channel)
 
     def is_serving() -> bool:
-        answer = stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=5)
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        response = stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=5)
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     return is_serving
 
@@ -87,10 +87,10 @@ def toy_pool(terminal: Terminal) -> Iterator[tuple[subprocess.Popen[str], Servin
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_again_and_again_loses_nothing_and_the_pool_goes_on_by_itself(
+def test_a_repeatedly_full_disk_loses_no_operation_and_the_pool_continues_without_a_restart(
     terminal: Terminal, toy_pool: tuple[subprocess.Popen[str], Serving]
 ) -> None:
-    """The disk ends where the log ends now: the operating system refuses the process files that are any longer."""
+    """The full disk is a limit on the size of files (RLIMIT_FSIZE) at the present size of the log."""
     process, _ = toy_pool
     unlimited = resource.RLIM_INFINITY
     output = terminal.home / "serve.out"
@@ -117,7 +117,7 @@ def log_size(terminal: Terminal) -> int:
 
 
 @pytest.mark.slow
-def test_a_paused_coordinator_goes_on_and_meanwhile_no_second_one_takes_its_data_or_port(
+def test_a_paused_coordinator_continues_and_keeps_its_data_directory_and_port(
     terminal: Terminal, toy_pool: tuple[subprocess.Popen[str], Serving]
 ) -> None:
     process, serving = toy_pool

@@ -1,4 +1,4 @@
-"""Results can be fetched again, after any restart, and are the same bytes."""
+"""A result can be fetched repeatedly, also after restarts, and always has the same bytes."""
 
 import asyncio
 import hashlib
@@ -16,7 +16,7 @@ NUM_FETCHES = 3
 
 
 async def fetched(pool: ToyPool, names: list[str]) -> dict[str, bytes]:
-    """The hash of each result, as it goes over the wire."""
+    """Wait for operations; return the hash of each serialized result."""
     found: dict[str, bytes] = {}
     for start in range(0, len(names), 1000):
         for operation in await pool.wait(*names[start : start + 1000]):
@@ -27,7 +27,7 @@ async def fetched(pool: ToyPool, names: list[str]) -> dict[str, bytes]:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_ten_thousand_results_are_the_same_bytes_three_times_across_five_restarts(tmp_path: Path) -> None:
-    """Passes, steps and failures; after clean stops and after crashes."""
+    """The operations are passes, steps and failures; the restarts follow clean stops and crashes."""
     chance = random.Random(11)
     names: list[str] = []
     first: dict[str, bytes] = {}
@@ -42,8 +42,8 @@ async def test_ten_thousand_results_are_the_same_bytes_three_times_across_five_r
             while len(names) < NUM_OPERATIONS * (round_index + 1) / num_rounds:
                 submitted = []
                 for adapter in adapters:
-                    places = range(seqs[adapter], seqs[adapter] + 20)
-                    submitted += [submit(pool, adapter, s, is_poisoned=chance.random() < 0.02) for s in places]
+                    new_seqs = range(seqs[adapter], seqs[adapter] + 20)
+                    submitted += [submit(pool, adapter, seq, is_poisoned=chance.random() < 0.02) for seq in new_seqs]
                     seqs[adapter] += 20
                 names += await asyncio.gather(*submitted)
             again = chance.sample(names, len(names) // 2) + [name for name in names if name not in first]
@@ -60,7 +60,7 @@ async def test_ten_thousand_results_are_the_same_bytes_three_times_across_five_r
 
 
 async def submit(pool: ToyPool, adapter: str, seq: int, *, is_poisoned: bool) -> str:
-    """A step after every third pass; some passes fail."""
+    """Submit a step after every third pass; poisoned passes fail."""
     if seq % 4 == 0:
         return await pool.optim_step(adapter, seq)
     return await pool.forward_backward(adapter, seq, 8, token=POISON_TOKEN if is_poisoned else None)

@@ -1,4 +1,4 @@
-"""A clean stop, under load: nothing is lost, and the next start runs nothing again."""
+"""Clean stops under load: no operation is lost, and the next epoch replays nothing."""
 
 import asyncio
 import contextlib
@@ -19,10 +19,10 @@ NUM_STOPS = 50
 
 
 def applied(pool: ToyPool) -> Counter[tuple[str, int, int]]:
-    """How often each chunk and each step was run in this life of the pool."""
+    """Count how often each chunk and each step was applied in this epoch."""
     counts: Counter[tuple[str, int, int]] = Counter()
-    for lives in pool.engines.values():
-        for item in (item for engine in lives for batch in engine.batches for item in batch.items):
+    for engines in pool.engines.values():
+        for item in (item for engine in engines for batch in engine.batches for item in batch.items):
             if isinstance(item, PassItem):
                 counts[item.adapter_id, item.seq, item.chunk_index] += 1
             elif isinstance(item, OptimStepItem):
@@ -32,7 +32,7 @@ def applied(pool: ToyPool) -> Counter[tuple[str, int, int]]:
 
 @pytest.mark.slow
 async def test_fifty_stops_under_load_lose_nothing_and_the_next_start_replays_nothing(tmp_path: Path) -> None:
-    """In the middle of requests, of gradient windows, and while a snapshot is being written."""
+    """Stops come in the middle of requests and gradient windows, and while a snapshot is being written."""
     chance = random.Random(3)
     counts: Counter[tuple[str, int, int]] = Counter()
     acknowledged: list[str] = []
@@ -44,7 +44,7 @@ async def test_fifty_stops_under_load_lose_nothing_and_the_next_start_replays_no
         async with running_pool(tmp_path, cycle_tokens_max=16, seconds_per_batch=0.002, replay_s_max=1e-4) as pool:
             await pool.take_over()
             for _ in range(chance.randrange(1, 6)):
-                with contextlib.suppress(ServiceError):  # once it is stopping
+                with contextlib.suppress(ServiceError):  # the pool is stopping
                     is_step = next_seq % 3 == 0
                     submit = pool.optim_step(adapter, next_seq) if is_step else None
                     acknowledged.append(await (submit or pool.forward_backward(adapter, next_seq, *LENGTHS)))
@@ -64,7 +64,7 @@ async def test_fifty_stops_under_load_lose_nothing_and_the_next_start_replays_no
     assert {each.state for each in operations} == {ops_pb.OPERATION_STATE_SUCCEEDED}
     assert len(operations) == next_seq - 1
     assert chain == expected_chain(spec, [((seq, seq + 1), seq + 2) for seq in range(1, next_seq, 3)])
-    assert set(counts.values()) == {1}, [place for place, count in counts.items() if count > 1]
+    assert set(counts.values()) == {1}, [item for item, count in counts.items() if count > 1]
 
 
 async def test_a_stop_in_a_closed_gradient_window_keeps_it_closed_without_a_replay(tmp_path: Path) -> None:
@@ -85,8 +85,10 @@ async def test_a_stop_in_a_closed_gradient_window_keeps_it_closed_without_a_repl
         assert set(applied(pool)) == {(adapter, 7, 0)}
 
 
-async def test_what_is_decided_as_the_last_cycle_commits_is_in_the_log_before_the_snapshot(tmp_path: Path) -> None:
-    """Otherwise the next life takes a step on the gradient that had failed."""
+async def test_an_outcome_decided_while_the_last_cycle_commits_is_in_the_log_before_the_snapshot(
+    tmp_path: Path,
+) -> None:
+    """Otherwise the next epoch applies a step to the failed gradient."""
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         loop = pool.core.loops["toy"]
@@ -109,7 +111,7 @@ async def test_what_is_decided_as_the_last_cycle_commits_is_in_the_log_before_th
     assert step.error.reason == "GRADIENT_WINDOW_CLOSED"
 
 
-async def test_a_stop_that_has_waited_long_enough_runs_nothing_beside_the_last_cycle(tmp_path: Path) -> None:
+async def test_a_stop_past_its_time_limit_runs_no_batch_beside_the_last_cycle(tmp_path: Path) -> None:
     async with running_pool(tmp_path, cycle_tokens_max=16, seconds_per_batch=0.01, stop_s_max=0.02) as pool:
         adapters = [await pool.adapter() for _ in range(12)]
         core, num_running, most = pool.core, 0, 0

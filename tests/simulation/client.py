@@ -1,8 +1,9 @@
-"""A tenant's client: sends its script through the use cases until all of it has been acknowledged, done and fetched.
+"""A tenant's client: sends its script through the use cases until every operation is acknowledged, done and fetched.
 
-It outlives coordinators: what it knows is in plain objects, and `run` goes on from there in each life. It sends
-requests several times and out of order, loses answers, sends other contents under a place that is taken, and fetches
-every result again and again. Knows no faults of the service and no oracle; what a service must never answer, it raises.
+A client outlives coordinators: its state is in plain objects, and `run` continues from it in each epoch. It sends
+requests several times and out of order, loses responses, sends a different request for a sequence number that is taken,
+and fetches every result repeatedly. Does not depend on injected faults or on the oracle; raises ContractViolation for a
+response that the service must never give.
 """
 
 from __future__ import annotations
@@ -26,30 +27,30 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 
 T = TypeVar("T")
 FETCHES = 3
-"""How often each result is fetched, at least."""
+"""How often each result is fetched at least."""
 FINAL = (ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED)
 
 
-class Broken(AssertionError):
-    """The service did what it must never do."""
+class ContractViolation(AssertionError):
+    """The service broke one of its promises."""
 
 
 @dataclass(slots=True)
 class Sent:
-    """One request and what became of it."""
+    """One request, its operations and their results."""
 
     method: str
     build: Callable[[int], Any]
-    """Variant to request."""
+    """Makes the request of a variant."""
     variant: int = 0
-    """What it asks for now. A client may change its mind about what nobody has acknowledged."""
+    """The variant to send. A client may change it until the request is acknowledged."""
     is_bad: bool = False
     has_changed: bool = False
     names: list[str] = field(default_factory=list)
-    """Its operations, once it was acknowledged."""
+    """Its operations, once it is acknowledged."""
     is_acknowledged: bool = False
     results: dict[str, bytes] = field(default_factory=dict)
-    """Operation to what was fetched first."""
+    """Operation to the outcome that was fetched first."""
     num_fetches: int = 0
 
     @property
@@ -57,26 +58,26 @@ class Sent:
         return self.is_acknowledged and self.num_fetches > 0
 
     def request(self) -> Any:
-        """What it asks for."""
+        """Return the request of the present variant."""
         return self.build(self.variant)
 
     def outcome(self, index: int = 0) -> ops_pb.Operation:
-        """An operation's outcome."""
+        """Return an operation's outcome."""
         return ops_pb.Operation.FromString(self.results[self.names[index]])
 
 
 @dataclass(frozen=True, slots=True)
-class Manners:
+class Behaviour:
     """How a client behaves."""
 
     window: int
     """Requests sent ahead of acknowledgements."""
     drop: float
-    """Probability that an answer is lost."""
+    """Probability that a response is lost."""
     repeat: float
     """Probability that a request is sent more than once."""
     other: float
-    """Probability that other contents are sent for a place that is taken."""
+    """Probability that a different request is sent for a sequence number that is taken."""
     think_s: float
     """Mean pause before a request."""
 
@@ -84,7 +85,7 @@ class Manners:
 class Client:
     """One tenant with one adapter."""
 
-    def __init__(self, world: World, name: str, script: list[Step], manners: Manners) -> None:
+    def __init__(self, world: World, name: str, script: list[Step], behaviour: Behaviour) -> None:
         self.name = name
         self.script = script
         self.adapter_id = ""
@@ -96,7 +97,7 @@ class Client:
         self.samplers: dict[int, str] = {}
         """By the seq of the save."""
         self._world = world
-        self._manners = manners
+        self._behaviour = behaviour
         self._random: Random = world.random(f"client {name}")
         self._principal: Principal | None = None
         self._coordinator: Coordinator
@@ -104,7 +105,7 @@ class Client:
 
     @property
     def is_done(self) -> bool:
-        """Everything was acknowledged, is finished and was fetched."""
+        """Whether every request is acknowledged and every result was fetched."""
         return all(step.seq in self.sent and self.sent[step.seq].is_done for step in self.script) and all(
             (step.seq, number) in self.samples and self.samples[step.seq, number].is_done
             for step in self.script
@@ -114,19 +115,22 @@ class Client:
 
     @property
     def principal(self) -> Principal:
-        """Who it is, once it has a key."""
+        """The tenant's principal, once it has a key."""
         assert self._principal is not None
         return self._principal
 
     async def run(self, coordinator: Coordinator, *, is_last: bool) -> None:
-        """Go on until all is done. In the last life, sample once more from whatever was published, and fetch what was
-        not fetched often enough."""
+        """Continue until all is done.
+
+        In the last epoch, sample once more from all published weights, and fetch results until each was fetched
+        `FETCHES` times.
+        """
         self._coordinator = coordinator
         self._changed = asyncio.Event()
         await self._set_up()
         for sent in self._all():
-            self._change_mind(sent)
-        await asyncio.gather(*(self._go(step) for step in self.script))
+            self._redraw_contents(sent)
+        await asyncio.gather(*(self._run_step(step) for step in self.script))
         if is_last:
             published = [step for step in self.script if self._is_published(step)]
             await asyncio.gather(*(self._sample(step, step.num_samples + 1) for step in published))
@@ -136,16 +140,16 @@ class Client:
     async def _set_up(self) -> None:
         service = self._coordinator.service
         if self._principal is None:
-            await self._until_answered(self._make_key)
+            await self._call(self._make_key)
         if not self.session_id:
             request = sessions_pb2.CreateSessionRequest(request_id="session")
-            response = await self._until_answered(lambda: service.create_session(self.principal, request))
+            response = await self._call(lambda: service.create_session(self.principal, request))
             self.session_id = response.session.session_id
         if not self.adapter_id:
             creation = adapters_pb2.CreateAdapterRequest(
                 session_id=self.session_id, base_model="toy", rank=8, index=0, seed=len(self.name)
             )
-            response = await self._until_answered(lambda: service.create_adapter(self.principal, creation))
+            response = await self._call(lambda: service.create_adapter(self.principal, creation))
             self.adapter_id = response.adapter.adapter_id
 
     async def _make_key(self) -> None:
@@ -155,9 +159,9 @@ class Client:
             raise storage_error(error) from None
         self._principal = self._coordinator.authenticator.authenticate(key)
 
-    async def _go(self, step: Step) -> None:
-        """A step, from the moment when it may be sent, and the samples of what it saves."""
-        before = [each.seq for each in self.script if each.seq < step.seq][: -self._manners.window or None]
+    async def _run_step(self, step: Step) -> None:
+        """Wait until the step may be sent, submit it, and sample from the weights that it saves."""
+        before = [each.seq for each in self.script if each.seq < step.seq][: -self._behaviour.window or None]
         await self._until(lambda: all(seq in self.sent and self.sent[seq].is_acknowledged for seq in before))
         if step.source:
             await self._until(lambda: step.source in self.sent and self.sent[step.source].is_done)
@@ -172,25 +176,25 @@ class Client:
                 is_bad=step.is_bad or (bool(step.source) and path.endswith("/absent")),
             )
         sent = self.sent[step.seq]
-        names = [f"{self.adapter_id}:{step.seq + place}" for place in range(step.num_places)]
+        names = [f"{self.adapter_id}:{step.seq + index}" for index in range(step.num_seqs)]
         await self._submit(sent, names)
         if self._is_published(step):
             await self._sample(step, step.num_samples)
 
     async def _submit(self, sent: Sent, names: list[str]) -> None:
-        """Send until it is acknowledged, then fetch the result; perhaps bother the service a little."""
+        """Send until the request is acknowledged, perhaps send a different one as well, then fetch the result."""
         while not sent.is_acknowledged:
-            await asyncio.sleep(self._random.expovariate(1 / self._manners.think_s))
-            num_times = self._random.randrange(2, 6) if self._random.random() < self._manners.repeat else 1
+            await asyncio.sleep(self._random.expovariate(1 / self._behaviour.think_s))
+            num_times = self._random.randrange(2, 6) if self._random.random() < self._behaviour.repeat else 1
             await asyncio.gather(*(self._send(sent, names) for _ in range(num_times)))
-        if not sent.is_bad and self._random.random() < self._manners.other:
+        if not sent.is_bad and self._random.random() < self._behaviour.other:
             await self._send_other(sent)
         while not sent.is_done or (sent.num_fetches < FETCHES and self._random.random() < 0.3):
             await self._fetch(sent)
 
     async def _send(self, sent: Sent, names: list[str]) -> None:
         method = getattr(self._coordinator.service, sent.method)
-        await self._travel()
+        await self._delay()
         variant = sent.variant
         try:
             response = await method(self.principal, sent.build(variant))
@@ -201,50 +205,52 @@ class Client:
         if [each.name for each in operations] != names or (
             sent.is_bad and operations[0].state != ops_pb.OPERATION_STATE_FAILED
         ):
-            raise Broken(f"{sent.method} for {names} was answered with {response}")
+            raise ContractViolation(f"{sent.method} for {names} returned {response}")
         self._acknowledge(sent, names, variant)
 
     async def _refused(self, sent: Sent, names: list[str], error: ServiceError, variant: int) -> None:
         self._world.trace(f"{names[0]} is refused: {error.reason}")
         if error.retry_delay_s is not None:
             self._world.work["retryable refusals"] += 1
-            self._change_mind(sent)
+            self._redraw_contents(sent)
             await asyncio.sleep(self._random.uniform(0, error.retry_delay_s))
         elif sent.is_bad and error.code in {Code.INVALID_ARGUMENT, Code.NOT_FOUND}:
             self._acknowledge(sent, names, variant)
         elif sent.has_changed and error.code is Code.ALREADY_EXISTS:
             if not sent.is_acknowledged:
-                sent.variant = 1 - variant  # the first thought was accepted after all
+                sent.variant = 1 - variant  # the log has the earlier variant
         else:
-            raise Broken(f"{names} was refused: {error.code.name} {error.reason} {error.message}") from error
+            raise ContractViolation(f"{names} was refused: {error.code.name} {error.reason} {error.message}") from error
 
-    def _change_mind(self, sent: Sent) -> None:
-        """Perhaps ask for something else, as nothing was accepted as far as is known."""
-        if not sent.is_acknowledged and self._random.random() < self._manners.other:
+    def _redraw_contents(self, sent: Sent) -> None:
+        """Perhaps switch to the other variant, if the request is not acknowledged."""
+        if not sent.is_acknowledged and self._random.random() < self._behaviour.other:
             self._world.faults["other contents later"] += 1
             sent.variant, sent.has_changed = 1 - sent.variant, True
 
     def _acknowledge(self, sent: Sent, names: list[str], variant: int) -> None:
-        if self._random.random() < self._manners.drop:
-            self._world.faults["answer lost"] += 1
+        if self._random.random() < self._behaviour.drop:
+            self._world.faults["response lost"] += 1
         elif not sent.is_acknowledged:
             self._world.trace(f"{names[0]} is acknowledged")
             sent.names, sent.is_acknowledged, sent.variant = names, True, variant
             self._change()
 
     async def _send_other(self, sent: Sent) -> None:
-        await self._travel()
+        await self._delay()
         try:
             await getattr(self._coordinator.service, sent.method)(self.principal, sent.build(1 - sent.variant))
         except ServiceError as error:
             if error.code is not Code.ALREADY_EXISTS and error.retry_delay_s is None:
-                raise Broken(f"other contents for {sent.names}: {error.code.name} {error.message}") from error
+                raise ContractViolation(
+                    f"other contents for {sent.names}: {error.code.name} {error.message}"
+                ) from error
             self._world.faults["other contents"] += 1
         else:
-            raise Broken(f"other contents for {sent.names} were accepted")
+            raise ContractViolation(f"other contents for {sent.names} were accepted")
 
     async def _fetch(self, sent: Sent) -> None:
-        await self._travel()
+        await self._delay()
         if sent.method == "sample" and self._random.random() < 0.3:
             await self._stream(sent)
         elif self._random.random() < 0.3:
@@ -253,15 +259,15 @@ class Client:
             await self._fetch_all([sent])
 
     async def _fetch_all(self, all_sent: list[Sent]) -> None:
-        """Wait for the results of several requests, perhaps not to the end."""
+        """Wait for the results of several requests, perhaps with a timeout or only for some of them."""
         owners = {name: sent for sent in all_sent for name in sent.names}
         found: dict[str, ops_pb.Operation] = {}
         request = ops_pb.WaitOperationsRequest(names=list(owners))
         stop_at = self._random.randrange(len(owners)) if self._random.random() < 0.1 else len(owners)
-        patience_s = self._random.choice((0.02, 1.0, 1e6))
+        timeout_s = self._random.choice((0.02, 1.0, 1e6))
         try:
             async with (
-                asyncio.timeout(patience_s),
+                asyncio.timeout(timeout_s),
                 aclosing(_generator(self._coordinator.service.wait_operations(self.principal, request))) as responses,
             ):
                 async for response in responses:
@@ -272,7 +278,7 @@ class Client:
             pass
         except ServiceError as error:
             await self._pause_after(error, "wait_operations")
-        self._take(all_sent, found)
+        self._record(all_sent, found)
 
     async def _get(self, sent: Sent) -> None:
         found: dict[str, ops_pb.Operation] = {}
@@ -285,7 +291,7 @@ class Client:
                 return
             if operation.state in FINAL:
                 found[name] = operation
-        self._take([sent], found)
+        self._record([sent], found)
         if len(found) < len(sent.names):
             await asyncio.sleep(self._random.uniform(0, 0.1))
 
@@ -301,9 +307,9 @@ class Client:
                         found[response.operation.name] = response.operation
         except ServiceError as error:
             await self._pause_after(error, "stream_sample")
-        self._take([sent], found)
+        self._record([sent], found)
 
-    def _take(self, all_sent: list[Sent], found: dict[str, ops_pb.Operation]) -> None:
+    def _record(self, all_sent: list[Sent], found: dict[str, ops_pb.Operation]) -> None:
         for sent in all_sent:
             if not all(name in found for name in sent.names):
                 continue
@@ -311,7 +317,7 @@ class Client:
                 result = found[name].SerializeToString(deterministic=True)
                 first = sent.results.setdefault(name, result)
                 if first != result:
-                    raise Broken(
+                    raise ContractViolation(
                         f"{name} was {ops_pb.Operation.FromString(first)} and is {ops_pb.Operation.FromString(result)}"
                     )
                 if not sent.num_fetches:
@@ -321,10 +327,10 @@ class Client:
             self._change()
 
     def _note_unwritten(self, sent: Sent) -> None:
-        """Note that a sample is there before all the weights that its adapter has published are in files."""
+        """Count a sample that is done before all published weights of its adapter are in files."""
         is_unwritten = self._coordinator.core.states.publishing.is_unwritten(self.adapter_id)
         if sent.method == "sample" and is_unwritten:
-            self._world.work["samples before the file"] += 1
+            self._world.work["samples before their file"] += 1
 
     def _is_published(self, step: Step) -> bool:
         sent = self.sent.get(step.seq)
@@ -346,29 +352,29 @@ class Client:
             session_id=self.session_id, model_path=path, request_id=f"sampler {step.seq}"
         )
         service = self._coordinator.service
-        response = await self._until_answered(lambda: service.create_sampler(self.principal, request))
+        response = await self._call(lambda: service.create_sampler(self.principal, request))
         return str(response.sampler.sampler_id)
 
     def _all(self) -> list[Sent]:
         return [*self.sent.values(), *self.samples.values()]
 
-    async def _until_answered(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Repeat a call that is safe to repeat, until its answer arrives."""
+    async def _call(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Repeat an idempotent call until its response arrives."""
         while True:
-            await self._travel()
+            await self._delay()
             try:
                 response = await call()
             except ServiceError as error:
                 await self._pause_after(error, "a call")
                 continue
-            await self._travel()
-            if self._random.random() >= self._manners.drop:
+            await self._delay()
+            if self._random.random() >= self._behaviour.drop:
                 return response
-            self._world.faults["answer lost"] += 1
+            self._world.faults["response lost"] += 1
 
     async def _pause_after(self, error: ServiceError, what: str) -> None:
         if error.retry_delay_s is None:
-            raise Broken(f"{what}: {error.code.name} {error.reason} {error.message}") from error
+            raise ContractViolation(f"{what}: {error.code.name} {error.reason} {error.message}") from error
         await asyncio.sleep(self._random.uniform(0, error.retry_delay_s))
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
@@ -379,12 +385,12 @@ class Client:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _travel(self) -> None:
+    async def _delay(self) -> None:
         await asyncio.sleep(self._random.expovariate(1000))
 
 
 def _generator(responses: AsyncIterator[T]) -> AsyncGenerator[T, None]:
-    """What a streaming use case returns, to be closed where it is left."""
+    """Return a streaming use case's iterator as the generator that it is, so that it can be closed."""
     return cast("AsyncGenerator[T, None]", responses)
 
 
@@ -395,5 +401,5 @@ class _SampleOf:
     number: int
 
     def request(self, variant: int) -> sampling_pb2.SampleRequest:
-        """The request, or another for the same place."""
+        """Return the request, or another for the same sequence number."""
         return sample_request_of(self.step, self.sampler_id, self.number, variant)

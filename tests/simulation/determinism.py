@@ -1,7 +1,7 @@
-"""Takes from production what it draws from the operating system: names and keys come from the seed for a while.
+"""Draws names and keys from the seed instead of from the operating system.
 
-Also lets queues hash by their number, for sets of queues are walked when a coordinator stops, and collects garbage only
-between histories: what is found late would end in the middle of the next thing, at a moment that depends on memory.
+Queues hash by number, because a stopping coordinator iterates over sets of queues. Garbage is collected only between
+histories: otherwise finalizers would run at a moment that depends on memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEY_ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-
 
 @contextmanager
 def deterministic(seed: int) -> Iterator[None]:
-    """Everything random is a function of the seed. Leaves the garbage collector off; see `collect_garbage`."""
+    """Make everything random a function of the seed. Leaves the garbage collector off; see `collect_garbage`."""
     random = Random(f"{seed}/names")
     numbers = itertools.count()
 
@@ -52,5 +52,5 @@ def deterministic(seed: int) -> Iterator[None]:
 
 
 def collect_garbage() -> None:
-    """Between histories, now and then."""
+    """Collect garbage; to be called between histories."""
     gc.collect()

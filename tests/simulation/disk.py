@@ -1,8 +1,8 @@
-"""The disk of state folders, in memory: what has not been synced is lost with the power, and it can be full or fail.
+"""The disk of state folders, in memory: a power cut loses unsynced writes, and the disk can be full or fail.
 
-A file's content is durable after its own sync, a name in a folder after the sync of that folder. A power cut decides
-about each name and each content by itself: a rename may survive under both names, under one, or under none.
-Knows nothing of what is stored. Also makes the connections to the database on the lossy file system below SQLite.
+A file's content is durable after its own sync, a name in a folder after the sync of that folder. A power cut draws
+separately for each name and each content: a rename may survive under both names, under one, or under none.
+Does not depend on what is stored.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class _Folder:
 
 
 class SimDisk:
-    """Implements `coordinator.storage.disk.Disk` below one folder, which is there and durable."""
+    """Implements `coordinator.storage.disk.Disk` below one folder, which exists and is durable."""
 
     def __init__(self, root: Path, random: Random, on_operation: Callable[[str, str], None]) -> None:
-        """`on_operation` is called before each change and sync; it may raise what a disk would, or `Crash`."""
+        """`on_operation` is called before each change and sync; it may raise an error of a disk, or `Crash`."""
         self.is_full = False
         self._random = random
         self._root_path = root
@@ -46,7 +46,7 @@ class SimDisk:
                 folder.names[name] = _Folder()
             inner = folder.names[name]
             if not isinstance(inner, _Folder):
-                raise FileExistsError(errno.EEXIST, "there is a file of that name")
+                raise FileExistsError(errno.EEXIST, "a file of that name exists")
             folder = inner
 
     def write(self, path: Path, content: bytes) -> None:
@@ -81,11 +81,9 @@ class SimDisk:
         return node.content
 
     def size(self, path: Path) -> int:
-        """See `Disk`."""
         return len(self.read(path))
 
     def read_piece(self, path: Path, start: int, num_bytes: int) -> bytes:
-        """See `Disk`."""
         return self.read(path)[start : start + num_bytes]
 
     def remove(self, folder: Path) -> None:
@@ -96,16 +94,16 @@ class SimDisk:
             return
 
     def power_cut(self, keep: float) -> None:
-        """Forget what is not durable, except for a share of about `keep`."""
-        self._forget(self._root, keep)
+        """Drop unsynced changes, except for a share of about `keep`."""
+        self._drop_unsynced(self._root, keep)
 
-    def _forget(self, folder: _Folder, keep: float) -> None:
+    def _drop_unsynced(self, folder: _Folder, keep: float) -> None:
         survivors: dict[str, _File | _Folder] = {}
         for name in folder.names | folder.durable:
             now, durable = folder.names.get(name), folder.durable.get(name)
             node = now if now is durable or self._random.random() < keep else durable
             if isinstance(node, _Folder):
-                self._forget(node, keep)
+                self._drop_unsynced(node, keep)
             elif node is not None and node.content != node.durable:
                 length = self._random.randrange(len(node.content) + 1)
                 node.content = node.content if self._random.random() < keep else node.content[:length]

@@ -1,7 +1,7 @@
-"""One history: a coordinator's lives, one after another, over one disk, one set of workers and the same clients.
+"""One history: consecutive epochs of a coordinator over one disk, one set of workers and the same clients.
 
-Draws what will happen to it, lets it happen, and asks the oracle at the end. Each life but the last may end badly; in
-the last one nothing is done to the service any more, and everything must be finished in it.
+Draws the faults, injects them, and compares the results with the oracle at the end. Each epoch but the last may end in
+a crash; no fault is injected into the last one, and all operations must finish in it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from coordinator.runtime.data_dir import DataDirLock, Seams
 from coordinator.storage import database as coordinator_database
 from coordinator.storage.database import Connection, StorageError, set_pragmas
 from coordinator.storage.store import Store
-from tests.simulation.client import Broken, Client, Manners
+from tests.simulation.client import Behaviour, Client, ContractViolation
 from tests.simulation.disk import SimDisk
 from tests.simulation.loop import Crash, Deadlock, SimLoop, TooLong
-from tests.simulation.oracle import Wrong, check_checkpoints, check_published, expect
+from tests.simulation.oracle import Mismatch, check_checkpoints, check_published, expect
 from tests.simulation.pool import SimPool, SimPoolFront, WorkerFaults
 from tests.simulation.script import draw_script
 from tests.simulation.world import SimTime, World
@@ -42,10 +42,10 @@ from tinkerpool.v1 import checkpoints_pb2
 from workers.contract import failpoints
 from workers.contract.messages import AdapterState
 
-LIFE_S_MAX = 3000.0
-"""Virtual seconds that a life may take."""
+EPOCH_S_MAX = 3000.0
+"""Most virtual seconds of an epoch."""
 NOTICE_S = 10.0
-"""How soon a coordinator must have ended after its database failed to sync."""
+"""Seconds within which a coordinator must end after a sync of its database failed."""
 DAY_S = 86400.0
 COORDINATOR_POINTS = tuple(point for point in failpoints.POINTS if not point.startswith("worker."))
 _vfs_numbers = itertools.count()
@@ -53,20 +53,20 @@ _vfs_numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a life shall end, if it comes so far."""
+    """How an epoch ends, unless the clients finish first."""
 
     kind: str
-    """"failpoint", "moment", "database", "files", "database sync", "stop", or "" for as the clients are done."""
+    """"failpoint", "moment", "database", "files", "database sync", "stop", or "" to end when the clients are done."""
     point: str = ""
     count: int = 0
-    """At which occurrence."""
+    """The occurrence of `point`, or of an operation on the database or on files, at which the epoch ends."""
     after_s: float = 0.0
     keep: float | None = None
-    """With a power cut, that keeps about this share of what was not synced; None: the process alone dies."""
+    """A power cut that keeps about this share of unsynced writes; None: only the process is killed."""
 
 
 class SimConnection(ApswConnection):
-    """A connection of a process that may die in the middle of a statement."""
+    """A connection of a process that may be killed in the middle of a statement."""
 
     def __init__(self, world: World, path: Path, vfs: str) -> None:
         self._world = world
@@ -76,12 +76,12 @@ class SimConnection(ApswConnection):
         try:
             return super().execute(sql, parameters)
         finally:
-            if self._world.is_dead:
-                raise Crash("the process is dead")
+            if self._world.is_killed:
+                raise Crash("the process was killed")
 
 
 class History:
-    """A seed's history."""
+    """The history of a seed."""
 
     def __init__(self, seed: int, folder: Path, on_event: Callable[[str], None] | None = None) -> None:
         self.world = world = World(seed, on_event)
@@ -112,13 +112,13 @@ class History:
         self._has_file_failed = False
 
     def run(self) -> None:
-        """Raises what is wrong with the service."""
+        """Run all epochs. Raises the error if the service fails its promises."""
         try:
             for ending in [*self._endings, Ending(kind="")]:
                 self._ending, self._num_hits = ending, 0
                 self._is_last = ending.kind == ""
                 if self._is_last or not all(client.is_done for client in self._clients):
-                    self._live()
+                    self._run_epoch()
         finally:
             failpoints.disarm()
             self._vfs.kill()
@@ -126,29 +126,29 @@ class History:
                 close_quietly(connection)
             self._vfs.unregister()
 
-    def _live(self) -> None:
+    def _run_epoch(self) -> None:
         world = self.world
-        world.trace(f"a life begins, to end by {self._ending}")
-        world.work["lives"] += 1
-        world.is_dead = False
+        world.trace(f"an epoch begins, to end by {self._ending}")
+        world.work["epochs"] += 1
+        world.is_killed = False
         self._must_end_at = None
         self._has_file_failed = False
         self._vfs.is_full = self._disk.is_full = False
         if self._is_last:
             self._pool.faults = WorkerFaults(survive=1.0)
-        random = world.random(f"loop {world.work['lives']}")
-        loop = SimLoop(random, world.now, world.now + LIFE_S_MAX, self._files_start_s)
+        random = world.random(f"loop {world.work['epochs']}")
+        loop = SimLoop(random, world.now, world.now + EPOCH_S_MAX, self._files_start_s)
         time = SimTime(world)
         front = SimPoolFront(self._pool, lambda: coordinator.core.epoch)
         coordinator = Coordinator(self._config, front, time, Seams(self._disk, self._connect, self._take_lock))
-        self._arm()
+        self._arm_failpoints()
         patches = contextlib.ExitStack()
         patches.enter_context(mock.patch.object(coordinator_database, "CHECKPOINT_COMMITS", self._checkpoint_commits))
         patches.enter_context(mock.patch.object(publishing, "HELD_BYTES_MAX", self._held_bytes_max))
         try:
             loop.run_until_complete(self._serve(coordinator))
         except Crash:
-            assert world.is_dead
+            assert world.is_killed
         finally:
             patches.close()
             failpoints.disarm()
@@ -163,19 +163,19 @@ class History:
                 self._lock.release()
             loop.close()
         if problems:
-            raise Broken("\n".join(problems))
-        self._pool.coordinator_died(front.unanswered)
-        if world.is_dead and self._ending.keep is not None:
+            raise ContractViolation("\n".join(problems))
+        self._pool.end_epoch(front.outstanding)
+        if world.is_killed and self._ending.keep is not None:
             world.fault("power cut", f"keeping {self._ending.keep}")
             self._vfs.power_cut(self._ending.keep)
             self._disk.power_cut(self._ending.keep)
-        elif world.is_dead:
+        elif world.is_killed:
             world.fault("process killed")
         self._vfs.restart()
         world.now += self._random.choice((0.0, 0.1, 100.0))
 
     async def _serve(self, coordinator: Coordinator) -> None:
-        """From the start to an end that is not a crash."""
+        """Serve from the start until a stop, a failure or the end of the clients' work."""
         try:
             await coordinator.start()
         except (StorageError, OSError, sqlite3.Error) as error:
@@ -185,12 +185,14 @@ class History:
             self.world.trace(f"the coordinator does not start: {type(error).__name__}")
             return
         store = coordinator.core.store
-        self.world.work["weights to make again"] += _num_unwritten(store)
+        self.world.work["weights to rematerialize"] += _num_unwritten(store)
         loop = asyncio.get_running_loop()
         failed = loop.create_task(coordinator.failed())
         work = loop.create_task(self._work(coordinator))
         stop = loop.create_task(self._until_stopped())
-        timers = [] if self._is_last else [loop.create_task(each) for each in (self._squeeze(), self._jump())]
+        timers = (
+            [] if self._is_last else [loop.create_task(each) for each in (self._fill_disk(), self._set_wall_clock())]
+        )
         await asyncio.wait((failed, work, stop), return_when=asyncio.FIRST_COMPLETED)
         for timer in timers:
             timer.cancel()
@@ -198,7 +200,7 @@ class History:
         if self._must_end_at is not None:
             await asyncio.wait((failed,), timeout=NOTICE_S)
         if self._must_end_at is not None and (not failed.done() or loop.time() > self._must_end_at):
-            raise Broken("the coordinator went on after its database had failed to sync")
+            raise ContractViolation("the coordinator continued after a sync of its database failed")
         if failed.done():
             await self._failed(failed, work)
         elif work.done():
@@ -215,10 +217,10 @@ class History:
             await self._verify(coordinator)
 
     async def _failed(self, failed: asyncio.Task[None], work: asyncio.Task[None]) -> None:
-        """The coordinator says that it cannot go on. Ends the life."""
+        """End the epoch of a coordinator that reported a fatal error."""
         error = failed.exception()
         if self._must_end_at is None:
-            raise Broken(f"the coordinator failed without a reason: {error!r}") from error
+            raise ContractViolation(f"the coordinator failed without a reason: {error!r}") from error
         self.world.work["coordinator failed"] += 1
         self.world.trace(f"the coordinator failed: {type(error).__name__}")
         if self._random.random() < 0.5:
@@ -226,14 +228,14 @@ class History:
         work.cancel()
 
     def _may_fail(self) -> bool:
-        """Whether something was done to this life that it need not survive."""
+        """Whether a fault of this epoch permits the coordinator to fail."""
         return self._must_end_at is not None or self._has_file_failed
 
-    def _arm(self) -> None:
+    def _arm_failpoints(self) -> None:
         for point in COORDINATOR_POINTS:
-            failpoints.arm(point, lambda point=point: self._at(point))  # type: ignore[misc]
+            failpoints.arm(point, lambda point=point: self._reach(point))  # type: ignore[misc]
 
-    def _at(self, point: str) -> None:
+    def _reach(self, point: str) -> None:
         self.world.work[f"passed {point}"] += 1
         if self._ending.kind == "failpoint" and self._ending.point == point and self._hit():
             self.world.crash(point)
@@ -249,22 +251,22 @@ class History:
                 self.world.crash(f"database {operation} of {file}")
             raise apsw.exception_for(apsw.SQLITE_IOERR)
         if self._ending.kind == "database sync" and operation == "sync" and self._hit():
-            self.world.fault("database does not sync", file)
+            self.world.fault("database sync fails", file)
             self._must_end_at = self.world.time() + NOTICE_S
             raise sync_error()
 
     def _on_files(self, operation: str, file: str) -> None:
-        if self.world.is_dead:
-            raise Crash("the process is dead")
+        if self.world.is_killed:
+            raise Crash("the process was killed")
         if self._ending.kind == "files" and self._hit():
             self.world.crash(f"files {operation} {file}")
         if operation == "sync" and not self._is_last and self._random.random() < self._file_sync_fails:
-            self.world.fault("file does not sync", file)
+            self.world.fault("file sync fails", file)
             self._has_file_failed = True
             raise OSError(errno.EIO, "Input/output error")
 
     async def _until_stopped(self) -> None:
-        """To the moment of a clean stop or a crash, if there is to be one."""
+        """Return at the moment of a clean stop; crash at a drawn moment; otherwise never return."""
         if self._ending.kind not in {"stop", "moment"}:
             await asyncio.get_running_loop().create_future()
         await asyncio.sleep(self._ending.after_s)
@@ -272,8 +274,8 @@ class History:
             self.world.crash("moment")
         self.world.fault("clean stop")
 
-    async def _squeeze(self) -> None:
-        """Let the disk be full now and then."""
+    async def _fill_disk(self) -> None:
+        """Make the disk full for a while, repeatedly, in some histories."""
         if self._random.random() < 0.7:
             return
         while True:
@@ -283,8 +285,8 @@ class History:
             await asyncio.sleep(self._random.choice((0.02, 0.2, 5.0)))
             self._vfs.is_full = self._disk.is_full = False
 
-    async def _jump(self) -> None:
-        """Set the wall clock."""
+    async def _set_wall_clock(self) -> None:
+        """Set the wall clock to another time, repeatedly, in some histories."""
         if self._random.random() < 0.5:
             return
         while True:
@@ -306,22 +308,22 @@ class History:
     def _draw_client(self, index: int) -> Client:
         name = f"tenant{index}"
         random = self.world.random(f"script {name}")
-        manners = Manners(
+        behaviour = Behaviour(
             window=random.choice((1, 3, 8)),
             drop=random.choice((0.0, 0.3)),
             repeat=random.choice((0.0, 0.3)),
             other=random.choice((0.0, 0.3)),
             think_s=random.choice((0.001, 0.02)),
         )
-        return Client(self.world, name, draw_script(random, random.randrange(3, 14)), manners)
+        return Client(self.world, name, draw_script(random, random.randrange(3, 14)), behaviour)
 
     async def _verify(self, coordinator: Coordinator) -> None:
-        """Everything is done: compare with the oracle."""
+        """Compare all results with the oracle."""
         core = coordinator.core
         for client in self._clients:
             if not client.is_done:
-                raise Wrong(f"{client.name} is not done")
-            may_lack_room = self.world.faults["disk full"] + self.world.faults["file does not sync"] > 0
+                raise Mismatch(f"{client.name} is not done")
+            may_lack_room = self.world.faults["disk full"] + self.world.faults["file sync fails"] > 0
             expected = expect(client, core.registry.logs[client.adapter_id].spec, may_lack_room=may_lack_room)
             request = checkpoints_pb2.ListCheckpointsRequest(
                 adapter_id=client.adapter_id, kind=checkpoints_pb2.CHECKPOINT_KIND_TRAINING
@@ -333,7 +335,7 @@ class History:
                 assert row is not None
                 stored[each.path] = each.seq, core.states.folders.checkpoints.read(row.folder, row.sha256)
             check_checkpoints(expected, stored)
-            while _num_unwritten(core.store):  # noqa: ASYNC110 (nothing tells)
+            while _num_unwritten(core.store):  # noqa: ASYNC110 (no event for it)
                 await asyncio.sleep(0.01)
             unnamed, named = _unnamed(core, client.session_id), _named(core, client.adapter_id)
             check_published(expected.unnamed, unnamed, expected)
@@ -343,12 +345,12 @@ class History:
             self.world.work["sample"] += len(client.samples)
         check = core.store.database.read_one("PRAGMA integrity_check")
         if check is None or check[0] != "ok":
-            raise Wrong(f"the database is damaged: {check}")
-        self.world.trace("all is well")
+            raise Mismatch(f"the database is damaged: {check}")
+        self.world.trace("verified")
 
 
 def _unnamed(core: Core, session_id: str) -> dict[int, AdapterState]:
-    """What the files of a session's unnamed samplers have, by the seq of the save."""
+    """Return the states in the files of a session's unnamed samplers, by the seq of the save."""
     found = [core.store.samplers.get(sampler_id) for sampler_id in core.store.samplers.ids_of_session(session_id)]
     rows = [row for row in found if row is not None and not row.model_path]
     return {
@@ -357,27 +359,27 @@ def _unnamed(core: Core, session_id: str) -> dict[int, AdapterState]:
 
 
 def _named(core: Core, adapter_id: str) -> dict[int, AdapterState]:
-    """What the files of an adapter's checkpoints for sampling have, by the seq of the save."""
+    """Return the states in the files of an adapter's sampler checkpoints, by the seq of the save."""
     tenant_id = core.registry.logs[adapter_id].tenant_id
     page = core.store.checkpoints.page(tenant_id, [names.SAMPLER], adapter_id, limit=1000, offset=0)
     return {row.seq: core.states.folders.checkpoints.read(row.folder, row.sha256) for row in page.rows}
 
 
 def _num_unwritten(store: Store) -> int:
-    """Versions of weights that no file has."""
+    """Return the number of published versions that are not in a file yet."""
     return len(store.samplers.unwritten()) + len(store.checkpoints.unwritten())
 
 
 def _draw_worker_faults(random: Random) -> WorkerFaults:
-    """Some kinds and not others, so that each is also seen alone."""
+    """Draw probabilities, many of them zero, so that each kind of fault also occurs without the others."""
 
     def some(probability: float) -> float:
         return random.choice((0.0, 0.0, probability, 3 * probability))
 
     return WorkerFaults(
-        die_before=some(0.02),
-        die_after=some(0.02),
-        die_sampling=some(0.02),
+        crash_before=some(0.02),
+        crash_after=some(0.02),
+        crash_sampling=some(0.02),
         pause=some(0.02),
         twice=some(0.03),
         slow_ping=some(0.03),

@@ -1,11 +1,11 @@
-"""An asyncio event loop in virtual time: nothing ever waits, and the same seed gives the same order of everything.
+"""An asyncio event loop in virtual time: it never sleeps, and the same seed gives the same order of callbacks.
 
-Knows nothing of what runs on it. What would be done by threads is done on the loop itself, at a drawn moment, and its
-end is told at a later one. Where nothing is left that could happen, or happens for longer than allowed, the run ends
-with an error instead of hanging.
+Does not depend on what runs on it. Calls that production runs in threads run on the loop itself, at a drawn moment, and
+their results arrive at a later one. A deadlock, a livelock or a run beyond its time limit ends with an error instead of
+hanging.
 
-Main invariant: the order of callbacks is a function of the seed. Hence tasks hash by their number and not by where
-they lie in memory: sets of tasks are walked in the same order in every process.
+Main invariant: the order of callbacks is a function of the seed. Therefore tasks hash by number and not by address:
+sets of tasks iterate in the same order in every process.
 """
 
 from __future__ import annotations
@@ -23,25 +23,23 @@ Ts = TypeVarTuple("Ts")
 
 THREAD_START_S = 0.0005
 THREAD_WORK_S = 0.002
-"""Mean delays of what runs in threads: until it starts, and from its effect to when it is told."""
-
-
+"""Mean delays of calls in threads: until a call starts, and from its effect until its result arrives."""
 TICK_S = 1e-6
-"""The least time that a timer takes: a wait that is rounded to nothing would otherwise let no time pass, for ever."""
-TURNS_MAX = 20_000
-"""Turns of the loop in one moment of virtual time."""
+"""The least delay of a timer: a delay that rounds to zero could otherwise repeat forever without time passing."""
+ITERATIONS_MAX = 20_000
+"""Most iterations of the loop at one instant of virtual time."""
 
 
 class Crash(SystemExit):
-    """The process has died on the spot. Not an `Exception`, and asyncio lets it through at once."""
+    """The process was killed. Not an `Exception`: asyncio lets it propagate at once."""
 
 
 class Deadlock(Exception):
-    """Nothing is left that could happen, and what was waited for has not."""
+    """No callback or timer is left, and the awaited result has not arrived."""
 
 
 class Livelock(Exception):
-    """Things happen for ever at one moment."""
+    """Callbacks run forever at one instant of virtual time."""
 
 
 class TooLong(Exception):
@@ -60,7 +58,7 @@ class SimTask(asyncio.Task[T]):
 
 
 class _NoSelector:
-    """Stands where a loop waits for input: moves virtual time to the next timer instead."""
+    """Takes the place of the selector: advances virtual time to the next timer instead of waiting for input."""
 
     def __init__(self, loop: SimLoop) -> None:
         self._loop = loop
@@ -77,14 +75,14 @@ class _NoSelector:
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """One life of a process. Starts at `now` and ends with an error at `end`, in seconds of virtual time."""
+    """The loop of one process. Starts at `now` and ends with an error at `end`, in seconds of virtual time."""
 
     def __init__(self, random: Random, now: float, end: float, files_start_s: float = THREAD_START_S) -> None:
-        """`files_start_s`: mean delay until what is done with files begins, which has threads enough."""
+        """`files_start_s`: mean delay until a file operation starts; the number of its threads is not limited."""
         super().__init__()
         self.now = now
         self.problems: list[str] = []
-        """What nobody caught."""
+        """Exceptions that were not caught."""
         self._random = random
         self._end = end
         self._files_start_s = files_start_s
@@ -93,7 +91,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._tasks: dict[SimTask[Any], None] = {}
         self._free_at: dict[Executor, float] = {}
         self._is_dropped = False
-        self._num_turns = 0
+        self._num_iterations = 0
         self.set_task_factory(self._make_task)  # type: ignore[arg-type]
         self.set_exception_handler(self._note_problem)
 
@@ -101,29 +99,29 @@ class SimLoop(asyncio.BaseEventLoop):
         return self.now
 
     def advance(self) -> None:
-        """Let time pass until the next timer."""
+        """Advance virtual time to the next timer."""
         scheduled = cast("list[asyncio.TimerHandle]", self._scheduled)  # type: ignore[attr-defined]
         self.now = max(self.now, scheduled[0].when())
-        self._num_turns = 0
+        self._num_iterations = 0
         if self.now > self._end:
             raise TooLong(self.waiting())
 
     def waiting(self) -> str:
-        """Every unfinished task, and where it stands."""
-        lines = [f"at {self.now:.3f} s these tasks wait:"]
+        """Describe every unfinished task with its stack."""
+        lines = [f"unfinished tasks at {self.now:.3f} s:"]
         for task in self._tasks:
             frames = [f"{f.f_code.co_qualname}:{f.f_lineno}" for f in _frames(task.get_coro())]
             lines.append(f"  {task.get_name()} {' > '.join(frames)}")
         return "\n".join(lines)
 
     def kill(self) -> None:
-        """The process dies: nothing that is ready or will be runs any more, and the loop ends with `Crash`."""
+        """Kill the process: no ready or future callback runs, and the loop ends with `Crash`."""
         self._is_dropped = True
         for handle in self._ready:  # type: ignore[attr-defined]
             handle.cancel()
 
     def drop(self) -> None:
-        """Forget everything that was under way, after the end of a life."""
+        """Close all unfinished tasks, after the end of the process."""
         self._is_dropped = True
         for task in list(self._tasks):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -131,14 +129,14 @@ class SimLoop(asyncio.BaseEventLoop):
                 try:
                     task.get_coro().close()
                     break
-                except BaseException:  # noqa: BLE001 (whatever a dead process would have said)
+                except BaseException:  # noqa: BLE001 (errors of a killed process have no effect)
                     continue
         self._tasks.clear()
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        """Run it here, later. What one thread does, it does in the order in which it was told."""
+        """Run the call on this loop at a later time. Calls of a one-thread executor run in the order of submission."""
         future: asyncio.Future[T] = self.create_future()
         start_s = self._files_start_s if executor is None else THREAD_START_S
         starts = self.now + self._random.expovariate(1 / start_s)
@@ -147,7 +145,7 @@ class SimLoop(asyncio.BaseEventLoop):
             delay = max(0.0, self._free_at.get(executor, 0.0) - starts)
             starts, ends = starts + delay, ends + delay
             self._free_at[executor] = ends
-        self.call_at(starts, self._do, future, ends, func, *args)
+        self.call_at(starts, self._run_call, future, ends, func, *args)
         return future
 
     def call_soon(self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Any = None) -> Any:
@@ -159,13 +157,13 @@ class SimLoop(asyncio.BaseEventLoop):
     def call_soon_threadsafe(self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Any = None) -> Any:
         return self.call_soon(callback, *args, context=context)
 
-    def _do(self, future: asyncio.Future[T], ends: float, func: Callable[[Unpack[Ts]], T], *args: *Ts) -> None:
+    def _run_call(self, future: asyncio.Future[T], ends: float, func: Callable[[Unpack[Ts]], T], *args: *Ts) -> None:
         try:
             result = func(*args)
-        except Exception as error:  # noqa: BLE001 (whoever awaits it gets it)
-            self.call_at(ends, _tell, future, None, error)
+        except Exception as error:  # noqa: BLE001 (raised where the future is awaited)
+            self.call_at(ends, _resolve, future, None, error)
         else:
-            self.call_at(ends, _tell, future, result, None)
+            self.call_at(ends, _resolve, future, result, None)
 
     def _make_task(self, _loop: object, coroutine: Coroutine[Any, Any, T], **kwargs: Any) -> SimTask[T]:
         number = next(self._numbers)
@@ -183,14 +181,12 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         if self._is_dropped:
-            raise Crash("the process is dead")
-        self._num_turns += 1
-        if self._num_turns > TURNS_MAX:
+            raise Crash("the process was killed")
+        self._num_iterations += 1
+        if self._num_iterations > ITERATIONS_MAX:
             ready = [repr(handle) for handle in self._ready]  # type: ignore[attr-defined]
-            raise Livelock("\n".join([self.waiting(), "these are ready:", *ready]))
+            raise Livelock("\n".join([self.waiting(), "ready callbacks:", *ready]))
         super()._run_once()  # type: ignore[misc]
-
-    # What a loop with input would do.
 
     def _process_events(self, event_list: list[object]) -> None:
         pass
@@ -199,7 +195,7 @@ class SimLoop(asyncio.BaseEventLoop):
         pass
 
 
-def _tell(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+def _resolve(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
     if future.done():
         return
     if error is not None:

@@ -1,8 +1,8 @@
-"""What must have come out of a history, computed from the scripts and from which operations succeeded.
+"""The expected results of a history, computed from the scripts and from the operations that succeeded.
 
-Walks each adapter's operations in order with three hash chains, as an engine that nothing disturbed would have, and
-compares every result, every checkpoint and the end. An operation may fail only if the script spoiled it, if an earlier
-failure has closed its gradient window, or if the disk was full or failed when a state was to be saved.
+Applies each adapter's operations in order to three hash chains, as an undisturbed engine does, and compares every
+result, every checkpoint and the final state. An operation may fail only if the script makes it fail, if an earlier
+failure closed its gradient window, or if the disk was full or failed while a state was saved.
 """
 
 from __future__ import annotations
@@ -31,72 +31,72 @@ from workers.contract.messages import (
 MODEL = toy_model_info()
 
 
-class Wrong(AssertionError):
-    """What came out is not what must."""
+class Mismatch(AssertionError):
+    """A result differs from the expected one."""
 
 
 @dataclass(slots=True)
 class Expected:
-    """Where an adapter must be."""
+    """The expected state of an adapter."""
 
     chain: bytes
     gradient: bytes = b""
     moments: bytes = b""
     is_window_open: bool = True
     saved: dict[str, tuple[int, bytes, bytes]] = field(default_factory=dict)
-    """Path to the seq, weights and moments that it has now."""
+    """Path to the seq, weights and moments of its last save."""
     published: dict[int, bytes] = field(default_factory=dict)
     """Seq of a save for sampling to its weights."""
     unnamed: set[int] = field(default_factory=set)
-    """Those of these saves that have no path."""
+    """The seqs of the published saves that have no path."""
 
 
 def expect(client: Client, spec: AdapterSpec, *, may_lack_room: bool) -> Expected:
-    """Follow a client's operations to the end. Raises Wrong."""
+    """Apply all of a client's operations; return the expected state. Raises Mismatch."""
     adapter = Expected(fresh_chain(spec))
     for step in client.script:
         sent = client.sent[step.seq]
-        for place in range(step.num_places):
+        for index in range(step.num_seqs):
             kind = step.kind
             if kind == "train_step":
-                kind = ("forward_backward", "optim_step")[place]
-            _follow(adapter, client, step, kind, step.seq + place, sent, place, may_lack_room)
+                kind = ("forward_backward", "optim_step")[index]
+            _apply(adapter, client, step, kind, step.seq + index, sent, index, may_lack_room)
     for (seq, number), sent in client.samples.items():
         _check_sample(sent, adapter.published[seq], number)
     return adapter
 
 
-def _follow(
+def _apply(
     adapter: Expected,
     client: Client,
     step: Step,
     kind: str,
     seq: int,
     sent: Sent,
-    place: int,
+    index: int,
     may_lack_room: bool,
 ) -> None:
-    outcome = sent.outcome(place)
+    outcome = sent.outcome(index)
     name = f"{client.name} {outcome.name} ({kind})"
     reason = outcome.error.reason
     has_failed = outcome.state == ops_pb.OPERATION_STATE_FAILED
     needs_window = kind in {"forward_backward", "optim_step"}
     is_closed = needs_window and not adapter.is_window_open
-    is_refused = sent.is_bad and place == 0
+    is_refused = sent.is_bad and index == 0
     is_spoiled = step.is_poison and kind in {"forward", "forward_backward"}
-    is_behind = sent.is_bad and place == 1
-    must_fail = is_closed or is_refused or is_spoiled or is_behind
+    is_after_refused = sent.is_bad and index == 1
+    must_fail = is_closed or is_refused or is_spoiled or is_after_refused
     if must_fail and not has_failed:
-        raise Wrong(f"{name} succeeded and must have failed")
+        raise Mismatch(f"{name} succeeded, but must fail")
     if has_failed:
         allowed = {
-            "GRADIENT_WINDOW_CLOSED": is_closed or is_behind,
+            "GRADIENT_WINDOW_CLOSED": is_closed or is_after_refused,
             "NON_FINITE": is_spoiled,
             "DISK": may_lack_room and kind.startswith(("save", "load")),
             "CHECKPOINT_EXISTS": False,
         }
         if not allowed.get(reason, is_refused):
-            raise Wrong(f"{name} failed with {reason}: {outcome.error.message} (must fail: {must_fail})")
+            raise Mismatch(f"{name} failed with {reason}: {outcome.error.message} (must fail: {must_fail})")
     match kind:
         case "forward" | "forward_backward":
             _pass(adapter, sent, kind, seq, outcome, has_failed)
@@ -128,8 +128,8 @@ def _pass(adapter: Expected, sent: Sent, kind: str, seq: int, outcome: ops_pb.Op
             adapter.gradient, adapter.is_window_open = b"", False
         return
     request = sent.request()
-    body = training_pb2.ForwardBackwardRequest(data=request.data, loss_function=request.loss_function)
-    decoded = decode_pass(body.SerializeToString())
+    payload = training_pb2.ForwardBackwardRequest(data=request.data, loss_function=request.loss_function)
+    decoded = decode_pass(payload.SerializeToString())
     chunks = cut_chunks(decoded.lengths, MODEL.chunk_tokens)
     if kind == "forward_backward":
         for index, chunk in enumerate(chunks):
@@ -149,7 +149,7 @@ def _pass(adapter: Expected, sent: Sent, kind: str, seq: int, outcome: ops_pb.Op
     value = -int.from_bytes(adapter.chain[:2], "little") / 65536
     logprobs = [from_tensor(each).tolist() for each in outcome.forward_backward.logprobs]
     if logprobs != [[value] * len(datum.tokens) for datum in decoded.data]:
-        raise Wrong(f"{outcome.name} has log-probabilities of other weights")
+        raise Mismatch(f"{outcome.name} has log-probabilities of other weights")
 
 
 def _step(adapter: Expected, sent: Sent, seq: int) -> None:
@@ -169,7 +169,7 @@ def _filled(adam: object) -> bytes:
 def _check_sample(sent: Sent, chain: bytes, number: int) -> None:
     outcome, request = sent.outcome(), sent.request()
     if outcome.state == ops_pb.OPERATION_STATE_FAILED:
-        raise Wrong(f"{outcome.name} failed with {outcome.error.reason}: {outcome.error.message}")
+        raise Mismatch(f"{outcome.name} failed with {outcome.error.reason}: {outcome.error.message}")
     prompt = from_tensor(request.prompt)
     toy = SampleRequest(
         op_id="",
@@ -181,29 +181,29 @@ def _check_sample(sent: Sent, chain: bytes, number: int) -> None:
     for index, sequence in enumerate(outcome.sample.sequences):
         expected = [toy_token(chain, toy, index, position) for position in range(request.params.max_tokens)]
         if from_tensor(sequence.tokens).tolist() != expected:
-            raise Wrong(f"{outcome.name} (sample {number}) has tokens of other weights")
+            raise Mismatch(f"{outcome.name} (sample {number}) has tokens of other weights")
     if len(outcome.sample.sequences) != request.num_samples:
-        raise Wrong(f"{outcome.name} has {len(outcome.sample.sequences)} sequences")
+        raise Mismatch(f"{outcome.name} has {len(outcome.sample.sequences)} sequences")
 
 
 def check_checkpoints(expected: Expected, stored: Mapping[str, tuple[int, AdapterState]]) -> None:
-    """What is listed must be what was saved, all of it and nothing else. Raises Wrong."""
+    """Check that exactly the saved checkpoints are listed, with the saved states. Raises Mismatch."""
     if set(stored) != set(expected.saved):
-        raise Wrong(f"listed are {sorted(stored)}, saved were {sorted(expected.saved)}")
+        raise Mismatch(f"listed: {sorted(stored)}, saved: {sorted(expected.saved)}")
     for path, (seq, chain, moments) in expected.saved.items():
         stored_seq, state = stored[path]
         found = (_chain(state.weights), _chain(state.optimizer))
         if (stored_seq, *found) != (seq, chain, moments):
-            raise Wrong(f"{path} is not what was saved by operation {seq}")
+            raise Mismatch(f"{path} does not have the state that operation {seq} saved")
 
 
 def check_published(saves: Collection[int], stored: Mapping[int, AdapterState], expected: Expected) -> None:
-    """Each of these saves must have its file in the end, with the weights that were saved there. Raises Wrong."""
+    """Check that each of these saves has its file, with the weights that it published. Raises Mismatch."""
     if set(stored) != set(saves):
-        raise Wrong(f"there are weights of the saves {sorted(stored)}, published were {sorted(saves)}")
+        raise Mismatch(f"saves with a file of weights: {sorted(stored)}, published: {sorted(saves)}")
     for seq, state in stored.items():
         if _chain(state.weights) != expected.published[seq]:
-            raise Wrong(f"the file of what operation {seq} has published has other weights")
+            raise Mismatch(f"the file of operation {seq} does not have the weights that it published")
 
 
 def _chain(data: bytes | None) -> bytes:

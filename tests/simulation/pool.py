@@ -1,13 +1,13 @@
-"""A pool of toy engines without threads or processes, whose workers die, hang, answer late and answer twice.
+"""A pool of toy engines without threads or processes, whose workers crash, hang, reply late and reply twice.
 
 `SimPool` holds the workers of a history; they may outlive a coordinator. `SimPoolFront` is one coordinator's view and
-implements the `Pool` protocol; it dies with its coordinator. Batches that a dead coordinator sent may still arrive at
-a worker in the next coordinator's life.
+implements the `Pool` protocol; it ends with its coordinator. Batches of an earlier epoch may still arrive at a worker
+in the next epoch.
 
-A worker that outlives its coordinator is told the next one's epoch when that starts: `start_sample` carries no epoch,
-so a sample that came before the first batch of a new epoch would be dropped by that batch.
+A worker that outlives its coordinator receives the next epoch when the next coordinator starts: `start_sample` carries
+no epoch, so the first batch of a new epoch would drop a sample that arrived before it.
 
-Knows neither tenants nor the disk.
+Does not depend on tenants or on the disk.
 """
 
 from __future__ import annotations
@@ -24,67 +24,67 @@ from tests.support.toy_engine import ToyEngine
 from workers.contract.messages import Batch, BatchResult, ErrorCode, SampleEvent, SampleRequest, WorkerInfo
 from workers.contract.protocols import WorkerLost
 
-TRAVEL_S = 0.0005
+NETWORK_S = 0.0005
 WORK_S = 0.004
 DECODE_S = 0.001
-"""Mean delays: a message's way, a batch's work, a decode step."""
+"""Mean delays: of a message on the network, of a batch, of a decode step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFaults:
     """Probabilities, per batch unless said otherwise."""
 
-    die_before: float = 0.0
-    """The worker dies with a batch that it has not touched."""
-    die_after: float = 0.0
-    """It dies after it has applied the batch."""
-    die_sampling: float = 0.0
+    crash_before: float = 0.0
+    """The worker crashes with a batch that it has not begun."""
+    crash_after: float = 0.0
+    """It crashes after it has applied the batch."""
+    crash_sampling: float = 0.0
     """Per decode step."""
     pause: float = 0.0
-    """It stops before or after the batch, answers nothing, not even pings, and later goes on (SIGSTOP, SIGCONT)."""
+    """It stops before or after the batch, does not reply, not even to pings, and later continues (SIGSTOP, SIGCONT)."""
     twice: float = 0.0
-    """The batch is delivered twice; either answer may be the one that arrives."""
+    """The batch is delivered twice; either reply may be the one that arrives."""
     slow_ping: float = 0.0
-    """Per ping: the answer takes up to twice as long as is waited for."""
+    """Per ping: the reply takes up to twice the timeout of a ping."""
     no_replacement: float = 0.0
-    """Per attempt: the next life of a worker does not start."""
+    """Per attempt: the next incarnation of a worker does not start."""
     survive: float = 0.0
-    """Per worker, when its coordinator dies: it goes on."""
+    """Per worker, when its coordinator is killed: the worker keeps running."""
 
 
 @dataclass(slots=True, eq=False)
-class _Life:
+class _Incarnation:
     """One incarnation of a worker."""
 
     incarnation: str
     engine: ToyEngine
-    is_dead: bool = False
+    is_lost: bool = False
     is_replaced: bool = False
     is_paused: bool = False
-    zombies: list[Batch] = field(default_factory=list)
-    """What a dead coordinator sent to it, and what is still on its way."""
+    stale_batches: list[Batch] = field(default_factory=list)
+    """Batches of earlier epochs that are still on the network."""
     events: asyncio.Queue[Sequence[SampleEvent] | None] = field(default_factory=asyncio.Queue)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set, and made anew, whenever the flags above change."""
+    """Set, and replaced by a new event, whenever the flags above change."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     is_decoding: bool = False
     last: Batch | None = None
-    """What it has applied last; the network may deliver it again."""
+    """The last batch applied; the network may deliver it again."""
     operations: frozenset[str] = frozenset()
-    """What its batch runs."""
-    num_seconds: int = 0
-    """How often in a row a second answer hid the first."""
+    """The operations of its batch."""
+    num_second_replies: int = 0
+    """How often in a row the second reply arrived instead of the first."""
 
     def change(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
 
     def running(self) -> frozenset[str]:
-        """Operations that a death would make suspect."""
+        """Return the operations that are quarantined if this incarnation is lost."""
         return self.operations | self.engine._done.keys()
 
     def attach(self) -> None:
-        """A new coordinator's loop begins."""
+        """Prepare for the event loop of a new coordinator."""
         self.events, self.changed, self.lock = asyncio.Queue(), asyncio.Event(), asyncio.Lock()
         self.is_decoding = self.is_paused = False
 
@@ -96,39 +96,38 @@ class SimPool:
         self.world = world
         self.faults = faults
         self.random: Random = world.random("pool")
-        self.lives: dict[str, _Life] = {}
-        self.deaths_alone: Counter[str] = Counter()
-        """Operations that ran alone when their worker was lost. Once is chance; at the second the coordinator rightly
-        believes that the operation did it, so nothing is done to a worker that runs such a one alone again."""
+        self.workers: dict[str, _Incarnation] = {}
+        self.solo_losses: Counter[str] = Counter()
+        """Operations that ran solo when their worker was lost. A second loss would convince the coordinator that the
+        operation is poison, so no fault is injected into a worker that runs such an operation."""
         self.num_workers = num_workers
-        self._num_lives = 0
+        self._num_incarnations = 0
 
-    def new_life(self, worker_id: str) -> _Life:
-        """A worker's next life, empty."""
-        self._num_lives += 1
-        incarnation = f"{worker_id}-{self._num_lives}"
-        self.lives[worker_id] = _Life(incarnation, ToyEngine(incarnation))
-        return self.lives[worker_id]
+    def start_incarnation(self, worker_id: str) -> _Incarnation:
+        """Start a worker's next incarnation, without adapters."""
+        self._num_incarnations += 1
+        incarnation = f"{worker_id}-{self._num_incarnations}"
+        self.workers[worker_id] = _Incarnation(incarnation, ToyEngine(incarnation))
+        return self.workers[worker_id]
 
-    def note_death(self, life: _Life) -> None:
-        """A worker is lost with what it runs."""
-        if len(life.running()) == 1:
-            self.deaths_alone.update(life.running())
+    def note_loss(self, worker: _Incarnation) -> None:
+        """Record the operation of a lost worker if it ran solo."""
+        if len(worker.running()) == 1:
+            self.solo_losses.update(worker.running())
 
-    def coordinator_died(self, unanswered: Sequence[tuple[_Life, Batch]]) -> None:
-        """The coordinator's process is gone, and with it most of the workers."""
-        for worker_id, life in list(self.lives.items()):
-            is_fresh = (
-                not life.engine.batches
-            )  # it would take the next epoch for its first, and keep samples of this one
-            if life.is_dead or is_fresh or self.random.random() >= self.faults.survive:
-                del self.lives[worker_id]
-        for life, batch in unanswered:
-            if life in self.lives.values():
-                life.zombies.append(batch)
-        for life in self.lives.values():
-            if life.last is not None and self.random.random() < 0.3:
-                life.zombies.append(life.last)
+    def end_epoch(self, outstanding: Sequence[tuple[_Incarnation, Batch]]) -> None:
+        """Lose the workers that do not outlive their coordinator; keep batches on the network for the others."""
+        for worker_id, worker in list(self.workers.items()):
+            # Without a batch, the worker would take the next epoch for its first, and keep samples of this one.
+            is_fresh = not worker.engine.batches
+            if worker.is_lost or is_fresh or self.random.random() >= self.faults.survive:
+                del self.workers[worker_id]
+        for worker, batch in outstanding:
+            if worker in self.workers.values():
+                worker.stale_batches.append(batch)
+        for worker in self.workers.values():
+            if worker.last is not None and self.random.random() < 0.3:
+                worker.stale_batches.append(worker.last)
 
 
 class SimPoolFront:
@@ -139,145 +138,145 @@ class SimPoolFront:
         self._epoch = epoch
         self._world = pool.world
         self._random = pool.random
-        self._lives = pool.lives
+        self._workers = pool.workers
         self._tasks: set[asyncio.Task[None]] = set()
-        self.unanswered: list[tuple[_Life, Batch]] = []
-        """Batches that were sent, or applied and not answered."""
+        self.outstanding: list[tuple[_Incarnation, Batch]] = []
+        """Batches that were sent and have no reply yet."""
         self.num_replayed = 0
 
     async def start(self) -> None:
         await asyncio.sleep(self._random.uniform(0, 0.01))
         for index in range(self._pool.num_workers):
             worker_id = f"w{index}"
-            life = self._lives.get(worker_id)
-            if life is None:
-                self._pool.new_life(worker_id)
+            worker = self._workers.get(worker_id)
+            if worker is None:
+                self._pool.start_incarnation(worker_id)
                 continue
             self._world.fault("worker survives its coordinator", worker_id)
-            life.attach()
-            zombies, life.zombies = life.zombies, []
-            for batch in zombies:
+            worker.attach()
+            stale_batches, worker.stale_batches = worker.stale_batches, []
+            for batch in stale_batches:
                 delay = self._random.choice((0.0, 0.005, 0.05, 0.3))
                 if delay == 0.0:
-                    self._deliver_zombie(life, batch)
+                    self._deliver_stale(worker, batch)
                 else:
-                    asyncio.get_running_loop().call_later(delay, self._deliver_zombie, life, batch)
-            life.engine.run(Batch(epoch=self._epoch(), cycle_id=0))
+                    asyncio.get_running_loop().call_later(delay, self._deliver_stale, worker, batch)
+            worker.engine.run(Batch(epoch=self._epoch(), cycle_id=0))
 
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
-        self._lives.clear()
+        self._workers.clear()
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         return tuple(
             WorkerInfo(
                 worker_id=worker_id,
-                incarnation=life.incarnation,
-                model=life.engine.info,
+                incarnation=worker.incarnation,
+                model=worker.engine.info,
                 pid=1,
                 node="sim",
                 num_slots=16,
                 device="none",
             )
-            for worker_id, life in sorted(self._lives.items())
+            for worker_id, worker in sorted(self._workers.items())
         )
 
     async def run(self, worker_id: str, batch: Batch) -> BatchResult:
-        life = self._life(worker_id)
-        sent = (life, batch)
-        self.unanswered.append(sent)
-        life.operations = frozenset(item.op_id for item in batch.items) - {SNAPSHOT}
+        worker = self._worker(worker_id)
+        sent = (worker, batch)
+        self.outstanding.append(sent)
+        worker.operations = frozenset(item.op_id for item in batch.items) - {SNAPSHOT}
         try:
-            self._world.trace(f"batch {batch.cycle_id} to {life.incarnation}: {_describe(batch)}")
-            await self._travel()
-            async with life.lock:
-                result = await self._run(life, batch)
-            is_late = life.is_replaced
-            await self._travel()
+            self._world.trace(f"batch {batch.cycle_id} to {worker.incarnation}: {_describe(batch)}")
+            await self._delay()
+            async with worker.lock:
+                result = await self._run(worker, batch)
+            is_late = worker.is_replaced
+            await self._delay()
         except WorkerLost:
-            self._pool.note_death(life)
+            self._pool.note_loss(worker)
             raise
         finally:
-            life.operations = frozenset()
-            self.unanswered.remove(sent)
-        if life.is_dead and not is_late:
-            raise WorkerLost(f"{life.incarnation} has died")
+            worker.operations = frozenset()
+            self.outstanding.remove(sent)
+        if worker.is_lost and not is_late:
+            raise WorkerLost(f"{worker.incarnation} is lost")
         errors = [r.error.code.name for r in result.results if r.error is not None]
-        self._world.trace(f"batch {batch.cycle_id} from {life.incarnation}: {errors}")
+        self._world.trace(f"batch {batch.cycle_id} from {worker.incarnation}: {errors}")
         return result
 
     async def start_sample(self, worker_id: str, request: SampleRequest) -> None:
-        life = self._life(worker_id)
-        await self._travel()
-        await self._until_running(life)
-        life.engine.start_sample(request)
-        self._decode(life)
+        worker = self._worker(worker_id)
+        await self._delay()
+        await self._until_running(worker)
+        worker.engine.start_sample(request)
+        self._decode(worker)
 
     async def cancel_sample(self, worker_id: str, op_id: str) -> None:
-        life = self._life(worker_id)
-        await self._travel()
-        await self._until_running(life)
-        life.engine.cancel_sample(op_id)
-        self._decode(life)
+        worker = self._worker(worker_id)
+        await self._delay()
+        await self._until_running(worker)
+        worker.engine.cancel_sample(op_id)
+        self._decode(worker)
 
     async def sample_events(self, worker_id: str) -> AsyncIterator[SampleEvent]:
-        life = self._life(worker_id)
-        while (events := await life.events.get()) is not None:
+        worker = self._worker(worker_id)
+        while (events := await worker.events.get()) is not None:
             for event in events:
                 yield event
-        raise WorkerLost(f"{life.incarnation} has ended")
+        raise WorkerLost(f"{worker.incarnation} is lost")
 
     async def ping(self, worker_id: str) -> None:
-        life = self._life(worker_id)
-        if self._random.random() < self._pool.faults.slow_ping and not self._is_spared(life):
+        worker = self._worker(worker_id)
+        if self._random.random() < self._pool.faults.slow_ping and not self._is_spared(worker):
             self._world.fault("slow ping", worker_id)
             await asyncio.sleep(self._random.uniform(0, 10))
-        await self._until_running(life)
-        await self._travel()
+        await self._until_running(worker)
+        await self._delay()
 
     async def replace(self, worker_id: str) -> WorkerInfo:
         await asyncio.sleep(self._random.uniform(0, 0.05))
-        if (life := self._lives.get(worker_id)) is not None:
-            self._pool.note_death(life)
-            life.is_replaced = life.is_dead = True
-            life.events.put_nowait(None)
-            life.change()
+        if (worker := self._workers.get(worker_id)) is not None:
+            self._pool.note_loss(worker)
+            worker.is_replaced = worker.is_lost = True
+            worker.events.put_nowait(None)
+            worker.change()
         if self._random.random() < self._pool.faults.no_replacement:
             self._world.fault("no replacement", worker_id)
-            raise WorkerLost("it does not start")
-        self._pool.new_life(worker_id)
+            raise WorkerLost(f"{worker_id} does not start")
+        self._pool.start_incarnation(worker_id)
         return next(worker for worker in self.workers() if worker.worker_id == worker_id)
 
-    async def _run(self, life: _Life, batch: Batch) -> BatchResult:
-        kind = "" if self._is_spared(life) else self._draw()
+    async def _run(self, worker: _Incarnation, batch: Batch) -> BatchResult:
+        kind = "" if self._is_spared(worker) else self._draw()
         if kind == "pause before":
-            await self._pause(life, batch, "a batch was not begun")
-        await self._until_running(life)
+            await self._pause(worker, batch, "a batch was not begun")
+        await self._until_running(worker)
         await asyncio.sleep(self._random.expovariate(1 / WORK_S))
-        await self._until_running(life)
-        if kind == "die before":
-            self._die(life, f"before batch {batch.cycle_id}")
-        result = life.engine.run(batch)
-        life.last = batch
+        await self._until_running(worker)
+        if kind == "crash before":
+            self._crash(worker, f"before batch {batch.cycle_id}")
+        result = worker.engine.run(batch)
+        worker.last = batch
         self._world.work["batches"] += 1
         if kind == "twice":
-            result = self._again(life, batch, result)
-        elif kind == "die after":
-            self._die(life, f"after batch {batch.cycle_id}")
+            result = self._again(worker, batch, result)
+        elif kind == "crash after":
+            self._crash(worker, f"after batch {batch.cycle_id}")
         elif kind == "pause after":
-            is_late = await self._pause(life, batch, "a batch was applied", may_be_late=True)
+            is_late = await self._pause(worker, batch, "a batch was applied", may_be_late=True)
             if is_late:
                 return result
-        await self._until_running(life)
-        self._decode(life)
+        await self._until_running(worker)
+        self._decode(worker)
         return result
 
     def _draw(self) -> str:
         faults, value = self._pool.faults, self._random.random()
         for kind, probability in (
-            ("die before", faults.die_before),
-            ("die after", faults.die_after),
+            ("crash before", faults.crash_before),
+            ("crash after", faults.crash_after),
             ("pause before", faults.pause / 4),
             ("pause after", faults.pause * 3 / 4),
             ("twice", faults.twice),
@@ -287,88 +286,90 @@ class SimPoolFront:
             value -= probability
         return ""
 
-    def _is_spared(self, life: _Life) -> bool:
-        return any(self._pool.deaths_alone[operation] for operation in life.running())
+    def _is_spared(self, worker: _Incarnation) -> bool:
+        return any(self._pool.solo_losses[operation] for operation in worker.running())
 
-    def _die(self, life: _Life, why: str) -> None:
-        self._world.fault(f"worker dies {why.split(maxsplit=1)[0]}", f"{life.incarnation} {why}")
-        life.is_dead = True
-        if self._random.random() < 0.5:  # else only who asks the worker notices
-            life.events.put_nowait(None)
-        life.change()
-        raise WorkerLost(f"{life.incarnation} has died")
+    def _crash(self, worker: _Incarnation, why: str) -> None:
+        self._world.fault(f"worker crashes {why.split(maxsplit=1)[0]}", f"{worker.incarnation} {why}")
+        worker.is_lost = True
+        if self._random.random() < 0.5:  # otherwise only a call to the worker detects the crash
+            worker.events.put_nowait(None)
+        worker.change()
+        raise WorkerLost(f"{worker.incarnation} is lost")
 
-    async def _pause(self, life: _Life, batch: Batch, what: str, *, may_be_late: bool = False) -> bool:
-        """Stop the worker for a while. True if it was replaced meanwhile and its answer arrives nevertheless."""
+    async def _pause(self, worker: _Incarnation, batch: Batch, what: str, *, may_be_late: bool = False) -> bool:
+        """Stop the worker for a while. Return True if it was replaced meanwhile and its reply arrives nevertheless."""
         seconds = self._random.choice((0.1, 1.0, 10.0, 20.0)) * self._random.random()
-        self._world.fault("worker paused", f"{life.incarnation} when {what}: {batch.cycle_id}")
-        life.is_paused = True
-        asyncio.get_running_loop().call_later(seconds, self._resume, life)
-        while life.is_paused and not life.is_dead:
-            await life.changed.wait()
-        if life.is_replaced and may_be_late and self._random.random() < 0.9:
-            self._world.fault("late answer", life.incarnation)
+        self._world.fault("worker paused", f"{worker.incarnation} when {what}: {batch.cycle_id}")
+        worker.is_paused = True
+        asyncio.get_running_loop().call_later(seconds, self._resume, worker)
+        while worker.is_paused and not worker.is_lost:
+            await worker.changed.wait()
+        if worker.is_replaced and may_be_late and self._random.random() < 0.9:
+            self._world.fault("late reply", worker.incarnation)
             await asyncio.sleep(self._random.uniform(0, 1))
             return True
         return False
 
-    def _resume(self, life: _Life) -> None:
-        life.is_paused = False
-        life.change()
+    def _resume(self, worker: _Incarnation) -> None:
+        worker.is_paused = False
+        worker.change()
 
-    def _again(self, life: _Life, batch: Batch, first: BatchResult) -> BatchResult:
-        second = life.engine.run(batch)
-        if self._random.random() < 0.5 and life.num_seconds < 2:
-            life.num_seconds += 1
-            self._world.fault("batch twice, second answer", f"{batch.cycle_id}")
+    def _again(self, worker: _Incarnation, batch: Batch, first: BatchResult) -> BatchResult:
+        second = worker.engine.run(batch)
+        if self._random.random() < 0.5 and worker.num_second_replies < 2:
+            worker.num_second_replies += 1
+            self._world.fault("batch twice, second reply", f"{batch.cycle_id}")
             return second
-        life.num_seconds = 0
-        self._world.fault("batch twice, first answer", f"{batch.cycle_id}")
+        worker.num_second_replies = 0
+        self._world.fault("batch twice, first reply", f"{batch.cycle_id}")
         return first
 
-    def _deliver_zombie(self, life: _Life, batch: Batch) -> None:
-        if life.is_dead:
+    def _deliver_stale(self, worker: _Incarnation, batch: Batch) -> None:
+        if worker.is_lost:
             return
-        self._world.fault("batch of a dead coordinator", f"{life.incarnation} epoch {batch.epoch}")
-        result = life.engine.run(batch)
+        self._world.fault("batch of an earlier epoch", f"{worker.incarnation} epoch {batch.epoch}")
+        result = worker.engine.run(batch)
         codes = {each.error and each.error.code for each in result.results}
-        assert result.epoch == batch.epoch or codes <= {ErrorCode.OUT_OF_ORDER}, "a worker obeys a dead coordinator"
+        assert result.epoch == batch.epoch or codes <= {ErrorCode.OUT_OF_ORDER}, (
+            "a worker applied a batch of an earlier epoch"
+        )
 
-    def _decode(self, life: _Life) -> None:
-        if not life.is_decoding and not life.is_dead and life.engine.can_decode():
-            life.is_decoding = True
-            task = asyncio.get_running_loop().create_task(self._decode_on(life))
+    def _decode(self, worker: _Incarnation) -> None:
+        if not worker.is_decoding and not worker.is_lost and worker.engine.can_decode():
+            worker.is_decoding = True
+            task = asyncio.get_running_loop().create_task(self._decode_on(worker))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _decode_on(self, life: _Life) -> None:
+    async def _decode_on(self, worker: _Incarnation) -> None:
         try:
-            while life.engine.can_decode():
+            while worker.engine.can_decode():
                 await asyncio.sleep(self._random.expovariate(1 / DECODE_S))
-                await self._until_running(life)
-                if self._random.random() < self._pool.faults.die_sampling and not self._is_spared(life):
-                    self._die(life, "sampling")
-                life.events.put_nowait(life.engine.decode_step())
+                await self._until_running(worker)
+                if self._random.random() < self._pool.faults.crash_sampling and not self._is_spared(worker):
+                    self._crash(worker, "sampling")
+                worker.events.put_nowait(worker.engine.decode_step())
         except WorkerLost:
             return
         finally:
-            life.is_decoding = False
+            worker.is_decoding = False
 
-    def _life(self, worker_id: str) -> _Life:
-        life = self._lives.get(worker_id)
-        if life is None:
+    def _worker(self, worker_id: str) -> _Incarnation:
+        worker = self._workers.get(worker_id)
+        if worker is None:
             raise WorkerLost(f"{worker_id} is not running")
-        return life
+        return worker
 
-    async def _until_running(self, life: _Life) -> None:
-        while life.is_paused and not life.is_dead:
-            await life.changed.wait()
-        if life.is_dead:
+    async def _until_running(self, worker: _Incarnation) -> None:
+        while worker.is_paused and not worker.is_lost:
+            await worker.changed.wait()
+        if worker.is_lost:
             await asyncio.sleep(self._random.uniform(0, 0.1))
-            raise WorkerLost(f"{life.incarnation} has died")
+            raise WorkerLost(f"{worker.incarnation} is lost")
 
-    async def _travel(self) -> None:
-        await asyncio.sleep(self._random.expovariate(1 / TRAVEL_S))
+    async def _delay(self) -> None:
+        await asyncio.sleep(self._random.expovariate(1 / NETWORK_S))
 
 
 def _describe(batch: Batch) -> str:

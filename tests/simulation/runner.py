@@ -1,6 +1,6 @@
-"""Runs histories, one seed after another or on all cores, and adds up what happened in them.
+"""Runs histories, one seed after another or on all cores, and adds up their figures.
 
-Knows nothing of what a history is made of. A history's result depends on its seed alone while PYTHONHASHSEED is 0:
+Does not depend on the parts of a history. A history's result depends on its seed alone while PYTHONHASHSEED is 0:
 `require_fixed_hashes` starts the program again if it is not.
 """
 
@@ -28,13 +28,13 @@ COLLECT_EVERY = 20
 
 @dataclass(slots=True)
 class Result:
-    """How one history went."""
+    """The result of one history."""
 
     seed: int
     digest: str
     virtual_s: float
     error: str = ""
-    """Empty: all is well."""
+    """Empty if the history passed."""
     details: str = ""
     faults: Counter[str] = field(default_factory=Counter)
     work: Counter[str] = field(default_factory=Counter)
@@ -42,7 +42,7 @@ class Result:
 
 @dataclass(slots=True)
 class Figures:
-    """Many histories together."""
+    """The sums over many histories."""
 
     num_histories: int = 0
     virtual_s: float = 0.0
@@ -51,7 +51,7 @@ class Figures:
     failed: list[Result] = field(default_factory=list)
 
     def add(self, result: Result) -> None:
-        """One more."""
+        """Add one history."""
         self.num_histories += 1
         self.virtual_s += result.virtual_s
         self.faults += result.faults
@@ -61,7 +61,7 @@ class Figures:
 
 
 def run_seed(seed: int, on_event: Callable[[str], None] | None = None) -> Result:
-    """One history. `on_event` gets every line of its trace."""
+    """Run one history. `on_event` receives every line of its trace."""
     parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="tinkerpool-sim-", dir=parent))
     error = details = ""
@@ -70,8 +70,8 @@ def run_seed(seed: int, on_event: Callable[[str], None] | None = None) -> Result
             history = History(seed, folder / "data", on_event)
             try:
                 history.run()
-            except Exception as wrong:  # noqa: BLE001 (it is the result)
-                error, details = f"{type(wrong).__name__}: {wrong}", traceback.format_exc()
+            except Exception as failure:  # noqa: BLE001 (it is the result)
+                error, details = f"{type(failure).__name__}: {failure}", traceback.format_exc()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     world = history.world
@@ -79,7 +79,10 @@ def run_seed(seed: int, on_event: Callable[[str], None] | None = None) -> Result
 
 
 def run_seeds(seeds: Iterable[int], num_jobs: int, failures_max: int) -> Iterator[Result]:
-    """Histories as they end, in no particular order if `num_jobs` is above 1. Stops after so many failures."""
+    """Yield results as histories end, in no particular order if `num_jobs` is above 1.
+
+    Stops after `failures_max` failures.
+    """
     logging.disable(logging.CRITICAL)
     num_failures = 0
     for result in _results(seeds, num_jobs):
@@ -112,12 +115,12 @@ def require_fixed_hashes() -> None:
 
 
 def report(figures: Figures, seconds: float) -> str:
-    """The figures, for people."""
+    """Format the figures as text."""
     per_minute = figures.num_histories / max(seconds, 1e-9) * 60
     lines = [
         f"{figures.num_histories} histories in {seconds:.1f} s ({per_minute:,.0f} a minute), "
         f"{figures.virtual_s / 3600:,.1f} hours of virtual time",
-        "what was done to the service:",
+        "injected faults:",
         *(f"  {count:>9,}  {kind}" for kind, count in sorted(figures.faults.items())),
         "what the service did:",
         *(f"  {count:>9,}  {kind}" for kind, count in sorted(figures.work.items())),
@@ -126,13 +129,13 @@ def report(figures: Figures, seconds: float) -> str:
 
 
 def add_up(results: Iterator[Result], num_seeds: int) -> Figures:
-    """Add results up, with a line on a terminal that says how far it has come."""
+    """Add up results, with a line of progress on a terminal."""
     figures, started, shown = Figures(), time.monotonic(), 0.0
     for result in results:
         figures.add(result)
         if result.error:
             print(f"\nseed {result.seed} failed: {result.error}", flush=True)
-            print(f"  again, with every event: make sim SEED={result.seed}", flush=True)
+            print(f"  to repeat it with every event: make sim SEED={result.seed}", flush=True)
         now = time.monotonic()
         if sys.stderr.isatty() and now - shown > 0.2:
             shown = now

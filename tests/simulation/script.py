@@ -1,7 +1,7 @@
-"""What one tenant asks for, operation by operation, drawn from a seed before anything runs, and the requests for it.
+"""The operations of one tenant, drawn from a seed before anything runs, and their requests.
 
-Knows no service. Contents are a function of tenant and place, so that a request sent again is the same request; a
-`variant` other than 0 is another request for the same place.
+Does not depend on the service. A payload is a function of tenant and sequence number, so that a repeated request is the
+same request; a `variant` other than 0 is a different request for the same sequence number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import checkpoints_pb2, sampling_pb2, training_pb2, types_pb2
 
 BAD_TOKEN = 2**20
-"""No model has it: the request is refused."""
+"""Outside every vocabulary: the request is refused."""
 LOSSES = (types_pb2.LOSS_FUNCTION_CROSS_ENTROPY, types_pb2.LOSS_FUNCTION_IMPORTANCE_SAMPLING)
 
 
@@ -27,32 +27,32 @@ class Step:
 
     seq: int
     kind: str
-    """The use case; "train_step" stands for two places."""
+    """The use case; "train_step" takes two sequence numbers."""
     lengths: tuple[int, ...] = ()
     """Tokens of the sequences of a pass."""
     is_poison: bool = False
-    """The engine fails it."""
+    """The engine fails the operation."""
     is_bad: bool = False
-    """The service refuses it, for good."""
+    """The service refuses the request permanently."""
     loss: types_pb2.LossFunction.ValueType = LOSSES[0]
     learning_rate: float = 0.0
     name: str = ""
-    """Of what is saved; empty: a sampler without a name."""
+    """The name of a save; empty: a sampler without a name."""
     with_optimizer: bool = False
     overwrite: bool = False
     source: int = 0
     """The save whose checkpoint is loaded."""
     num_samples: int = 0
-    """Samples drawn from what is saved."""
+    """Samples drawn from the saved weights."""
 
     @property
-    def num_places(self) -> int:
-        """How many seqs it takes."""
+    def num_seqs(self) -> int:
+        """Number of sequence numbers that the step takes."""
         return 2 if self.kind == "train_step" else 1
 
 
 def draw_script(random: Random, num_steps: int) -> list[Step]:
-    """A tenant's operations; the last two fold in what gradient is pending and save the result."""
+    """Draw a tenant's operations; the last two apply the pending gradient and save the result."""
     poison = random.choice((0.0, 0.0, 0.1))
     bad = random.choice((0.0, 0.0, 0.08))
     steps: list[Step] = []
@@ -92,43 +92,43 @@ def draw_script(random: Random, num_steps: int) -> list[Step]:
             values["is_bad"] = random.random() < bad
         step = Step(seq=seq, kind=kind, **values)
         steps.append(step)
-        seq += step.num_places
+        seq += step.num_seqs
     steps.append(Step(seq=seq, kind="optim_step", learning_rate=1e-2))
     steps.append(Step(seq=seq + 1, kind="save_state", name="final"))
     return steps
 
 
 def request_of(step: Step, adapter_id: str, path: str, variant: int = 0) -> Any:
-    """The request for a step; `path` is what a load loads."""
-    place: dict[str, Any] = {"adapter_id": adapter_id, "seq": step.seq}
+    """Return the request of a step; `path` is the checkpoint of a load."""
+    fields: dict[str, Any] = {"adapter_id": adapter_id, "seq": step.seq}
     data = [_datum(step, index, length, variant) for index, length in enumerate(step.lengths)]
     rate = step.learning_rate + (0.25 if variant else 0.0)
     adam = types_pb2.AdamParams(learning_rate=-1.0 if step.is_bad else rate)
     match step.kind:
         case "forward":
-            return training_pb2.ForwardRequest(**place, data=data, loss_function=step.loss)
+            return training_pb2.ForwardRequest(**fields, data=data, loss_function=step.loss)
         case "forward_backward":
-            return training_pb2.ForwardBackwardRequest(**place, data=data, loss_function=step.loss)
+            return training_pb2.ForwardBackwardRequest(**fields, data=data, loss_function=step.loss)
         case "train_step":
-            return training_pb2.TrainStepRequest(**place, data=data, loss_function=step.loss, adam=adam)
+            return training_pb2.TrainStepRequest(**fields, data=data, loss_function=step.loss, adam=adam)
         case "optim_step":
-            return training_pb2.OptimStepRequest(**place, adam=adam)
+            return training_pb2.OptimStepRequest(**fields, adam=adam)
         case "save_state":
             name = f"{step.name}-other" if variant else step.name
-            return checkpoints_pb2.SaveStateRequest(**place, name=name, overwrite=step.overwrite)
+            return checkpoints_pb2.SaveStateRequest(**fields, name=name, overwrite=step.overwrite)
         case "save_weights_for_sampler":
             name = f"s{step.seq}-other" if variant else step.name
-            return checkpoints_pb2.SaveWeightsForSamplerRequest(**place, name=name)
+            return checkpoints_pb2.SaveWeightsForSamplerRequest(**fields, name=name)
         case "load_state":
             path = f"{path}-absent" if step.is_bad else path
             return training_pb2.LoadStateRequest(
-                **place, path=path, with_optimizer=step.with_optimizer is not bool(variant)
+                **fields, path=path, with_optimizer=step.with_optimizer is not bool(variant)
             )
     raise AssertionError(step.kind)
 
 
 def sample_request_of(step: Step, sampler_id: str, number: int, variant: int = 0) -> sampling_pb2.SampleRequest:
-    """A sample from what a step saved; `number` counts from 1."""
+    """Return a request for a sample from the weights that a step saved; `number` counts from 1."""
     return sampling_pb2.SampleRequest(
         sampler_id=sampler_id,
         seq=number,

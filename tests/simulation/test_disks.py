@@ -1,4 +1,4 @@
-"""The disks that forget must forget what was not synced, and nothing else; or the simulation proves nothing."""
+"""The simulated disks lose unsynced writes at a power cut and nothing else; otherwise the simulation proves nothing."""
 
 import errno
 import sqlite3
@@ -27,10 +27,10 @@ def open_database(vfs: LossyVfs, path: Path, synchronous: str = "FULL") -> ApswC
     return database
 
 
-def lives(vfs: LossyVfs, path: Path, synchronous: str, num_lives: int) -> int:
-    """Commit and lose power at drawn moments; returns how many committed rows were lost."""
+def num_rows_lost(vfs: LossyVfs, path: Path, synchronous: str, num_power_cuts: int) -> int:
+    """Commit rows and cut the power at drawn moments; return the number of committed rows that were lost."""
     random, num_committed, num_lost = Random(1), 0, 0
-    for _ in range(num_lives):
+    for _ in range(num_power_cuts):
         last = random.randrange(1, 80)
         seen = [0]
 
@@ -67,15 +67,15 @@ def lives(vfs: LossyVfs, path: Path, synchronous: str, num_lives: int) -> int:
     return num_lost
 
 
-def test_a_database_that_syncs_loses_nothing_with_the_power(vfs: LossyVfs, tmp_path: Path) -> None:
-    assert lives(vfs, tmp_path / "x.db", "FULL", 60) == 0
+def test_a_database_that_syncs_loses_nothing_in_power_cuts(vfs: LossyVfs, tmp_path: Path) -> None:
+    assert num_rows_lost(vfs, tmp_path / "x.db", "FULL", 60) == 0
 
 
-def test_a_database_that_does_not_sync_at_commit_loses_rows(vfs: LossyVfs, tmp_path: Path) -> None:
-    assert lives(vfs, tmp_path / "x.db", "NORMAL", 20) > 0
+def test_a_database_that_does_not_sync_at_commit_loses_rows_in_power_cuts(vfs: LossyVfs, tmp_path: Path) -> None:
+    assert num_rows_lost(vfs, tmp_path / "x.db", "NORMAL", 20) > 0
 
 
-def test_what_a_killed_process_wrote_survives_without_a_sync(vfs: LossyVfs, tmp_path: Path) -> None:
+def test_unsynced_writes_survive_the_kill_of_their_process(vfs: LossyVfs, tmp_path: Path) -> None:
     database = open_database(vfs, tmp_path / "x.db", "OFF")
     database.execute("CREATE TABLE rows (number INTEGER PRIMARY KEY)")
     database.execute("INSERT INTO rows VALUES (7)")
@@ -87,7 +87,7 @@ def test_what_a_killed_process_wrote_survives_without_a_sync(vfs: LossyVfs, tmp_
     database.close()
 
 
-def test_a_full_disk_and_a_failing_sync_are_what_sqlite3_says_of_them(vfs: LossyVfs, tmp_path: Path) -> None:
+def test_a_full_disk_and_a_failing_sync_raise_the_errors_of_sqlite3(vfs: LossyVfs, tmp_path: Path) -> None:
     database = open_database(vfs, tmp_path / "x.db")
     database.execute("CREATE TABLE rows (number INTEGER PRIMARY KEY)")
     vfs.is_full = True
@@ -127,9 +127,7 @@ def test_synced_files_in_synced_folders_survive(disk: SimDisk, tmp_path: Path) -
     assert disk.read(folder / "file") == b"content"
 
 
-def test_a_file_whose_folder_was_not_synced_is_gone_and_one_that_was_not_synced_is_torn(
-    disk: SimDisk, tmp_path: Path
-) -> None:
+def test_a_file_in_an_unsynced_folder_is_gone_and_an_unsynced_file_is_torn(disk: SimDisk, tmp_path: Path) -> None:
     for name in ("one", "two"):
         disk.make_folder(tmp_path / name)
     disk.sync(tmp_path)
@@ -150,7 +148,7 @@ def test_a_rename_is_not_durable_before_its_folder_is_synced(disk: SimDisk, tmp_
     assert disk.names(tmp_path) == ["old"]
 
 
-def test_a_full_disk_refuses(disk: SimDisk, tmp_path: Path) -> None:
+def test_a_full_disk_refuses_folders_and_files(disk: SimDisk, tmp_path: Path) -> None:
     disk.is_full = True
     with pytest.raises(OSError, match="No space left") as folder:
         disk.make_folder(tmp_path / "a")

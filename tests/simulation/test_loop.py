@@ -1,4 +1,4 @@
-"""Virtual time: nothing waits, everything ends, and a dead process does nothing more."""
+"""Virtual time: sleeps return at once, every run ends, and a killed process runs no more callbacks."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ def test_a_day_passes_at_once(loop: SimLoop) -> None:
     loop.close()
 
 
-def test_what_can_never_happen_ends_with_who_waits_for_it(loop: SimLoop) -> None:
+def test_a_deadlock_raises_an_error_that_names_the_waiting_task(loop: SimLoop) -> None:
     async def wait_for_nothing() -> None:
         await asyncio.Event().wait()
 
@@ -30,7 +30,7 @@ def test_what_can_never_happen_ends_with_who_waits_for_it(loop: SimLoop) -> None
     loop.close()
 
 
-def test_what_never_ends_is_ended(loop: SimLoop) -> None:
+def test_endless_timers_and_endless_callbacks_raise_errors(loop: SimLoop) -> None:
     async def tick(seconds: float) -> None:
         while loop.is_running():  # noqa: ASYNC110 (this is what is tested)
             await asyncio.sleep(seconds)
@@ -43,7 +43,7 @@ def test_what_never_ends_is_ended(loop: SimLoop) -> None:
     loop.close()
 
 
-def test_one_thread_keeps_its_order_and_time_passes_in_threads(loop: SimLoop) -> None:
+def test_a_single_thread_runs_its_calls_in_order_and_they_take_time(loop: SimLoop) -> None:
     done: list[int] = []
     thread = ThreadPoolExecutor(1)
 
@@ -57,10 +57,10 @@ def test_one_thread_keeps_its_order_and_time_passes_in_threads(loop: SimLoop) ->
     loop.close()
 
 
-def test_nothing_runs_after_a_crash_not_even_what_was_ready(loop: SimLoop) -> None:
+def test_no_callback_runs_after_a_crash_not_even_a_ready_one(loop: SimLoop) -> None:
     after: list[str] = []
 
-    async def die() -> None:
+    async def crash() -> None:
         running = asyncio.get_running_loop()
         running.call_soon(after.append, "ready")
         try:
@@ -72,7 +72,7 @@ def test_nothing_runs_after_a_crash_not_even_what_was_ready(loop: SimLoop) -> No
             raise
 
     with pytest.raises(Crash):
-        loop.run_until_complete(die())
+        loop.run_until_complete(crash())
     loop.drop()
     loop.close()
     assert after == []

@@ -1,7 +1,7 @@
-"""Some hundred histories of the simulation, and that it is what it says: reproducible, and not too kind.
+"""Some hundred histories of the simulation; it is reproducible, and every kind of fault occurs.
 
-In processes of their own, because a history is a function of its seed only where strings hash alike. If a seed fails,
-`make sim SEED=...` shows its every event.
+The histories run in processes of their own, because a history is a function of its seed only if strings have fixed
+hashes. `make sim SEED=...` prints every event of a seed.
 """
 
 import json
@@ -17,18 +17,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # about half a minute
 ROOT = Path(__file__).resolve().parents[2]
 NUM_SEEDS = 250
 FAULTS = {
-    "answer lost",
-    "batch of a dead coordinator",
-    "batch twice, first answer",
-    "batch twice, second answer",
+    "response lost",
+    "batch of an earlier epoch",
+    "batch twice, first reply",
+    "batch twice, second reply",
     "clean stop",
     "crash at database",
     "crash at files",
     "crash at moment",
-    "database does not sync",
+    "database sync fails",
     "disk full",
-    "file does not sync",
-    "late answer",
+    "file sync fails",
+    "late reply",
     "no replacement",
     "other contents",
     "other contents later",
@@ -36,9 +36,9 @@ FAULTS = {
     "process killed",
     "slow ping",
     "wall clock set",
-    "worker dies after",
-    "worker dies before",
-    "worker dies sampling",
+    "worker crashes after",
+    "worker crashes before",
+    "worker crashes sampling",
     "worker paused",
     "worker survives its coordinator",
 }
@@ -63,16 +63,16 @@ def figures() -> Any:
 
 
 def test_no_history_loses_doubles_or_reorders_anything(figures: Any) -> None:
-    assert figures["failed"] == [], "see one again with `make sim SEED=...`"
+    assert figures["failed"] == [], "repeat one with `make sim SEED=...`"
 
 
 def test_every_kind_of_fault_occurs(figures: Any) -> None:
     assert set(figures["faults"]) >= FAULTS
 
 
-def test_weights_are_sampled_before_their_file_is_there_and_made_again_after_crashes(figures: Any) -> None:
-    assert figures["work"]["samples before the file"] > NUM_SEEDS / 10
-    assert figures["work"]["weights to make again"] > NUM_SEEDS / 50
+def test_weights_are_sampled_before_they_are_in_a_file_and_rematerialized_after_crashes(figures: Any) -> None:
+    assert figures["work"]["samples before their file"] > NUM_SEEDS / 10
+    assert figures["work"]["weights to rematerialize"] > NUM_SEEDS / 50
 
 
 def test_crashes_occur_at_most_failpoints(figures: Any) -> None:

@@ -1,7 +1,7 @@
-"""What one history shares: its seed, its clock, its trace, what went wrong on purpose, and the death of the process.
+"""The state that all parts of a history share: seed, virtual clock, trace, injected faults, the crash of the process.
 
-Every part draws from a stream of random numbers of its own, so that a change in one part does not move the others.
-Knows none of the parts.
+Every part draws from its own stream of random numbers, so that a change in one part does not shift the others.
+Does not depend on any part.
 """
 
 from __future__ import annotations
@@ -17,80 +17,80 @@ from typing import NoReturn
 from tests.simulation.loop import Crash, Livelock, SimLoop
 
 WALL_START = 1.7e9
-LOOKS_MAX = 20_000
-"""How often the coordinator may look at the clock in one moment of virtual time."""
+CLOCK_READS_MAX = 20_000
+"""How often the coordinator may read the clock at one instant of virtual time."""
 
 
 class World:
-    """One history."""
+    """The shared state of one history."""
 
     def __init__(self, seed: int, on_event: Callable[[str], None] | None = None) -> None:
         self.seed = seed
         self.now = 0.0
-        """Virtual seconds since the beginning, over all lives."""
+        """Virtual seconds since the beginning of the history, over all epochs."""
         self.faults: Counter[str] = Counter()
-        """What was done to the service, by kind."""
+        """Number of injected faults, by kind."""
         self.work: Counter[str] = Counter()
-        """What the service did, by kind."""
+        """Number of things that the service did, by kind."""
         self.wall_offset = 0.0
-        self.is_dead = False
-        """The coordinator's process has died: whatever it still tries has no effect."""
+        self.is_killed = False
+        """The coordinator's process was killed: its remaining calls have no effect."""
         self.last_fault = ""
         self._hash = hashlib.sha256()
         self._on_event = on_event
 
     def random(self, name: str) -> Random:
-        """A stream of random numbers for one part."""
+        """Return the stream of random numbers of one part."""
         return Random(f"{self.seed}/{name}")
 
     def trace(self, event: str) -> None:
-        """Note an event. The hash over all of them is what two runs of a seed must have in common."""
+        """Add an event to the trace. Two runs of a seed must have equal hashes over their traces."""
         line = f"{self.time():.6f} {event}"
         self._hash.update(line.encode())
         if self._on_event is not None:
             self._on_event(line)
 
     def digest(self) -> str:
-        """The hash of the trace so far."""
+        """Return the hash of the trace so far."""
         return self._hash.hexdigest()[:16]
 
     def fault(self, kind: str, detail: str = "") -> None:
-        """Note that something is being done to the service."""
+        """Count a fault and add it to the trace."""
         self.faults[kind] += 1
         self.last_fault = f"{kind} {detail}".strip()
         self.trace(f"FAULT {self.last_fault}")
 
     def crash(self, why: str) -> NoReturn:
-        """The coordinator's process dies here and now."""
-        if not self.is_dead:
+        """Kill the coordinator's process at this point. Always raises Crash."""
+        if not self.is_killed:
             self.fault("crash", why)
             self.faults[f"crash at {why.split(' ', maxsplit=1)[0]}"] += 1
-        self.is_dead = True
+        self.is_killed = True
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
         loop.kill()
         raise Crash(why)
 
     def time(self) -> float:
-        """Virtual seconds since the beginning."""
-        with contextlib.suppress(RuntimeError):  # between two lives
+        """Return the virtual seconds since the beginning of the history."""
+        with contextlib.suppress(RuntimeError):  # no loop runs between two epochs
             self.now = asyncio.get_running_loop().time()
         return self.now
 
 
 class SimTime:
-    """Implements `coordinator.scheduling.clock.Time` for one life."""
+    """Implements `coordinator.base.time.Time` for one epoch."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._started = self._seen = world.now
-        self._num_looks = 0
+        self._num_reads = 0
 
     def monotonic(self) -> float:
-        self._num_looks = self._num_looks + 1 if self._world.time() == self._seen else 0
+        self._num_reads = self._num_reads + 1 if self._world.time() == self._seen else 0
         self._seen = self._world.now
-        if self._num_looks > LOOKS_MAX:
-            raise Livelock("the coordinator goes round and round, and lets nothing else happen")
+        if self._num_reads > CLOCK_READS_MAX:
+            raise Livelock("the coordinator loops without letting time pass")
         return 100.0 + self._world.now - self._started
 
     def wall(self) -> float:
