@@ -1,4 +1,4 @@
-"""Every mistake a caller can make: a clear refusal, nothing lost, and the adapter goes on."""
+"""Invalid calls: each is refused with a clear error, and the adapter continues without loss."""
 
 import asyncio
 import errno
@@ -24,7 +24,7 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
 
 
-async def test_a_bad_pass_is_refused_clearly_and_the_adapter_goes_on(tmp_path: Path) -> None:
+async def test_a_bad_pass_is_refused_with_a_clear_error_and_the_adapter_continues(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, principal = await pool.adapter(), await pool.principal()
         before = await pool.wait(await pool.forward_backward(adapter, 1, 3), await pool.optim_step(adapter, 2))
@@ -50,7 +50,7 @@ async def test_a_bad_pass_is_refused_clearly_and_the_adapter_goes_on(tmp_path: P
     assert [each.state for each in (*before, *after)] == [SUCCEEDED] * 4
 
 
-async def test_a_refusal_is_remembered_across_a_restart(tmp_path: Path) -> None:
+async def test_a_refusal_is_the_same_after_a_restart(tmp_path: Path) -> None:
     async with running_pool(tmp_path, is_crash=True) as pool:
         adapter = await pool.adapter()
         bad = pass_request(adapter, 1, [3])
@@ -85,7 +85,7 @@ async def test_a_refusal_is_remembered_across_a_restart(tmp_path: Path) -> None:
         ({"user_metadata": {"k": "v" * 20_000}}, Code.INVALID_ARGUMENT, "at most 16384"),
     ],
 )
-async def test_an_adapter_that_cannot_be_is_refused(
+async def test_an_adapter_with_invalid_settings_is_refused(
     tmp_path: Path, values: dict[str, Any], code: Code, expected: str
 ) -> None:
     async with running_pool(tmp_path) as pool:
@@ -112,7 +112,7 @@ async def test_an_adapter_is_created_once_per_index_and_request_id(tmp_path: Pat
         assert (await refusal(create(index=3, rank=8))).reason == "ADAPTER_DELETED"
 
 
-async def test_the_quota_of_adapters_is_per_tenant_and_deleting_makes_room(tmp_path: Path) -> None:
+async def test_the_adapter_quota_is_per_tenant_and_a_deletion_frees_it(tmp_path: Path) -> None:
     async with running_pool(tmp_path, limits=Limits(adapters_max=2)) as pool:
         adapters = [await pool.adapter() for _ in range(2)]
         error = await refusal(pool.adapter())
@@ -126,7 +126,7 @@ async def test_the_quota_of_adapters_is_per_tenant_and_deleting_makes_room(tmp_p
     ("values", "expected"),
     [({}, "exactly one"), ({"base_model": "toy", "model_path": "tinker://x"}, "exactly one"), ({"index": -1}, "index")],
 )
-async def test_a_sampler_of_nothing_or_of_two_things_is_refused(
+async def test_a_sampler_without_exactly_one_model_or_with_a_negative_index_is_refused(
     tmp_path: Path, values: dict[str, Any], expected: str
 ) -> None:
     async with running_pool(tmp_path) as pool:
@@ -147,7 +147,7 @@ async def test_a_sampler_is_created_once_per_index_and_request_id(tmp_path: Path
 
 
 @pytest.mark.parametrize("token", ["x", "-1", "9" * 30, "１０", "1e3"])
-async def test_a_page_token_of_ones_own_making_is_refused(tmp_path: Path, token: str) -> None:
+async def test_an_invented_page_token_is_refused(tmp_path: Path, token: str) -> None:
     async with running_pool(tmp_path) as pool:
         principal = await pool.principal()
         for method, request in (
@@ -158,7 +158,7 @@ async def test_a_page_token_of_ones_own_making_is_refused(tmp_path: Path, token:
             assert (await refusal(getattr(pool.service, method)(principal, request))).code is Code.INVALID_ARGUMENT
 
 
-async def test_waiting_for_nothing_too_much_or_the_unknown_is_refused(tmp_path: Path) -> None:
+async def test_waiting_for_no_too_many_or_unknown_operations_is_refused(tmp_path: Path) -> None:
     async with running_pool(tmp_path, limits=Limits(wait_names_max=3)) as pool:
         principal, adapter = await pool.principal(), await pool.adapter()
         for names, code in (([], Code.INVALID_ARGUMENT), (["x"] * 4, Code.INVALID_ARGUMENT), (["x"], Code.NOT_FOUND)):
@@ -168,7 +168,7 @@ async def test_waiting_for_nothing_too_much_or_the_unknown_is_refused(tmp_path: 
         assert len(await pool.wait(name)) == 1
 
 
-async def test_a_deleted_adapters_queue_fails_and_its_results_stay(tmp_path: Path) -> None:
+async def test_deleting_an_adapter_fails_its_queued_operations_and_keeps_its_results(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         [done] = await pool.wait(await pool.forward_backward(adapter, 1, 3))
@@ -177,7 +177,7 @@ async def test_a_deleted_adapters_queue_fails_and_its_results_stay(tmp_path: Pat
         queued, behind_gap = await pool.optim_step(adapter, 3), await pool.optim_step(adapter, 9)
         deletions = [asyncio.create_task(pool.delete_adapter(adapter)) for _ in range(2)]
         await asyncio.sleep(0)
-        deletions[0].cancel()  # a client that goes away changes nothing
+        deletions[0].cancel()  # a cancelled call does not stop the deletion
         await pool.release()
         operations = await asyncio.wait_for(pool.wait(running, queued, behind_gap), 5)
         await deletions[1]
@@ -190,7 +190,9 @@ async def test_a_deleted_adapters_queue_fails_and_its_results_stay(tmp_path: Pat
     assert [each.error.reason for each in operations[1:]] == ["ADAPTER_DELETED"] * 2
 
 
-async def test_cancelling_a_queued_pass_closes_its_window_and_a_running_one_is_left(tmp_path: Path) -> None:
+async def test_cancelling_a_queued_pass_closes_its_gradient_window_and_a_running_pass_is_not_cancelled(
+    tmp_path: Path,
+) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         pool.hold()
@@ -206,8 +208,8 @@ async def test_cancelling_a_queued_pass_closes_its_window_and_a_running_one_is_l
     assert [each.error.reason for each in operations] == ["", "CANCELLED", "GRADIENT_WINDOW_CLOSED", ""]
 
 
-async def test_what_is_acknowledged_while_its_adapter_is_deleted_is_finished_too(tmp_path: Path) -> None:
-    """Whichever of the two calls comes first, and by however little."""
+async def test_an_operation_acknowledged_during_the_deletion_of_its_adapter_gets_an_outcome(tmp_path: Path) -> None:
+    """In every order of the two calls: the submission comes 0 to 5 iterations of the event loop later."""
     async with running_pool(tmp_path) as pool:
         acknowledged: list[str] = []
 
@@ -219,8 +221,8 @@ async def test_what_is_acknowledged_while_its_adapter_is_deleted_is_finished_too
         for num_turns in range(6):
             adapter = await pool.adapter()
             deletion = pool.delete_adapter(adapter)
-            answers: Any = await asyncio.gather(deletion, submit(adapter, num_turns), return_exceptions=True)
-            deleted, refused = answers
+            results: Any = await asyncio.gather(deletion, submit(adapter, num_turns), return_exceptions=True)
+            deleted, refused = results
             assert deleted is None
             assert refused is None or (isinstance(refused, ServiceError) and refused.code is Code.NOT_FOUND)
         assert 0 < len(acknowledged) < 6
@@ -228,7 +230,7 @@ async def test_what_is_acknowledged_while_its_adapter_is_deleted_is_finished_too
         assert len(pool.core.in_flight) == 0
 
 
-async def test_a_snapshot_that_cannot_be_read_for_a_while_costs_time_alone(tmp_path: Path) -> None:
+async def test_a_snapshot_whose_reads_fail_for_a_while_fails_no_operation(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         await pool.wait(await pool.forward_backward(adapter, 1, 3), await pool.optim_step(adapter, 2))

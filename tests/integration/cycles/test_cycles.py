@@ -1,4 +1,4 @@
-"""A real coordinator over toy engines: cycles, order, idempotency, failures, recovery. No transport, no model."""
+"""A real coordinator over toy engines, without transport and model: cycles, order, idempotency, failures, recovery."""
 
 import asyncio
 from pathlib import Path
@@ -24,11 +24,11 @@ async def test_a_train_step_is_two_operations_in_one_cycle(tmp_path: Path) -> No
     assert operations[0].cycle_id == operations[1].cycle_id
 
 
-async def test_a_worker_is_told_whose_passes_wait_for_the_next_cycle(tmp_path: Path) -> None:
+async def test_a_batch_names_the_adapters_whose_passes_wait_for_the_next_cycle(tmp_path: Path) -> None:
     async with running_pool(tmp_path, cycle_tokens_max=8) as pool:
         tenants = [f"t{number}" for number in range(3)]
         adapters = {tenant: await pool.adapter(tenant) for tenant in tenants}
-        for tenant in tenants:  # so that each has a copy
+        for tenant in tenants:  # installs each adapter
             await pool.wait(await pool.forward_backward(adapters[tenant], 1, 6, tenant=tenant), tenant=tenant)
         pool.hold()
         names = {tenant: await pool.forward_backward(adapters[tenant], 2, 6, tenant=tenant) for tenant in tenants}
@@ -41,7 +41,7 @@ async def test_a_worker_is_told_whose_passes_wait_for_the_next_cycle(tmp_path: P
     assert [batch.expected for batch in batches] == [(), third, ()]
 
 
-async def test_operations_run_in_seq_order_whatever_order_they_arrive_in(tmp_path: Path) -> None:
+async def test_operations_run_in_order_of_seq_in_whatever_order_they_arrive(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         late = [await pool.optim_step(adapter, 4), await pool.forward_backward(adapter, 3, 5, 6)]
@@ -69,7 +69,7 @@ async def test_a_repeated_operation_is_the_same_operation_and_applied_once(tmp_p
     assert [item.seq for item in items] == [1, 2]
 
 
-async def test_a_large_request_streams_over_cycles_and_its_step_goes_with_the_last_chunk(tmp_path: Path) -> None:
+async def test_a_large_request_runs_over_several_cycles_and_its_step_in_that_of_the_last_chunk(tmp_path: Path) -> None:
     async with running_pool(tmp_path, cycle_tokens_max=16) as pool:
         adapter, small = await pool.adapter(), await pool.adapter("bob")
         large = await asyncio.gather(pool.forward_backward(adapter, 1, *[8] * 10), pool.optim_step(adapter, 2))
@@ -84,8 +84,8 @@ async def test_a_large_request_streams_over_cycles_and_its_step_goes_with_the_la
     assert small_one.cycle_id < forward_backward.cycle_id == step.cycle_id
 
 
-async def test_a_restart_completes_what_was_acknowledged_and_rebuilds_the_same_state(tmp_path: Path) -> None:
-    """Stopped in the middle of gradient windows: the final chain is that of an undisturbed engine."""
+async def test_restarts_complete_acknowledged_operations_and_rebuild_the_same_state(tmp_path: Path) -> None:
+    """Stops come in the middle of gradient windows; the final chain is that of an undisturbed engine."""
     names: list[str] = []
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
@@ -121,7 +121,7 @@ async def test_a_lost_worker_is_replaced_and_its_adapters_end_in_the_same_state(
     assert replaced.adapters[adapter].chain == digest(before[0], before[1], item_digest(step_item))
 
 
-async def test_a_crash_of_the_engine_loses_nothing_of_the_neighbours(tmp_path: Path) -> None:
+async def test_a_lost_worker_does_not_affect_adapters_on_other_workers(tmp_path: Path) -> None:
     async with running_pool(tmp_path, num_workers=2) as pool:
         victim, neighbour = await pool.adapter(), await pool.adapter("bob")
         names = await asyncio.gather(
@@ -137,7 +137,7 @@ async def test_a_crash_of_the_engine_loses_nothing_of_the_neighbours(tmp_path: P
     assert len(pool.engines[homes[neighbour]]) == 1
 
 
-async def test_operations_behind_a_lost_seq_fail_after_a_while(tmp_path: Path) -> None:
+async def test_operations_behind_a_missing_seq_fail_after_the_gap_timeout(tmp_path: Path) -> None:
     async with running_pool(tmp_path, gap_timeout_s=0.05, sweep_interval_s=0.02) as pool:
         adapter = await pool.adapter()
         name = await pool.optim_step(adapter, 2)

@@ -1,4 +1,4 @@
-"""Adapters that are deleted at bad moments: neither they nor their neighbours wait for something that never comes."""
+"""Adapters deleted at inconvenient moments: neither their operations nor those of other adapters hang."""
 
 import asyncio
 from pathlib import Path
@@ -19,7 +19,7 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED
 
 
-async def test_a_refused_operation_whose_adapter_is_deleted_meanwhile_hurts_nobody(tmp_path: Path) -> None:
+async def test_a_refused_operation_whose_adapter_is_deleted_meanwhile_affects_no_other_adapter(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, principal = await pool.adapter(), await pool.principal()
         bad = pass_request(adapter, 1, [3])
@@ -27,24 +27,24 @@ async def test_a_refused_operation_whose_adapter_is_deleted_meanwhile_hurts_nobo
         waiting = await pool.optim_step(adapter, 2)
         refused = asyncio.create_task(pool.service.forward_backward(principal, bad))
         deletion = pool.delete_adapter(adapter)
-        answers = await asyncio.gather(refused, deletion, return_exceptions=True)
+        results = await asyncio.gather(refused, deletion, return_exceptions=True)
         [failed] = await asyncio.wait_for(pool.wait(waiting), 5)
         other = await pool.adapter()
         await pool.wait(await pool.submit(other, 1))
         assert pool.coordinator.health()
-    assert isinstance(answers[0], ServiceError)
-    assert not isinstance(answers[1], BaseException)
+    assert isinstance(results[0], ServiceError)
+    assert not isinstance(results[1], BaseException)
     assert failed.state == FAILED
 
 
-async def test_an_adapter_deleted_while_another_one_is_read_from_disk_stops_nobody(tmp_path: Path) -> None:
-    """States are read beside the event loop, and everything may happen meanwhile."""
+async def test_an_adapter_deleted_while_another_one_is_read_from_disk_stops_no_other_adapter(tmp_path: Path) -> None:
+    """A state is read in a thread, so a deletion may come during the read."""
     async with running_pool(tmp_path) as pool:
         adapters = [await pool.adapter() for _ in range(3)]
         await pool.wait(*[await pool.submit(adapter, 1) for adapter in adapters])
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
-        adapters.sort()  # as they are planned
+        adapters.sort()  # the order of plans
         with held(pool.folders.snapshots, "read") as reads:
             names = await asyncio.gather(*(pool.submit(adapter, 2) for adapter in adapters))
             await reads.until_begun()
@@ -57,10 +57,10 @@ async def test_an_adapter_deleted_while_another_one_is_read_from_disk_stops_nobo
         assert pool.coordinator.health()
 
 
-async def test_an_adapter_whose_deletion_fails_goes_on_from_the_snapshot_that_became_durable_meanwhile(
+async def test_an_adapter_whose_deletion_fails_continues_from_the_snapshot_that_became_durable_meanwhile(
     tmp_path: Path,
 ) -> None:
-    """What it would run again from the snapshot before has left the log."""
+    """The log no longer has the payloads to replay from the snapshot before."""
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
         adapter, core = await pool.adapter(), pool.core
         spec = pool.spec_of(adapter)

@@ -1,4 +1,4 @@
-"""Requests that kill or hang their worker: who is failed for it, and who does not notice."""
+"""Requests that crash or hang their worker: only the poison fails, and co-batched operations succeed."""
 
 import asyncio
 import random
@@ -21,20 +21,18 @@ SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAI
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
-async def test_a_request_that_kills_its_worker_is_failed_alone_and_the_others_do_not_notice(
-    tmp_path: Path, num_workers: int
-) -> None:
-    """Twenty times: found by halving, failed after it died alone twice; every neighbour's operation succeeds."""
+async def test_only_the_poison_fails_and_co_batched_operations_succeed(tmp_path: Path, num_workers: int) -> None:
+    """Twenty times: the poison is found by bisection and failed after two solo losses."""
     async with running_pool(tmp_path, num_workers=num_workers) as pool:
         tenants = [f"tenant{i}" for i in range(6)]
         adapters = [await pool.adapter(tenant) for tenant in tenants]
         seqs = [1] * len(adapters)
         for round_index in range(20):
-            culprit = round_index % len(adapters)
+            poison = round_index % len(adapters)
             pool.hold()
             names: list[str] = []
             for i, (adapter, tenant) in enumerate(zip(adapters, tenants, strict=True)):
-                if i == culprit:
+                if i == poison:
                     names.append(await pool.forward_backward(adapter, seqs[i], 5, tenant=tenant, token=KILL_TOKEN))
                 else:
                     names.append(await pool.forward_backward(adapter, seqs[i], 5, tenant=tenant))
@@ -44,19 +42,21 @@ async def test_a_request_that_kills_its_worker_is_failed_alone_and_the_others_do
             for i, (name, tenant) in enumerate(zip(names, tenants, strict=True)):
                 target, _, seq = name.rpartition(":")
                 done = await asyncio.wait_for(pool.wait(name, f"{target}:{int(seq) + 1}", tenant=tenant), 30)
-                if i == culprit:
+                if i == poison:
                     assert [each.error.reason for each in done] == ["WORKER_DIED", "GRADIENT_WINDOW_CLOSED"]
                 else:
                     assert [each.state for each in done] == [SUCCEEDED] * 2
-        num_lives = sum(len(lives) for lives in pool.engines.values())
-    assert num_lives <= num_workers + 20 * 7, "one death together, three of halves, two alone, and one of a late half"
+        num_incarnations = sum(len(engines) for engines in pool.engines.values())
+    assert num_incarnations <= num_workers + 20 * 7, (
+        "losses per poison: the co-batched pass, three halves, two solo, and one late half"
+    )
 
 
-async def test_a_sample_that_kills_its_worker_is_failed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_the_sample_that_crashes_its_worker_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, base = await pool.adapter(), await pool.sampler(await pool.session())
         await pool.wait(await pool.forward_backward(adapter, 1, 5))
-        _die_of_samples_with(monkeypatch, seed=13)
+        _crash_on_samples_with(monkeypatch, seed=13)
         names = [await pool.sample(base, seq, seed=seed) for seq, seed in ((1, 1), (2, 13), (3, 3))]
         step = await pool.optim_step(adapter, 2)
         done = await asyncio.wait_for(pool.wait(*names, step), 30)
@@ -64,45 +64,46 @@ async def test_a_sample_that_kills_its_worker_is_failed_alone(tmp_path: Path, mo
     assert done[1].error.reason == "WORKER_DIED"
 
 
-def _die_of_samples_with(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def _crash_on_samples_with(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     from tests.support.toy_engine import ToyEngine
 
     decode_step = ToyEngine.decode_step
 
-    def decode_or_die(self: ToyEngine) -> Any:
+    def decode_or_crash(self: ToyEngine) -> Any:
         if any(sequence.request.params.seed == seed for sequence in self._running):
-            raise RuntimeError("this sample kills")
+            raise RuntimeError("a poison sample")
         return decode_step(self)
 
-    monkeypatch.setattr(ToyEngine, "decode_step", decode_or_die)
+    monkeypatch.setattr(ToyEngine, "decode_step", decode_or_crash)
 
 
-async def test_nobodys_state_is_handed_out_beside_a_suspect(tmp_path: Path) -> None:
-    """The worker could die of it, and a suspect that is alone with it would be convicted."""
+async def test_no_snapshot_is_taken_while_operations_are_quarantined(tmp_path: Path) -> None:
+    """A worker lost by the snapshot would count as a loss of the quarantined operation."""
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
-        adapter, suspect = await pool.adapter(), "a:sample:0:1"
+        adapter, quarantined = await pool.adapter(), "a:sample:0:1"
         core = pool.core
         [quarantine] = core.scheduling.quarantines.values()
         pool.hold()
         name = await pool.forward_backward(adapter, 1, 5)
         await until(lambda: core.fleet.worker("w0").training)
-        quarantine.record_loss([suspect], [suspect])
+        quarantine.record_loss([quarantined], [quarantined])
         await pool.release()
         await asyncio.wait_for(pool.wait(name), 10)
         await pool.written()
         saves = [item for batch in pool.engines["w0"][-1].batches for item in batch.items if isinstance(item, SaveItem)]
         assert saves == []
-        quarantine.release(suspect)
+        quarantine.release(quarantined)
         await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 2, 5)), 10)
         await pool.written()
         assert any(isinstance(item, SaveItem) for batch in pool.engines["w0"][-1].batches for item in batch.items)
 
 
 @pytest.mark.slow
-async def test_random_deaths_never_fail_an_innocent_operation(tmp_path: Path) -> None:
-    """Among them deaths of workers while something runs alone: it takes two in a row of the same operation.
+async def test_random_worker_losses_never_fail_an_operation_that_is_not_the_poison(tmp_path: Path) -> None:
+    """Some workers are lost while an operation runs solo.
 
-    So while an operation has died alone once, nothing is killed: the second time it would be convicted, rightly.
+    A second solo loss of the same operation identifies it as the poison. Therefore no worker is killed while an
+    operation has one solo loss.
     """
     chance = random.Random(7)
     async with running_pool(tmp_path, num_workers=2, replay_s_max=0.0) as pool:
@@ -121,13 +122,13 @@ async def test_random_deaths_never_fail_an_innocent_operation(tmp_path: Path) ->
         for tenant in tenants:
             done = await asyncio.wait_for(pool.wait(*names[tenant], tenant=tenant), 60)
             assert {each.state for each in done} == {SUCCEEDED}
-        assert sum(len(lives) for lives in pool.engines.values()) > 10
+        assert sum(len(engines) for engines in pool.engines.values()) > 10
 
 
 async def test_a_worker_that_hangs_in_a_batch_is_replaced_at_its_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pings are answered all the while."""
+    """It replies to pings all the while."""
     monkeypatch.setattr(cost_model, "DEADLINE_FLOOR_S", 0.3)
     monkeypatch.setattr(cost_model, "STEP_TOKENS", 5)
     monkeypatch.setattr("workers.pool.local.STOP_TIMEOUT_S", 0.1)
@@ -151,7 +152,7 @@ async def test_a_worker_that_hangs_in_a_batch_is_replaced_at_its_deadline(
         assert len(pool.engines["w0"]) == 2
 
 
-async def test_suspects_of_a_worker_that_never_comes_back_run_on_another(
+async def test_quarantined_operations_of_a_worker_that_cannot_be_replaced_run_on_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_pool(tmp_path, num_workers=2) as pool:
@@ -167,9 +168,9 @@ async def test_suspects_of_a_worker_that_never_comes_back_run_on_another(
         pool.hold()
         name = await pool.forward_backward(victim, 2, 5)
         await asyncio.sleep(0.02)
-        dying = asyncio.create_task(pool.kill_worker("w0"))
+        killing = asyncio.create_task(pool.kill_worker("w0"))
         await asyncio.sleep(0.02)
         await pool.release()
-        await dying
+        await killing
         [done] = await asyncio.wait_for(pool.wait(name), 20)
         assert done.state == SUCCEEDED

@@ -1,4 +1,4 @@
-"""Failures at bad moments: windows that failed, lost answers, dropped results, and what must not stay in memory."""
+"""Recovery: failed gradient windows, cancelled calls, lost workers, dropped results, and bounds on memory."""
 
 import asyncio
 from pathlib import Path
@@ -40,7 +40,7 @@ async def test_failed_windows_and_cancelled_operations_are_skipped_by_a_replay(t
         before = await pool.wait(*names)
         chain = pool.chain(adapter)
         assert pool.log_of(adapter).copy.window_error is None
-        assert len(pool.engines["w0"][-1].batches) < 12, "a failed chunk is no reason to build the copy anew"
+        assert len(pool.engines["w0"][-1].batches) < 12, "a failed chunk does not evict the adapter"
     assert {each.seq: each.error.reason for each in before if each.state == FAILED} == {
         5: "NON_FINITE",
         6: "GRADIENT_WINDOW_CLOSED",
@@ -52,33 +52,33 @@ async def test_failed_windows_and_cancelled_operations_are_skipped_by_a_replay(t
         assert pool.chain(adapter) == chain
 
 
-async def begin_life_that_runs_twice(pool: ToyPool) -> None:
-    """Begin a worker's next life. Each batch reaches it twice; what it says to the second is what comes back."""
-    lives = pool.engines["w0"]
+async def replace_worker_by_one_that_runs_twice(pool: ToyPool) -> None:
+    """Start a worker's next incarnation. It receives each batch twice and returns the second result."""
+    engines = pool.engines["w0"]
     await pool.kill_worker()
-    await until(lambda: len(lives) == 2)
-    run = lives[-1].run
+    await until(lambda: len(engines) == 2)
+    run = engines[-1].run
 
     def again(batch: Batch) -> BatchResult:
         run(batch)
         return run(Batch(epoch=batch.epoch, cycle_id=batch.cycle_id, items=batch.items))
 
-    lives[-1].run = again  # type: ignore[method-assign]
+    engines[-1].run = again  # type: ignore[method-assign]
 
 
-async def test_an_adapter_that_cannot_be_rebuilt_fails_and_hurts_nobody(tmp_path: Path) -> None:
+async def test_an_adapter_that_cannot_be_rebuilt_fails_and_other_adapters_continue(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, other = await pool.adapter(), await pool.adapter()
         await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
-        await begin_life_that_runs_twice(pool)
+        await replace_worker_by_one_that_runs_twice(pool)
         [lost] = await asyncio.wait_for(pool.wait(await pool.submit(adapter, 4)), 10)
         assert (lost.state, lost.error.reason) == (FAILED, "STATE_LOST")
-        del pool.engines["w0"][-1].run  # as it was
+        del pool.engines["w0"][-1].run  # restores the method
         [fine] = await asyncio.wait_for(pool.wait(await pool.submit(other, 1)), 10)
         assert fine.state == SUCCEEDED
 
 
-async def test_a_client_that_goes_away_while_its_operation_is_logged_changes_nothing(tmp_path: Path) -> None:
+async def test_calls_cancelled_while_their_operations_are_logged_can_be_repeated(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         calls = [asyncio.create_task(pool.submit(adapter, seq)) for seq in (1, 2, 3)]
@@ -94,7 +94,7 @@ async def test_a_client_that_goes_away_while_its_operation_is_logged_changes_not
 
 
 async def test_no_snapshot_is_taken_in_the_middle_of_an_operation(tmp_path: Path) -> None:
-    """The worker would refuse it, and the copy would be given up and built anew for ever."""
+    """The worker would refuse the snapshot, and the coordinator would evict and rebuild the adapter forever."""
     async with running_pool(tmp_path, replay_s_max=0.0, cycle_tokens_max=16) as pool:
         adapter, principal = await pool.adapter(), await pool.principal()
         await pool.save(adapter, 1, "a")
@@ -108,7 +108,7 @@ async def test_no_snapshot_is_taken_in_the_middle_of_an_operation(tmp_path: Path
     assert len(installs) == 1
 
 
-async def test_a_replay_leaves_no_requests_in_memory(tmp_path: Path) -> None:
+async def test_a_replay_leaves_no_payloads_in_memory(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3, 4)])
@@ -119,7 +119,7 @@ async def test_a_replay_leaves_no_requests_in_memory(tmp_path: Path) -> None:
         assert all(each.payload == b"" and each.decoded is None for each in operations)
 
 
-async def test_forwards_alone_do_not_grow_memory_and_log_for_ever(
+async def test_an_adapter_that_only_runs_forwards_has_bounded_memory_and_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.checkpoints.snapshots.LOGGED_OPERATIONS_MAX", 20)
@@ -131,16 +131,16 @@ async def test_forwards_alone_do_not_grow_memory_and_log_for_ever(
             )
             await pool.wait((await pool.service.forward(principal, request)).operation.name)
             await pool.written()
-        queue = pool.log_of(adapter)
+        log = pool.log_of(adapter)
         payloads = query(tmp_path, "SELECT 1 FROM operations WHERE payload IS NOT NULL")
-        assert len(queue.operations) <= 22
+        assert len(log.operations) <= 22
         assert len(payloads) <= 22
         assert len(pool.core.in_flight) == 0
-        assert all(each.payload == b"" and each.decoded is None for each in queue.operations.values())
-        assert not queue.copy.progress
+        assert all(each.payload == b"" and each.decoded is None for each in log.operations.values())
+        assert not log.copy.progress
 
 
-async def test_results_leave_memory_and_are_dropped_from_the_log_after_their_time(tmp_path: Path) -> None:
+async def test_results_are_dropped_from_memory_and_log_after_their_retention(tmp_path: Path) -> None:
     time = FakeTime()
     async with running_pool(tmp_path, time=time, replay_s_max=0.0, result_retention_s=100.0) as pool:
         adapter = await pool.adapter()
@@ -161,7 +161,7 @@ async def test_results_leave_memory_and_are_dropped_from_the_log_after_their_tim
         assert (await pool.wait(await pool.submit(adapter, 5)))[0].state == SUCCEEDED
 
 
-async def test_workers_that_a_later_coordinator_has_taken_end_this_one(tmp_path: Path) -> None:
+async def test_a_coordinator_stops_when_its_workers_have_a_later_epoch(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         await pool.wait(await pool.submit(adapter, 1))
@@ -172,8 +172,8 @@ async def test_workers_that_a_later_coordinator_has_taken_end_this_one(tmp_path:
         assert not pool.coordinator.health()
 
 
-async def test_a_request_whose_result_was_dropped_is_known_and_not_run_again(tmp_path: Path) -> None:
-    """By its request id, or its place at a sampler; also after a restart."""
+async def test_a_repeated_request_whose_result_was_dropped_does_not_run_again(tmp_path: Path) -> None:
+    """Also after a restart. It is recognized by its request id, or by its sequence number at a sampler."""
     config: dict[str, Any] = {"replay_s_max": 0.0, "fetched_retention_s": 0.0, "sweep_interval_s": 0.01}
     async with running_pool(tmp_path, **config) as pool:
         adapter, principal = await pool.adapter(), await pool.principal()
@@ -200,7 +200,7 @@ async def test_a_request_whose_result_was_dropped_is_known_and_not_run_again(tmp
         assert pool.log_of(adapter).next_seq == 2
 
 
-async def test_a_save_whose_worker_dies_and_whose_owner_cancels_while_it_is_written_is_decided_once(
+async def test_a_save_that_is_cancelled_and_loses_its_worker_while_it_is_written_gets_one_outcome(
     tmp_path: Path,
 ) -> None:
     async with running_pool(tmp_path) as pool:

@@ -1,4 +1,4 @@
-"""Sessions over the service: idempotent creation, heartbeats, and expiry in service time alone."""
+"""Sessions over the service: idempotent creation, heartbeats, and expiry by the monotonic clock of the service."""
 
 import asyncio
 from pathlib import Path
@@ -32,7 +32,7 @@ async def create(pool: ToyPool, request_id: str, tenant: str = "alice") -> str:
     return str(response.session.session_id)
 
 
-async def test_one_request_id_makes_one_session_per_tenant(tmp_path: Path) -> None:
+async def test_one_request_id_creates_one_session_per_tenant(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         await pool.principal()
         ids = await asyncio.gather(*(create(pool, "r") for _ in range(4)))
@@ -43,7 +43,7 @@ async def test_one_request_id_makes_one_session_per_tenant(tmp_path: Path) -> No
         assert await create(pool, "r") == ids[0]
 
 
-async def test_a_call_that_goes_away_leaves_a_session_that_works(tmp_path: Path) -> None:
+async def test_a_cancelled_creation_leaves_a_session_that_works(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         await pool.principal()
         call = asyncio.create_task(create(pool, "r"))
@@ -55,7 +55,7 @@ async def test_a_call_that_goes_away_leaves_a_session_that_works(tmp_path: Path)
         await heartbeat(pool, await create(pool, "r"))
 
 
-async def test_a_session_lists_what_was_made_in_it(tmp_path: Path) -> None:
+async def test_a_session_lists_its_adapters_and_samplers(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         session = adapter.partition(":")[0]
@@ -65,7 +65,9 @@ async def test_a_session_lists_what_was_made_in_it(tmp_path: Path) -> None:
     assert (list(got.adapter_ids), list(got.sampler_ids)) == ([adapter], [sampler])
 
 
-async def test_a_silent_session_expires_after_its_time_and_a_heard_one_does_not(tmp_path: Path) -> None:
+async def test_a_session_without_heartbeats_expires_after_its_timeout_and_one_with_them_does_not(
+    tmp_path: Path,
+) -> None:
     time = FakeTime()
     async with running_pool(tmp_path, time=time, session_timeout_s=60.0) as pool:
         silent, heard = await create(pool, "a"), await create(pool, "b")
@@ -75,7 +77,7 @@ async def test_a_silent_session_expires_after_its_time_and_a_heard_one_does_not(
             assert took < 100
             await time.advance(5)
             await heartbeat(pool, heard)
-            await until(lambda: len(time.sleepers) >= num_asleep)  # the sweep, with its commit, tells nobody
+            await until(lambda: len(time.sleepers) >= num_asleep)  # until the sweep and its commit are over
         assert 60 < took <= 80
         assert await is_live(pool, heard)
         listed = await pool.service.list_sessions(await pool.principal(), sessions_pb2.ListSessionsRequest())
@@ -84,7 +86,7 @@ async def test_a_silent_session_expires_after_its_time_and_a_heard_one_does_not(
         assert (refused.code, refused.reason) == (Code.FAILED_PRECONDITION, "SESSION_ENDED")
 
 
-async def test_a_finished_session_is_over_and_its_training_state_stays(tmp_path: Path) -> None:
+async def test_a_finished_session_ends_and_its_adapters_can_still_train(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         session = adapter.partition(":")[0]
@@ -112,8 +114,8 @@ async def test_training_keeps_a_session_alive_without_heartbeats(tmp_path: Path)
         await heartbeat(pool, adapter.partition(":")[0])
 
 
-async def test_a_session_created_again_while_it_ends_is_not_revived(tmp_path: Path) -> None:
-    """Its numbers would begin anew, and a save that gets one twice could not be committed."""
+async def test_a_session_created_again_while_it_ends_does_not_become_live(tmp_path: Path) -> None:
+    """Its sampler indices would start at 0 again, and the commit of a save with a used index would fail."""
     async with running_pool(tmp_path) as pool:
         principal, session, store = await pool.principal(), await create(pool, "r"), pool.store
         request = adapters_pb2.CreateAdapterRequest(session_id=session, base_model="toy", rank=8, index=0)
@@ -136,7 +138,7 @@ async def test_a_session_created_again_while_it_ends_is_not_revived(tmp_path: Pa
     assert unnamed.error.reason == "SESSION_ENDED"
 
 
-async def test_a_sampler_being_made_and_a_save_under_way_never_get_the_same_number(tmp_path: Path) -> None:
+async def test_a_concurrent_creation_of_a_sampler_and_unnamed_save_never_get_the_same_index(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         session = adapter.partition(":")[0]
@@ -155,7 +157,7 @@ async def test_a_sampler_being_made_and_a_save_under_way_never_get_the_same_numb
             await pool.sampler(session, index=6)
 
 
-async def test_a_sampler_that_cannot_be_stored_fails_its_save_alone(
+async def test_a_sampler_that_cannot_be_stored_fails_only_its_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_pool(tmp_path) as pool:

@@ -1,4 +1,4 @@
-"""What is another tenant's is not there: the same answer as for what never was, from every method."""
+"""Every method returns the same error for another tenant's resource as for one that does not exist."""
 
 import asyncio
 import dataclasses
@@ -28,7 +28,7 @@ CROSS_ENTROPY = types_pb2.LOSS_FUNCTION_CROSS_ENTROPY
 
 @dataclasses.dataclass
 class Things:
-    """One of each kind, by name."""
+    """The names of a tenant's resources, one of each kind."""
 
     session: str
     adapter: str
@@ -100,34 +100,34 @@ async def things_of(pool: ToyPool, tenant: str) -> Things:
 
 
 def absent(things: Things) -> Things:
-    """Names of the same form that nothing has."""
+    """Return names of the same form that do not exist."""
     values = dataclasses.asdict(things)
-    nobody = things.session[:-4] + ("0000" if things.session[-4:] != "0000" else "1111")
-    return Things(**{key: value.replace(things.session, nobody) for key, value in values.items()})
+    session = things.session[:-4] + ("0000" if things.session[-4:] != "0000" else "1111")
+    return Things(**{key: value.replace(things.session, session) for key, value in values.items()})
 
 
-async def answer(pool: ToyPool, principal: Principal, method: str, things: Things) -> ServiceError:
+async def error_of(pool: ToyPool, principal: Principal, method: str, things: Things) -> ServiceError:
     call = getattr(pool.service, method)(principal, CALLS[method](things))
     return await refusal(anext(call) if method in STREAMS else call)
 
 
-async def test_every_method_answers_for_anothers_thing_as_for_none(tmp_path: Path) -> None:
+async def test_every_method_returns_the_same_error_for_anothers_resource_as_for_a_missing_one(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         alices, eve = await things_of(pool, "alice"), await pool.principal("eve")
-        nobodys = absent(alices)
+        absents = absent(alices)
         before = query(tmp_path, "SELECT COUNT(*) FROM operations")[0][0]
         for method in CALLS:
-            foreign, missing = [await answer(pool, eve, method, things) for things in (alices, nobodys)]
+            foreign, missing = [await error_of(pool, eve, method, things) for things in (alices, absents)]
             assert foreign.code is missing.code is Code.NOT_FOUND, method
             assert (foreign.reason, foreign.metadata, foreign.retry_delay_s) == (
                 missing.reason,
                 missing.metadata,
                 missing.retry_delay_s,
             )
-            hidden = [value for value in dataclasses.asdict(nobodys).values() if value in missing.message]
+            hidden = [value for value in dataclasses.asdict(absents).values() if value in missing.message]
             shown = [value for value in dataclasses.asdict(alices).values() if value in foreign.message]
             assert len(hidden) == len(shown)
-            assert foreign.message.replace(alices.session, "X") == missing.message.replace(nobodys.session, "X")
+            assert foreign.message.replace(alices.session, "X") == missing.message.replace(absents.session, "X")
         after = query(tmp_path, "SELECT COUNT(*) FROM operations")[0][0]
         assert before == after
         assert (await pool.wait(alices.operation, alices.sample))[0].state == ops_pb.OPERATION_STATE_SUCCEEDED
@@ -136,22 +136,22 @@ async def test_every_method_answers_for_anothers_thing_as_for_none(tmp_path: Pat
         assert (await pool.service.get_checkpoint(await pool.principal(), path)).checkpoint.seq == 3
 
 
-async def test_this_file_knows_every_method_of_the_service(tmp_path: Path) -> None:
+async def test_this_file_covers_every_method_of_the_service(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         methods = {name for name in dir(pool.service) if not name.startswith("_")}
-    beyond = {  # no methods of the contract; see below
+    beyond = {  # not in the gRPC contract; tested below
         "refuse",
         "export_file",
         "newest_checkpoints",
         "trained_modules",
         "join_sampler",
         "finished_samples",
-        "holder_of_key",  # asked by a door that has signed the key's id
+        "holder_of_key",  # called by a door that has signed the key's id
     }
     assert methods == set(CALLS) | NAMELESS | beyond
 
 
-async def test_no_place_in_anothers_order_is_refused(tmp_path: Path) -> None:
+async def test_a_refusal_is_not_recorded_in_the_log_of_anothers_adapter(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter("alice")
         request = training_pb2.OptimStepRequest(adapter_id=adapter, seq=1)
@@ -162,7 +162,7 @@ async def test_no_place_in_anothers_order_is_refused(tmp_path: Path) -> None:
         assert (own.message, own.operation) == ("no", f"{adapter}:1")
 
 
-async def test_anothers_checkpoint_is_neither_told_of_nor_read(tmp_path: Path) -> None:
+async def test_anothers_checkpoint_is_neither_listed_nor_read(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         path = (await things_of(pool, "alice")).checkpoint
         adapter, eve, alice = CheckpointPath.parse(path).adapter_id, await pool.principal("eve"), await pool.principal()
@@ -176,20 +176,20 @@ async def test_anothers_checkpoint_is_neither_told_of_nor_read(tmp_path: Path) -
         assert await anext(pool.service.export_file(alice, path, "adapter_config.json"))
 
 
-async def test_anothers_sampler_is_neither_joined_nor_followed(tmp_path: Path) -> None:
+async def test_anothers_sampler_cannot_be_joined_and_its_samples_cannot_be_listed(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         sampler = (await things_of(pool, "alice")).sampler
         eve, alice = await pool.principal("eve"), await pool.principal()
-        for asking in (
+        for call in (
             pool.service.join_sampler(eve, sampler),
             pool.service.finished_samples(eve, sampler, 0, 0, 0.0),
         ):
-            assert (await refusal(asking)).code is Code.NOT_FOUND
+            assert (await refusal(call)).code is Code.NOT_FOUND
         assert await pool.service.join_sampler(alice, sampler)
         assert await pool.service.finished_samples(alice, sampler, 0, 0, 0.0)
 
 
-async def test_anothers_checkpoint_cannot_be_a_source(tmp_path: Path) -> None:
+async def test_anothers_checkpoint_cannot_be_loaded_sampled_or_trained_from(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         path = (await things_of(pool, "alice")).checkpoint
         mine = await pool.adapter("eve")
@@ -203,7 +203,7 @@ async def test_anothers_checkpoint_cannot_be_a_source(tmp_path: Path) -> None:
             assert (await refusal(call)).code is Code.NOT_FOUND
 
 
-async def test_one_foreign_name_among_own_ones_streams_nothing(tmp_path: Path) -> None:
+async def test_a_wait_that_names_one_foreign_operation_is_refused(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         alices, eves = await things_of(pool, "alice"), await things_of(pool, "eve")
         request = ops_pb.WaitOperationsRequest(names=[eves.operation, alices.operation])
@@ -211,7 +211,7 @@ async def test_one_foreign_name_among_own_ones_streams_nothing(tmp_path: Path) -
         assert (await refusal(anext(wait))).code is Code.NOT_FOUND
 
 
-async def test_lists_have_only_ones_own(tmp_path: Path) -> None:
+async def test_lists_have_only_the_callers_resources(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         alices, eves = await things_of(pool, "alice"), await things_of(pool, "eve")
         eve = await pool.principal("eve")
@@ -269,8 +269,8 @@ async def test_administration_needs_an_administrators_key(tmp_path: Path) -> Non
             assert (await refusal(getattr(pool.service, method)(eve, request))).code is Code.PERMISSION_DENIED
 
 
-async def test_a_name_that_is_almost_an_operations_is_none(tmp_path: Path) -> None:
-    """Else a wait would end for something that has not finished."""
+async def test_a_name_that_is_almost_that_of_an_operation_is_not_found(tmp_path: Path) -> None:
+    """Otherwise a wait could end although the operation has not finished."""
     async with running_pool(tmp_path) as pool:
         adapter, principal = await pool.adapter(), await pool.principal()
         pool.hold()

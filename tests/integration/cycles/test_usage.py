@@ -1,4 +1,4 @@
-"""Metering: what the operations say they cost is what their tenants are charged, once."""
+"""Metering: tenants are charged exactly once for the cost that their operations report."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -51,7 +51,7 @@ async def test_usage_is_the_sum_of_the_operations_by_tenant_and_kind(tmp_path: P
             assert await usage(pool, tenant) == sums(operations)
 
 
-async def test_what_failed_is_counted_and_what_was_repeated_is_not(tmp_path: Path) -> None:
+async def test_failed_operations_are_counted_and_repeated_requests_are_not(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         names = {await pool.forward_backward(adapter, 1, 4, token=POISON_TOKEN) for _ in range(3)}

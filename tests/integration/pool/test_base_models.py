@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.support.toy_pool import running_pool
 
 
-async def test_adapters_of_two_base_models_run_on_their_own_workers_side_by_side(tmp_path: Path) -> None:
+async def test_adapters_of_two_base_models_run_on_separate_workers_in_separate_cycles(tmp_path: Path) -> None:
     async with running_pool(tmp_path, engine_values=[{"name": "toy"}, {"name": "other"}]) as pool:
         first, second = await pool.adapter("alice"), await pool.adapter("bob", base_model="other")
         names = await asyncio.gather(
@@ -16,7 +16,8 @@ async def test_adapters_of_two_base_models_run_on_their_own_workers_side_by_side
         operations = await pool.wait(*names[:2]) + await pool.wait(*names[2:], tenant="bob")
         cycles = list(pool.core.journal.recent)
         adapters = [
-            {item.adapter_id for batch in lives[-1].batches for item in batch.items} for lives in pool.engines.values()
+            {item.adapter_id for batch in engines[-1].batches for item in batch.items}
+            for engines in pool.engines.values()
         ]
     assert adapters == [{first}, {second}]
     assert {cycle.base_model for cycle in cycles} == {"toy", "other"}

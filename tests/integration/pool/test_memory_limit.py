@@ -1,4 +1,4 @@
-"""What no worker has the memory for is refused before it is queued, with the number that would fit."""
+"""Requests that exceed the memory of every worker are refused before they are logged; the error says what would fit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from workers.contract.capacity import what_is_too_large
 
 
 def fitting(*num_tokens: int | None) -> list[dict[str, Any]]:
-    """Values of engines that say that so many tokens fit in them."""
+    """Return settings of engines that report these numbers of fitting tokens."""
     return [{"fitting_tokens": each} for each in num_tokens]
 
 
 def cache_blocks(*num_blocks: int) -> list[dict[str, Any]]:
-    """Values of engines that say that they have so many blocks for keys and values."""
+    """Return settings of engines that report these numbers of cache blocks for keys and values."""
     return [{"num_cache_blocks": each} for each in num_blocks]
 
 
@@ -32,7 +32,7 @@ async def refusal(pool: ToyPool, adapter: str, seq: int, *lengths: int) -> Servi
     return raised.value
 
 
-async def test_a_sequence_that_does_not_fit_is_refused_with_the_number_that_does(tmp_path: Path) -> None:
+async def test_a_sequence_that_does_not_fit_is_refused_with_the_length_that_does(tmp_path: Path) -> None:
     async with running_pool(tmp_path, engine_values=fitting(None, 20)) as pool:
         adapter = await pool.adapter()
         error = await refusal(pool, adapter, 1, 3, 21)
@@ -47,10 +47,10 @@ async def test_a_sequence_that_does_not_fit_is_refused_with_the_number_that_does
     assert after[1].state == ops_pb.OPERATION_STATE_SUCCEEDED
 
 
-async def test_short_sequences_that_are_one_chunk_are_refused_if_the_chunk_does_not_fit(tmp_path: Path) -> None:
+async def test_short_sequences_of_one_chunk_are_refused_if_the_chunk_does_not_fit(tmp_path: Path) -> None:
     async with running_pool(tmp_path, engine_values=fitting(10)) as pool:
         adapter = await pool.adapter()
-        error = await refusal(pool, adapter, 1, 5, 5, 5)  # 16 tokens are a chunk
+        error = await refusal(pool, adapter, 1, 5, 5, 5)  # a chunk has 16 tokens
         assert "data[0] to data[2] run together and have 15 tokens" in error.message
         assert "requests of at most 10 tokens" in error.message
         _, fits = await pool.wait(await pool.optim_step(adapter, 2), await pool.forward_backward(adapter, 3, 5, 5))
@@ -64,12 +64,14 @@ async def sample_refusal(pool: ToyPool, request: sampling_pb2.SampleRequest) -> 
     return raised.value.message
 
 
-async def test_a_sample_that_can_never_fit_is_refused_before_it_is_logged_with_what_would_fit(tmp_path: Path) -> None:
+async def test_a_sample_that_can_never_fit_is_refused_before_it_is_logged_with_the_length_that_would_fit(
+    tmp_path: Path,
+) -> None:
     async with running_pool(tmp_path, engine_values=cache_blocks(1)) as pool:
         sampler = await pool.sampler(await pool.session())
         pool.hold()
         message = await sample_refusal(pool, sample_request(sampler, 1, max_tokens=2))
-        assert message == what_is_too_large(3, 2, 1), "what the worker says"
+        assert message == what_is_too_large(3, 2, 1), "the worker's message"
         assert "max_tokens may be at most 1" in message
         assert await sample_refusal(pool, sample_request(sampler, 1, max_tokens=0)) == what_is_too_large(3, 61, 1)
         request = sampling_pb2.StreamSampleRequest(request=sample_request(sampler, 1, max_tokens=2))
@@ -84,7 +86,7 @@ async def test_a_sample_that_can_never_fit_is_refused_before_it_is_logged_with_w
     assert operation.state == ops_pb.OPERATION_STATE_SUCCEEDED
 
 
-async def test_a_sample_runs_where_there_is_memory_for_it(tmp_path: Path) -> None:
+async def test_a_sample_runs_on_a_worker_with_enough_memory(tmp_path: Path) -> None:
     async with running_pool(tmp_path, engine_values=cache_blocks(1, 2, 1)) as pool:
         sampler = await pool.sampler(await pool.session())
         pool.hold()
@@ -96,14 +98,14 @@ async def test_a_sample_runs_where_there_is_memory_for_it(tmp_path: Path) -> Non
     assert running == [small[:1], large, small[1:]]
 
 
-async def test_a_logged_sample_is_known_and_begins_again_although_it_would_be_refused_now(tmp_path: Path) -> None:
+async def test_a_logged_sample_runs_after_a_restart_that_would_refuse_it_as_a_new_one(tmp_path: Path) -> None:
     async with running_pool(tmp_path, engine_values=cache_blocks(2)) as pool:
         sampler = await pool.sampler(await pool.session())
         pool.hold()
         name = await pool.sample(sampler, 1, seed=5)
     async with running_pool(tmp_path, engine_values=cache_blocks(1)) as pool:
         await pool.take_over()
-        [operation] = await pool.wait(name)  # a toy refuses nothing; a real worker says what is too large
+        [operation] = await pool.wait(name)  # a toy engine refuses nothing; a real worker fails the sample
         assert operation.state == ops_pb.OPERATION_STATE_SUCCEEDED
         assert await pool.sample(sampler, 1, seed=5) == name
         await sample_refusal(pool, sample_request(sampler, 2, seed=5))

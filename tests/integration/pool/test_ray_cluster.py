@@ -1,4 +1,4 @@
-"""A pool that joins a Ray cluster of two nodes, both on this machine, one of which dies."""
+"""A pool that joins a Ray cluster of two nodes, both on this machine, and loses one of them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from workers.pool.ray_pool import RayPool
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
 
 NOTICED_S = 10.0
-"""How soon a lost worker must be noticed: about 1 s, without its node's Ray 3 s."""
+"""Seconds within which a lost worker must be detected: about 1 s, or 3 s if its node's Ray is lost too."""
 REPLACED_S = 10.0
-"""How soon it must run elsewhere: 1.5 s on quiet cores. Ray itself gives a node up after 12 s and more."""
+"""Seconds within which it must run on another node: 1.5 s on idle cores. Ray declares a node lost after 12 s."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     cluster = Cluster(f"127.0.0.1:{free_port()}", head=secrets.token_hex(8), second=secrets.token_hex(8))
-    folder = tempfile.mkdtemp(prefix="tp-", dir="/tmp")  # short: Ray's sockets are in it
+    folder = tempfile.mkdtemp(prefix="tp-", dir="/tmp")  # a short path, because it contains Ray's sockets
     try:
         port, client_port = cluster.address.rpartition(":")[2], str(free_port())
         start_node(
@@ -65,7 +65,7 @@ def free_port() -> int:
 
 
 def start_node(mark: str, *options: str) -> None:
-    """A node with one CPU, by the command that operators use. Its processes outlive the command and have the mark."""
+    """Start a node with one CPU by `ray start`. Its processes outlive the command and have the mark."""
     size = ["--num-cpus", "1", "--object-store-memory", "80000000", "--dashboard-agent-listen-port", "0"]
     done = subprocess.run(
         [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *size],
@@ -85,11 +85,11 @@ def test_serve_joins_a_cluster_with_nothing_but_its_token(
     monkeypatch.delenv("RAY_AUTH_MODE")
     terminal = Terminal(tmp_path / "home")
     with terminal.serve(*TOY_ON_RAY, "--ray-address", cluster.address):
-        assert not (terminal.data_dir / RAY_FILE).exists(), "the cluster is not ours to end"
+        assert not (terminal.data_dir / RAY_FILE).exists(), "a joined cluster is not the pool's to end"
         terminal.train()
 
 
-async def test_worker_on_a_node_that_died_is_replaced_on_another_before_ray_gives_the_node_up(cluster: Cluster) -> None:
+async def test_worker_of_a_lost_node_is_replaced_on_another_before_ray_declares_the_node_lost(cluster: Cluster) -> None:
     pool = RayPool(
         PoolConfig(
             models=(PoolModel(name="toy", path="toy", num_workers=2),),
@@ -109,8 +109,10 @@ async def test_worker_on_a_node_that_died_is_replaced_on_another_before_ray_give
         async with asyncio.timeout(NOTICED_S):
             with pytest.raises(WorkerLost):
                 await pool.ping(old.worker_id)
-        assert all(node["Alive"] for node in ray.nodes()), "Ray knows already, so this test tests nothing"
-        for info in (old, other):  # Ray takes nodes in turn, so one of them would be put on the dead one
+        assert all(node["Alive"] for node in ray.nodes()), (
+            "Ray has declared the node lost already, so the test shows nothing"
+        )
+        for info in (old, other):  # Ray alternates between nodes, so it would place one of them on the lost node
             async with asyncio.timeout(REPLACED_S):
                 new = await pool.replace(info.worker_id)
             assert new.node == here

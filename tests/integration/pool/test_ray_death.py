@@ -1,4 +1,4 @@
-"""A private Ray that dies under a pool: noticed at once, started again by whoever is replaced first, nothing left."""
+"""A crash of a private Ray: every worker is lost at once, the first replacement restarts Ray, and nothing is left."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from workers.pool.ray_pool import RayPool
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 NOTICED_S = 2.0
-"""How soon Ray's death must be noticed; it takes a tenth of a second."""
+"""Seconds within which a crash of Ray must be detected; it takes a tenth of a second."""
 RECOVERED_S = 60.0
-"""How soon every worker must run again: 6 s on quiet cores, 12 s if the server died, whose clients wait for it."""
+"""Seconds within which every worker must run again: 6 s on idle cores, 12 s if the GCS server crashed."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -58,7 +58,7 @@ def belongings(owner_file: Path | None) -> Belongings:
 
 
 def kill(of: Belongings, name: str) -> None:
-    """Kill the one process of that name."""
+    """Kill the one process with this name."""
     found = find_marked(of.mark)
     [victim] = [process for process in found if process.name == name]
     victim.kill()
@@ -74,7 +74,7 @@ def is_gone(of: Belongings) -> bool:
 
 
 def successor(of: Belongings, owner_file: Path) -> Belongings:
-    """What the next Ray has, once there is one."""
+    """Wait for the next Ray; return its belongings."""
     deadline = time.monotonic() + RECOVERED_S
     while (found := Belongings.read(owner_file)) is None or found.mark == of.mark:
         assert time.monotonic() < deadline, "Ray was not started again"
@@ -89,7 +89,7 @@ async def lost(call: Any) -> str:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_dead_ray_loses_every_worker_at_once_and_is_started_again_once(
+async def test_crashed_ray_loses_every_worker_at_once_and_is_restarted_once(
     pool: RayPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -114,7 +114,7 @@ async def test_dead_ray_loses_every_worker_at_once_and_is_started_again_once(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_ray_that_does_not_start_again_fails_the_replacement_and_the_next_one_tries_anew(
+async def test_failed_restart_of_ray_fails_the_replacement_and_the_next_replacement_retries(
     pool: RayPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def init(**_: object) -> None:
@@ -133,7 +133,7 @@ async def test_ray_that_does_not_start_again_fails_the_replacement_and_the_next_
     await pool.ping("w1")
 
 
-def test_served_pool_outlives_its_ray_and_still_ends_at_a_signal(tmp_path: Path) -> None:
+def test_served_pool_recovers_from_a_crash_of_ray_and_still_stops_at_a_signal(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path / "home")
     with terminal.serve(*TOY_ON_RAY, "--workers", "2") as (process, _):
         terminal.train(RECOVERED_S)

@@ -1,4 +1,4 @@
-"""What Ray leaves behind when a pool's process is killed, and that the next start on the same data removes it."""
+"""The next start on a data directory removes the Ray processes of a killed pool."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def belongings(terminal: Terminal) -> Belongings:
 
 
 def processes(of: Belongings) -> dict[int, str]:
-    """Names by process id."""
+    """Return the names of its processes, by process id."""
     found = find_marked(of.mark)
     for process in found:
         process.close()
@@ -29,7 +29,7 @@ def processes(of: Belongings) -> dict[int, str]:
 
 
 def descendants(pid: int) -> set[int]:
-    """Processes that it has started, and what these have started."""
+    """Return all descendants of a process."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -49,12 +49,12 @@ def test_killed_pools_ray_is_removed_by_its_next_start_and_another_pools_ray_is_
         unmarked = descendants(killed.pid) - processes(old).keys()
         assert not unmarked & descendants(killed.pid)
         assert {"gcs_server", "raylet", "ray::EngineActo", "ray::DashboardA"} <= set(processes(old).values())
-        # Ray ends idle workers when it likes.
+        # Ray may end idle workers at any time.
         needed = {pid for pid, name in processes(bystander).items() if name != "ray::IDLE"}
         killed.kill()
         killed.wait(20)
         (first.home / "ready.json").unlink()
-        assert processes(old), "nothing was left behind, so this test tests nothing"
+        assert processes(old), "the killed pool left no process, so the test shows nothing"
 
         with first.serve(*TOY_ON_RAY):
             assert not processes(old)

@@ -1,4 +1,4 @@
-"""The pool on a real Ray, with toy engines in real processes: rounds of messages, deaths, and nothing left behind."""
+"""The pool on a real Ray, with toy engines in real processes: messages, lost workers, a stop that leaves nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="module"), pytest.
 
 OTHERS: set[int] = set()
 NOTICED_S = 5.0
-"""How soon a death must be noticed; Ray takes milliseconds on a quiet machine."""
+"""Seconds within which a lost worker must be detected; Ray takes milliseconds on an idle machine."""
 
 
 def pool_config(*models: PoolModel, **values: Any) -> PoolConfig:
@@ -40,7 +40,7 @@ def pool_config(*models: PoolModel, **values: Any) -> PoolConfig:
 
 
 def environment(pid: int) -> list[str]:
-    """The variables of a process; none of one that has ended or is somebody else's."""
+    """Return the variables of a process; none if it has ended or belongs to another user."""
     try:
         return Path(f"/proc/{pid}/environ").read_text(encoding="utf-8", errors="replace").split("\0")
     except OSError:
@@ -48,7 +48,7 @@ def environment(pid: int) -> list[str]:
 
 
 def children_with_the_secret() -> set[int]:
-    """Every process that has the environment of this test run, whoever is its parent now."""
+    """Return every process with the secret of this test run in its environment, also orphaned ones."""
     token = os.environ.get("RAY_AUTH_TOKEN")
     pids = {int(entry.name) for entry in Path("/proc").glob("[0-9]*")} - {os.getpid()}
     return {pid for pid in pids if token and f"RAY_AUTH_TOKEN={token}" in environment(pid)}
@@ -56,12 +56,12 @@ def children_with_the_secret() -> set[int]:
 
 @pytest.fixture(scope="module", autouse=True)
 def others() -> None:
-    """Note what earlier tests have left running, which is not Ray: Python's own tracker of shared memory."""
+    """Record processes of earlier tests that are not Ray: Python's resource tracker."""
     OTHERS.update(children_with_the_secret())
 
 
 def ray_processes() -> set[int]:
-    """Every process of this test run's Ray: all inherit the run's secret."""
+    """Return every process of this test run's Ray; all inherit the run's secret."""
     return children_with_the_secret() - OTHERS
 
 
@@ -73,10 +73,10 @@ async def all_ended(timeout_s: float = 30.0) -> bool:
     return False
 
 
-# The tests that start a Ray of their own come first: there is one at a time in a process.
+# The tests that start a Ray of their own come first: a process can have one Ray at a time.
 
 
-async def test_model_that_cannot_be_loaded_ends_the_start_with_the_cause_and_leaves_nothing() -> None:
+async def test_model_that_cannot_be_loaded_fails_the_start_with_its_cause_and_leaves_no_process() -> None:
     pool = RayPool(pool_config(PoolModel(name="toy", path="toy"), PoolModel(name="gone", path="missing")))
     with pytest.raises(PoolStartError, match=r"worker w1 \(gone\) cannot start: there is no model in missing"):
         await pool.start()
@@ -85,7 +85,7 @@ async def test_model_that_cannot_be_loaded_ends_the_start_with_the_cause_and_lea
     assert await all_ended()
 
 
-async def test_machine_too_small_for_the_workers_is_told_at_once() -> None:
+async def test_machine_too_small_for_the_workers_fails_the_start_at_once() -> None:
     pool = RayPool(pool_config(num_gpus=1000.0, device="cuda"))
     with pytest.raises(PoolStartError, match="with 1 CPUs and 1000 GPUs claimed for each"):
         await pool.start()
@@ -139,7 +139,7 @@ async def test_every_worker_is_a_process_of_its_own_with_its_own_model(pool: Ray
     assert {info.node for info in infos} == {infos[0].node}
 
 
-async def test_mark_of_this_ray_is_not_left_to_what_this_process_starts_besides(pool: RayPool) -> None:
+async def test_mark_of_ray_is_in_its_workers_and_not_left_in_the_environment_of_this_process(pool: RayPool) -> None:
     assert f"{MARK_VARIABLE}=" in "\n".join(environment(worker(pool, "w0").pid))
     assert MARK_VARIABLE not in os.environ
 
@@ -150,7 +150,7 @@ async def test_thread_settings_are_in_the_environment_of_the_process(pool: RayPo
     assert threads | {"ONEDNN_PRIMITIVE_CACHE_CAPACITY=512"} <= set(variables)
 
 
-async def test_batch_comes_back_from_the_life_that_ran_it(pool: RayPool) -> None:
+async def test_batch_result_names_the_incarnation_that_ran_it(pool: RayPool) -> None:
     result = await pool.run("w0", batch(7))
     assert (result.cycle_id, result.incarnation) == (7, worker(pool, "w0").incarnation)
     assert result.results[0].error is None
@@ -164,7 +164,7 @@ async def test_workers_run_at_the_same_time(pool: RayPool) -> None:
     assert time.perf_counter() - started < 1.9  # 1 s each
 
 
-async def test_ping_is_answered_beside_a_running_batch(pool: RayPool) -> None:
+async def test_ping_returns_during_a_running_batch(pool: RayPool) -> None:
     running = asyncio.create_task(pool.run("w2", batch(2)))
     await asyncio.sleep(0.05)
     await asyncio.wait_for(pool.ping("w2"), 0.8)
@@ -173,7 +173,7 @@ async def test_ping_is_answered_beside_a_running_batch(pool: RayPool) -> None:
 
 
 class SlowToUnpack:
-    """A sample request that takes its time to arrive, as a large one does."""
+    """A sample request that takes long to unpickle, as a large one does."""
 
     def __init__(self, op_id: str, seconds: float) -> None:
         self._parts = (op_id, seconds)
@@ -187,7 +187,7 @@ def unpack_slowly(op_id: str, seconds: float) -> SampleRequest:
     return request(op_id, max_tokens=1)
 
 
-async def test_ping_is_answered_while_a_sample_request_is_unpacked(pool: RayPool) -> None:
+async def test_ping_returns_while_a_sample_request_is_unpickled(pool: RayPool) -> None:
     handing_over = asyncio.create_task(pool.start_sample("w0", cast("SampleRequest", SlowToUnpack("large", 2.0))))
     await asyncio.sleep(0.1)
     await asyncio.wait_for(pool.ping("w0"), 1.0)
@@ -203,7 +203,7 @@ async def test_sampled_tokens_stream_and_the_result_repeats_them(pool: RayPool) 
     assert len(tokens) == 5
 
 
-async def test_cancelled_sample_says_so(pool: RayPool) -> None:
+async def test_cancelled_sample_ends_with_an_error(pool: RayPool) -> None:
     await pool.start_sample("w1", request("long", max_tokens=10_000_000))
     await pool.cancel_sample("w1", "long")
     result = (await asyncio.wait_for(events_until_result(pool, "w1"), 20))[-1]
@@ -211,7 +211,7 @@ async def test_cancelled_sample_says_so(pool: RayPool) -> None:
     assert result.error is not None
 
 
-async def test_killed_process_is_lost_to_everybody_who_waits_until_it_is_replaced(pool: RayPool) -> None:
+async def test_killed_worker_fails_every_call_until_it_is_replaced(pool: RayPool) -> None:
     old = worker(pool, "w2")
     running = asyncio.create_task(pool.run("w2", batch(3)))
     stream = asyncio.ensure_future(anext(aiter(pool.sample_events("w2"))))
@@ -228,7 +228,7 @@ async def test_killed_process_is_lost_to_everybody_who_waits_until_it_is_replace
     assert (await pool.run("w2", batch(4))).incarnation == new.incarnation
 
 
-async def test_stopped_process_is_killed_and_replaced_and_its_late_answer_dropped(pool: RayPool) -> None:
+async def test_hanging_worker_is_killed_and_replaced_and_its_running_batch_is_lost(pool: RayPool) -> None:
     old = worker(pool, "w3")
     running = asyncio.create_task(pool.run("w3", batch(5)))
     await asyncio.sleep(0.1)
@@ -250,7 +250,7 @@ async def test_engine_that_raises_loses_its_worker(pool: RayPool) -> None:
     assert (await pool.replace("w1")).incarnation != old.incarnation
 
 
-async def test_caller_who_gives_up_disturbs_nobody(pool: RayPool) -> None:
+async def test_call_that_times_out_does_not_affect_the_next_call(pool: RayPool) -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(pool.run("w3", batch(8)), 0.05)
     assert (await pool.run("w3", batch(9))).cycle_id == 9
@@ -260,14 +260,14 @@ async def test_unknown_worker_is_lost(pool: RayPool) -> None:
     await lost_within(NOTICED_S, pool.run("w9", batch(0)))
 
 
-async def test_second_pool_in_a_process_is_refused_and_leaves_the_first_alone(pool: RayPool) -> None:
+async def test_second_pool_in_a_process_is_refused_and_the_first_keeps_running(pool: RayPool) -> None:
     second = RayPool(pool_config())
     with pytest.raises(PoolStartError, match="one pool at a time"):
         await second.start()
     await pool.ping("w0")
 
 
-async def test_worker_without_room_says_what_it_claims_and_what_is_free(
+async def test_worker_without_room_fails_with_its_claim_and_the_free_resources(
     pool: RayPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -282,7 +282,7 @@ async def test_worker_without_room_says_what_it_claims_and_what_is_free(
     await pool.ping("w0")
 
 
-async def test_stopped_pool_leaves_no_process_not_even_a_stopped_one(pool: RayPool) -> None:
+async def test_stopped_pool_leaves_no_process_not_even_a_hanging_one(pool: RayPool) -> None:
     assert {info.pid for info in pool.workers()} < ray_processes()
     os.kill(worker(pool, "w1").pid, signal.SIGSTOP)
     await pool.stop()

@@ -1,4 +1,4 @@
-"""`tinkerpool serve` with the real engine and the shipped model: one terminal starts it, another one uses it."""
+"""`tinkerpool serve` and `up` with the real engine and the shipped model, used from another terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def terminal(tmp_path: Path) -> Terminal:
 
 
 def run_example(terminal: Terminal) -> tuple[list[float], str]:
-    """What the program that `tinkerpool up` suggests prints: the loss of each step, and a sample."""
+    """Run the program that `tinkerpool up` suggests; return its output: the loss of each step, and a sample."""
     done = terminal.python("-c", EXAMPLE.format(model=DEFAULT_MODEL), timeout_s=120)
     assert done.returncode == 0, done.stderr
     losses, sample = done.stdout.splitlines()[-2:]
@@ -34,8 +34,8 @@ def usage(terminal: Terminal) -> dict[str, dict[str, str]]:
     return {row["kind"]: row for row in rows}
 
 
-def check_tenants_meet_in_a_cycle_on_both_workers(terminal: Terminal) -> None:
-    """Four equal adapters train at once: some cycle has both workers, and every worker computes the same bits."""
+def check_a_cycle_runs_on_both_workers(terminal: Terminal) -> None:
+    """Train four equal adapters at once: some cycle uses both workers, and both compute the same bits."""
     with terminal.client() as service:
         clients = [service.create_lora_training_client(rank=4, seed=5) for _ in range(4)]
         tokens = list(range(10, 74))
@@ -68,7 +68,7 @@ def test_the_suggested_program_trains_on_a_local_pool_and_its_state_survives_a_r
         [adapter] = json.loads(terminal.run("adapter", "list", "--json").stdout)["adapters"]
         assert (adapter["base_model"], adapter["applied_seq"]) == (DEFAULT_MODEL, "21")
         assert usage(terminal)["optim_step"]["num_operations"] == "10"
-        # Another adapter with the same seed, on another life of the pool: the same numbers.
+        # Another adapter with the same seed, in another epoch, gives the same numbers.
         assert run_example(terminal) == first
 
 
@@ -85,7 +85,7 @@ def test_a_pool_started_in_the_background_runs_its_workers_in_processes_of_their
         pids = {int(worker["pid"]) for worker in workers}
         assert len(pids) == 2
         assert all(Path(f"/proc/{pid}").exists() for pid in pids)
-        check_tenants_meet_in_a_cycle_on_both_workers(terminal)
+        check_a_cycle_runs_on_both_workers(terminal)
     finally:
         down = terminal.run("down")
     assert down.returncode == 0, down.stderr

@@ -1,4 +1,4 @@
-"""`make trace`: three processes are recorded, and a step's path stays short."""
+"""`make trace`: it records three processes, and the path of a step stays short."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], lis
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_step_passes_few_files(paths: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
+def test_a_step_executes_a_bounded_number_of_files(paths: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
     assert len({step["file"] for step in paths["gRPC", STEP]}) <= STEP_FILES_MAX
 
 
@@ -49,5 +49,5 @@ def test_a_path_leads_from_a_door_to_the_engine(
     protocol = "grpc" if door == "gRPC" else "tinker"
     first_of_door = next(n for n, (_, file) in enumerate(files) if file.startswith(f"coordinator/doors/{protocol}/"))
     assert first_of_door < files.index(("worker", "workers/engine.py"))
-    assert ("worker", "workers/pool/actor.py") in files, "threads that Ray made are recorded"
+    assert ("worker", "workers/pool/actor.py") in files, "threads that Ray started are recorded"
     assert not any("heartbeat" in step["function"].lower() or step["function"].endswith(".ping") for step in steps)
