@@ -1,4 +1,4 @@
-"""Checkpoints over the service: what they hold, what loading does, and that damage and crashes break nothing else."""
+"""Checkpoints over the service: contents, loads, names, expiry, and containment of damage, full disks and crashes."""
 
 import asyncio
 import errno
@@ -19,12 +19,13 @@ SUCCEEDED, FAILED = ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAI
 
 
 def copy_of(pool: ToyPool, adapter_id: str) -> ToyAdapter:
-    [copy] = [lives[-1].adapters[adapter_id] for lives in pool.engines.values() if adapter_id in lives[-1].adapters]
+    engines = [incarnations[-1] for incarnations in pool.engines.values()]
+    [copy] = [engine.adapters[adapter_id] for engine in engines if adapter_id in engine.adapters]
     return copy
 
 
 async def train(pool: ToyPool, adapter: str, first: int) -> int:
-    """One step; returns the next seq."""
+    """Run one step; return the next seq."""
     await pool.wait(await pool.forward_backward(adapter, first, 5), await pool.optim_step(adapter, first + 1))
     return first + 2
 
@@ -34,7 +35,7 @@ async def checkpoints(pool: ToyPool, **values: Any) -> list[checkpoints_pb2.Chec
     return list((await pool.service.list_checkpoints(await pool.principal(), request)).checkpoints)
 
 
-async def test_a_checkpoint_says_what_it_is(tmp_path: Path) -> None:
+async def test_a_listed_checkpoint_has_its_settings_seq_and_metadata(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, other = await pool.adapter(), await pool.adapter()
         await train(pool, adapter, 1)
@@ -59,7 +60,7 @@ async def test_a_checkpoint_says_what_it_is(tmp_path: Path) -> None:
     assert checkpoint.size_bytes > 0
 
 
-async def test_a_name_that_exists_fails_the_operation_and_keeps_the_first(tmp_path: Path) -> None:
+async def test_a_save_under_a_used_name_fails_and_keeps_the_first_checkpoint(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         first = await pool.save(adapter, 1, "same")
@@ -92,7 +93,7 @@ async def test_overwriting_replaces_a_checkpoint_and_its_sampler_does_not_sample
     assert loaded.state == SUCCEEDED
 
 
-async def test_a_checkpoint_goes_when_its_time_to_live_is_over(tmp_path: Path) -> None:
+async def test_a_checkpoint_is_deleted_when_its_time_to_live_is_over(tmp_path: Path) -> None:
     time = FakeTime()
     async with running_pool(tmp_path, time=time, linger_s=0.0) as pool:
         adapter = await pool.adapter()
@@ -103,7 +104,7 @@ async def test_a_checkpoint_goes_when_its_time_to_live_is_over(tmp_path: Path) -
         assert len(await checkpoints(pool)) == 2
         time.wall_offset += 100 * 86400
         await time.advance(10)
-        assert len(await checkpoints(pool)) == 2, "a wall clock that jumps ends nothing"
+        assert len(await checkpoints(pool)) == 2, "a jump of the wall clock expires nothing"
         time.now += 3600
         store = pool.store
         await time.until(lambda: len(store.checkpoints.folders()) == 1, 100)
@@ -146,7 +147,7 @@ async def test_checkpoints_outlive_their_adapter(tmp_path: Path) -> None:
         assert copy_of(pool, child).chain == chain
 
 
-async def test_an_adapter_from_a_checkpoint_starts_there_and_does_not_need_it_any_more(tmp_path: Path) -> None:
+async def test_an_adapter_from_a_checkpoint_has_its_state_and_outlives_it(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter(alpha=16.0)
         await train(pool, adapter, 1)
@@ -174,7 +175,7 @@ async def test_an_adapter_from_a_checkpoint_starts_there_and_does_not_need_it_an
             await pool.adapter(from_path=path, rank=16)
 
 
-async def test_two_creations_of_one_index_never_share_a_start(tmp_path: Path) -> None:
+async def test_concurrent_creations_of_one_index_from_different_states_make_one_adapter(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, principal = await pool.adapter(), await pool.principal()
         path = (await pool.save(adapter, await train(pool, adapter, 1), "start")).save_state.path
@@ -183,17 +184,17 @@ async def test_two_creations_of_one_index_never_share_a_start(tmp_path: Path) ->
             adapters_pb2.CreateAdapterRequest(session_id=session, index=0, base_model="toy", rank=8, from_path=source)
             for source in (path, "")
         ]
-        answers = await asyncio.gather(
+        results = await asyncio.gather(
             *(pool.service.create_adapter(principal, request) for request in requests), return_exceptions=True
         )
-        [refused] = [answer for answer in answers if isinstance(answer, ServiceError)]
+        [refused] = [result for result in results if isinstance(result, ServiceError)]
         assert refused.code is Code.ALREADY_EXISTS
         snapshots = list((tmp_path / "snapshots").iterdir())
-        started_from_path = not isinstance(answers[0], ServiceError)
+        started_from_path = not isinstance(results[0], ServiceError)
         assert len(snapshots) == int(started_from_path)
 
 
-async def test_a_damaged_checkpoint_is_never_loaded_and_hurts_nobody_else(tmp_path: Path) -> None:
+async def test_a_damaged_checkpoint_is_never_loaded_and_affects_no_other_adapter(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, neighbour = await pool.adapter(), await pool.adapter("bob")
         path = (await pool.save(adapter, 1, "first")).save_state.path
@@ -215,12 +216,12 @@ async def test_a_damaged_checkpoint_is_never_loaded_and_hurts_nobody_else(tmp_pa
         assert (await pool.wait(other, tenant="bob"))[0].state == SUCCEEDED
     assert (loaded.error.code, sample.error.code) == (15, 15)
     assert exported.code is created.code is Code.DATA_LOSS
-    assert step.error.reason == "GRADIENT_WINDOW_CLOSED", "it must not step on weights that were not wanted"
+    assert step.error.reason == "GRADIENT_WINDOW_CLOSED", "a step after a failed load would change other weights"
     assert fine.state == SUCCEEDED
     assert str(tmp_path) not in loaded.error.message
 
 
-async def test_an_adapter_whose_snapshot_is_damaged_fails_alone_and_says_so(tmp_path: Path) -> None:
+async def test_an_adapter_whose_snapshot_is_damaged_fails_with_data_loss_and_others_continue(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter, neighbour = await pool.adapter(), await pool.adapter("bob")
         await train(pool, adapter, 1)
@@ -247,7 +248,7 @@ async def test_an_adapter_whose_snapshot_is_damaged_fails_alone_and_says_so(tmp_
 
 
 async def test_a_load_is_durable_with_its_state_or_fails_and_changes_nothing(tmp_path: Path) -> None:
-    """Its checkpoint may be deleted the moment that it has succeeded."""
+    """The checkpoint may be deleted as soon as the load has succeeded."""
     async with running_pool(tmp_path, is_crash=True) as pool:
         adapter = await pool.adapter()
         path = (await pool.save(adapter, 1, "first")).save_state.path
@@ -269,7 +270,7 @@ async def test_a_load_is_durable_with_its_state_or_fails_and_changes_nothing(tmp
         assert pool.chain(adapter) == chain
 
 
-async def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path) -> None:
+async def test_a_full_disk_fails_only_the_save(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         with failing(RealDisk, "write", OSError(errno.ENOSPC, "No space left on device", str(tmp_path))):

@@ -1,6 +1,6 @@
-"""Weights are sampled before their file is there, and no crash, deletion or full disk takes them away again.
+"""Published weights can be sampled before their file is written, and survive crashes, deletions and full disks.
 
-`is_named`: they are a checkpoint for sampling, and not those of an unnamed sampler.
+`is_named`: the weights are a sampler checkpoint and not those of an unnamed sampler.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ named_or_not = pytest.mark.parametrize("is_named", [False, True], ids=["unnamed"
 
 
 @named_or_not
-async def test_weights_are_sampled_and_trained_on_before_their_file_is_there(tmp_path: Path, is_named: bool) -> None:
+async def test_weights_are_sampled_and_trained_on_before_their_file_is_written(tmp_path: Path, is_named: bool) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
@@ -54,15 +54,15 @@ async def test_weights_are_sampled_and_trained_on_before_their_file_is_there(tmp
             assert [folder_of(pool, sampler) for sampler in samplers] == [""] * 3
         await pool.written()
         assert all(folder_of(pool, sampler) for sampler in samplers)
-        assert not publishing_of(pool).is_unwritten(adapter), "what has a file is not held in memory"
+        assert not publishing_of(pool).is_unwritten(adapter), "weights in a file are not held in memory"
     assert found == [expected(chain_after(spec, n), s) for n, s in enumerate(samplers, 1)]
 
 
 @named_or_not
-async def test_after_a_crash_weights_without_a_file_are_made_again_with_the_same_bits(
+async def test_weights_without_a_file_are_rematerialized_after_a_crash_with_the_same_bits(
     tmp_path: Path, is_named: bool
 ) -> None:
-    """Also those that were trained on since, and for samples that nobody has answered."""
+    """Also if their adapter was trained further, and for samples without an outcome."""
     async with running_pool(tmp_path, num_workers=2, is_crash=True) as pool:
         refuse_files(pool)
         adapter = await pool.adapter()
@@ -71,23 +71,23 @@ async def test_after_a_crash_weights_without_a_file_are_made_again_with_the_same
         before = [await sampled(pool, sampler, 1) for sampler in samplers]
         await pool.forward_backward(adapter, 13, *LENGTHS)
         pool.hold()
-        waiting = [await pool.sample(sampler, 2, seed=7) for sampler in samplers]
+        unfinished = [await pool.sample(sampler, 2, seed=7) for sampler in samplers]
     async with running_pool(tmp_path, num_workers=2) as pool:
         await pool.take_over()
-        answered = [tokens_of(each) for each in await asyncio.wait_for(pool.wait(*waiting), 10)]
+        finished = [tokens_of(each) for each in await asyncio.wait_for(pool.wait(*unfinished), 10)]
         after = [await sampled(pool, sampler, 3) for sampler in samplers]
         await pool.written()
         assert all(folder_of(pool, sampler) for sampler in samplers)
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
-        assert pool.engines["w0"][-1].batches == [], "the stop before has left nothing to run again"
+        assert pool.engines["w0"][-1].batches == [], "nothing is left to replay after a clean stop"
         from_files = [await sampled(pool, sampler, 4) for sampler in samplers]
     assert before == [expected(chain_after(spec, n), s) for n, s in enumerate(samplers, 1)]
-    assert before == answered == after == from_files
+    assert before == finished == after == from_files
 
 
 @named_or_not
-async def test_no_snapshot_cuts_the_log_before_the_file_is_there_and_then_one_does(
+async def test_no_snapshot_cuts_the_log_before_the_file_is_written_and_one_does_after(
     tmp_path: Path, is_named: bool
 ) -> None:
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
@@ -108,7 +108,7 @@ async def test_no_snapshot_cuts_the_log_before_the_file_is_there_and_then_one_do
 
 
 @named_or_not
-async def test_a_load_waits_for_the_file_of_what_was_published_before_it_and_nobody_else_does(
+async def test_a_load_waits_for_the_file_of_earlier_published_weights_and_other_adapters_do_not(
     tmp_path: Path, is_named: bool
 ) -> None:
     async with running_pool(tmp_path) as pool:
@@ -116,7 +116,7 @@ async def test_a_load_waits_for_the_file_of_what_was_published_before_it_and_nob
         spec = pool.spec_of(adapter)
         saved = await pool.save(other, 1, "start")
         with held_files(pool) as may_write:
-            pool.hold()  # so that all of it is due in one step phase
+            pool.hold()  # so that all operations are ready in one step phase
             names = [await pool.forward_backward(adapter, 1, *LENGTHS), await pool.optim_step(adapter, 2)]
             names.append(await begin_to_publish(pool, adapter, 3, is_named=is_named))
             loading = await pool.load_state(adapter, 4, saved.save_state.path)
@@ -134,7 +134,7 @@ async def test_a_load_waits_for_the_file_of_what_was_published_before_it_and_nob
 
 
 @named_or_not
-async def test_a_full_disk_is_waited_for_beside_the_cycles(
+async def test_a_write_to_a_full_disk_is_retried_while_cycles_continue(
     tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.checkpoints.published_weights.RETRY_S", 0.001)
@@ -153,7 +153,7 @@ async def test_a_full_disk_is_waited_for_beside_the_cycles(
 
 
 @named_or_not
-async def test_a_row_that_the_database_does_not_take_is_tried_again_and_leaves_no_folder(
+async def test_a_failed_commit_of_a_file_is_retried_and_leaves_no_folder(
     tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.checkpoints.published_weights.RETRY_S", 0.001)
@@ -180,7 +180,7 @@ async def test_a_row_that_the_database_does_not_take_is_tried_again_and_leaves_n
 
 
 @named_or_not
-async def test_a_lost_worker_takes_no_weights_with_it(tmp_path: Path, is_named: bool) -> None:
+async def test_published_weights_survive_the_loss_of_their_worker(tmp_path: Path, is_named: bool) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
@@ -192,7 +192,7 @@ async def test_a_lost_worker_takes_no_weights_with_it(tmp_path: Path, is_named: 
 
 
 @named_or_not
-async def test_a_stop_writes_what_has_no_file_and_leaves_nothing_to_run_again(tmp_path: Path, is_named: bool) -> None:
+async def test_a_stop_writes_the_missing_files_and_leaves_nothing_to_replay(tmp_path: Path, is_named: bool) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
@@ -207,7 +207,7 @@ async def test_a_stop_writes_what_has_no_file_and_leaves_nothing_to_run_again(tm
         assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
 
 
-async def test_a_stop_waits_for_a_file_that_nobody_needs_any_more_and_leaves_none(tmp_path: Path) -> None:
+async def test_a_stop_waits_for_the_file_of_an_ended_session_and_removes_it(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         with held_files(pool) as may_write:
@@ -222,7 +222,7 @@ async def test_a_stop_waits_for_a_file_that_nobody_needs_any_more_and_leaves_non
 
 
 @named_or_not
-async def test_a_stop_on_a_full_disk_leaves_it_to_the_log(tmp_path: Path, is_named: bool) -> None:
+async def test_weights_of_a_stop_on_a_full_disk_are_rematerialized_from_the_log(tmp_path: Path, is_named: bool) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
@@ -235,7 +235,9 @@ async def test_a_stop_on_a_full_disk_leaves_it_to_the_log(tmp_path: Path, is_nam
 
 
 @named_or_not
-async def test_an_adapter_deleted_before_the_file_is_there_leaves_its_samplers(tmp_path: Path, is_named: bool) -> None:
+async def test_samplers_of_an_adapter_that_is_deleted_before_their_file_is_written_can_still_be_sampled(
+    tmp_path: Path, is_named: bool
+) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
@@ -253,7 +255,7 @@ async def test_an_adapter_deleted_before_the_file_is_there_leaves_its_samplers(t
 
 
 @named_or_not
-async def test_an_adapter_is_not_deleted_while_the_disk_takes_no_file(tmp_path: Path, is_named: bool) -> None:
+async def test_an_adapter_is_not_deleted_while_its_weights_cannot_be_written(tmp_path: Path, is_named: bool) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         refuse_files(pool)
@@ -265,7 +267,7 @@ async def test_an_adapter_is_not_deleted_while_the_disk_takes_no_file(tmp_path: 
 
 
 @named_or_not
-async def test_an_adapter_is_not_deleted_before_its_weights_are_made_again(tmp_path: Path, is_named: bool) -> None:
+async def test_an_adapter_is_not_deleted_before_its_weights_are_rematerialized(tmp_path: Path, is_named: bool) -> None:
     async with running_pool(tmp_path, is_crash=True) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
@@ -302,13 +304,13 @@ async def test_a_sample_that_waits_for_weights_can_be_cancelled_and_ends_with_it
     assert after.state == SUCCEEDED
 
 
-async def test_a_session_that_ends_before_the_file_is_there_leaves_none_and_frees_the_log(tmp_path: Path) -> None:
+async def test_a_session_that_ends_before_the_file_is_written_leaves_none_and_frees_the_log(tmp_path: Path) -> None:
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
         adapter = await pool.adapter()
         with held_files(pool) as may_write:
             await train(pool, adapter, 0)
             await pool.finish_session(adapter)
-            for seq in itertools.count(5):  # a snapshot is begun behind a cycle, if none is being written then
+            for seq in itertools.count(5):  # a snapshot may begin after each cycle, unless one is being written
                 await pool.wait(await pool.forward_backward(adapter, seq, 3))
                 if snapshot_seq(pool, adapter) >= ROUND:
                     break
@@ -318,7 +320,7 @@ async def test_a_session_that_ends_before_the_file_is_there_leaves_none_and_free
         assert list((tmp_path / "samplers").iterdir()) == []
 
 
-async def test_the_newest_weights_are_followed_over_a_crash(tmp_path: Path) -> None:
+async def test_an_inflight_sampler_has_the_newest_weights_after_a_crash(tmp_path: Path) -> None:
     async with running_pool(tmp_path, is_crash=True) as pool:
         refuse_files(pool)
         adapter = await pool.adapter()
@@ -336,7 +338,9 @@ async def test_the_newest_weights_are_followed_over_a_crash(tmp_path: Path) -> N
 
 
 @named_or_not
-async def test_weights_that_cannot_be_made_again_are_said_to_be_lost(tmp_path: Path, is_named: bool) -> None:
+async def test_samples_of_weights_that_cannot_be_rematerialized_fail_with_state_lost(
+    tmp_path: Path, is_named: bool
+) -> None:
     async with running_pool(tmp_path, is_crash=True) as pool:
         refuse_files(pool)
         adapter = await pool.adapter()
@@ -350,7 +354,7 @@ async def test_weights_that_cannot_be_made_again_are_said_to_be_lost(tmp_path: P
 
             def failing(batch: Batch) -> BatchResult:
                 ran = run(batch)
-                error = ItemError(code=ErrorCode.OUT_OF_ORDER, message="it is elsewhere")
+                error = ItemError(code=ErrorCode.OUT_OF_ORDER, message="not the expected seq")
                 results = tuple(
                     replace(result, state=None, error=error) if isinstance(item, SaveItem) else result
                     for item, result in zip(batch.items, ran.results, strict=True)
@@ -366,7 +370,7 @@ async def test_weights_that_cannot_be_made_again_are_said_to_be_lost(tmp_path: P
 
 
 @named_or_not
-async def test_what_is_too_much_to_hold_is_written_before_it_is_committed(
+async def test_weights_above_the_memory_limit_are_written_before_their_save_is_committed(
     tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_pool(tmp_path) as pool:
@@ -385,7 +389,7 @@ async def test_what_is_too_much_to_hold_is_written_before_it_is_committed(
 
 
 @named_or_not
-async def test_weights_that_a_log_does_not_bring_again_bit_for_bit_have_their_file_first(
+async def test_weights_of_a_model_without_bit_exact_replay_are_written_before_their_save_is_committed(
     tmp_path: Path, is_named: bool
 ) -> None:
     async with running_pool(tmp_path) as pool:
@@ -399,7 +403,7 @@ async def test_weights_that_a_log_does_not_bring_again_bit_for_bit_have_their_fi
 async def save_behind_a_failed_append(
     pool: ToyPool, adapter: str, monkeypatch: pytest.MonkeyPatch, *, is_named: bool = False
 ) -> str:
-    """The name of a save at 4, accepted, that ran behind a step at 3 whose append failed meanwhile."""
+    """Run a save at seq 4 behind a step at seq 3 whose append fails meanwhile; return the name of the save."""
     store = pool.store
     await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2)])
     may_commit = threading.Event()
@@ -420,7 +424,7 @@ async def save_behind_a_failed_append(
 async def test_a_save_behind_an_append_that_failed_publishes_nothing(
     tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ran, with the effect of what nobody accepted, and its weights must be nowhere."""
+    """The save ran on weights that include the refused step. Those weights must never be sampled."""
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
@@ -436,7 +440,7 @@ async def test_a_save_behind_an_append_that_failed_publishes_nothing(
 
 @pytest.mark.slow
 @named_or_not
-async def test_hundreds_of_samplers_cost_a_worker_no_more_than_the_last_ones_also_after_a_restart(
+async def test_a_worker_with_hundreds_of_samplers_holds_a_bounded_number_of_versions_also_after_a_restart(
     tmp_path: Path, is_named: bool
 ) -> None:
     num_samplers = 4 * VERSIONS_MAX
@@ -452,7 +456,7 @@ async def test_hundreds_of_samplers_cost_a_worker_no_more_than_the_last_ones_als
         assert len(pool.engines["w0"][-1].versions) <= VERSIONS_MAX
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
-        assert pool.engines["w0"][-1].versions == {}, "what nobody asks for is not read"
+        assert pool.engines["w0"][-1].versions == {}, "weights are read only when they are sampled"
         assert [await sampled(pool, sampler, 2) for sampler in samplers[:70]] == right
         await pool.wait(await pool.forward_backward(adapter, ROUND * num_samplers + 2, 3))
         assert len(pool.engines["w0"][-1].versions) <= VERSIONS_MAX
@@ -460,7 +464,7 @@ async def test_hundreds_of_samplers_cost_a_worker_no_more_than_the_last_ones_als
 
 @named_or_not
 @pytest.mark.parametrize("whose_copy", ["its own", "another's"])
-async def test_a_load_that_comes_while_a_copy_is_read_waits_for_the_file_too(
+async def test_a_load_submitted_while_a_state_is_read_waits_for_the_file_too(
     tmp_path: Path, is_named: bool, whose_copy: str
 ) -> None:
     async with running_pool(tmp_path) as pool:
@@ -474,12 +478,12 @@ async def test_a_load_that_comes_while_a_copy_is_read_waits_for_the_file_too(
                 core.registry.logs[adapter if whose_copy == "its own" else other].lose_copy()
                 pool.hold()
                 await pool.forward_backward(third, 2, 3)
-                await asyncio.sleep(0.05)  # its pass has begun, so what comes now is of the same cycle's step phase
+                await asyncio.sleep(0.05)  # its pass has begun, so new operations join the step phase of the same cycle
                 names = [await pool.optim_step(other, 2), await pool.optim_step(adapter, 2)]
                 await pool.release()
                 await installs.until_begun()
                 names.append(await pool.load_state(adapter, 3, start))
-            await asyncio.wait_for(pool.wait(await pool.forward_backward(third, 3, 3)), 10)  # a cycle later
+            await asyncio.wait_for(pool.wait(await pool.forward_backward(third, 3, 3)), 10)  # in the next cycle
             assert not folder_of(pool, sampler)
             assert not core.failure.is_reported
             may_write.set()
@@ -487,7 +491,7 @@ async def test_a_load_that_comes_while_a_copy_is_read_waits_for_the_file_too(
         assert loaded.state == SUCCEEDED
 
 
-async def test_a_writer_that_fails_as_nobody_expected_lets_a_deletion_and_the_stop_end(tmp_path: Path) -> None:
+async def test_an_unexpected_error_of_the_writer_ends_a_deletion_and_the_stop(tmp_path: Path) -> None:
     async def delete_while_it_fails() -> None:
         async with running_pool(tmp_path) as pool:
             core, adapter = pool.core, await pool.adapter()
@@ -510,7 +514,7 @@ async def test_a_writer_that_fails_as_nobody_expected_lets_a_deletion_and_the_st
         await asyncio.wait_for(delete_while_it_fails(), 20)
 
 
-async def test_a_save_that_was_undone_and_can_run_no_more_says_so(
+async def test_an_undone_save_of_an_adapter_that_cannot_run_fails_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_pool(tmp_path) as pool:

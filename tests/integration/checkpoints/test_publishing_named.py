@@ -1,4 +1,4 @@
-"""A checkpoint for sampling is there before its file: it is read, deleted, kept and replaced as any other."""
+"""A sampler checkpoint exists before its file: it is read, deleted, kept and replaced as any other checkpoint."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ def chain_in(weights: bytes) -> bytes:
     return bytes.fromhex(json.loads(weights)["chain"])
 
 
-async def test_it_is_listed_read_and_trained_from_before_its_file_is_there_and_handed_out_after(tmp_path: Path) -> None:
+async def test_a_checkpoint_is_listed_before_its_file_is_written_and_exported_after(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
@@ -67,7 +67,7 @@ async def test_it_is_listed_read_and_trained_from_before_its_file_is_there_and_h
     assert chain_in(archive["adapter_model.safetensors"]) == chain_after(spec, 1)
 
 
-async def test_an_adapter_is_made_of_it_before_its_file_is_there(tmp_path: Path) -> None:
+async def test_an_adapter_is_created_from_a_checkpoint_before_its_file_is_written(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
@@ -79,7 +79,7 @@ async def test_an_adapter_is_made_of_it_before_its_file_is_there(tmp_path: Path)
             assert (await checkpoint(pool, path_of(adapter))).sha256 == ""
 
 
-async def test_it_outlives_its_session_and_a_crash_without_a_file(tmp_path: Path) -> None:
+async def test_a_checkpoint_without_a_file_outlives_its_session_and_a_crash(tmp_path: Path) -> None:
     async with running_pool(tmp_path, is_crash=True) as pool:
         refuse_files(pool)
         adapter = await pool.adapter()
@@ -94,7 +94,7 @@ async def test_it_outlives_its_session_and_a_crash_without_a_file(tmp_path: Path
     assert chain_in(archive["adapter_model.safetensors"]) == chain_after(spec, 1)
 
 
-async def test_until_it_is_made_again_after_a_crash_whoever_reads_it_is_told_to_come_again(tmp_path: Path) -> None:
+async def test_reads_of_a_checkpoint_are_retryable_until_it_is_rematerialized_after_a_crash(tmp_path: Path) -> None:
     async with running_pool(tmp_path, is_crash=True) as pool:
         refuse_files(pool)
         adapter = await pool.adapter()
@@ -114,9 +114,7 @@ async def test_until_it_is_made_again_after_a_crash_whoever_reads_it_is_told_to_
     assert listed.sha256 == ""
 
 
-async def test_a_full_disk_refuses_who_needs_the_file_and_nobody_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_refuses_an_export_and_no_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.checkpoints.published_weights.RETRY_S", 0.01)
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
@@ -130,14 +128,14 @@ async def test_a_full_disk_refuses_who_needs_the_file_and_nobody_else(
     assert refused.retry_delay_s is not None
 
 
-async def test_deleted_before_its_file_is_there_it_leaves_none_and_frees_the_log(tmp_path: Path) -> None:
+async def test_a_checkpoint_deleted_before_its_file_is_written_leaves_none_and_frees_the_log(tmp_path: Path) -> None:
     async with running_pool(tmp_path, replay_s_max=0.0) as pool:
         adapter = await pool.adapter()
         with held_files(pool) as may_write:
             sampler = await train(pool, adapter, 0, is_named=True)
             await pool.delete_checkpoint(path_of(adapter))
             [gone] = await asyncio.wait_for(pool.wait(await pool.sample(sampler, 1)), 10)
-            for seq in range(ROUND + 1, 1000):  # a snapshot is begun behind a cycle, if none is being written then
+            for seq in range(ROUND + 1, 1000):  # a snapshot may begin after each cycle, unless one is being written
                 await pool.wait(await pool.forward_backward(adapter, seq, 3))
                 if snapshot_seq(pool, adapter) >= ROUND:
                     break
@@ -148,8 +146,7 @@ async def test_deleted_before_its_file_is_there_it_leaves_none_and_frees_the_log
     assert gone.error.reason == "NOT_FOUND"
 
 
-async def test_a_file_that_no_row_takes_is_removed(tmp_path: Path) -> None:
-    """Whatever has deleted the row meanwhile."""
+async def test_a_file_whose_row_was_deleted_meanwhile_is_removed(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         with held_files(pool):
@@ -159,7 +156,7 @@ async def test_a_file_that_no_row_takes_is_removed(tmp_path: Path) -> None:
         assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-async def test_its_path_can_be_another_ones_before_its_file_is_there(tmp_path: Path) -> None:
+async def test_the_path_of_a_deleted_checkpoint_can_be_used_again_before_its_file_is_written(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         spec, path = pool.spec_of(adapter), path_of(adapter)
@@ -182,7 +179,7 @@ async def test_its_path_can_be_another_ones_before_its_file_is_there(tmp_path: P
     assert gone.error.reason == "NOT_FOUND"
 
 
-async def test_its_time_to_live_may_end_before_its_file_is_there(tmp_path: Path) -> None:
+async def test_a_checkpoint_that_expires_before_its_file_is_written_leaves_none(tmp_path: Path) -> None:
     async with running_pool(tmp_path, sweep_interval_s=0.01) as pool:
         adapter = await pool.adapter()
         with held_files(pool):
@@ -194,8 +191,7 @@ async def test_its_time_to_live_may_end_before_its_file_is_there(tmp_path: Path)
     assert saved.state == ops_pb.OPERATION_STATE_SUCCEEDED
 
 
-async def test_an_export_has_its_file_first(tmp_path: Path) -> None:
-    """It is there to be taken away."""
+async def test_a_save_for_export_completes_after_its_file_is_written(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         with held_files(pool):

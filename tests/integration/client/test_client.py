@@ -56,7 +56,7 @@ def test_a_training_loop_runs_from_end_to_end(service: ServiceClient) -> None:
     assert client.forward([datum(5)], "cross_entropy").result(10).metrics["tokens:sum"] == 1
 
 
-def test_a_failed_operation_fails_alone_and_says_why(service: ServiceClient) -> None:
+def test_a_failed_pass_fails_its_step_with_the_cause_and_the_next_step_succeeds(service: ServiceClient) -> None:
     client = service.create_lora_training_client(rank=8)
     failed = client.forward_backward([datum(POISON_TOKEN)], "cross_entropy")
     step = client.optim_step(ADAM)
@@ -85,7 +85,7 @@ def test_bad_input_has_a_clear_error_and_consumes_its_sequence_number(
     client.forward([datum(1)], "cross_entropy").result(10)
 
 
-def test_another_tenant_finds_nothing(service: ServiceClient, pool: RestartablePool) -> None:
+def test_another_tenants_training_run_is_not_found(service: ServiceClient, pool: RestartablePool) -> None:
     client = service.create_lora_training_client(rank=8)
     with ServiceClient(pool.url, pool.key("mallory")) as stranger:
         with pytest.raises(errors.NotFound):
@@ -94,7 +94,7 @@ def test_another_tenant_finds_nothing(service: ServiceClient, pool: RestartableP
             stranger.create_rest_client().get_training_run(client.model_id).result(10)
 
 
-def test_a_second_writer_is_told_the_place_that_is_next(service: ServiceClient) -> None:
+def test_a_second_writer_is_refused_with_the_expected_seq(service: ServiceClient) -> None:
     first = service.create_lora_training_client(rank=8)
     second = service.get_training_client(first.model_id)
     first.optim_step(AdamParams(learning_rate=1)).result(10)
@@ -127,7 +127,7 @@ def test_checkpoints_are_saved_loaded_listed_exported_and_deleted(service: Servi
     assert rest.list_user_checkpoints().result(10).checkpoints == []
 
 
-def test_sampling_streams_and_repeats_by_seed(service: ServiceClient) -> None:
+def test_samples_with_a_seed_are_the_same_for_named_and_unnamed_weights_and_as_a_stream(service: ServiceClient) -> None:
     client = service.create_lora_training_client(rank=8)
     client.train_step([datum(1)], "cross_entropy", ADAM)
     sampler = client.save_weights_and_get_sampling_client()
@@ -147,10 +147,10 @@ def test_sampling_streams_and_repeats_by_seed(service: ServiceClient) -> None:
     assert len([base.sample(PROMPT, 1, params) for _ in range(200)][-1].result(20).sequences) == 1
 
 
-def test_all_that_can_be_asked_of_a_sample_comes_through_grpc(service: ServiceClient) -> None:
+def test_every_optional_output_of_a_sample_is_returned_over_grpc(service: ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model="toy")
     params = SamplingParams(max_tokens=3, seed=5, stop=[])
-    answer = sampler.sample(
+    response = sampler.sample(
         PROMPT,
         1,
         params,
@@ -160,32 +160,32 @@ def test_all_that_can_be_asked_of_a_sample_comes_through_grpc(service: ServiceCl
         prompt_alt_tokens_k=1,
         prompt_logprobs_last_n=1,
     ).result(10)
-    assert answer.topk_prompt_logprobs == [None, None, [(3, -2.0), (4, -3.0)]]
-    assert answer.sequences[0].topk_logprobs == [[(token, -1.0)] for token in answer.sequences[0].tokens]
-    assert answer.target_prompt_logprobs is not None
-    assert answer.target_prompt_logprobs.tolist() == [[-1.0, 0.0], [0.0, 0.0]]
-    assert answer.prompt_alt_tokens is not None
-    assert answer.prompt_alt_tokens.tokens.tolist() == [[2], [3]]
-    assert answer.prompt_logprobs is None
+    assert response.topk_prompt_logprobs == [None, None, [(3, -2.0), (4, -3.0)]]
+    assert response.sequences[0].topk_logprobs == [[(token, -1.0)] for token in response.sequences[0].tokens]
+    assert response.target_prompt_logprobs is not None
+    assert response.target_prompt_logprobs.tolist() == [[-1.0, 0.0], [0.0, 0.0]]
+    assert response.prompt_alt_tokens is not None
+    assert response.prompt_alt_tokens.tokens.tolist() == [[2], [3]]
+    assert response.prompt_logprobs is None
     assert sampler.sample(PROMPT, 1, params).result(10).prompt_cache_hit_tokens == 2
     with pytest.raises(errors.InvalidArgument, match=r"give \(2, k\) token ids"):
         sampler.sample(PROMPT, 1, params, target_prompt_logprobs=[[1]]).result(10)
 
 
 @pytest.mark.slow
-def test_a_sampling_client_travels_to_other_processes_and_its_copies_get_answers_of_their_own(
+def test_copies_of_a_sampling_client_in_any_process_get_samples_of_their_own(
     pool: RestartablePool, service: ServiceClient
 ) -> None:
     sampler = service.create_sampling_client(base_model="toy")
-    params = SamplingParams(max_tokens=4)  # without a seed every request draws other tokens
+    params = SamplingParams(max_tokens=4)  # without a seed, every request draws different tokens
     first = sampler.sample(PROMPT, 1, params).result(10)
     handle = sampler.get_sampler_handle()
     assert pool.key() not in base64.b64decode(handle).decode()
     copies = [SamplingClient.from_sampler_handle(handle, api_key=pool.key()), pickle.loads(pickle.dumps(sampler))]
     with multiprocessing.get_context("spawn").Pool(1) as processes:
         elsewhere = processes.apply(sample_tokens, (sampler, params))
-    answers = [copy.sample(PROMPT, 1, params).result(10) for copy in copies]
-    tokens = [answer.sequences[0].tokens for answer in (first, *answers)] + [elsewhere]
+    responses = [copy.sample(PROMPT, 1, params).result(10) for copy in copies]
+    tokens = [response.sequences[0].tokens for response in (first, *responses)] + [elsewhere]
     assert len({tuple(row) for row in tokens}) == 4
     assert [copy.get_base_model() for copy in copies] == ["toy", "toy"]
     with pytest.raises(errors.Unauthenticated):
@@ -196,7 +196,7 @@ def sample_tokens(sampler: SamplingClient, params: SamplingParams) -> list[int]:
     return sampler.sample(PROMPT, 1, params).result(30).sequences[0].tokens
 
 
-def test_the_state_of_the_pool_can_be_watched(service: ServiceClient) -> None:
+def test_cycles_status_usage_and_operations_are_served(service: ServiceClient) -> None:
     rest = service.create_rest_client()
     client = service.create_lora_training_client(rank=8)
     cycles = rest.watch_cycles()

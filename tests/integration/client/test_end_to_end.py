@@ -1,4 +1,4 @@
-"""The whole way on the shipped model: client, gRPC, coordinator, engine, checkpoints; many tenants at once."""
+"""Client, gRPC, coordinator, engine and checkpoints together, with the shipped model and concurrent tenants."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def train(client: tinkerpool.TrainingClient, text: str, num_steps: int, learning
     return losses
 
 
-def test_several_tenants_train_at_once_and_each_ends_as_if_alone(pool: ServedPool) -> None:
+def test_a_co_batched_tenant_gets_the_same_bits_as_solo(pool: ServedPool) -> None:
     texts = [TEXT, "The LORD is my shepherd; I shall not want.\n", "Let there be light: and there was light.\n"]
 
     def run(index: int, results: dict[int, Any], steps: int = 5) -> None:
@@ -56,17 +56,17 @@ def test_several_tenants_train_at_once_and_each_ends_as_if_alone(pool: ServedPoo
             losses = train(client, texts[index], steps)
             results[index] = (losses, logprobs(client, [datum(client.get_tokenizer(), texts[index])])[0])
 
-    together: dict[int, Any] = {}
-    threads = [threading.Thread(target=run, args=(index, together)) for index in range(3)]
+    co_batched: dict[int, Any] = {}
+    threads = [threading.Thread(target=run, args=(index, co_batched)) for index in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    alone: dict[int, Any] = {}
-    run(1, alone)
-    assert all(losses[-1] < losses[0] for losses, _ in together.values())
-    assert together[1][0] == alone[1][0]
-    assert together[1][1].tobytes() == alone[1][1].tobytes()
+    solo: dict[int, Any] = {}
+    run(1, solo)
+    assert all(losses[-1] < losses[0] for losses, _ in co_batched.values())
+    assert co_batched[1][0] == solo[1][0]
+    assert co_batched[1][1].tobytes() == solo[1][1].tobytes()
 
 
 def test_a_pair_takes_one_cycle_and_an_awaited_loop_two(pool: ServedPool) -> None:
@@ -81,7 +81,7 @@ def test_a_pair_takes_one_cycle_and_an_awaited_loop_two(pool: ServedPool) -> Non
     assert first < second
 
 
-def test_saved_state_comes_back_bit_for_bit(pool: ServedPool) -> None:
+def test_a_saved_state_is_loaded_bit_for_bit(pool: ServedPool) -> None:
     with pool.client("alice") as service:
         client = service.create_lora_training_client(rank=8, seed=3)
         data = [datum(client.get_tokenizer())]

@@ -55,14 +55,14 @@ def test_the_token_budget_bounds_a_small_tenants_latency_beside_one_with_a_hundr
 
     async def scenario(toys: ToyPool) -> tuple[list[float], int]:
         loop = asyncio.get_running_loop()
-        hog, small, latencies = await toys.adapter("hog"), await toys.adapter("small"), []
+        busy, small, latencies = await toys.adapter("busy"), await toys.adapter("small"), []
 
         async def overload() -> None:
             sent: deque[str] = deque()
             for seq in itertools.count(1):
-                sent.append(await toys.forward_backward(hog, seq, *[16] * 100, tenant="hog"))
+                sent.append(await toys.forward_backward(busy, seq, *[16] * 100, tenant="busy"))
                 if len(sent) == 4:
-                    await toys.wait(sent.popleft(), tenant="hog")
+                    await toys.wait(sent.popleft(), tenant="busy")
 
         overloading = loop.create_task(overload())
         for step in range(num_steps):

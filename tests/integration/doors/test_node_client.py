@@ -41,7 +41,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_program_with_the_protos_alone_trains_and_samples(program: Path, tmp_path: Path) -> None:
+def test_a_program_that_has_only_the_protos_trains_and_samples(program: Path, tmp_path: Path) -> None:
     with shipped_pool(tmp_path / "pool") as pool:
         environment = os.environ | {"TINKERPOOL_BASE_URL": pool.url, "TINKERPOOL_API_KEY": pool.key("alice")}
         done = subprocess.run(

@@ -30,7 +30,7 @@ WAIT_S = 30
 
 
 def toy_tokenizer() -> bytes:
-    """A tokenizer of a hundred words, w0 to w99; the first one ends a text."""
+    """Return a tokenizer of a hundred words, w0 to w99; the first one ends a text."""
     tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(100)}, unk_token="w99"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     text: str = tokenizer.to_str()
@@ -82,8 +82,8 @@ def test_many_requests_share_one_session_and_a_sampler_for_each_model(pool: Rest
     paths = [save(pool, name, adapter, seq) for seq, name in enumerate(("a", "b"), start=1)]
     with client_of(pool) as client, ThreadPoolExecutor(16) as threads:
         complete = partial(client.completions.create, prompt="w1", max_tokens=2)
-        answers = list(threads.map(lambda model: complete(model=model), ["toy", *paths] * 20))
-    assert all(len(answer.choices[0].text.split()) == 2 for answer in answers)
+        responses = list(threads.map(lambda model: complete(model=model), ["toy", *paths] * 20))
+    assert all(len(response.choices[0].text.split()) == 2 for response in responses)
     assert len(rows(pool, "SELECT * FROM samplers")) == 3
     sessions = rows(pool, "SELECT * FROM sessions WHERE user_metadata LIKE '%openai%'")
     assert len(sessions) == 1
@@ -160,11 +160,11 @@ def test_a_request_with_an_idempotency_key_continues_after_its_client_disconnect
     pool.release()
     wait_until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_SUCCEEDED)
     with client_of(pool) as client:
-        answer = client.completions.create(
+        response = client.completions.create(
             model="toy", prompt="w1", max_tokens=60, extra_headers={"Idempotency-Key": "mine"}
         )
     sampled = outcome_of(pool).sample.sequences[0]
-    assert answer.choices[0].text.split() == [f"w{token}" for token in from_tensor(sampled.tokens).tolist()]
+    assert response.choices[0].text.split() == [f"w{token}" for token in from_tensor(sampled.tokens).tolist()]
 
 
 def test_a_request_with_an_idempotency_key_runs_once_across_a_restart(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_stop_of_the_pool_cancels_no_samples(tmp_path: Path) -> None:
         wait_until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_SUCCEEDED)
 
 
-def test_the_doors_session_lives_while_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_session_of_the_door_stays_live_while_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "HEARTBEAT_S", 0.1)
     settings: dict[str, Any] = {"session_timeout_s": 0.6, "sweep_interval_s": 0.1}
     with pool_of_words(tmp_path / "data", **settings) as pool, client_of(pool) as client:

@@ -61,18 +61,18 @@ def test_the_same_seed_gives_the_same_text_through_both_doors(
         (training.model_id, ours.create_sampling_client(model_path=path)),
     ):
         sampled = sampler.sample(tinkerpool.ModelInput.from_ints(tokens), 3, params).result(WAIT_S).sequences
-        answer = client.completions.create(
+        response = client.completions.create(
             model=model, prompt=PROMPT, max_tokens=24, seed=11, temperature=0.8, top_p=0.9, n=3, logprobs=0
         )
-        assert [c.text for c in answer.choices] == [
+        assert [c.text for c in response.choices] == [
             tokenizer.decode(s.tokens, skip_special_tokens=True) for s in sampled
         ]
-        for choice, sequence in zip(answer.choices, sampled, strict=True):
+        for choice, sequence in zip(response.choices, sampled, strict=True):
             assert choice.logprobs is not None
             assert np.array_equal(
                 np.array(choice.logprobs.token_logprobs, np.float32), np.array(sequence.logprobs, np.float32)
             )
-        assert answer.model == (path if model != MODEL else MODEL)
+        assert response.model == (path if model != MODEL else MODEL)
 
 
 def test_a_conversation_is_rendered_by_the_models_template(client: openai.OpenAI) -> None:
@@ -80,13 +80,13 @@ def test_a_conversation_is_rendered_by_the_models_template(client: openai.OpenAI
     plain = client.completions.create(
         model=MODEL, prompt=text + "<|im_start|>assistant\n", max_tokens=20, seed=3, temperature=0.7
     )
-    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=20, seed=3, temperature=0.7)
-    assert answer.choices[0].message.role == "assistant"
-    assert answer.choices[0].message.content == plain.choices[0].text
-    assert answer.usage == plain.usage
+    response = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=20, seed=3, temperature=0.7)
+    assert response.choices[0].message.role == "assistant"
+    assert response.choices[0].message.content == plain.choices[0].text
+    assert response.usage == plain.usage
 
 
-def test_a_streamed_answer_is_the_whole_one(client: openai.OpenAI) -> None:
+def test_a_streamed_completion_equals_the_whole_one(client: openai.OpenAI) -> None:
     values: dict[str, Any] = {"model": MODEL, "max_tokens": 30, "seed": 4, "n": 2}
     whole = client.chat.completions.create(messages=MESSAGES, **values)
     chunks = list(
@@ -124,8 +124,8 @@ def test_a_batch_of_prompts_equals_each_prompt_by_itself(client: openai.OpenAI) 
     prompts = [PROMPT, "In the beginning", "Thus saith"]
     values: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "seed": 6, "n": 2}
     together = client.completions.create(prompt=prompts, **values)
-    alone = [choice.text for p in prompts for choice in client.completions.create(prompt=p, **values).choices]
-    assert [choice.text for choice in together.choices] == alone
+    separately = [choice.text for p in prompts for choice in client.completions.create(prompt=p, **values).choices]
+    assert [choice.text for choice in together.choices] == separately
     assert [choice.index for choice in together.choices] == list(range(6))
 
 
@@ -138,11 +138,11 @@ def test_greedy_needs_no_seed(client: openai.OpenAI) -> None:
 def test_an_echoed_prompt_has_the_log_probabilities_that_compute_logprobs_gives(
     client: openai.OpenAI, ours: tinkerpool.ServiceClient
 ) -> None:
-    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=0, echo=True, logprobs=0)
+    response = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=0, echo=True, logprobs=0)
     sampler = ours.create_sampling_client(base_model=MODEL)
     tokens = sampler.get_tokenizer().encode(PROMPT)
     expected = sampler.compute_logprobs(tinkerpool.ModelInput.from_ints(tokens)).result(WAIT_S)
-    [choice] = answer.choices
+    [choice] = response.choices
     assert choice.text == PROMPT
     assert choice.logprobs is not None
     assert choice.logprobs.token_logprobs == expected
@@ -152,10 +152,10 @@ def test_an_echoed_prompt_has_the_log_probabilities_that_compute_logprobs_gives(
 async def test_an_async_client_gets_the_same_text_for_concurrent_calls(pool: ServedPool, key: str) -> None:
     async with openai.AsyncOpenAI(base_url=f"{pool.http_url}/v1", api_key=f"tml-{key}", timeout=WAIT_S) as client:
         values: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12}
-        answers = await asyncio.gather(*(client.completions.create(seed=seed, **values) for seed in range(8)))
+        responses = await asyncio.gather(*(client.completions.create(seed=seed, **values) for seed in range(8)))
         for seed in (0, 7):
             stream = await client.completions.create(seed=seed, stream=True, **values)
-            assert "".join([chunk.choices[0].text async for chunk in stream]) == answers[seed].choices[0].text
+            assert "".join([chunk.choices[0].text async for chunk in stream]) == responses[seed].choices[0].text
         assert (await client.models.list()).data[0].id == MODEL
 
 
@@ -182,8 +182,8 @@ def test_top_logprobs_come_with_each_token(client: openai.OpenAI) -> None:
     assert logprobs.tokens is not None
     assert logprobs.token_logprobs is not None
     assert logprobs.top_logprobs is not None
-    for place in range(len(logprobs.tokens) - 6, len(logprobs.tokens)):
-        assert max(logprobs.top_logprobs[place].values()) == logprobs.token_logprobs[place]  # greedy sampling
+    for index in range(len(logprobs.tokens) - 6, len(logprobs.tokens)):
+        assert max(logprobs.top_logprobs[index].values()) == logprobs.token_logprobs[index]  # greedy sampling
     assert all(len(each) in (3, 4) for each in logprobs.top_logprobs[1:])
     chat = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=3, **values)
     streamed = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=3, stream=True, **values)

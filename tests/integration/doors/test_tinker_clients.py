@@ -42,8 +42,8 @@ def sample(wired: Wire, sampler_id: str, seq: int, **params: Any) -> str:
 def finished(wired: Wire, sampler_id: str, cursor: int = 0, client: int = 0, timeout: float | None = None) -> Any:
     target = {"type": "sampling_session", "sampling_session_id": sampler_id, "cloned_sampler_id": client}
     body = {"target": target, "prev_cursor": cursor, "timeout": timeout, "retrieved_request_ids": ["any"]}
-    answer = wired.ok("/retrieve_futures", body)
-    return [(c["state"], c["request_id"]) for c in answer["completions"]], answer["cursor"]
+    response = wired.ok("/retrieve_futures", body)
+    return [(c["state"], c["request_id"]) for c in response["completions"]], response["cursor"]
 
 
 def test_finished_samples_are_listed_with_a_cursor_and_fetched_one_by_one(wired: Wire, sampler_id: str) -> None:
@@ -101,11 +101,11 @@ def calls_of(pool: RestartablePool, monkeypatch: pytest.MonkeyPatch, name: str) 
     service, calls = pool.pool.coordinator.service, []
     use_case: Callable[..., Any] = getattr(service, name)
 
-    def noted(*args: Any) -> Any:
+    def recorded(*args: Any) -> Any:
         calls.append(args)
         return use_case(*args)
 
-    monkeypatch.setattr(service, name, noted)
+    monkeypatch.setattr(service, name, recorded)
     return calls
 
 
@@ -122,8 +122,10 @@ def test_the_sdk_holds_one_call_for_all_its_samples(pool: RestartablePool, monke
         waits_meanwhile = len(waits)
         pool.release()
         assert waits_meanwhile == 0  # no result is requested before it is listed
-        answers = [future.result(WAIT_S) for future in futures]
-        assert {tuple(answer.sequences[0].tokens) for answer in answers} == {tuple(answers[0].sequences[0].tokens)}
+        responses = [future.result(WAIT_S) for future in futures]
+        assert {tuple(response.sequences[0].tokens) for response in responses} == {
+            tuple(responses[0].sequences[0].tokens)
+        }
         assert len(waits) == 60
 
 
@@ -135,8 +137,8 @@ def test_copies_of_a_client_are_numbered_by_the_pool(pool: RestartablePool, monk
         handle = sampler.get_sampler_handle()
         copies = [tinker.SamplingClient.from_sampler_handle(handle, api_key=f"tml-{pool.key()}") for _ in range(2)]
         clients = [sampler, *(copy.result(WAIT_S) if hasattr(copy, "result") else copy for copy in copies)]
-        answers = [client.sample(PROMPT, 1, params) for client in clients for _ in range(3)]
-        ids = {answer.result(WAIT_S).sequences[0].sequence_id for answer in answers}
+        responses = [client.sample(PROMPT, 1, params) for client in clients for _ in range(3)]
+        ids = {response.result(WAIT_S).sequences[0].sequence_id for response in responses}
         assert len(ids) == 9
         assert len(joins) == 2
 

@@ -154,8 +154,8 @@ def test_truncated_or_too_large_bodies_consume_their_seq_if_they_name_it(wired: 
     damaged = pass_of(model, 3, [1]).SerializeToString() + b"\xff"
     assert wired.binary(pass_of(model, 3), damaged).json() == {"request_id": f"{model}:3"}
     packed = zstandard.compress(pass_of(model, 4, [1]).SerializeToString()) + b"more"
-    answer = wired.binary(pass_of(model, 4), packed, **{"content-encoding": "zstd"})
-    assert answer.json() == {"request_id": f"{model}:4"}
+    response = wired.binary(pass_of(model, 4), packed, **{"content-encoding": "zstd"})
+    assert response.json() == {"request_id": f"{model}:4"}
     assert [wired.result(f"{model}:{seq}")["category"] for seq in range(1, 5)] == ["user"] * 4
 
 
@@ -201,7 +201,7 @@ def test_a_retryable_refusal_consumes_no_seq(pool: RestartablePool, wired: Wire,
     assert 1 not in pool.pool.log_of(model).operations
 
 
-def test_a_poll_is_held_open_and_then_told_to_try_again(wired: Wire, model: str) -> None:
+def test_a_poll_is_held_open_and_then_returns_try_again(wired: Wire, model: str) -> None:
     promise = wired.ok("/optim_step", step(model, 2))["request_id"]
     begin = time.monotonic()
     response = wired.post("/retrieve_future", {"request_id": promise, "allow_metadata_only": True})
@@ -213,12 +213,12 @@ def test_a_poll_is_held_open_and_then_told_to_try_again(wired: Wire, model: str)
 def test_a_queued_operation_is_cancelled_and_an_unknown_one_ignored(wired: Wire, model: str) -> None:
     promise = wired.ok("/optim_step", step(model, 2))["request_id"]
     wired.ok("/cancel_future", {"request_id": promise})
-    wired.ok("/cancel_future", {"request_id": "nobody:7"})
+    wired.ok("/cancel_future", {"request_id": "unknown:7"})
     wired.binary(pass_of(model, 1, [1]))
     assert "CANCELLED" in wired.result(promise)["error"]
 
 
-@pytest.mark.parametrize("request_id", ["nobody:1", "", "x", "a:b:0", "create_modelx"])
+@pytest.mark.parametrize("request_id", ["unknown:1", "", "x", "a:b:0", "create_modelx"])
 def test_an_unknown_promise_is_gone(wired: Wire, request_id: str) -> None:
     response = wired.post("/retrieve_future", {"request_id": request_id})
     assert response.status_code == 410
@@ -258,7 +258,7 @@ def test_a_malformed_body_is_refused_by_field(wired: Wire, path: str, body: dict
 
 
 def test_malformed_bodies_without_a_seq_are_refused(wired: Wire) -> None:
-    request = pass_of("nobody:train:0", 1, [1])
+    request = pass_of("unknown:train:0", 1, [1])
     for body, headers, told in (
         (b"\xff\xff\xff", {}, "not a forward_backward request"),
         (b"not packed", {"content-encoding": "zstd"}, "not zstd"),
@@ -290,7 +290,7 @@ def test_a_call_without_data_has_a_small_limit(wired: Wire, path: str) -> None:
     assert wired.post(path, {"user_metadata": {"a": "b" * SMALL_BYTES_MAX}}).status_code == 413
 
 
-def test_health_and_client_settings_are_served(wired: Wire) -> None:
+def test_health_client_settings_and_models_are_served(wired: Wire) -> None:
     assert wired.get("/healthz").json() == {"status": "ok"}
     config = wired.ok("/client/config", {"sdk_version": "0.38.0"})
     assert config["fwdbwd_max_chunk_len"] == LIMITS.datums_max
@@ -305,7 +305,7 @@ def test_a_finished_session_ends_the_heartbeats(wired: Wire) -> None:
     wired.ok("/session_heartbeat", {"session_id": session})
     wired.ok(f"/sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
     assert wired.post("/session_heartbeat", {"session_id": session}).status_code == 410
-    assert wired.post("/session_heartbeat", {"session_id": "nobody"}).status_code == 403
+    assert wired.post("/session_heartbeat", {"session_id": "unknown"}).status_code == 403
 
 
 @pytest.mark.parametrize(
@@ -320,14 +320,14 @@ def test_another_tenants_session_is_forbidden(
     wire: Callable[[str], Wire], wired: Wire, path: str, body: dict[str, Any]
 ) -> None:
     stranger = wire("mallory")
-    for session in (stranger.session(), "nobody"):
+    for session in (stranger.session(), "unknown"):
         response = wired.post(path, {**body, "session_id": session})
         assert response.status_code == 403
         assert f"no session {session!r}" in response.json()["detail"]
 
 
 @pytest.mark.slow
-def test_two_hundred_futures_are_held_without_a_thread_each(tmp_path: Path) -> None:
+def test_two_hundred_polls_are_held_open_without_a_thread_each(tmp_path: Path) -> None:
     with restartable_pool(tmp_path / "data") as pool:
         wired = Wire(pool.http_url, pool.key())
         session = wired.session()
@@ -448,7 +448,7 @@ def test_no_json_body_causes_an_internal_error_or_a_refusal_without_a_reason(wir
 @hypothesis.settings(max_examples=60, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(content=st.binary(max_size=200), is_cut=st.booleans())
 def test_no_binary_body_causes_an_internal_error(wired: Wire, content: bytes, is_cut: bool) -> None:
-    valid = pass_of("nobody:train:0", 1, [1, 2]).SerializeToString()
+    valid = pass_of("unknown:train:0", 1, [1, 2]).SerializeToString()
     body = valid[: len(content)] + content if is_cut else content
     response = wired.binary(wire.ForwardBackwardRequest(), body)
     assert response.status_code in (400, 404)

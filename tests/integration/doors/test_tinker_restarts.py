@@ -1,4 +1,4 @@
-"""The official SDK while the pool stops and restarts: it waits, and gets the results of its promises."""
+"""The official SDK while the pool is killed and restarted: it waits, and gets the results of its promises."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_STEPS = 40
 ADAM = types.AdamParams(learning_rate=1e-3)
 
 
-def test_steps_under_way_survive_a_killed_pool_and_run_once_each(tmp_path: Path) -> None:
+def test_running_steps_survive_a_killed_pool_and_run_once_each(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path / "home")
     with terminal.serve(*TOY) as (process, serving):
         key = terminal.credentials()["api_key"]

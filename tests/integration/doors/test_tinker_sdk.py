@@ -45,7 +45,7 @@ def client(service: tinker.ServiceClient) -> Any:
     return service.create_lora_training_client("toy", rank=8, seed=3).result(WAIT_S)
 
 
-def test_a_step_sent_as_a_pair_takes_one_cycle_and_says_which(pool: RestartablePool, client: Any) -> None:
+def test_a_step_sent_as_a_pair_takes_one_cycle_and_its_metrics_name_it(pool: RestartablePool, client: Any) -> None:
     engine = pool.pool.engines["w0"][-1]
     engine.may_run.clear()
     passed = client.forward_backward([datum(1, 2, 3), datum(4)], "cross_entropy")
@@ -124,14 +124,14 @@ def test_samples_come_from_saved_named_and_base_weights(service: tinker.ServiceC
     unnamed = client.save_weights_and_get_sampling_client().result(WAIT_S)
     named = service.create_sampling_client(model_path=path).result(WAIT_S)
     base = service.create_sampling_client(base_model="toy").result(WAIT_S)
-    answers = [sampler.sample(PROMPT, 2, params).result(WAIT_S) for sampler in (unnamed, named, base)]
-    assert [len(answer.sequences) for answer in answers] == [2, 2, 2]
-    tokens = [[sequence.tokens for sequence in answer.sequences] for answer in answers]
+    responses = [sampler.sample(PROMPT, 2, params).result(WAIT_S) for sampler in (unnamed, named, base)]
+    assert [len(response.sequences) for response in responses] == [2, 2, 2]
+    tokens = [[sequence.tokens for sequence in response.sequences] for response in responses]
     assert tokens[0] == tokens[1] != tokens[2]
-    for sequence in answers[0].sequences:
+    for sequence in responses[0].sequences:
         assert sequence.logprobs is not None
         assert len(sequence.logprobs) == len(sequence.tokens)
-    assert {sequence.sequence_id for sequence in answers[0].sequences} == {
+    assert {sequence.sequence_id for sequence in responses[0].sequences} == {
         f"{client.model_id.rsplit(':', 2)[0]}:sample:{unnamed._sampling_session_id.rsplit(':', 1)[1]}:1:{i}"
         for i in range(2)
     }
@@ -157,9 +157,9 @@ def test_top_tokens_come_for_prompt_and_samples(service: tinker.ServiceClient) -
     sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
     params = types.SamplingParams(max_tokens=4, seed=1, stop=[])
     asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 3, "topk_sample_logprobs": 2}
-    answer = sampler.sample(PROMPT, 2, params, **asked).result(WAIT_S)  # type: ignore[arg-type]
-    assert answer.topk_prompt_logprobs == [None, *([(t, -2), (t + 1, -3), (t + 2, -4)] for t in (2, 3))]
-    for sequence in answer.sequences:
+    response = sampler.sample(PROMPT, 2, params, **asked).result(WAIT_S)  # type: ignore[arg-type]
+    assert response.topk_prompt_logprobs == [None, *([(t, -2), (t + 1, -3), (t + 2, -4)] for t in (2, 3))]
+    for sequence in response.sequences:
         assert sequence.topk_logprobs == [[(t, -1), (t + 1, -2)] for t in sequence.tokens]
     last = sampler.sample(PROMPT, 1, params, prompt_logprobs_last_n=1, **asked).result(WAIT_S)  # type: ignore[arg-type]
     assert last.topk_prompt_logprobs == [None, None, [(3, -2), (4, -3), (5, -4)]]
@@ -178,8 +178,8 @@ def test_targets_are_scored_in_the_layout_of_the_request(service: tinker.Service
     assert (targets.sparse_crow_indices is not None) == is_sparse
     sampler = service.create_sampling_client(base_model="toy").result(WAIT_S)
     params = types.SamplingParams(max_tokens=1)
-    answer = sampler.sample(prompt, 1, params, target_prompt_logprobs=targets).result(WAIT_S)
-    logprobs = answer.target_prompt_logprobs
+    response = sampler.sample(prompt, 1, params, target_prompt_logprobs=targets).result(WAIT_S)
+    logprobs = response.target_prompt_logprobs
     assert logprobs is not None
     assert (logprobs.dtype, logprobs.shape) == ("float32", [11, 4])
     assert logprobs.sparse_crow_indices == targets.sparse_crow_indices
@@ -368,7 +368,7 @@ def test_an_ended_session_accepts_nothing_more(pool: RestartablePool, wired: Wir
             service.create_sampling_client(base_model="toy").result(WAIT_S)
 
 
-def test_both_doors_drive_one_run(pool: RestartablePool, client: Any) -> None:
+def test_both_doors_train_the_same_adapter(pool: RestartablePool, client: Any) -> None:
     client.forward_backward([datum(1, 2)], "cross_entropy")
     client.optim_step(ADAM).result(WAIT_S)
     path = client.save_weights_for_sampler("shared").result(WAIT_S).path

@@ -1,4 +1,4 @@
-"""Sampling over the service: tokens depend on the logged request alone, whatever happens around it."""
+"""Sampling over the service: tokens depend on the logged request alone."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ QUEUED, RUNNING = ops_pb.OPERATION_STATE_QUEUED, ops_pb.OPERATION_STATE_RUNNING
 
 
 async def trained_sampler(pool: ToyPool) -> str:
-    """An unnamed sampler of an adapter after one step."""
+    """Return an unnamed sampler of an adapter after one step."""
     adapter = await pool.adapter()
     await pool.forward_backward(adapter, 1, 5)
     await pool.optim_step(adapter, 2)
@@ -82,7 +82,7 @@ async def test_a_stream_has_every_token_once_and_ends_with_the_operation(tmp_pat
     assert (nothing, again) == ({}, operation)
 
 
-async def test_what_a_lost_worker_had_streamed_is_not_streamed_again(tmp_path: Path) -> None:
+async def test_tokens_that_a_lost_worker_has_streamed_are_not_streamed_again(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         sampler, principal = await pool.sampler(await pool.session()), await pool.principal()
         engine = pool.engines["w0"][-1]
@@ -106,7 +106,7 @@ async def test_what_a_lost_worker_had_streamed_is_not_streamed_again(tmp_path: P
     assert [tokens] == tokens_of(last.operation)
 
 
-async def test_a_lost_workers_samples_run_again_elsewhere_and_give_the_same_tokens(tmp_path: Path) -> None:
+async def test_samples_of_a_lost_worker_run_again_and_give_the_same_tokens(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         sampler = await trained_sampler(pool)
         expected = await pool.wait(*[await pool.sample(sampler, seq, seed=seq) for seq in range(1, 5)])
@@ -119,7 +119,7 @@ async def test_a_lost_workers_samples_run_again_elsewhere_and_give_the_same_toke
 
 
 @pytest.mark.parametrize("is_running", [True, False])
-async def test_a_cancelled_sample_ends_whether_it_waits_or_decodes(tmp_path: Path, is_running: bool) -> None:
+async def test_a_cancelled_sample_ends_whether_it_is_queued_or_decoded(tmp_path: Path, is_running: bool) -> None:
     async with running_pool(tmp_path, samples_per_worker_max=1) as pool:
         sampler, principal = await pool.sampler(await pool.session()), await pool.principal()
         pool.hold()
@@ -139,7 +139,7 @@ async def test_a_cancelled_sample_ends_whether_it_waits_or_decodes(tmp_path: Pat
     assert finished.state == SUCCEEDED
 
 
-async def test_a_sampler_says_which_checkpoint_it_samples_from(tmp_path: Path) -> None:
+async def test_a_sampler_names_its_checkpoint_and_base_model(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         path = (await pool.save(await pool.adapter(), 1, "first")).save_state.path
         sampler_id = await pool.sampler(await pool.session(), model_path=path)
@@ -148,16 +148,16 @@ async def test_a_sampler_says_which_checkpoint_it_samples_from(tmp_path: Path) -
     assert (sampler.model_path, sampler.base_model) == (path, "toy")
 
 
-@pytest.mark.parametrize("is_remembered", [False, True])
-async def test_a_sampler_of_a_deleted_checkpoint_says_so_and_holds_nobody_up(
-    tmp_path: Path, is_remembered: bool
+@pytest.mark.parametrize("is_loaded", [False, True])
+async def test_a_sample_of_a_deleted_checkpoint_fails_with_the_reason_and_blocks_no_other(
+    tmp_path: Path, is_loaded: bool
 ) -> None:
     async with running_pool(tmp_path, samples_per_worker_max=2) as pool:
         adapter = await pool.adapter()
         path = (await pool.save(adapter, 1, "first")).save_state.path
         session = adapter.partition(":")[0]
         sampler, base = await pool.sampler(session, model_path=path), await pool.sampler(session)
-        if is_remembered:
+        if is_loaded:
             [before] = await pool.wait(await pool.sample(sampler, 9))
             assert before.state == SUCCEEDED
         await pool.delete_checkpoint(path)
@@ -168,7 +168,7 @@ async def test_a_sampler_of_a_deleted_checkpoint_says_so_and_holds_nobody_up(
     assert fine.state == SUCCEEDED
 
 
-async def test_a_sampler_that_cannot_be_read_makes_room_for_who_waits_behind_it(tmp_path: Path) -> None:
+async def test_a_sample_whose_weights_cannot_be_read_frees_its_slots_for_queued_samples(tmp_path: Path) -> None:
     async with running_pool(tmp_path, samples_per_worker_max=2) as pool:
         adapter = await pool.adapter()
         path = (await pool.save(adapter, 1, "first")).save_state.path
@@ -188,7 +188,9 @@ async def test_a_sampler_that_cannot_be_read_makes_room_for_who_waits_behind_it(
     assert fine.state == SUCCEEDED
 
 
-async def test_a_sample_whose_worker_is_lost_before_it_got_it_is_started_once_on_the_next(tmp_path: Path) -> None:
+async def test_a_sample_whose_worker_is_lost_before_its_start_is_started_once_on_the_replacement(
+    tmp_path: Path,
+) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         path = (await pool.save(adapter, 1, "first")).save_state.path
@@ -206,9 +208,7 @@ async def test_a_sample_whose_worker_is_lost_before_it_got_it_is_started_once_on
     assert start_sample.call_count == 1
 
 
-async def test_workers_are_asked_to_remember_a_bounded_number_of_versions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_holds_a_bounded_number_of_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert VERSIONS_MAX > 3
     monkeypatch.setattr("coordinator.fleet.fleet.VERSIONS_MAX", 3)
     async with running_pool(tmp_path) as pool:
@@ -227,7 +227,7 @@ async def test_workers_are_asked_to_remember_a_bounded_number_of_versions(
         assert set(engine.versions) == pool.versions_on()
 
 
-async def test_a_worker_that_only_samples_forgets_versions_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_only_samples_drops_versions_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.fleet.fleet.VERSIONS_MAX", 3)
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
@@ -242,7 +242,7 @@ async def test_a_worker_that_only_samples_forgets_versions_too(tmp_path: Path, m
         assert len(engine.batches) == num_batches
 
 
-async def test_a_call_that_goes_away_while_its_sample_is_logged_does_not_strand_it(tmp_path: Path) -> None:
+async def test_a_sample_whose_call_is_cancelled_while_it_is_logged_completes(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         sampler = await pool.sampler(await pool.session())
         call = asyncio.create_task(pool.sample(sampler, 1, seed=1))
@@ -255,7 +255,7 @@ async def test_a_call_that_goes_away_while_its_sample_is_logged_does_not_strand_
     assert operation.state == SUCCEEDED
 
 
-async def test_a_sample_that_could_not_be_logged_is_not_run_and_can_be_sent_again(
+async def test_a_sample_whose_append_failed_does_not_run_and_can_be_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_pool(tmp_path) as pool:
@@ -270,7 +270,7 @@ async def test_a_sample_that_could_not_be_logged_is_not_run_and_can_be_sent_agai
 
 
 def note_starts(pool: ToyPool) -> list[SampleRequest]:
-    """Requests, as the worker gets them from now on."""
+    """Return a list that collects the requests that the worker receives from now on."""
     engine, started = pool.engines["w0"][-1], list[SampleRequest]()
     start_sample = engine.start_sample
 
@@ -282,7 +282,7 @@ def note_starts(pool: ToyPool) -> list[SampleRequest]:
     return started
 
 
-async def test_prompts_of_different_tenants_are_of_different_scopes(tmp_path: Path) -> None:
+async def test_prompts_of_different_tenants_have_different_cache_scopes(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         started = note_starts(pool)
         for tenant in ("alice", "alice", "bob"):
@@ -292,53 +292,55 @@ async def test_prompts_of_different_tenants_are_of_different_scopes(tmp_path: Pa
     assert first == second != other
 
 
-async def test_a_hog_with_a_hundred_long_requests_lets_a_newcomer_wait_for_one_of_them(tmp_path: Path) -> None:
+async def test_a_new_tenants_sample_starts_before_the_queued_ones_of_a_tenant_with_a_hundred(tmp_path: Path) -> None:
     async with running_pool(tmp_path, samples_per_worker_max=4) as pool:
-        hogs = await pool.sampler(await pool.session("hog"), tenant="hog")
+        busy = await pool.sampler(await pool.session("busy"), tenant="busy")
         small = await pool.sampler(await pool.session("small"), tenant="small")
         started = note_starts(pool)
         pool.hold()
-        names = [await pool.sample(hogs, seq, tenant="hog", max_tokens=60) for seq in range(1, 101)]
+        names = [await pool.sample(busy, seq, tenant="busy", max_tokens=60) for seq in range(1, 101)]
         name = await pool.sample(small, 1, tenant="small")
         await pool.release()
-        await pool.wait(*names, tenant="hog")
+        await pool.wait(*names, tenant="busy")
         await pool.wait(name, tenant="small")
-    place = [request.op_id for request in started].index(name)
-    assert place == 4, "the four that ran already came before it, and no other"
+    position = [request.op_id for request in started].index(name)
+    assert position == 4, "only the four running samples started before it"
 
 
-async def test_a_request_of_very_many_samples_leaves_others_room_on_its_worker(tmp_path: Path) -> None:
+async def test_a_request_of_many_samples_leaves_slots_for_other_tenants_on_its_worker(tmp_path: Path) -> None:
     async with running_pool(tmp_path, samples_per_worker_max=8) as pool:
-        hogs = await pool.sampler(await pool.session("hog"), tenant="hog")
+        busy = await pool.sampler(await pool.session("busy"), tenant="busy")
         small = await pool.sampler(await pool.session("small"), tenant="small")
         pool.hold()
-        many = await pool.sample(hogs, 1, tenant="hog", num_samples=1024, max_tokens=2)
+        many = await pool.sample(busy, 1, tenant="busy", num_samples=1024, max_tokens=2)
         few = [await pool.sample(small, seq, tenant="small", num_samples=2) for seq in range(1, 5)]
-        assert pool.samples_on() == [many, *few[:3]], "four of two places each"
+        assert pool.samples_on() == [many, *few[:3]], (
+            "half of the 8 slots, and three requests of two slots each that fit beside it"
+        )
         await pool.release()
-        [large] = await pool.wait(many, tenant="hog")
+        [large] = await pool.wait(many, tenant="busy")
         others = await pool.wait(*few, tenant="small")
     assert len(large.sample.sequences) == 1024
     assert {each.state for each in (large, *others)} == {SUCCEEDED}
 
 
-async def test_many_small_requests_have_as_many_tokens_as_few_large_ones(tmp_path: Path) -> None:
+async def test_tenants_with_small_and_with_large_requests_get_equal_shares_of_tokens(tmp_path: Path) -> None:
     async with running_pool(tmp_path, samples_per_worker_max=1) as pool:
-        hogs = await pool.sampler(await pool.session("hog"), tenant="hog")
+        busy = await pool.sampler(await pool.session("busy"), tenant="busy")
         small = await pool.sampler(await pool.session("small"), tenant="small")
         started = note_starts(pool)
         pool.hold()
-        large = [await pool.sample(hogs, seq, tenant="hog", max_tokens=57) for seq in range(1, 6)]
+        large = [await pool.sample(busy, seq, tenant="busy", max_tokens=57) for seq in range(1, 6)]
         names = [await pool.sample(small, seq, tenant="small", max_tokens=3) for seq in range(1, 41)]
         await pool.release()
-        await pool.wait(*large, tenant="hog")
+        await pool.wait(*large, tenant="busy")
         await pool.wait(*names, tenant="small")
     first, *runs = "".join("L" if request.op_id in large else "s" for request in started).split("L")
-    assert first == ""  # who came first
-    assert [len(run) for run in runs[:2]] == [15, 15]  # of 4 tokens each, since 2 of their prompt's 3 are cached
+    assert first == ""  # the first request starts at once
+    assert [len(run) for run in runs[:2]] == [15, 15]  # 4 tokens each: 2 of the 3 prompt tokens are cached
 
 
-async def test_batches_say_how_much_of_the_time_sampling_gets_beside_them(tmp_path: Path) -> None:
+async def test_a_batch_carries_the_share_of_time_for_sampling_by_the_weights_of_the_tenants(tmp_path: Path) -> None:
     tenants = ("alice", "bob", "carol")
     async with running_pool(tmp_path) as pool:
         for tenant in tenants:
@@ -352,7 +354,7 @@ async def test_batches_say_how_much_of_the_time_sampling_gets_beside_them(tmp_pa
         engine.may_decode = False
 
         async def share(seq: int, *sampling: str) -> float:
-            """Of a batch in which alice trains, once these begin to sample."""
+            """Return the share of a batch in which alice trains while these tenants sample as well."""
             for tenant in sampling:
                 sampler = await pool.sampler(await pool.session(tenant), tenant=tenant)
                 await pool.sample(sampler, 1, tenant=tenant)
@@ -361,18 +363,18 @@ async def test_batches_say_how_much_of_the_time_sampling_gets_beside_them(tmp_pa
             [batch] = [batch for batch in engine.batches if any(item.op_id == name for item in batch.items)]
             return batch.decode_share
 
-        assert await share(1) == 0.5  # nobody samples yet
-        assert await share(2, "alice") == 0.5  # she counts on both sides
+        assert await share(1) == 0.5  # no tenant samples yet
+        assert await share(2, "alice") == 0.5  # alice counts on both sides
         assert await share(3, "bob") == pytest.approx(4 / 5)
-        assert await share(4, "bob") == pytest.approx(4 / 5)  # a tenant, not a request
-        assert await share(5, "carol") == 0.9  # training is left a tenth
+        assert await share(4, "bob") == pytest.approx(4 / 5)  # a tenant's weight counts once, not for each request
+        assert await share(5, "carol") == 0.9  # training keeps at least a tenth
         await pool.release()
 
 
-async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(
+async def test_a_sampler_index_that_an_unnamed_save_has_taken_is_refused_until_the_save_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The save's row comes with the cycle's commit, which must not find another sampler of that name."""
+    """The cycle's commit inserts the sampler of the save; another sampler with this name would fail the commit."""
     monkeypatch.setattr(
         "coordinator.checkpoints.published_weights.HELD_BYTES_MAX", 0
     )  # so that the commit waits for the file
@@ -389,7 +391,7 @@ async def test_an_index_that_an_unnamed_save_has_taken_cannot_stop_the_pool(
     assert saved.save_weights_for_sampler.sampler_id == f"{session}:sample:0"
 
 
-async def test_a_session_that_ends_takes_its_samplers_and_their_files_with_it(tmp_path: Path) -> None:
+async def test_the_end_of_a_session_deletes_its_samplers_and_their_files(tmp_path: Path) -> None:
     time = FakeTime()
     async with running_pool(tmp_path, time=time, session_timeout_s=60.0) as pool:
         sampler = await trained_sampler(pool)
@@ -406,12 +408,12 @@ async def test_a_session_that_ends_takes_its_samplers_and_their_files_with_it(tm
         await pool.release()
 
 
-async def test_a_sample_that_waits_for_its_commit_can_be_cancelled_when_its_worker_is_gone(
+async def test_cancelling_a_sample_that_waits_for_its_commit_after_its_worker_is_lost_keeps_its_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also by the end of its session, which nobody may have asked for."""
+    """The end of its session keeps the result too."""
     monkeypatch.setattr("coordinator.storage.store.FULL_RETRY_S", 0.001)
-    async with running_pool(tmp_path, time=FakeTime()) as pool:  # whose worker starts anew when the time is moved on
+    async with running_pool(tmp_path, time=FakeTime()) as pool:  # a worker restarts only when the time advances
         session, core = await pool.session(), pool.core
         sampler, is_decided = await pool.sampler(session), asyncio.Event()
 
@@ -430,7 +432,7 @@ async def test_a_sample_that_waits_for_its_commit_can_be_cancelled_when_its_work
     assert operation.state == SUCCEEDED
 
 
-async def test_stopping_ends_streams_and_the_sample_goes_on_after_the_next_start(tmp_path: Path) -> None:
+async def test_a_stop_ends_streams_and_the_sample_completes_after_the_next_start(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         sampler = await pool.sampler(await pool.session())
         pool.hold()

@@ -66,7 +66,7 @@ def rows_of(report: Report) -> Iterator[dict[str, Any]]:
         yield from table["rows"]
 
 
-def test_every_script_measures_all_of_its_tables_in_as_many_rounds_for_each_side(reports: dict[str, Report]) -> None:
+def test_every_script_measures_all_of_its_tables_with_equal_rounds_for_each_side(reports: dict[str, Report]) -> None:
     assert {item: set(report["tables"]) for item, report in reports.items()} == {
         "engine": {"engine-tiny"},
         "co_batching": {"co_batching-mixed", "co_batching-scaling", "co_batching-new-tenants"},
@@ -88,7 +88,7 @@ def test_every_script_measures_all_of_its_tables_in_as_many_rounds_for_each_side
             assert len({timing["rounds"] for timing in timings}) <= 1, f"{item}: one side ran more often"
 
 
-def test_the_engine_and_peft_train_the_same_in_every_cell(reports: dict[str, Report]) -> None:
+def test_the_engine_and_peft_have_equal_losses_in_every_cell(reports: dict[str, Report]) -> None:
     rows = reports["engine"]["tables"]["engine-tiny"]["rows"]
     assert [row["case"] for row in rows] == ["1 x 1 x 16", "1 x 4 x 32", "2 x 1 x 16", "2 x 4 x 32"]
     assert [row["tokens"] for row in rows] == [16, 128, 32, 256]
@@ -99,7 +99,7 @@ def test_the_engine_and_peft_train_the_same_in_every_cell(reports: dict[str, Rep
         assert row["process_bytes"] > 50e6 * row["tenants"]
 
 
-def test_the_service_is_measured_on_every_way_in(reports: dict[str, Report]) -> None:
+def test_the_service_is_measured_in_process_over_grpc_and_over_ray(reports: dict[str, Report]) -> None:
     [latency] = reports["service"]["tables"]["service-latency"]["rows"]
     for way in ("in process", "gRPC", "Ray"):
         assert latency[way]["steps"] == 2 * latency["engine"]["steps"], "two tenants, one fused step"
@@ -109,7 +109,7 @@ def test_the_service_is_measured_on_every_way_in(reports: dict[str, Report]) -> 
     assert throughput["cycles_per_step"] >= 1
 
 
-def test_both_ways_to_sample_are_measured_on_the_same_tokens_of_the_same_weights(reports: dict[str, Report]) -> None:
+def test_both_ways_to_sample_are_measured_with_the_same_tokens_and_weights(reports: dict[str, Report]) -> None:
     tables = reports["sampling"]["tables"]
     assert [(row["case"], row["tokens"]) for row in tables["sampling-co-batched"]["rows"]] == [
         ("2 x 2 prompts", 16),

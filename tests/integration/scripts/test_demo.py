@@ -28,7 +28,7 @@ def run_demo(output: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True")  # advice on merging
-def test_the_demo_trains_three_tenants_and_leaves_a_picture_and_adapters(tmp_path: Path) -> None:
+def test_the_demo_trains_three_tenants_and_writes_a_picture_and_adapters(tmp_path: Path) -> None:
     output = tmp_path / "demo-output"
     summary = run_demo(output)
     scribe, poet, judge = (summary["tenants"][name]["results"] for name in TENANTS)
@@ -42,10 +42,10 @@ def test_the_demo_trains_three_tenants_and_leaves_a_picture_and_adapters(tmp_pat
     assert judge["accuracy_end"] >= judge["accuracy_start"]
     assert summary["num_shared_cycles"] >= 5
 
-    alone = {cost["loop"]: cost["cycles_per_step"] for cost in summary["clock"] if cost["num_others"] == 0}
-    assert alone["naive"] == 2
-    assert alone["paired"] == 1
-    assert alone["pipelined"] == 1
+    solo = {cost["loop"]: cost["cycles_per_step"] for cost in summary["clock"] if cost["num_others"] == 0}
+    assert solo["naive"] == 2
+    assert solo["paired"] == 1
+    assert solo["pipelined"] == 1
     assert math.isfinite(summary["latency"]["service_s"])
 
     assert (output / "demo.png").read_bytes().startswith(b"\x89PNG")
