@@ -138,7 +138,7 @@ async def test_a_session_created_again_while_it_ends_does_not_become_live(tmp_pa
     assert unnamed.error.reason == "SESSION_ENDED"
 
 
-async def test_a_concurrent_creation_of_a_sampler_and_unnamed_save_never_get_the_same_index(tmp_path: Path) -> None:
+async def test_a_concurrent_sampler_creation_and_unnamed_save_never_get_the_same_index(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
         session = adapter.partition(":")[0]

@@ -13,7 +13,7 @@ from tests.support.restartable_pool import RestartablePool
 
 @pytest.fixture
 def wire(pool: RestartablePool) -> Iterator[Callable[[str], Wire]]:
-    """Return what connects a tenant to the pool."""
+    """Return a function that connects a tenant to the pool."""
     with ExitStack() as connections:
 
         def connect(tenant: str) -> Wire:

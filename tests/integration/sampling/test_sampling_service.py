@@ -315,7 +315,7 @@ async def test_a_request_of_many_samples_leaves_slots_for_other_tenants_on_its_w
         many = await pool.sample(busy, 1, tenant="busy", num_samples=1024, max_tokens=2)
         few = [await pool.sample(small, seq, tenant="small", num_samples=2) for seq in range(1, 5)]
         assert pool.samples_on() == [many, *few[:3]], (
-            "half of the 8 slots, and three requests of two slots each that fit beside it"
+            "the large request counts as a quarter of the 8 slots, three small ones fill the rest"
         )
         await pool.release()
         [large] = await pool.wait(many, tenant="busy")
@@ -371,7 +371,7 @@ async def test_a_batch_carries_the_share_of_time_for_sampling_by_the_weights_of_
         await pool.release()
 
 
-async def test_a_sampler_index_that_an_unnamed_save_has_taken_is_refused_until_the_save_commits(
+async def test_a_sampler_index_that_a_running_unnamed_save_has_taken_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cycle's commit inserts the sampler of the save; another sampler with this name would fail the commit."""
