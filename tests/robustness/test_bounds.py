@@ -58,7 +58,7 @@ async def test_log_after_ten_thousand_steps_is_as_small_as_after_a_thousand(tmp_
 async def test_a_replay_never_takes_longer_than_configured_even_in_a_gradient_window_without_a_step(
     tmp_path: Path, *, has_steps: bool
 ) -> None:
-    """Toy engines report a microsecond per token, so `replay_s_max` is the time of 30 requests of the 300 on a worker."""
+    """Toy engines report a microsecond per token: `replay_s_max` is the time of 30 of the 300 requests of a worker."""
     tokens = sum(LENGTHS)
     replay_s_max = 30 * tokens * 1e-6
     async with running_pool(tmp_path, num_workers=2, replay_s_max=replay_s_max) as pool:
