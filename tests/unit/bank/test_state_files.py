@@ -109,6 +109,7 @@ def changed(change: Callable[[Tensors], object]) -> bytes:
         (changed(lambda t: t.update(other=t.pop(A_NAME))), "adapt other modules"),
         (changed(lambda t: t.clear()), "adapt other modules"),
     ],
+    ids=["empty", "zeros", "cut off", "dtype", "columns", "not finite", "shape", "renamed module", "no tensors"],
 )
 def test_damaged_weights_are_refused(weights: bytes, message: str) -> None:
     with pytest.raises(DamagedStateError, match=message):
