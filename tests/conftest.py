@@ -55,6 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 
 def _rank(item: pytest.Item) -> int:
+    if item.get_closest_marker("tracemalloc"):
+        return -1  # before Ray has started threads: with them, Python's tracemalloc can crash the process
     if item.get_closest_marker("ray"):
         return 0
     if item.get_closest_marker("slow"):

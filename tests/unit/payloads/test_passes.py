@@ -170,6 +170,7 @@ def test_cross_entropy_without_weights_is_the_same_request_as_one_with_weights_o
     assert decoded.loss_inputs["weights"].tolist() == np.ones(shape).tolist()
 
 
+@pytest.mark.tracemalloc
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [16, 64, 1024])
 @pytest.mark.parametrize("num_inputs", [2, 5])

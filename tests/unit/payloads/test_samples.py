@@ -114,6 +114,7 @@ def described(sample: DecodedSample) -> Any:
     }
 
 
+@pytest.mark.tracemalloc
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [16, 1024, 16384])
 def test_the_memory_of_a_decoded_sample_is_estimated_within_a_fifth(length: int) -> None:
