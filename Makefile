@@ -24,8 +24,12 @@ if [ -n "$${PIP_INDEX_URL:-}" ]; then export UV_DEFAULT_INDEX="$${UV_DEFAULT_IND
 UV_COMPILE_BYTECODE=1 $(1)/bin/uv pip install --quiet --python $(1)/bin/python
 endef
 
+# Without cached byte code each of the tests' hundreds of processes would compile the product's files again.
+unexport PYTHONDONTWRITEBYTECODE
+
 SEEDS ?= 2000
-TEST_PROCESSES ?= 2
+# More than cores: the tests of Ray and of killed processes mostly wait.
+TEST_PROCESSES ?= 3
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 

@@ -37,17 +37,21 @@ hypothesis.settings.load_profile("tinkerpool")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Group and sort the tests for `--dist loadgroup`, which hands groups to processes in this order.
 
-    Tests that start Ray are one group: two Rays at once would starve each other. Tests of a module in `integration`
-    are one group: they share an expensive fixture. Other tests are scheduled one by one, the short ones last, so that
-    no process ends long before the other.
+    Tests that start Ray are one group: two Rays at once would starve each other. Tests of a module in `integration` or
+    `simulation` are one group: they share an expensive fixture. A group that a test names itself wins. Other tests are
+    scheduled one by one, the short ones last, so that no process ends long before the other.
     """
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        for item in items:
-            if item.get_closest_marker("ray"):
-                item.add_marker(pytest.mark.xdist_group("ray"))
-            elif "integration" in item.path.parts:
-                item.add_marker(pytest.mark.xdist_group(item.path.stem))
-        items.sort(key=_rank)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    for item in items:
+        if item.get_closest_marker("xdist_group"):
+            continue
+        if item.get_closest_marker("ray"):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+        elif {"integration", "simulation"} & set(item.path.parts):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=_rank)
     yield  # xdist adds the group to the name of each test
     ungrouped = [item for item in items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]
     if ungrouped:

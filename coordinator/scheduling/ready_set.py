@@ -1,8 +1,8 @@
 """The ready set of one base model: the adapters that have something to run, and which of them may run now.
 
-Depends on adapter logs, quarantine, and on which snapshots and published weights are still being written; not on time,
-budgets or how a cycle runs. Main invariant: an idle adapter adds no cost to a cycle: it is in no collection that is
-walked through here.
+What an adapter runs next is decided in `operations/adapter_log.py`. Depends on adapter logs, quarantine, and on which
+snapshots and published weights are still being written; not on time, budgets or how a cycle runs. Main invariant: an
+idle adapter adds no cost to a cycle: it is in no collection that is walked through here.
 """
 
 from __future__ import annotations

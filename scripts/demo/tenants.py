@@ -64,12 +64,12 @@ class Settings:
         if is_quick:
             settings = replace(
                 settings,
-                scribe_steps=40,
-                poet_steps=16,
+                scribe_steps=28,
+                poet_steps=13,
                 judge_steps=12,
                 judge_preferences=96,
                 test_pairs=16,
-                clock_steps=6,
+                clock_steps=4,
             )
         if model.num_params > BIG_MODEL_PARAMS:
             settings = replace(

@@ -44,9 +44,13 @@ HEARD_TIMEOUT_S = 30.0
 KILL_TIMEOUT_S = 10.0
 """Seconds that killed processes have to end; only one that hangs in the kernel takes longer than milliseconds."""
 
-PRIVATE_RAY = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-"""Default environment of a private Ray: its workers have normal priority (Ray's own default is niceness 15), and it
-reports no usage."""
+PRIVATE_RAY = {
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+}
+"""Default environment of a private Ray: it starts no process that no actor asked for, reports no usage, and its workers
+have normal priority (Ray's own default is niceness 15)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,8 @@ def test_the_demo_trains_three_tenants_and_writes_a_picture_and_adapters(tmp_pat
 
     solo = {cost["loop"]: cost["cycles_per_step"] for cost in summary["clock"] if cost["num_others"] == 0}
     assert solo["naive"] == 2
-    assert solo["paired"] == 1
+    # One, unless the client waits for a core between its two requests.
+    assert 1 <= solo["paired"] < solo["naive"]
     assert solo["pipelined"] == 1
     assert math.isfinite(summary["latency"]["service_s"])
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -79,16 +78,16 @@ class World:
         return self.naive[wanted.op_id]
 
 
-_WORLDS: dict[tuple[Path, int], World] = {}
+_WORLDS: dict[Path, World] = {}
 
 
-def world_of(directory: Path, num_threads: int) -> World:
-    """Return the world of a model and a number of threads, on which bits may depend."""
-    if (directory, num_threads) not in _WORLDS:
+def world_of(directory: Path) -> World:
+    """Return the world of a model."""
+    if directory not in _WORLDS:
         world = World(sampling(directory), directory)
         world.sampling.publish("a", "b", "c", ranks=(8, 8, 4))
-        _WORLDS[directory, num_threads] = world
-    return _WORLDS[directory, num_threads]
+        _WORLDS[directory] = world
+    return _WORLDS[directory]
 
 
 def make_request(key: str, length: int, variant: int, way: int, num_samples: int, max_tokens: int) -> SampleRequest:
@@ -155,14 +154,12 @@ def run_visits(s: Sampling, visits: Sequence[Visit]) -> list[SampleResult]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_threads", [1, 2])
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(visits=visits, num_rows=st.sampled_from([2, 9, 64]), prefill_tokens=st.sampled_from([1, 64, 512]))
 def test_random_co_batched_samples_change_no_bit_and_no_token_differs_from_the_naive_sampler(
-    model_directory: Path, num_threads: int, visits: list[Visit], num_rows: int, prefill_tokens: int
+    model_directory: Path, visits: list[Visit], num_rows: int, prefill_tokens: int
 ) -> None:
-    torch.set_num_threads(num_threads)
-    world = world_of(model_directory, num_threads)
+    world = world_of(model_directory)
     sampler = make_sampler(
         world.sampling.driver, POOL_BLOCKS, num_sequences_max=num_rows, prefill_tokens_max=prefill_tokens
     )
