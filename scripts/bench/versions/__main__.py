@@ -1,21 +1,22 @@
 """Compare the speed of two versions of the project: the new one must reach 0.98 of the old one in every case.
 
     python -m scripts.bench.versions OLD_DIR NEW_DIR
-    python -m scripts.bench.versions OLD_DIR NEW_DIR --only engine planner --rounds 5 --seconds 2
+    python -m scripts.bench.versions OLD_DIR NEW_DIR --only engine planner --rounds 10
 
 engine   steps of 4m: 16 x 1 x 64, 8 x 4 x 64 and 1 x 1 x 64 (tenants x sequences x tokens)
 decode   8 tenants with 4 sequences each, in one batch
 planner  a cycle's planning for 1,000 tenants with 10,000 operations, in processor time
 service  a step of one and of 16 tenants through gRPC and Ray
 
-In every round each version measures each item in a fresh process; the order of the versions alternates. A ratio is the
-median over rounds of that round's ratio of speeds, new / old. Prints a Markdown table; --results DIR writes
-DIR/versions.json.
+Each version prepares an item in a process of its own. In every round both measure it, one after the other; the order
+alternates. Rounds are short, because the speed of a machine changes. A ratio is the median over rounds of that round's
+ratio of speeds, new / old. Prints a Markdown table; --results DIR writes DIR/versions.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -30,20 +31,41 @@ ROOT = Path(__file__).resolve().parents[3]
 GOAL = 0.98
 
 
-def measure(version: Path, item: str, args: argparse.Namespace) -> dict[str, float]:
-    """Measure an item of a version in a new process. Raises RuntimeError if that fails."""
-    paths = [version, version / "scripts", ROOT]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, "-m", "scripts.bench.versions.measure", item]
-    command += ["--seconds", str(args.seconds), "--threads", str(args.threads)]
-    done = subprocess.run(command, cwd=version, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{item} of {version} failed:\n{done.stderr[-3000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    if Path(found["folder"]) != version:
-        raise RuntimeError(f"{found['folder']} was measured instead of {version}")
-    seconds: dict[str, float] = found["seconds"]
-    return seconds
+class Version:
+    """A process that measures an item of one version."""
+
+    def __init__(self, folder: Path, item: str, args: argparse.Namespace) -> None:
+        paths = [folder, folder / "scripts", ROOT]
+        command = [sys.executable, "-m", "scripts.bench.versions.measure", item]
+        self._process = subprocess.Popen(
+            [*command, "--seconds", str(args.seconds), "--threads", str(args.threads)],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        if Path(found := self._line()) != folder:
+            raise RuntimeError(f"{found} was measured instead of {folder}")
+
+    def measure(self) -> dict[str, float]:
+        """Return median seconds by case. Raises RuntimeError if the process has ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        seconds: dict[str, float] = json.loads(self._line())
+        return seconds
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("a measuring process has ended; its messages are above")
+        return line.strip()
 
 
 def commit_of(version: Path) -> str:
@@ -54,13 +76,16 @@ def commit_of(version: Path) -> str:
 
 def compare(item: str, args: argparse.Namespace) -> list[Row]:
     """Measure an item of both versions, round by round; return a row for each of its cases."""
-    versions = {"old": args.old, "new": args.new}
     rounds: dict[str, dict[str, list[float]]] = {}
-    for number in range(args.rounds):
-        names = list(versions) if number % 2 == 0 else list(versions)[::-1]
-        for name in names:
-            for case, seconds in measure(versions[name], item, args).items():
-                rounds.setdefault(case, {"old": [], "new": []})[name].append(seconds)
+    with contextlib.ExitStack() as stack:
+        versions = {}
+        for name, folder in (("old", args.old), ("new", args.new)):
+            versions[name] = Version(folder, item, args)
+            stack.callback(versions[name].close)
+        for number in range(args.rounds):
+            for name in list(versions) if number % 2 == 0 else list(versions)[::-1]:
+                for case, seconds in versions[name].measure().items():
+                    rounds.setdefault(case, {"old": [], "new": []})[name].append(seconds)
     rows = []
     for case, times in rounds.items():
         old, new = Timing(tuple(times["old"])), Timing(tuple(times["new"]))
@@ -73,8 +98,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=_folder, metavar="OLD_DIR")
     parser.add_argument("new", type=_folder, metavar="NEW_DIR")
-    parser.add_argument("--rounds", type=int, default=5, help="fresh processes of each version (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each case and round (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=30, help="of each item (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each case and round (default %(default)s)")
     parser.add_argument("--only", nargs="+", choices=ITEMS, default=list(ITEMS), help="some items (default: all)")
     parser.add_argument("--threads", type=int, default=num_cores(), help="of the engine (default: the cores)")
     parser.add_argument("--results", type=Path, help="folder for versions.json (default: the table is only printed)")

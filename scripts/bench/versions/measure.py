@@ -1,6 +1,9 @@
-"""Measure one item of the version that PYTHONPATH names, and print its seconds as JSON.
+"""Measure one item of the version that PYTHONPATH names, once for each line on stdin.
 
-python -m scripts.bench.versions.measure engine --seconds 5
+    python -m scripts.bench.versions.measure engine --seconds 5
+
+First prints one line with the folder that it measures. Then each line on stdin, whatever it says, is answered with a
+line of JSON: median seconds by case. Between lines the process waits, so that another version can run.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +36,13 @@ ROUNDS_MIN = 3
 Measured = dict[str, float]
 """Median seconds by case."""
 Side = Callable[[], object]
+Sides = dict[str, Side]
+"""What is measured, by case."""
 
 
-def medians(sides: Mapping[str, Side], seconds: float, clock: Callable[[], float] = time.perf_counter) -> Measured:
-    """Alternate all sides for this long, after a warm-up; return the median of each."""
+def medians(sides: Sides, seconds: float, clock: Callable[[], float]) -> Measured:
+    """Alternate all sides, each for this long; return the median of each."""
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for side in sides.values():
-        side()
     begin_s = time.perf_counter()
     while time.perf_counter() - begin_s < seconds * len(sides) or len(next(iter(times.values()))) < ROUNDS_MIN:
         for name, side in sides.items():
@@ -56,20 +59,22 @@ def base_model(name: str = MODEL) -> Iterator[Any]:
         yield model
 
 
-def engine(seconds: float, num_threads: int) -> Measured:
-    """Measure steps of the engine."""
+@contextlib.contextmanager
+def engine(num_threads: int) -> Iterator[Sides]:
+    """Open the engine, for its steps."""
     with base_model() as model:
-        sides: dict[str, Side] = {}
+        sides: Sides = {}
         for num_tenants, num_seqs, num_tokens in ENGINE_CASES:
             case = module("models").Case(num_tenants=num_tenants, num_seqs=num_seqs, num_tokens=num_tokens)
             fused = module("training").Fused(model, [RANK] * num_tenants, num_threads)
             fused.give(case.data(model.vocab_size))
             sides[f"engine step, {case}"] = fused.step
-        return medians(sides, seconds)
+        yield sides
 
 
-def decode(seconds: float, num_threads: int) -> Measured:
-    """Measure the decoding of sequences of several tenants in one batch."""
+@contextlib.contextmanager
+def decode(num_threads: int) -> Iterator[Sides]:
+    """Open a sampler, for the decoding of sequences of several tenants in one batch."""
     with base_model() as model:
         samplers = module("samplers")
         prompts = samplers.Prompts(model.vocab_size)
@@ -84,60 +89,65 @@ def decode(seconds: float, num_threads: int) -> Measured:
                 ]
             )
 
-        return medians({f"decode, {NUM_SAMPLING} x {NUM_SEQS} sequences": sample}, seconds)
+        yield {f"decode, {NUM_SAMPLING} x {NUM_SEQS} sequences": sample}
 
 
-def planner(seconds: float, num_threads: int) -> Measured:
-    """Measure the processor time of planning a cycle."""
+@contextlib.contextmanager
+def planner(num_threads: int) -> Iterator[Sides]:
+    """Fill queues, for the planning of a cycle."""
     module("models")
     own = module("planner")
     make_ready_set = attribute("planner", "make_ready_set", "make_roster")
     queues = {"10 passes": own.PASSES, "5 pairs": own.PAIRS, "10 optimizer steps": own.STEPS}
-    sides = {
+    yield {
         f"plan, {queue}, budget {budget}": own.Cycle(
             make_ready_set(NUM_TENANTS_PLANNED, kinds, OPERATION_TOKENS), budget
         ).run
         for queue, kinds in queues.items()
         for budget in BUDGETS
     }
-    return medians(sides, seconds / len(sides), time.thread_time)
 
 
-def service(seconds: float, num_threads: int) -> Measured:
-    """Measure a step of all tenants through gRPC and Ray."""
+@contextlib.contextmanager
+def service(num_threads: int) -> Iterator[Sides]:
+    """Start a pool, for a step of all tenants through gRPC and Ray."""
     import tinkerpool
 
     with base_model() as model:
         tenants, pools = module("tenants"), module("pool")
         arguments = ["--model", f"{model.name}={model.path}", "--threads", str(num_threads), "--pool", "ray"]
-        measured: Measured = {}
-        with pools.embedded_pool([*arguments, "--slots", "32"]) as pool:
+        with contextlib.ExitStack() as stack:
+            pool = stack.enter_context(pools.embedded_pool([*arguments, "--slots", "32"]))
+            sides: Sides = {}
             for num_tenants, num_seqs, num_tokens in SERVICE_CASES:
                 case = module("models").Case(num_tenants=num_tenants, num_seqs=num_seqs, num_tokens=num_tokens)
                 keys = [pools.create_key(pool, f"tenant-{num_tenants}-{number}") for number in range(num_tenants)]
-                with contextlib.ExitStack() as stack:
-                    clients = [stack.enter_context(tinkerpool.ServiceClient(pool.url, key)) for key in keys]
-                    group = tenants.Tenants(clients, model.name, RANK, case.data(model.vocab_size))
-                    measured |= medians({f"gRPC and Ray step, {case}": group.step}, seconds)
-        return measured
+                clients = [stack.enter_context(tinkerpool.ServiceClient(pool.url, key)) for key in keys]
+                group = tenants.Tenants(clients, model.name, RANK, case.data(model.vocab_size))
+                sides[f"gRPC and Ray step, {case}"] = group.step
+            yield sides
 
 
 ITEMS = {"engine": engine, "decode": decode, "planner": planner, "service": service}
 
 
 def main() -> int:
-    """Read the command line, measure, and print one line of JSON."""
+    """Read the command line; measure for each line on stdin."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("item", choices=ITEMS)
-    parser.add_argument("--seconds", type=float, required=True, help="for each case")
+    parser.add_argument("--seconds", type=float, required=True, help="for each case and line")
     parser.add_argument("--threads", type=int, required=True, help="of the engine")
     args = parser.parse_args()
-    with contextlib.redirect_stdout(sys.stderr):
-        measured = ITEMS[args.item](args.seconds, args.threads)
-        import coordinator
+    import coordinator
 
-        folder = Path(next(iter(coordinator.__path__))).parent
-    print(json.dumps({"folder": str(folder), "seconds": measured}))
+    answers = sys.stdout
+    clock = time.thread_time if args.item == "planner" else time.perf_counter
+    with contextlib.redirect_stdout(sys.stderr), ITEMS[args.item](args.threads) as sides:
+        for side in sides.values():
+            side()  # warm-up
+        print(Path(next(iter(coordinator.__path__))).parent, file=answers, flush=True)
+        for _ in sys.stdin:
+            print(json.dumps(medians(sides, args.seconds, clock)), file=answers, flush=True)
     return 0
 
 
