@@ -9,8 +9,9 @@ planner  a cycle's planning for 1,000 tenants with 10,000 operations, in process
 service  a step of one and of 16 tenants through gRPC and Ray
 
 Each version prepares an item in a process of its own. In every round both measure it, one after the other; the order
-alternates. Rounds are short, because the speed of a machine changes. A ratio is the median over rounds of that round's
-ratio of speeds, new / old. Prints a Markdown table; --results DIR writes DIR/versions.json.
+alternates. Rounds are short, because the speed of a machine changes. There are several pairs of processes, because
+equal processes differ by some percent. A ratio is the median over rounds of that round's ratio of speeds, new / old.
+Prints a Markdown table; --results DIR writes DIR/versions.json.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TypeVar
 
 from scripts.bench.common import Column, Results, Row, Timing, shown_ratio, shown_time
 from scripts.bench.versions.measure import ITEMS
 from workers.contract.settings import num_cores
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[3]
 GOAL = 0.98
 
@@ -74,18 +77,24 @@ def commit_of(version: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
+def in_turn(sides: list[T], number: int) -> list[T]:
+    """Return the sides in the order of this round: every second one has the reverse order."""
+    return sides if number % 2 == 0 else sides[::-1]
+
+
 def compare(item: str, args: argparse.Namespace) -> list[Row]:
-    """Measure an item of both versions, round by round; return a row for each of its cases."""
+    """Measure an item of both versions, pair by pair and round by round; return a row for each of its cases."""
     rounds: dict[str, dict[str, list[float]]] = {}
-    with contextlib.ExitStack() as stack:
-        versions = {}
-        for name, folder in (("old", args.old), ("new", args.new)):
-            versions[name] = Version(folder, item, args)
-            stack.callback(versions[name].close)
-        for number in range(args.rounds):
-            for name in list(versions) if number % 2 == 0 else list(versions)[::-1]:
-                for case, seconds in versions[name].measure().items():
-                    rounds.setdefault(case, {"old": [], "new": []})[name].append(seconds)
+    for pair in range(args.processes):
+        with contextlib.ExitStack() as stack:
+            versions = {}
+            for name, folder in in_turn([("old", args.old), ("new", args.new)], pair):
+                versions[name] = Version(folder, item, args)
+                stack.callback(versions[name].close)
+            for number in range(args.rounds):
+                for name, version in in_turn(list(versions.items()), number):
+                    for case, seconds in version.measure().items():
+                        rounds.setdefault(case, {"old": [], "new": []})[name].append(seconds)
     rows = []
     for case, times in rounds.items():
         old, new = Timing(tuple(times["old"])), Timing(tuple(times["new"]))
@@ -98,7 +107,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=_folder, metavar="OLD_DIR")
     parser.add_argument("new", type=_folder, metavar="NEW_DIR")
-    parser.add_argument("--rounds", type=int, default=30, help="of each item (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=8, help="of each pair of processes (default %(default)s)")
+    parser.add_argument("--processes", type=int, default=4, help="of each version and item (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each case and round (default %(default)s)")
     parser.add_argument("--only", nargs="+", choices=ITEMS, default=list(ITEMS), help="some items (default: all)")
     parser.add_argument("--threads", type=int, default=num_cores(), help="of the engine (default: the cores)")
