@@ -1,9 +1,11 @@
 """The coordinator is killed at each failpoint, under load; the next epoch finishes every acknowledged operation."""
 
 import asyncio
+import itertools
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -63,6 +65,7 @@ class Load:
 
     async def run(self, pool: ToyPool) -> None:
         """Submit everything, each step for all adapters at once, and wait for it."""
+        self.acknowledged = []
         for step in range(NUM_STEPS):
             await asyncio.gather(*(self.submit(pool, adapter, step) for adapter in self.adapters))
             await pool.written()
@@ -74,36 +77,43 @@ class Load:
         return expected_chain(self.specs[adapter], windows)
 
 
-@pytest.mark.parametrize("hit", [1, 4])
+HITS = (1, 4)
+"""The first time, and one with earlier cycles, snapshots and files."""
+
+
 @pytest.mark.parametrize("point", failpoints.POINTS)
 async def test_a_crash_at_any_failpoint_loses_nothing_acknowledged_and_applies_nothing_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, hit: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
-    """The next epoch starts on a copy of the data directory made at the failpoint, as after `kill -9`."""
-    data, killed = tmp_path / "data", tmp_path / "killed"
+    """Each next epoch starts on a copy of the data directory made at the failpoint, as after `kill -9`."""
+    data = tmp_path / "data"
     load = Load()
-    acknowledged: list[str] = []
-    hits: list[str] = []
+    acknowledged: dict[int, list[str]] = {}
+    hits = itertools.count(1)  # of all worker threads
 
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(loop, "run_in_executor", _at_once)  # so that no thread writes during the copy
 
     def crash() -> None:
-        if load.acknowledged and len(hits) < hit:
-            hits.append(point)
-            if len(hits) == hit:
-                _on(loop, copy)
+        if load.acknowledged and (hit := next(hits)) in HITS:
+            _on(loop, partial(copy, hit))
 
-    def copy() -> None:
-        acknowledged.extend(load.acknowledged)
-        shutil.copytree(data, killed)
+    def copy(hit: int) -> None:
+        acknowledged[hit] = list(load.acknowledged)
+        shutil.copytree(data, tmp_path / f"killed-{hit}")
 
     async with running_pool(data, num_workers=2, replay_s_max=1e-6) as pool:
         await load.create(pool)
         failpoints.arm(point, crash)
         await load.run(pool)
         failpoints.disarm()
-    assert killed.exists(), f"{point} was reached fewer than {hit} times"
+    assert tuple(acknowledged) == HITS, f"{point} was reached only {next(hits) - 1} times"
+    for hit, names in acknowledged.items():
+        await check_the_next_epoch(tmp_path / f"killed-{hit}", load, names)
+
+
+async def check_the_next_epoch(killed: Path, load: Load, acknowledged: Sequence[str]) -> None:
+    """Start on a killed pool's data directory, submit everything again, and compare."""
     for folder in ("checkpoints", "snapshots", "samplers"):
         for path in (killed / folder).iterdir():
             assert path.name.startswith(".writing-") or (path / "state.json").exists(), (

@@ -41,7 +41,7 @@ class Version:
         paths = [folder, folder / "scripts", ROOT]
         command = [sys.executable, "-m", "scripts.bench.versions.measure", item]
         self._process = subprocess.Popen(
-            [*command, "--seconds", str(args.seconds), "--threads", str(args.threads)],
+            [*command, "--seconds", str(args.seconds), "--threads", str(args.threads), *["--quick"] * args.quick],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
             stdin=subprocess.PIPE,
@@ -112,6 +112,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.5, help="for each case and round (default %(default)s)")
     parser.add_argument("--only", nargs="+", choices=ITEMS, default=list(ITEMS), help="some items (default: all)")
     parser.add_argument("--threads", type=int, default=num_cores(), help="of the engine (default: the cores)")
+    parser.add_argument("--quick", action="store_true", help="few tenants are planned: a smoke test")
     parser.add_argument("--results", type=Path, help="folder for versions.json (default: the table is only printed)")
     args = parser.parse_args()
     with Results("versions", args) as results:

@@ -25,7 +25,7 @@ RANK = 8
 ENGINE_CASES = ((16, 1, 64), (8, 4, 64), (1, 1, 64))
 """Tenants, sequences of each, tokens of a sequence."""
 SERVICE_CASES = ((1, 4, 64), (16, 1, 64))
-NUM_TENANTS_PLANNED = 1000
+NUM_TENANTS_PLANNED, NUM_TENANTS_QUICK = 1000, 50
 """Each with 10 operations."""
 OPERATION_TOKENS = 64
 BUDGETS = (2048, 16384)
@@ -60,25 +60,25 @@ def base_model(name: str = MODEL) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def engine(num_threads: int) -> Iterator[Sides]:
+def engine(args: argparse.Namespace) -> Iterator[Sides]:
     """Open the engine, for its steps."""
     with base_model() as model:
         sides: Sides = {}
         for num_tenants, num_seqs, num_tokens in ENGINE_CASES:
             case = module("models").Case(num_tenants=num_tenants, num_seqs=num_seqs, num_tokens=num_tokens)
-            fused = module("training").Fused(model, [RANK] * num_tenants, num_threads)
+            fused = module("training").Fused(model, [RANK] * num_tenants, args.threads)
             fused.give(case.data(model.vocab_size))
             sides[f"engine step, {case}"] = fused.step
         yield sides
 
 
 @contextlib.contextmanager
-def decode(num_threads: int) -> Iterator[Sides]:
+def decode(args: argparse.Namespace) -> Iterator[Sides]:
     """Open a sampler, for the decoding of sequences of several tenants in one batch."""
     with base_model() as model:
         samplers = module("samplers")
         prompts = samplers.Prompts(model.vocab_size)
-        sampler = samplers.EngineSampler(model, NUM_SAMPLING, num_threads)
+        sampler = samplers.EngineSampler(model, NUM_SAMPLING, args.threads)
 
         def sample() -> None:
             sampler.sample(
@@ -93,29 +93,28 @@ def decode(num_threads: int) -> Iterator[Sides]:
 
 
 @contextlib.contextmanager
-def planner(num_threads: int) -> Iterator[Sides]:
+def planner(args: argparse.Namespace) -> Iterator[Sides]:
     """Fill queues, for the planning of a cycle."""
     module("models")
     own = module("planner")
     make_ready_set = attribute("planner", "make_ready_set", "make_roster")
+    num_tenants = NUM_TENANTS_QUICK if args.quick else NUM_TENANTS_PLANNED
     queues = {"10 passes": own.PASSES, "5 pairs": own.PAIRS, "10 optimizer steps": own.STEPS}
     yield {
-        f"plan, {queue}, budget {budget}": own.Cycle(
-            make_ready_set(NUM_TENANTS_PLANNED, kinds, OPERATION_TOKENS), budget
-        ).run
+        f"plan, {queue}, budget {budget}": own.Cycle(make_ready_set(num_tenants, kinds, OPERATION_TOKENS), budget).run
         for queue, kinds in queues.items()
         for budget in BUDGETS
     }
 
 
 @contextlib.contextmanager
-def service(num_threads: int) -> Iterator[Sides]:
+def service(args: argparse.Namespace) -> Iterator[Sides]:
     """Start a pool, for a step of all tenants through gRPC and Ray."""
     import tinkerpool
 
     with base_model() as model:
         tenants, pools = module("tenants"), module("pool")
-        arguments = ["--model", f"{model.name}={model.path}", "--threads", str(num_threads), "--pool", "ray"]
+        arguments = ["--model", f"{model.name}={model.path}", "--threads", str(args.threads), "--pool", "ray"]
         with contextlib.ExitStack() as stack:
             pool = stack.enter_context(pools.embedded_pool([*arguments, "--slots", "32"]))
             sides: Sides = {}
@@ -137,12 +136,13 @@ def main() -> int:
     parser.add_argument("item", choices=ITEMS)
     parser.add_argument("--seconds", type=float, required=True, help="for each case and line")
     parser.add_argument("--threads", type=int, required=True, help="of the engine")
+    parser.add_argument("--quick", action="store_true", help="few tenants are planned: a smoke test")
     args = parser.parse_args()
     import coordinator
 
     answers = sys.stdout
     clock = time.thread_time if args.item == "planner" else time.perf_counter
-    with contextlib.redirect_stdout(sys.stderr), ITEMS[args.item](args.threads) as sides:
+    with contextlib.redirect_stdout(sys.stderr), ITEMS[args.item](args) as sides:
         for side in sides.values():
             side()  # warm-up
         print(Path(next(iter(coordinator.__path__))).parent, file=answers, flush=True)

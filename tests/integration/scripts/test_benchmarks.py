@@ -181,7 +181,7 @@ def test_the_page_has_a_place_for_everything_and_pictures_are_drawn(folder: Path
 
 def test_two_versions_are_measured_in_turn(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.bench.versions", str(ROOT), str(ROOT), "--only", "planner"]
-    options = ["--processes", "1", "--rounds", "2", "--seconds", "0.001", "--results", str(tmp_path)]
+    options = ["--quick", "--processes", "1", "--rounds", "2", "--seconds", "0.001", "--results", str(tmp_path)]
     done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode in (0, 2), done.stdout + done.stderr  # 2: a goal is missed, on a busy machine
     report = json.loads((tmp_path / "versions.json").read_text(encoding="utf-8"))
