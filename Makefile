@@ -28,10 +28,11 @@ endef
 unexport PYTHONDONTWRITEBYTECODE
 
 SEEDS ?= 2000
-# More than cores: the tests of Ray and of killed processes mostly wait.
+# More than two cores need: the tests of Ray and of killed processes mostly wait, the fast ones do not.
 TEST_PROCESSES ?= 3
+TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
-PYTEST = $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help demo test test-fast test-gpu bench-gpu sim chaos guards trace check protos up down status logs bench cookbook real-model clean setup
 
@@ -49,10 +50,10 @@ demo: $(READY) ## train three tenants at once on a small local pool (MODEL=DIR: 
 	@$(BIN)/python -m scripts.demo $(if $(MODEL),--model "$(MODEL)")
 
 test: $(READY) $(PROTOS_READY) $(OLDER_SDK) ## run the tests; no GPU and no internet needed (ARGS="-k clock" picks some)
-	@$(PYTEST) $(ARGS)
+	@$(PYTEST) -n $(TEST_PROCESSES) $(ARGS)
 
 test-fast: $(READY) ## run the tests without Ray and without slow ones, in under a minute: after each edit
-	@$(PYTEST) -m "not ray and not slow and not gpu" $(ARGS)
+	@$(PYTEST) -n $(TEST_FAST_PROCESSES) -m "not ray and not slow and not gpu" $(ARGS)
 
 # A machine with a GPU may have its own torch, without Ray and the rest of .venv: GPU_PYTHON=python3 selects that Python.
 test-gpu: $(if $(GPU_PYTHON),,$(READY)) ## run the tests that need a CUDA GPU (GPU_PYTHON=python3: with that Python's own torch)

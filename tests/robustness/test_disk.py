@@ -61,7 +61,9 @@ async def test_a_failed_sync_stops_the_coordinator_and_the_next_one_has_every_ac
             failed_syncs.append(file)
             raise sync_error()
 
-    async with running_pool(tmp_path, is_crash=True, connect=lambda path: ApswConnection(path, vfs=vfs.name)) as pool:
+    async with running_pool(
+        tmp_path, is_crash=True, stop_s_max=0.1, connect=lambda path: ApswConnection(path, vfs=vfs.name)
+    ) as pool:
         adapter = await pool.adapter()
         spec = pool.spec_of(adapter)
         acknowledged = [await pool.forward_backward(adapter, 1, *LENGTHS), await pool.optim_step(adapter, 2)]

@@ -81,6 +81,7 @@ HITS = (1, 4)
 """The first time, and one with earlier cycles, snapshots and files."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", failpoints.POINTS)
 async def test_a_crash_at_any_failpoint_loses_nothing_acknowledged_and_applies_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str

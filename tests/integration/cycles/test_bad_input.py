@@ -230,6 +230,7 @@ async def test_an_operation_acknowledged_during_the_deletion_of_its_adapter_gets
         assert len(pool.core.in_flight) == 0
 
 
+@pytest.mark.slow
 async def test_a_snapshot_whose_reads_fail_for_a_while_fails_no_operation(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()

@@ -203,6 +203,7 @@ def test_a_stop_of_the_pool_cancels_no_samples(tmp_path: Path) -> None:
         wait_until(lambda: outcome_of(pool).state == ops_pb.OPERATION_STATE_SUCCEEDED)
 
 
+@pytest.mark.slow
 def test_the_session_of_the_door_stays_live_while_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "HEARTBEAT_S", 0.1)
     settings: dict[str, Any] = {"session_timeout_s": 0.6, "sweep_interval_s": 0.1}

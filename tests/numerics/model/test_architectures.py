@@ -36,6 +36,7 @@ def test_model_with_soft_capping_is_refused(tmp_path: Path) -> None:
         load_base_model(EngineSettings(model_path=str(tmp_path)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_model_that_the_fused_pass_gets_wrong_is_refused(
     model_directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch, dtype: Any

@@ -44,6 +44,7 @@ def test_packed_products_are_the_plain_ones(num_outputs: int, num_inputs: int) -
     torch.testing.assert_close(packed.backward(ys), plain.backward(ys), rtol=1e-5, atol=1e-2)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 700), st.integers(0, 300), st.sampled_from(SHAPES), st.booleans())
 def test_bits_of_a_row_do_not_depend_on_the_others_or_on_threads(

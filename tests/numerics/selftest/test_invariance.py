@@ -18,6 +18,7 @@ from workers.selftest import row_invariance, thread_invariance
 from workers.selftest.loading import load_base_model
 
 
+@pytest.mark.slow
 def test_threads_are_fixed_where_bits_depend_on_their_number(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A trial runs once in a process; and no build of torch at hand has bits that depend on the number of threads.
     torch.set_num_threads(2)

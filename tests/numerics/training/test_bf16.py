@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support.numerics.agreement import GRADIENTS, LOGPROBS, SMOOTH, distance, observe
@@ -18,6 +19,7 @@ def assert_compute_copies_are_fresh(driver: Driver, *keys: str) -> None:
         assert torch.equal(row.compute, row.weights.bfloat16())
 
 
+@pytest.mark.slow
 def test_log_probabilities_and_gradients_are_those_of_fp32_to_rounding(model_directory: Path) -> None:
     expected = observe(Driver(model_directory), SMOOTH)
     apart = distance(observe(Driver(model_directory, dtype="bfloat16"), SMOOTH), expected)

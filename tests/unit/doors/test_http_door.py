@@ -129,6 +129,7 @@ def test_the_error_for_a_million_wrong_items_names_the_first(model: type[BaseMod
     assert len(raised.value.message) < 1000
 
 
+@pytest.mark.slow
 async def test_a_body_that_does_not_arrive_in_time_is_refused(opened: Open) -> None:
     _, client = await opened(body_s=1.0)
 

@@ -185,4 +185,4 @@ class Users(RuleBasedStateMachine):
 
 
 TestUsers = Users.TestCase
-TestUsers.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestUsers.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

@@ -105,6 +105,7 @@ def test_freed_memory_that_the_library_keeps_is_measured() -> None:
     assert float(last[0]) == 1
 
 
+@pytest.mark.slow
 def test_where_memory_is_short_the_heap_does_not_grow() -> None:
     """Each freed tensor is returned to the system, also below memory in use."""
     keep_freed_memory()

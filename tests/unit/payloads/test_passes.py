@@ -143,6 +143,7 @@ def described(decoded: payloads.DecodedPass) -> Any:
     return decoded.loss_fn, list(decoded.loss_config.items()), data
 
 
+@pytest.mark.slow
 @given(passes())
 def test_a_replayed_pass_is_decoded_exactly_as_the_admitted_one(message: Pass) -> None:
     canonical, admitted = payloads.canonical_pass(message, MODEL, LIMITS)

@@ -53,6 +53,7 @@ def test_case_without_memory_is_left_out_and_the_next_is_measured(
     ]
 
 
+@pytest.mark.slow
 def test_case_that_runs_out_of_memory_in_the_engine_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
