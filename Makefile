@@ -52,7 +52,7 @@ demo: $(READY) ## train three tenants at once on a small local pool (MODEL=DIR: 
 test: $(READY) $(PROTOS_READY) $(OLDER_SDK) ## run the tests; no GPU and no internet needed (ARGS="-k clock" picks some)
 	@$(PYTEST) -n $(TEST_PROCESSES) $(ARGS)
 
-test-fast: $(READY) ## run the tests without Ray and without slow ones, in under a minute: after each edit
+test-fast: $(READY) ## run the tests without Ray and without slow ones, in about a minute: after each edit
 	@$(PYTEST) -n $(TEST_FAST_PROCESSES) -m "not ray and not slow and not gpu" $(ARGS)
 
 # A machine with a GPU may have its own torch, without Ray and the rest of .venv: GPU_PYTHON=python3 selects that Python.

@@ -1,4 +1,4 @@
-"""Some hundred histories of the simulation; it is reproducible, and every kind of fault occurs.
+"""More than a hundred histories of the simulation; it is reproducible, and every kind of fault occurs.
 
 The histories run in processes of their own, because a history is a function of its seed only if strings have fixed
 hashes. `make sim SEED=...` prints every event of a seed.

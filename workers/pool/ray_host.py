@@ -49,8 +49,8 @@ PRIVATE_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
 }
-"""Default environment of a private Ray: it starts no process that no actor asked for, reports no usage, and its workers
-have normal priority (Ray's own default is niceness 15)."""
+"""Default environment of a private Ray: it starts no idle workers, reports no usage, and its workers have normal
+priority (Ray's own default is niceness 15)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

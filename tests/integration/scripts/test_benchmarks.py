@@ -33,7 +33,7 @@ for line in sys.argv[1:]:
 """
 Report = dict[str, Any]
 
-# Not in the group of Ray's tests: one item starts Ray, and nothing here has a time limit that busy cores could exceed.
+# Not in the group of Ray's tests: one item starts Ray, and the limits of time are wide.
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("benchmarks")]
 
 
