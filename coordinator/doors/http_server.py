@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 75
 """Longer than the SDK keeps an idle connection."""
 _DROP_S = 5.0
-"""Seconds that aborted connections may take to end."""
+"""Seconds that cancelled calls may take to end."""
 
 
 class HttpDoor:
@@ -116,9 +116,9 @@ class HttpDoor:
         if self._server is not None and self._serving is not None:
             done, _ = await asyncio.wait((self._serving,), timeout=grace_s)
             if not done:
-                self._server.drop_calls()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._serving, _DROP_S)
+                await self._server.drop_calls()
+                self._serving.cancel()
+                await asyncio.wait((self._serving,))
         self._close_socket()
 
     def _close_socket(self) -> None:
@@ -133,14 +133,18 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    def drop_calls(self) -> None:
-        """Cancel running calls and close their connections."""
-        self.force_exit = True
-        for task in self.server_state.tasks:
-            task.cancel()
+    async def drop_calls(self) -> None:
+        """Stop listening, cancel running calls and close their connections; wait for the calls to end."""
+        for server in self.servers:
+            server.close()
+        calls = list(self.server_state.tasks)
+        for call in calls:
+            call.cancel()
         for connection in self.server_state.connections:
             if connection.transport is not None:
                 connection.transport.abort()
+        if calls:
+            await asyncio.wait(calls, timeout=_DROP_S)
 
 
 class Connection(H11Protocol):

@@ -79,7 +79,7 @@ class GrpcTransport:
         self._credentials = grpc.ssl_channel_credentials(root_certificates) if is_tls else None
         self._metadata = (("authorization", f"Bearer {api_key}"),)
         self._channel: grpc.aio.Channel | None = None
-        self._calls: dict[str, Any] = {}
+        self._calls: dict[Unary[Any, Any], Any] = {}
         self._call_slots = asyncio.Semaphore(CALLS_MAX)
 
     async def call(self, method: Unary[RequestT, ResponseT], request: RequestT, *, timeout_s: float) -> ResponseT:
@@ -119,15 +119,15 @@ class GrpcTransport:
             await channel.close()
 
     def _callable(self, method: Unary[RequestT, ResponseT]) -> Any:
-        if method.path not in self._calls:
+        if method not in self._calls:
             channel = self._open_channel()
             kind = channel.unary_stream if isinstance(method, ServerStream) else channel.unary_unary
-            self._calls[method.path] = kind(
+            self._calls[method] = kind(
                 method.path,
                 request_serializer=method.request_type.SerializeToString,
                 response_deserializer=method.response_type.FromString,
             )
-        return self._calls[method.path]
+        return self._calls[method]
 
     def _open_channel(self) -> grpc.aio.Channel:
         if self._channel is None:
