@@ -16,7 +16,7 @@ from enum import Enum, auto
 
 from coordinator.payloads.passes import Chunk, DecodedPass
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.contract.windows import WindowRole
+from workers.contract.training_rules import WindowRole
 
 
 class Kind(Enum):

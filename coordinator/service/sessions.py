@@ -13,7 +13,7 @@ from coordinator.service.auth import Principal
 from coordinator.storage.database import ConflictError
 from coordinator.storage.rows import SessionRow
 from tinkerpool.v1 import sessions_pb2 as pb
-from workers.contract.losses import LOSS_RULES
+from workers.contract.training_rules import LOSS_RULES
 
 
 class SessionUseCases(UseCases):

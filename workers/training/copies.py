@@ -3,8 +3,8 @@
 A copy's values are in the bank. Does not depend on batches, passes or how a step is computed.
 
 Main invariants: an item runs only if the copy is exactly at the item's `prev_seq` (and at its chunk), so no item is
-applied twice or skipped. A failed operation consumes its sequence number. A closed gradient window (`contract.windows`)
-leaves no gradient in the bank.
+applied twice or skipped. A failed operation consumes its sequence number. A closed gradient window
+(`contract.training_rules`) leaves no gradient in the bank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from workers.contract.messages import (
     PassItem,
     SaveItem,
 )
-from workers.contract.windows import WindowRole, role_of
+from workers.contract.training_rules import WindowRole, role_of
 
 
 @dataclass(frozen=True, slots=True)
