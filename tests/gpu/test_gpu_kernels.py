@@ -9,8 +9,8 @@ from torch import Tensor
 from workers.model.attention import Attend
 from workers.model.frozen_products import BLOCK_ROWS
 from workers.model.gpu_attention import FlashKernel, SdpaAttention, VarlenAttention
-from workers.model.lora.grouped import MAJOR_CAPABILITIES, GroupedRun, group_segments
-from workers.model.lora.segments import Segment
+from workers.model.grouped_segments import MAJOR_CAPABILITIES, GroupedRun, group_segments
+from workers.model.segments import Segment
 from workers.rows import AdapterViews, GroupViews
 from workers.selftest.row_invariance import are_blocks_invariant
 

@@ -13,7 +13,7 @@ from tests.support.numerics.agreement import GRADIENTS, LOGPROBS, SMOOTH, distan
 from tests.support.numerics.harness import Driver, Tenant, code, make_data, make_spec
 from tests.support.numerics.tenants import TENANTS, assert_same, train
 from workers.contract.messages import AdamParams, ErrorCode
-from workers.model.lora.grouped import can_group
+from workers.model.grouped_segments import can_group
 
 pytestmark = pytest.mark.gpu
 

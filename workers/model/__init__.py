@@ -1,6 +1,6 @@
 """The frozen base model with multi-LoRA linears.
 
 Public interface: `base_model.BaseModel`, `pretrained.UnsupportedModelError`, `attention.Attend`, and the layers that a
-pass is made of (`lora.segments.Segment`, `lora.linears`). For trials: `numerics`, `frozen_products`,
-`lora.segments`, `lora.grouped`.
+pass is made of (`segments.Segment`, `linears`). For trials: `numerics`, `frozen_products`, `segments`,
+`grouped_segments`.
 """

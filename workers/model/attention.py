@@ -1,9 +1,11 @@
-"""Causal attention over packed rows on a CPU, sequence by sequence, without a mask across sequences.
+"""Attention: how a model's layers call the `Attend` of the pass, and causal attention over packed rows on a CPU.
 
-Consecutive sequences of one length are one call of the kernel, which computes every sequence and head by itself: the
-bits are those of each sequence solo.
+transformers' layers call one registered function, without a mask; it calls the `Attend` that began the pass.
 
-Does not depend on layers, models or adapters.
+On a CPU packed rows are attended sequence by sequence. Consecutive sequences of one length are one call of the kernel,
+which computes every sequence and head by itself: the bits are those of each sequence solo.
+
+Does not depend on adapters, or on models beyond names of attributes.
 
 Main invariant: a sequence's output and gradient depend only on its own rows. Rows of no sequence get zeros.
 
@@ -19,7 +21,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from workers.model.pretrained import UnsupportedModelError
+
+ATTENTION_NAME = "tinkerpool"
+"""The name of `_attention` and `_no_mask` in the tables of transformers."""
 # The overloads: a call needs no lookup.
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -48,6 +56,54 @@ class AttendSequences(Attend, Protocol):
 AttendPacked = Callable[[Sequence[int], Sequence[int]], AttendSequences]
 """Makes the `Attend` of whole sequences, one after another from row 0. Takes their lengths and, in row order, the
 number of sequences of each request, because the results of a request may have to depend only on that request."""
+
+
+class LayerAttention:
+    """The attention of all layers of one model: the `Attend` of the current pass. Used by one thread."""
+
+    def __init__(self, model: Any) -> None:
+        """Let the layers of a model of transformers attend here, and keep transformers from making masks."""
+        self.current: Attend | None = None
+        if ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS:
+            ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
+            ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _no_mask)
+        model.set_attn_implementation(ATTENTION_NAME)
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                module.tinkerpool_attention = self
+
+    def begin(self, attend: Attend) -> None:
+        """Attend this way in the next forward, and in its backward."""
+        self.current = attend
+
+    def end(self) -> None:
+        """Drop the `Attend` of the last pass."""
+        self.current = None
+
+
+def _no_mask(*_args: Any, **_kwargs: Any) -> None:
+    """Make no mask: `Attend` keeps sequences apart, and transformers would guess them from position ids."""
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend in one layer, as transformers calls it: (1, heads, T, head_dim) each -> (1, T, heads, head_dim)."""
+    assert attention_mask is None, "transformers made a mask although it was told not to"
+    if kwargs.get("softcap") or kwargs.get("s_aux") is not None or not getattr(module, "is_causal", True):
+        raise UnsupportedModelError("soft-capped, sink or non-causal attention is not supported")
+    scaling = module.head_dim**-0.5 if scaling is None else scaling
+    attention: LayerAttention = module.tinkerpool_attention
+    assert attention.current is not None, "no pass has begun"
+    out = attention.current(module.layer_idx, query, key, value, scaling=scaling, sliding_window=sliding_window)
+    return out, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,31 +16,36 @@ its position in its own sequence; each `Segment` names the rows of one adapter (
 segment see only the base model. `attend` gets the queries, keys and values of all rows, layer by layer, and may keep
 keys and values in a cache of its own. For equal bits in any batch, the rows of each adapter must be one segment.
 
+A forward with `recompute` keeps only the inputs of the decoder layers, and the backward runs each layer again (gradient
+checkpointing). The bits are the same with and without: a layer runs the same kernels on the same input both times, and
+its adapters' gradients are added once, by the second run, in the order of a backward without recomputation. The second
+run reads the state of the pass (`CurrentPass`), so the backward must run before the next forward.
+
 Dimensions: T rows of the pass, N rows, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.contract.messages import ModelInfo
-from workers.model.attention import Attend
+from workers.model.attention import Attend, LayerAttention
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
 from workers.model.gpu_attention import attend_packed_for
-from workers.model.lora.grouped import can_group, group_segments
-from workers.model.lora.linears import LinearGroup
-from workers.model.lora.routing import CurrentPass
-from workers.model.lora.segments import Segment
+from workers.model.grouped_segments import can_group, group_segments
+from workers.model.linears import LinearGroup
 from workers.model.numerics import Numerics, fingerprint
 from workers.model.pretrained import Probe, eos_token_ids, find_directory, load_pretrained, tokenizer_files
-from workers.model.recompute import Recomputation
 from workers.model.replacement import decoder_layers, replace_layers
+from workers.model.segments import CurrentPass, Segment
 from workers.rows import ModuleKind
 
 MAX_RANK = 128
@@ -85,6 +90,7 @@ class BaseModel:
         self.current = CurrentPass()
         self.groups = replace_layers(model, self.current)
         self.group_shapes = tuple(group.shape for group in self.groups)
+        self._attention = LayerAttention(model)
         self._recomputation = Recomputation(decoder_layers(model, self.num_layers), self.current)
         self.numerics = Numerics()
         """How products are computed; see `use`."""
@@ -112,7 +118,12 @@ class BaseModel:
             return self.unembed(hidden, ())
 
         probe.check(logits_of, self.dtype)
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop what is left of the last pass, and the count of products."""
         self.current.reset()
+        self._attention.end()
 
     def forward(
         self,
@@ -134,7 +145,8 @@ class BaseModel:
         padding = self.pad_rows(num_rows) - num_rows
         if padding:
             tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
-        self.current.begin(segments, attend)
+        self.current.begin(segments)
+        self._attention.begin(attend)
         self._recomputation.switch(on=recompute)
         for group in self.groups:
             group.drop_outputs()
@@ -209,3 +221,56 @@ class BaseModel:
     def _leaf_names(self, kind: ModuleKind) -> tuple[str, ...]:
         names = [name.rpartition(".")[2] for shape in self.group_shapes if shape.kind == kind for name in shape.names]
         return tuple(dict.fromkeys(names))
+
+
+class Recomputation:
+    """Wraps the forwards of a model's decoder layers. One per base model; used by one thread."""
+
+    def __init__(self, layers: Iterable[nn.Module], current: CurrentPass) -> None:
+        self._is_on = False
+        self._current = current
+        for layer in layers:
+            layer.forward = partial(self._run, layer.forward)
+
+    def switch(self, *, on: bool) -> None:
+        """Choose whether the layers of the next forward with gradients keep only their input."""
+        self._is_on = on
+
+    def _run(self, layer: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a layer in its place, as transformers calls it: hidden states (1, T, D) -> hidden states (1, T, D)."""
+
+        def run(hidden: Tensor) -> Tensor:
+            out = layer(hidden, *args, **kwargs)
+            if not isinstance(out, Tensor):
+                raise ValueError("the model's decoder layers return more than hidden states, which is not supported")
+            return out
+
+        if self._is_on and torch.is_grad_enabled():
+            out: Tensor = _LayerFunction.apply(  # type: ignore[no-untyped-call]
+                hidden, self._current.anchor, run, self._current
+            )
+            return out
+        return run(hidden)
+
+
+class _LayerFunction(torch.autograd.Function):
+    """A layer as one operation of autograd, which keeps only its input (1, T, D)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, anchor: Tensor, run: Callable[[Tensor], Tensor], current: CurrentPass
+    ) -> Tensor:
+        del anchor  # see `CurrentPass.anchor`
+        ctx.save_for_backward(hidden)
+        ctx.run, ctx.current, ctx.routing = run, current, current.routing
+        return run(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, None, None, None]:
+        assert ctx.current.routing is ctx.routing, "another forward ran before this backward"
+        (hidden,) = ctx.saved_tensors
+        again = hidden.detach().requires_grad_(ctx.needs_input_grad[0])
+        with torch.enable_grad():
+            out = ctx.run(again)
+        torch.autograd.backward(out, dout)
+        return again.grad, None, None, None

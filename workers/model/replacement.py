@@ -1,4 +1,4 @@
-"""Replaces the layers of a loaded model: linears by multi-LoRA linears, attention by the `Attend` of the pass.
+"""Replaces the layers of a loaded model: linears by multi-LoRA linears, norms and rotary functions by faster ones.
 
 Depends on the names that transformers gives to modules; not on the bank, losses or tenants.
 
@@ -10,36 +10,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from workers.model.fused_modules import fuse_rms_norms, fuse_rotary
-from workers.model.lora.linears import LinearGroup, MultiLoraLinear
-from workers.model.lora.routing import CurrentPass
+from workers.model.linears import LinearGroup, MultiLoraLinear
 from workers.model.pretrained import UnsupportedModelError
+from workers.model.segments import CurrentPass
 from workers.rows import GroupShape, ModuleKind
 
-ATTENTION_NAME = "tinkerpool"
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Leaf names of linears that read the same input and are computed together."""
 KIND_OF_PARENT: Mapping[str, ModuleKind] = {"self_attn": "attn", "attention": "attn", "attn": "attn", "mlp": "mlp"}
 
 
 def replace_layers(model: Any, current: CurrentPass) -> tuple[LinearGroup, ...]:
-    """Replace linears, norms, rotary functions and attention; return the linears in the order of the forward.
+    """Replace linears, norms and rotary functions; return the linears in the order of the forward.
 
-    The last group is the unembedding. The layers share `current`. Raises UnsupportedModelError.
+    The last group is the unembedding. The linears share `current`. Raises UnsupportedModelError.
     """
     groups = _replace_linears(model, current)
     fuse_rms_norms(model)
     fuse_rotary(model)
-    _register_attention()
-    model.set_attn_implementation(ATTENTION_NAME)
-    for module in model.modules():
-        if hasattr(module, "layer_idx"):
-            module.tinkerpool_pass = current
     return groups
 
 
@@ -109,35 +101,3 @@ def _sibling_groups(leaves: list[str]) -> list[tuple[str, ...]]:
         siblings = next((names for names in SIBLINGS if leaf in names and set(names) <= set(leaves)), (leaf,))
         groups.append(siblings)
     return groups
-
-
-def _register_attention() -> None:
-    """Route attention to the `Attend` of the pass, and keep transformers from making masks. Idempotent."""
-    if ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS:
-        ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _no_mask)
-
-
-def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """Make no mask: `Attend` keeps sequences apart, and transformers would guess them from position ids."""
-
-
-def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attend in one layer, as transformers calls it: (1, heads, T, head_dim) each -> (1, T, heads, head_dim)."""
-    assert attention_mask is None, "transformers made a mask although it was told not to"
-    if kwargs.get("softcap") or kwargs.get("s_aux") is not None or not getattr(module, "is_causal", True):
-        raise UnsupportedModelError("soft-capped, sink or non-causal attention is not supported")
-    scaling = module.head_dim**-0.5 if scaling is None else scaling
-    current: CurrentPass = module.tinkerpool_pass
-    assert current.attend is not None
-    out = current.attend(module.layer_idx, query, key, value, scaling=scaling, sliding_window=sliding_window)
-    return out, None

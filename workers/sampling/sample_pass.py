@@ -24,7 +24,7 @@ from workers.bank.bank import Bank
 from workers.bank.entries import Row
 from workers.contract.capacity import BLOCK_TOKENS
 from workers.model.base_model import BaseModel
-from workers.model.lora.segments import Segment
+from workers.model.segments import Segment
 from workers.sampling.attention.block_products import ROWS_MULTIPLES, find_rows_multiple
 from workers.sampling.attention.decode_plan import NextToken
 from workers.sampling.attention.step import DecodeAttention, PromptChunk, StepAttention

@@ -22,10 +22,10 @@ from transformers.activations import ACT2FN
 
 from workers.model.base_model import BaseModel
 from workers.model.frozen_products import FrozenProducts, PackedProducts, PlainProducts, can_pack
-from workers.model.lora.grouped import VALUES_MULTIPLE
-from workers.model.lora.segments import Run, backward_segments, forward_segments
+from workers.model.grouped_segments import VALUES_MULTIPLE
 from workers.model.numerics import ROWS_MIN, Numerics
 from workers.model.pretrained import UnsupportedModelError
+from workers.model.segments import Run, backward_segments, forward_segments
 from workers.rows import AdapterViews, GroupViews
 
 LARGE_WEIGHT = 1 << 22

@@ -73,7 +73,7 @@ def is_thread_count_invariant(base_model: BaseModel) -> bool:
             single = _trial(base_model)
         finally:
             torch.set_num_threads(num_threads)
-            base_model.current.reset()
+            base_model.reset()
         is_equal = all(torch.equal(left, right) for left, right in zip(several, single, strict=True))
         _TRIED[key] = bool(several) and is_equal
     return _TRIED[key]

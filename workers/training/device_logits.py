@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from workers.model.lora.linears import FusedSaved, LinearGroup, Saved
-from workers.model.lora.segments import Segment
+from workers.model.linears import FusedSaved, LinearGroup, Saved
+from workers.model.segments import Segment
 from workers.training.logits import Part, Piece, blocks_of
 
 BLOCK_VALUES = 1 << 27

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.model.lora.linears import FusedSaved, LinearGroup, Saved
-from workers.model.lora.segments import Segment
+from workers.model.linears import FusedSaved, LinearGroup, Saved
+from workers.model.segments import Segment
 from workers.rows import AdapterViews
 from workers.training.losses import RequestLoss
 

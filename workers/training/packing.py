@@ -20,7 +20,7 @@ from torch import Tensor
 
 from workers.bank.entries import Row
 from workers.contract.messages import PassItem
-from workers.model.lora.segments import Segment
+from workers.model.segments import Segment
 from workers.training.logits import Part
 from workers.training.losses import RequestLoss
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.numerics.samplers import Sampling, sampling
-from workers.model.lora.segments import Segment
+from workers.model.segments import Segment
 
 pytestmark = pytest.mark.slow
 

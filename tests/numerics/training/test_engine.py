@@ -17,7 +17,7 @@ from workers.contract.messages import (
     ErrorCode,
     Item,
 )
-from workers.model.lora.segments import Segment
+from workers.model.segments import Segment
 from workers.training.logits import ChunkedLoss
 
 

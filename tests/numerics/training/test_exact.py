@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.numerics.harness import Driver, Trace, make_spec
 from tests.support.numerics.tenants import TENANTS, assert_same, train
 from workers.model.frozen_products import multiply_in_blocks, sum_in_blocks
-from workers.model.lora.segments import Segment
+from workers.model.segments import Segment
 
 pytestmark = pytest.mark.slow
 

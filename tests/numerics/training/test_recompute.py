@@ -13,7 +13,7 @@ from tests.support.numerics.harness import Driver, make_data, make_spec
 from tests.support.numerics.tenants import TENANTS, assert_same, train
 from workers.contract.settings import EngineSettings
 from workers.model.attention import PackedAttention
-from workers.model.lora.linears import MultiLoraLinear
+from workers.model.linears import MultiLoraLinear
 from workers.selftest.loading import load_base_model
 from workers.training import passes
 

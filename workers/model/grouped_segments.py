@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from workers.model.lora.segments import Segment
+from workers.model.segments import Segment
 from workers.rows import AdapterViews, GroupShape, GroupViews
 
 VALUES_MULTIPLE = 8
@@ -38,7 +38,7 @@ def can_group(device: torch.device, dtype: torch.dtype, shapes: Iterable[GroupSh
 
 
 class GroupedRun:
-    """Implements `routing.FusedRun`: consecutive segments whose adapters are in one slab, at rising slots.
+    """Implements `segments.FusedRun`: consecutive segments whose adapters are in one slab, at rising slots.
 
     Adjacent segments of one adapter are one group.
     """

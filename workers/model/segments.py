@@ -1,12 +1,13 @@
-"""Segments of a pass, each with one adapter: their small products, and the runs of them that are computed as one batch.
+"""The segments of a pass, each with one adapter: which of them are one batch, padded or fused, and their products.
 
 For a row x of segment s:  y += scaling_s (x A_s^T) B_s^T.
 
 Does not depend on the bank, on models or on losses.
 
-Main invariants: a segment has the same bits as a matrix of its own or as one of a batch; `selftest.row_invariance`
-tries that. A run's adapters are rows of one slab at rising slots, and an adapter is in a run once. So an adapter's
-gradient is added in the order of its segments.
+Main invariants: without fused runs, the products of a segment depend only on that segment's rows, their number and its
+adapter; it has the same bits as a matrix of its own or as one of a batch, which `selftest.row_invariance` tries. With
+fused runs, that holds to rounding. A run's adapters are rows of one slab at rising slots, and an adapter is in a run
+once. So an adapter's gradient is added in the order of its segments.
 
 Dimensions: T rows of the pass, N rows of a segment, S segments of a run, D inputs, F outputs, R padded rank, G linears
 in a group.
@@ -14,13 +15,15 @@ in a group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from workers.model.numerics import ROWS_MIN, Numerics
 from workers.rows import AdapterViews, GroupViews
 
 
@@ -152,6 +155,115 @@ class ShortRun:
             return self._run.rows(tensor[self._gathered])
         rows = tensor[self._adjacent].view(-1, self._length, tensor.shape[1])
         return F.pad(rows, (0, 0, 0, self._rows_min - self._length))
+
+
+class FusedRun(Protocol):
+    """Segments whose products are one kernel each; implemented by `grouped_segments.GroupedRun`."""
+
+    def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> Tensor | None:
+        """Add the adapters' part to ys (T, F), from x (T, D); return an intermediate result for the backward.
+
+        None: the group is not adapted.
+        """
+
+    def backward(self, group: int, xa: Tensor, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None) -> None:
+        """Add to the adapters' gradients, and to dx (T, D) if given; `xa` is the result of `forward`."""
+
+
+Fuse = Callable[[Sequence[Segment]], Sequence[FusedRun]]
+"""Makes fused runs of a pass's segments."""
+
+
+class Routing:
+    """The runs of one pass. Rows in no segment see only the base model.
+
+    Segments must not overlap and must be in row order. Those with fewer rows than `rows_min` are padded.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        rows_min: int,
+        *,
+        can_batch: bool = True,
+        can_batch_short: bool = False,
+        fuse: Fuse | None = None,
+    ) -> None:
+        """Make runs; with `fuse`, all segments are in `fused`. `can_batch_short` is for passes without a backward."""
+        self.runs: list[Run] = []
+        self.short_runs: list[ShortRun] = []
+        self.fused: Sequence[FusedRun] = () if fuse is None else fuse(segments)
+        if fuse is not None:
+            return
+        end = 0
+        if can_batch and can_batch_short:
+            segments = self._without_short(segments, rows_min)
+        for segment in segments:
+            assert end <= segment.start < segment.stop, "segments overlap or are empty"
+            end = segment.stop
+            length = segment.stop - segment.start
+            if not (can_batch and length >= rows_min and self.runs and self.runs[-1].try_add(segment)):
+                self.runs.append(Run(segment.start, length, [segment.adapter]))
+
+    def _without_short(self, segments: Sequence[Segment], rows_min: int) -> list[Segment]:
+        """Move segments of few rows to `short_runs` if several can be one batch; return the others."""
+        left: list[Segment] = []
+        batches: list[list[Segment]] = []
+        for segment in segments:
+            if segment.stop - segment.start >= rows_min:
+                left.append(segment)
+                continue
+            if batches and segment.adapter.can_follow(batches[-1][-1].adapter):
+                batches[-1].append(segment)
+            else:
+                batches.append([segment])
+        for batch in batches:
+            if len(batch) == 1:
+                left += batch
+            else:
+                self.short_runs.append(ShortRun(batch, rows_min))
+        return sorted(left, key=lambda segment: segment.start)
+
+
+class CurrentPass:
+    """The state of a pass that all layers of one base model share. One per base model; used by one thread."""
+
+    def __init__(self) -> None:
+        self.rows_min = ROWS_MIN
+        """Products with fewer rows are padded to this many; below it, a row's bits depend on the others."""
+        self.can_batch = True
+        """Whether segments in one batch have the bits that each has solo; see `Numerics`."""
+        self.fuse: Fuse | None = None
+        """`grouped_segments.group_segments` if the device has such a kernel."""
+        self.routing = Routing((), self.rows_min)
+        self.num_base_matmuls = 0
+        """Products of activations with frozen weights so far, forward only."""
+        self.anchor = torch.zeros((), requires_grad=True)
+        """Makes outputs require a gradient although neither the embeddings nor the frozen weights do."""
+
+    def use(self, numerics: Numerics, fuse: Fuse | None) -> None:
+        """Compute segments this way from now on."""
+        self.rows_min = numerics.rows_min or ROWS_MIN
+        self.can_batch = numerics.can_batch
+        self.fuse = fuse
+
+    def begin(self, segments: Sequence[Segment]) -> None:
+        """Set the segments of the next forward, and of its backward."""
+        self.routing = self.route(segments, needs_grad=torch.is_grad_enabled())
+
+    def reset(self) -> None:
+        """Drop the last pass and the count of products."""
+        self.routing, self.num_base_matmuls = self.route(()), 0
+
+    def count_matmuls(self, number: int) -> None:
+        """Count products of activations with frozen weights."""
+        self.num_base_matmuls += number
+
+    def route(self, segments: Sequence[Segment], *, needs_grad: bool = True) -> Routing:
+        """Return how these segments are computed; without a gradient there are more ways."""
+        return Routing(
+            segments, self.rows_min, can_batch=self.can_batch, can_batch_short=not needs_grad, fuse=self.fuse
+        )
 
 
 def forward_segments(x: Tensor, ys: Sequence[Tensor], views: GroupViews, scaling: float) -> Tensor:

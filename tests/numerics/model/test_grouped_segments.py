@@ -16,8 +16,8 @@ from tests.support.mini_model import build_mini_model
 from tests.support.numerics.agreement import distance, observe
 from tests.support.numerics.harness import Driver, Tenant, make_data, make_spec
 from tests.support.numerics.tenants import TENANTS
-from workers.model.lora.grouped import GroupedRun, can_group, group_segments
-from workers.model.lora.segments import Segment
+from workers.model.grouped_segments import GroupedRun, can_group, group_segments
+from workers.model.segments import Segment
 from workers.rows import AdapterViews, GroupShape
 
 

@@ -5,7 +5,7 @@ saves the input once for all linears that share it, and adds dA and dB to the ad
 
 Does not depend on the bank, on losses, tenants or whole models.
 
-Main invariant: the results of a segment depend only on its rows, their number and its adapter (`routing` names the
+Main invariant: the results of a segment depend only on its rows, their number and its adapter (`segments` names the
 exception). Nothing is masked by multiplying with zero: 0 x NaN would let one tenant's overflow reach another. Products
 of few columns depend on the alignment of their operands, so rows are a multiple of 16 values (64
 bytes) apart wherever a segment's position in the pass may vary.
@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.model.frozen_products import ExactProducts, FrozenProducts, PackedProducts, PlainProducts
-from workers.model.lora.routing import CurrentPass, FusedRun, Routing
-from workers.model.lora.segments import Run, backward_segments, forward_segments
 from workers.model.numerics import Numerics
+from workers.model.segments import CurrentPass, FusedRun, Routing, Run, backward_segments, forward_segments
 from workers.rows import GroupShape, GroupViews
 
 
