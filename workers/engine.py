@@ -34,8 +34,7 @@ from workers.contract.messages import (
 from workers.contract.protocols import EngineFactory
 from workers.contract.settings import EngineSettings, num_cores
 from workers.host.allocator import keep_freed_memory, without_holes
-from workers.host.host_memory import MemoryShare, free_bytes
-from workers.host.threads import ThreadChoice
+from workers.host.free_resources import MemoryShare, ThreadChoice, free_bytes
 from workers.sampling.sampler import Sampler, SamplerLimits
 from workers.selftest.loading import fitting_tokens, load_base_model
 from workers.selftest.thread_invariance import is_thread_count_invariant
@@ -68,9 +67,8 @@ class TrainingEngine:
         )
         memory = MemoryShare(base_model.device, settings.memory_share, free_bytes)
         limits = SamplerLimits(cache_bytes_max=settings.cache_bytes_max)
-        self.sampler = Sampler(base_model, bank, limits, free_bytes=memory.free_bytes())
+        self.sampler = Sampler(base_model, bank, limits, memory)
         self._passes = PassRunner(base_model, bank, memory, settings.recompute)
-        self._passes.measure(self.sampler.untaken_bytes)
         fitting = fitting_tokens(self._passes)
         is_invariant = fitting is None and is_thread_count_invariant(base_model)
         self._threads = ThreadChoice(torch.get_num_threads(), num_cores()) if is_invariant else None
@@ -113,7 +111,7 @@ class TrainingEngine:
                 self._copies.remove(key)
             self._passes.prefetch.expect(batch.expected, own=frozenset(item.adapter_id for item in batch.items))
             if any(isinstance(item, PassItem) for item in batch.items):
-                self._passes.measure(self.sampler.untaken_bytes)
+                self._passes.measure()
             with self._running():
                 results = self._items.run(batch.items)
             self._passes.prefetch.end_batch()

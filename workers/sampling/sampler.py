@@ -24,7 +24,7 @@ from workers.bank.bank import Bank
 from workers.bank.state_files import read_state
 from workers.contract.capacity import SEQUENCE_SLOTS
 from workers.contract.messages import ErrorCode, ItemError, SampleEvent, SampleRequest, SampleResult
-from workers.host import host_memory
+from workers.host.free_resources import MemoryShare
 from workers.model.base_model import BaseModel
 from workers.sampling.drawing import check_finite, draw_rows
 from workers.sampling.errors import SampleError, check_request, item_error, logged_error
@@ -78,17 +78,16 @@ class Sampler:
         base_model: BaseModel,
         bank: Bank,
         limits: SamplerLimits,
+        memory: MemoryShare | None = None,
         *,
-        free_bytes: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Allocate the key-value blocks; `free_bytes` is the free memory, None: as measured now.
+        """Allocate the key-value blocks in a part of `memory`; None: of all that is free on the device.
 
-        On a CPU blocks take memory when they are first written.
+        On a CPU blocks take memory when they are first written; until then it is promised.
         """
-        if free_bytes is None:
-            free_bytes = host_memory.free_bytes(base_model.device)
-        num_bytes = min(limits.cache_bytes_max, int(free_bytes * MEMORY_SHARE))
+        self._memory = MemoryShare(base_model.device) if memory is None else memory
+        num_bytes = min(limits.cache_bytes_max, int(self._memory.free_bytes() * MEMORY_SHARE))
         self._block_bytes = block_bytes(base_model)
         num_blocks = max(1, num_bytes // self._block_bytes)
         self._base_model = base_model
@@ -104,18 +103,12 @@ class Sampler:
         """All requests, waiting and running."""
         self._events: list[SampleEvent] = []
         self._tokenizer: Tokenizer | None = None
+        self._promise_blocks()
 
     @property
     def num_cache_blocks(self) -> int:
         """Key-value blocks, in use or not."""
         return self.blocks.num_blocks
-
-    @property
-    def untaken_bytes(self) -> int:
-        """Memory that keys and values will take when it is first written; others must leave it free."""
-        if self._base_model.device.type != "cpu":
-            return 0
-        return len(self.blocks.untouched) * self._block_bytes
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -153,6 +146,7 @@ class Sampler:
             self._advance(works)
         for active in [active for active in self.slots.running if active.can_begin]:
             self._run_or_fail(active, active.begin)
+        self._promise_blocks()
         events, self._events = self._events, []
         return events
 
@@ -162,6 +156,11 @@ class Sampler:
             self._release(active)
         self._events.clear()
         self.blocks.drop_all()
+
+    def _promise_blocks(self) -> None:
+        """Let passes leave the memory free that a CPU will give to blocks when they are first written."""
+        if self._base_model.device.type == "cpu":
+            self._memory.promise(len(self.blocks.untouched) * self._block_bytes)
 
     def _stop_strings(self, request: SampleRequest) -> StopStrings | None:
         """Return the request's stop strings; raises ValueError if this model has no tokenizer for them."""

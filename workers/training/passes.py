@@ -22,7 +22,7 @@ from workers.bank.entries import Row
 from workers.contract.messages import Datum, ErrorCode, ItemError, PassItem
 from workers.contract.settings import Recompute
 from workers.host.allocator import is_out_of_memory, without_holes
-from workers.host.host_memory import MemoryShare
+from workers.host.free_resources import MemoryShare
 from workers.model.base_model import BaseModel
 from workers.training.device_logits import DeviceLoss
 from workers.training.logits import ChunkedLoss, Part, PassLoss
@@ -104,9 +104,9 @@ class PassRunner:
         self._loss: PassLoss = make_loss(base_model.unembedding, base_model.vocab_size)
         self.measure()
 
-    def measure(self, reserved_bytes: int = 0) -> None:
-        """Set the memory for passes from the memory that is free now, without `reserved_bytes` of it."""
-        self.room_bytes = int(USED_FRACTION * (self._share.free_bytes() - reserved_bytes))
+    def measure(self) -> None:
+        """Set the memory for passes from the memory that is free now."""
+        self.room_bytes = int(USED_FRACTION * self._share.free_bytes())
 
     def pass_tokens(self, items: Sequence[PassItem], tokens_max: int) -> int:
         """Return the most tokens, up to `tokens_max`, of one pass of some of these items without recomputed layers.

@@ -13,6 +13,7 @@ from tests.support.numerics.harness import Driver, code, make_data, make_engine
 from tests.support.numerics.samplers import Sampling, assert_same_bits, make_sampler, prompt_of, request, sampling
 from workers.contract.capacity import BLOCK_TOKENS
 from workers.contract.messages import AdamParams, ErrorCode, SampleResult
+from workers.host.free_resources import MemoryShare
 from workers.sampling.kv_cache import block_bytes
 from workers.sampling.sampler import Sampler, SamplerLimits
 
@@ -325,22 +326,24 @@ def test_training_leaves_memory_that_samples_have_not_taken_yet(qwen3: Path) -> 
     assert fitting_tokens(free + 9 * block, num_blocks=10) == few
 
 
-def test_blocks_count_as_taken_once_they_were_used(qwen3: Path) -> None:
-    s = sampling(qwen3, num_blocks=10)
-    before = s.sampler.untaken_bytes
+def test_blocks_are_promised_until_they_are_used(qwen3: Path) -> None:
+    driver = Driver(qwen3)
+    model = driver.engine.base_model
+    block = block_bytes(model)
+    memory = MemoryShare(model.device, measure=lambda _: 100 * block)
+    s = Sampling(driver, Sampler(model, driver.engine.bank, SamplerLimits(cache_bytes_max=10 * block), memory))
+    assert memory.free_bytes() == 90 * block
     for _ in range(3):
         s.run(request(f"{len(s.events)}", length=70, max_tokens=10))
-    assert before == 10 * block_bytes(s.driver.engine.base_model)
-    assert s.sampler.untaken_bytes == before * 7 / 10
+    assert memory.free_bytes() == 93 * block
 
 
 def test_cache_takes_at_most_a_quarter_of_the_free_memory(qwen3: Path) -> None:
     driver = Driver(qwen3)
     model = driver.engine.base_model
-    sampler = Sampler(
-        model, driver.engine.bank, SamplerLimits(cache_bytes_max=1 << 30), free_bytes=40 * block_bytes(model)
-    )
-    assert sampler.untaken_bytes == 10 * block_bytes(model)
+    memory = MemoryShare(model.device, measure=lambda _: 40 * block_bytes(model))
+    sampler = Sampler(model, driver.engine.bank, SamplerLimits(cache_bytes_max=1 << 30), memory)
+    assert sampler.num_cache_blocks == 10
 
 
 def test_overflow_left_in_a_block_changes_no_later_sample(qwen3: Path) -> None:

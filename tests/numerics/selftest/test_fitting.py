@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.mini_model import build_mini_model
 from tests.support.numerics.harness import make_engine
+from workers.sampling.kv_cache import block_bytes
 from workers.training.memory import Load, PassMemory
 from workers.training.passes import USED_FRACTION
 
@@ -18,7 +19,7 @@ def test_the_engine_announces_the_longest_sequence_that_its_memory_holds(qwen3: 
     free = 6_000_000
     engine = make_engine(qwen3, recompute=recompute, free_bytes=lambda _: free)
     memory = PassMemory(engine.base_model)
-    usable_bytes = USED_FRACTION * (free - engine.sampler.untaken_bytes)
+    usable_bytes = USED_FRACTION * (free - block_bytes(engine.base_model))
     fitting = engine.info.fitting_tokens
     assert fitting is not None
 

@@ -31,7 +31,7 @@ from workers.contract.messages import (
 )
 from workers.contract.settings import EngineSettings
 from workers.engine import TrainingEngine
-from workers.host.host_memory import MemoryShare, free_bytes
+from workers.host.free_resources import MemoryShare, free_bytes
 from workers.training.copies import AdapterCopies
 from workers.training.items import ItemRunner
 from workers.training.passes import PassRunner
@@ -110,7 +110,7 @@ def assemble_again(engine: TrainingEngine, bank: Bank | None = None, free_bytes:
     if bank is not None:
         engine.bank = bank
         engine._copies = AdapterCopies(bank, model.max_rank, engine.info.fingerprint)
-    memory = MemoryShare(model.device, measure=lambda _: free_bytes + engine.sampler.untaken_bytes)
+    memory = MemoryShare(model.device, measure=lambda _: free_bytes)
     engine._passes = PassRunner(model, engine.bank, memory, settings.recompute)
     limits = {"num_slots": settings.num_slots, "pass_tokens_max": settings.pass_tokens_max}
     engine._items = ItemRunner(engine._passes, engine._copies, **limits)
