@@ -111,7 +111,7 @@ class TrainingEngine:
                 self._copies.remove(key)
             self._passes.prefetch.expect(batch.expected, own=frozenset(item.adapter_id for item in batch.items))
             if any(isinstance(item, PassItem) for item in batch.items):
-                self._passes.measure()
+                self._passes.room.measure()
             with self._running():
                 results = self._items.run(batch.items)
             self._passes.prefetch.end_batch()

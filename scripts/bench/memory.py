@@ -28,8 +28,7 @@ from workers.contract.messages import AdapterInstall, AdapterSpec, Batch, PassIt
 from workers.contract.settings import EngineSettings
 from workers.engine import TrainingEngine
 from workers.host.allocator import without_holes
-from workers.training.memory import Load, PassMemory
-from workers.training.passes import USED_FRACTION
+from workers.training.memory import USED_FRACTION, Load, PassMemory
 
 NUM_TENANTS = 4
 SEQUENCE_TOKENS_MAX = 256

@@ -42,12 +42,11 @@ def fitting_tokens(passes: PassRunner) -> int | None:
     base_model = passes.base_model
     longest = max(base_model.max_seq_len, base_model.chunk_tokens)
     rank = rank_class(base_model.max_rank)
-    fitting = passes.estimate.num_fitting(
-        passes.room_bytes,
+    fitting = passes.room.num_fitting(
         lambda num_tokens: Load(num_tokens=num_tokens, lengths=[num_tokens], rank=rank),
         longest,
         backward=True,
-        recompute=passes.recompute != "off",
+        recompute=passes.room.recompute != "off",
     )
     if fitting == longest:
         return None

@@ -30,8 +30,7 @@ from workers.host.free_resources import MemoryShare
 from workers.model.base_model import BaseModel
 from workers.sampling.sampler import Sampler, SamplerLimits
 from workers.training.optim import Step, StepNorms, adamw_step, adamw_steps
-from workers.training.packing import Request
-from workers.training.passes import PassRunner
+from workers.training.passes import PassRunner, Request
 
 TRIAL_LENGTHS = {
     "few": (5,),

@@ -32,8 +32,7 @@ from workers.contract.messages import (
 )
 from workers.training.copies import AdapterCopies
 from workers.training.optim import NonFiniteStepError, Step, StepNorms, adamw_step, adamw_steps, check_params
-from workers.training.packing import Request
-from workers.training.passes import Outcome, PassRunner, pass_error
+from workers.training.passes import Outcome, PassRunner, Request, pass_error
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,12 @@
-"""Estimates the peak memory of a pass before it runs: the base for its size, and for recomputing layers.
+"""Estimates the peak memory of a pass before it runs, and decides by it how many tokens fit and if layers run again.
 
-Depends on the shapes of a model's linears and the tensors that a pass keeps; not on how much memory there is.
+Depends on the shapes of a model's linears, the tensors that a pass keeps, and the memory that is free. The decisions
+change no bits.
 
-Main invariant: an upper bound in fp32 on the CPU. The estimate adds the tensors that autograd keeps of every layer and
-those that the backward of the largest layer holds on top; tests compare it with a count of every tensor of real passes.
-Values are counted as fp32 in any data type, for many are. Buffers of kernels are not counted: leave room for them.
+Main invariant: the estimate is an upper bound in fp32 on the CPU. It adds the tensors that autograd keeps of all layers
+and those that the backward of the largest layer holds on top; tests compare it with a count of every tensor of real
+passes. Values are counted as fp32 in any data type, for many are. Buffers of kernels are not counted; `USED_FRACTION`
+leaves room for them.
 
 Dimensions: T rows of the pass, D hidden size, Q all query heads together, K all key-value heads together, M inner size
 of the MLP, R padded rank, L tokens of a sequence.
@@ -16,9 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from workers.contract.settings import Recompute
+from workers.host.free_resources import MemoryShare
 from workers.model.base_model import BaseModel
 from workers.training import device_logits, logits
 
+USED_FRACTION = 0.8
+"""The part of the free memory that the tensors of a pass may take. The rest is for gaps between them in the heap (see
+`scripts/bench/memory.py`), buffers of kernels, and other work of the process."""
 VALUE_BYTES = 4
 MASK_BYTES = 4
 """Bytes of a sliding window's mask for each pair of tokens, on the CPU."""
@@ -84,25 +91,6 @@ class PassMemory:
         kept_masks, making_masks = self._mask_bytes(load.lengths)  # made in the forward of the first layer
         return max(values * VALUE_BYTES, forward_values * VALUE_BYTES + making_masks) + kept_masks
 
-    def num_fitting(
-        self, room_bytes: int, load_of: Callable[[int], Load], most: int, *, backward: bool, recompute: bool
-    ) -> int:
-        """Return the largest number of tokens, at most `most`, whose `load_of` fits in `room_bytes`."""
-
-        def fits(num_tokens: int) -> bool:
-            return self.peak_bytes(load_of(num_tokens), backward=backward, recompute=recompute) <= room_bytes
-
-        if fits(most):
-            return most
-        low, high = 0, most - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if fits(middle):
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
     def _kept_values(self, rank: int) -> int:
         """Return the values per token that autograd keeps of all layers.
 
@@ -144,6 +132,45 @@ class PassMemory:
         if not masked:
             return 0, 0
         return MASK_BYTES * sum(length**2 for length in masked), MASK_MAKING_BYTES * max(masked) ** 2
+
+
+class PassRoom:
+    """The memory that passes of one engine may take, and what follows from it."""
+
+    def __init__(self, base_model: BaseModel, memory: MemoryShare, recompute: Recompute) -> None:
+        """Take a part of `memory`, as it is now."""
+        self.recompute = recompute
+        self._estimate = PassMemory(base_model)
+        self._share = memory
+        self.measure()
+
+    def measure(self) -> None:
+        """Set the room from the memory that is free now."""
+        self._num_bytes = int(USED_FRACTION * self._share.free_bytes())
+
+    def num_fitting(self, load_of: Callable[[int], Load], most: int, *, backward: bool, recompute: bool) -> int:
+        """Return the largest number of tokens, at most `most`, whose `load_of` fits."""
+
+        def fits(num_tokens: int) -> bool:
+            peak_bytes = self._estimate.peak_bytes(load_of(num_tokens), backward=backward, recompute=recompute)
+            return peak_bytes <= self._num_bytes
+
+        if fits(most):
+            return most
+        low, high = 0, most - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if fits(middle):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def must_recompute(self, load: Load) -> bool:
+        """Return whether layers of a pass with a backward are recomputed."""
+        if self.recompute != "auto":
+            return self.recompute == "on"
+        return self._estimate.peak_bytes(load, backward=True) > self._num_bytes
 
 
 def _has_window(config: Any) -> bool:

@@ -1,21 +1,27 @@
-"""Runs packed passes: requests in, log-probabilities out, gradients added to the adapters' rows.
+"""Packs requests into the rows of one pass, without padding, and runs it: log-probabilities out, gradients into rows.
 
-Does not depend on batches, sequence numbers, or the effect of a failure on an adapter's order. The free memory decides
-how many tokens are one pass and whether layers are recomputed in the backward; it changes no bits. Adapters that the
-next batch is expected to need begin to load during a pass: a hint, which changes no result.
+Does not depend on batches, sequence numbers, or the effect of a failure on an adapter's order. Adapters that the next
+batch is expected to need begin to load during a pass: a hint, which changes no result.
 
-Main invariant: a request that cannot be run leaves its neighbours' results and gradients as they would be without it.
+Main invariants: a pass has one segment for each request (here: a canonical chunk), its sequences in request order, and
+the requests of one adapter in the given order; results do not depend on the place of a request's rows. A request that
+cannot be run leaves its neighbours' results and gradients as they would be without it.
+
+Dimensions: T rows of the pass.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from workers.bank.bank import Bank
 from workers.bank.entries import Row
@@ -24,18 +30,13 @@ from workers.contract.settings import Recompute
 from workers.host.allocator import is_out_of_memory, without_holes
 from workers.host.free_resources import MemoryShare
 from workers.model.base_model import BaseModel
+from workers.model.segments import Segment
 from workers.training.device_logits import DeviceLoss
 from workers.training.logits import ChunkedLoss, Part, PassLoss
-from workers.training.losses import prepare
-from workers.training.memory import Load, PassMemory
-from workers.training.packing import Packed, Request, pack
+from workers.training.losses import RequestLoss, prepare
+from workers.training.memory import Load, PassRoom
 
 logger = logging.getLogger(__name__)
-
-USED_FRACTION = 0.8
-"""The part of the free memory that the tensors of a pass may take. The rest is for gaps between them in the heap (see
-`scripts/bench/memory.py`), buffers of kernels, and other work of the process."""
-
 
 NON_FINITE_LOSS = ItemError(
     code=ErrorCode.NON_FINITE,
@@ -44,6 +45,36 @@ NON_FINITE_LOSS = ItemError(
         "loss inputs, or a learning rate that has driven the adapter away"
     ),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A chunk to run, checked."""
+
+    item: PassItem
+    loss: RequestLoss
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of its rows."""
+        return len(self.loss.targets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """The rows of one pass."""
+
+    tokens: Tensor
+    """(T,) int64."""
+    positions: Tensor
+    """(T,) int64, from 0 in every sequence."""
+    lengths: list[int]
+    """Tokens of each sequence, in row order."""
+    counts: list[int]
+    """Sequences of each request, in row order."""
+    segments: list[Segment]
+    parts: list[Part]
+    """Of each request, in the given order; their rows may be in another."""
 
 
 @dataclass(slots=True)
@@ -91,22 +122,13 @@ class PassRunner:
         memory: MemoryShare,
         recompute: Recompute = "auto",
     ) -> None:
-        """Run passes in the part of `memory` that is free when `measure` is called."""
+        """Run passes in the part of `memory` that is free when `room` is measured."""
         self.base_model = base_model
-        self.estimate = PassMemory(base_model)
-        self.recompute = recompute
-        self.room_bytes = 0
-        """Memory that a pass may take at its peak."""
+        self.room = PassRoom(base_model, memory, recompute)
         self.prefetch = Prefetch(bank)
         self._bank = bank
-        self._share = memory
         make_loss = DeviceLoss if base_model.is_deferred else ChunkedLoss
         self._loss: PassLoss = make_loss(base_model.unembedding, base_model.vocab_size)
-        self.measure()
-
-    def measure(self) -> None:
-        """Set the memory for passes from the memory that is free now."""
-        self.room_bytes = int(USED_FRACTION * self._share.free_bytes())
 
     def pass_tokens(self, items: Sequence[PassItem], tokens_max: int) -> int:
         """Return the most tokens, up to `tokens_max`, of one pass of some of these items without recomputed layers.
@@ -128,14 +150,11 @@ class PassRunner:
                 pending_values=sum(pending[: bank.num_slots]),
             )
 
-        backward = any(item.backward for item in items)
-        recompute = self.recompute == "on"
-        return self.estimate.num_fitting(self.room_bytes, load, tokens_max, backward=backward, recompute=recompute)
+        recompute = self.room.recompute == "on"
+        return self.room.num_fitting(load, tokens_max, backward=any(i.backward for i in items), recompute=recompute)
 
     def _must_recompute(self, packed: Packed, rows: Sequence[Row], num_pending: int) -> bool:
         """Return whether layers of this pass are recomputed in its backward."""
-        if self.recompute != "auto":
-            return self.recompute == "on"
         adapters = {id(row): row.slab.layout for row in rows}
         load = Load(
             num_tokens=packed.tokens.shape[0],
@@ -145,7 +164,7 @@ class PassRunner:
             num_targets=max(part.logprobs.shape[1] for part in packed.parts),
             pending_values=num_pending,
         )
-        return self.estimate.peak_bytes(load, backward=True) > self.room_bytes
+        return self.room.must_recompute(load)
 
     def checked(self, item: PassItem) -> Request:
         """Return the request of an item. Raises ValueError, with a message for the user, if the item cannot run."""
@@ -175,7 +194,7 @@ class PassRunner:
         """
         begin_s = time.perf_counter()
         keys = [request.item.adapter_id for request in requests]
-        backup: dict[str, torch.Tensor] = {}
+        backup: dict[str, Tensor] = {}
         has_begun = False
         try:
             if backward:
@@ -198,7 +217,8 @@ class PassRunner:
         for key in set(keys) if backward and has_begun else ():
             self._bank.restore_grad(key, backup.get(key))
         if len(requests) == 1:
-            if failure.code is ErrorCode.OUT_OF_MEMORY and backward and not must_recompute and self.recompute == "auto":
+            is_too_large = failure.code is ErrorCode.OUT_OF_MEMORY
+            if is_too_large and backward and not must_recompute and self.room.recompute == "auto":
                 return self._run_or_halve(requests, backward=True, must_recompute=True)
             return [Outcome(error=failure, engine_s=time.perf_counter() - begin_s)]
         middle = len(requests) // 2
@@ -207,7 +227,7 @@ class PassRunner:
             *self._run_or_halve(requests[middle:], backward=backward),
         ]
 
-    def _keep_pending_gradients(self, keys: Sequence[str], backup: dict[str, torch.Tensor]) -> None:
+    def _keep_pending_gradients(self, keys: Sequence[str], backup: dict[str, Tensor]) -> None:
         """Copy the gradients that a pass will add to, in case it must be undone."""
         for key in dict.fromkeys(keys):
             gradient = self._bank.read(key).grad
@@ -243,6 +263,53 @@ class PassRunner:
                 torch.autograd.backward(hidden, dhidden)
             self._loss.settle()
         return packed.parts
+
+
+def pack(requests: Sequence[Request], rows: Sequence[Row], device: torch.device, *, by_adapter: bool = False) -> Packed:
+    """Concatenate requests; `rows[i]` is the adapter of request i. `by_adapter`: see `row_order`."""
+    tokens, positions, segments = [], [], []
+    lengths: list[int] = []
+    counts: list[int] = []
+    parts: dict[int, Part] = {}
+    start = 0
+    for index in row_order(requests, rows, by_adapter=by_adapter):
+        request, adapter = requests[index], rows[index].groups
+        stop = start + request.num_tokens
+        for datum in request.item.data:
+            tokens.append(datum.tokens)
+            positions.append(np.arange(len(datum.tokens)))
+        lengths.extend(request.loss.lengths)
+        counts.append(len(request.loss.lengths))
+        segments.append(Segment(start, stop, adapter))
+        parts[index] = Part(start=start, stop=stop, adapter=adapter, loss=request.loss)
+        start = stop
+    return Packed(
+        tokens=torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(device),
+        positions=torch.from_numpy(np.concatenate(positions)).to(device),
+        lengths=lengths,
+        counts=counts,
+        segments=segments,
+        parts=[parts[index] for index in range(len(requests))],
+    )
+
+
+def row_order(requests: Sequence[Request], rows: Sequence[Row], *, by_adapter: bool = False) -> list[int]:
+    """Return indices of requests in the order of their rows: requests that can be one batch are adjacent.
+
+    First each adapter's first request, then each one's second, and so on, so that gradients are added in order. With
+    `by_adapter` each adapter's requests are adjacent, for kernels that take adapters of any number of rows at once.
+    """
+    rounds: Counter[int] = Counter()
+    keys: list[tuple[float, ...]] = []
+    for index, (request, row) in enumerate(zip(requests, rows, strict=True)):
+        adapter = row.groups
+        place = (id(row.slab), adapter.scaling)
+        if by_adapter:
+            keys.append((*place, adapter.slot, index))
+        else:
+            keys.append((rounds[id(row)], *place, request.num_tokens, adapter.slot, index))
+        rounds[id(row)] += 1
+    return [int(key[-1]) for key in sorted(keys)]
 
 
 def _num_targets(datum: Datum) -> int:

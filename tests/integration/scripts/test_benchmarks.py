@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from workers.training.passes import USED_FRACTION
+from workers.training.memory import USED_FRACTION
 
 ROOT = Path(__file__).resolve().parents[3]
 # Memory first: it forks its processes, before torch has threads.

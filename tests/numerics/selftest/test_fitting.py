@@ -10,8 +10,7 @@ import pytest
 from tests.support.mini_model import build_mini_model
 from tests.support.numerics.harness import make_engine
 from workers.sampling.kv_cache import block_bytes
-from workers.training.memory import Load, PassMemory
-from workers.training.passes import USED_FRACTION
+from workers.training.memory import USED_FRACTION, Load, PassMemory
 
 
 @pytest.mark.parametrize("recompute", ["off", "auto", "on"])

@@ -14,8 +14,8 @@ from workers.model.base_model import BaseModel
 from workers.model.gpu_attention import FlashKernel, VarlenAttention
 from workers.selftest.loading import fitting_tokens
 from workers.training.logits import block_rows_of
-from workers.training.memory import Load, PassMemory
-from workers.training.passes import USED_FRACTION, PassRunner
+from workers.training.memory import USED_FRACTION, Load, PassMemory
+from workers.training.passes import PassRunner
 
 LENGTHS = (512, 200, 312, 512)
 RANKS = {"a": 8, "b": 16}
