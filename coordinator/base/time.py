@@ -1,4 +1,8 @@
-"""Time of the coordinator. All code reads it through `Time`, so that a simulation can own it."""
+"""Time and signals: all that a part of the coordinator waits for, besides the results of its own calls.
+
+Does not depend on what is timed or what changes. Main invariants: all code reads clocks through `Time`, so that a
+simulation can own it; a notification is never lost.
+"""
 
 from __future__ import annotations
 
@@ -60,3 +64,22 @@ class SystemTime:
     async def sleep(self, seconds: float) -> None:
         """See `Time`."""
         await asyncio.sleep(seconds)
+
+
+class Signal:
+    """A wake-up without data: a producer signals that its state has changed, and receivers read that state.
+
+    A receiver clears its own event before it reads, so that no notification is lost; several count as one.
+    """
+
+    def __init__(self) -> None:
+        self._receivers: list[asyncio.Event] = []
+
+    def subscribe(self, receiver: asyncio.Event) -> None:
+        """Set this event at each notification from now on."""
+        self._receivers.append(receiver)
+
+    def notify(self) -> None:
+        """Wake every receiver."""
+        for receiver in self._receivers:
+            receiver.set()

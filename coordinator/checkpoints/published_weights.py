@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass, field
 
 from coordinator.base.errors import Code, Failure, ServiceError
-from coordinator.base.signal import Signal
+from coordinator.base.time import Signal
 from coordinator.fleet.fleet import Fleet
 from coordinator.storage.database import StorageError, StoreBrokenError
 from coordinator.storage.folders import Saved, StateFolders

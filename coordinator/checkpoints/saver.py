@@ -139,7 +139,7 @@ class Saver:
         while True:
             whole = replace(commit, finished=[decided_row(operation) for operation in finished], states=staged)
             try:
-                return await self._store.persist(whole)
+                return await self._store.cycles.persist(whole)
             except ConflictError:
                 if not self._refuse_taken(staged, finished):
                     raise

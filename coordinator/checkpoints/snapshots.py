@@ -17,11 +17,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from coordinator.base.signal import Signal
-from coordinator.base.time import Time
+from coordinator.base.time import Signal, Time
 from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.payloads.canonical import serialize
+from coordinator.payloads.passes import serialize
 from coordinator.storage.database import StorageError
 from workers.contract.messages import AdapterState, ItemResult
 

@@ -23,7 +23,7 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Operation
 from coordinator.operations.registry import AdapterGroup
-from coordinator.payloads.canonical import serialize
+from coordinator.payloads.passes import serialize
 from coordinator.scheduling.planner import PassPlan, Planning
 from coordinator.storage.cycles import CycleCommit, Cycles, StagedStates
 from tinkerpool.v1 import pool_pb2

@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from coordinator.base.time import Time, within
 from coordinator.cycle.items import Entry, PhaseWork, flights
 from coordinator.fleet.fleet import Fleet, Incarnation
-from coordinator.scheduling.budget import decode_share
 from coordinator.scheduling.cost_model import Deadlines
 from coordinator.scheduling.losses import LossRecorder
 from coordinator.scheduling.quarantine import Quarantine
-from coordinator.scheduling.virtual_counters import Share
+from coordinator.scheduling.virtual_counters import Share, decode_share
 from workers.contract.failpoints import failpoint
 from workers.contract.messages import Batch, BatchResult, ItemResult
 from workers.contract.protocols import Pool, WorkerLost

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.service import Service
-from coordinator.service.auth import Principal
+from coordinator.service.access import Principal
 
 
 class Keys(Protocol):

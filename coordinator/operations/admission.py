@@ -26,8 +26,7 @@ from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.outcomes import new_row, operation_of_row, service_error
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.operations.samples import SampleNumbers
-from coordinator.payloads.canonical import digest, serialize
-from coordinator.payloads.passes import Chunk, DecodedPass
+from coordinator.payloads.passes import Chunk, DecodedPass, digest, serialize
 from coordinator.storage.database import ConflictError, StorageError, StoreBrokenError
 from coordinator.storage.store import Store
 from tinkerpool.names import operation_name
@@ -347,7 +346,7 @@ class Admission:
             chunk_tokens=request.chunk_tokens,
             num_bytes=len(payload),
             chunks=() if is_refused else request.chunks,
-            append_id=self._store.new_append_id(),
+            append_id=self._store.operations.new_append_id(),
         )
 
 

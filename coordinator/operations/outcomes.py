@@ -12,8 +12,7 @@ import numpy as np
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.operations.operation import Acceptance, Kind, Operation, OutcomeState, Usage
-from coordinator.payloads.canonical import serialize
-from coordinator.payloads.passes import cut_chunks, decode_pass
+from coordinator.payloads.passes import cut_chunks, decode_pass, serialize
 from coordinator.payloads.samples import DecodedSample
 from coordinator.storage.rows import DecidedOperation, NewOperation, OperationRow
 from tinkerpool import names

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from coordinator.base.signal import Signal
-from coordinator.base.time import Time
+from coordinator.base.time import Signal, Time
 from coordinator.fleet.fleet import Residency
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.storage.adapters import Adapters

@@ -7,8 +7,6 @@ has an epoch of its own; workers refuse batches of older epochs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine
-from typing import Any, TypeVar
 
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Failure
@@ -24,7 +22,6 @@ from coordinator.runtime.tasks import Tasks
 from coordinator.scheduling.schedule import make_scheduling
 from workers.contract.protocols import Pool
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -44,7 +41,7 @@ class Core:
         self.epoch = 0
         self.started_at = 0.0
         self._seams = seams or Seams()
-        self._tasks = Tasks(self.failure)
+        self.tasks = Tasks(self.failure)
         self._data_dir: DataDir | None = None
         self._runners: Runners | None = None
         self._is_stopping = False
@@ -65,11 +62,11 @@ class Core:
             context, self.fleet, registers.registry, self.states, load_fair_state(self.store)
         )
         self._runners = make_runners(
-            context, self.pool, self.store, self.fleet, registers, saver, self.scheduling, self._tasks
+            context, self.pool, self.store, self.fleet, registers, saver, self.scheduling, self.tasks
         )
         self._publish(registers, self._runners)
         Recovery(self.store, self.registry, self.in_flight, self.states, self.samples).run()
-        self._runners.start(self._tasks)
+        self._runners.start(self.tasks)
         self.started_at = self.time.monotonic()
 
     async def stop(self) -> None:
@@ -79,13 +76,9 @@ class Core:
         self._is_stopping = True
         if self._runners is not None:
             await self._finish(self._runners)
-        await self._tasks.stop()
+        await self.tasks.stop()
         await self.pool.stop()
         await self._data_dir.close()
-
-    async def uninterrupted(self, use_case: Coroutine[Any, Any, T]) -> T:
-        """Run a use case to its end even if its caller is cancelled. Raises ServiceError if the log refuses writes."""
-        return await self._tasks.uninterrupted(use_case)
 
     def is_healthy(self) -> bool:
         """Return whether cycles can make progress: nothing has failed, and every base model has a live worker."""
@@ -104,7 +97,7 @@ class Core:
     async def _finish(self, runners: Runners) -> None:
         """Refuse new operations, end waits and streams, finish the running cycles, write unwritten states."""
         self.admission.close()
-        self.store.stop_retrying()
+        self.store.cycles.stop_retrying()
         self.in_flight.close()
         self.finished_samples.close()
         runners.cycles.journal.close()

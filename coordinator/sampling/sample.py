@@ -161,7 +161,7 @@ class SampleCommits:
     async def commit(self, sample: Sample) -> None:
         """Make the outcome durable, then visible. Raises StorageError."""
         operation = sample.operation
-        lost = await self._store.persist(CycleCommit(finished=[decided_row(operation)]))
+        lost = await self._store.cycles.persist(CycleCommit(finished=[decided_row(operation)]))
         assert not lost, f"{operation.name} ran without being logged"
         operation.drop_payload()
         self._in_flight.finish(operation)

@@ -6,7 +6,7 @@ Public interface:
 - `planner.Planning`: plans the passes of one base model (`PassPlan`, `place`);
 - `ready_set.ReadySet`, `quarantine.Quarantine`: the adapters that have something to run, and those that may run now;
 - `clock.CycleClock`: when a cycle starts; `cost_model.Deadlines`: how long a batch may take;
-- `virtual_counters` (`Share`, `FairState`), `budget.decode_share`: fairness;
+- `virtual_counters` (`Share`, `FairState`, `decode_share`): fairness;
 - `losses`: `LossRecorder` declares a worker lost, receivers read `WorkerLoss` events; `replay_differs`.
 
 Must not depend on how a plan is run, on transports, or on SQL.

@@ -1,25 +1,32 @@
-"""The measured costs of one base model's cycles, and how long a batch may take before its worker counts as lost.
+"""The measured costs of one base model's cycles, and what follows from them: a cycle's tokens, a batch's deadline.
 
 `CycleCosts` has the cost of a pass by its tokens, and of a commit. The last few passes are kept in classes by size,
 each spanning a factor of two. A class counts by its medians, so that a pause, a swap or a first run of new shapes has
 no effect. Because classes are separate, a thousand large passes do not outweigh the small ones, which show the fixed
 cost. A class without new passes is dropped after a while.
 
-`Deadlines` records the times of batches in it. The deadline of a batch is a generous multiple of its predicted time.
-(Pings find a worker sooner that is stopped or cut off.)
+`TokenBudget` has the tokens of a cycle on one worker: the operator's number, or the knee of the measured costs. A cycle
+costs a fixed time and a time per token. Where the tokens take `KNEE` times as long as the fixed part, a larger cycle is
+hardly more efficient, and every tenant waits longer for the next one.
 
-Depends on batches and incarnations; not on operations, tenants, or the other uses of a cost (`budget`, `clock`). Main
-invariants: every cost is a function of the measurements, in their order, and of nothing else; an incarnation without a
-finished batch gets `DEADLINE_UNKNOWN_S`.
+`Deadlines` records the times of batches. The deadline of a batch is a generous multiple of its predicted time. (Pings
+find a worker sooner that is stopped or cut off.)
+
+Depends on batches and incarnations; not on operations, tenants or queues. Main invariants: every cost is a function of
+the measurements, in their order, and of nothing else; no result depends on the budget, because chunks are canonical; an
+incarnation without a finished batch gets `DEADLINE_UNKNOWN_S`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from workers.contract.messages import Batch, LoadItem, PassItem, SaveItem
+
+logger = logging.getLogger(__name__)
 
 KEPT = 9
 """Measurements kept in one class: its median is right with up to four outliers."""
@@ -32,6 +39,16 @@ SPAN_MIN, SPAN_WIDE = 1.5, 4.0
 told apart; from the second on, well enough to extrapolate beyond the measured sizes."""
 TOKENS_MIN = 64
 """A pass with fewer tokens shows little about the cost of a token: it is used only while there is no larger one."""
+KNEE = 20.0
+"""Tokens at the knee take this many times the fixed cost: less than 5 % of such a cycle is fixed."""
+START_TOKENS = 2048
+"""The budget until the knee is known."""
+TRUST = 2.0
+"""A budget is at most this many times the largest measured pass (or the start): beyond it the line is unreliable."""
+TOKENS_MAX = 65_536
+"""The largest budget, for a machine on which the measured cost of a token is zero."""
+NOTABLE = 0.1
+"""Changes by a smaller fraction are not logged."""
 DEADLINE_FLOOR_S = 8.0
 """Seconds that every batch may take, also an empty one."""
 DEADLINE_FACTOR = 8.0
@@ -162,6 +179,46 @@ class CycleCosts:
         """Return the measurements of all classes, and the hint, by number of tokens."""
         hints = [self._hint] if self._hint is not None else []
         return sorted([*self._medians.values(), *hints], key=lambda each: each.num_tokens)
+
+
+class TokenBudget:
+    """The budget of one base model's cycles."""
+
+    def __init__(
+        self, costs: CycleCosts, *, base_model: str, chunk_tokens: int, tokens: int | None, cycle_s_max: float
+    ) -> None:
+        """`tokens`: the operator's number; None: measured, from one chunk up to a pass of `cycle_s_max` seconds."""
+        self._costs = costs
+        self._base_model = base_model
+        self._chunk_tokens = chunk_tokens
+        self._cycle_s_max = cycle_s_max
+        self._is_measured = tokens is None
+        self._tokens = self._logged = tokens or max(START_TOKENS, chunk_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one cycle on one worker; whole chunks are counted, and a cycle takes at least one."""
+        return self._tokens
+
+    def update(self) -> None:
+        """Update the budget from the measured costs. Call between cycles."""
+        if not self._is_measured:
+            return
+        self._tokens = self._measured()
+        if abs(self._tokens - self._logged) > NOTABLE * self._logged:
+            line = self._costs.line
+            shown = "costs unknown" if line is None else f"{line.fixed_s:.4f} s + {line.token_s:.3g} s per token"
+            logger.debug("cycles of %s carry %d tokens (%s)", self._base_model, self._tokens, shown)
+            self._logged = self._tokens
+
+    def _measured(self) -> int:
+        knee, line = float(START_TOKENS), self._costs.line
+        if line is not None and line.is_wide:
+            fixed_s = line.fixed_s + self._costs.commit_s
+            knee = KNEE * fixed_s / line.token_s if line.token_s else float("inf")
+        trusted = max(START_TOKENS, TRUST * self._costs.num_tokens_seen)
+        most = min(trusted, TOKENS_MAX, self._costs.tokens_within(self._cycle_s_max))
+        return max(self._chunk_tokens, int(min(knee, most)))
 
 
 class Deadlines:

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.scheduling.budget import TokenBudget
-from coordinator.scheduling.cost_model import CycleCosts
+from coordinator.scheduling.cost_model import CycleCosts, TokenBudget
 from coordinator.scheduling.ready_set import Candidate, ReadySet
 from coordinator.scheduling.virtual_counters import FairState, Share, lifted
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection
 
-from coordinator.base.signal import Signal
+from coordinator.base.time import Signal
 
 SOLO_LOSSES_MAX = 2
 

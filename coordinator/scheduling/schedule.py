@@ -13,9 +13,8 @@ from coordinator.checkpoints.states import States
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.epoch import Context
 from coordinator.operations.registry import AdapterRegistry
-from coordinator.scheduling.budget import TokenBudget
 from coordinator.scheduling.clock import CycleClock
-from coordinator.scheduling.cost_model import CycleCosts, Deadlines
+from coordinator.scheduling.cost_model import CycleCosts, Deadlines, TokenBudget
 from coordinator.scheduling.losses import LossRecorder
 from coordinator.scheduling.planner import Planning
 from coordinator.scheduling.quarantine import Quarantine

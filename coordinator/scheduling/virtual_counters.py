@@ -2,13 +2,18 @@
 
 As in VTC (Sheng et al., OSDI 2024): the tokens of a tenant, over its weight, add to its counter, and the tenant with
 the lowest counter is next. A tenant that was inactive is lifted to the lowest counter of the active ones, so that an
-idle tenant saves up no share. Pure; does not depend on operations. Main invariant: a counter never decreases.
+idle tenant saves up no share. `decode_share` divides the time of a worker that trains and samples, by the same weights.
+
+Pure; does not depend on operations. Main invariant: a counter never decreases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+
+DECODE_SHARE, DECODE_SHARE_MIN, DECODE_SHARE_MAX = 0.5, 0.1, 0.9
+"""The share if there are no training tenants or no sampling tenants, the least and the most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +55,13 @@ def lifted(shares: Mapping[str, Share], returning: Collection[str], active: Iter
     for tenant in returning:
         raised[tenant] = raised.get(tenant, Share()).lifted(floor)
     return raised
+
+
+def decode_share(sampling: Collection[str], training: Collection[str], shares: Mapping[str, Share]) -> float:
+    """Divide the weights of the tenants that sample there by those of all tenants; one that does both counts twice."""
+    if not (sampling and training):
+        return DECODE_SHARE
+    sampled, trained = (
+        sum(shares.get(tenant, Share()).weight for tenant in set(tenants)) for tenants in (sampling, training)
+    )
+    return min(max(sampled / (sampled + trained), DECODE_SHARE_MIN), DECODE_SHARE_MAX)

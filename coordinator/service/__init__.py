@@ -1,10 +1,10 @@
 """The use cases, which the doors call: authentication, ownership, validation, and the calls into the other rooms.
 
-Public interface: `Service`, with a method for every RPC, and `auth` (`Authenticator`, `Principal`). A method takes the
-caller's principal and the contract's request message, and returns the response message, or an async generator of them
-where the contract streams. Refusals are `ServiceError`. Must not depend on any transport.
+Public interface: `Service`, with a method for every RPC, and `access` (`Authenticator`, `Principal`). A method takes
+the caller's principal and the contract's request message, and returns the response message, or an async generator of
+them where the contract streams. Refusals are `ServiceError`. Must not depend on any transport.
 
-There is one module for each file of the contract; `access` and `auth` are for all of them.
+There is one module for each file of the contract; `access` is for all of them.
 """
 
 from coordinator.service.adapters import AdapterUseCases

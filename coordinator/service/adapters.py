@@ -14,10 +14,11 @@ from dataclasses import replace
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.sessions import Session
-from coordinator.payloads.canonical import serialize
-from coordinator.payloads.passes import check_metadata
+from coordinator.payloads.passes import check_metadata, serialize
 from coordinator.runtime.core import Core
 from coordinator.service.access import (
+    Authenticator,
+    Principal,
     UseCases,
     check_index,
     metadata_of,
@@ -25,7 +26,6 @@ from coordinator.service.access import (
     timestamp,
     uninterrupted,
 )
-from coordinator.service.auth import Authenticator, Principal
 from coordinator.storage.database import ConflictError, StorageError
 from coordinator.storage.rows import AdapterRow, CheckpointRow, SnapshotRow
 from tinkerpool import names
@@ -127,7 +127,7 @@ class AdapterUseCases(UseCases):
                 code=Code.CANCELLED, reason="ADAPTER_DELETED", message="the adapter was deleted"
             )
             deletion = self._core.deletions.delete(self._adapter(principal, request.adapter_id), error)
-            task = asyncio.ensure_future(self._core.uninterrupted(deletion))
+            task = asyncio.ensure_future(self._core.tasks.uninterrupted(deletion))
             self._deletions[request.adapter_id] = task
             task.add_done_callback(lambda _: self._deletions.pop(request.adapter_id))
         await asyncio.shield(self._deletions[request.adapter_id])

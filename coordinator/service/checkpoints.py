@@ -11,9 +11,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.admission import storage_error
-from coordinator.service.access import UseCases, check_ttl, metadata_of, timestamp, uninterrupted
+from coordinator.service.access import Principal, UseCases, check_ttl, metadata_of, timestamp, uninterrupted
 from coordinator.service.adapters import AdapterUseCases
-from coordinator.service.auth import Principal
 from coordinator.service.operations import OperationUseCases
 from coordinator.service.sessions import SessionUseCases
 from coordinator.service.training import TrainingUseCases

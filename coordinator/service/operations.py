@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.operation import Kind, Operation
-from coordinator.service.access import UseCases
-from coordinator.service.auth import Principal
+from coordinator.service.access import Principal, UseCases
 from tinkerpool.v1 import operations_pb2 as pb
 
 

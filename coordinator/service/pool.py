@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator
 
 from coordinator.base.config import VERSION
 from coordinator.base.errors import Code, ServiceError
-from coordinator.service.access import UseCases, timestamp, uninterrupted
-from coordinator.service.auth import Principal
+from coordinator.service.access import Principal, UseCases, timestamp, uninterrupted
 from coordinator.storage.rows import ApiKeyRow
 from tinkerpool.v1 import pool_pb2 as pb
 

@@ -15,11 +15,10 @@ from coordinator.operations.admission import Request
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.samples import CLIENT_SEQS, Finished
 from coordinator.operations.sessions import Session
-from coordinator.payloads.canonical import serialize
+from coordinator.payloads.passes import serialize
 from coordinator.payloads.samples import canonical_sample, check_sample_fits
 from coordinator.sampling.sample import Event
-from coordinator.service.access import UseCases, check_index, refusal_of, request_id_taken, uninterrupted
-from coordinator.service.auth import Principal
+from coordinator.service.access import Principal, UseCases, check_index, refusal_of, request_id_taken, uninterrupted
 from coordinator.storage.database import ConflictError
 from coordinator.storage.rows import SamplerRow
 from tinkerpool import names

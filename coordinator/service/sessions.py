@@ -8,8 +8,7 @@ import uuid
 
 from coordinator.base.config import VERSION
 from coordinator.payloads.passes import check_metadata
-from coordinator.service.access import UseCases, metadata_of, timestamp, uninterrupted
-from coordinator.service.auth import Principal
+from coordinator.service.access import Principal, UseCases, metadata_of, timestamp, uninterrupted
 from coordinator.storage.database import ConflictError
 from coordinator.storage.rows import SessionRow
 from tinkerpool.v1 import sessions_pb2 as pb

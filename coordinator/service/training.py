@@ -14,7 +14,6 @@ from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.admission import Request
 from coordinator.operations.operation import Kind
-from coordinator.payloads.canonical import serialize
 from coordinator.payloads.passes import (
     PassRequest,
     canonical_adam,
@@ -22,9 +21,9 @@ from coordinator.payloads.passes import (
     check_fits,
     check_metadata,
     cut_chunks,
+    serialize,
 )
-from coordinator.service.access import UseCases, check_number, check_ttl, refusal_of
-from coordinator.service.auth import Principal
+from coordinator.service.access import Principal, UseCases, check_number, check_ttl, refusal_of
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints_pb
 from tinkerpool.v1 import operations_pb2 as ops_pb

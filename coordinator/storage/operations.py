@@ -1,4 +1,4 @@
-"""The operation log: appended operations, their payloads and outcomes.
+"""The operation log: appended operations, their payloads and outcomes, and what they add to a tenant's usage.
 
 Does not depend on what an operation means: payloads and outcomes are bytes. Main invariant: a seq of an adapter or
 sampler exists at most once, and gets at most one outcome.
@@ -7,6 +7,7 @@ sampler exists at most once, and gets at most one outcome.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterable, Sequence
 
 from coordinator.storage.database import Connection, Database, Row
@@ -20,7 +21,9 @@ from coordinator.storage.rows import (
     insert,
     typed,
 )
-from coordinator.storage.tenants import add_usage
+
+_COUNTER_BITS = 32
+"""Low bits of an append id: the counter within an epoch."""
 
 
 class Operations(Table[OperationRow]):
@@ -28,6 +31,17 @@ class Operations(Table[OperationRow]):
 
     def __init__(self, database: Database) -> None:
         super().__init__(database, OperationRow, "operations")
+        self._epoch = 0
+        self._appends = itertools.count(1)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Number the appends of this epoch. Call once, before the first append."""
+        self._epoch = epoch
+
+    def new_append_id(self) -> int:
+        """Return an id that no other append in this data directory has: the epoch, then a counter."""
+        assert self._epoch, "an append id needs an epoch: begin it first"
+        return self._epoch << _COUNTER_BITS | next(self._appends)
 
     def append(self, rows: Iterable[NewOperation]) -> asyncio.Future[None]:
         """Log operations, all or none. Raises ConflictError through the future if a seq or request id exists.
@@ -159,7 +173,7 @@ def finish(db: Connection, operation: DecidedOperation, now: float) -> None:
     assert changed == 1, f"{operation.target_id}:{operation.seq} was finished before"
     if operation.kind == "sample":  # no replay runs a finished sample
         db.execute("UPDATE operations SET payload = NULL WHERE target_id = ? AND seq = ?", key[:2])
-    add_usage(db, operation.tenant_id, operation.kind, operation.num_tokens, operation.engine_s)
+    _add_usage(db, operation.tenant_id, operation.kind, operation.num_tokens, operation.engine_s)
 
 
 def drop_payloads(db: Connection, adapter_id: str) -> None:
@@ -179,7 +193,7 @@ def _append(db: Connection, row: NewOperation, now: float) -> None:
     is_finished = row.outcome is not None
     insert(db, "operations", row, num_bytes=len(row.payload), finished_service_s=now if is_finished else None)
     if is_finished:
-        add_usage(db, row.tenant_id, row.kind, num_tokens=0, engine_s=0.0)
+        _add_usage(db, row.tenant_id, row.kind, num_tokens=0, engine_s=0.0)
 
 
 def _is_logged(db: Connection, target_id: str, seq: int, append_id: int) -> bool:
@@ -187,3 +201,13 @@ def _is_logged(db: Connection, target_id: str, seq: int, append_id: int) -> bool
         "SELECT 1 FROM operations WHERE target_id = ? AND seq = ? AND append_id = ?", (target_id, seq, append_id)
     )
     return found.fetchone() is not None
+
+
+def _add_usage(db: Connection, tenant_id: str, kind: str, num_tokens: int, engine_s: float) -> None:
+    """Add a finished operation to its tenant's usage."""
+    db.execute(
+        "INSERT INTO usage VALUES (?, ?, 1, ?, ?) ON CONFLICT (tenant_id, kind) DO UPDATE SET"
+        " num_operations = num_operations + 1, num_tokens = num_tokens + excluded.num_tokens,"
+        " engine_s = engine_s + excluded.engine_s",
+        (tenant_id, kind, num_tokens, engine_s),
+    )

@@ -170,7 +170,7 @@ class NewOperation:
     """An adapter or a sampler."""
     seq: int
     append_id: int
-    """Identifies this append, see `Store.new_append_id`."""
+    """Identifies this append, see `Operations.new_append_id`."""
     tenant_id: str
     kind: str
     request_id: str | None

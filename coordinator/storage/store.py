@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,15 +9,10 @@ from coordinator.base.errors import Failure
 from coordinator.base.time import Time
 from coordinator.storage.adapters import Adapters
 from coordinator.storage.checkpoints import Checkpoints, Samplers, Snapshots
-from coordinator.storage.cycles import CycleCommit, Cycles
-from coordinator.storage.database import Connection, Database, DiskFullError, read_meta
+from coordinator.storage.cycles import Cycles
+from coordinator.storage.database import Connection, Database, read_meta
 from coordinator.storage.operations import Operations
 from coordinator.storage.tenants import ApiKeys, Sessions, Tenants, Usage
-
-FULL_RETRY_S = 1.0
-"""Pause before a commit is tried again on a full disk."""
-_COUNTER_BITS = 32
-"""Low bits of an append id: the counter within an epoch."""
 
 
 class Store:
@@ -40,9 +33,6 @@ class Store:
         self.usage = Usage(self.database)
         self.api_keys = ApiKeys(self.database)
         self.cycles = Cycles(self.database)
-        self._epoch = 0
-        self._appends = itertools.count(1)
-        self._is_stopping = False
 
     async def close(self) -> None:
         """Commit the queued writes, then close; later writes are refused. Idempotent."""
@@ -59,24 +49,6 @@ class Store:
             db.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch'")
             return read_meta(db, "epoch")
 
-        self._epoch = await self.database.write(write)
-        return self._epoch
-
-    def new_append_id(self) -> int:
-        """Return an id that no other append in this data directory has: the epoch, then a counter."""
-        assert self._epoch, "an append id needs an epoch: raise it first"
-        return self._epoch << _COUNTER_BITS | next(self._appends)
-
-    async def persist(self, commit: CycleCommit) -> frozenset[str]:
-        """Commit as `Cycles.commit`; while the disk is full, try again until `stop_retrying`. Raises StorageError."""
-        while True:
-            try:
-                return await self.cycles.commit(commit)
-            except DiskFullError:
-                if self._is_stopping:
-                    raise
-                await asyncio.sleep(FULL_RETRY_S)
-
-    def stop_retrying(self) -> None:
-        """Stop retrying on a full disk: the next incarnation runs the uncommitted operations again."""
-        self._is_stopping = True
+        epoch = await self.database.write(write)
+        self.operations.begin_epoch(epoch)
+        return epoch

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 from coordinator.base.errors import Code, ServiceError
 from coordinator.coordinator import Coordinator
 from coordinator.operations.admission import storage_error
-from coordinator.service.auth import Principal
+from coordinator.service.access import Principal
 from coordinator.storage.database import StorageError
 from tests.simulation.script import Step, request_of, sample_request_of
 from tests.simulation.world import World

@@ -25,7 +25,7 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.payloads.passes import cut_chunks, decode_pass
 from coordinator.runtime.core import Core
 from coordinator.runtime.data_dir import Seams
-from coordinator.service.auth import Principal
+from coordinator.service.access import Principal
 from coordinator.storage.folders import StateFolders
 from coordinator.storage.rows import NewOperation
 from coordinator.storage.store import Store

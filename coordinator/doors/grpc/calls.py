@@ -23,7 +23,7 @@ from grpc_status import rpc_status
 
 from coordinator.base.errors import ServiceError, invalid
 from coordinator.doors.door import Keys, to_refusal
-from coordinator.service.auth import Principal
+from coordinator.service.access import Principal
 from tinkerpool.v1 import (
     adapters_pb2,
     checkpoints_pb2,

@@ -18,7 +18,7 @@ from coordinator.base.time import Time
 from coordinator.doors.door import Backend
 from coordinator.doors.http.downloads import Downloads
 from coordinator.service import Service
-from coordinator.service.auth import Principal
+from coordinator.service.access import Principal
 
 SMALL_BYTES_MAX = 1 << 20
 """Largest body of a call without data for training or sampling."""

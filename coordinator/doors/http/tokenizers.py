@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from coordinator.service import Service
-from coordinator.service.auth import Principal
+from coordinator.service.access import Principal
 from coordinator.storage.disk import Disk, RealDisk
 from tinkerpool.v1 import sessions_pb2 as pb
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.operations.operation import Kind
-from coordinator.service.auth import Principal
+from coordinator.service.access import Principal
 from tests.support.database import query
 from tests.support.toy_pool import ToyPool, datum, pass_request, refusal, running_pool, sample_request
 from tinkerpool.names import CheckpointPath

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from coordinator.base.signal import Signal
+from coordinator.base.time import Signal
 from coordinator.operations.registry import Arrivals
 from tests.support.toy_pool import FakeTime
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 
-from coordinator.base.signal import Signal
+from coordinator.base.time import Signal
 from coordinator.operations.registry import Arrivals
 from coordinator.scheduling.clock import ABSENCE_S_MAX, GUESSES_MAX, RETURNS_KEPT, CycleClock
 from coordinator.scheduling.cost_model import CycleCosts

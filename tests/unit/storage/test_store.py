@@ -120,10 +120,10 @@ async def test_cycle_ids_never_run_backwards_when_loops_commit_out_of_order(stor
 
 
 async def test_each_incarnation_has_a_new_epoch_and_append_ids_of_its_own(store: Store, tmp_path: Path) -> None:
-    first = [store.new_append_id() for _ in range(3)]
+    first = [store.operations.new_append_id() for _ in range(3)]
     await store.close()
     again = await open_store(tmp_path / "log.db")
-    second = [again.new_append_id() for _ in range(3)]
+    second = [again.operations.new_append_id() for _ in range(3)]
     assert len({*first, *second}) == 6
     assert await again.raise_epoch() == 3
     await again.close()

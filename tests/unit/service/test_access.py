@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.service.auth import Authenticator
+from coordinator.service.access import Authenticator
 from coordinator.storage.store import Store
 
 
