@@ -1,29 +1,146 @@
 """Runs the phases of a cycle: the pass, the step phase, and the snapshots between two cycles.
 
-Makes sure that an adapter has a copy where it runs, builds the items, dispatches them and applies the results. Does not
-depend on what a result means (`results`). Main invariant: an item is built only for an adapter with a current copy.
+`Phases` makes sure that an adapter has a copy where it runs, builds the items and applies the results. `Dispatch` sends
+a phase to its workers. Does not depend on what a result means (`results`). Main invariants: an item is built only for
+an adapter with a current copy; a batch goes to the incarnation that its copies were built for, or not at all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 
 from coordinator.base.errors import ServiceError
-from coordinator.base.time import Time
+from coordinator.base.time import Time, within
 from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.cycle.commit import Cycle
-from coordinator.cycle.dispatch import Dispatch
-from coordinator.cycle.items import ItemBuilder, PhaseWork
+from coordinator.cycle.items import Entry, ItemBuilder, PhaseWork, flights
 from coordinator.cycle.results import Results
-from coordinator.fleet.fleet import Fleet
+from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.registry import AdapterGroup
+from coordinator.scheduling.cost_model import Deadlines
+from coordinator.scheduling.losses import LossRecorder, Quarantine
 from coordinator.scheduling.planner import PassPlan, Planning, place
+from workers.contract.failpoints import failpoint
+from workers.contract.messages import Batch, BatchResult, ItemResult
+from workers.contract.protocols import Pool, WorkerLost
 
 EXPECTED_MAX = 64
 """Adapters in the hints to one worker; hints for more than it can load during a cycle would be useless."""
+OVERDUE_S = 5.0
+"""Seconds after its deadline at which a cycle that has made no progress counts as stuck."""
+
+
+class TakenOver(Exception):
+    """A coordinator of a later epoch has the workers: this one must end."""
+
+
+class Dispatch:
+    """Sends one phase to all its workers at once, and waits for each until the deadline of its batch.
+
+    Does not depend on what a result means.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        time: Time,
+        epoch: int,
+        fleet: Fleet,
+        losses: LossRecorder,
+        quarantine: Quarantine,
+        deadlines: Deadlines,
+    ) -> None:
+        self._pool = pool
+        self._time = time
+        self._epoch = epoch
+        self._fleet = fleet
+        self._losses = losses
+        self._quarantine = quarantine
+        self._deadlines = deadlines
+        self._overdue_at = math.inf
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the present cycle has passed its deadline by more than `OVERDUE_S`."""
+        return self._time.monotonic() > self._overdue_at
+
+    def watch(self, seconds: float) -> None:
+        """Start a deadline: the cycle must make progress within these seconds and `OVERDUE_S`."""
+        self._overdue_at = self._time.monotonic() + seconds + OVERDUE_S
+
+    def rest(self) -> None:
+        """End the deadline."""
+        self._overdue_at = math.inf
+
+    async def run(
+        self, cycle_id: int, work: PhaseWork, planning: Planning
+    ) -> list[tuple[Entry, Incarnation, ItemResult]]:
+        """Run one phase; return the results of the workers that replied, item by item. Raises TakenOver."""
+        sent: list[tuple[Incarnation, list[Entry], Batch, float]] = []
+        for worker_id in work.worker_ids():
+            worker, entries = self._fleet.find(worker_id), work.entries(worker_id)
+            if worker is None:
+                continue  # lost since the work was built: its copies are not current
+            worker.begin_phase(flights(entries))
+            batch = self._batch(cycle_id, work, worker, entries, planning)
+            sent.append((worker, entries, batch, self._allowed_s(worker, batch)))
+        self.watch(max((allowed_s for *_, allowed_s in sent), default=0.0))
+        replies = await asyncio.gather(
+            *(
+                self._run_batch(worker, batch, allowed_s, is_first=index == 0)
+                for index, (worker, _, batch, allowed_s) in enumerate(sent)
+            ),
+            return_exceptions=True,
+        )
+        self.rest()
+        results: list[tuple[Entry, Incarnation, ItemResult]] = []
+        for (worker, entries, _, _), reply in zip(sent, replies, strict=True):
+            if isinstance(reply, BatchResult):
+                worker.end_phase()
+                if reply.epoch != self._epoch:
+                    raise TakenOver(f"{worker.name} works for epoch {reply.epoch}, this is {self._epoch}")
+                results += ((entry, worker, result) for entry, result in zip(entries, reply.results, strict=True))
+            elif isinstance(reply, WorkerLost):
+                self._losses.record(worker.info.worker_id, worker.name, f"in cycle {cycle_id}: {reply}")
+            else:
+                raise reply
+        return results
+
+    def _batch(
+        self, cycle_id: int, work: PhaseWork, worker: Incarnation, entries: list[Entry], planning: Planning
+    ) -> Batch:
+        worker_id = worker.info.worker_id
+        sampling = {flight.tenant_id for flight in worker.samples.values()}
+        return Batch(
+            epoch=self._epoch,
+            cycle_id=cycle_id,
+            installs=work.installs(worker_id),
+            removals=worker.take_removals(),
+            items=tuple(entry.item for entry in entries),
+            decode_share=planning.decode_share(sampling, {entry.log.tenant_id for entry in entries}),
+            expected=work.expected(worker_id),
+        )
+
+    def _allowed_s(self, worker: Incarnation, batch: Batch) -> float:
+        losses = max((self._quarantine.num_solo_losses(flight.name) for flight in worker.training), default=0)
+        return self._deadlines.allowed_s(batch, worker.name, losses)
+
+    async def _run_batch(self, worker: Incarnation, batch: Batch, allowed_s: float, *, is_first: bool) -> BatchResult:
+        """Return a worker's reply, if it comes in time. Raises WorkerLost."""
+        if not is_first:
+            failpoint("dispatch.partial")
+        began = self._time.monotonic()
+        try:
+            reply = await within(allowed_s, self._pool.run(worker.info.worker_id, batch))
+        except TimeoutError:
+            self._deadlines.forget(worker.name)
+            raise WorkerLost(f"no reply to a batch within {allowed_s:.0f} s") from None
+        self._fleet.answered(worker.info.worker_id)
+        self._deadlines.observe(batch, worker.name, self._time.monotonic() - began)
+        return reply
 
 
 class Phases:
@@ -32,7 +149,7 @@ class Phases:
     def __init__(
         self,
         planning: Planning,
-        group: AdapterGroup,
+        logs: Mapping[str, AdapterLog],
         fleet: Fleet,
         items: ItemBuilder,
         dispatch: Dispatch,
@@ -41,7 +158,7 @@ class Phases:
         time: Time,
     ) -> None:
         self._planning = planning
-        self._group = group
+        self._logs = logs
         self._fleet = fleet
         self._items = items
         self.dispatch = dispatch
@@ -53,7 +170,7 @@ class Phases:
         """Run the planned chunks of forwards and forward_backwards."""
         work = PhaseWork()
         for adapter_id, num_chunks in plan.num_chunks.items():
-            log = self._group.logs.get(adapter_id)  # it may have been deleted since the plan was made
+            log = self._logs.get(adapter_id)  # it may have been deleted since the plan was made
             if log is not None and await self._install(log, plan.placements[adapter_id], work):
                 for operation, item in self._items.pass_items(log, num_chunks):
                     log.start(operation)
@@ -94,7 +211,7 @@ class Phases:
         self._snapshots.end()
 
     async def _run(self, cycle: Cycle, work: PhaseWork) -> None:
-        for entry, worker, result in await self.dispatch.run(cycle.cycle_id, work, self._planning.shares):
+        for entry, worker, result in await self.dispatch.run(cycle.cycle_id, work, self._planning):
             await self._results.apply(cycle, entry, worker, result)
 
     async def _install(self, log: AdapterLog, worker_id: str, work: PhaseWork) -> bool:
@@ -112,7 +229,7 @@ class Phases:
         except ServiceError as error:
             await self._refuse_copy(log, error)
             return False
-        is_there = self._group.logs.get(log.adapter_id) is log
+        is_there = self._logs.get(log.adapter_id) is log
         if not is_there or not worker.is_live or self._snapshots.is_unsettled(log.adapter_id):
             return False
         log.place_copy(worker_id)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from coordinator.sampling.sample import Sample
-from coordinator.scheduling.quarantine import Quarantine
+from coordinator.scheduling.losses import Quarantine
 from coordinator.scheduling.schedule import Scheduling
 from coordinator.scheduling.virtual_counters import Share, lowest_counter
 

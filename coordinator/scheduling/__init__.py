@@ -1,13 +1,14 @@
-"""Decides which operations of adapters run next, and where: planner, ready set, quarantine, clock, cost model.
+"""Decides which operations of adapters run next, and where: planner, ready set, losses, clock, cost model.
 
 Public interface:
 
 - `schedule`: `Scheduling` and its `Schedule` of each base model, put together by `make_scheduling`;
 - `planner.Planning`: plans the passes of one base model (`PassPlan`, `place`);
-- `ready_set.ReadySet`, `quarantine.Quarantine`: the adapters that have something to run, and those that may run now;
+- `ready_set.ReadySet`: the adapters that have something to run;
 - `clock.CycleClock`: when a cycle starts; `cost_model.Deadlines`: how long a batch may take;
 - `virtual_counters` (`Share`, `FairState`, `decode_share`): fairness;
-- `losses`: `LossRecorder` declares a worker lost, receivers read `WorkerLoss` events; `replay_differs`.
+- `losses`: `LossRecorder` declares a worker lost, receivers read `WorkerLoss` events; `Quarantine` holds what may have
+  caused a loss; `replay_differs`.
 
 Must not depend on how a plan is run, on transports, or on SQL.
 """

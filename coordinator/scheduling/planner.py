@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.scheduling.cost_model import CycleCosts, TokenBudget
 from coordinator.scheduling.ready_set import Candidate, ReadySet
-from coordinator.scheduling.virtual_counters import FairState, Share, lifted
+from coordinator.scheduling.virtual_counters import FairState, decode_share, lifted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,10 +152,9 @@ class Planning:
         self._fleet = fleet
         self._fair = fair
 
-    @property
-    def shares(self) -> Mapping[str, Share]:
-        """Every tenant's weight and counter."""
-        return self._fair.shares
+    def decode_share(self, sampling: Collection[str], training: Collection[str]) -> float:
+        """Return the part of a worker's time that decode steps get while these tenants sample and train there."""
+        return decode_share(sampling, training, self._fair.shares)
 
     def has_workers(self) -> bool:
         """Return whether a worker of this base model is live."""

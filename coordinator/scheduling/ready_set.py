@@ -15,7 +15,7 @@ from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.operations.adapter_log import AdapterLog, ReadyChunks
 from coordinator.operations.operation import Kind
 from coordinator.operations.registry import AdapterGroup
-from coordinator.scheduling.quarantine import Quarantine
+from coordinator.scheduling.losses import Quarantine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

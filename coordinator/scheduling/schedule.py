@@ -15,9 +15,8 @@ from coordinator.operations.epoch import Context
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.scheduling.clock import CycleClock
 from coordinator.scheduling.cost_model import CycleCosts, Deadlines, TokenBudget
-from coordinator.scheduling.losses import LossRecorder
+from coordinator.scheduling.losses import LossRecorder, Quarantine
 from coordinator.scheduling.planner import Planning
-from coordinator.scheduling.quarantine import Quarantine
 from coordinator.scheduling.ready_set import ReadySet
 from coordinator.scheduling.virtual_counters import FairState
 

@@ -139,14 +139,14 @@ GUARDS = (
     ),
     Guard(
         name="two solo losses before poison is decided",
-        file="coordinator/scheduling/quarantine.py",
+        file="coordinator/scheduling/losses.py",
         before="        if not was_solo:\n",
         after="        if len(lost) > 1:\n",
         tests=("tests/unit/scheduling/test_quarantine.py",),
     ),
     Guard(
         name="deadline of a batch",
-        file="coordinator/cycle/dispatch.py",
+        file="coordinator/cycle/phases.py",
         before="reply = await within(allowed_s, self._pool.run(worker.info.worker_id, batch))",
         after="reply = await self._pool.run(worker.info.worker_id, batch)",
         tests=("tests/integration/cycles/test_poison.py", "-k", "hangs"),
