@@ -90,7 +90,7 @@ GUARDS = (
     ),
     Guard(
         name="check of the sequence number",
-        file="workers/training/copies.py",
+        file="workers/training/progress.py",
         before="if self.applied_seq != item.prev_seq or self.open_seq not in {None, item.seq} or not is_next:",
         after="if False:",
         tests=("tests/simulation/test_simulation.py", "-k", "no_history"),

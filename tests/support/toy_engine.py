@@ -3,7 +3,7 @@
 An adapter's state is a SHA-256 chain over what was applied to it, with the pending gradient as a second chain that an
 optim_step folds in, and a third one for the moments. So a lost, doubled or reordered operation, or a gradient that
 should have been dropped, shows in the final hash. Order, chunks and gradient windows are kept by the real engine's
-`workers.training.copies`; epochs, installs and removals follow the same rules.
+`workers.training.progress`; epochs, installs and removals follow the same rules.
 
 Failure on demand: a datum with `POISON_TOKEN`, or the loss option `toy_fail`, fails its item; `KILL_TOKEN` raises out
 of the engine, as a bug of the engine would; `EXIT_TOKEN` ends the process, as a crash in native code would.
@@ -50,7 +50,7 @@ from workers.contract.messages import (
 )
 from workers.contract.protocols import EngineFactory
 from workers.contract.settings import EngineSettings
-from workers.training.copies import Progress
+from workers.training.progress import Progress
 
 Array = NDArray[np.int32]
 

@@ -87,6 +87,8 @@ print(*sorted(set(unwanted) & sys.modules.keys()))
             "torch,transformers,ray,grpc,sqlite3,coordinator",
         ),
         ("coordinator", "torch,transformers,ray"),
+        # Tests start many processes with it.
+        ("tests.support.toy_engine", "torch,transformers,ray"),
     ],
 )
 def test_import_stays_light(modules: str, unwanted: str) -> None:

@@ -14,7 +14,7 @@ from workers.contract.messages import (
     PassItem,
     SaveItem,
 )
-from workers.training.copies import Progress
+from workers.training.progress import Progress
 
 FAILURE = ItemError(code=ErrorCode.NON_FINITE, message="it overflowed")
 

@@ -1,0 +1,135 @@
+"""The place of an adapter's copy in the adapter's order: which item it admits next. Rules only, without tensors.
+
+Main invariants: an item runs only if the copy is exactly at the item's `prev_seq` (and at its chunk), so no item is
+applied twice or skipped. A failed operation consumes its sequence number. The gradient window is closed from the first
+failure in it to the next step (`contract.training_rules`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workers.contract.messages import AdapterState, ErrorCode, Item, ItemError, PassItem
+from workers.contract.training_rules import WindowRole, role_of
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failed operation."""
+
+    seq: int
+    error: ItemError
+
+
+@dataclass(slots=True)
+class Progress:
+    """The place of one adapter's copy in the adapter's order."""
+
+    applied_seq: int = 0
+    num_steps: int = 0
+    """Optimizer steps taken."""
+    num_datums: int = 0
+    """Sequences whose gradients are in the window."""
+    open_seq: int | None = None
+    """The chunked operation of which some chunks have run and others have not."""
+    next_chunk: int = 0
+    failed: Failure | None = None
+    """The last operation that failed; its later chunks fail with the same error."""
+    window: Failure | None = None
+    """The failure that closed the gradient window; None: the window is open."""
+
+    @classmethod
+    def of(cls, state: AdapterState | None) -> Progress:
+        """Return the place of a fresh copy (None), or of one installed from a state."""
+        if state is None:
+            return cls()
+        return cls(
+            applied_seq=state.applied_seq,
+            num_steps=0 if state.optimizer is None else state.num_steps,
+            num_datums=0 if state.gradient is None else state.num_datums,
+        )
+
+    def admit(self, item: Item) -> ItemError | None:
+        """Advance over the item; or return why it must not run.
+
+        OUT_OF_ORDER changes nothing. Any other error consumes the item's sequence number.
+        """
+        if isinstance(item, PassItem):
+            if self.failed is not None and self.failed.seq == item.seq and item.chunk_index > 0:
+                return self.failed.error
+            is_next = item.chunk_index == (self.next_chunk if self.open_seq == item.seq else 0)
+        else:
+            is_next = self.open_seq is None
+        if self.applied_seq != item.prev_seq or self.open_seq not in {None, item.seq} or not is_next:
+            return self._out_of_order(item)
+        role = role_of(item)
+        if item.drop_gradient or role is WindowRole.RESET:
+            self.window = None
+            self.num_datums = 0
+        self._advance(item)
+        if self.window is None or not role.needs_open_window:
+            return None
+        error = _in_closed_window(self.window)
+        self.fail(item, error)
+        return error
+
+    def settle(self, item: PassItem, error: ItemError | None) -> ItemError | None:
+        """Record the outcome of an admitted pass, in the order of the items; return the error of its result.
+
+        An item that succeeded fails with its operation or its window, if an earlier item of it has failed.
+        """
+        if self.failed is not None and self.failed.seq == item.seq:
+            return self.failed.error
+        if item.backward and error is None and self.window is not None:
+            error = _in_closed_window(self.window)
+        if error is not None:
+            self.fail(item, error)
+        elif item.backward:
+            self.num_datums += len(item.data)
+        return error
+
+    def fail(self, item: Item, error: ItemError) -> None:
+        """Record that an admitted item failed: its sequence number is consumed, and its window may close."""
+        self.failed = Failure(item.seq, error)
+        if self.open_seq == item.seq:
+            self.open_seq = None
+            self.applied_seq = item.seq
+        role = role_of(item)
+        self.window = role.closed_by(self.window, self.failed)
+        if role is not WindowRole.NONE:
+            self.num_datums = 0
+
+    def stepped(self) -> int:
+        """Count an optimizer step and end the window; return the number of sequences that were in it."""
+        num_datums, self.num_datums = self.num_datums, 0
+        self.num_steps += 1
+        return num_datums
+
+    def loaded(self, num_steps: int) -> None:
+        """Record that weights were replaced; the optimizer has taken `num_steps` steps."""
+        self.num_steps = num_steps
+
+    def _advance(self, item: Item) -> None:
+        if isinstance(item, PassItem) and item.chunk_index + 1 < item.num_chunks:
+            self.open_seq = item.seq
+            self.next_chunk = item.chunk_index + 1
+        else:
+            self.open_seq = None
+            self.applied_seq = item.seq
+
+    def _out_of_order(self, item: Item) -> ItemError:
+        chunk = f", chunk {item.chunk_index}" if isinstance(item, PassItem) else ""
+        at = f"{self.applied_seq}" + (f" (chunk {self.next_chunk} of {self.open_seq} is next)" if self.open_seq else "")
+        return ItemError(
+            code=ErrorCode.OUT_OF_ORDER,
+            message=f"the item follows seq {item.prev_seq}{chunk}; this worker's copy of the adapter is at {at}",
+        )
+
+
+def _in_closed_window(closed_by: Failure) -> ItemError:
+    return ItemError(
+        code=closed_by.error.code,
+        message=(
+            f"not applied, because an earlier operation since the last optimizer step failed: {closed_by.error.message}"
+        ),
+    )
