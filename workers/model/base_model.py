@@ -41,11 +41,11 @@ from workers.model.attention import Attend, LayerAttention
 from workers.model.frozen_products import BLOCK_ROWS, kernel_rows
 from workers.model.gpu_attention import attend_packed_for
 from workers.model.grouped_segments import can_group, group_segments
-from workers.model.linears import LinearGroup
+from workers.model.linears import CurrentPass, LinearGroup
 from workers.model.numerics import Numerics, fingerprint
 from workers.model.pretrained import Probe, eos_token_ids, find_directory, load_pretrained, tokenizer_files
 from workers.model.replacement import decoder_layers, replace_layers
-from workers.model.segments import CurrentPass, Segment
+from workers.model.segments import Segment
 from workers.rows import ModuleKind
 
 MAX_RANK = 128

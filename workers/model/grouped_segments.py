@@ -38,7 +38,7 @@ def can_group(device: torch.device, dtype: torch.dtype, shapes: Iterable[GroupSh
 
 
 class GroupedRun:
-    """Implements `segments.FusedRun`: consecutive segments whose adapters are in one slab, at rising slots.
+    """Implements `segments.SegmentRun`: consecutive segments whose adapters are in one slab, at rising slots.
 
     Adjacent segments of one adapter are one group.
     """
@@ -85,10 +85,10 @@ class GroupedRun:
             y[self.start : self.stop].add_(grouped_mm(part, B, offs=ends), alpha=self.adapters[0].scaling)
         return xa
 
-    def backward(self, group: int, xa: Tensor, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None) -> None:
+    def backward(self, group: int, kept: Tensor, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None) -> None:
         """Add to the adapters' gradients, and to dx (T, D) if given; formulas as in `segments.backward_segments`.
 
-        xa (N, G * R) is the result of `forward`; x (T, D), dys (T, F) per linear.
+        `kept` is x A^T (N, G * R) of `forward`; x (T, D), dys (T, F) per linear.
         """
         slab, views = self.adapters[0].slab[group], self._views(group)
         assert slab is not None
@@ -98,7 +98,7 @@ class GroupedRun:
         scaling = self.adapters[0].scaling
         x = x[self.start : self.stop]
         dys = [_aligned(dy[self.start : self.stop]) for dy in dys]
-        parts = xa.split(views.Bs[0].shape[1], dim=1)  # (N, R) each
+        parts = kept.split(views.Bs[0].shape[1], dim=1)  # (N, R) each
         dparts = [grouped_mm(dy, B.transpose(1, 2), offs=ends) for dy, B in zip(dys, views.Bs, strict=True)]
         dxa = dparts[0] if len(dparts) == 1 else torch.cat(dparts, dim=1)  # (N, G * R)
         dA = grouped_mm(dxa.t(), x, offs=own_ends)  # (S, G * R, D)

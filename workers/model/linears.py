@@ -1,4 +1,6 @@
-"""The linear layers of a base model: frozen products for all rows at once, and each segment's adapter added.
+"""The linear layers of a base model, and the state of the pass that they share.
+
+Frozen products are computed for all rows at once, and each segment's adapter is added.
 
 For rows of segment s:  y = x W^T + b + scaling_s (x A_s^T) B_s^T.  The backward is written by hand: it never makes dW,
 saves the input once for all linears that share it, and adds dA and dB to the adapter's gradient in the bank.
@@ -7,8 +9,8 @@ Does not depend on the bank, on losses, tenants or whole models.
 
 Main invariant: the results of a segment depend only on its rows, their number and its adapter (`segments` names the
 exception). Nothing is masked by multiplying with zero: 0 x NaN would let one tenant's overflow reach another. Products
-of few columns depend on the alignment of their operands, so rows are a multiple of 16 values (64
-bytes) apart wherever a segment's position in the pass may vary.
+of few columns depend on the alignment of their operands, so rows are a multiple of 16 values (64 bytes) apart wherever
+a segment's position in the pass may vary.
 
 Dimensions: T rows of the pass, N rows of a segment, S segments of a run, D inputs, F outputs, R padded rank, G linears
 in a group.
@@ -17,35 +19,59 @@ in a group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from workers.model.frozen_products import ExactProducts, FrozenProducts, PackedProducts, PlainProducts
-from workers.model.numerics import Numerics
-from workers.model.segments import CurrentPass, FusedRun, Routing, Run, backward_segments, forward_segments
-from workers.rows import GroupShape, GroupViews
+from workers.model.numerics import ROWS_MIN, Numerics
+from workers.model.segments import Fuse, Routing, Segment, SegmentRun
+from workers.rows import GroupShape
+
+Kept = Sequence[tuple[SegmentRun, Any]]
+"""What a forward keeps for the backward: of each run that adapts the group, the result of its forward."""
 
 
-@dataclass(slots=True, eq=False)
-class Saved:
-    """One run's part of what a forward keeps for the backward: the adapters' views and the scaled x A^T."""
+class CurrentPass:
+    """The state of a pass that all layers of one base model share. One per base model; used by one thread."""
 
-    run: Run
-    views: GroupViews
-    xa: Tensor
-    """(N, G * R), or (S, N, G * R)."""
+    def __init__(self) -> None:
+        self.rows_min = ROWS_MIN
+        """Products with fewer rows are padded to this many; below it, a row's bits depend on the others."""
+        self.can_batch = True
+        """Whether segments in one batch have the bits that each has solo; see `Numerics`."""
+        self.fuse: Fuse | None = None
+        """`grouped_segments.group_segments` if the device has such a kernel."""
+        self.routing = Routing((), self.rows_min)
+        self.num_base_matmuls = 0
+        """Products of activations with frozen weights so far, forward only."""
+        self.anchor = torch.zeros((), requires_grad=True)
+        """Makes outputs require a gradient although neither the embeddings nor the frozen weights do."""
 
+    def use(self, numerics: Numerics, fuse: Fuse | None) -> None:
+        """Compute segments this way from now on."""
+        self.rows_min = numerics.rows_min or ROWS_MIN
+        self.can_batch = numerics.can_batch
+        self.fuse = fuse
 
-@dataclass(slots=True, eq=False)
-class FusedSaved:
-    """One fused run's part of what a forward keeps for the backward."""
+    def begin(self, segments: Sequence[Segment]) -> None:
+        """Set the segments of the next forward, and of its backward."""
+        self.routing = self.route(segments, needs_grad=torch.is_grad_enabled())
 
-    run: FusedRun
-    xa: Tensor
+    def reset(self) -> None:
+        """Drop the last pass and the count of products."""
+        self.routing, self.num_base_matmuls = self.route(()), 0
+
+    def count_matmuls(self, number: int) -> None:
+        """Count products of activations with frozen weights."""
+        self.num_base_matmuls += number
+
+    def route(self, segments: Sequence[Segment], *, needs_grad: bool = True) -> Routing:
+        """Return how these segments are computed; without a gradient there are more ways."""
+        return Routing(
+            segments, self.rows_min, can_batch=self.can_batch, can_batch_short=not needs_grad, fuse=self.fuse
+        )
 
 
 class LinearGroup:
@@ -101,69 +127,22 @@ class LinearGroup:
 
     def forward(
         self, x: Tensor, routing: Routing, outs: Sequence[Tensor | None] | None = None
-    ) -> tuple[list[Tensor], list[Saved | FusedSaved]]:
+    ) -> tuple[list[Tensor], Kept]:
         """Return the outputs (T, F) per linear of x (T, D), in `outs` if given, and the values for `backward`."""
         ys = self.products.forward(x, outs or [None] * len(self.weights))
         self.current.count_matmuls(len(ys))
-        saved: list[Saved | FusedSaved] = []
-        for fused in routing.fused:
-            fused_xa = fused.forward(self.shape.index, x, ys)
-            if fused_xa is not None:
-                saved.append(FusedSaved(fused, fused_xa))
-        for short in routing.short_runs:
-            short.add_to(self.shape.index, x, ys)
-        for run in routing.runs:
-            views = run.views(self.shape.index)
-            if views is None:
-                continue
-            forward = self._forward_short if run.length < self.current.rows_min else forward_segments
-            xa = forward(run.rows(x), [run.rows(y) for y in ys], views, run.adapters[0].scaling)
-            saved.append(Saved(run, views, xa))
-        return ys, saved
+        parts = [(run, run.forward(self.shape.index, x, ys)) for run in routing.runs]
+        return ys, [(run, part) for run, part in parts if part is not None]
 
-    def _forward_short(self, x: Tensor, ys: list[Tensor], views: GroupViews, scaling: float) -> Tensor:
-        """Run one segment of few rows, padded, so that its products have the same bits with any number of threads."""
-        num_rows = x.shape[0]
-        padding = (0, 0, 0, self.current.rows_min - num_rows)
-        padded = [F.pad(y, padding) for y in ys]
-        xa = forward_segments(F.pad(x, padding), padded, views, scaling)
-        for y, longer in zip(ys, padded, strict=True):
-            y.copy_(longer[:num_rows])
-        return xa[:num_rows]
-
-    def backward(
-        self, x: Tensor, saved: Sequence[Saved | FusedSaved], dys: Sequence[Tensor], *, needs_dx: bool = True
-    ) -> Tensor | None:
+    def backward(self, x: Tensor, kept: Kept, dys: Sequence[Tensor], *, needs_dx: bool = True) -> Tensor | None:
         """Add dA and dB of every segment to its adapter's gradient; return dx (T, D) if it is needed.
 
         x (T, D), dys (T, F) per linear.
         """
         dx = self.products.backward(dys) if needs_dx else None
-        for part in saved:
-            if isinstance(part, FusedSaved):
-                part.run.backward(self.shape.index, part.xa, x, dys, dx)
-                continue
-            run = part.run
-            dx_rows = None if dx is None else run.rows(dx)
-            backward = self._backward_short if run.length < self.current.rows_min else backward_segments
-            dA, dBs = backward(
-                run.rows(x), [run.rows(dy) for dy in dys], dx_rows, part.xa, part.views, run.adapters[0].scaling
-            )
-            run.add_gradients(self.shape.index, dA, dBs)
+        for run, part in kept:
+            run.backward(self.shape.index, part, x, dys, dx)
         return dx
-
-    def _backward_short(
-        self, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None, xa: Tensor, views: GroupViews, scaling: float
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run the backward of `_forward_short`."""
-        num_rows = x.shape[0]
-        padding = (0, 0, 0, self.current.rows_min - num_rows)
-        longer = None if dx is None else F.pad(dx, padding)
-        dys = [F.pad(dy, padding) for dy in dys]
-        gradients = backward_segments(F.pad(x, padding), dys, longer, F.pad(xa, padding), views, scaling)
-        if dx is not None and longer is not None:
-            dx.copy_(longer[:num_rows])
-        return gradients
 
 
 class _GroupFunction(torch.autograd.Function):
@@ -172,7 +151,7 @@ class _GroupFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, group: LinearGroup) -> tuple[Tensor, ...]:
         del anchor  # see `CurrentPass.anchor`
-        ys, ctx.saved = group.forward(x.reshape(-1, group.shape.d_in), group.current.routing)
+        ys, ctx.kept = group.forward(x.reshape(-1, group.shape.d_in), group.current.routing)
         ctx.save_for_backward(x)
         ctx.group = group
         return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in ys)
@@ -182,7 +161,7 @@ class _GroupFunction(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])  # (T, D)
         dys_rows = [dy.reshape(-1, dy.shape[-1]) for dy in dys]
-        dx = ctx.group.backward(rows, ctx.saved, dys_rows, needs_dx=ctx.needs_input_grad[0])
+        dx = ctx.group.backward(rows, ctx.kept, dys_rows, needs_dx=ctx.needs_input_grad[0])
         return None if dx is None else dx.view(x.shape), None, None
 
 

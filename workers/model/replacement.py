@@ -14,9 +14,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from workers.model.fused_modules import fuse_rms_norms, fuse_rotary
-from workers.model.linears import LinearGroup, MultiLoraLinear
+from workers.model.linears import CurrentPass, LinearGroup, MultiLoraLinear
 from workers.model.pretrained import UnsupportedModelError
-from workers.model.segments import CurrentPass
 from workers.rows import GroupShape, ModuleKind
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.model.numerics import ROWS_MIN, Numerics
 from workers.rows import AdapterViews, GroupViews
 
 
@@ -36,6 +35,19 @@ class Segment:
     adapter: AdapterViews
 
 
+class SegmentRun(Protocol):
+    """Segments whose products are computed together: `Run`, `ShortRun` or `grouped_segments.GroupedRun`."""
+
+    def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> Any:
+        """Add the adapters' part to ys (T, F), from x (T, D); return what `backward` needs.
+
+        None: the group is not adapted, or the run has no backward.
+        """
+
+    def backward(self, group: int, kept: Any, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None) -> None:
+        """Add to the adapters' gradients, and to dx (T, D) if given; `kept` is the result of `forward`."""
+
+
 @dataclass(slots=True, eq=False)
 class Run:
     """Consecutive segments of equal length whose adapters are in one slab, at rising slots: one batch."""
@@ -43,6 +55,8 @@ class Run:
     start: int
     length: int
     adapters: list[AdapterViews]
+    num_padding: int = 0
+    """Rows of zeros added to a single segment of few rows, or its bits would depend on the number of threads."""
 
     @property
     def stop(self) -> int:
@@ -78,7 +92,41 @@ class Run:
         Bs = tuple(B.index_select(0, rows) for B in slab.Bs)
         return GroupViews(A=slab.A.index_select(0, rows), Bs=Bs, A_grad=None, B_grads=())
 
-    def add_gradients(self, group: int, dA: Tensor, dBs: Sequence[Tensor]) -> None:
+    def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> tuple[GroupViews, Tensor] | None:
+        """See `SegmentRun`; returns the adapters' views, and the scaled x A^T (N, G * R) or (S, N, G * R)."""
+        views = self.views(group)
+        if views is None:
+            return None
+        rows, outs, scaling = self.rows(x), [self.rows(y) for y in ys], self.adapters[0].scaling
+        if not self.num_padding:
+            return views, forward_segments(rows, outs, views, scaling)
+        padded = [self._padded(out) for out in outs]
+        xa = forward_segments(self._padded(rows), padded, views, scaling)
+        for out, longer in zip(outs, padded, strict=True):
+            out.copy_(longer[: self.length])
+        return views, xa[: self.length]
+
+    def backward(
+        self, group: int, kept: tuple[GroupViews, Tensor], x: Tensor, dys: Sequence[Tensor], dx: Tensor | None
+    ) -> None:
+        """See `SegmentRun`."""
+        views, xa = kept
+        rows, douts, scaling = self.rows(x), [self.rows(dy) for dy in dys], self.adapters[0].scaling
+        dx_rows = None if dx is None else self.rows(dx)
+        if not self.num_padding:
+            dA, dBs = backward_segments(rows, douts, dx_rows, xa, views, scaling)
+        else:
+            longer = None if dx_rows is None else self._padded(dx_rows)
+            douts = [self._padded(dout) for dout in douts]
+            dA, dBs = backward_segments(self._padded(rows), douts, longer, self._padded(xa), views, scaling)
+            if dx_rows is not None and longer is not None:
+                dx_rows.copy_(longer[: self.length])
+        self._add_gradients(group, dA, dBs)
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        return F.pad(rows, (0, 0, 0, self.num_padding))
+
+    def _add_gradients(self, group: int, dA: Tensor, dBs: Sequence[Tensor]) -> None:
         """Add to the adapters' gradients; shapes as in `views`."""
         if len(self.adapters) == 1:
             own = self.adapters[0].groups[group]
@@ -135,8 +183,8 @@ class ShortRun:
         self._positions, self._rows = torch.tensor(positions), torch.tensor(rows)
         """The rows that are no padding: positions in the batch, and rows of the pass."""
 
-    def add_to(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> None:
-        """Add the adapters' part to ys (T, F), from x (T, D); do nothing if the group is not adapted."""
+    def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> None:
+        """See `SegmentRun`."""
         views = self._run.views(group)
         if views is None:
             return
@@ -149,6 +197,10 @@ class ShortRun:
             else:
                 y[self._rows] = part.flatten(0, 1)[self._positions]
 
+    def backward(self, group: int, kept: Any, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None) -> None:
+        """Never called: `forward` keeps nothing."""
+        raise NotImplementedError
+
     def _padded(self, tensor: Tensor) -> Tensor:
         """Return a copy of the segments' rows of (T, F), padded: (S, rows_min, F)."""
         if self._adjacent is None:
@@ -157,20 +209,7 @@ class ShortRun:
         return F.pad(rows, (0, 0, 0, self._rows_min - self._length))
 
 
-class FusedRun(Protocol):
-    """Segments whose products are one kernel each; implemented by `grouped_segments.GroupedRun`."""
-
-    def forward(self, group: int, x: Tensor, ys: Sequence[Tensor]) -> Tensor | None:
-        """Add the adapters' part to ys (T, F), from x (T, D); return an intermediate result for the backward.
-
-        None: the group is not adapted.
-        """
-
-    def backward(self, group: int, xa: Tensor, x: Tensor, dys: Sequence[Tensor], dx: Tensor | None) -> None:
-        """Add to the adapters' gradients, and to dx (T, D) if given; `xa` is the result of `forward`."""
-
-
-Fuse = Callable[[Sequence[Segment]], Sequence[FusedRun]]
+Fuse = Callable[[Sequence[Segment]], Sequence[SegmentRun]]
 """Makes fused runs of a pass's segments."""
 
 
@@ -189,24 +228,25 @@ class Routing:
         can_batch_short: bool = False,
         fuse: Fuse | None = None,
     ) -> None:
-        """Make runs; with `fuse`, all segments are in `fused`. `can_batch_short` is for passes without a backward."""
-        self.runs: list[Run] = []
-        self.short_runs: list[ShortRun] = []
-        self.fused: Sequence[FusedRun] = () if fuse is None else fuse(segments)
+        """Make runs; with `fuse`, it makes all. `can_batch_short` is for passes without a backward."""
+        self.runs: list[SegmentRun] = []
         if fuse is not None:
+            self.runs += fuse(segments)
             return
-        end = 0
         if can_batch and can_batch_short:
-            segments = self._without_short(segments, rows_min)
+            segments = self._batch_short(segments, rows_min)
+        last: Run | None = None
+        end = 0
         for segment in segments:
             assert end <= segment.start < segment.stop, "segments overlap or are empty"
             end = segment.stop
             length = segment.stop - segment.start
-            if not (can_batch and length >= rows_min and self.runs and self.runs[-1].try_add(segment)):
-                self.runs.append(Run(segment.start, length, [segment.adapter]))
+            if not (can_batch and length >= rows_min and last is not None and last.try_add(segment)):
+                last = Run(segment.start, length, [segment.adapter], max(0, rows_min - length))
+                self.runs.append(last)
 
-    def _without_short(self, segments: Sequence[Segment], rows_min: int) -> list[Segment]:
-        """Move segments of few rows to `short_runs` if several can be one batch; return the others."""
+    def _batch_short(self, segments: Sequence[Segment], rows_min: int) -> list[Segment]:
+        """Make runs of segments of few rows if several can be one batch; return the other segments."""
         left: list[Segment] = []
         batches: list[list[Segment]] = []
         for segment in segments:
@@ -221,49 +261,8 @@ class Routing:
             if len(batch) == 1:
                 left += batch
             else:
-                self.short_runs.append(ShortRun(batch, rows_min))
+                self.runs.append(ShortRun(batch, rows_min))
         return sorted(left, key=lambda segment: segment.start)
-
-
-class CurrentPass:
-    """The state of a pass that all layers of one base model share. One per base model; used by one thread."""
-
-    def __init__(self) -> None:
-        self.rows_min = ROWS_MIN
-        """Products with fewer rows are padded to this many; below it, a row's bits depend on the others."""
-        self.can_batch = True
-        """Whether segments in one batch have the bits that each has solo; see `Numerics`."""
-        self.fuse: Fuse | None = None
-        """`grouped_segments.group_segments` if the device has such a kernel."""
-        self.routing = Routing((), self.rows_min)
-        self.num_base_matmuls = 0
-        """Products of activations with frozen weights so far, forward only."""
-        self.anchor = torch.zeros((), requires_grad=True)
-        """Makes outputs require a gradient although neither the embeddings nor the frozen weights do."""
-
-    def use(self, numerics: Numerics, fuse: Fuse | None) -> None:
-        """Compute segments this way from now on."""
-        self.rows_min = numerics.rows_min or ROWS_MIN
-        self.can_batch = numerics.can_batch
-        self.fuse = fuse
-
-    def begin(self, segments: Sequence[Segment]) -> None:
-        """Set the segments of the next forward, and of its backward."""
-        self.routing = self.route(segments, needs_grad=torch.is_grad_enabled())
-
-    def reset(self) -> None:
-        """Drop the last pass and the count of products."""
-        self.routing, self.num_base_matmuls = self.route(()), 0
-
-    def count_matmuls(self, number: int) -> None:
-        """Count products of activations with frozen weights."""
-        self.num_base_matmuls += number
-
-    def route(self, segments: Sequence[Segment], *, needs_grad: bool = True) -> Routing:
-        """Return how these segments are computed; without a gradient there are more ways."""
-        return Routing(
-            segments, self.rows_min, can_batch=self.can_batch, can_batch_short=not needs_grad, fuse=self.fuse
-        )
 
 
 def forward_segments(x: Tensor, ys: Sequence[Tensor], views: GroupViews, scaling: float) -> Tensor:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from workers.model.linears import FusedSaved, LinearGroup, Saved
+from workers.model.linears import Kept, LinearGroup
 from workers.model.segments import Segment
 from workers.training.logits import Part, Piece, blocks_of
 
@@ -112,7 +112,7 @@ class DeviceLoss:
     def _run_block(self, hidden: Tensor, dhidden: Tensor | None, block: Sequence[tuple[Piece, _DevicePart]]) -> None:
         pieces = [piece for piece, _ in block]
         rows = slice(pieces[0].first_row, pieces[-1].end_row)
-        logits, saved = self._logits_of(hidden, pieces)
+        logits, kept = self._logits_of(hidden, pieces)
         logprobs = torch.log_softmax(logits, -1, dtype=torch.float32)  # (B, V)
         slopes = []  # (N, K) each
         for piece, own in block:
@@ -134,17 +134,17 @@ class DeviceLoss:
             for column in range(targets.shape[1]):  # one by one, for a row may name a target twice
                 dpiece.scatter_add_(1, targets[:, column : column + 1], slope[:, column : column + 1])
         logits.copy_(dlogits)
-        dblock = self.unembedding.backward(hidden[rows], saved, [logits])
+        dblock = self.unembedding.backward(hidden[rows], kept, [logits])
         assert dblock is not None
         dhidden[rows] = dblock
 
-    def _logits_of(self, hidden: Tensor, block: Sequence[Piece]) -> tuple[Tensor, list[Saved | FusedSaved]]:
+    def _logits_of(self, hidden: Tensor, block: Sequence[Piece]) -> tuple[Tensor, Kept]:
         """Return the block's logits (B, V) in the model's dtype, and values for the backward."""
         first = block[0].first_row
         segments = [Segment(piece.first_row - first, piece.end_row - first, piece.part.adapter) for piece in block]
         rows = hidden[first : block[-1].end_row]
-        (logits,), saved = self.unembedding.forward(rows, self.unembedding.current.route(segments))
-        return logits, saved
+        (logits,), kept = self.unembedding.forward(rows, self.unembedding.current.route(segments))
+        return logits, kept
 
 
 def _pick(logprobs: Tensor, first: Piece, piece: Piece, own: _DevicePart) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.model.linears import FusedSaved, LinearGroup, Saved
+from workers.model.linears import Kept, LinearGroup
 from workers.model.segments import Segment
 from workers.rows import AdapterViews
 from workers.training.losses import RequestLoss
@@ -156,7 +156,7 @@ class ChunkedLoss:
         part.add(terms.loss, terms.num_clipped)
 
     def _run_block(self, hidden: Tensor, dhidden: Tensor | None, block: list[Piece]) -> None:
-        rows, logits, saved = self._logits_of(hidden, block)
+        rows, logits, kept = self._logits_of(hidden, block)
         self._logprobs_of(logits, block)
         slopes = [self._slopes_of(piece) for piece in block]  # (N, K) each
         if dhidden is None:
@@ -173,11 +173,11 @@ class ChunkedLoss:
             if not piece.part.is_finite:
                 dpiece.zero_()
         first = block[0].first_row
-        dblock = self.unembedding.backward(rows, saved, [dlogits])
+        dblock = self.unembedding.backward(rows, kept, [dlogits])
         assert dblock is not None
         dhidden[first : first + num_rows] = dblock[:num_rows]
 
-    def _logits_of(self, hidden: Tensor, block: list[Piece]) -> tuple[Tensor, Tensor, list[Saved | FusedSaved]]:
+    def _logits_of(self, hidden: Tensor, block: list[Piece]) -> tuple[Tensor, Tensor, Kept]:
         """Return the block's rows of `hidden` (B, D), padded if few, its logits (B, V), and values for the backward."""
         first = block[0].first_row
         segments = [Segment(piece.first_row - first, piece.end_row - first, piece.part.adapter) for piece in block]
@@ -186,8 +186,8 @@ class ChunkedLoss:
         if len(rows) < current.rows_min:
             rows = F.pad(rows, (0, 0, 0, current.rows_min - len(rows)))
         outs = None if self._logits is None else [self._logits[: len(rows)]]
-        (logits,), saved = self.unembedding.forward(rows, current.route(segments), outs)
-        return rows, logits, saved
+        (logits,), kept = self.unembedding.forward(rows, current.route(segments), outs)
+        return rows, logits, kept
 
     def _logprobs_of(self, logits: Tensor, block: list[Piece]) -> None:
         """Fill the targets' log-probabilities, and the block's probabilities.
