@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from coordinator.base.errors import Code, ServiceError, sampler_exists
@@ -17,11 +17,10 @@ from coordinator.base.time import Time
 from coordinator.checkpoints.published_weights import named, unnamed, version_of
 from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.operation import Operation, Usage
-from coordinator.operations.outcomes import decided_row, save_path, save_request, service_error
+from coordinator.operations.operation import Kind, Operation, Usage
+from coordinator.operations.outcomes import service_error
 from coordinator.operations.sessions import SessionTable
-from coordinator.storage.cycles import CycleCommit, StagedStates
-from coordinator.storage.database import ConflictError
+from coordinator.storage.cycles import StagedStates
 from coordinator.storage.rows import CheckpointRow, SamplerRow
 from coordinator.storage.store import Store
 from tinkerpool import names
@@ -52,7 +51,7 @@ class Saver:
         result: ItemResult,
     ) -> None:
         """Write a user's checkpoint, or publish weights, and decide the operation. Raises ServiceError."""
-        request, state = save_request(operation), result.state
+        request, state = _save_request(operation), result.state
         assert state is not None
         if not request.name:
             assert isinstance(request, checkpoints_pb2.SaveWeightsForSamplerRequest)
@@ -60,7 +59,7 @@ class Saver:
             staged.samplers.append(sampler)
             operation.succeed(cycle_id, usage).save_weights_for_sampler.sampler_id = sampler.sampler_id
             return
-        path = save_path(operation, request.name)
+        path = _save_path(operation, request.name)
         if not (isinstance(request, checkpoints_pb2.SaveStateRequest) and request.overwrite):
             self._check_free(staged, str(path))
         row = self._checkpoint_row(path, log, operation, state)
@@ -79,7 +78,7 @@ class Saver:
     def _checkpoint_row(
         self, path: names.CheckpointPath, log: AdapterLog, operation: Operation, state: AdapterState
     ) -> CheckpointRow:
-        request, now = save_request(operation), self._time.wall()
+        request, now = _save_request(operation), self._time.wall()
         ttl_s = request.ttl_seconds
         return CheckpointRow(
             path=str(path),
@@ -130,19 +129,20 @@ class Saver:
         start = await self.states.write_start(log, result.state)
         staged.add_snapshot(replace(start, seq=result.state.applied_seq), replaced)
 
-    async def persist(self, commit: CycleCommit, staged: StagedStates, finished: Sequence[Operation]) -> frozenset[str]:
-        """Store a commit with staged states and outcomes; return the adapters that it had to leave out.
-
-        A save whose sampler id is taken by another row is failed, and the outcomes of all others are committed. Raises
-        StorageError.
-        """
-        while True:
-            whole = replace(commit, finished=[decided_row(operation) for operation in finished], states=staged)
-            try:
-                return await self._store.cycles.persist(whole)
-            except ConflictError:
-                if not self._refuse_taken(staged, finished):
-                    raise
+    def refuse_taken(self, staged: StagedStates, finished: Iterable[Operation]) -> bool:
+        """Fail the saves whose sampler ids another row has taken since; return whether there are any."""
+        taken = {row.version: row for row in staged.samplers if self._store.samplers.get(row.sampler_id) is not None}
+        for operation in finished:
+            if (row := taken.get(operation.name)) is not None:
+                logger.error("%s: the sampler %s exists already", operation.name, row.sampler_id)
+                assert operation.outcome is not None
+                outcome = operation.outcome
+                operation.undecide()
+                usage = Usage(outcome.num_tokens, outcome.engine_seconds)
+                operation.fail(service_error(sampler_exists(row.sampler_id)), usage, cycle_id=outcome.cycle_id)
+                self._discard(row)
+        staged.drop_samplers(taken)
+        return bool(taken)
 
     def committed(self, staged: StagedStates, lost: Collection[str]) -> None:
         """Remove the folders that a durable commit replaced, and write the weights that it published.
@@ -168,21 +168,6 @@ class Saver:
             if adapter_id not in lost:
                 self.states.folders.snapshots.remove(folder)
 
-    def _refuse_taken(self, staged: StagedStates, finished: Iterable[Operation]) -> bool:
-        """Fail the saves whose sampler ids are taken; return whether there are any."""
-        taken = {row.version: row for row in staged.samplers if self._store.samplers.get(row.sampler_id) is not None}
-        for operation in finished:
-            if (row := taken.get(operation.name)) is not None:
-                logger.error("%s: the sampler %s exists already", operation.name, row.sampler_id)
-                assert operation.outcome is not None
-                outcome = operation.outcome
-                operation.undecide()
-                usage = Usage(outcome.num_tokens, outcome.engine_seconds)
-                operation.fail(service_error(sampler_exists(row.sampler_id)), usage, cycle_id=outcome.cycle_id)
-                self._discard(row)
-        staged.drop_samplers(taken)
-        return bool(taken)
-
     def _discard(self, row: SamplerRow) -> None:
         """Drop the weights of an unnamed sampler whose row was not stored."""
         self.states.publishing.drop(row.version)
@@ -197,3 +182,22 @@ class Saver:
                 "CHECKPOINT_EXISTS",
                 f"{path} exists already: choose another name, delete it first, or set overwrite",
             )
+
+
+def _save_request(
+    operation: Operation,
+) -> checkpoints_pb2.SaveStateRequest | checkpoints_pb2.SaveWeightsForSamplerRequest:
+    """Return the request of a save."""
+    if operation.kind is Kind.SAVE_STATE:
+        return checkpoints_pb2.SaveStateRequest.FromString(operation.payload)
+    return checkpoints_pb2.SaveWeightsForSamplerRequest.FromString(operation.payload)
+
+
+def _save_path(operation: Operation, name: str) -> names.CheckpointPath:
+    """Return the path of a named save."""
+    request = _save_request(operation)
+    if isinstance(request, checkpoints_pb2.SaveStateRequest):
+        kind = names.TRAINING
+    else:
+        kind = names.EXTERNAL if request.for_export else names.SAMPLER
+    return names.CheckpointPath(operation.target_id, kind, name)

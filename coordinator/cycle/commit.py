@@ -14,18 +14,19 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coordinator.base.time import Time
 from coordinator.checkpoints.saver import Saver
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.in_flight import InFlightTable
-from coordinator.operations.operation import Operation
+from coordinator.operations.operation import Operation, decided_row
 from coordinator.operations.registry import AdapterGroup
 from coordinator.payloads.passes import serialize
 from coordinator.scheduling.planner import PassPlan, Planning
 from coordinator.storage.cycles import CycleCommit, Cycles, StagedStates
+from coordinator.storage.database import ConflictError
 from tinkerpool.v1 import pool_pb2
 from workers.contract.messages import ItemResult
 
@@ -112,6 +113,10 @@ class CycleJournal:
         placements = {adapter_id: plan.placements[adapter_id] for adapter_id in plan.num_chunks}
         self._cycles.note_plan(cycle_id, placements)
 
+    async def persist(self, commit: CycleCommit) -> frozenset[str]:
+        """Store a commit; return the adapters that it had to leave out. Raises StorageError."""
+        return await self._cycles.persist(commit)
+
     def publish(self, cycle: pool_pb2.Cycle) -> None:
         """Show a committed cycle."""
         self.recent.append(cycle)
@@ -172,12 +177,13 @@ class Committer:
         commit = CycleCommit(
             cycle_id=cycle.cycle_id if has_run else 0,
             summary=serialize(message) if has_run else b"",
+            states=cycle.staged,
             virtual_tokens=self._planning.counters(cycle.tenants()),
         )
         began = self._time.monotonic()
         lost: frozenset[str] = frozenset()
         if has_run or cycle.finished:
-            lost = await self._saver.persist(commit, cycle.staged, cycle.finished)
+            lost = await self._persist(commit, cycle)
         self._publish_outcomes(cycle, lost)
         self._planning.ready.ran(cycle.entries)
         if has_run:
@@ -185,6 +191,20 @@ class Committer:
             self._planning.costs.observe_commit(message.commit_seconds)
             self._journal.publish(message)
         return lost
+
+    async def _persist(self, commit: CycleCommit, cycle: Cycle) -> frozenset[str]:
+        """Store the commit with the cycle's outcomes; return the adapters that it had to leave out.
+
+        A save whose sampler id is taken by another row is failed, and the outcomes of all others are committed. Raises
+        StorageError.
+        """
+        while True:
+            outcomes = [decided_row(operation) for operation in cycle.finished]
+            try:
+                return await self._journal.persist(replace(commit, finished=outcomes))
+            except ConflictError:
+                if not self._saver.refuse_taken(cycle.staged, cycle.finished):
+                    raise
 
     def _publish_outcomes(self, cycle: Cycle, lost: frozenset[str]) -> None:
         """Update memory after the transaction: show outcomes, and drop the copies of the adapters `lost`."""
@@ -198,7 +218,8 @@ class Committer:
             if (log := self._group.logs.get(adapter_id)) is not None:
                 log.lose_copy()
                 self._group.mark_dirty(log)
-        self._saver.committed(cycle.staged, lost)
+        if not cycle.staged.is_empty:
+            self._saver.committed(cycle.staged, lost)
         for worker_id, incarnation, operation in cycle.published:
             if operation.target_id in lost:
                 self._fleet.remove(worker_id, operation.name)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from coordinator.base.errors import Code, ServiceError
 from coordinator.fleet.fleet import Flight
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.operation import Kind, Operation
-from coordinator.operations.outcomes import service_error
+from coordinator.operations.operation import Kind, Operation, service_error
 from coordinator.payloads.passes import DecodedPass, decode_adam, decode_pass
 from coordinator.storage.folders import StateFolders
 from coordinator.storage.store import Store

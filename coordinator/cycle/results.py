@@ -1,12 +1,13 @@
 """Applies workers' results: decides operations, confirms replays, reinstalls copies that are out of order.
 
-Depends on adapter logs, outcomes and the saver; not on how items were sent. Main invariant: a result counts only for
+Depends on adapter logs and the saver; not on how items were sent. Main invariant: a result counts only for
 the generation of the copy that it was computed on; the others are dropped, and their operations run again.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.checkpoints.saver import Saver
@@ -15,9 +16,11 @@ from coordinator.cycle.commit import Cycle
 from coordinator.cycle.items import Entry
 from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.adapter_log import AdapterLog, window_closed
-from coordinator.operations.operation import Kind, Operation
-from coordinator.operations.outcomes import fill_load, fill_pass, fill_step, item_error, service_error
+from coordinator.operations.operation import Kind, Operation, Usage, item_error, service_error
 from coordinator.scheduling.losses import replay_differs
+from tinkerpool.convert import to_tensor
+from tinkerpool.metrics import merge_metrics
+from tinkerpool.v1 import training_pb2
 from workers.contract.messages import ErrorCode, ItemResult, LoadItem, PassItem
 
 logger = logging.getLogger(__name__)
@@ -103,14 +106,14 @@ class Results:
         usage = log.usage(operation)
         match operation.kind:
             case Kind.FORWARD | Kind.FORWARD_BACKWARD:
-                fill_pass(operation, log.progress(operation).results, usage, cycle.cycle_id)
+                _fill_pass(operation, log.progress(operation).results, usage, cycle.cycle_id)
             case Kind.OPTIM_STEP:
-                fill_step(operation, result, usage, cycle.cycle_id)
+                _fill_step(operation, result, usage, cycle.cycle_id)
             case Kind.LOAD_STATE:
                 operation.begin_deciding()
                 try:
                     await self._saver.save_loaded(cycle.staged, log, result)
-                    fill_load(operation, usage, cycle.cycle_id)
+                    _fill_load(operation, usage, cycle.cycle_id)
                 except ServiceError as error:
                     operation.fail(service_error(error), usage, cycle_id=cycle.cycle_id)
                     if entry.is_current:
@@ -136,3 +139,29 @@ class Results:
         if log.count_reinstall(result.op_id) > REINSTALLS_MAX:
             error = ServiceError(Code.INTERNAL, "STATE_LOST", "the adapter's state cannot be rebuilt on any worker")
             self.refuse_copy(log, error)
+
+
+def _fill_pass(operation: Operation, parts: Sequence[ItemResult], usage: Usage, cycle_id: int) -> None:
+    """Decide a forward or forward_backward whose chunks have all succeeded with these results."""
+    result = operation.succeed(cycle_id, usage).forward_backward
+    for part in parts:
+        result.logprobs.extend(to_tensor(logprobs) for logprobs in part.logprobs)
+    metrics = merge_metrics([part.metrics for part in parts], [part.num_tokens for part in parts], keep_partial=True)
+    for key, value in metrics.items():
+        result.metrics[key] = value
+    result.metrics["tokens:sum"] = float(operation.num_tokens)
+    result.metrics["clock_cycle:unique"] = float(cycle_id)
+
+
+def _fill_step(operation: Operation, result: ItemResult, usage: Usage, cycle_id: int) -> None:
+    """Decide an optim_step that has succeeded."""
+    metrics = operation.succeed(cycle_id, usage).optim_step.metrics
+    for key, value in result.metrics.items():
+        metrics[key] = value
+    metrics["clock_cycle:unique"] = float(cycle_id)
+
+
+def _fill_load(operation: Operation, usage: Usage, cycle_id: int) -> None:
+    """Decide a load_state that has succeeded."""
+    path = training_pb2.LoadStateRequest.FromString(operation.payload).path
+    operation.succeed(cycle_id, usage).load_state.path = path

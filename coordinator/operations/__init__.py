@@ -2,8 +2,7 @@
 
 Public interface:
 
-- `operation`: `Operation`, its `Kind` and `Usage`;
-- `outcomes`: outcomes from results and errors; operations to and from rows of the log;
+- `operation`: `Operation`, its `Kind` and `Usage`; operations to and from rows of the log; errors as outcomes;
 - `adapter_log`: `AdapterLog`, one adapter's operations by sequence number, with the cursor of its copy on a worker;
 - `registry`: `AdapterRegistry`, and `AdapterGroup`, the adapters of one base model, with its `Arrivals`;
 - `admission`: `Admission`, the only way for a `Request` to become an operation; `storage_error`;

@@ -1,12 +1,14 @@
 """An operation in memory: its payload, its chunks, whether the operation log has it, and its outcome.
 
+Also converts operations to and from rows of the log, and errors to outcomes.
+
 Two states, each changed by named transitions that assert where they start:
 
 - acceptance: APPENDING until the operation log has the operation, then DURABLE; WITHDRAWN if the append failed;
 - outcome: UNDECIDED, DECIDING while a worker's result is made durable, DECIDED, COMMITTED with a cycle's commit,
   RETIRED once the result has left memory, DROPPED when the store has dropped the result, too.
 
-Does not depend on order (`adapter_log`), execution on a worker (the adapter log's copy), storage or doors.
+Does not depend on order (`adapter_log`), execution on a worker (the adapter log's copy), the database or doors.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from coordinator.payloads.passes import Chunk, DecodedPass
+from coordinator.base.errors import Code, ServiceError
+from coordinator.payloads.passes import Chunk, DecodedPass, serialize
+from coordinator.storage.rows import DecidedOperation, NewOperation, OperationRow
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.contract.messages import ErrorCode, ItemError
 from workers.contract.training_rules import WindowRole
 
 
@@ -262,3 +267,81 @@ class Operation:
         )
         self.outcome_state = OutcomeState.DECIDED
         return self.outcome
+
+
+def service_error(error: ServiceError) -> ops_pb.OperationError:
+    """Return a refusal as the outcome of an operation."""
+    return ops_pb.OperationError(code=error.code, reason=error.reason, message=error.message)
+
+
+_CODES = {
+    ErrorCode.INVALID_ARGUMENT: Code.INVALID_ARGUMENT,
+    ErrorCode.NON_FINITE: Code.FAILED_PRECONDITION,
+    ErrorCode.OUT_OF_MEMORY: Code.RESOURCE_EXHAUSTED,
+    ErrorCode.DATA_LOSS: Code.DATA_LOSS,
+    ErrorCode.OUT_OF_ORDER: Code.ABORTED,
+    ErrorCode.CANCELLED: Code.CANCELLED,
+    ErrorCode.INTERNAL: Code.INTERNAL,
+}
+
+
+def item_error(error: ItemError) -> ops_pb.OperationError:
+    """Return a worker's error as users see it."""
+    return ops_pb.OperationError(code=_CODES[error.code], reason=error.code.name, message=error.message)
+
+
+def new_row(operation: Operation) -> NewOperation:
+    """Return an operation as the log appends it; a refused one with its outcome."""
+    return NewOperation(
+        target_id=operation.target_id,
+        seq=operation.seq,
+        append_id=operation.append_id,
+        tenant_id=operation.tenant_id,
+        kind=operation.kind.value,
+        request_id=operation.request_id or None,
+        payload=operation.payload,
+        payload_hash=operation.payload_hash,
+        chunk_tokens=operation.chunk_tokens,
+        outcome=serialize(operation.outcome) if operation.outcome is not None else None,
+        is_failed=operation.is_failed,
+    )
+
+
+def decided_row(operation: Operation) -> DecidedOperation:
+    """Return a decided operation as a commit stores it."""
+    outcome = operation.outcome
+    assert outcome is not None
+    return DecidedOperation(
+        target_id=operation.target_id,
+        seq=operation.seq,
+        append_id=operation.append_id,
+        tenant_id=operation.tenant_id,
+        kind=operation.kind.value,
+        outcome=serialize(outcome),
+        is_failed=operation.is_failed,
+        num_tokens=outcome.num_tokens,
+        engine_s=outcome.engine_seconds,
+    )
+
+
+def operation_of_row(row: OperationRow) -> Operation:
+    """Return an operation as the store has it, without its payload."""
+    if row.outcome is None:
+        state = OutcomeState.UNDECIDED
+    else:
+        state = OutcomeState.COMMITTED if row.outcome else OutcomeState.DROPPED
+    return Operation(
+        tenant_id=row.tenant_id,
+        target_id=row.target_id,
+        seq=row.seq,
+        kind=Kind(row.kind),
+        payload=b"",
+        payload_hash=row.payload_hash,
+        request_id=row.request_id or "",
+        chunk_tokens=row.chunk_tokens,
+        num_bytes=row.num_bytes,
+        append_id=row.append_id,
+        acceptance=Acceptance.DURABLE,
+        outcome_state=state,
+        outcome=ops_pb.Operation.FromString(row.outcome) if row.outcome is not None else None,
+    )

@@ -17,8 +17,7 @@ from coordinator.cycle.loop import CycleLoop
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.in_flight import InFlightTable
-from coordinator.operations.operation import Operation
-from coordinator.operations.outcomes import decided_row
+from coordinator.operations.operation import Operation, decided_row
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.scheduling.losses import Quarantine
 from coordinator.storage.database import StorageError

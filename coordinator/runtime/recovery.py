@@ -8,14 +8,17 @@ time. Main invariant: every acknowledged operation is finished or in the in-flig
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from coordinator.checkpoints.published_weights import named, unnamed
 from coordinator.checkpoints.states import States
 from coordinator.operations.in_flight import InFlightTable
-from coordinator.operations.outcomes import restored_operation
+from coordinator.operations.operation import Operation, operation_of_row
 from coordinator.operations.registry import AdapterRegistry, adapter_of_row
+from coordinator.payloads.passes import cut_chunks, decode_pass
 from coordinator.sampling.scheduler import SampleScheduler
 from coordinator.scheduling.virtual_counters import FairState, Share
+from coordinator.storage.rows import OperationRow
 from coordinator.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,21 @@ class Recovery:
             self._registry.add(log)
             self._registry.group_of(log).submitted(log)
         return in_log
+
+
+def restored_operation(row: OperationRow, payload: bytes | None, *, must_rematerialize: bool = False) -> Operation:
+    """Return an operation for an adapter log: with its payload if it is undecided, with its chunks if it may run."""
+    operation = operation_of_row(row)
+    if operation.is_committed and not operation.is_dropped:
+        operation.retire()
+    if payload is None or operation.is_failed:
+        return replace(operation, must_rematerialize=must_rematerialize)
+    return replace(
+        operation,
+        must_rematerialize=must_rematerialize,
+        payload=b"" if operation.is_final else payload,
+        chunks=cut_chunks(decode_pass(payload).lengths, operation.chunk_tokens) if operation.kind.is_pass else (),
+    )
 
 
 def load_fair_state(store: Store) -> FairState:

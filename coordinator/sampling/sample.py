@@ -11,17 +11,19 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from coordinator.fleet.fleet import Flight, Incarnation
 from coordinator.operations.in_flight import InFlightTable
-from coordinator.operations.operation import Operation, Usage
-from coordinator.operations.outcomes import decided_row, fill_sample, item_error
+from coordinator.operations.operation import Operation, Usage, decided_row, item_error
 from coordinator.payloads.samples import DecodedSample
 from coordinator.storage.cycles import CycleCommit
 from coordinator.storage.rows import SamplerRow
 from coordinator.storage.store import Store
+from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2
-from workers.contract.messages import SampleResult, TokenEvent
+from workers.contract.messages import SampleResult, StopReason, TokenEvent, TokenLogprobs
 
 Event = sampling_pb2.SampledToken | ops_pb.Operation
 """An event for a listener; None in its queue: the coordinator stops."""
@@ -167,3 +169,39 @@ class SampleCommits:
         self._in_flight.finish(operation)
         assert operation.outcome is not None
         self._streams.finish(operation.name, operation.outcome)
+
+
+def fill_sample(operation: Operation, asked: DecodedSample, result: SampleResult, usage: Usage) -> None:
+    """Decide a sample: succeeded, with a worker's result."""
+    sample = operation.succeed(0, usage).sample
+    sample.note = asked.note
+    for sequence in result.sequences:
+        added = sample.sequences.add(
+            tokens=to_tensor(sequence.tokens),
+            logprobs=to_tensor(sequence.logprobs),
+            stop_reason=_STOP_REASONS[sequence.stop_reason],
+        )
+        if sequence.topk is not None:
+            added.topk.CopyFrom(_token_logprobs(sequence.topk))
+    if result.prompt_logprobs is not None:
+        sample.prompt_logprobs.CopyFrom(to_tensor(result.prompt_logprobs))
+    if result.topk_prompt is not None:
+        sample.topk_prompt.CopyFrom(_token_logprobs(result.topk_prompt))
+    if result.prompt_target_logprobs is not None:
+        assert asked.prompt_targets is not None
+        # NaN where no token was named: 0 would be a possible log-probability.
+        logprobs = np.where(asked.prompt_targets < 0, np.float32(np.nan), result.prompt_target_logprobs)
+        sample.prompt_target_logprobs.CopyFrom(to_tensor(logprobs))
+    if result.prompt_alt_tokens is not None:
+        sample.prompt_alt_tokens.CopyFrom(_token_logprobs(result.prompt_alt_tokens))
+    sample.num_cached_prompt_tokens = result.num_cached_tokens
+
+
+_STOP_REASONS = {
+    StopReason.STOP: ops_pb.STOP_REASON_STOP,
+    StopReason.LENGTH: ops_pb.STOP_REASON_LENGTH,
+}
+
+
+def _token_logprobs(found: TokenLogprobs) -> ops_pb.TokenLogprobs:
+    return ops_pb.TokenLogprobs(token_ids=to_tensor(found.token_ids), logprobs=to_tensor(found.logprobs))

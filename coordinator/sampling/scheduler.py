@@ -17,13 +17,12 @@ from collections.abc import Coroutine
 
 from coordinator.base.errors import Failure, ServiceError
 from coordinator.fleet.fleet import Incarnation
-from coordinator.operations.operation import Operation
-from coordinator.operations.outcomes import service_error, worker_died
+from coordinator.operations.operation import Operation, service_error
 from coordinator.payloads.samples import DecodedSample, decode_sample
 from coordinator.sampling.fair_queue import SampleQueues
 from coordinator.sampling.placement import Placement, SamplerVersions
 from coordinator.sampling.sample import Sample, SampleCommits, TokenStreams
-from coordinator.scheduling.losses import LossRecorder, WorkerLoss
+from coordinator.scheduling.losses import LossRecorder, WorkerLoss, worker_died
 from coordinator.storage.rows import SamplerRow
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import ErrorCode, ItemError, SampleResult, TokenEvent

@@ -22,8 +22,9 @@ from coordinator.base.time import Signal
 from coordinator.checkpoints.published_weights import Publishing
 from coordinator.fleet.fleet import Fleet, Flight
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.outcomes import service_error, worker_died
+from coordinator.operations.operation import Operation, service_error
 from coordinator.operations.registry import AdapterRegistry
+from tinkerpool.v1 import operations_pb2 as ops_pb
 
 logger = logging.getLogger(__name__)
 
@@ -212,4 +213,14 @@ def replay_differs(log: AdapterLog, operation: str, reason: str) -> ServiceError
         Code.DATA_LOSS,
         "REPLAY_DIFFERS",
         f"{log.adapter_id} could not be rebuilt: {operation} had succeeded, but failed when run again",
+    )
+
+
+def worker_died(operation: Operation) -> ops_pb.OperationError:
+    """Return the error of a poison operation: it ended its worker whenever it ran."""
+    return ops_pb.OperationError(
+        code=Code.INTERNAL,
+        reason="WORKER_DIED",
+        message=f"{operation.name} ended its worker each time that it ran, the last times solo: it does not fit into "
+        "memory, takes far too long, or triggers a fault of the engine; send less at once",
     )

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.operations.operation import Acceptance, Operation, OutcomeState, Usage
-from coordinator.operations.outcomes import operation_of_row, restored_operation
+from coordinator.operations.operation import Acceptance, Operation, OutcomeState, Usage, operation_of_row
+from coordinator.runtime.recovery import restored_operation
 from coordinator.storage.rows import OperationRow
 from tests.support.adapter_logs import ERROR, STEP, appending
 from tinkerpool.v1 import operations_pb2 as ops_pb

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError
 from coordinator.operations.operation import Kind, Operation, Usage
-from coordinator.operations.outcomes import fill_sample
 from coordinator.payloads.samples import DecodedSample, canonical_sample, decode_sample
+from coordinator.sampling.sample import fill_sample
 from tests.support.memory import memory_of
 from tests.support.toy_engine import toy_model_info
 from tests.support.toy_pool import sample_request
