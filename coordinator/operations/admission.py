@@ -21,10 +21,9 @@ from google.protobuf.message import Message
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.adapter_log import AdapterLog, window_closed
-from coordinator.operations.in_flight import InFlightTable
+from coordinator.operations.in_flight import InFlightTable, SampleNumbers
 from coordinator.operations.operation import Kind, Operation, new_row, operation_of_row, service_error
 from coordinator.operations.registry import AdapterRegistry
-from coordinator.operations.samples import SampleNumbers
 from coordinator.payloads.passes import Chunk, DecodedPass, digest, serialize
 from coordinator.storage.database import ConflictError, StorageError, StoreBrokenError
 from coordinator.storage.store import Store

@@ -11,10 +11,8 @@ from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Failure
 from coordinator.base.time import Time
 from coordinator.operations.admission import Admission
-from coordinator.operations.in_flight import InFlightTable
-from coordinator.operations.registry import AdapterRegistry
-from coordinator.operations.samples import FinishedSamples
-from coordinator.operations.sessions import SessionTable
+from coordinator.operations.in_flight import FinishedSamples, InFlightTable
+from coordinator.operations.registry import AdapterRegistry, SessionTable
 from coordinator.storage.store import Store
 
 

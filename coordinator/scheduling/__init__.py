@@ -1,10 +1,9 @@
-"""Decides which operations of adapters run next, and where: planner, ready set, losses, clock, cost model.
+"""Decides which operations of adapters run next, and where: planner, losses, clock, cost model.
 
 Public interface:
 
 - `schedule`: `Scheduling` and its `Schedule` of each base model, put together by `make_scheduling`;
-- `planner.Planning`: plans the passes of one base model (`PassPlan`, `place`);
-- `ready_set.ReadySet`: the adapters that have something to run;
+- `planner.Planning`: plans the passes of one base model (`PassPlan`, `place`) from its `ReadySet`;
 - `clock.CycleClock`: when a cycle starts; `cost_model.Deadlines`: how long a batch may take;
 - `virtual_counters` (`Share`, `FairState`, `decode_share`): fairness;
 - `losses`: `LossRecorder` declares a worker lost, receivers read `WorkerLoss` events; `Quarantine` holds what may have

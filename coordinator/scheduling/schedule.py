@@ -16,8 +16,7 @@ from coordinator.operations.registry import AdapterRegistry
 from coordinator.scheduling.clock import CycleClock
 from coordinator.scheduling.cost_model import CycleCosts, Deadlines, TokenBudget
 from coordinator.scheduling.losses import LossRecorder, Quarantine
-from coordinator.scheduling.planner import Planning
-from coordinator.scheduling.ready_set import ReadySet
+from coordinator.scheduling.planner import Planning, ReadySet
 from coordinator.scheduling.virtual_counters import FairState
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.sessions import Session
+from coordinator.operations.registry import Session
 from coordinator.payloads.passes import check_metadata, serialize
 from coordinator.runtime.core import Core
 from coordinator.service.access import (

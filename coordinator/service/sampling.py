@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found, sampler_exists
 from coordinator.operations.admission import Request
+from coordinator.operations.in_flight import CLIENT_SEQS, Finished
 from coordinator.operations.operation import Kind, Operation
-from coordinator.operations.samples import CLIENT_SEQS, Finished
-from coordinator.operations.sessions import Session
+from coordinator.operations.registry import Session
 from coordinator.payloads.passes import serialize
 from coordinator.payloads.samples import canonical_sample, check_sample_fits
 from coordinator.sampling.sample import Event

@@ -25,8 +25,7 @@ from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.registry import AdapterGroup
 from coordinator.payloads.passes import cut_chunks
 from coordinator.scheduling.losses import Quarantine
-from coordinator.scheduling.planner import plan_pass
-from coordinator.scheduling.ready_set import ReadySet
+from coordinator.scheduling.planner import ReadySet, plan_pass
 from coordinator.scheduling.virtual_counters import FairState
 from scripts.bench.common import (
     Column,

@@ -167,7 +167,7 @@ GUARDS = (
     ),
     Guard(
         name="load waits for files of weights published before it",
-        file="coordinator/scheduling/ready_set.py",
+        file="coordinator/scheduling/planner.py",
         before="if not is_unsettled and not self._publishing.is_unwritten(log.adapter_id):",
         after="if not is_unsettled:",
         tests=("tests/integration/checkpoints/test_publishing.py", "-k", "load"),
@@ -195,7 +195,7 @@ GUARDS = (
     ),
     Guard(
         name="snapshot is committed or failed before a load",
-        file="coordinator/scheduling/ready_set.py",
+        file="coordinator/scheduling/planner.py",
         before="        is_unsettled = self._snapshots.is_unsettled(log.adapter_id)\n",
         after="        is_unsettled = False\n",
         tests=("tests/simulation/test_simulation.py", "-k", "no_history"),

@@ -11,7 +11,7 @@ import pytest
 import tinker
 from tinker import types
 
-from coordinator.operations.samples import CLIENT_SEQS
+from coordinator.operations.in_flight import CLIENT_SEQS
 from tests.support.doors.sdk import LEAKS, Wire, sdk
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tests.support.waiting import wait_until

@@ -10,10 +10,9 @@ from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.admission import Admission, Request
-from coordinator.operations.in_flight import InFlightTable
+from coordinator.operations.in_flight import FinishedSamples, InFlightTable
 from coordinator.operations.operation import Kind, Operation, Usage
 from coordinator.operations.registry import AdapterGroup, AdapterRegistry
-from coordinator.operations.samples import FinishedSamples
 from coordinator.payloads.passes import Chunk, decoded_pass
 from coordinator.storage.store import Store
 from tests.support.adapter_logs import adapter_with

@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from coordinator.operations import in_flight
-from coordinator.operations.in_flight import InFlightTable
+from coordinator.operations.in_flight import FinishedSamples, InFlightTable
 from coordinator.operations.operation import Kind, Operation, Usage
-from coordinator.operations.samples import FinishedSamples
 from coordinator.payloads.passes import decoded_pass
 from tinkerpool.v1 import operations_pb2 as ops_pb
 

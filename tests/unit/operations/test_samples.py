@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import pytest
 
 from coordinator.base.errors import ServiceError
-from coordinator.operations import samples
-from coordinator.operations.samples import CLIENT_SEQS, Finished, FinishedSamples
+from coordinator.operations import in_flight
+from coordinator.operations.in_flight import CLIENT_SEQS, Finished, FinishedSamples
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 
@@ -77,9 +77,9 @@ async def test_a_cursor_of_an_earlier_epoch_begins_with_the_stored_samples_that_
 
 async def test_a_dropped_list_is_rebuilt_behind_every_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
     # the real bounds are too large for a test
-    monkeypatch.setattr(samples, "CLIENTS_MAX", 2)
-    monkeypatch.setattr(samples, "UNREPORTED_MAX", 3)
-    monkeypatch.setattr(samples, "REPORTED_MAX", 2)
+    monkeypatch.setattr(in_flight, "CLIENTS_MAX", 2)
+    monkeypatch.setattr(in_flight, "UNREPORTED_MAX", 3)
+    monkeypatch.setattr(in_flight, "REPORTED_MAX", 2)
     finished = FinishedSamples(epoch=1)
     await returned(finished)
     finished.note(sample(1))
