@@ -90,7 +90,7 @@ def measure_new_tenants(model: Model, num_later: int, args: argparse.Namespace) 
         tenant = fused.install(rank)
         fused.add_work(tenant, random_data(tenant, [num_tokens], model.vocab_size))
         bank, key = fused.engine.bank, fused.keys[tenant]
-        bank.read(key)
+        bank.entry(key).read()
         drawn_s = time.perf_counter()
         bank.acquire([key])
         filled_s = time.perf_counter()

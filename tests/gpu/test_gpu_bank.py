@@ -30,7 +30,7 @@ def fill(bank: Bank, key: str, seed: int) -> dict[str, torch.Tensor]:
     row.refresh()
     bank.entry(key).note_step()
     bank.entry(key).note_gradient()
-    return contents(bank.read(key))
+    return contents(bank.entry(key).read())
 
 
 def contents(host: HostRow) -> dict[str, torch.Tensor]:
@@ -60,9 +60,9 @@ def test_evicted_rows_are_in_pinned_memory_and_return_with_their_bits() -> None:
         (row,) = bank.acquire([key])
         assert row.compute is not None
         assert torch.equal(row.compute.cpu(), expected[key]["weights"].bfloat16())
-        assert_same(contents(bank.read(key)), expected[key])
+        assert_same(contents(bank.entry(key).read()), expected[key])
     bank.evict("a")
-    host = bank.read("a")
+    host = bank.entry("a").read()
     assert host.weights is not None
     assert host.weights.is_pinned()
     assert_same(contents(host), expected["a"])
@@ -80,7 +80,7 @@ def test_prefetch_runs_during_the_computation_and_keeps_the_bits() -> None:
         expected[running]["grad"] += 1
         for key in expected_next:
             bank.acquire([key])
-            assert_same(contents(bank.read(key)), expected[key])
+            assert_same(contents(bank.entry(key).read()), expected[key])
     assert bank.stats.num_prefetches > 0
 
 

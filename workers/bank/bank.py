@@ -209,18 +209,6 @@ class Bank:
         self._vacate(entry, HostRow(**dict(zip(vectors, copies, strict=True)), transfer=transfer))
         self.stats.num_evictions += 1
 
-    def drop_grad(self, key: str) -> None:
-        """Make a pending gradient zero."""
-        self._entries[key].drop_grad()
-
-    def restore_grad(self, key: str, gradient: Tensor | None) -> None:
-        """Replace a pending gradient by an earlier one (P,); None: zeros."""
-        self._entries[key].restore_grad(gradient)
-
-    def read(self, key: str) -> HostRow:
-        """Return weights, moments and gradient without loading the key. Do not keep them: they may be views."""
-        return self._entries[key].read()
-
     def replace(self, key: str, host: HostRow) -> None:
         """Replace a key's weights, moments and gradient; None as in `HostRow`."""
         entry = self._entries[key]

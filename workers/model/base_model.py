@@ -121,7 +121,7 @@ class BaseModel:
         self.reset()
 
     def reset(self) -> None:
-        """Drop what is left of the last pass, and the count of products."""
+        """Drop the state of the last pass, and the count of products."""
         self.current.reset()
         self._attention.end()
 

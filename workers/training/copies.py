@@ -86,21 +86,21 @@ class AdapterCopies:
             return self._broken.get(item.adapter_id, missing)
         error = progress.admit(item)
         if error is None and (item.drop_gradient or role_of(item) is WindowRole.RESET):
-            self._bank.drop_grad(item.adapter_id)
+            self._bank.entry(item.adapter_id).drop_grad()
         return error
 
     def settle(self, item: PassItem, error: ItemError | None) -> ItemError | None:
         """Record the outcome of an admitted pass; return the error of its result. See `Progress.settle`."""
         error = self._progress[item.adapter_id].settle(item, error)
         if error is not None and item.backward:
-            self._bank.drop_grad(item.adapter_id)
+            self._bank.entry(item.adapter_id).drop_grad()
         return error
 
     def fail(self, item: Item, error: ItemError) -> None:
         """Record that an admitted step, save or load failed."""
         self._progress[item.adapter_id].fail(item, error)
         if role_of(item) is WindowRole.STEP:
-            self._bank.drop_grad(item.adapter_id)
+            self._bank.entry(item.adapter_id).drop_grad()
 
     # ------------------------------------------------------------------ steps
 
@@ -125,7 +125,7 @@ class AdapterCopies:
         progress = self._progress[item.adapter_id]
         if item.publish_as:
             self._bank.publish(item.adapter_id, item.publish_as)
-        host = self._bank.read(item.adapter_id)
+        host = self._bank.entry(item.adapter_id).read()
         assert host.weights is not None
         gradient = None
         if item.with_gradient and host.grad is not None:

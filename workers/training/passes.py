@@ -215,7 +215,7 @@ class PassRunner:
                 for request, part in zip(requests, parts, strict=True)
             ]
         for key in set(keys) if backward and has_begun else ():
-            self._bank.restore_grad(key, backup.get(key))
+            self._bank.entry(key).restore_grad(backup.get(key))
         if len(requests) == 1:
             is_too_large = failure.code is ErrorCode.OUT_OF_MEMORY
             if is_too_large and backward and not must_recompute and self.room.recompute == "auto":
@@ -230,7 +230,7 @@ class PassRunner:
     def _keep_pending_gradients(self, keys: Sequence[str], backup: dict[str, Tensor]) -> None:
         """Copy the gradients that a pass will add to, in case it must be undone."""
         for key in dict.fromkeys(keys):
-            gradient = self._bank.read(key).grad
+            gradient = self._bank.entry(key).read().grad
             if gradient is not None:
                 backup[key] = gradient.clone()
 

@@ -52,7 +52,7 @@ def test_every_write_of_weights_refreshes_the_copy_that_layers_use(qwen3: Path) 
     driver.train(driver.save("a", publish_as="version"))  # evicts the other
     assert_compute_copies_are_fresh(driver, "a", "version")
     assert_compute_copies_are_fresh(driver, "b", "a")
-    driver.engine.bank.replace("a", driver.engine.bank.read("b"))
+    driver.engine.bank.replace("a", driver.engine.bank.entry("b").read())
     assert_compute_copies_are_fresh(driver, "a")
 
 

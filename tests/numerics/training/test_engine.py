@@ -148,11 +148,11 @@ def test_failed_pass_is_bisected_until_only_the_failing_request_fails(
 def test_step_that_would_make_weights_infinite_is_not_taken(driver: Driver) -> None:
     trained(driver, "a")
     driver.train(driver.backward("a", DATA))
-    before = driver.engine.bank.read("a")
+    before = driver.engine.bank.entry("a").read()
     copies = [vector.clone() for vector in (before.weights, before.exp_avg, before.exp_avg_sq) if vector is not None]
     (result,) = driver.run(driver.step("a", AdamParams(learning_rate=1e38, weight_decay=1e10)))
     assert code(result) == ErrorCode.NON_FINITE
-    after = driver.engine.bank.read("a")
+    after = driver.engine.bank.entry("a").read()
     for vector, copy in zip((after.weights, after.exp_avg, after.exp_avg_sq), copies, strict=True):
         assert vector is not None
         assert torch.equal(vector, copy)
@@ -188,7 +188,7 @@ def test_loading_without_optimizer_starts_with_fresh_moments(driver: Driver) -> 
     restored = driver.state("a")
     assert restored.weights == state.weights
     assert restored.num_steps == 0
-    assert driver.engine.bank.read("a").exp_avg is None
+    assert driver.engine.bank.entry("a").read().exp_avg is None
 
 
 @pytest.mark.parametrize("damage", [{"weights": b"x"}, {"optimizer": b"x"}])

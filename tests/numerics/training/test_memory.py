@@ -92,7 +92,7 @@ def driver(qwen3: Path) -> Driver:
 def gradients(driver: Driver, *lengths: int) -> tuple[list[bytes], int]:
     """Run a batch; return both adapters' gradients, and its number of products with frozen weights."""
     for key in "ab":
-        driver.engine.bank.drop_grad(key)
+        driver.engine.bank.entry(key).drop_grad()
     taken = driver.num_base_matmuls(*(driver.backward(key, make_data("cross_entropy", lengths)) for key in "ab"))
     return [driver.gradient(key).numpy().tobytes() for key in "ab"], taken
 

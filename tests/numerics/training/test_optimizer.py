@@ -68,7 +68,7 @@ def test_padding_of_a_rank_stays_zero(qwen3: Path) -> None:
         driver.train(driver.backward("a", make_data("cross_entropy", [30], number)))
         driver.train(driver.step("a", AdamParams(learning_rate=0.1, weight_decay=0.1)))
     entry = driver.engine.bank.entry("a")
-    host = driver.engine.bank.read("a")
+    host = driver.engine.bank.entry("a").read()
     for vector in (host.weights, host.exp_avg, host.exp_avg_sq):
         assert vector is not None
         padding = vector.clone()

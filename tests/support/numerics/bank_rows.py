@@ -44,7 +44,7 @@ def weights_of(row: HostRow) -> torch.Tensor:
 
 def copy_of(bank: Bank, key: str) -> HostRow:
     """Return copies of a key's vectors."""
-    host = bank.read(key)
+    host = bank.entry(key).read()
     names = ("weights", "exp_avg", "exp_avg_sq", "grad")
     vectors = {name: getattr(host, name) for name in names}
     return HostRow(**{name: None if vector is None else vector.clone() for name, vector in vectors.items()})

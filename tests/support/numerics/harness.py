@@ -199,7 +199,7 @@ class Driver:
     def gradient(self, key: str) -> torch.Tensor:
         """Return a copy of the pending gradient (P,), zeros if there is none."""
         bank = self.engine.bank
-        gradient = bank.read(key).grad
+        gradient = bank.entry(key).read().grad
         return torch.zeros(bank.entry(key).layout.num_values) if gradient is None else gradient.to("cpu", copy=True)
 
     def gradients(self, key: str) -> dict[str, torch.Tensor]:
@@ -210,7 +210,7 @@ class Driver:
     def weights(self, key: str) -> dict[str, torch.Tensor]:
         """Return the weights by matrix, unpadded."""
         entry = self.engine.bank.entry(key)
-        host = self.engine.bank.read(key)
+        host = self.engine.bank.entry(key).read()
         assert host.weights is not None
         return {name: m.to("cpu", copy=True) for name, m in entry.layout.matrices(host.weights, entry.spec.rank)}
 

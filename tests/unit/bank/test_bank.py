@@ -180,8 +180,8 @@ def test_dropped_gradient_is_zero_in_the_row_and_on_the_host() -> None:
         bank.add(key, make_spec(key))
         fill(bank, key, 1)
     for key in "ab":
-        bank.drop_grad(key)
-        assert bank.read(key).grad is None
+        bank.entry(key).drop_grad()
+        assert bank.entry(key).read().grad is None
         (row,) = bank.acquire([key])
         assert row.grad is not None
         assert not row.grad.any()

@@ -59,7 +59,7 @@ def test_adapter_that_is_still_being_loaded_is_published_with_its_weights() -> N
     for key, seed in (("a", 1), ("b", 2)):  # one after the other in the same row
         fill(bank, key, seed)
         bank.evict(key)
-        bank.read(key)
+        bank.entry(key).read()
     bank.prefetch(["a"], keep=())
     bank.publish("a", "version")
     assert torch.equal(bank.acquire(["version"])[0].weights, expected)
@@ -98,9 +98,9 @@ def test_gradient_dropped_while_its_row_is_being_loaded_is_gone() -> None:
     bank, _ = make_bank(2, "ab")
     fill(bank, "a", 1)
     bank.evict("a")
-    bank.read("a")  # all of it is in host memory now
+    bank.entry("a").read()  # all of it is in host memory now
     bank.prefetch(["a"], keep=())
-    bank.drop_grad("a")
+    bank.entry("a").drop_grad()
     (row,) = bank.acquire(["a"])
     assert row.grad is not None
     assert not row.grad.any()
