@@ -1,6 +1,6 @@
-"""Time and signals: all that a part of the coordinator waits for, besides the results of its own calls.
+"""Time and signals: clocks, waits with a deadline, and wake-ups without data.
 
-Does not depend on what is timed or what changes. Main invariants: all code reads clocks through `Time`, so that a
+Does not depend on any other module. Main invariants: all code reads clocks through `Time`, so that a
 simulation can own it; a notification is never lost.
 """
 

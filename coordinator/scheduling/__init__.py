@@ -6,8 +6,8 @@ Public interface:
 - `planner.Planning`: plans the passes of one base model (`PassPlan`, `place`) from its `ReadySet`;
 - `clock.CycleClock`: when a cycle starts; `cost_model.Deadlines`: how long a batch may take;
 - `virtual_counters` (`Share`, `FairState`, `decode_share`): fairness;
-- `losses`: `LossRecorder` declares a worker lost, receivers read `WorkerLoss` events; `Quarantine` holds what may have
-  caused a loss; `replay_differs`.
+- `losses`: `LossRecorder` declares a worker lost, receivers read `WorkerLoss` events; `Quarantine` holds the
+  operations that may have caused a loss; `replay_differs`.
 
 Must not depend on how a plan is run, on transports, or on SQL.
 """

@@ -1,4 +1,4 @@
-"""Who calls, and what is theirs: API keys and their tenants, and lookups of the objects that a tenant owns.
+"""The caller and its objects: API keys and their tenants, and lookups of the objects that a tenant owns.
 
 `Authenticator` maps keys to principals. The form of a key is `tp_<key id>_<secret>`; the database has the id and the
 SHA-256 of the secret. The secret is 32 random bytes, so it cannot be guessed from a plain hash. The prefix `tml-` is

@@ -1,4 +1,4 @@
-"""The operation log: appended operations, their payloads and outcomes, and what they add to a tenant's usage.
+"""The operation log: appended operations, their payloads and outcomes, and the metering of their tenants.
 
 Does not depend on what an operation means: payloads and outcomes are bytes. Main invariant: a seq of an adapter or
 sampler exists at most once, and gets at most one outcome.
