@@ -35,6 +35,7 @@ from workers.contract.protocols import EngineFactory
 from workers.contract.settings import EngineSettings, num_cores
 from workers.host.allocator import keep_freed_memory, without_holes
 from workers.host.free_resources import MemoryShare, ThreadChoice, free_bytes
+from workers.model.base_model import BaseModel
 from workers.sampling.sampler import Sampler, SamplerLimits
 from workers.selftest.loading import fitting_tokens, load_base_model
 from workers.selftest.thread_invariance import is_thread_count_invariant
@@ -52,16 +53,18 @@ class TrainingEngine:
         settings: EngineSettings,
         incarnation: str = "",
         *,
+        base_model: BaseModel | None = None,
         free_bytes: Callable[[torch.device], int] = free_bytes,
     ) -> None:
         """Load the base model and run its trials; `free_bytes` measures the free memory of a device.
 
+        `base_model` has been loaded by these settings, and no other engine computes with it at the same time.
         Raises UnsupportedModelError (a ValueError), ValueError and OSError.
         """
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
         self.settings = settings
-        self.base_model = base_model = load_base_model(settings)
+        self.base_model = base_model = base_model or load_base_model(settings)
         self.bank = bank = Bank(
             base_model.group_shapes, settings.num_slots, base_model.device, compute_dtype=base_model.dtype
         )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.mini_model import build_mini_model
+from tests.support.numerics.base_models import SHARED
 from tests.support.numerics.harness import ALL_ARCHITECTURES, ARCHITECTURES
 
 
@@ -35,6 +36,20 @@ def any_model_directory(request: pytest.FixtureRequest, model_directories: dict[
 def qwen3(model_directories: dict[str, Path]) -> Path:
     """For tests that do not depend on the architecture."""
     return model_directories["qwen3"]
+
+
+@pytest.fixture
+def own_base_models() -> Iterator[None]:
+    """Let each engine load a base model of its own: for tests that patch the loading, or change a base model."""
+    with SHARED.off():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _shared_base_models_stay_as_loaded() -> Iterator[None]:
+    """Check each test; autouse, so that the test's patches are undone first."""
+    yield
+    SHARED.assert_unchanged()
 
 
 @pytest.fixture(autouse=True)

@@ -76,6 +76,7 @@ def test_all_passes_up_to_8192_rows_need_few_kernels() -> None:
     assert len({kernel_rows(num_rows, 16) for num_rows in range(1, 8193)}) == 96
 
 
+@pytest.mark.usefixtures("own_base_models")
 def test_engine_packs_and_its_fingerprint_names_it(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the operation torch's matmul is used, which differs by rounding. Patched: this torch has it."""
     packed = Driver(qwen3)

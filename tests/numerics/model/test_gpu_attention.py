@@ -143,6 +143,7 @@ def test_memory_of_a_pass_is_free_at_once(counts: Sequence[int] | None, has_back
         gc.enable()
 
 
+@pytest.mark.usefixtures("own_base_models")
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["off", "on"])
 @pytest.mark.parametrize("is_by_request", [False, True])

@@ -20,6 +20,8 @@ from workers.model.grouped_segments import GroupedRun, can_group, group_segments
 from workers.model.segments import Segment
 from workers.rows import AdapterViews, GroupShape
 
+pytestmark = pytest.mark.usefixtures("own_base_models")
+
 
 @pytest.fixture(scope="module")
 def even_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:

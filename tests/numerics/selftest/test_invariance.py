@@ -42,6 +42,7 @@ def test_device_whose_rows_depend_on_their_position_is_refused(qwen3: Path, monk
         load_base_model(EngineSettings(model_path=str(qwen3), exact=True))
 
 
+@pytest.mark.usefixtures("own_base_models")
 def test_memory_of_the_trials_at_loading_is_not_kept(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial of threads takes more memory than the model, and leaves it in pieces."""
     grown: list[int] = []

@@ -19,6 +19,8 @@ from workers.training import device_logits, optim
 from workers.training.device_logits import DeviceLoss
 from workers.training.optim import NonFiniteStepError, Step, StepNorms, adamw_step, adamw_steps
 
+pytestmark = pytest.mark.usefixtures("own_base_models")
+
 
 def deferred(model: Path, **config: Any) -> Driver:
     """Return an engine that waits once, in fp32 on a CPU, where both ways can run."""

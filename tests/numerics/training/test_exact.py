@@ -32,7 +32,7 @@ def test_co_batched_tenant_has_the_bits_of_solo_in_exact_mode(model_directory: P
 
 
 @pytest.fixture
-def rows_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+def rows_decide(monkeypatch: pytest.MonkeyPatch, own_base_models: None) -> None:
     """Patch torch: sums are split by the number of rows, as in libraries for GPUs, and rarely in those for CPUs."""
 
     def product(left: Tensor, right: Tensor) -> Tensor:
@@ -92,6 +92,7 @@ def test_products_by_blocks_are_the_products(num_rows: int) -> None:
     torch.testing.assert_close(dx, y @ weight + out @ other)
 
 
+@pytest.mark.usefixtures("own_base_models")
 def test_segments_of_equal_length_are_not_computed_as_one_batch(qwen3: Path) -> None:
     """The bits of a batched product may depend on the size of the batch, and so on co-batched tenants."""
     driver = Driver(qwen3, exact=True)

@@ -67,6 +67,7 @@ def test_masks_of_a_window_are_counted_while_they_are_made(model_directories: di
     assert allocations.peak_bytes > without
 
 
+@pytest.mark.usefixtures("own_base_models")
 def test_attention_that_makes_no_masks_is_charged_for_none(model_directories: dict[str, Path]) -> None:
     driver = Driver(model_directories["mistral-window"])
     base_model, bank = driver.engine.base_model, driver.engine.bank

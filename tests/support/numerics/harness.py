@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.support.mini_model import Architecture
+from tests.support.numerics.base_models import SHARED
 from workers.bank.bank import Bank
 from workers.contract.messages import (
     AdamParams,
@@ -96,9 +97,13 @@ class Tenant:
 def make_engine(
     model: Path, *, free_bytes: Callable[[torch.device], int] = free_bytes, **settings: Any
 ) -> TrainingEngine:
-    """Return an engine with the smallest memory for samples, unless `cache_bytes_max` is given."""
+    """Return an engine around a shared base model, with the smallest memory for samples.
+
+    `cache_bytes_max` gives samples more memory; the fixture `own_base_models` lets the engine load a model of its own.
+    """
     defaults: dict[str, Any] = {"cache_bytes_max": 0}
-    return TrainingEngine(EngineSettings(model_path=str(model), **defaults | settings), free_bytes=free_bytes)
+    made = EngineSettings(model_path=str(model), **defaults | settings)
+    return TrainingEngine(made, base_model=SHARED.get(made), free_bytes=free_bytes)
 
 
 def assemble_again(engine: TrainingEngine, bank: Bank | None = None, free_bytes: int = 1 << 40) -> None:
