@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -19,6 +22,7 @@ from coordinator.cli.process import running_pid
 from coordinator.serving import READY_FILE
 from tests.support.doors.certificates import make_certificate
 from tests.support.serving import ROOT, TOY, Terminal
+from tinkerpool.cli.main import main
 from tinkerpool.credentials import FILE_NAME
 from workers.contract.settings import SHIPPED_MODELS_DIR
 
@@ -31,6 +35,43 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
     yield terminal
     if running_pid(terminal.data_dir) is not None:
         terminal.run("down")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+    """A terminal beside which one pool runs, for the tests of the group `cli_run`."""
+    terminal = Terminal(tmp_path_factory.mktemp("served") / "home")
+    with terminal.serve(*TOY):
+        yield terminal
+
+
+class Done(NamedTuple):
+    """A command that has ended."""
+
+    code: object
+    out: str
+    err: str
+
+
+Here = Callable[..., Done]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """Run a command in this process, with this home; a process takes longer to start than most commands."""
+
+    def run(home: Path, *arguments: str, **variables: str) -> Done:
+        with monkeypatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith("TINKERPOOL_")]:
+                patch.delenv(name)
+            for name, value in {"TINKERPOOL_HOME": str(home), **variables}.items():
+                patch.setenv(name, value)
+            patch.setattr(sys, "argv", ["tinkerpool", *arguments])
+            with pytest.raises(SystemExit) as ended:
+                main()
+        return Done(ended.value.code or 0, *capsys.readouterr())
+
+    return run
 
 
 def test_up_starts_a_pool_that_status_finds_and_down_stops(terminal: Terminal) -> None:
@@ -64,10 +105,10 @@ def test_up_starts_a_pool_that_status_finds_and_down_stops(terminal: Terminal) -
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_serve_ends_with_exit_code_0_after_a_signal(terminal: Terminal, signum: signal.Signals) -> None:
+def test_serve_ends_with_exit_code_0_after_a_signal(terminal: Terminal, here: Here, signum: signal.Signals) -> None:
     with terminal.serve(*TOY) as (process, serving):
         assert serving.pid == process.pid
-        assert terminal.run("usage").stdout == "Nothing has been used yet.\n"
+        assert here(terminal.home, "usage").out == "Nothing has been used yet.\n"
         process.send_signal(signum)
         assert process.wait(20) == 0
     lines = (terminal.home / "serve.out").read_text().splitlines()
@@ -101,45 +142,49 @@ def test_up_prints_the_cause_if_a_pool_does_not_start(terminal: Terminal) -> Non
     ],
 )
 def test_invalid_options_are_refused_in_one_sentence_before_anything_starts(
-    terminal: Terminal, command: str, options: list[str], sentence: str
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, options: list[str], sentence: str
 ) -> None:
-    done = terminal.run(command, *TOY, *options)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"Error: {sentence}"), done.stderr
-    assert done.stderr.count("\n") == 1
-    assert not terminal.data_dir.exists()
+    # Patched, so that a command which is not refused fails here instead of running a pool.
+    monkeypatch.setattr(asyncio, "run", None)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    code, _, error = here(tmp_path, command, *TOY, *options)
+    assert code == 1
+    assert error.startswith(f"Error: {sentence}"), error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_new_tenants_key_is_accepted_until_it_is_revoked(terminal: Terminal) -> None:
-    with terminal.serve(*TOY):
-        key = terminal.run("key", "create", "alice").stdout.strip()
-        assert terminal.run("usage", TINKERPOOL_API_KEY=key).returncode == 0
-        refused = terminal.run("key", "list", TINKERPOOL_API_KEY=key)
-        assert (refused.returncode, "needs an administrator's key" in refused.stderr) == (1, True)
-        assert [line.split()[1] for line in terminal.run("key", "list").stdout.splitlines()[2:]] == ["default", "alice"]
-        assert terminal.run("key", "revoke", key).returncode == 0
-        refused = terminal.run("usage", TINKERPOOL_API_KEY=key)
-        assert (refused.returncode, "refused the API key" in refused.stderr) == (1, True)
-        last = terminal.run("key", "revoke", json.loads((terminal.home / FILE_NAME).read_text())["api_key"])
-        assert (last.returncode, "the last administrator's key" in last.stderr) == (1, True)
-    log = (terminal.home / "serve.out").read_text()
+@pytest.mark.xdist_group("cli_run")
+def test_a_new_tenants_key_is_accepted_until_it_is_revoked(served: Terminal, here: Here) -> None:
+    key = here(served.home, "key", "create", "alice").out.strip()
+    assert here(served.home, "usage", TINKERPOOL_API_KEY=key).code == 0
+    refused = here(served.home, "key", "list", TINKERPOOL_API_KEY=key)
+    assert (refused.code, "needs an administrator's key" in refused.err) == (1, True)
+    tenants = [line.split()[1] for line in here(served.home, "key", "list").out.splitlines()[2:]]
+    assert tenants == ["default", "alice"]
+    assert here(served.home, "key", "revoke", key).code == 0
+    refused = here(served.home, "usage", TINKERPOOL_API_KEY=key)
+    assert (refused.code, "refused the API key" in refused.err) == (1, True)
+    last = here(served.home, "key", "revoke", json.loads((served.home / FILE_NAME).read_text())["api_key"])
+    assert (last.code, "the last administrator's key" in last.err) == (1, True)
+    log = (served.home / "serve.out").read_text()
     assert key.split("_", 2)[2] not in log  # the secret may have a "_" of its own
 
 
-def test_watch_ends_quietly_at_ctrl_c(terminal: Terminal) -> None:
-    with terminal.serve(*TOY):
-        watch = subprocess.Popen(
-            [sys.executable, "-m", "tinkerpool.cli", "watch"],
-            env=terminal.environment,
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert watch.stderr is not None
-        assert watch.stderr.readline().startswith("Watching http://127.0.0.1:")
-        watch.send_signal(signal.SIGINT)
-        assert (watch.wait(20), watch.stderr.read()) == (0, "\n")
-        watch.stderr.close()
+@pytest.mark.xdist_group("cli_run")
+def test_watch_ends_quietly_at_ctrl_c(served: Terminal) -> None:
+    watch = subprocess.Popen(
+        [sys.executable, "-m", "tinkerpool.cli", "watch"],
+        env=served.environment,
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert watch.stderr is not None
+    assert watch.stderr.readline().startswith("Watching http://127.0.0.1:")
+    watch.send_signal(signal.SIGINT)
+    assert (watch.wait(20), watch.stderr.read()) == (0, "\n")
+    watch.stderr.close()
 
 
 def test_a_pool_with_tls_serves_clients_that_trust_its_certificate(terminal: Terminal, tmp_path: Path) -> None:
@@ -153,7 +198,7 @@ def test_a_pool_with_tls_serves_clients_that_trust_its_certificate(terminal: Ter
         assert status.returncode == 0, status.stderr
 
 
-def test_logs_follow_prints_new_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_follow_prints_new_lines(terminal: Terminal, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal.data_dir.mkdir(parents=True)
     log = terminal.data_dir / process.LOG_FILE
     log.write_text("one\ntwo\nthree\n")
@@ -161,7 +206,7 @@ def test_logs_follow_prints_new_lines(terminal: Terminal, monkeypatch: pytest.Mo
     monkeypatch.setattr(time, "sleep", lambda _: log.write_text(log.read_text() + "four\n"))
     lines = process.tail(terminal.data_dir, 2, follow=True)
     assert [next(lines) for _ in range(3)] == ["two\n", "three\n", "four\n"]
-    assert "there is no log at" in terminal.run("logs", "--data-dir", str(terminal.home / "other")).stderr
+    assert "there is no log at" in here(terminal.home, "logs", "--data-dir", str(terminal.home / "other")).err
 
 
 def test_a_model_has_the_operators_name_or_that_of_its_directory(tmp_path: Path) -> None:
