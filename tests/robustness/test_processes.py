@@ -1,22 +1,19 @@
-"""Pools in processes of their own: health checks, a full disk, and a second pool on the same data directory."""
+"""Pools in processes of their own: a full disk, and a second pool on the same data directory."""
 
 import os
 import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.serving import Serving
 from tests.support.database import query
-from tests.support.serving import TOY, TOY_ON_RAY, Terminal
-from tests.support.waiting import wait_until
+from tests.support.serving import TOY, Terminal
 from tinkerpool import TrainingClient, types
 
 NUM_FILLS = 6
@@ -36,48 +33,6 @@ def step(training: TrainingClient) -> None:
     passed, stepped = training.forward_backward([a_datum()], "cross_entropy"), training.optim_step(types.AdamParams())
     passed.result(60)
     stepped.result(60)
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_health_is_not_serving_within_ten_seconds_after_all_workers_hang_and_serving_after_their_replacement(
-    terminal: Terminal,
-) -> None:
-    """The running operation completes on the replacements."""
-    with terminal.serve(*TOY_ON_RAY, "--workers", "2", timeout_s=90) as (_, serving):
-        health = health_of(serving)
-        with terminal.client() as service:
-            training = service.create_lora_training_client(rank=8).result()
-            step(training)
-            assert health()
-            status = service.create_rest_client().get_pool_status(num_cycles=1).result(30)
-            pids = [worker.pid for worker in status.workers]
-            for pid in pids:
-                os.kill(pid, signal.SIGSTOP)
-            running = training.forward_backward([a_datum()], "cross_entropy")
-            assert wait_until(lambda: not health(), 10.0) < 10.0
-            wait_until(health, 30.0)
-            running.result(30)
-            step(training)
-        assert all(has_ended(pid) for pid in pids)
-
-
-def health_of(serving: Serving) -> Callable[[], bool]:
-    channel = grpc.insecure_channel(serving.url.removeprefix("http://"))
-    stub: Any = health_pb2_grpc.HealthStub(channel)
-
-    def is_serving() -> bool:
-        response = stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=5)
-        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
-
-    return is_serving
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 @pytest.fixture

@@ -1,21 +1,32 @@
-"""A crash of a private Ray: every worker is lost at once, the first replacement restarts Ray, and nothing is left."""
+"""A crash of a private Ray: every worker is lost at once, the first replacement restarts Ray, and nothing is left.
+
+Beside the pool itself, one served pool shows what its users see of hanging workers and of such a crash.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
+import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
 import ray
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.cli.options import RAY_FILE
+from coordinator.serving import Serving
 from tests.support.batches import batch
 from tests.support.serving import TOY_ON_RAY, Terminal
+from tests.support.waiting import wait_until
+from tinkerpool import types
 from workers.contract.protocols import WorkerLost
 from workers.contract.settings import PoolConfig, PoolModel
 from workers.pool.processes import find_marked
@@ -89,9 +100,12 @@ async def lost(call: Any) -> str:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_crashed_ray_loses_every_worker_at_once_and_is_restarted_once(
-    pool: RayPool, caplog: pytest.LogCaptureFixture
+async def test_crashed_ray_loses_every_worker_at_once_and_is_restarted_once_also_after_a_failed_restart(
+    pool: RayPool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def init(**_: object) -> None:
+        raise ConnectionError("no room for Ray")
+
     caplog.set_level(logging.WARNING)
     old, old_infos = belongings(pool._config.owner_file), pool.workers()
     running = asyncio.create_task(pool.run("w2", batch(1)))
@@ -103,8 +117,16 @@ async def test_crashed_ray_loses_every_worker_at_once_and_is_restarted_once(
             assert "its raylet ended" in await lost(call)
     assert "its raylet ended" in await lost(pool.ping("w1"))
     assert pool.workers() == old_infos
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "init", init)
+        assert "Ray does not start: no room for Ray" in await lost(pool.replace("w0"))
+        assert "Ray does not start: no room for Ray" in await lost(pool.replace("w1"))
+    assert pool.workers() == old_infos
     async with asyncio.timeout(RECOVERED_S):
-        infos = await asyncio.gather(*(pool.replace(info.worker_id) for info in old_infos))
+        infos = [*await asyncio.gather(pool.replace("w0"), pool.replace("w1"))]
+        await lost(pool.ping("w2"))  # runs only after a replacement of its own
+        infos.append(await pool.replace("w2"))
+    await pool.ping("w2")
     assert pool.workers() == tuple(infos)
     assert not {info.incarnation for info in infos} & {info.incarnation for info in old_infos}
     assert (await pool.run("w0", batch(2))).incarnation == infos[0].incarnation
@@ -113,36 +135,69 @@ async def test_crashed_ray_loses_every_worker_at_once_and_is_restarted_once(
     assert belongings(pool._config.owner_file).mark != old.mark
 
 
-@pytest.mark.asyncio(loop_scope="module")
-async def test_failed_restart_of_ray_fails_the_replacement_and_the_next_replacement_retries(
-    pool: RayPool, monkeypatch: pytest.MonkeyPatch
+Served = tuple[Terminal, subprocess.Popen[str], Serving]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A served pool, which the last test stops."""
+    terminal = Terminal(tmp_path_factory.mktemp("served") / "home")
+    with terminal.serve(*TOY_ON_RAY, "--workers", "2", timeout_s=90) as (process, serving):
+        yield terminal, process, serving
+
+
+def health_of(serving: Serving) -> Callable[[], bool]:
+    channel = grpc.insecure_channel(serving.url.removeprefix("http://"))
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+
+    def is_serving() -> bool:
+        response = stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=5)
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    return is_serving
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_health_is_not_serving_within_ten_seconds_after_all_workers_hang_and_serving_after_their_replacement(
+    served: Served,
 ) -> None:
-    def init(**_: object) -> None:
-        raise ConnectionError("no room for Ray")
+    """The running operation completes on the replacements."""
+    terminal, _, serving = served
+    health = health_of(serving)
+    datum = types.Datum(types.ModelInput.from_ints([1]), {"target_tokens": [2], "weights": [1.0]})
+    with terminal.client() as service:
+        training = service.create_lora_training_client(rank=8).result()
+        training.train_step([datum], "cross_entropy").result(60)
+        assert health()
+        status = service.create_rest_client().get_pool_status(num_cycles=1).result(30)
+        pids = [worker.pid for worker in status.workers]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        running = training.forward_backward([datum], "cross_entropy")
+        assert wait_until(lambda: not health(), 10.0) < 10.0
+        wait_until(health, 30.0)
+        running.result(30)
+        training.optim_step(types.AdamParams()).result(60)
+        training.train_step([datum], "cross_entropy").result(60)
+    assert len(pids) == 2
+    assert all(has_ended(pid) for pid in pids)
 
-    kill(belongings(pool._config.owner_file), "raylet")
-    await lost(anext(aiter(pool.sample_events("w0"))))
-    with monkeypatch.context() as patch:
-        patch.setattr(ray, "init", init)
-        assert "Ray does not start: no room for Ray" in await lost(pool.replace("w0"))
-        assert "Ray does not start: no room for Ray" in await lost(pool.replace("w1"))
-    await pool.replace("w0")
-    await pool.ping("w0")
-    await lost(pool.ping("w1"))
-    await pool.replace("w1")
-    await pool.ping("w1")
 
-
-def test_served_pool_recovers_from_a_crash_of_ray_and_still_stops_at_a_signal(tmp_path: Path) -> None:
-    terminal = Terminal(tmp_path / "home")
-    with terminal.serve(*TOY_ON_RAY, "--workers", "2") as (process, _):
-        terminal.train(RECOVERED_S)
-        old = belongings(terminal.data_dir / RAY_FILE)
-        kill(old, "gcs_server")
-        new = successor(old, terminal.data_dir / RAY_FILE)
-        terminal.train(RECOVERED_S)
-        process.terminate()
-        assert process.wait(30) == 0
+def test_served_pool_recovers_from_a_crash_of_ray_and_still_stops_at_a_signal(served: Served) -> None:
+    terminal, process, _ = served
+    terminal.train(RECOVERED_S)
+    old = belongings(terminal.data_dir / RAY_FILE)
+    kill(old, "gcs_server")
+    new = successor(old, terminal.data_dir / RAY_FILE)
+    terminal.train(RECOVERED_S)
+    process.terminate()
+    assert process.wait(30) == 0
     assert (terminal.home / "serve.out").read_text().endswith("Stopped.\n")
     assert is_gone(old)
     assert is_gone(new)
