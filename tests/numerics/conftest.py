@@ -46,10 +46,10 @@ def own_base_models() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _shared_base_models_stay_as_loaded() -> Iterator[None]:
-    """Check each test; autouse, so that the test's patches are undone first."""
-    yield
-    SHARED.assert_unchanged()
+def _shared_base_models() -> Iterator[None]:
+    """Share base models, and check after each test, when its patches are undone, that they are as loaded."""
+    with SHARED.on():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Base models that the engines of one process share: each is loaded once, because loading takes longer than most tests.
 
-Main invariant: a shared model is as it was when it was loaded. Tests that patch the loading, or change a model, ask for
-the fixture `own_base_models`; any other test that leaves a shared model changed fails.
+Main invariant: a shared model is as it was when it was loaded. Models are shared in `tests/numerics` alone, whose tests
+fail if they leave one changed. A test that patches the loading, or changes a model, asks for `own_base_models` there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SharedBaseModels:
 
     def __init__(self) -> None:
         self._loaded: dict[tuple[Any, ...], tuple[BaseModel, object]] = {}
-        self._is_on = True
+        self._is_on = False
 
     def get(self, settings: EngineSettings) -> BaseModel | None:
         """Return the model of these settings; None if the engine must load one of its own."""
@@ -40,20 +40,31 @@ class SharedBaseModels:
         return self._loaded[key][0]
 
     @contextmanager
+    def on(self) -> Iterator[None]:
+        """Share models in this block. At its end, drop a model that differs from what was loaded.
+
+        Raises AssertionError if there is one.
+        """
+        with self._switched(is_on=True):
+            yield
+        changed = [key for key, (model, state) in self._loaded.items() if state_of(model) != state]
+        for key in changed:
+            del self._loaded[key]
+        assert not changed, "this test changed a base model that tests share; ask for `own_base_models`"
+
+    @contextmanager
     def off(self) -> Iterator[None]:
-        """Let every engine load a model of its own."""
-        self._is_on = False
+        """Let every engine in this block load a model of its own."""
+        with self._switched(is_on=False):
+            yield
+
+    @contextmanager
+    def _switched(self, *, is_on: bool) -> Iterator[None]:
+        before, self._is_on = self._is_on, is_on
         try:
             yield
         finally:
-            self._is_on = True
-
-    def assert_unchanged(self) -> None:
-        """Raise AssertionError if a model differs from what was loaded, and drop that model."""
-        for key, (model, state) in list(self._loaded.items()):
-            if state_of(model) != state:
-                del self._loaded[key]
-                raise AssertionError("this test changed a base model that tests share; ask for `own_base_models`")
+            self._is_on = before
 
 
 def state_of(model: BaseModel) -> object:

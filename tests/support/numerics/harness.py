@@ -97,9 +97,9 @@ class Tenant:
 def make_engine(
     model: Path, *, free_bytes: Callable[[torch.device], int] = free_bytes, **settings: Any
 ) -> TrainingEngine:
-    """Return an engine around a shared base model, with the smallest memory for samples.
+    """Return an engine with the smallest memory for samples, unless `cache_bytes_max` is given.
 
-    `cache_bytes_max` gives samples more memory; the fixture `own_base_models` lets the engine load a model of its own.
+    Its base model is shared where `SHARED` is on.
     """
     defaults: dict[str, Any] = {"cache_bytes_max": 0}
     made = EngineSettings(model_path=str(model), **defaults | settings)
