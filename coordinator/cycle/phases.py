@@ -21,8 +21,8 @@ from coordinator.cycle.results import Results
 from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.scheduling.cost_model import Deadlines
-from coordinator.scheduling.losses import LossRecorder, Quarantine
 from coordinator.scheduling.planner import PassPlan, Planning, place
+from coordinator.scheduling.worker_losses import LossRecorder, Quarantine
 from workers.contract.failpoints import failpoint
 from workers.contract.messages import Batch, BatchResult, ItemResult
 from workers.contract.protocols import Pool, WorkerLost

@@ -17,7 +17,7 @@ from coordinator.cycle.items import Entry
 from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.adapter_log import AdapterLog, window_closed
 from coordinator.operations.operation import Kind, Operation, Usage, item_error, service_error
-from coordinator.scheduling.losses import replay_differs
+from coordinator.scheduling.worker_losses import replay_differs
 from tinkerpool.convert import to_tensor
 from tinkerpool.metrics import merge_metrics
 from tinkerpool.v1 import training_pb2

@@ -19,7 +19,7 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Operation, decided_row
 from coordinator.operations.registry import AdapterRegistry
-from coordinator.scheduling.losses import Quarantine
+from coordinator.scheduling.worker_losses import Quarantine
 from coordinator.storage.database import StorageError
 from coordinator.storage.store import Store
 from tinkerpool.v1 import operations_pb2 as ops_pb

@@ -16,7 +16,7 @@ from coordinator.fleet.fleet import Fleet
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.runtime.tasks import Tasks
 from coordinator.sampling.scheduler import SampleScheduler
-from coordinator.scheduling.losses import LossRecorder, Quarantine
+from coordinator.scheduling.worker_losses import LossRecorder, Quarantine
 from workers.contract.protocols import Pool, WorkerLost
 
 logger = logging.getLogger(__name__)

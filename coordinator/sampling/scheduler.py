@@ -22,7 +22,7 @@ from coordinator.payloads.samples import DecodedSample, decode_sample
 from coordinator.sampling.fair_queue import SampleQueues
 from coordinator.sampling.placement import Placement, SamplerVersions
 from coordinator.sampling.sample import Sample, SampleCommits, TokenStreams
-from coordinator.scheduling.losses import LossRecorder, WorkerLoss, worker_died
+from coordinator.scheduling.worker_losses import LossRecorder, WorkerLoss, worker_died
 from coordinator.storage.rows import SamplerRow
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import ErrorCode, ItemError, SampleResult, TokenEvent

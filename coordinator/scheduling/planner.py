@@ -24,8 +24,8 @@ from coordinator.operations.adapter_log import AdapterLog, ReadyChunks
 from coordinator.operations.operation import Kind
 from coordinator.operations.registry import AdapterGroup
 from coordinator.scheduling.cost_model import CycleCosts, TokenBudget
-from coordinator.scheduling.losses import Quarantine
 from coordinator.scheduling.virtual_counters import FairState, decode_share, lifted
+from coordinator.scheduling.worker_losses import Quarantine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

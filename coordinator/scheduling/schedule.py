@@ -15,9 +15,9 @@ from coordinator.operations.epoch import Context
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.scheduling.clock import CycleClock
 from coordinator.scheduling.cost_model import CycleCosts, Deadlines, TokenBudget
-from coordinator.scheduling.losses import LossRecorder, Quarantine
 from coordinator.scheduling.planner import Planning, ReadySet
 from coordinator.scheduling.virtual_counters import FairState
+from coordinator.scheduling.worker_losses import LossRecorder, Quarantine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

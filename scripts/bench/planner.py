@@ -24,9 +24,9 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation
 from coordinator.operations.registry import AdapterGroup
 from coordinator.payloads.passes import cut_chunks
-from coordinator.scheduling.losses import Quarantine
 from coordinator.scheduling.planner import ReadySet, plan_pass
 from coordinator.scheduling.virtual_counters import FairState
+from coordinator.scheduling.worker_losses import Quarantine
 from scripts.bench.common import (
     Column,
     Effort,

@@ -8,8 +8,8 @@ from coordinator.checkpoints.published_weights import Publishing
 from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.registry import AdapterGroup
-from coordinator.scheduling.losses import Quarantine
 from coordinator.scheduling.planner import ReadySet
+from coordinator.scheduling.worker_losses import Quarantine
 from tests.support.adapter_logs import FB, LOAD, SAVE, STEP, adapter_with, operation, run, spec_named
 from tests.support.toy_pool import FakeTime, running_pool
 from workers.contract.messages import ItemResult

@@ -12,7 +12,7 @@ from coordinator.fleet.fleet import Fleet, Flight
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Operation
 from coordinator.operations.registry import AdapterRegistry
-from coordinator.scheduling.losses import SOLO_LOSSES_MAX, LossRecorder, Quarantine, WorkerLoss
+from coordinator.scheduling.worker_losses import SOLO_LOSSES_MAX, LossRecorder, Quarantine, WorkerLoss
 from coordinator.storage.adapters import Adapters
 from tests.support.adapter_logs import FB, STEP, adapter_with, appending, run
 from tests.support.toy_engine import toy_worker_info
