@@ -105,7 +105,7 @@ class Core:
         runners.supervisor.stop()
         await runners.samples.stop()
         for loop in runners.cycles.by_model.values():
-            await loop.stop(self.config.stop_s_max)
+            await loop.stop(0.0 if self.failure.is_reported else self.config.stop_s_max)  # no cycle commits after it
             if not self.failure.is_reported:
                 await loop.snapshot_all()
         await self.states.publishing.finish()
