@@ -74,7 +74,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return run
 
 
-def test_up_starts_a_pool_that_status_finds_and_down_stops(terminal: Terminal) -> None:
+def test_up_starts_a_pool_that_status_finds_and_down_stops(terminal: Terminal, here: Here) -> None:
     up = terminal.run("up", *TOY)
     assert up.returncode == 0, up.stderr
     assert "tinkerpool is ready at http://127.0.0.1:" in up.stdout
@@ -88,20 +88,20 @@ def test_up_starts_a_pool_that_status_finds_and_down_stops(terminal: Terminal) -
     assert (again.returncode, again.stderr.count("\n")) == (1, 1)
     assert "a pool is already running at http://127.0.0.1:" in again.stderr
 
-    log = terminal.run("logs")
-    assert "tinkerpool is ready at" in log.stdout
+    log = here(terminal.home, "logs").out
+    assert "tinkerpool is ready at" in log
     key = json.loads((terminal.home / FILE_NAME).read_text())["api_key"]
-    assert key not in log.stdout + up.stdout + up.stderr
+    assert key not in log + up.stdout + up.stderr
 
     down = terminal.run("down")
     assert (down.returncode, down.stdout.startswith("Stopped")) == (0, True), down.stderr
     assert running_pid(terminal.data_dir) is None
-    assert terminal.run("logs", "-n", "1").stdout == "Stopped.\n"
+    assert here(terminal.home, "logs", "-n", "1").out == "Stopped.\n"
 
-    assert terminal.run("status").stderr.startswith("Error: no pool is running at http://127.0.0.1:")
-    down = terminal.run("down")
-    assert down.returncode == 1
-    assert down.stderr == f"Error: no pool is running on {terminal.data_dir}; `tinkerpool up` starts one\n"
+    assert here(terminal.home, "status").err.startswith("Error: no pool is running at http://127.0.0.1:")
+    refused = here(terminal.home, "down")
+    assert refused.code == 1
+    assert refused.err == f"Error: no pool is running on {terminal.data_dir}; `tinkerpool up` starts one\n"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
