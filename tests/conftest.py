@@ -37,9 +37,10 @@ hypothesis.settings.load_profile("tinkerpool")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Group and sort the tests for `--dist loadgroup`, which hands groups to processes in this order.
 
-    Tests that start Ray are one group: two Rays at once would starve each other. Tests of a module in `integration` or
-    `simulation` are one group: they share an expensive fixture. A group that a test names itself wins. Other tests are
-    scheduled one by one, the short ones last, so that no process ends long before the other.
+    Tests that start Ray are one group, those of scripts another: many Rays at once would starve each other. Tests of a
+    module in `integration` or `simulation` are one group: they share an expensive fixture. A group that a test names
+    itself wins. Other tests are scheduled one by one, the short ones last, so that no process ends long before the
+    other.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         yield

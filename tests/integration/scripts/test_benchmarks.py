@@ -33,8 +33,8 @@ for line in sys.argv[1:]:
 """
 Report = dict[str, Any]
 
-# Not in the group of Ray's tests: one item starts Ray, and the limits of time are wide.
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("benchmarks")]
+# Tests of scripts are not in the group of Ray's tests: they have wide limits of time.
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("scripts")]
 
 
 @pytest.fixture(scope="module")

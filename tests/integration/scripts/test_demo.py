@@ -25,6 +25,7 @@ def run_demo(output: Path) -> dict[str, Any]:
 
 
 @pytest.mark.ray
+@pytest.mark.xdist_group("scripts")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True")  # advice on merging

@@ -28,6 +28,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], lis
 
 
 @pytest.mark.ray
+@pytest.mark.xdist_group("scripts")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_step_executes_a_bounded_number_of_files(paths: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
@@ -35,6 +36,7 @@ def test_a_step_executes_a_bounded_number_of_files(paths: dict[tuple[str, str], 
 
 
 @pytest.mark.ray
+@pytest.mark.xdist_group("scripts")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("request_name", [STEP, SAMPLE])

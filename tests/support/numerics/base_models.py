@@ -47,6 +47,8 @@ class SharedBaseModels:
         """
         with self._switched(is_on=True):
             yield
+        for model, _ in self._loaded.values():
+            _forget_patches(model)
         changed = [key for key, (model, state) in self._loaded.items() if state_of(model) != state]
         for key in changed:
             del self._loaded[key]
@@ -69,12 +71,17 @@ class SharedBaseModels:
 
 def state_of(model: BaseModel) -> object:
     """Return what no pass may change: attributes, ways to compute, and the version counter of each weight."""
-    # A patch that was undone leaves the method itself among the attributes.
-    attributes = {name: id(value) for name, value in vars(model).items() if not isinstance(value, MethodType)}
+    attributes = {name: id(value) for name, value in vars(model).items()}
     current = {name: value for name, value in vars(model.current).items() if name not in PER_PASS}
     products = [id(group.products) for group in model.groups]
     weights = [(name, weight._version) for name, weight in model.model.state_dict().items()]
     return attributes, current, products, weights
+
+
+def _forget_patches(model: BaseModel) -> None:
+    """Delete methods among the attributes: an undone patch leaves one, and it would hide a patch of the class."""
+    for name in [name for name, value in vars(model).items() if isinstance(value, MethodType)]:
+        delattr(model, name)
 
 
 SHARED = SharedBaseModels()
