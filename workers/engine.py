@@ -34,7 +34,8 @@ from workers.contract.messages import (
 from workers.contract.protocols import EngineFactory
 from workers.contract.settings import EngineSettings, num_cores
 from workers.host.allocator import keep_freed_memory, without_holes
-from workers.host.free_resources import MemoryShare, ThreadChoice, free_bytes
+from workers.host.free_memory import MemoryShare, free_bytes
+from workers.host.threads import ThreadChoice
 from workers.model.base_model import BaseModel
 from workers.sampling.sampler import Sampler, SamplerLimits
 from workers.selftest.loading import fitting_tokens, load_base_model

@@ -18,7 +18,7 @@ from coordinator.checkpoints.published_weights import named, unnamed, version_of
 from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation, Usage, service_error
-from coordinator.operations.registry import SessionTable
+from coordinator.operations.sessions import SessionTable
 from coordinator.storage.cycles import StagedStates
 from coordinator.storage.rows import CheckpointRow, SamplerRow
 from coordinator.storage.store import Store

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from coordinator.base.time import Signal, Time
 from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.payloads.passes import serialize
+from coordinator.payloads.canonical import serialize
 from coordinator.storage.database import StorageError
 from workers.contract.messages import AdapterState, ItemResult
 

@@ -23,7 +23,7 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Operation, decided_row
 from coordinator.operations.registry import AdapterGroup
-from coordinator.payloads.passes import serialize
+from coordinator.payloads.canonical import serialize
 from coordinator.scheduling.planner import PassPlan, Planning
 from coordinator.storage.cycles import CycleCommit, Cycles, StagedStates
 from coordinator.storage.database import ConflictError

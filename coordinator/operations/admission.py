@@ -24,7 +24,8 @@ from coordinator.operations.adapter_log import AdapterLog, window_closed
 from coordinator.operations.in_flight import InFlightTable, SampleNumbers
 from coordinator.operations.operation import Kind, Operation, new_row, operation_of_row, service_error
 from coordinator.operations.registry import AdapterRegistry
-from coordinator.payloads.passes import Chunk, DecodedPass, digest, serialize
+from coordinator.payloads.canonical import digest, serialize
+from coordinator.payloads.passes import Chunk, DecodedPass
 from coordinator.storage.database import ConflictError, StorageError, StoreBrokenError
 from coordinator.storage.store import Store
 from tinkerpool.names import operation_name

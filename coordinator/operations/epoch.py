@@ -12,7 +12,8 @@ from coordinator.base.errors import Failure
 from coordinator.base.time import Time
 from coordinator.operations.admission import Admission
 from coordinator.operations.in_flight import FinishedSamples, InFlightTable
-from coordinator.operations.registry import AdapterRegistry, SessionTable
+from coordinator.operations.registry import AdapterRegistry
+from coordinator.operations.sessions import SessionTable
 from coordinator.storage.store import Store
 
 

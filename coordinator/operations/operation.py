@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.payloads.passes import Chunk, DecodedPass, serialize
+from coordinator.payloads.canonical import serialize
+from coordinator.payloads.passes import Chunk, DecodedPass
 from coordinator.storage.rows import DecidedOperation, NewOperation, OperationRow
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import ErrorCode, ItemError

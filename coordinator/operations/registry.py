@@ -1,152 +1,19 @@
-"""Which sessions are live, which adapters exist, which of them changed, and which tenants submitted operations.
+"""Which adapters exist, which of them changed, and which tenants submitted operations. In memory.
 
-In memory. Sessions use service time only: downtime and steps of the wall clock do not age a session. Does not depend on
-the order in which operations run. Main invariants: a session leaves its table only once its end is durable, so a number
-in it is never given twice; an idle adapter is in no collection that a cycle walks through; `AdapterGroup.dirty` has an
-adapter from a change until it was found idle.
+Does not depend on the order in which operations run. Main invariant: an idle adapter is in no collection that a cycle
+walks through; `AdapterGroup.dirty` has an adapter from a change until it was found idle.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 
-from coordinator.base.errors import Code, ServiceError, sampler_exists
 from coordinator.base.time import Signal, Time
 from coordinator.fleet.fleet import Residency
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.storage.adapters import Adapters
-from coordinator.storage.rows import AdapterRow, SessionRow
-from coordinator.storage.store import Store
-from tinkerpool import names
+from coordinator.storage.rows import AdapterRow
 from workers.contract.messages import AdapterSpec
-
-
-@dataclass(slots=True)
-class Session:
-    """One live session."""
-
-    session_id: str
-    tenant_id: str
-    last_seen: float
-    """Monotonic service time."""
-    next_adapter: int
-    next_sampler: int
-    creating: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while an adapter or sampler is created in it, so that a concurrent repeat finds the first call's row."""
-    taken: dict[int, str] = field(default_factory=dict)
-    """Sampler numbers that are given though their rows may not be durable yet, each with the operation or sampler that
-    has it."""
-    num_endings: int = 0
-    """Calls that are ending it: it accepts no new work meanwhile."""
-
-    def take_adapter_index(self, wanted: int | None) -> int:
-        """Return the number of a new adapter: the wanted one, or the next free one."""
-        index = self.next_adapter if wanted is None else wanted
-        self.next_adapter = max(self.next_adapter, index + 1)
-        return index
-
-    @contextmanager
-    def reserving(self, index: int) -> Iterator[None]:
-        """Reserve this sampler number while the block writes its row. Raises ServiceError if it is taken."""
-        sampler_id = names.sampler_id(self.session_id, index)
-        if index in self.taken:
-            raise sampler_exists(sampler_id)
-        self.next_sampler = max(self.next_sampler, index + 1)
-        self.taken[index] = sampler_id
-        try:
-            yield
-        finally:
-            del self.taken[index]  # its row can be read now, or the write failed
-
-
-class SessionTable:
-    """The live sessions of all tenants."""
-
-    def __init__(self, store: Store, time: Time) -> None:
-        self._store = store
-        self._monotonic = time.monotonic
-        self._live: dict[str, Session] = {}
-
-    def load(self) -> None:
-        """Load the sessions that were live when the last epoch ended."""
-        for row in self._store.sessions.live():
-            self._load(row)
-
-    def add(self, session_id: str) -> None:
-        """Add a session that is in the database, unless it has ended."""
-        if session_id in self._live:
-            return
-        if (row := self._store.sessions.get_live(session_id)) is not None:
-            self._load(row)
-
-    def get(self, session_id: str) -> Session | None:
-        """Return a live session; None if it has ended or is being ended."""
-        session = self._live.get(session_id)
-        return None if session is None or session.num_endings else session
-
-    def keep_alive(self, session_id: str) -> None:
-        """Record a call of the session's client."""
-        if session := self._live.get(session_id):
-            session.last_seen = self._monotonic()
-
-    def take_sampler_index(self, session_id: str, operation: str, wanted: int | None) -> int:
-        """Reserve a number for a sampler whose row is stored with a cycle's commit, and return it.
-
-        `operation` is the save that makes the sampler. `wanted` is the number to reserve; None: the next free one.
-        Raises ServiceError if the session has ended or another sampler has the number.
-        """
-        session = self.get(session_id)
-        if session is None:
-            raise ServiceError(
-                Code.FAILED_PRECONDITION,
-                "SESSION_ENDED",
-                f"session {session_id} has ended, and a sampler without a name ends with its session: give a name to "
-                "save a checkpoint",
-            )
-        index = session.next_sampler if wanted is None else wanted
-        if session.taken.get(index, operation) != operation or self._has_sampler(session_id, index):
-            raise sampler_exists(names.sampler_id(session_id, index))
-        session.next_sampler = max(session.next_sampler, index + 1)
-        session.taken[index] = operation
-        return index
-
-    def expired(self, timeout_s: float) -> list[Session]:
-        """Return the sessions without a call for `timeout_s` that are not being ended."""
-        limit = self._monotonic() - timeout_s
-        return [s for s in self._live.values() if s.last_seen < limit and not s.num_endings]
-
-    @contextmanager
-    def ending(self, session_id: str) -> Iterator[None]:
-        """Accept no new work in a session while the block makes its end durable. If the block raises, it stays live."""
-        session = self._live.get(session_id)
-        if session is not None:
-            session.num_endings += 1
-        try:
-            yield
-        finally:
-            if session is not None:
-                session.num_endings -= 1
-        self._live.pop(session_id, None)
-
-    def _has_sampler(self, session_id: str, index: int) -> bool:
-        return self._store.samplers.get(names.sampler_id(session_id, index)) is not None
-
-    def _load(self, row: SessionRow) -> None:
-        self._live[row.session_id] = Session(
-            row.session_id,
-            row.tenant_id,
-            self._monotonic(),
-            _next_index(self._store.adapters.ids_of_session(row.session_id, with_deleted=True)),
-            _next_index(self._store.samplers.ids_of_session(row.session_id)),
-        )
-
-
-def _next_index(ids: Iterable[str]) -> int:
-    """Return the index after the highest one of these ids of adapters or samplers."""
-    return max((int(each.rpartition(":")[2]) for each in ids), default=-1) + 1
 
 
 class Arrivals:

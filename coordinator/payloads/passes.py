@@ -1,4 +1,4 @@
-"""Payloads of passes: canonical bytes, equal exactly when two requests ask for the same; and canonical chunks.
+"""Payloads of passes: canonical messages, equal exactly when two requests ask for the same; and canonical chunks.
 
 A payload is the contract's own request message without `seq` and `request_id`, with every default filled in, every
 tensor in its one canonical dtype, serialized with sorted maps. The operation log holds it, the idempotency hash covers
@@ -11,7 +11,6 @@ what to change. Samples have a module of their own, `samples`.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from coordinator.base.config import Limits
 from coordinator.base.errors import invalid
+from coordinator.payloads.canonical import serialize
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import training_pb2, types_pb2
 from workers.contract.messages import AdamParams, Datum, ModelInfo
@@ -36,16 +35,6 @@ Inputs = Mapping[str, NDArray[np.float32] | NDArray[np.int32]]
 PASS_BYTES, DATUM_BYTES, ARRAY_BYTES = 340, 260, 148
 """Memory of the Python objects around decoded arrays: of a request, of each datum in it, of each array. Measured with
 CPython 3.11 and numpy 2; a test compares them with tracemalloc."""
-
-
-def serialize(message: Message) -> bytes:
-    """Return the canonical bytes of a message."""
-    return message.SerializeToString(deterministic=True)
-
-
-def digest(payload: bytes, kind: str) -> bytes:
-    """Return the idempotency hash of a payload and its kind of operation."""
-    return hashlib.sha256(kind.encode() + b"\0" + payload).digest()
 
 
 def decoded_bytes(num_datums: int, num_arrays: int, num_array_bytes: int) -> int:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from coordinator.base.config import Limits
 from coordinator.base.errors import invalid
-from coordinator.payloads.passes import ARRAY_BYTES, checked_array, checked_tokens, frozen_array, serialize
+from coordinator.payloads.canonical import serialize
+from coordinator.payloads.passes import ARRAY_BYTES, checked_array, checked_tokens, frozen_array
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import sampling_pb2
 from workers.contract.capacity import num_blocks_for, num_own_blocks, what_is_too_large

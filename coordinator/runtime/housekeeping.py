@@ -14,7 +14,8 @@ from coordinator.base.time import Time
 from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.admission import Admission
-from coordinator.operations.registry import AdapterRegistry, SessionTable
+from coordinator.operations.registry import AdapterRegistry
+from coordinator.operations.sessions import SessionTable
 from coordinator.sampling.scheduler import SampleScheduler
 from coordinator.storage.database import StorageError
 from coordinator.storage.store import Store

@@ -25,7 +25,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation
-from coordinator.operations.registry import Session
+from coordinator.operations.sessions import Session
 from coordinator.runtime.core import Core
 from coordinator.storage.rows import AdapterRow, ApiKeyRow, CheckpointRow, Page, SessionRow
 from coordinator.storage.store import Store

@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.registry import Session
-from coordinator.payloads.passes import check_metadata, serialize
+from coordinator.operations.sessions import Session
+from coordinator.payloads.canonical import serialize
+from coordinator.payloads.passes import check_metadata
 from coordinator.runtime.core import Core
 from coordinator.service.access import (
     Authenticator,

@@ -14,8 +14,8 @@ from coordinator.base.errors import Code, ServiceError, invalid, not_found, samp
 from coordinator.operations.admission import Request
 from coordinator.operations.in_flight import CLIENT_SEQS, Finished
 from coordinator.operations.operation import Kind, Operation
-from coordinator.operations.registry import Session
-from coordinator.payloads.passes import serialize
+from coordinator.operations.sessions import Session
+from coordinator.payloads.canonical import serialize
 from coordinator.payloads.samples import canonical_sample, check_sample_fits
 from coordinator.sampling.sample import Event
 from coordinator.service.access import Principal, UseCases, check_index, refusal_of, request_id_taken, uninterrupted

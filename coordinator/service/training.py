@@ -14,6 +14,7 @@ from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.admission import Request
 from coordinator.operations.operation import Kind
+from coordinator.payloads.canonical import serialize
 from coordinator.payloads.passes import (
     PassRequest,
     canonical_adam,
@@ -21,7 +22,6 @@ from coordinator.payloads.passes import (
     check_fits,
     check_metadata,
     cut_chunks,
-    serialize,
 )
 from coordinator.service.access import Principal, UseCases, check_number, check_ttl, refusal_of
 from tinkerpool import names

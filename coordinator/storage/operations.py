@@ -1,4 +1,4 @@
-"""The operation log: appended operations, their payloads and outcomes, and the metering of their tenants.
+"""The operation log: appended operations, their payloads and outcomes. Each outcome is charged to its tenant.
 
 Does not depend on what an operation means: payloads and outcomes are bytes. Main invariant: a seq of an adapter or
 sampler exists at most once, and gets at most one outcome.
@@ -21,6 +21,7 @@ from coordinator.storage.rows import (
     insert,
     typed,
 )
+from coordinator.storage.tenants import add_usage
 
 _COUNTER_BITS = 32
 """Low bits of an append id: the counter within an epoch."""
@@ -173,7 +174,7 @@ def finish(db: Connection, operation: DecidedOperation, now: float) -> None:
     assert changed == 1, f"{operation.target_id}:{operation.seq} was finished before"
     if operation.kind == "sample":  # no replay runs a finished sample
         db.execute("UPDATE operations SET payload = NULL WHERE target_id = ? AND seq = ?", key[:2])
-    _add_usage(db, operation.tenant_id, operation.kind, operation.num_tokens, operation.engine_s)
+    add_usage(db, operation.tenant_id, operation.kind, operation.num_tokens, operation.engine_s)
 
 
 def drop_payloads(db: Connection, adapter_id: str) -> None:
@@ -193,7 +194,7 @@ def _append(db: Connection, row: NewOperation, now: float) -> None:
     is_finished = row.outcome is not None
     insert(db, "operations", row, num_bytes=len(row.payload), finished_service_s=now if is_finished else None)
     if is_finished:
-        _add_usage(db, row.tenant_id, row.kind, num_tokens=0, engine_s=0.0)
+        add_usage(db, row.tenant_id, row.kind, num_tokens=0, engine_s=0.0)
 
 
 def _is_logged(db: Connection, target_id: str, seq: int, append_id: int) -> bool:
@@ -201,13 +202,3 @@ def _is_logged(db: Connection, target_id: str, seq: int, append_id: int) -> bool
         "SELECT 1 FROM operations WHERE target_id = ? AND seq = ? AND append_id = ?", (target_id, seq, append_id)
     )
     return found.fetchone() is not None
-
-
-def _add_usage(db: Connection, tenant_id: str, kind: str, num_tokens: int, engine_s: float) -> None:
-    """Add a finished operation to its tenant's usage."""
-    db.execute(
-        "INSERT INTO usage VALUES (?, ?, 1, ?, ?) ON CONFLICT (tenant_id, kind) DO UPDATE SET"
-        " num_operations = num_operations + 1, num_tokens = num_tokens + excluded.num_tokens,"
-        " engine_s = engine_s + excluded.engine_s",
-        (tenant_id, kind, num_tokens, engine_s),
-    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from coordinator.storage.database import Database
+from coordinator.storage.database import Connection, Database
 from coordinator.storage.rows import ApiKeyRow, Page, SessionRow, Table, TenantRow, UsageRow, insert, typed
 
 
@@ -47,6 +47,16 @@ class Usage:
             (tenant_id, tenant_id),
         )
         return [typed(UsageRow, row) for row in rows]
+
+
+def add_usage(db: Connection, tenant_id: str, kind: str, num_tokens: int, engine_s: float) -> None:
+    """Add a finished operation to its tenant's usage."""
+    db.execute(
+        "INSERT INTO usage VALUES (?, ?, 1, ?, ?) ON CONFLICT (tenant_id, kind) DO UPDATE SET"
+        " num_operations = num_operations + 1, num_tokens = num_tokens + excluded.num_tokens,"
+        " engine_s = engine_s + excluded.engine_s",
+        (tenant_id, kind, num_tokens, engine_s),
+    )
 
 
 class ApiKeys(Table[ApiKeyRow]):

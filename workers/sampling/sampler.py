@@ -24,7 +24,7 @@ from workers.bank.bank import Bank
 from workers.bank.state_files import read_state
 from workers.contract.capacity import SEQUENCE_SLOTS
 from workers.contract.messages import ErrorCode, ItemError, SampleEvent, SampleRequest, SampleResult
-from workers.host.free_resources import MemoryShare
+from workers.host.free_memory import MemoryShare
 from workers.model.base_model import BaseModel
 from workers.sampling.drawing import check_finite, draw_rows
 from workers.sampling.errors import SampleError, check_request, item_error, logged_error

@@ -1,6 +1,6 @@
 """Trial of threads: whether passes, steps and samples have the same bits on one thread and on several.
 
-If they have, the number of threads may follow the load of the machine (`host.free_resources`). The trial runs a small
+If they have, the number of threads may follow the load of the machine (`host.threads`). The trial runs a small
 pass of several adapters, their steps and some samples, twice.
 
 Main invariant: a base model that was not tried, or had no memory for the trial, counts as depending on the number.
@@ -26,7 +26,7 @@ from workers.contract.messages import (
     SamplerVersion,
     SamplingParams,
 )
-from workers.host.free_resources import MemoryShare
+from workers.host.free_memory import MemoryShare
 from workers.model.base_model import BaseModel
 from workers.sampling.sampler import Sampler, SamplerLimits
 from workers.training.optim import Step, StepNorms, adamw_step, adamw_steps

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workers.contract.settings import Recompute
-from workers.host.free_resources import MemoryShare
+from workers.host.free_memory import MemoryShare
 from workers.model.base_model import BaseModel
 from workers.training import device_logits, logits
 

@@ -28,7 +28,7 @@ from workers.bank.entries import Row
 from workers.contract.messages import Datum, ErrorCode, ItemError, PassItem
 from workers.contract.settings import Recompute
 from workers.host.allocator import is_out_of_memory, without_holes
-from workers.host.free_resources import MemoryShare
+from workers.host.free_memory import MemoryShare
 from workers.model.base_model import BaseModel
 from workers.model.segments import Segment
 from workers.training.device_logits import DeviceLoss

@@ -13,7 +13,7 @@ from tests.support.numerics.harness import Driver, code, make_data, make_engine
 from tests.support.numerics.samplers import Sampling, assert_same_bits, make_sampler, prompt_of, request, sampling
 from workers.contract.capacity import BLOCK_TOKENS
 from workers.contract.messages import AdamParams, ErrorCode, SampleResult
-from workers.host.free_resources import MemoryShare
+from workers.host.free_memory import MemoryShare
 from workers.sampling.kv_cache import block_bytes
 from workers.sampling.sampler import Sampler, SamplerLimits
 

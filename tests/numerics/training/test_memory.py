@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.numerics.allocations import Allocations
 from tests.support.numerics.harness import VOCAB_SIZE, Driver, assemble_again, make_data, make_spec
-from workers.host.free_resources import MemoryShare
+from workers.host.free_memory import MemoryShare
 from workers.model.base_model import BaseModel
 from workers.model.gpu_attention import FlashKernel, VarlenAttention
 from workers.selftest.loading import fitting_tokens

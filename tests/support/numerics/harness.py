@@ -32,7 +32,7 @@ from workers.contract.messages import (
 )
 from workers.contract.settings import EngineSettings
 from workers.engine import TrainingEngine
-from workers.host.free_resources import MemoryShare, free_bytes
+from workers.host.free_memory import MemoryShare, free_bytes
 from workers.training.copies import AdapterCopies
 from workers.training.items import ItemRunner
 from workers.training.passes import PassRunner

@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 
 from coordinator.base.errors import ServiceError
-from coordinator.operations.registry import SessionTable
+from coordinator.operations.sessions import SessionTable
 from coordinator.storage.database import StorageError
 from coordinator.storage.rows import SamplerRow
 from coordinator.storage.store import Store

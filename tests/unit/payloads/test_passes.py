@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError
 from coordinator.payloads import passes as payloads
-from coordinator.payloads.passes import digest
+from coordinator.payloads.canonical import digest
 from tests.support.memory import memory_of
 from tests.support.toy_engine import toy_model_info
 from tests.support.toy_pool import datum, pass_request
