@@ -21,8 +21,8 @@ from coordinator.payloads.canonical import serialize
 from coordinator.payloads.passes import Chunk, DecodedPass
 from coordinator.storage.rows import DecidedOperation, NewOperation, OperationRow
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.contract.gradient_windows import WindowRole
 from workers.contract.messages import ErrorCode, ItemError
-from workers.contract.training_rules import WindowRole
 
 
 class Kind(Enum):

@@ -25,8 +25,8 @@ from coordinator.base.errors import invalid
 from coordinator.payloads.canonical import serialize
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import training_pb2, types_pb2
+from workers.contract.loss_inputs import IGNORED_INPUT, LOSS_RULES, LossRule
 from workers.contract.messages import AdamParams, Datum, ModelInfo
-from workers.contract.training_rules import IGNORED_INPUT, LOSS_RULES, LossRule
 
 PassRequest = training_pb2.ForwardRequest | training_pb2.ForwardBackwardRequest | training_pb2.TrainStepRequest
 Inputs = Mapping[str, NDArray[np.float32] | NDArray[np.int32]]

@@ -12,7 +12,7 @@ from coordinator.service.access import Principal, UseCases, metadata_of, timesta
 from coordinator.storage.database import ConflictError
 from coordinator.storage.rows import SessionRow
 from tinkerpool.v1 import sessions_pb2 as pb
-from workers.contract.training_rules import LOSS_RULES
+from workers.contract.loss_inputs import LOSS_RULES
 
 
 class SessionUseCases(UseCases):

@@ -1,7 +1,7 @@
 """The sampler: continuous batching of all tenants' samples, on the base model and bank that train.
 
 Each decode step is one forward: one token of every running sequence, and parts of prompts. The parts of the room:
-`sequence_slots`, `prefill`, `kv_cache`, `sample_pass` (with `attention`), `drawing`.
+`slot_queue`, `prefill`, `kv_cache`, `sample_pass` (with `attention`), `drawing`.
 
 Does not depend on tenants; a request has a version and a scope.
 
@@ -31,8 +31,8 @@ from workers.sampling.errors import SampleError, check_request, item_error, logg
 from workers.sampling.kv_cache import BlockPool, KVCache, block_bytes
 from workers.sampling.prefill import Prefill
 from workers.sampling.sample_pass import LogitsRows, NextPart, Outcome, Part, PromptPart, SamplePass
-from workers.sampling.sequence_slots import SequenceSlots
 from workers.sampling.sequences import ActiveRequest, ActiveSequence, StopStrings, load_tokenizer
+from workers.sampling.slot_queue import SequenceSlots
 
 logger = logging.getLogger(__name__)
 

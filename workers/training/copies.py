@@ -1,7 +1,7 @@
 """The copies of adapters that this worker holds: install, save, load and remove them, and drop their gradients.
 
 A copy's values are in the bank, its place in the adapter's order is a `Progress`. Does not depend on batches, passes or
-how a step is computed. Main invariant: a closed gradient window (`contract.training_rules`) leaves no gradient in the
+how a step is computed. Main invariant: a closed gradient window (`contract.gradient_windows`) leaves no gradient in the
 bank.
 """
 
@@ -19,6 +19,7 @@ from workers.bank.state_files import (
     read_state,
     weights_file,
 )
+from workers.contract.gradient_windows import WindowRole, role_of
 from workers.contract.messages import (
     AdapterInstall,
     AdapterState,
@@ -29,7 +30,6 @@ from workers.contract.messages import (
     PassItem,
     SaveItem,
 )
-from workers.contract.training_rules import WindowRole, role_of
 from workers.training.progress import Progress
 
 

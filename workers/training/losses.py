@@ -1,7 +1,7 @@
 """The losses: what a request minimises, as a function of the log-probabilities of its targets.
 
 Depends on log-probabilities and loss inputs of one request (which inputs and options a loss has:
-`contract.training_rules`); not on logits, models or adapters. Every loss is a sum over tokens and sequences, and
+`contract.loss_inputs`); not on logits, models or adapters. Every loss is a sum over tokens and sequences, and
 computes its own derivative, so that d(logits) follows without autograd.
 
 Main invariant: a request's loss is computed from its own values, in vectors of its own length. Formulas with p the
@@ -32,8 +32,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.contract.loss_inputs import CLIP_BOUNDS, LOSS_RULES, LossRule
 from workers.contract.messages import Datum
-from workers.contract.training_rules import CLIP_BOUNDS, LOSS_RULES, LossRule
 
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float]

@@ -2,15 +2,15 @@
 
 Main invariants: an item runs only if the copy is exactly at the item's `prev_seq` (and at its chunk), so no item is
 applied twice or skipped. A failed operation consumes its sequence number. The gradient window is closed from the first
-failure in it to the next step (`contract.training_rules`).
+failure in it to the next step (`contract.gradient_windows`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from workers.contract.gradient_windows import WindowRole, role_of
 from workers.contract.messages import AdapterState, ErrorCode, Item, ItemError, PassItem
-from workers.contract.training_rules import WindowRole, role_of
 
 
 @dataclass(frozen=True, slots=True)

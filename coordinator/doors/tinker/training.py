@@ -25,7 +25,7 @@ from coordinator.doors.tinker.unreadable import consumes_seq
 from coordinator.operations.operation import Kind
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.v1 import checkpoints_pb2, training_pb2, types_pb2
-from workers.contract.training_rules import LOSS_RULES
+from workers.contract.loss_inputs import LOSS_RULES
 
 PassRequest = training_pb2.ForwardRequest | training_pb2.ForwardBackwardRequest
 _ELSEWHERE = {

@@ -193,7 +193,7 @@ def test_many_requests_of_one_adapter_do_not_delay_anothers(qwen3: Path) -> None
 def test_request_that_does_not_fit_is_passed_over_by_a_bounded_number_of_others(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.sampling.sequence_slots.PATIENCE", 3)  # 64 others would only take longer
+    monkeypatch.setattr("workers.sampling.slot_queue.PATIENCE", 3)  # 64 others would only take longer
     s = sampling(qwen3, num_blocks=4)
     s.sampler.start_sample(request("first", length=5, max_tokens=4, scope="0"))
     s.step()

@@ -20,7 +20,7 @@ from tests.support.toy_engine import toy_model_info
 from tests.support.toy_pool import datum, pass_request
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import training_pb2, types_pb2
-from workers.contract.training_rules import LOSS_RULES
+from workers.contract.loss_inputs import LOSS_RULES
 
 MODEL, LIMITS = toy_model_info(), Limits(datums_max=4)
 Pass = training_pb2.ForwardBackwardRequest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.sampling.sequence_slots import SlotOrder
+from workers.sampling.slot_queue import SlotOrder
 
 
 def always(_item: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workers.contract.training_rules import WindowRole
+from workers.contract.gradient_windows import WindowRole
 
 
 @pytest.mark.parametrize(
