@@ -28,6 +28,8 @@ from workers.contract.messages import AdapterState, ItemResult
 
 logger = logging.getLogger(__name__)
 
+SaveRequest = checkpoints_pb2.SaveStateRequest | checkpoints_pb2.SaveWeightsForSamplerRequest
+
 
 class Saver:
     """The saves and loads of cycles."""
@@ -58,10 +60,10 @@ class Saver:
             staged.samplers.append(sampler)
             operation.succeed(cycle_id, usage).save_weights_for_sampler.sampler_id = sampler.sampler_id
             return
-        path = _save_path(operation, request.name)
+        path = _save_path(operation.target_id, request)
         if not (isinstance(request, checkpoints_pb2.SaveStateRequest) and request.overwrite):
             self._check_free(staged, str(path))
-        row = self._checkpoint_row(path, log, operation, state)
+        row = self._checkpoint_row(path, log, operation.seq, request, state)
         if path.kind == names.SAMPLER and self.states.publishing.can_hold(log.base_model, state):
             self.states.publishing.hold(named(row, log.spec, state))
         else:
@@ -75,9 +77,9 @@ class Saver:
             outcome.save_weights_for_sampler.path = str(path)
 
     def _checkpoint_row(
-        self, path: names.CheckpointPath, log: AdapterLog, operation: Operation, state: AdapterState
+        self, path: names.CheckpointPath, log: AdapterLog, seq: int, request: SaveRequest, state: AdapterState
     ) -> CheckpointRow:
-        request, now = _save_request(operation), self._time.wall()
+        now = self._time.wall()
         ttl_s = request.ttl_seconds
         return CheckpointRow(
             path=str(path),
@@ -85,7 +87,7 @@ class Saver:
             adapter_id=log.adapter_id,
             kind=path.kind,
             size_bytes=len(state.weights),
-            seq=operation.seq,
+            seq=seq,
             base_model=log.base_model,
             rank=log.spec.rank,
             fingerprint=state.fingerprint,
@@ -183,20 +185,17 @@ class Saver:
             )
 
 
-def _save_request(
-    operation: Operation,
-) -> checkpoints_pb2.SaveStateRequest | checkpoints_pb2.SaveWeightsForSamplerRequest:
+def _save_request(operation: Operation) -> SaveRequest:
     """Return the request of a save."""
     if operation.kind is Kind.SAVE_STATE:
         return checkpoints_pb2.SaveStateRequest.FromString(operation.payload)
     return checkpoints_pb2.SaveWeightsForSamplerRequest.FromString(operation.payload)
 
 
-def _save_path(operation: Operation, name: str) -> names.CheckpointPath:
+def _save_path(adapter_id: str, request: SaveRequest) -> names.CheckpointPath:
     """Return the path of a named save."""
-    request = _save_request(operation)
     if isinstance(request, checkpoints_pb2.SaveStateRequest):
         kind = names.TRAINING
     else:
         kind = names.EXTERNAL if request.for_export else names.SAMPLER
-    return names.CheckpointPath(operation.target_id, kind, name)
+    return names.CheckpointPath(adapter_id, kind, request.name)

@@ -218,8 +218,7 @@ class Committer:
             if (log := self._group.logs.get(adapter_id)) is not None:
                 log.lose_copy()
                 self._group.mark_dirty(log)
-        if not cycle.staged.is_empty:
-            self._saver.committed(cycle.staged, lost)
+        self._saver.committed(cycle.staged, lost)
         for worker_id, incarnation, operation in cycle.published:
             if operation.target_id in lost:
                 self._fleet.remove(worker_id, operation.name)

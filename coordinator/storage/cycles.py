@@ -34,11 +34,6 @@ class StagedStates:
     replaced_snapshots: list[tuple[str, str]] = field(default_factory=list)
     """Adapter and folder of snapshots that a load replaces: no row names the folders once this is durable."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the cycle has no save and no load."""
-        return not (self.checkpoints or self.samplers or self.snapshots)
-
     def add_checkpoint(self, row: CheckpointRow, stored: CheckpointRow | None) -> None:
         """Stage a checkpoint; it replaces `stored`, and a checkpoint staged under its path."""
         replaced = [each for each in self.checkpoints if each.path == row.path]

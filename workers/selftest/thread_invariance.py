@@ -1,7 +1,7 @@
 """Trial of threads: whether passes, steps and samples have the same bits on one thread and on several.
 
-If they have, the number of threads may follow the load of the machine (`host.threads`). The trial runs a small
-pass of several adapters, their steps and some samples, twice.
+If they have, the number of threads may follow the load of the machine (`host.threads`). The trial runs a small pass of
+several adapters, their steps and some samples, twice.
 
 Main invariant: a base model that was not tried, or had no memory for the trial, counts as depending on the number.
 """
