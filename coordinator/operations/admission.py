@@ -192,7 +192,14 @@ class Admission:
     # ---- checks
 
     def _find_from(self, log: AdapterLog, seq: int) -> Operation | None:
-        return self.find(log.adapter_id, seq) if seq < log.next_seq else None
+        """Return the operation of an adapter at a sequence number.
+
+        The adapter log holds every operation above the snapshot, so a free seq there costs no read of the database: the
+        seq of a pass is often free below `next_seq`, because its smaller optim_step arrives first.
+        """
+        if seq >= log.next_seq or (seq > log.snapshot_seq and seq not in log.operations):
+            return None
+        return self.find(log.adapter_id, seq)
 
     def _known_seq(self, target_id: str, seq: int, request_id: str) -> int:
         """Return the explicit seq, or that of an earlier request of this id; 0: the server is to assign one."""

@@ -101,6 +101,18 @@ async def test_an_operation_may_run_before_its_append_has_committed(bench: Bench
     assert operation.is_durable
 
 
+async def test_requests_that_arrive_out_of_order_cost_no_read_of_the_database(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[str] = []
+    # Counted at the connection's only reader: no public counter of reads exists.
+    monkeypatch.setattr(bench.store.database, "read_one", lambda sql, parameters=(): reads.append(sql))
+    assert seqs(await bench.submit(step(), seq=2)) == [2]
+    bench.admission.check_room(bench.adapter, 1, "", 4)
+    assert seqs(await bench.submit(forward_backward(), seq=1)) == [1]
+    assert reads == []
+
+
 async def test_a_repeated_request_is_the_same_operation_and_another_request_at_its_seq_is_refused(bench: Bench) -> None:
     [first] = await bench.submit(step(), seq=1)
     [again] = await bench.submit(step(), seq=1)
