@@ -25,7 +25,7 @@ class Coordinator:
         self.service: Service
 
     async def start(self) -> None:
-        """Recover and begin cycles. Raises DataDirInUse, or the error that keeps the pool from starting."""
+        """Recover and begin cycles. Raises DataDirError, or the error that keeps the pool from starting."""
         try:
             await self.core.start()
         except BaseException:

@@ -21,7 +21,7 @@ from coordinator.coordinator import DEFAULT_TENANT, Coordinator
 from coordinator.doors.door import DoorError
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_server import HttpDoor
-from coordinator.runtime.data_dir import DataDirInUse
+from coordinator.runtime.data_dir import DataDirError
 from coordinator.serving import READY_FILE, Serving
 from tinkerpool.credentials import Credentials, credentials_file, kept_credentials, write_credentials
 from workers.contract.protocols import Pool, PoolStartError
@@ -74,7 +74,7 @@ class Server:
             if self._http_door is not None:
                 self._http_door.bind()
             return await _before(stopping.wait(), self._start())
-        except (DoorError, DataDirInUse, PoolStartError) as error:
+        except (DoorError, DataDirError, PoolStartError) as error:
             raise StartError(str(error)) from error
         except OSError as error:
             raise StartError(f"the pool cannot start: {error}") from error

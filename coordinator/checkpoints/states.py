@@ -64,7 +64,7 @@ class States:
         try:
             replaced = await self._store.snapshots.commit(row)
         except StoreBrokenError:
-            raise  # the row may be durable: the next start removes the folder if it is an orphan
+            raise  # the row may be durable: the next start moves the folder aside if it is an orphan
         except StorageError:
             self.folders.snapshots.remove(saved.folder)
             raise
@@ -111,9 +111,13 @@ class States:
             await asyncio.to_thread(self.folders.checkpoints.remove, folder)
 
     async def remove_expired(self) -> None:
-        """Delete checkpoints past their time to live. Raises StorageError."""
+        """Delete checkpoints past their time to live, and old orphans. Raises StorageError."""
         for row in self._store.checkpoints.expired():
             await self.delete_checkpoint(row)
+        try:
+            await asyncio.to_thread(self.folders.quarantine.remove_expired, self._store.service_time())
+        except OSError as error:
+            logger.warning("the quarantine cannot be emptied: %s; retrying later", error)
 
     async def remove_samplers(self, session_id: str) -> None:
         """Remove the weights of the unnamed samplers of a session that has ended."""
@@ -121,11 +125,15 @@ class States:
         for folder in self._store.samplers.folders_of_session(session_id):
             await asyncio.to_thread(self.folders.samplers.remove, folder)
 
-    def remove_orphans(self) -> None:
-        """Delete folders that a crash left without a row."""
-        self.folders.checkpoints.remove_orphans(self._store.checkpoints.folders())
-        self.folders.snapshots.remove_orphans(self._store.snapshots.folders())
-        self.folders.samplers.remove_orphans(self._store.samplers.folders())
+    def set_orphans_aside(self) -> None:
+        """Move folders that a crash left without a row into quarantine. Raises OSError."""
+        quarantine, service_s = self.folders.quarantine, self._store.service_time()
+        for files, rows in (
+            (self.folders.checkpoints, self._store.checkpoints),
+            (self.folders.snapshots, self._store.snapshots),
+            (self.folders.samplers, self._store.samplers),
+        ):
+            files.set_orphans_aside(rows.folders(), quarantine, service_s)
 
     def _again(self, row: CheckpointRow) -> CheckpointRow:
         """Return a checkpoint's row as it is now, with its folder. Raises ServiceError if it was deleted."""

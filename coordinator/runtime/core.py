@@ -47,14 +47,14 @@ class Core:
         self._is_stopping = False
 
     async def start(self) -> None:
-        """Take the data directory, recover, start the pool, begin cycles. Raises DataDirInUse."""
+        """Take the data directory, recover, start the pool, begin cycles. Raises DataDirError."""
         self._data_dir = DataDir(self.config.data_dir, self.time, self.failure, self._seams)
         self.store = self._data_dir.store
-        self.epoch = await self.store.raise_epoch()
+        self.epoch = await self._data_dir.begin_epoch()
         context = Context(config=self.config, time=self.time, failure=self.failure, epoch=self.epoch)
         registers = open_registers(context, self.store)
         self.states = States(self._data_dir.folders, self.store, self.fleet, self.failure)
-        self.states.remove_orphans()
+        self.states.set_orphans_aside()
         saver = Saver(self.states, self.store, registers.sessions, self.time)
         await self.pool.start()
         self.fleet.start(self.pool.workers())

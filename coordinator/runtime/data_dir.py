@@ -1,12 +1,13 @@
-"""Opens a data directory: its lock, its database and its state folders.
+"""Opens a data directory: its lock, its database and its state folders, after a check that they belong together.
 
-At most one coordinator holds the lock; the kernel frees it when its process ends. Main invariant: the lock is held as
-long as the database is open. Does not depend on what the rows mean.
+At most one coordinator holds the lock; the kernel frees it when its process ends. Main invariants: the lock is held as
+long as the database is open; a refused directory is left as it was. Does not depend on what the rows mean.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +15,19 @@ from pathlib import Path
 
 from coordinator.base.errors import Failure
 from coordinator.base.time import Time
-from coordinator.storage.database import Connection
+from coordinator.storage.database import Connection, open_read_only, read_closed
 from coordinator.storage.disk import Disk, RealDisk
 from coordinator.storage.folders import StateFolders
+from coordinator.storage.identity import DATABASE, DataDirError, check, identity_of, write_side_file
 from coordinator.storage.store import Store
 
+__all__ = ["DataDir", "DataDirError", "DataDirInUse", "DataDirLock", "Seams"]
 
-class DataDirInUse(Exception):
+logger = logging.getLogger(__name__)
+LOCK = "lock"
+
+
+class DataDirInUse(DataDirError):
     """Another coordinator holds the data directory."""
 
 
@@ -29,7 +36,7 @@ class DataDirLock:
 
     def __init__(self, data_dir: Path) -> None:
         """Take the lock. Raises DataDirInUse."""
-        self._file = (data_dir / "lock").open("a+")
+        self._file = (data_dir / LOCK).open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -57,23 +64,55 @@ class Seams:
     connect: Callable[[Path], Connection] | None = None
     lock: Callable[[Path], DataDirLock] = DataDirLock
     """Takes the lock. A simulated kill releases it, as the kernel does for a killed process."""
+    connect_read_only: Callable[[Path], Connection] = open_read_only
 
 
 class DataDir:
     """An open data directory."""
 
     def __init__(self, path: Path, time: Time, failure: Failure, seams: Seams) -> None:
-        """Take the lock, then open. Raises DataDirInUse, ValueError and OSError."""
+        """Check, take the lock, open. Raises DataDirError and OSError."""
+        self._path = path
+        self._failure = failure
+        self._disk = seams.disk or RealDisk()
         path.mkdir(parents=True, exist_ok=True)
+        if not (path / LOCK).exists():  # so nobody holds it; a refusal must not make it
+            self._check(seams)
         self._lock = seams.lock(path)
         try:
-            self.store = Store(path / "tinkerpool.db", time, failure, connect=seams.connect)
-            self.folders = StateFolders(path, seams.disk or RealDisk())
+            self._check(seams)
+            self.store = Store(path / DATABASE, time, failure, connect=seams.connect)
+            self.folders = StateFolders(path, self._disk)
         except BaseException:
             self._lock.release()
             raise
 
+    async def begin_epoch(self) -> int:
+        """Begin a new incarnation of the coordinator and return its epoch. Call once, before the first append."""
+        epoch = await self.store.raise_epoch()
+        identity = self.store.identity()
+        write_side_file(self._path, identity, self._disk)
+        self.folders.begin_epoch(identity)
+        return epoch
+
     async def close(self) -> None:
-        """Commit the queued writes, close the database and release the lock."""
+        """Note how far the database has come, commit the queued writes, close it and release the lock."""
+        self._note_service_time()
         await self.store.close()
         self._lock.release()
+
+    def _check(self, seams: Seams) -> None:
+        try:
+            database = read_closed(self._path / DATABASE, identity_of, seams.connect_read_only)
+        except ValueError as error:
+            raise DataDirError(str(error)) from None
+        check(self._path, database, self._disk)
+
+    def _note_service_time(self) -> None:
+        """Write the durable service time to the side file: it shows later that an older copy was put back."""
+        if self._failure.is_reported:
+            return
+        try:
+            write_side_file(self._path, self.store.identity(), self._disk)
+        except OSError as error:
+            logger.warning("the side file cannot be written: %s", error)

@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from coordinator.base.errors import Failure
 from coordinator.base.time import Time
@@ -174,24 +176,13 @@ class Database:
     def _prepare(self) -> None:
         """Create the tables in a new file. Raises ValueError if the file has another format."""
         db = self._writer
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        application_id = db.execute("PRAGMA application_id").fetchone()[0]
-        if version and application_id != APPLICATION_ID:
-            raise ValueError(
-                f"{self._path} was written by a version of tinkerpool before 0.2, whose data this version cannot read: "
-                "use another data directory, or keep using that version"
-            )
-        if version > SCHEMA_VERSION:
-            raise ValueError(
-                f"{self._path} was written by a newer tinkerpool (schema {version}, this one reads {SCHEMA_VERSION}): "
-                "upgrade tinkerpool, or use another data directory"
-            )
-        if version:
+        if _has_tables(db, self._path):
             return
         db.execute("BEGIN IMMEDIATE")
         for statement in SCHEMA.split(";\n"):
             if statement.strip():
                 db.execute(statement)
+        db.execute("INSERT INTO meta VALUES ('pool_id', ?)", (int(secrets.token_hex(8), 16) >> 1,))
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         db.execute("COMMIT")
@@ -311,6 +302,59 @@ def open_connection(path: Path) -> Connection:
     db.row_factory = sqlite3.Row
     set_pragmas(db)
     return db
+
+
+def open_read_only(path: Path) -> Connection:
+    """Open a connection that changes neither database nor write-ahead log, also beside a running coordinator."""
+    # Without a log no process has the database open. SQLite would make a log, and leave it there.
+    mode = "mode=ro" if _log_of(path).exists() else "immutable=1"
+    db = sqlite3.connect(f"file:{quote(str(path))}?{mode}", uri=True, isolation_level=None, timeout=10.0)
+    db.row_factory = sqlite3.Row
+    return db
+
+
+def read_closed(path: Path, read: Callable[[Connection], T], connect: Callable[[Path], Connection]) -> T | None:
+    """Return what `read` returns for a database that this process has not open; None if it is missing or empty.
+
+    Leaves the folder as it was. `connect`: see `open_read_only`. Raises ValueError if the file is damaged or of another
+    format.
+    """
+    if not path.exists() or not (path.stat().st_size or _log_of(path).exists()):
+        return None
+    memory = path.with_name(f"{path.name}-shm")
+    had_memory = memory.exists()
+    try:
+        db = connect(path)
+        try:
+            return read(db) if _has_tables(db, path) else None
+        finally:
+            db.close()
+    except sqlite3.DatabaseError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    finally:
+        if not had_memory:  # the index of the log, which SQLite makes and leaves there
+            memory.unlink(missing_ok=True)
+
+
+def _log_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}-wal")
+
+
+def _has_tables(db: Connection, path: Path) -> bool:
+    """Return whether the database has its tables; False: it is new. Raises ValueError if it has another format."""
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    application_id = db.execute("PRAGMA application_id").fetchone()[0]
+    if version and (application_id != APPLICATION_ID or version < SCHEMA_VERSION):
+        raise ValueError(
+            f"{path} was written by an older version of tinkerpool, whose data this version cannot read: use another "
+            "data directory, or keep using that version"
+        )
+    if version > SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} was written by a newer tinkerpool (schema {version}, this one reads {SCHEMA_VERSION}): "
+            "upgrade tinkerpool, or use another data directory"
+        )
+    return bool(version)
 
 
 def set_pragmas(db: Connection) -> None:

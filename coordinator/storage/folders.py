@@ -6,7 +6,7 @@ A folder holds `adapter_model.safetensors` and `adapter_config.json` (together a
 `optimizer.safetensors` if moments were saved, `gradient.safetensors` in a snapshot that was taken while a gradient was
 pending, and `state.json`. A folder is written under a temporary name, its files and the folder itself are synced, then
 it is renamed and its parent is synced. Main invariant: only after that a row of the database may name it. A folder
-without a row is an orphan of a crash and is removed at the next start.
+without a row is an orphan of a crash: the next start moves it into quarantine, where it stays for a while.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import tarfile
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.disk import Disk
+from coordinator.storage.identity import QUARANTINE, ROOTS, Identity, identity_in
 from workers.contract.failpoints import failpoint
 from workers.contract.messages import AdapterSpec, AdapterState, ModelInfo
 
@@ -35,7 +36,10 @@ WEIGHTS, CONFIG, OPTIMIZER, GRADIENT, STATE = (
 )
 PIECE_BYTES = 256 << 10
 """Bytes of an exported file in memory at a time."""
+QUARANTINE_S = 7 * 86400.0
+"""Seconds of service time that an orphan stays in quarantine: a week to notice that something is missing."""
 _TEMPORARY = ".writing-"
+logger = logging.getLogger(__name__)
 _TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 """Errors of a read that do not depend on the content of the disk: the read may be retried."""
 
@@ -58,11 +62,17 @@ class StateFiles:
         self._root = root
         self._kind = kind
         self._disk = disk
+        self._identity: Identity | None = None
         disk.make_folder(root)
         disk.sync(root.parent)  # otherwise a power cut could remove the root with its content
 
+    def begin_epoch(self, identity: Identity) -> None:
+        """Name new folders after this pool and epoch, which must be durable in the database. Call before `write`."""
+        self._identity = identity
+
     def write(self, spec: AdapterSpec, model: ModelInfo, state: AdapterState) -> Saved:
         """Make a state durable. Raises OSError if the disk fails or is full, and leaves no folder behind then."""
+        assert self._identity is not None, "the epoch has not begun"
         files = {
             WEIGHTS: state.weights,
             CONFIG: _to_json(peft_config(spec, model)),
@@ -83,7 +93,7 @@ class StateFiles:
             files[OPTIMIZER] = state.optimizer
         if state.gradient is not None:
             files[GRADIENT] = state.gradient
-        name = uuid.uuid4().hex
+        name = self._identity.new_folder()
         kind, disk = self._kind, self._disk
         temporary, final = self._root / (_TEMPORARY + name), self._root / name
         try:
@@ -144,11 +154,22 @@ class StateFiles:
         assert folder, "an empty name would be the root"
         self._disk.remove(self._root / folder)
 
-    def remove_orphans(self, known: set[str]) -> None:
-        """Delete the folders, except `known`, that a crash left without a row."""
+    def set_orphans_aside(self, known: set[str], quarantine: Quarantine, service_s: float) -> None:
+        """Move the folders that a crash left without a row, so are not `known`, into quarantine.
+
+        Deletes temporary folders: their writing did not end. Leaves files of other names alone. Raises OSError.
+        """
+        orphans = []
         for name in self._disk.names(self._root):
-            if name not in known:
+            if name.startswith(_TEMPORARY):
                 self._disk.remove(self._root / name)
+            elif name not in known and identity_in(name) is not None:
+                orphans.append(name)
+        for name in orphans:
+            quarantine.take(self._root, name, service_s)
+        if orphans:
+            self._disk.sync(quarantine.root)
+            self._disk.sync(self._root)
 
     def _verified(self, folder: str, sha256: str) -> dict[str, bytes]:
         files: dict[str, bytes] = {}
@@ -184,14 +205,59 @@ class StateFiles:
             start += len(piece)
 
 
+class Quarantine:
+    """The folder for orphans. A name there begins with the milliseconds of service time at which the folder came."""
+
+    def __init__(self, root: Path, disk: Disk) -> None:
+        """Make the folder. Raises OSError."""
+        self.root = root
+        self._disk = disk
+        disk.make_folder(root)
+        disk.sync(root.parent)
+
+    def take(self, root: Path, folder: str, service_s: float) -> None:
+        """Move a folder from below one of the roots here. The caller syncs both. Raises OSError."""
+        try:
+            self._disk.rename(root / folder, self.root / f"{round(service_s * 1000)}-{root.name}-{folder}")
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            logger.warning("%s/%s has no row, and stays: the quarantine is on another disk", root.name, folder)
+        else:
+            logger.warning("%s/%s has no row in the database: moved into quarantine", root.name, folder)
+
+    @staticmethod
+    def expiry_of(name: str) -> float | None:
+        """Return the service time at which a folder in quarantine is deleted; None: it was not moved there by us."""
+        milliseconds, _, rest = name.partition("-")
+        root, _, folder = rest.partition("-")
+        if not milliseconds.isdecimal() or root not in ROOTS or identity_in(folder) is None:
+            return None
+        return int(milliseconds) / 1000 + QUARANTINE_S
+
+    def remove_expired(self, service_s: float) -> None:
+        """Delete the folders that have been in quarantine for `QUARANTINE_S`. Raises OSError."""
+        for name in self._disk.names(self.root):
+            expiry = self.expiry_of(name)
+            if expiry is not None and expiry <= service_s:
+                logger.info("%s was in quarantine for %.0f days: deleted", self.root / name, QUARANTINE_S / 86400)
+                self._disk.remove(self.root / name)
+
+
 class StateFolders:
-    """The three roots of state folders in a data directory."""
+    """The three roots of state folders in a data directory, and the quarantine for orphans of all three."""
 
     def __init__(self, data_dir: Path, disk: Disk) -> None:
         """Raises OSError."""
-        self.checkpoints = StateFiles(data_dir / "checkpoints", "checkpoint", disk)
-        self.snapshots = StateFiles(data_dir / "snapshots", "snapshot", disk)
-        self.samplers = StateFiles(data_dir / "samplers", "sampler", disk)
+        self.checkpoints, self.snapshots, self.samplers = (
+            StateFiles(data_dir / root, root.removesuffix("s"), disk) for root in ROOTS
+        )
+        self.quarantine = Quarantine(data_dir / QUARANTINE, disk)
+
+    def begin_epoch(self, identity: Identity) -> None:
+        """See `StateFiles.begin_epoch`."""
+        for files in (self.checkpoints, self.snapshots, self.samplers):
+            files.begin_epoch(identity)
 
 
 def peft_config(spec: AdapterSpec, model: ModelInfo) -> dict[str, Any]:

@@ -6,7 +6,7 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 
 | table | one row for | written when |
 |---|---|---|
-| meta | a number: `epoch` of the coordinator, `last_cycle_id`, `service_ms` | the coordinator starts; a cycle commits |
+| meta | a number: `pool_id`, `epoch`, `last_cycle_id`, `service_ms` | the coordinator starts; a cycle commits |
 | tenants | a tenant with its fair-share weight and counter | a key is created for it; a cycle of it commits |
 | api_keys | an API key, as the hash of its secret | it is created or revoked |
 | sessions | a client process | it is created or ends; the row stays |
@@ -24,7 +24,7 @@ Folders (see `folders`) are named below `checkpoints/`, `snapshots/` and `sample
 
 APPLICATION_ID = 0x74706F6C
 """`tpol`, in the header of the file: a database of this format and its successors."""
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 UNWRITTEN = "folder = '' AND samplers.payload = x''"
 """Condition for unnamed samplers whose weights have no file so far. For a checkpoint an empty folder is enough."""

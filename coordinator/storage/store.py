@@ -11,6 +11,7 @@ from coordinator.storage.adapters import Adapters
 from coordinator.storage.checkpoints import Checkpoints, Samplers, Snapshots
 from coordinator.storage.cycles import Cycles
 from coordinator.storage.database import Connection, Database, read_meta
+from coordinator.storage.identity import Identity
 from coordinator.storage.operations import Operations
 from coordinator.storage.tenants import ApiKeys, Sessions, Tenants, Usage
 
@@ -41,6 +42,11 @@ class Store:
     def service_time(self) -> float:
         """Return the seconds that the service has run in all its incarnations, see `Database.service_time`."""
         return self.database.service_time()
+
+    def identity(self) -> Identity:
+        """Return the pool's id, and the epoch and the service time that are durable."""
+        pool_id, epoch, service_ms = (self.database.meta(key) for key in ("pool_id", "epoch", "service_ms"))
+        return Identity(pool_id=pool_id, epoch=epoch, service_ms=service_ms)
 
     async def raise_epoch(self) -> int:
         """Begin a new incarnation of the coordinator and return its epoch. Call once, before the first append."""

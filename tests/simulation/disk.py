@@ -1,7 +1,8 @@
 """The disk of state folders, in memory: a power cut loses unsynced writes, and the disk can be full or fail.
 
 A file's content is durable after its own sync, a name in a folder after the sync of that folder. A power cut draws
-separately for each name and each content: a rename may survive under both names, under one, or under none.
+separately for each name and each content: a rename may survive under both names or under one. It survives under none
+only if the old name was not durable either: file systems with a journal (ext4, XFS, btrfs) log a rename as one change.
 Does not depend on what is stored.
 """
 
@@ -37,6 +38,8 @@ class SimDisk:
         self._root_path = root
         self._root = _Folder()
         self._on_operation = on_operation
+        self._renamed: list[tuple[_Folder, str, _Folder, str]] = []
+        """Renames since the last power cut, by the folders of the old and the new name."""
 
     def make_folder(self, path: Path) -> None:
         folder = self._root
@@ -68,8 +71,10 @@ class SimDisk:
     def rename(self, old: Path, new: Path) -> None:
         node = self._node(old)
         self._change("rename", new)
-        self._folder(new.parent).names[new.name] = node
-        del self._folder(old.parent).names[old.name]
+        before, after = self._folder(old.parent), self._folder(new.parent)
+        after.names[new.name] = node
+        del before.names[old.name]
+        self._renamed.append((before, old.name, after, new.name))
 
     def names(self, folder: Path) -> list[str]:
         return list(self._folder(folder).names)
@@ -95,7 +100,27 @@ class SimDisk:
 
     def power_cut(self, keep: float) -> None:
         """Drop unsynced changes, except for a share of about `keep`."""
+        lasting = [
+            (before, old, after, new, before.durable[old])
+            for before, old, after, new in self._renamed
+            if old in before.durable and after.names.get(new) is before.durable[old]
+        ]
+        self._renamed.clear()
         self._drop_unsynced(self._root, keep)
+        for before, old, after, new, node in lasting:
+            if node not in (before.names.get(old), after.names.get(new)):
+                folder, name = self._random.choice(((before, old), (after, new)))
+                folder.names[name] = folder.durable[name] = node
+
+    def state_folders(self) -> set[str]:
+        """Return the unique ends of the names of all folders that hold a whole state, quarantined ones included."""
+        return {
+            name.rpartition("-")[2]
+            for root in self._root.names.values()
+            if isinstance(root, _Folder)
+            for name in root.names
+            if not name.startswith(".")
+        }
 
     def _drop_unsynced(self, folder: _Folder, keep: float) -> None:
         survivors: dict[str, _File | _Folder] = {}

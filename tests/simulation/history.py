@@ -26,7 +26,8 @@ from coordinator.coordinator import Coordinator
 from coordinator.runtime.core import Core
 from coordinator.runtime.data_dir import DataDirLock, Seams
 from coordinator.storage import database as coordinator_database
-from coordinator.storage.database import Connection, StorageError, set_pragmas
+from coordinator.storage.database import Connection, StorageError, read_closed, set_pragmas
+from coordinator.storage.identity import DATABASE, DataDirError, check, identity_of
 from coordinator.storage.store import Store
 from tests.simulation.client import Behaviour, Client, ContractViolation
 from tests.simulation.disk import SimDisk
@@ -68,9 +69,9 @@ class Ending:
 class SimConnection(ApswConnection):
     """A connection of a process that may be killed in the middle of a statement."""
 
-    def __init__(self, world: World, path: Path, vfs: str) -> None:
+    def __init__(self, world: World, path: Path, vfs: str, *, is_read_only: bool = False) -> None:
         self._world = world
-        super().__init__(path, vfs=vfs)
+        super().__init__(path, vfs=vfs, is_read_only=is_read_only)
 
     def execute(self, sql: str, parameters: Any = ()) -> Cursor:
         try:
@@ -110,6 +111,11 @@ class History:
         self._is_last = False
         self._must_end_at: float | None = None
         self._has_file_failed = False
+        self._folders_at_start: set[str] = set()
+        """The state folders when the running start began; empty after its end."""
+        self._num_starts = 0
+        self._older: tuple[int, dict[str, bytes]] = 0, {}
+        """A copy of the database's files, and how many starts had ended before it was made."""
 
     def run(self) -> None:
         """Run all epochs. Raises the error if the service fails its promises."""
@@ -140,7 +146,8 @@ class History:
         loop = SimLoop(random, world.now, world.now + EPOCH_S_MAX, self._files_start_s)
         time = SimTime(world)
         front = SimPoolFront(self._pool, lambda: coordinator.core.epoch)
-        coordinator = Coordinator(self._config, front, time, Seams(self._disk, self._connect, self._take_lock))
+        seams = Seams(self._disk, self._connect, self._take_lock, self._connect_read_only)
+        coordinator = Coordinator(self._config, front, time, seams)
         self._arm_failpoints()
         patches = contextlib.ExitStack()
         patches.enter_context(mock.patch.object(coordinator_database, "CHECKPOINT_COMMITS", self._checkpoint_commits))
@@ -169,13 +176,16 @@ class History:
             world.fault("power cut", f"keeping {self._ending.keep}")
             self._vfs.power_cut(self._ending.keep)
             self._disk.power_cut(self._ending.keep)
+            self._check_folders("a power cut during a start")
         elif world.is_killed:
             world.fault("process killed")
         self._vfs.restart()
+        self._put_an_older_copy_back()
         world.now += self._random.choice((0.0, 0.1, 100.0))
 
     async def _serve(self, coordinator: Coordinator) -> None:
         """Serve from the start until a stop, a failure or the end of the clients' work."""
+        self._folders_at_start = self._disk.state_folders()
         try:
             await coordinator.start()
         except (StorageError, OSError, sqlite3.Error) as error:
@@ -184,6 +194,10 @@ class History:
             self.world.work["coordinator did not start"] += 1
             self.world.trace(f"the coordinator does not start: {type(error).__name__}")
             return
+        finally:
+            self._check_folders("a start")
+        self._folders_at_start = set()
+        self._num_starts += 1
         store = coordinator.core.store
         self.world.work["weights to rematerialize"] += _num_unwritten(store)
         loop = asyncio.get_running_loop()
@@ -210,6 +224,38 @@ class History:
         await coordinator.stop()
         work.cancel()
         await asyncio.gather(failed, work, stop, *timers, return_exceptions=True)
+
+    def _check_folders(self, when: str) -> None:
+        """Raise Mismatch if a state folder that was there when the last start began, and has not ended, is gone."""
+        if missing := self._folders_at_start - self._disk.state_folders():
+            raise Mismatch(f"state folders disappeared at {when}: {sorted(missing)}")
+
+    def _put_an_older_copy_back(self) -> None:
+        """Try a start on an older copy of the database, then undo that; keep a copy for the next time."""
+        now = {name: (self._folder / name).read_bytes() for name in _files(self._folder)}
+        num_starts, older = self._older
+        if older and num_starts < self._num_starts:
+            self.world.is_killed = False
+            self._replace_database(older)
+            self.world.fault("older database put back")
+            try:
+                database = read_closed(self._folder / DATABASE, identity_of, self._connect_read_only)
+                check(self._folder, database, self._disk)
+            except DataDirError as error:
+                self.world.trace(str(error).replace(str(self._folder), "").partition(":")[0])
+            else:
+                raise Mismatch("a start on an older copy of the database was not refused")
+            if _files(self._folder) != sorted(older):
+                raise Mismatch(f"a refused start changed {sorted(older)} to {_files(self._folder)}")
+            self._replace_database(now)
+        if not older or self._random.random() < 0.5:
+            self._older = self._num_starts, now
+
+    def _replace_database(self, files: dict[str, bytes]) -> None:
+        for name in _files(self._folder):
+            (self._folder / name).unlink()
+        for name, content in files.items():
+            (self._folder / name).write_bytes(content)
 
     async def _work(self, coordinator: Coordinator) -> None:
         await asyncio.gather(*(client.run(coordinator, is_last=self._is_last) for client in self._clients))
@@ -305,6 +351,11 @@ class History:
         set_pragmas(database)
         return database
 
+    def _connect_read_only(self, path: Path) -> Connection:
+        connection = SimConnection(self.world, path, self._vfs.name, is_read_only=True)
+        self._connections.append(connection)
+        return cast("Connection", connection)
+
     def _draw_client(self, index: int) -> Client:
         name = f"tenant{index}"
         random = self.world.random(f"script {name}")
@@ -347,6 +398,12 @@ class History:
         if check is None or check[0] != "ok":
             raise Mismatch(f"the database is damaged: {check}")
         self.world.trace("verified")
+
+
+def _files(folder: Path) -> list[str]:
+    """Return the names of the database's files, without the index of its log, which SQLite makes again."""
+    names = (path.name for path in folder.glob(f"{DATABASE}*"))
+    return sorted(name for name in names if not name.endswith("-shm"))
 
 
 def _unnamed(core: Core, session_id: str) -> dict[int, AdapterState]:
@@ -398,7 +455,7 @@ def _draw_ending(random: Random) -> Ending:
         case "database":
             return Ending(kind=kind, count=random.choice((10, 100, 400)) + random.randrange(200), keep=keep)
         case "files":
-            return Ending(kind=kind, count=random.randrange(1, 60), keep=keep)
+            return Ending(kind=kind, count=random.randrange(1, random.choice((8, 60))), keep=keep)
         case "database sync":
             return Ending(kind=kind, count=random.randrange(4, 60), keep=keep)
     return Ending(kind=kind, after_s=after_s, keep=keep)

@@ -30,6 +30,7 @@ FAULTS = {
     "file sync fails",
     "late reply",
     "no replacement",
+    "older database put back",
     "other contents",
     "other contents later",
     "power cut",

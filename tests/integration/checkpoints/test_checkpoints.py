@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.disk import RealDisk
+from coordinator.storage.folders import QUARANTINE_S
 from tests.support.faults import DISK_FULL, failing
 from tests.support.toy_engine import ToyAdapter
 from tests.support.toy_pool import FakeTime, ToyPool, refusal, running_pool
@@ -280,18 +281,26 @@ async def test_a_full_disk_fails_only_the_save(tmp_path: Path) -> None:
     assert str(tmp_path) not in failed.error.message
 
 
-async def test_orphaned_folders_of_a_crash_are_removed_at_the_next_start(tmp_path: Path) -> None:
+async def test_folders_that_a_crash_left_without_a_row_are_quarantined_for_a_week_of_service(tmp_path: Path) -> None:
+    roots = ("checkpoints", "snapshots", "samplers")
     async with running_pool(tmp_path) as pool:
         await pool.save(await pool.adapter(), 1, "kept")
-    for root in ("checkpoints", "snapshots", "samplers"):
+        orphan = pool.store.identity().new_folder()
+    for root in roots:
         (tmp_path / root / ".writing-x").mkdir()
-        (tmp_path / root / "orphan").mkdir()
-    async with running_pool(tmp_path) as pool:
+        (tmp_path / root / orphan).mkdir()
+    time = FakeTime()
+    async with running_pool(tmp_path, time=time) as pool:
         await pool.take_over()
         assert len(await checkpoints(pool)) == 1
-        left = [path.name for root in ("checkpoints", "snapshots", "samplers") for path in (tmp_path / root).iterdir()]
-    assert "orphan" not in left
-    assert ".writing-x" not in left
+        left = {path.name for root in roots for path in (tmp_path / root).iterdir()}
+        assert not left & {orphan, ".writing-x"}
+        aside = sorted(path.name.partition("-")[2] for path in (tmp_path / "quarantine").iterdir())
+        assert aside == sorted(f"{root}-{orphan}" for root in roots)
+        time.now += QUARANTINE_S + 1
+        await pool.core.states.remove_expired()
+        assert list((tmp_path / "quarantine").iterdir()) == []
+        assert len(await checkpoints(pool)) == 1
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 129, "a b", "é"])

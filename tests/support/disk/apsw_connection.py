@@ -56,10 +56,17 @@ class Cursor:
 class ApswConnection:
     """A connection in autocommit mode (`isolation_level=None`)."""
 
-    def __init__(self, path: Path, *, vfs: str | None = None) -> None:
-        """Open or create the database. Raises sqlite3.OperationalError."""
+    def __init__(self, path: Path, *, vfs: str | None = None, is_read_only: bool = False) -> None:
+        """Open the database, or create it. Raises sqlite3.OperationalError.
+
+        `is_read_only`: change no file, as `coordinator.storage.database.open_read_only`.
+        """
+        has_log = path.with_name(f"{path.name}-wal").exists()
+        name = f"file:{path}?{'mode=ro' if has_log else 'immutable=1'}" if is_read_only else str(path)
+        reading = apsw.SQLITE_OPEN_URI | apsw.SQLITE_OPEN_READONLY
+        writing = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE
         try:
-            self._db = apsw.Connection(str(path), vfs=vfs)
+            self._db = apsw.Connection(name, flags=reading if is_read_only else writing, vfs=vfs)
         except apsw.Error as error:
             raise sqlite_error(error) from error
         self._row_types: dict[tuple[str, ...], type[Row]] = {}

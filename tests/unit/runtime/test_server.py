@@ -214,6 +214,17 @@ async def test_a_second_pool_on_the_same_data_is_refused_and_the_first_serves_on
     await asyncio.gather(running.task, return_exceptions=True)
 
 
+async def test_a_database_that_is_missing_beside_its_folders_is_reported(start: Start, data_dir: Path) -> None:
+    running = await start()
+    running.task.cancel()
+    await asyncio.gather(running.task, return_exceptions=True)
+    (data_dir / "tinkerpool.db").unlink()
+    before = files_below(data_dir)
+    with pytest.raises(StartError, match=r"tinkerpool\.db is missing .* tinkerpool restore"):
+        await make(data_dir, []).run()
+    assert files_below(data_dir) == before
+
+
 async def test_a_port_in_use_is_reported_before_anything_is_started(data_dir: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

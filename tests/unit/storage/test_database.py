@@ -1,6 +1,7 @@
 """Group commit and the format of the file: order, atomicity, and which files are refused."""
 
 import asyncio
+import shutil
 import sqlite3
 import threading
 from collections.abc import AsyncIterator
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.base.errors import Failure
-from coordinator.storage.database import Connection, Database, StorageError
+from coordinator.storage.database import Connection, Database, StorageError, open_read_only, read_closed
 from coordinator.storage.schema import SCHEMA_VERSION
 from tests.support.database import query
 from tests.support.toy_pool import FakeTime
@@ -89,13 +90,40 @@ def test_a_newer_schema_is_refused_with_what_to_do(tmp_path: Path) -> None:
         opened(path)
 
 
+def test_the_first_schema_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "log.db"
+    asyncio.run(opened(path).close())
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    with pytest.raises(ValueError, match=r"older version of tinkerpool.* use another data directory"):
+        opened(path)
+
+
+def test_reading_a_database_that_is_closed_or_was_killed_changes_no_file(tmp_path: Path) -> None:
+    def version(db: Connection) -> int:
+        return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+    path = tmp_path / "log.db"
+    assert read_closed(path, version, open_read_only) is None
+    database = opened(path)
+    (tmp_path / "killed").mkdir()
+    for name in ("log.db", "log.db-wal"):
+        shutil.copy(tmp_path / name, tmp_path / "killed" / name)
+    asyncio.run(database.close())
+    for folder in (tmp_path, tmp_path / "killed"):
+        before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+        assert read_closed(folder / "log.db", version, open_read_only) == SCHEMA_VERSION
+        assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
+
+
 @pytest.mark.parametrize("version", [1, 5])
 def test_a_file_with_an_older_numbering_of_schemas_is_refused_with_what_to_do(tmp_path: Path, version: int) -> None:
     with sqlite3.connect(tmp_path / "log.db") as db:
         db.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID")
         db.execute(f"PRAGMA user_version = {version}")
     db.close()
-    with pytest.raises(ValueError, match=r"before 0\.2.* use another data directory"):
+    with pytest.raises(ValueError, match=r"older version of tinkerpool.* use another data directory"):
         opened(tmp_path / "log.db")
     assert query(tmp_path / "log.db", "SELECT name FROM sqlite_master WHERE name = 'operations'") == []
 

@@ -13,7 +13,8 @@ import pytest
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.storage.disk import RealDisk
-from coordinator.storage.folders import StateFiles
+from coordinator.storage.folders import QUARANTINE_S, Quarantine, StateFiles
+from coordinator.storage.identity import Identity, identity_in
 from tests.support.toy_engine import toy_model_info
 from workers.contract.messages import AdapterSpec, AdapterState
 
@@ -27,7 +28,9 @@ IN_A_WINDOW = replace(STATE, gradient=b"g" * 70, num_datums=3)
 
 @pytest.fixture
 def files(tmp_path: Path) -> StateFiles:
-    return StateFiles(tmp_path / "states", "checkpoint", RealDisk())
+    files = StateFiles(tmp_path / "states", "checkpoint", RealDisk())
+    files.begin_epoch(Identity(pool_id=1, epoch=2))
+    return files
 
 
 def test_a_written_state_is_read_back(files: StateFiles) -> None:
@@ -126,14 +129,68 @@ def test_a_transient_read_error_is_not_reported_as_damage(
     assert files.read(saved.folder, saved.sha256) == STATE
 
 
-def test_only_orphans_of_a_crash_are_removed(files: StateFiles, tmp_path: Path) -> None:
-    kept, orphan = files.write(SPEC, MODEL, STATE), files.write(SPEC, MODEL, STATE)
-    (tmp_path / "states" / ".writing-abc").mkdir()
-    (tmp_path / "states" / ".writing-abc" / "part").write_bytes(b"half")
-    files.remove_orphans({kept.folder})
-    assert [path.name for path in (tmp_path / "states").iterdir()] == [kept.folder]
-    assert orphan.folder != kept.folder
-    assert files.read(kept.folder, kept.sha256) == STATE
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> StateFiles:
+    files = StateFiles(tmp_path / "checkpoints", "checkpoint", RealDisk())
+    files.begin_epoch(Identity(pool_id=1, epoch=2))
+    return files
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_only_orphans_of_a_crash_leave_their_place_and_none_is_deleted(checkpoints: StateFiles, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    kept, orphan = checkpoints.write(SPEC, MODEL, STATE), checkpoints.write(SPEC, MODEL, IN_A_WINDOW)
+    for name in (".writing-abc", "an operator's notes"):
+        (root / name).mkdir()
+        (root / name / "part").write_bytes(b"half")
+    content = {path.name: path.read_bytes() for path in (root / orphan.folder).iterdir()}
+    quarantine = Quarantine(tmp_path / "quarantine", RealDisk())
+    checkpoints.set_orphans_aside({kept.folder}, quarantine, 12.5)
+    assert names(root) == sorted([kept.folder, "an operator's notes"])
+    assert checkpoints.read(kept.folder, kept.sha256) == STATE
+    [aside] = quarantine.root.iterdir()
+    assert aside.name == f"12500-checkpoints-{orphan.folder}"
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == content
+
+
+def test_orphans_are_deleted_after_a_week_of_service_and_nothing_else_is(
+    checkpoints: StateFiles, tmp_path: Path
+) -> None:
+    quarantine = Quarantine(tmp_path / "quarantine", RealDisk())
+    older, newer = checkpoints.write(SPEC, MODEL, STATE), checkpoints.write(SPEC, MODEL, STATE)
+    checkpoints.set_orphans_aside({newer.folder}, quarantine, 10.0)
+    checkpoints.set_orphans_aside(set(), quarantine, 20.0)
+    (quarantine.root / "0-checkpoints-mine").mkdir()
+    quarantine.remove_expired(9.9 + QUARANTINE_S)
+    assert len(names(quarantine.root)) == 3
+    quarantine.remove_expired(10.0 + QUARANTINE_S)
+    assert names(quarantine.root) == ["0-checkpoints-mine", f"20000-checkpoints-{newer.folder}"]
+    assert older.folder != newer.folder
+
+
+def test_an_orphan_stays_where_it_is_if_the_quarantine_is_on_another_disk(
+    checkpoints: StateFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orphan = checkpoints.write(SPEC, MODEL, STATE)
+
+    def other_disk(*_: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(RealDisk, "rename", other_disk)  # a test cannot mount a second disk
+    checkpoints.set_orphans_aside(set(), Quarantine(tmp_path / "quarantine", RealDisk()), 0.0)
+    assert names(tmp_path / "checkpoints") == [orphan.folder]
+
+
+def test_a_folder_is_named_after_its_pool_and_epoch_and_its_checksum_is_not(files: StateFiles) -> None:
+    saved = files.write(SPEC, MODEL, STATE)
+    assert identity_in(saved.folder) == Identity(pool_id=1, epoch=2)
+    files.begin_epoch(Identity(pool_id=3, epoch=4))
+    again = files.write(SPEC, MODEL, STATE)
+    assert identity_in(again.folder) == Identity(pool_id=3, epoch=4)
+    assert again.sha256 == saved.sha256
 
 
 def test_an_export_is_a_tar_of_a_peft_directory(files: StateFiles) -> None:

@@ -1,0 +1,142 @@
+"""The data directory: a refused one is left as it was; an epoch is noted before anything is named after it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from coordinator.base.errors import Failure
+from coordinator.runtime.data_dir import DataDir, DataDirError, DataDirInUse, Seams
+from coordinator.storage.disk import RealDisk
+from coordinator.storage.identity import DATABASE, SIDE_FILE, Identity, read_side_file
+from tests.support.toy_pool import FakeTime
+
+
+def opened(path: Path, *, now: float = 1.0) -> DataDir:
+    return DataDir(path, FakeTime(now=now), Failure(), Seams())
+
+
+async def epoch(path: Path, *, service_s: float = 0.0) -> Identity:
+    """Run an epoch of so many seconds, with a folder; return the identity at its end."""
+    time = FakeTime(now=1.0)
+    data_dir = DataDir(path, time, Failure(), Seams())
+    await data_dir.begin_epoch()
+    identity = data_dir.store.identity()
+    (path / "checkpoints" / identity.new_folder()).mkdir()
+    time.now += service_s
+    await data_dir.store.sessions.end("nobody", 0.0)
+    identity = data_dir.store.identity()
+    await data_dir.close()
+    return identity
+
+
+def listing(path: Path) -> dict[str, tuple[int, bytes]]:
+    """Return everything in a folder: the mode of each file and folder, and a file's content.
+
+    Of the lock and of the index of SQLite's log only the mode: both are rewritten when they are used.
+    """
+    return {
+        each.relative_to(path).as_posix(): (
+            each.stat().st_mode,
+            each.read_bytes() if each.is_file() and each.name not in {"lock", f"{DATABASE}-shm"} else b"",
+        )
+        for each in [path, *path.rglob("*")]
+    }
+
+
+def copy_of_killed(path: Path, to: Path) -> Path:
+    """Return a copy of a data directory, as a kill would leave it."""
+    return Path(shutil.copytree(path, to, copy_function=shutil.copy2))
+
+
+async def test_the_side_file_has_pool_and_epoch_before_a_folder_is_named_after_them(tmp_path: Path) -> None:
+    data_dir = opened(tmp_path / "pool")
+    with pytest.raises(AssertionError, match="the epoch has not begun"):
+        data_dir.folders.checkpoints.write(None, None, None)  # type: ignore[arg-type]
+    assert await data_dir.begin_epoch() == 1
+    side = read_side_file(tmp_path / "pool", RealDisk())
+    assert side == data_dir.store.identity()
+    assert side is not None
+    assert side.pool_id > 0
+    await data_dir.close()
+
+
+async def test_two_pools_have_different_ids_and_epochs_only_grow(tmp_path: Path) -> None:
+    one, again, other = await epoch(tmp_path / "a"), await epoch(tmp_path / "a"), await epoch(tmp_path / "b")
+    assert (one.pool_id, one.epoch + 1) == (again.pool_id, again.epoch)
+    assert other.pool_id != one.pool_id
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_a_start_on_an_older_copy_of_the_database_is_refused_and_changes_nothing(
+    tmp_path: Path, is_killed: bool
+) -> None:
+    pool = tmp_path / "pool"
+    await epoch(pool)
+    running = opened(pool)
+    await running.begin_epoch()
+    older = copy_of_killed(pool, tmp_path / "older") if is_killed else None
+    await running.close()
+    older = older or copy_of_killed(pool, tmp_path / "older")
+    await epoch(pool)
+    for file in older.glob(f"{DATABASE}*"):
+        shutil.copy2(file, pool / file.name)
+    before = listing(pool)
+    with pytest.raises(DataDirError, match=r"older copy: it is of epoch 2, and .* of epoch 3"):
+        opened(pool)
+    assert listing(pool) == before
+
+
+async def test_a_copy_from_within_the_last_epoch_is_refused_after_a_clean_stop(tmp_path: Path) -> None:
+    pool = tmp_path / "pool"
+    await epoch(pool)
+    older = (pool / DATABASE).read_bytes()
+    now = await epoch(pool, service_s=7200.0)
+    (pool / DATABASE).write_bytes(older)
+    with sqlite3.connect(pool / DATABASE) as db:  # as a copy that was made during that epoch
+        db.execute("UPDATE meta SET value = ? WHERE key = 'epoch'", (now.epoch,))
+    db.close()
+    with pytest.raises(DataDirError, match=r"lacks the last 2\.00 hours"):
+        opened(pool)
+
+
+@pytest.mark.parametrize("with_lock", [False, True])
+async def test_a_start_without_the_database_is_refused_and_changes_nothing(tmp_path: Path, with_lock: bool) -> None:
+    pool = tmp_path / "pool"
+    await epoch(pool)
+    (pool / DATABASE).unlink()
+    if not with_lock:
+        (pool / "lock").unlink()
+    before = listing(pool)
+    with pytest.raises(DataDirError, match=r"tinkerpool\.db is missing"):
+        opened(pool)
+    assert listing(pool) == before
+
+
+async def test_a_start_after_the_epoch_was_raised_and_before_the_side_file_passes(tmp_path: Path) -> None:
+    pool = tmp_path / "pool"
+    await epoch(pool)
+    side = (pool / SIDE_FILE).read_bytes()
+    assert (await epoch(pool)).epoch == 2
+    (pool / SIDE_FILE).write_bytes(side)
+    assert (await epoch(pool)).epoch == 3
+    (pool / SIDE_FILE).unlink()
+    assert (await epoch(pool)).epoch == 4
+
+
+def test_a_file_that_is_no_database_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / DATABASE).write_bytes(b"no database" * 100)
+    with pytest.raises(DataDirError, match=r"tinkerpool\.db cannot be read: file is not a database"):
+        opened(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [DATABASE]
+
+
+async def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
+    data_dir = opened(tmp_path)
+    with pytest.raises(DataDirInUse, match=rf"in use by another tinkerpool \(process {os.getpid()}\)"):
+        opened(tmp_path)
+    await data_dir.close()
