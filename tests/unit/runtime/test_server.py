@@ -220,7 +220,7 @@ async def test_a_database_that_is_missing_beside_its_folders_is_reported(start: 
     await asyncio.gather(running.task, return_exceptions=True)
     (data_dir / "tinkerpool.db").unlink()
     before = files_below(data_dir)
-    with pytest.raises(StartError, match=r"tinkerpool\.db is missing .* tinkerpool restore"):
+    with pytest.raises(StartError, match=r"tinkerpool\.db is missing .*tinkerpool restore"):
         await make(data_dir, []).run()
     assert files_below(data_dir) == before
 
