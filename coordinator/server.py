@@ -80,8 +80,6 @@ class Server:
             raise StartError(f"the pool cannot start: {error}") from error
 
     async def _start(self) -> None:
-        # The training data of all tenants: readable by the operator only.
-        self._config.coordinator.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._coordinator.start()
         await self._door.start(self._coordinator)
         if self._http_door is not None:

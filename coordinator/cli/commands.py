@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from tinkerpool.cli.show import CliError
 from tinkerpool.credentials import credentials_file, kept_credentials
 
 _log = logging.getLogger(__name__)
+PRIVATE_UMASK = 0o077
+"""A pool's files can be read by its operator only: they have the training data of all tenants."""
 
 EXAMPLE = """\
 import tinkerpool
@@ -42,6 +45,7 @@ def serve(settings: Settings, _arguments: Sequence[str]) -> None:
     from coordinator.server import Server, StartError
     from workers.pool.factory import make_pool
 
+    os.umask(PRIVATE_UMASK)
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config, pool = settings.server, settings.pool
     names = ", ".join(model.name for model in pool.models)
@@ -59,6 +63,7 @@ def serve(settings: Settings, _arguments: Sequence[str]) -> None:
 
 def up(settings: Settings, arguments: Sequence[str]) -> None:
     """Start the pool in the background, and print how to use it. Raises CliError."""
+    os.umask(PRIVATE_UMASK)
     with Console(stderr=True, highlight=False).status("Starting a pool ...") as spinner:
 
         def on_wait(line: str) -> None:

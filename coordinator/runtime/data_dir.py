@@ -15,16 +15,31 @@ from pathlib import Path
 
 from coordinator.base.errors import Failure
 from coordinator.base.time import Time
+from coordinator.runtime.mounts import check_local, mount_table
 from coordinator.storage.database import Connection, open_read_only, read_closed
-from coordinator.storage.disk import Disk, RealDisk
+from coordinator.storage.disk import PRIVATE_FILE, PRIVATE_FOLDER, Disk, RealDisk
 from coordinator.storage.folders import StateFolders
-from coordinator.storage.identity import DATABASE, DataDirError, check, identity_of, write_side_file
+from coordinator.storage.identity import (
+    DATABASE,
+    QUARANTINE,
+    ROOTS,
+    SIDE_FILE,
+    DataDirError,
+    check,
+    identity_of,
+    write_side_file,
+)
 from coordinator.storage.store import Store
 
 __all__ = ["DataDir", "DataDirError", "DataDirInUse", "DataDirLock", "Seams"]
 
 logger = logging.getLogger(__name__)
 LOCK = "lock"
+OURS = (
+    *(f"{DATABASE}*", SIDE_FILE, LOCK, *ROOTS, QUARANTINE),
+    *("ray.json", "serve.log*", "serving.json", "tokenizers"),  # of the server and its commands
+)
+"""Patterns of the names in a data directory that tinkerpool makes: only these are closed to other users."""
 
 
 class DataDirInUse(DataDirError):
@@ -36,7 +51,7 @@ class DataDirLock:
 
     def __init__(self, data_dir: Path) -> None:
         """Take the lock. Raises DataDirInUse."""
-        self._file = (data_dir / LOCK).open("a+")
+        self._file = os.fdopen(os.open(data_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE_FILE), "a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -65,6 +80,8 @@ class Seams:
     lock: Callable[[Path], DataDirLock] = DataDirLock
     """Takes the lock. A simulated kill releases it, as the kernel does for a killed process."""
     connect_read_only: Callable[[Path], Connection] = open_read_only
+    mounts: Callable[[], str] = mount_table
+    """Returns the kernel's table of mounts."""
 
 
 class DataDir:
@@ -75,12 +92,14 @@ class DataDir:
         self._path = path
         self._failure = failure
         self._disk = seams.disk or RealDisk()
-        path.mkdir(parents=True, exist_ok=True)
+        check_local(path, seams.mounts())
+        path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         if not (path / LOCK).exists():  # so nobody holds it; a refusal must not make it
             self._check(seams)
         self._lock = seams.lock(path)
         try:
             self._check(seams)
+            self._disk.restrict(path, OURS)
             self.store = Store(path / DATABASE, time, failure, connect=seams.connect)
             self.folders = StateFolders(path, self._disk)
         except BaseException:

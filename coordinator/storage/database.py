@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,7 @@ from urllib.parse import quote
 
 from coordinator.base.errors import Failure
 from coordinator.base.time import Time
+from coordinator.storage.disk import PRIVATE_FILE
 from coordinator.storage.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 from workers.contract.failpoints import failpoint
 
@@ -297,7 +299,8 @@ class Database:
 
 
 def open_connection(path: Path) -> Connection:
-    """Open a connection whose commits are synced."""
+    """Open a connection whose commits are synced. A new database can be read by its owner only, as its log."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE_FILE))
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
     db.row_factory = sqlite3.Row
     set_pragmas(db)

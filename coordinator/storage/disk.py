@@ -6,10 +6,19 @@ after the sync of the folder that holds it.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import stat
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
+
+PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+"""The rights of everybody but the owner."""
+logger = logging.getLogger(__name__)
 
 
 class Disk(Protocol):
@@ -42,17 +51,25 @@ class Disk(Protocol):
     def remove(self, folder: Path) -> None:
         """Remove a folder with its content, as far as possible."""
 
+    def restrict(self, folder: Path, patterns: Sequence[str]) -> None:
+        """Take the rights of other users from a folder, and from what is in it by these patterns of names.
+
+        As far as possible, and idempotent. A state folder that other users cannot open is not entered: its files were
+        made, or restricted, before.
+        """
+
 
 class RealDisk:
     """The machine's disk."""
 
     def make_folder(self, path: Path) -> None:
         """See `Disk`."""
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
 
     def write(self, path: Path, content: bytes) -> None:
         """See `Disk`."""
-        path.write_bytes(content)
+        with open_private(path) as file:
+            file.write(content)
 
     def sync(self, path: Path) -> None:
         """See `Disk`."""
@@ -87,3 +104,35 @@ class RealDisk:
     def remove(self, folder: Path) -> None:
         """See `Disk`."""
         shutil.rmtree(folder, ignore_errors=True)
+
+    def restrict(self, folder: Path, patterns: Sequence[str]) -> None:
+        """See `Disk`."""
+        for path in folder.iterdir():
+            if any(fnmatch(path.name, pattern) for pattern in patterns):
+                _restrict(path, is_entered=True)
+        if folder.stat().st_mode & stat.S_ISVTX:  # as /tmp: it belongs to all users
+            logger.warning("%s is shared with other users: choose a data directory of its own below it", folder)
+        else:
+            _restrict(folder, is_entered=None)
+
+
+def _restrict(path: Path, *, is_entered: bool | None) -> None:
+    """Take the rights of other users from a path, last of all, so that an interrupted call is repeated.
+
+    `is_entered`: whether a folder's content is restricted, too, though it is closed already; None: never.
+    """
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode) and (is_entered or (is_entered is not None and mode & OTHERS)):
+            for inner in path.iterdir():
+                if not inner.is_symlink():
+                    _restrict(inner, is_entered=False)
+        if mode & OTHERS:
+            path.chmod(stat.S_IMODE(mode) & ~OTHERS)
+    except OSError as error:
+        logger.warning("other users may have access to %s: %s", path, error)
+
+
+def open_private(path: Path) -> BinaryIO:
+    """Open a new file for writing that only its owner may read; an old file of this name is emptied. Raises OSError."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE), "wb")

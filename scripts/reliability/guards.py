@@ -110,6 +110,20 @@ GUARDS = (
         tests=("tests/unit/runtime/test_data_dir.py",),
     ),
     Guard(
+        name="a data directory is closed to other users",
+        file="coordinator/runtime/data_dir.py",
+        before="            self._disk.restrict(path, OURS)\n",
+        after="",
+        tests=("tests/unit/runtime/test_data_dir.py",),
+    ),
+    Guard(
+        name="no data directory on a network file system",
+        file="coordinator/runtime/data_dir.py",
+        before="        check_local(path, seams.mounts())\n",
+        after="",
+        tests=("tests/unit/runtime/test_data_dir.py",),
+    ),
+    Guard(
         name="hash of a payload",
         file="coordinator/operations/admission.py",
         before="    if operation.payload_hash != digest(_refused_payload(request), operation.kind.value):\n",

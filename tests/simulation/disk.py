@@ -9,7 +9,7 @@ Does not depend on what is stored.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -97,6 +97,9 @@ class SimDisk:
             self._folder(folder.parent).names.pop(folder.name, None)
         except FileNotFoundError:
             return
+
+    def restrict(self, folder: Path, patterns: Sequence[str]) -> None:
+        """Do nothing: there are no other users."""
 
     def power_cut(self, keep: float) -> None:
         """Drop unsynced changes, except for a share of about `keep`."""

@@ -146,7 +146,7 @@ class History:
         loop = SimLoop(random, world.now, world.now + EPOCH_S_MAX, self._files_start_s)
         time = SimTime(world)
         front = SimPoolFront(self._pool, lambda: coordinator.core.epoch)
-        seams = Seams(self._disk, self._connect, self._take_lock, self._connect_read_only)
+        seams = Seams(self._disk, self._connect, self._take_lock, self._connect_read_only, mounts=str)
         coordinator = Coordinator(self._config, front, time, seams)
         self._arm_failpoints()
         patches = contextlib.ExitStack()

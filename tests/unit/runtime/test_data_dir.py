@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import stat
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,14 @@ from coordinator.base.errors import Failure
 from coordinator.runtime.data_dir import DataDir, DataDirError, DataDirInUse, Seams
 from coordinator.storage.disk import RealDisk
 from coordinator.storage.identity import DATABASE, SIDE_FILE, Identity, read_side_file
+from tests.support.toy_engine import toy_model_info
 from tests.support.toy_pool import FakeTime
+from workers.contract.messages import AdapterSpec, AdapterState
+
+SPEC = AdapterSpec(
+    adapter_id="s:train:0", rank=8, alpha=16.0, seed=3, train_attn=True, train_mlp=True, train_unembed=False
+)
+STATE = AdapterState(weights=b"w" * 3000, optimizer=b"m" * 50, num_steps=4, applied_seq=9, fingerprint="toy")
 
 
 def opened(path: Path, *, now: float = 1.0) -> DataDir:
@@ -26,7 +34,7 @@ async def epoch(path: Path, *, service_s: float = 0.0) -> Identity:
     data_dir = DataDir(path, time, Failure(), Seams())
     await data_dir.begin_epoch()
     identity = data_dir.store.identity()
-    (path / "checkpoints" / identity.new_folder()).mkdir()
+    (path / "checkpoints" / identity.new_folder()).mkdir(mode=0o700)
     time.now += service_s
     await data_dir.store.sessions.end("nobody", 0.0)
     identity = data_dir.store.identity()
@@ -133,6 +141,58 @@ def test_a_file_that_is_no_database_is_refused_in_a_sentence(tmp_path: Path) -> 
     with pytest.raises(DataDirError, match=r"tinkerpool\.db cannot be read: file is not a database"):
         opened(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [DATABASE]
+
+
+def modes(path: Path) -> dict[str, int]:
+    return {each.relative_to(path).as_posix(): stat.S_IMODE(each.stat().st_mode) for each in [path, *path.rglob("*")]}
+
+
+async def test_everything_that_a_start_makes_is_for_its_owner_only(tmp_path: Path) -> None:
+    before = os.umask(0o022)  # of a process that does not care
+    try:
+        data_dir = opened(tmp_path / "pool")
+        await data_dir.begin_epoch()
+        data_dir.folders.checkpoints.write(SPEC, toy_model_info(), STATE)
+        found = modes(tmp_path / "pool")
+        await data_dir.close()
+    finally:
+        os.umask(before)
+    assert len(found) > 12
+    assert {name: oct(mode) for name, mode in found.items() if mode & 0o077} == {}
+
+
+async def test_a_start_closes_to_other_users_what_exists_and_leaves_files_of_others_alone(tmp_path: Path) -> None:
+    pool = tmp_path / "pool"
+    identity = await epoch(pool)
+    folder = pool / "snapshots" / identity.new_folder()
+    for path in (folder / "state.json", pool / "serve.log", pool / "tokenizers" / "m" / "vocab", pool / "notes"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    for path in [pool, *pool.rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o664)
+    await epoch(pool)
+    found = modes(pool)
+    assert found.pop("notes") == 0o664
+    assert {name: oct(mode) for name, mode in found.items() if mode & 0o077} == {}
+    assert {found["."], found["snapshots"]} == {0o700}
+    assert {found["serve.log"], found[DATABASE], found[f"snapshots/{folder.name}/state.json"]} == {0o600}
+
+
+async def test_a_directory_that_all_users_share_stays_as_it_is(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    await epoch(shared)
+    found = modes(shared)
+    assert found.pop(".") == 0o1777
+    assert {name: oct(mode) for name, mode in found.items() if mode & 0o077} == {}
+
+
+def test_a_data_directory_on_a_network_file_system_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    table = f"27 1 254:0 / / rw - ext4 /dev/vda rw\n28 27 0:50 / {tmp_path} rw - nfs4 server:/export rw\n"
+    with pytest.raises(DataDirError, match=r"network file system \(nfs4, mounted at .*disk of this machine"):
+        DataDir(tmp_path / "pool", FakeTime(), Failure(), Seams(mounts=lambda: table))
+    assert not (tmp_path / "pool").exists()
 
 
 async def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
