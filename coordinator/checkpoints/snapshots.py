@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 LOGGED_OPERATIONS_MAX = 1000
 """Operations since its snapshot after which an adapter is snapshotted, however cheap they were: this bounds memory."""
+AT_ONCE = 8
+"""States in memory at a time. If more adapters are due, cycles wait for the writing: later, the replay of a lost worker
+could exceed its bound."""
 WRITING_SHARE_MAX = 0.1
 RETRY_S, RETRY_S_MAX = 5.0, 300.0
 """Pause after a snapshot of an adapter has failed; twice as long each time, and the most."""
@@ -71,6 +74,10 @@ class Snapshots:
             if adapter.worker_id and adapter.adapter_id not in lost:
                 by_worker.setdefault(adapter.worker_id, []).append(adapter)
         return [adapter for resident in by_worker.values() for adapter in self._due_on_worker(resident)]
+
+    def has_room(self, num_states: int) -> bool:
+        """Return whether this many states may be read now, besides those that are being written."""
+        return not self._writing or len(self._writing) + num_states <= AT_ONCE
 
     def can_take(self, adapter: AdapterLog) -> bool:
         """Return whether the adapter's copy is ahead of its last snapshot and at a point where one may be taken."""

@@ -7,7 +7,8 @@ ran before it (the worker's fence checks this chain); an item belongs to one gen
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from coordinator.base.errors import Code, ServiceError
@@ -18,7 +19,7 @@ from coordinator.payloads.passes import DecodedPass, decode_adam, decode_pass
 from coordinator.storage.folders import StateFolders
 from coordinator.storage.store import Store
 from tinkerpool.v1 import training_pb2
-from workers.contract.messages import AdapterInstall, Item, LoadItem, OptimStepItem, PassItem, SaveItem
+from workers.contract.messages import AdapterInstall, AdapterState, Item, LoadItem, OptimStepItem, PassItem, SaveItem
 
 SNAPSHOT = "snapshot"
 """`op_id` of a save for recovery."""
@@ -48,6 +49,8 @@ class PhaseWork:
         self._entries: dict[str, list[Entry]] = {}
         self._installs: dict[str, list[tuple[AdapterLog, int, AdapterInstall]]] = {}
         self._expected: dict[str, list[str]] = {}
+        self.num_install_bytes = 0
+        """Of the states in the copies."""
 
     def add(self, log: AdapterLog, operation: Operation | None, item: Item) -> None:
         """Send an item to the worker of the adapter's copy."""
@@ -56,6 +59,7 @@ class PhaseWork:
     def install(self, log: AdapterLog, install: AdapterInstall) -> None:
         """Send a copy of the adapter to the worker where it was just placed."""
         self._installs.setdefault(log.worker_id, []).append((log, log.copy.generation, install))
+        self.num_install_bytes += install.state.num_bytes if install.state is not None else 0
 
     def expect(self, log: AdapterLog) -> None:
         """Add a hint for the worker: the next phase is likely to have this adapter."""
@@ -128,18 +132,40 @@ class ItemBuilder:
             prev_seq = operation.seq
         return items
 
-    def state_items(self, log: AdapterLog) -> list[tuple[Operation, Item]]:
-        """Return the items that the step phase runs for the adapter.
+    async def read_load(self, log: AdapterLog, num_states: int) -> AdapterState | ServiceError | None:
+        """Read the checkpoint of the load that `state_items` will have, if it has one, off the event loop.
 
-        A load is followed by a snapshot of the loaded state, because its checkpoint may be deleted at any time, and the
-        load could not be replayed then. An operation that cannot start is failed here and ends the chain. Raises
-        ServiceError if that operation is a replay: the adapter cannot be rebuilt then.
+        Returns the refusal of a load that cannot start.
+        """
+        operation = next((each for each in _due(log, num_states) if each.kind is Kind.LOAD_STATE), None)
+        if operation is None:
+            return None
+        path = training_pb2.LoadStateRequest.FromString(self._payload(operation)).path
+        row = self._store.checkpoints.by_path(path)
+        if row is None or not (row.tenant_id == log.tenant_id or row.is_public):
+            return ServiceError(Code.NOT_FOUND, "NOT_FOUND", f"no checkpoint {path!r} any more")
+        try:
+            return await asyncio.to_thread(self._folders.checkpoints.read, row.folder, row.sha256)
+        except ServiceError as error:
+            return error
+
+    def state_items(
+        self, log: AdapterLog, num_states: int, loaded: AdapterState | ServiceError | None
+    ) -> list[tuple[Operation, Item]]:
+        """Return the items that the step phase runs for the adapter, with at most `num_states` saves and loads.
+
+        `loaded` is what `read_load` returned: a load that arrived after it waits. A load is followed by a snapshot of
+        the loaded state, because its checkpoint may be deleted at any time, and the load could not be replayed then. An
+        operation that cannot start is failed here and ends the chain. Raises ServiceError if that operation is a
+        replay: the adapter cannot be rebuilt then.
         """
         items: list[tuple[Operation, Item]] = []
         prev_seq = log.copy.applied_seq
-        for operation in log.ready_states():
+        for operation in _due(log, num_states):
+            if operation.kind is Kind.LOAD_STATE and loaded is None:
+                break  # it arrived since
             try:
-                item = self._state_item(log, operation, prev_seq)
+                item = self._state_item(log, operation, prev_seq, loaded)
             except ServiceError as error:
                 if operation.is_final:
                     raise
@@ -170,8 +196,10 @@ class ItemBuilder:
             with_gradient=True,
         )
 
-    def _state_item(self, log: AdapterLog, operation: Operation, prev_seq: int) -> Item:
-        payload = operation.payload or self._store.operations.payload(operation.target_id, operation.seq)
+    def _state_item(
+        self, log: AdapterLog, operation: Operation, prev_seq: int, loaded: AdapterState | ServiceError | None
+    ) -> Item:
+        payload = self._payload(operation)
         op_id, adapter_id, seq = operation.name, log.adapter_id, operation.seq
         drop = log.copy.must_drop_gradient
 
@@ -202,25 +230,35 @@ class ItemBuilder:
             case Kind.SAVE_WEIGHTS_FOR_SAMPLER:
                 return save(with_optimizer=False, publish_as=op_id)
             case Kind.LOAD_STATE:
-                request = training_pb2.LoadStateRequest.FromString(payload)
-                row = self._store.checkpoints.by_path(request.path)
-                if row is None or not (row.tenant_id == log.tenant_id or row.is_public):
-                    raise ServiceError(Code.NOT_FOUND, "NOT_FOUND", f"no checkpoint {request.path!r} any more")
+                if isinstance(loaded, ServiceError):
+                    raise loaded
+                assert loaded is not None
                 return LoadItem(
                     op_id=op_id,
                     adapter_id=adapter_id,
                     prev_seq=prev_seq,
                     seq=seq,
                     drop_gradient=drop,
-                    state=self._folders.checkpoints.read(row.folder, row.sha256),
-                    with_optimizer=request.with_optimizer,
+                    state=loaded,
+                    with_optimizer=training_pb2.LoadStateRequest.FromString(payload).with_optimizer,
                 )
             case _:
                 raise AssertionError(f"{operation.kind} does not run in the step phase")
 
     def _decoded(self, operation: Operation) -> DecodedPass:
         if operation.decoded is None:
-            payload = operation.payload or self._store.operations.payload(operation.target_id, operation.seq)
-            operation.keep_decoded(decode_pass(payload))
+            operation.keep_decoded(decode_pass(self._payload(operation)))
         assert operation.decoded is not None
         return operation.decoded
+
+    def _payload(self, operation: Operation) -> bytes:
+        return operation.payload or self._store.operations.payload(operation.target_id, operation.seq)
+
+
+def _due(log: AdapterLog, num_states: int) -> Iterator[Operation]:
+    """Yield the operations that the step phase may run now, with at most `num_states` saves and loads."""
+    for operation in log.ready_states():
+        num_states -= operation.kind.moves_state
+        if num_states < 0:
+            return
+        yield operation

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from coordinator.base.time import Time
-from coordinator.checkpoints.snapshots import Snapshots
+from coordinator.checkpoints.snapshots import AT_ONCE, Snapshots
 from coordinator.cycle.commit import Committer, Cycle, CycleJournal
 from coordinator.cycle.phases import Phases
 from coordinator.operations.adapter_log import AdapterLog
@@ -25,8 +26,6 @@ from workers.contract.protocols import WorkerLost
 
 logger = logging.getLogger(__name__)
 
-SNAPSHOTS_AT_ONCE = 8
-"""States that are in memory at a time when every adapter is snapshotted."""
 STOP_POLL_S = 0.01
 
 
@@ -102,8 +101,17 @@ class CycleLoop:
         """
         ready = self.planning.ready
         due = self._snapshots.due([log for log in ready.ahead() if ready.may_run(log)], lost)
-        if due:
-            await self._phases.take_snapshots(due)
+        await self._take_snapshots(due)
+
+    async def _take_snapshots(self, logs: Sequence[AdapterLog]) -> None:
+        """Read the states of these adapters, a few at a time: if there are many, wait for earlier ones."""
+        for start in range(0, len(logs), AT_ONCE):
+            some = logs[start : start + AT_ONCE]
+            if not self._snapshots.has_room(len(some)):
+                await self._snapshots.finish()
+                self._snapshots.settle(self._group.logs)
+                some = [log for log in some if self._snapshots.can_take(log)]
+            await self._phases.take_snapshots(some)
 
     def _new_cycle(self, cycle_id: int) -> Cycle:
         return Cycle(cycle_id, self._time.wall(), self._time.monotonic())
@@ -170,7 +178,6 @@ class CycleLoop:
             self._group.mark_dirty(log)
         await self._commit(self._new_cycle(0))  # operations decided since the last cycle
         ahead: list[AdapterLog] = [log for log in self._group.logs.values() if self._snapshots.can_take(log)]
-        for start in range(0, len(ahead), SNAPSHOTS_AT_ONCE):
-            await self._phases.take_snapshots(ahead[start : start + SNAPSHOTS_AT_ONCE])
-            await self._snapshots.finish()
+        await self._take_snapshots(ahead)
+        await self._snapshots.finish()
         self._snapshots.settle(self._group.logs)

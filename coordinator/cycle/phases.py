@@ -22,13 +22,16 @@ from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.scheduling.cost_model import Deadlines
 from coordinator.scheduling.planner import PassPlan, Planning, place
+from coordinator.scheduling.state_budget import StateCost
 from coordinator.scheduling.worker_losses import LossRecorder, Quarantine
 from workers.contract.failpoints import failpoint
-from workers.contract.messages import Batch, BatchResult, ItemResult
+from workers.contract.messages import Batch, BatchResult, ItemResult, LoadItem
 from workers.contract.protocols import Pool, WorkerLost
 
 EXPECTED_MAX = 64
 """Adapters in the hints to one worker; hints for more than it can load during a cycle would be useless."""
+INSTALL_BYTES_MAX = 32 << 20
+"""States of copies in memory that one phase sends; the adapters beyond it are installed in the next cycle."""
 OVERDUE_S = 5.0
 """Seconds after its deadline at which a cycle that has made no progress counts as stuck."""
 
@@ -182,24 +185,40 @@ class Phases:
 
     async def run_steps(self, cycle: Cycle) -> None:
         """Run the optimizer steps, saves and loads that are due by now."""
-        work, ready = PhaseWork(), self._planning.ready
-        residents = self._planning.residents()
-        for log in ready.due_steps():
-            worker_id = log.worker_id or place(residents)
-            if worker_id not in residents or not await self._install(log, worker_id, work):
-                continue
-            residents[worker_id] += 1
-            if ready.waits_for_file(log):
-                continue  # a load arrived while another copy, or its own, was read
-            try:
-                items = self._items.state_items(log)
-            except ServiceError as error:
-                await self._refuse_copy(log, error)
-                continue
-            for operation, item in items:
-                log.start(operation)
-                work.add(log, operation, item)
+        work, residents = PhaseWork(), self._planning.residents()
+        moving: list[AdapterLog] = []
+        for log in self._planning.ready.due_steps():
+            # There is at most one optim_step, so a save or a load is among the first two operations.
+            if any(operation.kind.moves_state for operation in itertools.islice(log.ready_states(), 2)):
+                moving.append(log)
+            else:
+                await self._add_steps(log, 0, residents, work)
+        num_states = self._planning.plan_states(moving, cycle.cycle_id)
+        for log in moving:
+            await self._add_steps(log, num_states.get(log.adapter_id, 0), residents, work)
         await self._run(cycle, work)
+
+    async def _add_steps(self, log: AdapterLog, num_states: int, residents: dict[str, int], work: PhaseWork) -> None:
+        """Add the operations of an adapter that are due, with at most `num_states` saves and loads."""
+        first = next(log.ready_states(), None)
+        if first is None or (first.kind.moves_state and not num_states):
+            return
+        worker_id = log.worker_id or place(residents)
+        if worker_id not in residents or not await self._install(log, worker_id, work):
+            return
+        residents[worker_id] += 1
+        generation = log.copy.generation
+        loaded = await self._items.read_load(log, num_states)
+        if log.copy.generation != generation or self._planning.ready.waits_for_file(log):
+            return  # the copy was lost, or a load arrived, while a file was read
+        try:
+            items = self._items.state_items(log, num_states, loaded)
+        except ServiceError as error:
+            await self._refuse_copy(log, error)
+            return
+        for operation, item in items:
+            log.start(operation)
+            work.add(log, operation, item)
 
     async def take_snapshots(self, logs: Iterable[AdapterLog]) -> None:
         """Read these adapters' states from their workers; they are written while later cycles run."""
@@ -211,19 +230,31 @@ class Phases:
         self._snapshots.end()
 
     async def _run(self, cycle: Cycle, work: PhaseWork) -> None:
+        moved: dict[str, tuple[Entry, StateCost]] = {}
         for entry, worker, result in await self.dispatch.run(cycle.cycle_id, work, self._planning):
+            began = self._time.monotonic()
             await self._results.apply(cycle, entry, worker, result)
+            operation = entry.operation
+            if operation is not None and operation.kind.moves_state and result.error is None:
+                _, before = moved.get(operation.name, (entry, StateCost(0, 0.0)))
+                moved[operation.name] = entry, before + _cost(entry, result, self._time.monotonic() - began)
+        for entry, cost in moved.values():
+            assert entry.operation is not None
+            self._planning.state_costs.observe(entry.operation.kind, entry.log.spec, cost)
 
     async def _install(self, log: AdapterLog, worker_id: str, work: PhaseWork) -> bool:
         """Place a copy of the adapter on the worker, unless it has one; return whether it has one.
 
-        False also if its stored state is damaged; its operations are failed then.
+        False also if the phase has no room for another copy, or its stored state is damaged; its operations are failed
+        then.
         """
         if log.worker_id:
             return True
         worker = self._fleet.find(worker_id)
         if worker is None or self._snapshots.is_unsettled(log.adapter_id):
             return False  # its copy was lost since the plan was made
+        if work.num_install_bytes >= INSTALL_BYTES_MAX:
+            return False
         try:
             install = await asyncio.to_thread(self._items.install, log)
         except ServiceError as error:
@@ -245,3 +276,10 @@ class Phases:
         self._results.refuse_copy(log, error)
         if error.retry_delay_s is not None:
             await self._time.sleep(error.retry_delay_s)
+
+
+def _cost(entry: Entry, result: ItemResult, applying_s: float) -> StateCost:
+    """Return what an item of a save or a load took; `applying_s`: to write its state."""
+    states = [result.state, entry.item.state if isinstance(entry.item, LoadItem) else None]
+    num_bytes = sum(state.num_bytes for state in states if state is not None)
+    return StateCost(num_bytes, result.engine_s + applying_s)

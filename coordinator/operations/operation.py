@@ -47,6 +47,11 @@ class Kind(Enum):
         return self in (Kind.SAVE_STATE, Kind.SAVE_WEIGHTS_FOR_SAMPLER)
 
     @property
+    def moves_state(self) -> bool:
+        """Moves the adapter's whole state between its worker and a file."""
+        return self.is_save or self is Kind.LOAD_STATE
+
+    @property
     def changes_state(self) -> bool:
         """Changes the adapter, so that recovery must run it again."""
         return self in (Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.LOAD_STATE)

@@ -285,7 +285,7 @@ def _fit(points: list[Measured]) -> Line | None:
 
 def _state_bytes(batch: Batch) -> int:
     states = [install.state for install in batch.installs] + [i.state for i in batch.items if isinstance(i, LoadItem)]
-    return sum(len(s.weights) + len(s.optimizer or b"") + len(s.gradient or b"") for s in states if s is not None)
+    return sum(state.num_bytes for state in states if state is not None)
 
 
 def _num_saves(batch: Batch) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.checkpoints.published_weights import Publishing
@@ -23,7 +23,8 @@ from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog, ReadyChunks
 from coordinator.operations.operation import Kind
 from coordinator.operations.registry import AdapterGroup
-from coordinator.scheduling.cost_model import CycleCosts, TokenBudget
+from coordinator.scheduling.cost_model import START_TOKENS, CycleCosts, TokenBudget
+from coordinator.scheduling.state_budget import StateCandidate, StateCosts, plan_states
 from coordinator.scheduling.virtual_counters import FairState, decode_share, lifted
 from coordinator.scheduling.worker_losses import Quarantine
 
@@ -56,6 +57,8 @@ class ReadySet:
         self._ahead: dict[str, AdapterLog] = {}
         """Adapters whose copies may be ahead of their snapshots."""
         self._last_cycle: dict[str, int] = {}
+        self._last_states: dict[str, int] = {}
+        """Adapter to the cycle that last saved or loaded a state of it."""
 
     def stop(self) -> None:
         """Stop beginning operations; those that have run in part may continue."""
@@ -65,6 +68,7 @@ class ReadySet:
         """Drop the state of a deleted adapter."""
         self._ahead.pop(adapter_id, None)
         self._last_cycle.pop(adapter_id, None)
+        self._last_states.pop(adapter_id, None)
 
     def ran(self, adapter_ids: Iterable[str]) -> None:
         """Record that workers returned results for these adapters."""
@@ -74,6 +78,10 @@ class ReadySet:
     def planned(self, adapter_id: str, cycle_id: int) -> None:
         """Record that the adapter is in the pass of this cycle."""
         self._last_cycle[adapter_id] = cycle_id
+
+    def planned_states(self, adapter_ids: Iterable[str], cycle_id: int) -> None:
+        """Record that this cycle saves or loads states of the adapters."""
+        self._last_states.update(dict.fromkeys(adapter_ids, cycle_id))
 
     def refresh(self) -> bool:
         """Drop idle adapters and release quarantined ones that survived; return whether any adapter may run."""
@@ -125,6 +133,15 @@ class ReadySet:
             log.advance()
             if next(log.ready_states(), None) is not None:
                 yield log
+
+    def state_candidate(self, log: AdapterLog, costs: StateCosts) -> StateCandidate:
+        """Return an adapter with its saves and loads that may run now. Call `advance` first."""
+        return StateCandidate(
+            adapter_id=log.adapter_id,
+            tenant_id=log.tenant_id,
+            costs=(costs.of(each.kind, log.spec) for each in log.ready_states() if each.kind.moves_state),
+            last_cycle_id=self._last_states.get(log.adapter_id, 0),
+        )
 
     def residents(self, worker_ids: Iterable[str]) -> dict[str, int]:
         """Return how many adapters have a copy on each of these workers."""
@@ -295,6 +312,7 @@ class Planning:
         self.ready = ready
         self.budget = budget
         self.costs = costs
+        self.state_costs = StateCosts()
         self._fleet = fleet
         self._fair = fair
 
@@ -319,6 +337,17 @@ class Planning:
         self.budget.update()
         plan, self._fair = plan_pass(self.ready.candidates(), self._fair, self.residents(), self.budget.tokens)
         return plan
+
+    def plan_states(self, logs: Sequence[AdapterLog], cycle_id: int) -> Mapping[str, int]:
+        """Choose how many saves and loads of these adapters run in the step phase; charge them to the counters."""
+        if not logs:
+            return {}
+        pass_s = self.costs.predicted_s(self.budget.tokens, 0.0)
+        tokens_per_s = self.budget.tokens / pass_s if pass_s else float(START_TOKENS)
+        candidates = [self.ready.state_candidate(log, self.state_costs) for log in logs]
+        num_planned, self._fair = plan_states(candidates, self._fair, tokens_per_s)
+        self.ready.planned_states(num_planned, cycle_id)
+        return num_planned
 
     def left_over(self, plan: PassPlan) -> Iterator[AdapterLog]:
         """Yield adapters with a copy on a live worker whose ready passes are not in the plan."""

@@ -84,6 +84,11 @@ class AdapterState:
     num_datums: int = 0
     """Sequences whose gradients are in the window, the next optim_step's `num_datums:sum`; 0 without a gradient."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its files."""
+        return len(self.weights) + len(self.optimizer or b"") + len(self.gradient or b"")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterInstall:

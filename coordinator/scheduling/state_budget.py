@@ -1,0 +1,111 @@
+"""The budget of a cycle's step phase: how many states are saved and loaded in it, and whose.
+
+A save or a load moves a whole state through the coordinator's memory and its disk; an optimizer step does not, and
+needs no budget. `StateCosts` measures the bytes and seconds by kind of operation and shape of adapter. `plan_states` is
+a pure function of these costs and of the tenants' virtual counters, which it charges as a pass does.
+
+Does not depend on workers, files or a clock. Main invariant: the states of one step phase take at most `BYTES_MAX` and
+an estimated `SECONDS_MAX`, or there is only one. So a tenant that queues hundreds of saves delays its own, and a
+neighbour by the budget of one cycle.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from statistics import median_low
+
+from coordinator.operations.operation import Kind
+from coordinator.scheduling.virtual_counters import FairState, lifted
+from workers.contract.messages import AdapterSpec
+
+BYTES_MAX = 32 << 20
+"""States in the coordinator's memory that one step phase moves; several copies of them exist on the way to the disk."""
+SECONDS_MAX = 0.1
+"""Engine and file seconds that they may add to a cycle: about as long as the pass of a small model takes."""
+KEPT = 9
+"""Measurements kept of one kind: their median is right with up to four outliers."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateCost:
+    """What one save or load takes."""
+
+    num_bytes: int
+    seconds: float
+    """Of the engine, and of writing files."""
+
+    def __add__(self, other: StateCost) -> StateCost:
+        return StateCost(self.num_bytes + other.num_bytes, self.seconds + other.seconds)
+
+
+UNKNOWN = StateCost(BYTES_MAX, SECONDS_MAX)
+"""The cost of a kind without a measurement: its first operation has a step phase for itself."""
+
+
+class StateCosts:
+    """The measured costs of one base model's saves and loads."""
+
+    def __init__(self) -> None:
+        self._measured: dict[tuple[object, ...], deque[StateCost]] = {}
+
+    def observe(self, kind: Kind, spec: AdapterSpec, cost: StateCost) -> None:
+        """Record what an operation took."""
+        self._measured.setdefault(_key(kind, spec), deque(maxlen=KEPT)).append(cost)
+
+    def of(self, kind: Kind, spec: AdapterSpec) -> StateCost:
+        """Return what an operation is likely to take: the most bytes and the median seconds of the last ones."""
+        kept = self._measured.get(_key(kind, spec))
+        if kept is None:
+            return UNKNOWN
+        return StateCost(max(cost.num_bytes for cost in kept), median_low(cost.seconds for cost in kept))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateCandidate:
+    """An adapter with saves or loads that may run now."""
+
+    adapter_id: str
+    tenant_id: str
+    costs: Iterable[StateCost]
+    """Of its saves and loads, in the order in which they must run."""
+    last_cycle_id: int
+    """The cycle that last saved or loaded a state of it; 0: none."""
+
+
+def plan_states(
+    candidates: Iterable[StateCandidate], state: FairState, tokens_per_s: float
+) -> tuple[dict[str, int], FairState]:
+    """Return how many saves and loads of each adapter run now, by adapter.
+
+    The next one is of the tenant with the lowest counter, and of its adapters the one whose turn is longest ago. A
+    second is charged as `tokens_per_s` tokens.
+    """
+    rotations: dict[str, deque[tuple[str, Iterator[StateCost]]]] = {}
+    for candidate in sorted(candidates, key=lambda c: (c.last_cycle_id, c.adapter_id)):
+        rotations.setdefault(candidate.tenant_id, deque()).append((candidate.adapter_id, iter(candidate.costs)))
+    shares = lifted(state.shares, rotations.keys() - state.active, state.active)
+    heap = [(shares[tenant].virtual_tokens, tenant) for tenant in rotations]
+    heapq.heapify(heap)
+    num_planned: dict[str, int] = {}
+    num_bytes, seconds = 0, 0.0
+    while heap:
+        _, tenant = heapq.heappop(heap)
+        rotation = rotations[tenant]
+        adapter_id, costs = rotation.popleft()
+        cost = next(costs, None)
+        fits = cost is not None and num_bytes + cost.num_bytes <= BYTES_MAX and seconds + cost.seconds <= SECONDS_MAX
+        if cost is not None and (fits or not num_planned):
+            num_planned[adapter_id] = num_planned.get(adapter_id, 0) + 1
+            num_bytes, seconds = num_bytes + cost.num_bytes, seconds + cost.seconds
+            shares[tenant] = shares[tenant].charged(cost.seconds * tokens_per_s)
+            rotation.append((adapter_id, costs))
+        if rotation:
+            heapq.heappush(heap, (shares[tenant].virtual_tokens, tenant))
+    return num_planned, FairState(shares=shares, active=state.active | rotations.keys())
+
+
+def _key(kind: Kind, spec: AdapterSpec) -> tuple[object, ...]:
+    return kind, spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed

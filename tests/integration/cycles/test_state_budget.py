@@ -1,0 +1,105 @@
+"""A tenant that queues many saves or loads delays its own work, and no other tenant's."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.checkpoints.snapshots import AT_ONCE
+from coordinator.checkpoints.states import States
+from coordinator.storage.folders import StateFiles
+from tests.support.toy_pool import running_pool
+from tinkerpool.v1 import operations_pb2 as ops_pb
+
+NUM_SAVES = 200
+
+
+async def test_hundreds_of_saves_of_one_tenant_do_not_delay_a_neighbours_step(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, linger_s=0.0) as pool:
+        hostile, neighbour = await pool.adapter(), await pool.adapter("bob")
+        pool.hold()
+        saves = [await pool.submit_save(hostile, seq, f"s{seq}") for seq in range(1, NUM_SAVES + 1)]
+        steps = [await pool.forward_backward(neighbour, 1, 5, tenant="bob")]
+        steps.append(await pool.optim_step(neighbour, 2, tenant="bob"))
+        await pool.release()
+        await pool.wait(*steps, tenant="bob")
+        unfinished = sum(pool.core.in_flight.get(name) is not None for name in saves)
+        assert unfinished > NUM_SAVES / 2
+        done = await pool.wait(*saves)
+        assert {each.state for each in done} == {ops_pb.OPERATION_STATE_SUCCEEDED}
+
+
+async def test_saves_and_loads_of_one_adapter_keep_their_order_over_many_cycles(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, linger_s=0.0) as pool:
+        adapter = await pool.adapter()
+        first, at_start = await pool.save(adapter, 1, "start"), pool.chain(adapter)
+        names = []
+        for seq in range(2, 22, 4):
+            names.append(await pool.forward_backward(adapter, seq, 5))
+            names.append(await pool.optim_step(adapter, seq + 1))
+            names.append(await pool.submit_save(adapter, seq + 2, f"s{seq}"))
+            names.append(await pool.load_state(adapter, seq + 3, first.save_state.path))
+        done = await pool.wait(*names)
+        assert {each.state for each in done} == {ops_pb.OPERATION_STATE_SUCCEEDED}
+        assert pool.chain(adapter) == at_start
+
+
+async def test_the_copies_that_one_phase_sends_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapters = [await pool.adapter() for _ in range(6)]
+        await pool.wait(*[await pool.forward_backward(adapter, 1, 5) for adapter in adapters])
+        await pool.wait(*[await pool.optim_step(adapter, 2) for adapter in adapters])
+    monkeypatch.setattr("coordinator.cycle.phases.INSTALL_BYTES_MAX", 1)  # the toys' states have a few bytes
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over("alice")
+        pool.hold()
+        steps = [await pool.forward_backward(adapter, 3, 5) for adapter in adapters[:3]]
+        saves = [await pool.submit_save(adapter, 3, "s") for adapter in adapters[3:]]
+        await pool.release()
+        await pool.wait(*steps, *saves)
+        num_installs = [len(batch.installs) for batch in pool.engines["w0"][-1].batches]
+    assert (sum(num_installs), max(num_installs)) == (len(adapters), 1)
+
+
+async def test_the_checkpoint_of_a_load_is_read_off_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    read = StateFiles.read
+
+    def recorded(self: StateFiles, *args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return read(self, *args)
+
+    monkeypatch.setattr(StateFiles, "read", recorded)  # the real read: only its thread is recorded
+    async with running_pool(tmp_path) as pool:
+        adapter = await pool.adapter()
+        saved = await pool.save(adapter, 1, "start")
+        await pool.wait(await pool.load_state(adapter, 2, saved.save_state.path))
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+async def test_the_snapshots_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers, num_writing = [], 0
+    write = States.write_snapshot
+
+    async def counted(self: States, *args: Any) -> Any:
+        nonlocal num_writing
+        num_writing += 1
+        numbers.append(num_writing)
+        try:
+            return await write(self, *args)
+        finally:
+            num_writing -= 1
+
+    monkeypatch.setattr(States, "write_snapshot", counted)  # the real write: only counted
+    async with running_pool(tmp_path, replay_s_max=0.0) as pool:
+        adapters = [await pool.adapter() for _ in range(3 * AT_ONCE)]
+        pool.hold()
+        steps = [await pool.forward_backward(adapter, 1, 5) for adapter in adapters]
+        await pool.release()
+        await pool.wait(*steps)
+    assert AT_ONCE / 2 < max(numbers) <= AT_ONCE
+    assert len(numbers) >= len(adapters)

@@ -1,0 +1,70 @@
+"""The budget of the step phase: how many saves and loads run in one cycle, and whose."""
+
+from coordinator.operations.operation import Kind
+from coordinator.scheduling.state_budget import (
+    BYTES_MAX,
+    SECONDS_MAX,
+    UNKNOWN,
+    StateCandidate,
+    StateCost,
+    StateCosts,
+    plan_states,
+)
+from coordinator.scheduling.virtual_counters import FairState, Share
+from tests.support.adapter_logs import spec_named
+
+QUICK = StateCost(1000, SECONDS_MAX / 10)
+TOKENS_PER_S = 1000.0
+
+
+def candidate(adapter_id: str, tenant_id: str, num: int, cost: StateCost = QUICK, last: int = 0) -> StateCandidate:
+    return StateCandidate(adapter_id=adapter_id, tenant_id=tenant_id, costs=[cost] * num, last_cycle_id=last)
+
+
+def planned(*candidates: StateCandidate, state: FairState = FairState()) -> dict[str, int]:  # noqa: B008 (frozen)
+    return plan_states(candidates, state, TOKENS_PER_S)[0]
+
+
+def test_hundreds_of_saves_are_spread_over_cycles() -> None:
+    assert planned(candidate("a", "t", 500)) == {"a": 10}
+
+
+def test_the_states_of_one_phase_fit_into_the_budget_of_bytes() -> None:
+    third = StateCost(BYTES_MAX // 3, 0.0)
+    assert planned(candidate("a", "t", 500, third)) == {"a": 3}
+
+
+def test_a_state_beyond_the_budget_has_a_phase_for_itself() -> None:
+    huge = StateCost(2 * BYTES_MAX, 2 * SECONDS_MAX)
+    assert planned(candidate("a", "t", 2, huge), candidate("b", "u", 2)) == {"a": 1}
+
+
+def test_tenants_share_a_phase_by_their_counters_and_not_by_what_they_queue() -> None:
+    assert planned(candidate("a", "t", 500), candidate("b", "u", 5)) == {"a": 5, "b": 5}
+
+
+def test_a_save_is_charged_by_its_seconds_over_the_weight() -> None:
+    state = FairState(shares={"t": Share(weight=2.0, virtual_tokens=7.0)}, active=frozenset("t"))
+    _, charged = plan_states([candidate("a", "t", 1)], state, TOKENS_PER_S)
+    assert charged.shares["t"].virtual_tokens == 7.0 + QUICK.seconds * TOKENS_PER_S / 2.0
+    assert charged.active == {"t"}
+
+
+def test_a_tenant_that_was_idle_gets_no_saved_up_share() -> None:
+    state = FairState(shares={"t": Share(virtual_tokens=900.0), "u": Share()}, active=frozenset("t"))
+    assert planned(candidate("a", "t", 500), candidate("b", "u", 500), state=state) == {"a": 5, "b": 5}
+
+
+def test_the_adapters_of_a_tenant_take_turns_over_cycles() -> None:
+    huge = StateCost(2 * BYTES_MAX, 0.0)
+    assert planned(candidate("a", "t", 9, huge, last=8), candidate("b", "t", 9, huge, last=7)) == {"b": 1}
+
+
+def test_the_first_operation_of_a_kind_has_a_phase_for_itself_and_is_measured() -> None:
+    costs, spec = StateCosts(), spec_named("a")
+    assert costs.of(Kind.SAVE_STATE, spec) == UNKNOWN
+    assert planned(candidate("a", "t", 5, UNKNOWN), candidate("b", "u", 5, UNKNOWN)) == {"a": 1}
+    for seconds in (0.01, 5.0, 0.02):
+        costs.observe(Kind.SAVE_STATE, spec, StateCost(10, seconds))
+    assert costs.of(Kind.SAVE_STATE, spec) == StateCost(10, 0.02), "one slow disk write has no effect"
+    assert costs.of(Kind.LOAD_STATE, spec) == UNKNOWN
