@@ -1,0 +1,14 @@
+"""The attacks, a module for each group. `ATTACKS` has them all, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from scripts.attack.attack import Attack
+from scripts.attack.attacks import bodies, connections, sampling, training, unknown, waits
+
+ATTACKS: Mapping[str, Attack] = {
+    attack.name: attack
+    for module in (connections, unknown, bodies, training, sampling, waits)
+    for attack in module.ATTACKS
+}

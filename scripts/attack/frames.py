@@ -1,0 +1,157 @@
+"""HTTP/2 written by hand, to send what no client library sends: unread streams, unfinished bodies, resets in a row.
+
+A connection keeps the pool's flow control, so that the pool has no reason to close it, and opens its own window only as
+far as the attack wants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections import defaultdict
+
+import hpack
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+END_STREAM, ACK, END_HEADERS = 1, 1, 4
+INITIAL_WINDOW_SIZE = 4
+CANCEL = 8
+FRAME_BYTES = 16_384
+_WINDOW = 65_535
+_ZEROS = bytes(FRAME_BYTES)
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """Return one frame."""
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def message(payload: bytes) -> bytes:
+    """Return a gRPC message on the wire: not compressed, with its length."""
+    return b"\0" + struct.pack(">I", len(payload)) + payload
+
+
+class Connection:
+    """One HTTP/2 connection without TLS. `open` it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_ended = 0
+        """Streams that the pool has ended."""
+        self._reader, self._writer = reader, writer
+        self._encoder = hpack.Encoder()
+        self._encoder.header_table_size = 0  # every header is written out, so that streams do not depend on each other
+        self._next_stream = 1
+        self._first_window = _WINDOW
+        self._window = _WINDOW
+        self._windows: defaultdict[int, int] = defaultdict(int)
+        self._opened = asyncio.Event()
+        self._reading: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, address: str, *, window: int = _WINDOW, is_read: bool = True) -> Connection:
+        """Connect. `window`: bytes of each stream that the pool may send. `is_read`: read what the pool sends."""
+        host, _, port = address.rpartition(":")
+        connection = cls(*await asyncio.open_connection(host, int(port)))
+        settings = struct.pack(">HI", INITIAL_WINDOW_SIZE, window)
+        connection._writer.write(PREFACE + frame(SETTINGS, 0, 0, settings))
+        await connection._writer.drain()
+        if is_read:
+            connection._reading = asyncio.create_task(connection._read())
+        return connection
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the pool has closed the connection."""
+        return self._reader.at_eof() or (self._reading is not None and self._reading.done())
+
+    def head(self, path: str, key: str = "", *, is_last: bool = False) -> tuple[int, bytes]:
+        """Return a new stream and the frame that begins a gRPC call on it."""
+        stream, self._next_stream = self._next_stream, self._next_stream + 2
+        self._windows[stream] += 0
+        headers = [
+            (":method", "POST"),
+            (":scheme", "http"),
+            (":path", path),
+            (":authority", "127.0.0.1"),
+            ("content-type", "application/grpc"),
+            ("te", "trailers"),
+        ]
+        if key:
+            headers.append(("authorization", f"Bearer {key}"))
+        flags = END_HEADERS | (END_STREAM if is_last else 0)
+        return stream, frame(HEADERS, flags, stream, self._encoder.encode(headers, huffman=False))
+
+    async def write(self, data: bytes) -> None:
+        """Write frames. Raises OSError if the pool has closed the connection."""
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def call(self, path: str, request: bytes, key: str = "") -> int:
+        """Begin a call with a short request; return its stream."""
+        stream, head = self.head(path, key)
+        await self.write(head + frame(DATA, END_STREAM, stream, message(request)))
+        return stream
+
+    async def send_most(self, path: str, num_bytes: int, key: str = "") -> int:
+        """Send a request of zeros of which the last byte never comes; return the bytes that the pool took.
+
+        Returns early if the pool ends the stream, or takes nothing more for some seconds.
+        """
+        stream, head = self.head(path, key)
+        await self.write(head)
+        left = num_bytes - 1
+        pending = b"\0" + struct.pack(">I", num_bytes)
+        with contextlib.suppress(TimeoutError, OSError):
+            while left and not self.is_closed and stream in self._windows:
+                room = min(self._window, self._windows[stream] + self._first_window, FRAME_BYTES)
+                if room < len(pending) + 1:
+                    self._opened.clear()
+                    await asyncio.wait_for(self._opened.wait(), 5.0)
+                    continue
+                part = min(room - len(pending), left)
+                payload, pending = pending + _ZEROS[:part], b""
+                self._window -= len(payload)
+                self._windows[stream] -= len(payload)
+                left -= part
+                await self.write(frame(DATA, 0, stream, payload))
+        return num_bytes - 1 - left
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._reading is not None:
+            self._reading.cancel()
+        self._writer.close()
+
+    async def _read(self) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                head = await self._reader.readexactly(9)
+                length = int.from_bytes(head[:3], "big")
+                kind, flags, stream = struct.unpack(">BBI", head[3:])
+                payload = await self._reader.readexactly(length)
+                if kind == SETTINGS and not flags & ACK:
+                    self._set(payload)
+                    self._writer.write(frame(SETTINGS, ACK, 0))
+                elif kind == PING and not flags & ACK:
+                    self._writer.write(frame(PING, ACK, 0, payload))
+                elif kind == WINDOW_UPDATE:
+                    self._open_window(stream, int.from_bytes(payload, "big"))
+                elif kind == RST_STREAM or (kind in (DATA, HEADERS) and flags & END_STREAM):
+                    self.num_ended += 1
+                    self._windows.pop(stream, None)
+                    self._opened.set()
+
+    def _set(self, payload: bytes) -> None:
+        for setting, value in struct.iter_unpack(">HI", payload):
+            if setting == INITIAL_WINDOW_SIZE:
+                self._first_window = value
+        self._opened.set()
+
+    def _open_window(self, stream: int, num_bytes: int) -> None:
+        if stream == 0:
+            self._window += num_bytes
+        elif stream in self._windows:
+            self._windows[stream] += num_bytes
+        self._opened.set()
