@@ -18,7 +18,7 @@ from pathlib import Path
 
 from scripts.attack.attacks import ATTACKS
 from scripts.attack.report import Figures, details, table
-from scripts.attack.run import Plan, run_attack
+from scripts.attack.run import Plan, run_attacks
 from scripts.terminal import interrupt_at_sigterm
 
 
@@ -39,12 +39,12 @@ def main() -> int:
     if not 0 < args.scale <= 1:
         parser.error("--scale must be above 0 and at most 1")
     interrupt_at_sigterm()
-    seconds = max(12.0 * args.scale, 2.0)
+    seconds = max(10.0 * args.scale, 2.0)
     plan = Plan(scale=args.scale, solo_s=seconds, attack_s=seconds)
     done: list[Figures] = []
     for name in args.attacks or ATTACKS:
         print(f"{name}: {ATTACKS[name].text}", flush=True)
-        done.append(run_attack(ATTACKS[name], plan))
+        done += run_attacks([ATTACKS[name]], plan)
         print("\n".join([*table(done[-1:]), *details(done[-1])]), flush=True)
         if args.json is not None:
             args.json.write_text(json.dumps([asdict(each) for each in done], indent=1) + "\n", encoding="utf-8")

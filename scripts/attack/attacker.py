@@ -51,7 +51,8 @@ class Attacker:
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._seen: list[str] = []
-        threading.Thread(target=self._read, name="attacker's lines", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="attacker's lines", daemon=True)
+        self._reader.start()
 
     def wait_ready(self) -> bool:
         """Wait for the end of the preparation; return False if it failed or took too long."""
@@ -77,6 +78,7 @@ class Attacker:
         except subprocess.TimeoutExpired:
             self.kill()
         self._wait_for("", 1.0)
+        self._close()
         tallies = [line for line in self._seen if line.startswith("{")]
         return Counter(json.loads(tallies[-1])) if tallies else Counter({"no tally": 1})
 
@@ -84,10 +86,17 @@ class Attacker:
         """`kill -9` the process."""
         self._process.kill()
         self._process.wait()
+        self._close()
+
+    def _close(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # what is left to be written
+            self._process.stdin.close()
+        self._reader.join(STOP_TIMEOUT_S)
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # the process has ended, or was killed
             self._process.stdin.write(f"{line}\n")
             self._process.stdin.flush()
 
@@ -104,8 +113,9 @@ class Attacker:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line.strip())
+        with self._process.stdout as lines:
+            for line in lines:
+                self._lines.put(line.strip())
         self._lines.put("")  # the process has ended
 
 

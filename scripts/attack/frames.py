@@ -19,6 +19,7 @@ END_STREAM, ACK, END_HEADERS = 1, 1, 4
 INITIAL_WINDOW_SIZE = 4
 CANCEL = 8
 FRAME_BYTES = 16_384
+WINDOW_TIMEOUT_S = 5.0
 _WINDOW = 65_535
 _ZEROS = bytes(FRAME_BYTES)
 
@@ -89,9 +90,15 @@ class Connection:
         await self._writer.drain()
 
     async def call(self, path: str, request: bytes, key: str = "") -> int:
-        """Begin a call with a short request; return its stream."""
+        """Begin a call and send its request; return its stream. Raises OSError, or TimeoutError without a window."""
         stream, head = self.head(path, key)
-        await self.write(head + frame(DATA, END_STREAM, stream, message(request)))
+        await self.write(head)
+        data = message(request)
+        while stream in self._windows:
+            part, data = data[:FRAME_BYTES], data[FRAME_BYTES:]
+            await self._send(stream, part, END_STREAM if not data else 0)
+            if not data:
+                break
         return stream
 
     async def send_most(self, path: str, num_bytes: int, key: str = "") -> int:
@@ -102,21 +109,25 @@ class Connection:
         stream, head = self.head(path, key)
         await self.write(head)
         left = num_bytes - 1
-        pending = b"\0" + struct.pack(">I", num_bytes)
         with contextlib.suppress(TimeoutError, OSError):
-            while left and not self.is_closed and stream in self._windows:
-                room = min(self._window, self._windows[stream] + self._first_window, FRAME_BYTES)
-                if room < len(pending) + 1:
-                    self._opened.clear()
-                    await asyncio.wait_for(self._opened.wait(), 5.0)
-                    continue
-                part = min(room - len(pending), left)
-                payload, pending = pending + _ZEROS[:part], b""
-                self._window -= len(payload)
-                self._windows[stream] -= len(payload)
-                left -= part
-                await self.write(frame(DATA, 0, stream, payload))
+            await self._send(stream, b"\0" + struct.pack(">I", num_bytes))
+            while left and stream in self._windows:
+                part = _ZEROS[:left]
+                await self._send(stream, part)
+                left -= len(part)
         return num_bytes - 1 - left
+
+    async def _send(self, stream: int, data: bytes, flags: int = 0) -> None:
+        """Send at most one frame of data once both windows have room. Raises TimeoutError if none opens."""
+        while not self.is_closed and stream in self._windows:
+            if min(self._window, self._windows[stream] + self._first_window) >= len(data):
+                self._window -= len(data)
+                self._windows[stream] -= len(data)
+                await self.write(frame(DATA, flags, stream, data))
+                return
+            self._opened.clear()
+            async with asyncio.timeout(WINDOW_TIMEOUT_S):
+                await self._opened.wait()
 
     def close(self) -> None:
         """Close the connection."""

@@ -110,7 +110,8 @@ class Neighbour:
         return self._phase
 
     def finish(self, phase: Phase, timeout_s: float) -> None:
-        """Wait for the calls that began in a phase. Those still under way after the timeout count as failed."""
+        """End a phase: wait for the calls that began in it. Those still under way after the timeout count as failed."""
+        self._phase = Phase()
         deadline = time.monotonic() + timeout_s
         while self._unfinished(phase) and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -52,7 +52,7 @@ class AttackedPool:
         self._folder = Path(tempfile.mkdtemp(prefix="tpa-", dir="/tmp"))
         self._log = self._folder / "serve.log"
         self._process: subprocess.Popen[bytes] | None = None
-        self._stop_s: float | None = None
+        self._probe: RemoteProbe | None = None
         self.log_bytes_at_start = 0
 
     def __enter__(self) -> Self:
@@ -67,6 +67,12 @@ class AttackedPool:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._remove()
+
+    @property
+    def probe(self) -> RemoteProbe:
+        """The probe of the coordinator's event loop."""
+        assert self._probe is not None
+        return self._probe
 
     @property
     def pid(self) -> int:
@@ -164,7 +170,7 @@ class AttackedPool:
         self.url = serving.url
         self.grpc = serving.url.removeprefix("http://")
         self.http = serving.http_url.removeprefix("http://")
-        self.probe = RemoteProbe(socket)
+        self._probe = RemoteProbe(socket)
         self.log_bytes_at_start = self._log.stat().st_size
 
     def _channel(self) -> grpc.Channel:
@@ -176,6 +182,8 @@ class AttackedPool:
 
     def _remove(self) -> None:
         """End what still runs, and remove the pool's folder."""
+        if self._probe is not None:
+            self._probe.close()
         if self._process is not None and self.exit_code is None:
             self.stop()
         deadline = time.monotonic() + LEFTOVERS_S

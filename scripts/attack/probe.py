@@ -105,6 +105,10 @@ class RemoteProbe:
         figures: LoopFigures = self._connection.recv()
         return figures
 
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
 
 def answer_at(path: str, probe: Probe) -> None:
     """Let a `RemoteProbe` read this process's measurements at a socket, on a thread."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from scripts.attack.attack import Attack, Target
@@ -18,8 +18,6 @@ from scripts.attack.report import Figures, figures_of
 POLL_S = 0.02
 FINISH_TIMEOUT_S = 60.0
 """For calls of the neighbour that began under the attack."""
-AFTER_S = 3.0
-"""Pause between the end of the attack and the last measurement of memory."""
 HOLD_S = 1.0
 """Pause between a repeated attack and SIGTERM."""
 
@@ -35,6 +33,8 @@ class Plan:
     attack_s: float = 12.0
     """Shortest time under attack, and the length of attacks without a number of their own."""
     attack_s_max: float = 60.0
+    after_s: float = 3.0
+    """Pause between the end of an attack and the last measurement of memory."""
     memory_bytes_max: int = 4 << 30
     """The attack is stopped when the coordinator has more."""
 
@@ -75,14 +75,18 @@ class MemoryWatch:
                 self._pool.kill()
 
 
-def run_attack(attack: Attack, plan: Plan) -> Figures:
-    """Run one attack on a pool of its own. Raises PoolEnded if the pool does not start."""
-    with AttackedPool(plan.serve_arguments, attack.files_max) as pool:
+def run_attacks(attacks: Sequence[Attack], plan: Plan) -> list[Figures]:
+    """Run attacks one after the other on one pool. The last one goes on while the pool is stopped, if it is held.
+
+    Raises PoolEnded if the pool does not start.
+    """
+    files_max = min((each.files_max for each in attacks if each.files_max is not None), default=None)
+    with AttackedPool(plan.serve_arguments, files_max) as pool:
         watch = MemoryWatch(pool, plan.memory_bytes_max)
         target = Target(
             grpc=pool.grpc,
             http=pool.http,
-            key=pool.create_key("attacker"),
+            key="",
             model=pool.model,
             scale=plan.scale,
             duration_s=plan.attack_s,
@@ -95,29 +99,38 @@ def run_attack(attack: Attack, plan: Plan) -> Figures:
             time.sleep(plan.solo_s)
             neighbour.finish(solo, FINISH_TIMEOUT_S)
             solo_loop = pool.probe.read()
-            figures = _attacked(attack, plan, pool, target, neighbour, watch)
+            done = []
+            for attack in attacks:
+                if pool.exit_code is None:
+                    # A tenant of its own, so that an attack does not meet what the one before left.
+                    target.key = pool.create_key(f"attacker-{attack.name}")
+                    done.append(_attacked(attack, plan, pool, target, neighbour, watch))
         exit_code = pool.exit_code
-        stop_s = _stopped_under_attack(attack, pool, target) if exit_code is None else None
-        return figures_of(
-            attack,
-            plan.scale,
-            phases=(solo, figures.phase),
-            loops=(solo_loop, figures.loop),
-            memory_bytes=(idle_bytes, figures.peak_bytes, figures.after_bytes),
-            more={
-                "stopped_at_bytes": watch.stopped_at_bytes,
-                "stop_s": stop_s,
-                "exit_code": exit_code,
-                "log_bytes": figures.log_bytes,
-                "attack_s": figures.attack_s,
-                "tally": dict(figures.tally),
-                "note": figures.note,
-            },
-        )
+        stop_s = _stopped_under_attack(attacks[-1], pool, target) if exit_code is None else None
+        return [
+            figures_of(
+                each.attack,
+                plan.scale,
+                phases=(solo, each.phase),
+                loops=(solo_loop, each.loop),
+                memory_bytes=(idle_bytes, each.peak_bytes, each.after_bytes),
+                more={
+                    "stopped_at_bytes": watch.stopped_at_bytes,
+                    "stop_s": stop_s,
+                    "exit_code": exit_code,
+                    "log_bytes": each.log_bytes,
+                    "attack_s": each.attack_s,
+                    "tally": each.tally,
+                    "note": each.note,
+                },
+            )
+            for each in done
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attacked:
+    attack: Attack
     phase: Phase
     loop: LoopFigures
     peak_bytes: int
@@ -149,22 +162,22 @@ def _attacked(
     note = "" if is_prepared else "the preparation did not end"
     if attack.observe is not None:
         note = attack.observe(pool)
-    neighbour.begin()
     neighbour.finish(phase, FINISH_TIMEOUT_S if pool.exit_code is None else 0.0)
     loop = LoopFigures()
     with contextlib.suppress(EOFError, OSError):
         loop = pool.probe.read()
     peak_bytes, log_bytes = watch.peak_bytes, pool.log_bytes - log_bytes
     tally = attacker.stop()
-    time.sleep(AFTER_S)
+    time.sleep(plan.after_s)
     return _Attacked(
+        attack=attack,
         phase=phase,
         loop=loop,
         peak_bytes=peak_bytes,
         after_bytes=pool.memory_bytes(),
         log_bytes=log_bytes,
         attack_s=attack_s,
-        tally=tally,
+        tally=dict(tally),
         note=note,
     )
 

@@ -1,0 +1,50 @@
+"""The short version of `make attack`: attacks on a pool in a process of its own, without torch and Ray.
+
+Only what does not depend on the machine's load is checked: answers, processor time of single callbacks, memory.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.attack.attacks import ATTACKS
+from scripts.attack.report import CPU_MS_MAX, MEMORY_GROWTH_MAX, Figures
+from scripts.attack.run import Plan, run_attacks
+from tests.support.serving import TOY
+
+SHORT = ("health-unfinished", "rapid-reset", "saves", "wait-names", "streams-unread")
+"""Attacks that the pool stands, the last one until it has stopped. Those that are still open are left out."""
+PLAN = Plan(
+    serve_arguments=TOY[:4], scale=0.02, warm_up_s=0.0, solo_s=0.3, attack_s=0.7, attack_s_max=30.0, after_s=0.0
+)
+
+
+@pytest.fixture(scope="module")
+def figures() -> list[Figures]:
+    """Return the figures of one pool under all short attacks."""
+    return run_attacks([ATTACKS[name] for name in SHORT if not ATTACKS[name].is_open], PLAN)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("attacks")
+def test_no_callback_of_the_event_loop_takes_long_under_attack(figures: list[Figures]) -> None:
+    assert {each.attack: each.longest_name for each in figures if each.longest_cpu_ms > CPU_MS_MAX} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("attacks")
+def test_memory_stays_near_its_idle_size_under_attack(figures: list[Figures]) -> None:
+    grown = {each.attack: each.peak_bytes - each.idle_bytes for each in figures}
+    assert {attack: size for attack, size in grown.items() if size > MEMORY_GROWTH_MAX} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("attacks")
+def test_neighbours_calls_succeed_under_attack_and_the_pool_stops_at_a_signal(figures: list[Figures]) -> None:
+    assert [each.attack for each in figures] == [name for name in SHORT if not ATTACKS[name].is_open]
+    for each in figures:
+        assert not each.failures, (each.attack, each.reasons)
+        assert each.attacked["step"] is not None, f"{each.attack}: the neighbour took no step"
+        assert each.exit_code is None
+        assert each.stop_s is not None
+        assert "the attack itself failed" not in each.tally
