@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from scripts.attack.attacks import ATTACKS
-from scripts.attack.report import Figures, details, table
+from scripts.attack.report import Figures, comparison, details, table
 from scripts.attack.run import Plan, run_attacks
 from scripts.terminal import interrupt_at_sigterm
 
@@ -29,7 +29,17 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the attacks and exit")
     parser.add_argument("--scale", type=float, default=1.0, help="size of the attacks and their times (default 1)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file, after each attack")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        nargs=2,
+        metavar=("BEFORE", "AFTER"),
+        help="print a table of the figures in two files, and exit",
+    )
     args = parser.parse_args()
+    if args.compare:
+        print("\n".join(comparison(*(_read(file) for file in args.compare))))
+        return 0
     if args.list:
         for attack in ATTACKS.values():
             print(f"{attack.name:18} {attack.by:11} {attack.text}")
@@ -50,6 +60,12 @@ def main() -> int:
             args.json.write_text(json.dumps([asdict(each) for each in done], indent=1) + "\n", encoding="utf-8")
     print("\n" + "\n".join(table(done)))
     return 0
+
+
+def _read(file: Path) -> dict[str, Figures]:
+    """Return the figures in a file, by the name of the attack."""
+    found = (Figures(**each) for each in json.loads(file.read_text(encoding="utf-8")))
+    return {figures.attack: figures for figures in found}
 
 
 if __name__ == "__main__":

@@ -66,6 +66,8 @@ class Attack:
     program: Program
     files_max: int | None = None
     """File descriptors that the coordinator may open. None: as many as this program."""
+    is_tls: bool = False
+    """Whether the doors are served over TLS."""
     is_held: bool = False
     """Whether the attack is repeated at the end, so that the pool is stopped while it goes on."""
     observe: Callable[[AttackedPool], str] | None = None

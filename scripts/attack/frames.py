@@ -14,12 +14,13 @@ from collections import defaultdict
 import hpack
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 8, 9
 END_STREAM, ACK, END_HEADERS = 1, 1, 4
 INITIAL_WINDOW_SIZE = 4
 CANCEL = 8
 FRAME_BYTES = 16_384
 WINDOW_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 1.0
 _WINDOW = 65_535
 _ZEROS = bytes(FRAME_BYTES)
 
@@ -40,6 +41,8 @@ class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_ended = 0
         """Streams that the pool has ended."""
+        self.has_begun = False
+        """For floods: whether the first frames were sent."""
         self._reader, self._writer = reader, writer
         self._encoder = hpack.Encoder()
         self._encoder.header_table_size = 0  # every header is written out, so that streams do not depend on each other
@@ -129,11 +132,14 @@ class Connection:
             async with asyncio.timeout(WINDOW_TIMEOUT_S):
                 await self._opened.wait()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close the connection."""
         if self._reading is not None:
             self._reading.cancel()
         self._writer.close()
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._writer.wait_closed()
 
     async def _read(self) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):

@@ -6,7 +6,6 @@ Each kind of work has a thread and repeats one call with a short pause. A call c
 from __future__ import annotations
 
 import contextlib
-import http.client
 import threading
 import time
 from collections import Counter, defaultdict
@@ -15,7 +14,6 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-import grpc
 import numpy as np
 
 import tinkerpool
@@ -59,7 +57,7 @@ class Neighbour:
         self._under_way: dict[str, tuple[Phase, float]] = {}
         self._lock = threading.Lock()
         self._ending = threading.Event()
-        self._service = tinkerpool.ServiceClient(pool.url, key)
+        self._service = tinkerpool.ServiceClient(pool.url, key, root_certificates=pool.certificate)
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
@@ -145,7 +143,7 @@ class Neighbour:
                 phase.reasons[f"{kind}: {reason}"] += 1
 
     def _connect_http(self) -> None:
-        connection = http.client.HTTPConnection(self._pool.http, timeout=CONNECT_TIMEOUT_S)
+        connection = self._pool.http_connection(CONNECT_TIMEOUT_S)
         try:
             connection.request("GET", "/api/v1/get_server_capabilities", headers={"X-API-Key": self._key})
             response = connection.getresponse()
@@ -156,8 +154,7 @@ class Neighbour:
             raise RuntimeError(f"status {response.status}")
 
     def _connect_grpc(self) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        with grpc.insecure_channel(self._pool.grpc, options=options) as channel:
+        with self._pool.channel() as channel:
             sessions_pb2_grpc.SessionServiceStub(channel).GetCapabilities(
                 sessions_pb2.GetCapabilitiesRequest(),
                 metadata=(("authorization", f"Bearer {self._key}"),),

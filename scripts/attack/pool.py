@@ -7,11 +7,13 @@ killed coordinator left: processes with a TMPDIR that only this pool uses.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import resource
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -37,6 +39,7 @@ STOP_TIMEOUT_S = 40.0
 """Then the coordinator is killed."""
 LEFTOVERS_S = 10.0
 POLL_S = 0.05
+CERTIFICATE = "cert.pem"
 
 
 class PoolEnded(Exception):
@@ -46,8 +49,10 @@ class PoolEnded(Exception):
 class AttackedPool:
     """One pool with both doors. Use it as a context."""
 
-    def __init__(self, serve_arguments: Sequence[str], files_max: int | None) -> None:
+    def __init__(self, serve_arguments: Sequence[str], files_max: int | None, *, is_tls: bool = False) -> None:
+        """`files_max`: file descriptors that the coordinator may open. None: as many as this program."""
         self._arguments = list(serve_arguments)
+        self._is_tls = is_tls
         self._files_max = files_max
         self._folder = Path(tempfile.mkdtemp(prefix="tpa-", dir="/tmp"))
         self._log = self._folder / "serve.log"
@@ -67,6 +72,11 @@ class AttackedPool:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._remove()
+
+    @property
+    def certificate(self) -> bytes | None:
+        """The certificate (PEM) that clients trust; None without TLS."""
+        return (self._folder / CERTIFICATE).read_bytes() if self._is_tls else None
 
     @property
     def probe(self) -> RemoteProbe:
@@ -99,9 +109,23 @@ class AttackedPool:
             return 0
         return pages * resource.getpagesize()
 
+    def channel(self) -> grpc.Channel:
+        """Return a new channel, with connections of its own."""
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        if (certificate := self.certificate) is not None:
+            return grpc.secure_channel(self.grpc, grpc.ssl_channel_credentials(certificate), options=options)
+        return grpc.insecure_channel(self.grpc, options=options)
+
+    def http_connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        """Return a new connection to the HTTP door."""
+        if (certificate := self.certificate) is not None:
+            context = ssl.create_default_context(cadata=certificate.decode())
+            return http.client.HTTPSConnection(self.http, timeout=timeout_s, context=context)
+        return http.client.HTTPConnection(self.http, timeout=timeout_s)
+
     def worker_pids(self) -> list[int]:
         """Return the processes of live workers."""
-        with self._channel() as channel:
+        with self.channel() as channel:
             stub = pool_pb2_grpc.PoolServiceStub(channel)
             status = stub.GetPoolStatus(
                 pool_pb2.GetPoolStatusRequest(), metadata=self._metadata(), timeout=CALL_TIMEOUT_S
@@ -110,7 +134,7 @@ class AttackedPool:
 
     def create_key(self, tenant: str) -> str:
         """Create a key for a tenant."""
-        with self._channel() as channel:
+        with self.channel() as channel:
             request = pool_pb2.CreateApiKeyRequest(tenant=tenant)
             stub = pool_pb2_grpc.AdminServiceStub(channel)
             return str(stub.CreateApiKey(request, metadata=self._metadata(), timeout=CALL_TIMEOUT_S).key)
@@ -149,6 +173,8 @@ class AttackedPool:
             SOCKET: str(socket),
         }
         command = [sys.executable, "-m", "scripts.attack.probed", "serve", "--port", "0", *self._arguments]
+        if self._is_tls:
+            command += make_certificate(self._folder)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*command, "--data-dir", str(self._folder / "pool"), "--ready-file", str(ready)],
@@ -168,13 +194,9 @@ class AttackedPool:
             time.sleep(POLL_S)
         self.model = serving.models[0]
         self.url = serving.url
-        self.grpc = serving.url.removeprefix("http://")
-        self.http = serving.http_url.removeprefix("http://")
+        self.grpc, self.http = (url.partition("://")[2] for url in (serving.url, serving.http_url))
         self._probe = RemoteProbe(socket)
         self.log_bytes_at_start = self._log.stat().st_size
-
-    def _channel(self) -> grpc.Channel:
-        return grpc.insecure_channel(self.grpc)
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         key = json.loads((self._folder / "credentials.json").read_text(encoding="utf-8"))["api_key"]
@@ -203,6 +225,18 @@ class AttackedPool:
             with contextlib.suppress(OSError):
                 if mark in (folder / "environ").read_bytes():
                     yield int(folder.name)
+
+
+def make_certificate(folder: Path) -> list[str]:
+    """Make a self-signed certificate for the loopback; return the options that serve it. Needs the openssl command."""
+    certificate, key = folder / CERTIFICATE, folder / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    subprocess.run(
+        [*command.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-out", certificate, "-keyout", key],
+        check=True,
+        capture_output=True,
+    )
+    return ["--tls-cert", str(certificate), "--tls-key", str(key)]
 
 
 @contextlib.contextmanager

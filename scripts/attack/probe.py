@@ -117,7 +117,8 @@ def answer_at(path: str, probe: Probe) -> None:
 
 
 def _answer(listener: Listener, probe: Probe) -> None:
-    connection = listener.accept()
+    with listener:
+        connection = listener.accept()
     while True:
         try:
             connection.recv()

@@ -15,6 +15,7 @@ CPU_MS_MAX = 100.0
 """Processor time of one callback of the coordinator's event loop."""
 MEMORY_GROWTH_MAX = 600_000_000
 """Bytes that the coordinator may take above its idle size."""
+LOG_BYTES_SHOWN = 100_000
 CYCLE_MS_MAX = 2000.0
 """One cycle's budget: `cycle_s_max`."""
 
@@ -120,6 +121,15 @@ def table(all_figures: Iterable[Figures]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def comparison(before: Mapping[str, Figures], after: Mapping[str, Figures]) -> Iterator[str]:
+    """Yield the lines of a Markdown table of two versions, by the name of the attack. A goal that is missed is bold."""
+    yield "| attack | before | after |"
+    yield "|---|---|---|"
+    for name in {**before, **after}:
+        cells = [_sentence(found) if (found := version.get(name)) else "not measured" for version in (before, after)]
+        yield f"| `{name}` | {' | '.join(cells)} |"
+
+
 def details(figures: Figures) -> Iterator[str]:
     """Yield what the table has no room for."""
     yield f"  {figures.attack_s:.0f} s of attack; the pool's answers: {_counts(figures.tally) or 'none'}"
@@ -131,6 +141,28 @@ def details(figures: Figures) -> Iterator[str]:
         yield f"  failed: {_counts(figures.reasons)}"
     if figures.note:
         yield f"  {figures.note}"
+
+
+def _sentence(figures: Figures) -> str:
+    """Return the figures in one cell of a table."""
+    missed = figures.missed()
+    parts = []
+    for kind in KINDS[:3]:
+        solo, attacked = figures.solo.get(kind), figures.attacked.get(kind)
+        change = f"{solo[1]:,.0f} to {attacked[1]:,.0f} ms" if solo and attacked else "none ended"
+        parts.append((f"p99 of a {kind}", f"{kind} {change}"))
+    num_failed = sum(figures.failures.values())
+    parts += [
+        ("neighbour's calls", f"{num_failed} failed" if num_failed else ""),
+        ("memory", f"{figures.idle_bytes / 1e6:,.0f} to {figures.peak_bytes / 1e6:,.0f} MB"),
+        ("processor time", f"callback {figures.longest_cpu_ms:,.0f} ms"),
+        ("", f"late {figures.stall_ms:,.0f} ms"),
+        ("coordinator ended", "" if figures.exit_code is None else f"coordinator ended ({figures.exit_code})"),
+        ("stop", f"stop {figures.stop_s:.1f} s" if figures.stop_s is not None else "no stop"),
+        ("", f"log {figures.log_bytes / 1e6:,.1f} MB" if figures.log_bytes > LOG_BYTES_SHOWN else ""),
+        ("", figures.note),
+    ]
+    return "; ".join(f"**{text}**" if goal in missed else text for goal, text in parts if text)
 
 
 def _percentiles(phase: Phase) -> dict[str, tuple[float, float] | None]:

@@ -81,7 +81,8 @@ def run_attacks(attacks: Sequence[Attack], plan: Plan) -> list[Figures]:
     Raises PoolEnded if the pool does not start.
     """
     files_max = min((each.files_max for each in attacks if each.files_max is not None), default=None)
-    with AttackedPool(plan.serve_arguments, files_max) as pool:
+    is_tls = any(each.is_tls for each in attacks)
+    with AttackedPool(plan.serve_arguments, files_max, is_tls=is_tls) as pool:
         watch = MemoryWatch(pool, plan.memory_bytes_max)
         target = Target(
             grpc=pool.grpc,

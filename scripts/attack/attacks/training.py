@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 
 from scripts.attack.attack import TENANT, Attack, Target
 from scripts.attack.calls import Tenant, counted, counted_all, post_json
+from scripts.attack.frames import Connection
 from tinkerpool.v1 import checkpoints_pb2, training_pb2
 
 SAVED = "saved"
+EXPORT = "/tinkerpool.v1.CheckpointService/ExportCheckpoint"
 
 
 async def saves(target: Target) -> AsyncGenerator[None, None]:
@@ -57,6 +60,24 @@ async def exports(target: Target) -> AsyncGenerator[None, None]:
         await counted_all(target, (export() for _ in range(target.many(200))))
 
 
+async def exports_unread(target: Target) -> AsyncGenerator[None, None]:
+    """Begin 1,000 exports of one checkpoint on four connections, and never open the window for their bytes."""
+    tenant = Tenant(target)
+    saved = await tenant.save(await tenant.adapter(), 1, SAVED)
+    [done] = await tenant.wait([saved.name])
+    request = checkpoints_pb2.ExportCheckpointRequest(path=done.save_state.path).SerializeToString()
+    yield
+    connections = [await Connection.open(target.grpc, window=0) for _ in range(4)]
+    for number in range(target.many(1000)):
+        await connections[number % 4].call(EXPORT, request, target.key)
+        target.tally["exports"] += 1
+    await asyncio.sleep(target.duration_s)
+    target.tally["streams ended by the pool"] = sum(each.num_ended for each in connections)
+    yield
+    for connection in connections:
+        await connection.close()
+
+
 async def sessions(target: Target) -> AsyncGenerator[None, None]:
     """Create 20,000 sessions, then use the OpenAI door, which looks for its own session among them."""
     tenant = Tenant(target)
@@ -85,6 +106,13 @@ ATTACKS = (
         by=TENANT,
         text="exports of a checkpoint of rank 32 over gRPC, 200 at a time",
         program=exports,
+    ),
+    Attack(
+        name="exports-unread",
+        by=TENANT,
+        text="1,000 exports over gRPC whose readers never open their flow-control windows",
+        program=exports_unread,
+        is_held=True,
     ),
     Attack(
         name="sessions",

@@ -32,14 +32,14 @@ async def health_watch(target: Target) -> AsyncGenerator[None, None]:
     target.tally["watching"] += 1
     await asyncio.sleep(1)
     yield
-    connection.close()
+    await connection.close()
 
 
 def health_of_a_stopped_worker(pool: AttackedPool) -> str:
     """Stop the only worker for some time; tell how long the pool went on reporting that it is healthy."""
     [worker] = pool.worker_pids()
     begin = time.monotonic()
-    with stopped(worker), grpc.insecure_channel(pool.grpc) as channel:
+    with stopped(worker), pool.channel() as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
         while time.monotonic() < begin + HEALTH_TIMEOUT_S:
             try:
@@ -60,7 +60,7 @@ async def health_unfinished(target: Target) -> AsyncGenerator[None, None]:
     target.tally["MB taken"] = round(sum(sizes) / 1e6)
     target.tally["streams ended by the pool"] = connection.num_ended
     yield
-    connection.close()
+    await connection.close()
 
 
 async def unknown_keys_grpc(target: Target) -> AsyncGenerator[None, None]:

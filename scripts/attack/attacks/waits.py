@@ -42,7 +42,7 @@ async def wait_names(target: Target) -> AsyncGenerator[None, None]:
     target.tally["streams ended by the pool"] = sum(each.num_ended for each in connections)
     yield
     for connection in connections:
-        connection.close()
+        await connection.close()
 
 
 async def waits_again(target: Target) -> AsyncGenerator[None, None]:
@@ -57,7 +57,7 @@ async def waits_again(target: Target) -> AsyncGenerator[None, None]:
         target.tally["waits"] += 1
         await asyncio.sleep(0.05)
         await connection.write(frame(RST_STREAM, 0, stream, CANCEL.to_bytes(4, "big")))
-    connection.close()
+    await connection.close()
 
 
 async def _poll(target: Target, name: str) -> None:
