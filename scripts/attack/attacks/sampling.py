@@ -19,20 +19,19 @@ NUM_DRAWN = 32
 
 
 async def stop_strings(target: Target) -> AsyncGenerator[None, None]:
-    """Draw four samples, one after the other, with 200,000 stop strings each."""
+    """Draw 16 sequences of 100 tokens with 200,000 stop strings."""
     tenant = Tenant(target)
     sampler_id = await tenant.sampler()
-    request = _request(sampler_id)
+    request = _request(sampler_id, num_samples=16)
+    request.params.max_tokens = 100
     request.params.stop.strings.extend(f"stop {number}" for number in range(target.many(200_000)))
     yield
-    for seq in range(1, 5):
-        request.seq = seq
 
-        async def sample() -> None:
-            operation = (await tenant.sampling.Sample(request, metadata=tenant.metadata)).operation
-            await tenant.wait([operation.name])
+    async def sample() -> None:
+        operation = (await tenant.sampling.Sample(request, metadata=tenant.metadata)).operation
+        await tenant.wait([operation.name])
 
-        await counted(target, sample())
+    await counted(target, sample())
 
 
 async def streams_unread(target: Target) -> AsyncGenerator[None, None]:
@@ -64,7 +63,7 @@ ATTACKS = (
     Attack(
         name="stop-strings",
         by=TENANT,
-        text="four samples with 200,000 stop strings each",
+        text="16 sequences of 100 tokens with 200,000 stop strings",
         program=stop_strings,
     ),
     Attack(
