@@ -73,4 +73,5 @@ class Attack:
     observe: Callable[[AttackedPool], str] | None = None
     """Called while the attack goes on; returns what else it did."""
     is_open: bool = False
-    """Whether the pool does not stand this attack yet. The short version in the tests leaves it out."""
+    """Whether the pool does not stand this attack yet: `--list` marks it, and the short version in the tests leaves it
+    out."""

@@ -124,13 +124,13 @@ class AttackedPool:
         return http.client.HTTPConnection(self.http, timeout=timeout_s)
 
     def worker_pids(self) -> list[int]:
-        """Return the processes of live workers."""
+        """Return the processes of live workers; none if the workers are in the coordinator's process."""
         with self.channel() as channel:
             stub = pool_pb2_grpc.PoolServiceStub(channel)
             status = stub.GetPoolStatus(
                 pool_pb2.GetPoolStatusRequest(), metadata=self._metadata(), timeout=CALL_TIMEOUT_S
             )
-        return [worker.pid for worker in status.workers if worker.is_live]
+        return [worker.pid for worker in status.workers if worker.is_live and worker.pid not in (0, self.pid)]
 
     def create_key(self, tenant: str) -> str:
         """Create a key for a tenant."""

@@ -146,12 +146,14 @@ ATTACKS = (
         by=TENANT,
         text="1.6 kB of zstd over HTTP that unpack to 8.4 million empty data",
         program=zstd_empty_data,
+        is_open=True,
     ),
     Attack(
         name="grpc-empty-data",
         by=TENANT,
         text="a pass of 63 MB of empty data over gRPC",
         program=grpc_empty_data,
+        is_open=True,
     ),
     Attack(
         name="grpc-empty-names",
@@ -170,6 +172,7 @@ ATTACKS = (
         by=TENANT,
         text="a prompt of 7.9 MB of text to `/v1/completions`",
         program=completions_text,
+        is_open=True,
     ),
     Attack(
         name="json-lists",

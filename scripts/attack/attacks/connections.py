@@ -220,6 +220,7 @@ ATTACKS = (
         text="connections above the highest number, without a pause; the coordinator may open 1,024 files",
         program=http_refused,
         files_max=FILES_MAX,
+        is_open=True,
     ),
     Attack(
         name="rapid-reset",
@@ -232,6 +233,7 @@ ATTACKS = (
         by=NO_KEY,
         text="HTTP/2 pings without a pause on four connections; the replies are not read",
         program=pings,
+        is_open=True,
     ),
     Attack(
         name="settings",

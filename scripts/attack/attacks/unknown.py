@@ -37,9 +37,11 @@ async def health_watch(target: Target) -> AsyncGenerator[None, None]:
 
 def health_of_a_stopped_worker(pool: AttackedPool) -> str:
     """Stop the only worker for some time; tell how long the pool went on reporting that it is healthy."""
-    [worker] = pool.worker_pids()
+    workers = pool.worker_pids()
+    if not workers:
+        return ""
     begin = time.monotonic()
-    with stopped(worker), pool.channel() as channel:
+    with stopped(workers[0]), pool.channel() as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
         while time.monotonic() < begin + HEALTH_TIMEOUT_S:
             try:
@@ -110,6 +112,7 @@ ATTACKS = (
         program=health_watch,
         observe=health_of_a_stopped_worker,
         is_held=True,
+        is_open=True,
     ),
     Attack(
         name="health-unfinished",
