@@ -43,7 +43,7 @@ def make_loops(
             pool, time, context.epoch, fleet, scheduling.losses, schedule.quarantine, schedule.deadlines
         )
         results = Results(saver, snapshots, fleet)
-        items = ItemBuilder(store, saver.states.folders)
+        items = ItemBuilder(store, saver.states.folders, registers.in_flight)
         phases = Phases(planning, group.logs, fleet, items, dispatch, results, snapshots, time)
         committer = Committer(planning, group, saver, registers.in_flight, fleet, journal, time)
         loops[base_model] = CycleLoop(schedule.clock, planning, phases, committer, journal, group, snapshots, time)

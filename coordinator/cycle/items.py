@@ -14,12 +14,22 @@ from dataclasses import dataclass, replace
 from coordinator.base.errors import Code, ServiceError
 from coordinator.fleet.fleet import Flight
 from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Kind, Operation, service_error
 from coordinator.payloads.passes import DecodedPass, decode_adam, decode_pass
 from coordinator.storage.folders import StateFolders
 from coordinator.storage.store import Store
 from tinkerpool.v1 import training_pb2
-from workers.contract.messages import AdapterInstall, AdapterState, Item, LoadItem, OptimStepItem, PassItem, SaveItem
+from workers.contract.messages import (
+    AdapterInstall,
+    AdapterState,
+    Item,
+    ItemResult,
+    LoadItem,
+    OptimStepItem,
+    PassItem,
+    SaveItem,
+)
 
 SNAPSHOT = "snapshot"
 """`op_id` of a save for recovery."""
@@ -40,6 +50,22 @@ class Entry:
     def is_current(self) -> bool:
         """Whether the copy that the item was built for is still the adapter's copy."""
         return self.log.copy.generation == self.generation
+
+
+@dataclass(slots=True)
+class MovedState:
+    """What the items of one save or load took."""
+
+    operation: Operation
+    log: AdapterLog
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, entry: Entry, result: ItemResult, applying_s: float) -> None:
+        """Add an item; `applying_s`: to write its state."""
+        states = [result.state, entry.item.state if isinstance(entry.item, LoadItem) else None]
+        self.num_bytes += sum(state.num_bytes for state in states if state is not None)
+        self.seconds += result.engine_s + applying_s
 
 
 class PhaseWork:
@@ -92,7 +118,8 @@ def flights(entries: Iterable[Entry]) -> tuple[Flight, ...]:
 class ItemBuilder:
     """Makes installs and items; reads payloads and states that have left memory from the store."""
 
-    def __init__(self, store: Store, folders: StateFolders) -> None:
+    def __init__(self, store: Store, folders: StateFolders, in_flight: InFlightTable) -> None:
+        self._in_flight = in_flight
         self._store = store
         self._folders = folders
 
@@ -246,10 +273,14 @@ class ItemBuilder:
                 raise AssertionError(f"{operation.kind} does not run in the step phase")
 
     def _decoded(self, operation: Operation) -> DecodedPass:
-        if operation.decoded is None:
-            operation.keep_decoded(decode_pass(self._payload(operation)))
-        assert operation.decoded is not None
-        return operation.decoded
+        if operation.decoded is not None:
+            return operation.decoded
+        decoded = decode_pass(self._payload(operation))
+        if operation.is_final:
+            operation.keep_decoded(decoded)  # a replay; its last chunk drops it
+        else:
+            self._in_flight.keep_decoded(operation, decoded)
+        return decoded
 
     def _payload(self, operation: Operation) -> bytes:
         return operation.payload or self._store.operations.payload(operation.target_id, operation.seq)

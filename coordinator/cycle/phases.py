@@ -16,16 +16,15 @@ from coordinator.base.errors import ServiceError
 from coordinator.base.time import Time, within
 from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.cycle.commit import Cycle
-from coordinator.cycle.items import Entry, ItemBuilder, PhaseWork, flights
+from coordinator.cycle.items import Entry, ItemBuilder, MovedState, PhaseWork, flights
 from coordinator.cycle.results import Results
 from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.scheduling.cost_model import Deadlines
 from coordinator.scheduling.planner import PassPlan, Planning, place
-from coordinator.scheduling.state_budget import StateCost
 from coordinator.scheduling.worker_losses import LossRecorder, Quarantine
 from workers.contract.failpoints import failpoint
-from workers.contract.messages import Batch, BatchResult, ItemResult, LoadItem
+from workers.contract.messages import Batch, BatchResult, ItemResult
 from workers.contract.protocols import Pool, WorkerLost
 
 EXPECTED_MAX = 64
@@ -230,17 +229,16 @@ class Phases:
         self._snapshots.end()
 
     async def _run(self, cycle: Cycle, work: PhaseWork) -> None:
-        moved: dict[str, tuple[Entry, StateCost]] = {}
+        moved: dict[str, MovedState] = {}
         for entry, worker, result in await self.dispatch.run(cycle.cycle_id, work, self._planning):
             began = self._time.monotonic()
             await self._results.apply(cycle, entry, worker, result)
             operation = entry.operation
             if operation is not None and operation.kind.moves_state and result.error is None:
-                _, before = moved.get(operation.name, (entry, StateCost(0, 0.0)))
-                moved[operation.name] = entry, before + _cost(entry, result, self._time.monotonic() - began)
-        for entry, cost in moved.values():
-            assert entry.operation is not None
-            self._planning.state_costs.observe(entry.operation.kind, entry.log.spec, cost)
+                kept = moved.setdefault(operation.name, MovedState(operation, entry.log))
+                kept.add(entry, result, self._time.monotonic() - began)
+        for each in moved.values():
+            self._planning.observe_states(each.operation.kind, each.log.spec, each.num_bytes, each.seconds)
 
     async def _install(self, log: AdapterLog, worker_id: str, work: PhaseWork) -> bool:
         """Place a copy of the adapter on the worker, unless it has one; return whether it has one.
@@ -276,10 +274,3 @@ class Phases:
         self._results.refuse_copy(log, error)
         if error.retry_delay_s is not None:
             await self._time.sleep(error.retry_delay_s)
-
-
-def _cost(entry: Entry, result: ItemResult, applying_s: float) -> StateCost:
-    """Return what an item of a save or a load took; `applying_s`: to write its state."""
-    states = [result.state, entry.item.state if isinstance(entry.item, LoadItem) else None]
-    num_bytes = sum(state.num_bytes for state in states if state is not None)
-    return StateCost(num_bytes, result.engine_s + applying_s)

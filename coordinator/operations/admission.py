@@ -312,6 +312,7 @@ class Admission:
             del self._appending[operation.name]
             if error is None:
                 operation.accept()
+                self._in_flight.spill(operation)
             else:
                 self._in_flight.remove(operation)
                 if log is None:

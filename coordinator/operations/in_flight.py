@@ -1,8 +1,9 @@
 """Operations without a committed outcome, and the waits for them; the numbers of samples, and finished samples.
 
 In memory; finished operations are read from the store. `InFlightTable` has the operations by name. A wait does not
-poll: it has a queue that gets each operation once, when its outcome has committed. The table also counts the memory of
-unfinished requests: payloads by tenant, and decoded payloads in total.
+poll: it has a queue that gets each operation once, when its outcome has committed. The table counts the payloads of
+unfinished requests by tenant, and bounds the memory of all requests and unread results: beyond it they are read from
+the store when they are needed.
 
 `FinishedSamples` is for clients that poll for their samples with a cursor; a client's samples have sequence numbers in
 a block of its own. A client's list begins with the finished samples in the store that were not fetched, so a list may
@@ -27,8 +28,12 @@ from coordinator.payloads.passes import DecodedPass
 from coordinator.storage.store import Store
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
-DECODED_BYTES_MAX = 256 << 20
-"""Memory for decoded payloads of queued operations, of all tenants. Beyond it payloads are decoded when they run."""
+REQUEST_BYTES_MAX = 256 << 20
+"""Memory for the unfinished requests of all tenants, as payloads and decoded. Beyond it they are not kept decoded, and
+the payloads of passes stay in the log until they run."""
+RESULT_BYTES_MAX = 64 << 20
+"""Memory for results in the queues of waits. Beyond it a result is read from the store when its client has read those
+before it."""
 CLIENT_SEQS = 10**9
 """Numbers in a client's block."""
 CLIENTS_MAX = 4096
@@ -39,6 +44,10 @@ REPORTED_MAX = 1000
 """Samples in one response."""
 _POSITION_BITS = 32
 """Low bits of a cursor: the position within an epoch. The epoch is in the bits above."""
+
+
+_WaitQueue = asyncio.Queue[ops_pb.Operation | str | None]
+"""Finished operations, or their names where there was no memory for them; None: the coordinator stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,34 +154,41 @@ class InFlightTable:
         """`finished_samples` gets the outcomes of committed samples."""
         self._finished_samples = finished_samples
         self._operations: dict[str, Operation] = {}
-        self._waiters: dict[str, list[asyncio.Queue[ops_pb.Operation | None]]] = {}
-        self._open_queues: set[asyncio.Queue[ops_pb.Operation | None]] = set()
+        self._waiters: dict[str, list[_WaitQueue]] = {}
+        self._open_queues: set[_WaitQueue] = set()
         self._bytes_by_tenant: Counter[str] = Counter()
         self._num_by_target: Counter[str] = Counter()
         self._by_request_id: dict[tuple[str, str], Operation] = {}
-        self._decoded_bytes: dict[str, int] = {}
-        """Operation to the memory of its decoded payload."""
-        self._num_decoded_bytes = 0
+        self._request_bytes: dict[str, int] = {}
+        """Operation to the memory of its request."""
+        self._num_request_bytes = 0
+        self._num_result_bytes = 0
         self._is_closed = False
 
     def __len__(self) -> int:
         return len(self._operations)
 
     def add(self, operation: Operation) -> None:
-        """Add an accepted operation."""
+        """Add an operation that is being appended, or is in the log."""
         self._operations[operation.name] = operation
+        self._hold_request(operation, len(operation.payload))
         self._bytes_by_tenant[operation.tenant_id] += operation.num_bytes
         self._num_by_target[operation.target_id] += 1
         if operation.request_id:
             self._by_request_id.setdefault((operation.target_id, operation.request_id), operation)
+        self.spill(operation)
 
     def keep_decoded(self, operation: Operation, decoded: DecodedPass) -> None:
         """Hold an operation's payload decoded until it has run, if there is memory for it."""
-        num_bytes = decoded.num_bytes
-        if self._num_decoded_bytes + num_bytes <= DECODED_BYTES_MAX:
+        if self._num_request_bytes + decoded.num_bytes <= REQUEST_BYTES_MAX:
             operation.keep_decoded(decoded)
-            self._decoded_bytes[operation.name] = num_bytes
-            self._num_decoded_bytes += num_bytes
+            self._hold_request(operation, decoded.num_bytes)
+
+    def spill(self, operation: Operation) -> None:
+        """Leave the payload of a durable pass to the log if the memory for requests is exceeded."""
+        if operation.kind.is_pass and operation.is_durable and self._num_request_bytes > REQUEST_BYTES_MAX:
+            operation.drop_payload()
+            self._free_request(operation)
 
     def get(self, name: str) -> Operation | None:
         """Return the operation of this name, if its outcome has not committed."""
@@ -204,7 +220,7 @@ class InFlightTable:
         for counter, key in ((self._bytes_by_tenant, operation.tenant_id), (self._num_by_target, operation.target_id)):
             if not counter[key]:
                 del counter[key]
-        self._num_decoded_bytes -= self._decoded_bytes.pop(operation.name, 0)
+        self._free_request(operation)
         request = (operation.target_id, operation.request_id)
         if self._by_request_id.get(request) is operation:
             del self._by_request_id[request]
@@ -215,7 +231,12 @@ class InFlightTable:
         self.remove(operation)
         assert operation.outcome is not None
         for queue in self._waiters.pop(operation.name, ()):
-            queue.put_nowait(operation.outcome)
+            num_bytes = operation.outcome.ByteSize()
+            if self._num_result_bytes + num_bytes > RESULT_BYTES_MAX:
+                queue.put_nowait(operation.name)
+            else:
+                queue.put_nowait(operation.outcome)
+                self._num_result_bytes += num_bytes
         if operation.kind is Kind.SAMPLE:
             self._finished_samples.note(operation.outcome)
 
@@ -224,9 +245,9 @@ class InFlightTable:
     ) -> AsyncIterator[ops_pb.Operation]:
         """Yield each named operation once, when it is finished; fewer if the coordinator stops.
 
-        `read_finished` gets the names that are not in flight, one by one, and may raise.
+        `read_finished` reads the operations that are not in flight, one by one, and may raise.
         """
-        queue: asyncio.Queue[ops_pb.Operation | None] = asyncio.Queue()
+        queue: _WaitQueue = asyncio.Queue()
         unique = dict.fromkeys(names)
         done = [name for name in unique if name not in self._operations]
         waiting = [name for name in unique if name in self._operations]
@@ -240,8 +261,11 @@ class InFlightTable:
                 finished = await queue.get()
                 if finished is None:
                     return
-                yield finished
+                yield read_finished(finished) if isinstance(finished, str) else self._taken(finished)
         finally:
+            while not queue.empty():
+                if isinstance(unread := queue.get_nowait(), ops_pb.Operation):
+                    self._taken(unread)
             self._open_queues.discard(queue)
             for name in waiting:
                 if queue in (queues := self._waiters.get(name, [])):
@@ -254,6 +278,17 @@ class InFlightTable:
         self._is_closed = True
         for queue in self._open_queues:
             queue.put_nowait(None)
+
+    def _hold_request(self, operation: Operation, num_bytes: int) -> None:
+        self._request_bytes[operation.name] = self._request_bytes.get(operation.name, 0) + num_bytes
+        self._num_request_bytes += num_bytes
+
+    def _free_request(self, operation: Operation) -> None:
+        self._num_request_bytes -= self._request_bytes.pop(operation.name, 0)
+
+    def _taken(self, outcome: ops_pb.Operation) -> ops_pb.Operation:
+        self._num_result_bytes -= outcome.ByteSize()
+        return outcome
 
 
 class SampleNumbers:

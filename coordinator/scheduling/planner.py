@@ -24,9 +24,10 @@ from coordinator.operations.adapter_log import AdapterLog, ReadyChunks
 from coordinator.operations.operation import Kind
 from coordinator.operations.registry import AdapterGroup
 from coordinator.scheduling.cost_model import START_TOKENS, CycleCosts, TokenBudget
-from coordinator.scheduling.state_budget import StateCandidate, StateCosts, plan_states
+from coordinator.scheduling.state_budget import StateCandidate, StateCost, StateCosts, plan_states
 from coordinator.scheduling.virtual_counters import FairState, decode_share, lifted
 from coordinator.scheduling.worker_losses import Quarantine
+from workers.contract.messages import AdapterSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,7 +313,7 @@ class Planning:
         self.ready = ready
         self.budget = budget
         self.costs = costs
-        self.state_costs = StateCosts()
+        self._state_costs = StateCosts()
         self._fleet = fleet
         self._fair = fair
 
@@ -344,10 +345,14 @@ class Planning:
             return {}
         pass_s = self.costs.predicted_s(self.budget.tokens, 0.0)
         tokens_per_s = self.budget.tokens / pass_s if pass_s else float(START_TOKENS)
-        candidates = [self.ready.state_candidate(log, self.state_costs) for log in logs]
+        candidates = [self.ready.state_candidate(log, self._state_costs) for log in logs]
         num_planned, self._fair = plan_states(candidates, self._fair, tokens_per_s)
         self.ready.planned_states(num_planned, cycle_id)
         return num_planned
+
+    def observe_states(self, kind: Kind, spec: AdapterSpec, num_bytes: int, seconds: float) -> None:
+        """Record what a save or a load took."""
+        self._state_costs.observe(kind, spec, StateCost(num_bytes, seconds))
 
     def left_over(self, plan: PassPlan) -> Iterator[AdapterLog]:
         """Yield adapters with a copy on a live worker whose ready passes are not in the plan."""

@@ -37,9 +37,6 @@ class StateCost:
     seconds: float
     """Of the engine, and of writing files."""
 
-    def __add__(self, other: StateCost) -> StateCost:
-        return StateCost(self.num_bytes + other.num_bytes, self.seconds + other.seconds)
-
 
 UNKNOWN = StateCost(BYTES_MAX, SECONDS_MAX)
 """The cost of a kind without a measurement: its first operation has a step phase for itself."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.operation import Kind, Operation
 from coordinator.service.access import Principal, UseCases
 from tinkerpool.v1 import operations_pb2 as pb
+
+NAMES_AT_ONCE = 100
+"""Names that are looked up before other callbacks of the event loop run: a finished one costs a read of the store."""
 
 
 class OperationUseCases(UseCases):
@@ -27,7 +31,9 @@ class OperationUseCases(UseCases):
         if not 1 <= len(request.names) <= limit:
             raise invalid(f"{len(request.names)} names to wait for: send 1 to {limit}")
         names = list(dict.fromkeys(request.names))
-        for name in names:
+        for index, name in enumerate(names):
+            if index % NAMES_AT_ONCE == 0:
+                await asyncio.sleep(0)
             if self._core.admission.owner(*_parse(name)) != principal.tenant_id:
                 raise not_found("operation", name)
         num_missing = len(names)

@@ -249,8 +249,9 @@ class StateFolders:
 
     def __init__(self, data_dir: Path, disk: Disk) -> None:
         """Raises OSError."""
+        kinds = ("checkpoint", "snapshot", "sampler")  # of failpoints
         self.checkpoints, self.snapshots, self.samplers = (
-            StateFiles(data_dir / root, root.removesuffix("s"), disk) for root in ROOTS
+            StateFiles(data_dir / root, kind, disk) for root, kind in zip(ROOTS, kinds, strict=True)
         )
         self.quarantine = Quarantine(data_dir / QUARANTINE, disk)
 

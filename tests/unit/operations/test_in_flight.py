@@ -1,13 +1,13 @@
 """The in-flight table: each wait gets each outcome once, entries are removed afterwards, memory is bounded."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 
 from coordinator.operations import in_flight
 from coordinator.operations.in_flight import FinishedSamples, InFlightTable
-from coordinator.operations.operation import Kind, Operation, Usage
+from coordinator.operations.operation import Acceptance, Kind, Operation, Usage
 from coordinator.payloads.passes import decoded_pass
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
@@ -112,7 +112,7 @@ def test_a_request_id_leads_to_its_operation_in_flight(is_finished: bool) -> Non
 
 def test_decoded_payloads_take_bounded_memory_and_free_it(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = decoded_pass("cross_entropy", {}, [])
-    monkeypatch.setattr(in_flight, "DECODED_BYTES_MAX", 2 * decoded.num_bytes)  # the real bound is 256 MiB
+    monkeypatch.setattr(in_flight, "REQUEST_BYTES_MAX", 2 * decoded.num_bytes)  # the real bound is 256 MiB
     table, ones = InFlightTable(FinishedSamples(epoch=1)), [operation(seq) for seq in range(1, 6)]
     for one in ones:
         table.add(one)
@@ -124,6 +124,59 @@ def test_decoded_payloads_take_bounded_memory_and_free_it(monkeypatch: pytest.Mo
     for one in ones[2:]:
         table.keep_decoded(one, decoded)
     assert [one.decoded is not None for one in ones[2:]] == [True, True, False]
+
+
+def test_payloads_beyond_the_memory_for_requests_are_left_to_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "REQUEST_BYTES_MAX", 25)  # the real bound is 256 MiB
+    table = InFlightTable(FinishedSamples(epoch=1))
+    ones = [
+        Operation("t", "a", seq, Kind.FORWARD_BACKWARD, bytes(10), b"", "", 10, 10, acceptance=Acceptance.APPENDING)
+        for seq in range(1, 5)
+    ]
+    for one in ones:
+        table.add(one)
+    assert [len(one.payload) for one in ones] == [10, 10, 10, 10], "what is not durable is not dropped"
+    for one in ones:
+        one.accept()
+        table.spill(one)
+    assert [len(one.payload) for one in ones] == [0, 0, 10, 10]
+    assert table.bytes_of_tenant("t") == 40, "a tenant's quota counts what it has queued, wherever that is"
+    for one in ones:
+        table.remove(one)
+    table.add(restored := Operation("t", "a", 5, Kind.FORWARD, bytes(10), b"", "", 10, 10))
+    assert restored.payload
+
+
+async def test_results_that_a_client_does_not_read_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "RESULT_BYTES_MAX", 100)  # the real bound is 64 MiB
+    table, read = InFlightTable(FinishedSamples(epoch=1)), []
+
+    def read_finished(name: str) -> ops_pb.Operation:
+        read.append(name)
+        return stored(name)
+
+    ones = [operation(seq) for seq in range(1, 41)]
+    for one in ones:
+        table.add(one)
+    names = [one.name for one in ones]
+    waiting = table.wait(names, read_finished)
+    first = asyncio.ensure_future(anext(waiting))
+    await asyncio.sleep(0)
+    for one in ones:
+        finish(table, one)
+    assert [(await first).name] + await names_of(waiting) == names
+    assert 0 < len(read) < len(names)
+    for one in (late := [operation(seq) for seq in range(41, 43)]):
+        table.add(one)
+    waiting = table.wait(["a:41", "a:42"], read_finished)
+    first = asyncio.ensure_future(anext(waiting))
+    await asyncio.sleep(0)
+    for one in late:
+        finish(table, one)
+    await first
+    assert isinstance(waiting, AsyncGenerator)
+    await waiting.aclose()  # the client has gone, and has not read the second one
+    assert table._num_result_bytes == 0  # private: memory that is never freed is visible nowhere else
 
 
 async def test_only_committed_samples_are_reported_to_their_client() -> None:

@@ -1,4 +1,4 @@
-"""A tenant that queues many saves or loads delays its own work, and no other tenant's."""
+"""What one tenant queues has a budget: of a cycle's time, for saves and loads, and of the coordinator's memory."""
 
 import threading
 from pathlib import Path
@@ -8,8 +8,9 @@ import pytest
 
 from coordinator.checkpoints.snapshots import AT_ONCE
 from coordinator.checkpoints.states import States
+from coordinator.operations import in_flight
 from coordinator.storage.folders import StateFiles
-from tests.support.toy_pool import running_pool
+from tests.support.toy_pool import expected_chain, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 NUM_SAVES = 200
@@ -103,3 +104,23 @@ async def test_the_snapshots_in_memory_are_bounded(tmp_path: Path, monkeypatch: 
         await pool.wait(*steps)
     assert AT_ONCE / 2 < max(numbers) <= AT_ONCE
     assert len(numbers) >= len(adapters)
+
+
+async def test_requests_that_do_not_fit_into_memory_are_read_from_the_log_and_have_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_flight, "REQUEST_BYTES_MAX", 1)  # the real bound is 256 MiB
+    async with running_pool(tmp_path, is_crash=True) as pool:
+        adapter = await pool.adapter()
+        spec = pool.spec_of(adapter)
+        pool.hold()
+        queued = [await pool.submit(adapter, seq) for seq in range(1, 7)]
+        assert [len(each.payload) for each in pool.core.in_flight.all() if each.kind.is_pass] == [0, 0, 0, 0]
+        await pool.release()
+        await pool.wait(*queued)
+        chain = pool.chain(adapter)
+    assert chain == expected_chain(spec, [((1, 2), 3), ((4, 5), 6)])
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        await pool.wait(await pool.submit(adapter, 7))
+        assert pool.log_of(adapter).next_seq == 8
