@@ -16,14 +16,29 @@ from workers.contract.capacity import SEQUENCE_SLOTS
 VERSION = version("tinkerpool")
 """The version of the installed distribution."""
 MESSAGE_BYTES_MAX = 64 << 20
+DATUMS_MAX = 1024
+"""Most datums that any request may have. The doors check it before they convert a datum."""
+ELEMENTS_MAX = 128 * DATUMS_MAX
+"""Most elements of a message: its fields, those of nested messages, and each byte of packed numbers.
+
+An honest datum has up to 70: tokens and seven loss inputs, each with name, type and shape. The most take 50 ms of
+processor time, to count and to decode. An empty datum takes two bytes: without this limit, 64 MiB of them would stop
+the event loop for a minute.
+"""
+JSON_OBJECTS_MAX = 16 << 10
+"""Most objects and lists of a JSON body. A pass of `DATUMS_MAX` datums with two loss inputs each has 11,300."""
+JSON_STRINGS_MAX = 128 << 10
+"""Most strings of a JSON body; they take up to 100 ms to parse."""
+JSON_ITEMS_MAX = 1 << 20
+"""Most items of a JSON body, which take as long: more tokens than any model takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits of requests and quotas of tenants. Each refusal names the change that is needed."""
 
-    datums_max: int = 1024
-    """Most datums in one request."""
+    datums_max: int = DATUMS_MAX
+    """Most datums in one request, at most the default."""
     message_bytes_max: int = MESSAGE_BYTES_MAX
     """Largest request in bytes, as announced to clients."""
     metadata_bytes_max: int = 16 << 10
@@ -38,12 +53,23 @@ class Limits:
     """Most adapters of one tenant."""
     num_samples_max: int = 1024
     """Most continuations in one sample request."""
+    stop_strings_max: int = 16
+    """Most stop strings of one sample, since each is searched for at every token. OpenAI's API allows 4; chat formats
+    need one to three."""
+    stop_characters_max: int = 1000
+    """Most characters of one stop string."""
+    stop_tokens_max: int = 1024
+    """Most stop tokens of one sample."""
     topk_max: int = 100
     """Most top-k tokens, targets or draws at one position of a sample."""
     sample_logprobs_max: int = 4 << 20
     """Most log-probabilities in one sample's result, without those of its tokens; each takes 8 bytes."""
     wait_names_max: int = 10_000
     """Most operations in one wait."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.datums_max <= DATUMS_MAX:
+            raise ValueError(f"datums_max must be 1 to {DATUMS_MAX}, got {self.datums_max}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,7 +108,7 @@ def canonical_sample(
     num_samples = request.num_samples or 1
     if not 1 <= num_samples <= limits.num_samples_max:
         raise invalid(f"num_samples must be 1 to {limits.num_samples_max}, not {num_samples}")
-    params = _canonical_params(request.params, len(prompt), model, drawn_seed)
+    params = _canonical_params(request.params, len(prompt), model, limits, drawn_seed)
     last_n = request.prompt_logprobs_last_n
     if last_n < 0 or (last_n and not (request.include_prompt_logprobs or request.topk_prompt_logprobs)):
         raise invalid(
@@ -180,7 +180,7 @@ def _decoded(request: sampling_pb2.SampleRequest) -> DecodedSample:
 
 
 def _canonical_params(
-    params: sampling_pb2.SamplingParams, num_prompt_tokens: int, model: ModelInfo, drawn_seed: int
+    params: sampling_pb2.SamplingParams, num_prompt_tokens: int, model: ModelInfo, limits: Limits, drawn_seed: int
 ) -> sampling_pb2.SamplingParams:
     room = model.max_seq_len - num_prompt_tokens
     if room < 1:
@@ -205,16 +205,32 @@ def _canonical_params(
         raise invalid(f"params.top_p must be above 0 and at most 1, not {top_p}")
     if params.HasField("stop"):
         stop = params.stop
-        if any(not text for text in stop.strings):
-            raise invalid("params.stop.strings has an empty string: it would stop before the first token")
-        if any(not 0 <= token < model.vocab_size for token in stop.tokens):
-            raise invalid(f"params.stop.tokens must be token ids from 0 to {model.vocab_size - 1}")
+        _check_stop(stop, model, limits)
     else:
         stop = sampling_pb2.StopCondition(tokens=model.eos_token_ids)
     seed = params.seed if params.HasField("seed") else drawn_seed
     return sampling_pb2.SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop
     )
+
+
+def _check_stop(stop: sampling_pb2.StopCondition, model: ModelInfo, limits: Limits) -> None:
+    if len(stop.strings) > limits.stop_strings_max:
+        raise invalid(
+            f"params.stop.strings has {len(stop.strings)} strings, at most {limits.stop_strings_max}: each is searched "
+            "for at every token; send fewer, and cut the text at the others yourself"
+        )
+    if any(not text for text in stop.strings):
+        raise invalid("params.stop.strings has an empty string: it would stop before the first token")
+    if (longest := max(map(len, stop.strings), default=0)) > limits.stop_characters_max:
+        raise invalid(
+            f"params.stop.strings has a string of {longest} characters, at most {limits.stop_characters_max}: send its "
+            "end, or a shorter one"
+        )
+    if len(stop.tokens) > limits.stop_tokens_max:
+        raise invalid(f"params.stop.tokens has {len(stop.tokens)} tokens, at most {limits.stop_tokens_max}")
+    if any(not 0 <= token < model.vocab_size for token in stop.tokens):
+        raise invalid(f"params.stop.tokens must be token ids from 0 to {model.vocab_size - 1}")
 
 
 def _targets(

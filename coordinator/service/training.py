@@ -6,6 +6,7 @@ operation is durable.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NoReturn
 
 from google.protobuf.message import Message
@@ -32,6 +33,17 @@ from workers.contract.messages import ModelInfo
 
 SaveRequest = checkpoints_pb.SaveStateRequest | checkpoints_pb.SaveWeightsForSamplerRequest
 SequencedRequest = PassRequest | pb.OptimStepRequest | pb.LoadStateRequest | SaveRequest
+_KINDS: Mapping[type[SequencedRequest], tuple[Kind, ...]] = {
+    pb.ForwardRequest: (Kind.FORWARD,),
+    pb.ForwardBackwardRequest: (Kind.FORWARD_BACKWARD,),
+    pb.OptimStepRequest: (Kind.OPTIM_STEP,),
+    pb.TrainStepRequest: (Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP),
+    pb.LoadStateRequest: (Kind.LOAD_STATE,),
+    checkpoints_pb.SaveStateRequest: (Kind.SAVE_STATE,),
+    checkpoints_pb.SaveWeightsForSamplerRequest: (Kind.SAVE_WEIGHTS_FOR_SAMPLER,),
+}
+"""The operations that each request asks for."""
+SEQUENCED_REQUESTS = tuple(_KINDS)
 
 
 class TrainingUseCases(UseCases):
@@ -98,15 +110,14 @@ class TrainingUseCases(UseCases):
         [operation] = await self._submit(log, request, self._save(request, Kind.SAVE_WEIGHTS_FOR_SAMPLER))
         return checkpoints_pb.SaveWeightsForSamplerResponse(operation=operation)
 
-    async def refuse(
-        self, principal: Principal, kind: Kind, request: SequencedRequest, error: ServiceError
-    ) -> NoReturn:
+    async def refuse(self, principal: Principal, request: SequencedRequest, error: ServiceError) -> NoReturn:
         """Record at its seq that a door could not decode a request; `request` has the fields that it could decode.
 
         Raises `error`, which then names the failed operation, or the reason why that seq cannot be recorded.
         """
         log, _ = self._served(principal, request)
-        await self._submit(log, request, Request(kind=kind, raw=request, malformed=error))
+        kinds = _KINDS[type(request)]
+        await self._submit(log, request, *(Request(kind=kind, raw=request, malformed=error) for kind in kinds))
         raise AssertionError("a malformed request was accepted")
 
     async def _submit(self, log: AdapterLog, request: SequencedRequest, *requests: Request) -> list[ops_pb.Operation]:

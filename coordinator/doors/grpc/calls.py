@@ -23,7 +23,9 @@ from grpc_status import rpc_status
 
 from coordinator.base.errors import ServiceError, invalid
 from coordinator.doors.door import Keys, to_refusal
+from coordinator.payloads.elements import TooManyElements, parse, parse_head
 from coordinator.service.access import Principal
+from coordinator.service.training import SEQUENCED_REQUESTS
 from tinkerpool.v1 import (
     adapters_pb2,
     checkpoints_pb2,
@@ -67,23 +69,35 @@ class _Rpc:
     """`<service>.<method>`, for the log."""
     request_type: type[Message]
     use_case: Callable[[Principal, Any], Any]
+    refuse: Callable[[Principal, Any, ServiceError], Awaitable[NoReturn]]
+    """Records a refusal at a sequence number, and raises it."""
     is_streaming: bool
 
     def parse(self, body: bytes) -> Message:
         """Return the request message. Raises ServiceError INVALID_ARGUMENT."""
         try:
-            return self.request_type.FromString(body)
+            return parse(self.request_type, body)
         except DecodeError:
             name = self.request_type.DESCRIPTOR.full_name
             raise invalid(
                 f"the request is not a valid {name} message: use the same version of client and pool"
             ) from None
 
+    async def recorded(self, principal: Principal, body: bytes, error: TooManyElements) -> ServiceError:
+        """Return the refusal of a message, after it was recorded at the sequence number that the message names."""
+        head = parse_head(self.request_type, body)
+        if not isinstance(head, SEQUENCED_REQUESTS):
+            return error
+        try:
+            await self.refuse(principal, head, error)
+        except ServiceError as refusal:
+            return refusal if refusal.retry_delay_s is not None else error
+
 
 class Calls(grpc.GenericRpcHandler):
     """Authenticates each call and runs its use case."""
 
-    def __init__(self, service: object, keys: Keys) -> None:
+    def __init__(self, service: Any, keys: Keys) -> None:
         """Look up the use cases. Raises AttributeError if `service` lacks a method for an RPC of the contract."""
         self._keys = keys
         self._rpcs: Mapping[str, _Rpc] = {
@@ -109,18 +123,23 @@ def use_case_name(method: MethodDescriptor) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower()
 
 
-def _rpc(method: MethodDescriptor, service: object) -> _Rpc:
+def _rpc(method: MethodDescriptor, service: Any) -> _Rpc:
     return _Rpc(
         name=f"{method.containing_service.name}.{method.name}",
         request_type=GetMessageClass(method.input_type),
         use_case=getattr(service, use_case_name(method)),
+        refuse=service.refuse,
         is_streaming=method.server_streaming,
     )
 
 
 def _unary(rpc: _Rpc, principal: Principal) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def run(body: bytes) -> bytes:
-        return _serialize(await rpc.use_case(principal, rpc.parse(body)))
+        try:
+            request = rpc.parse(body)
+        except TooManyElements as error:
+            raise await rpc.recorded(principal, body, error) from None
+        return _serialize(await rpc.use_case(principal, request))
 
     async def handle(body: bytes, context: Context) -> bytes:
         return await _respond(rpc, context, run(body))

@@ -12,7 +12,7 @@ import zstandard
 from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 
-from coordinator.base.config import HttpConfig
+from coordinator.base.config import JSON_ITEMS_MAX, JSON_OBJECTS_MAX, JSON_STRINGS_MAX, HttpConfig
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.base.time import Time
 from coordinator.doors.door import Backend
@@ -31,7 +31,7 @@ _PIECE_BYTES = 1 << 10
 """Compressed bytes that are decompressed at a time. They can expand 32,768 times before the limit is checked."""
 _WINDOW_BYTES = 8 << 20
 """Smallest window of a compressed body that is accepted, for any limit."""
-_HEAD_BYTES = 64 << 10
+HEAD_BYTES = 64 << 10
 """Length of the head that is kept of a body that is too large: it names the model and the sequence number."""
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -158,8 +158,29 @@ class Call:
         return bytes(pieces)
 
 
+def check_elements(body: bytes) -> None:
+    """Raise UnreadableBody if a JSON body has too many elements: its parser would make an object of each.
+
+    Punctuation inside strings counts as well, so that a scan at the speed of memory suffices.
+    """
+    if len(body) <= JSON_OBJECTS_MAX:
+        return
+    counts = {
+        f"{JSON_OBJECTS_MAX} objects and lists": (body.count(b"{") + body.count(b"[")) / JSON_OBJECTS_MAX,
+        f"{JSON_STRINGS_MAX} strings": body.count(b'"') / 2 / JSON_STRINGS_MAX,
+        f"{JSON_ITEMS_MAX} items": body.count(b",") / JSON_ITEMS_MAX,
+    }
+    if (worst := max(counts, key=lambda what: counts[what])) and counts[worst] > 1:
+        raise UnreadableBody(
+            "REQUEST_TOO_LARGE",
+            f"the request's body has more than {worst}: send fewer or shorter sequences at once",
+            body[:HEAD_BYTES],
+        )
+
+
 def read_json(model: type[Body], body: bytes) -> Body:
     """Parse JSON as `model`; an empty body is an empty object. Raises UnreadableBody, which names the wrong fields."""
+    check_elements(body)
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:
@@ -204,7 +225,7 @@ def _too_large(limit: int, head: bytes | bytearray) -> UnreadableBody:
     return UnreadableBody(
         "REQUEST_TOO_LARGE",
         f"the request's body has more than {limit} bytes: send fewer or shorter sequences at once",
-        bytes(head[:_HEAD_BYTES]),
+        bytes(head[:HEAD_BYTES]),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from coordinator.base.errors import ServiceError
-from coordinator.doors.http.calls import INLINE_BYTES_MAX, JSON_BYTES_MAX, Call, Items
+from coordinator.doors.http.calls import INLINE_BYTES_MAX, JSON_BYTES_MAX, Call, Items, check_elements
 from coordinator.doors.openai.errors import refused, unsupported
 
 STOPS_MAX = 4
@@ -132,6 +132,7 @@ async def read(call: Call, shape: type[Body]) -> Body:
 
 def parse(shape: type[Body], body: bytes) -> Body:
     """Parse a body and check its parameters. Raises ServiceError INVALID_ARGUMENT."""
+    check_elements(body)
     try:
         asked = shape.model_validate_json(body or b"{}")
     except ValidationError as error:

@@ -13,7 +13,6 @@ from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.futures import CREATED, LOADED, UNLOADED, promise_of_model
 from coordinator.doors.tinker.training import load_into, no_access_tokens
 from coordinator.doors.tinker.unreadable import consumes_seq
-from coordinator.operations.operation import Kind
 from tinkerpool.v1 import adapters_pb2 as pb
 from tinkerpool.v1 import training_pb2
 
@@ -36,7 +35,7 @@ async def create_model(call: Call) -> Response:
     return promise_of_model(CREATED, created.adapter.adapter_id)
 
 
-@consumes_seq(Kind.LOAD_STATE, training_pb2.LoadStateRequest)
+@consumes_seq(training_pb2.LoadStateRequest)
 async def load_weights(call: Call) -> Response:
     """POST /load_weights: into a model, or into a new one, which exists when this returns."""
     asked = await call.json(schemas.LoadWeights)

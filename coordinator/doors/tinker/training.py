@@ -14,15 +14,16 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from starlette.responses import Response
 
+from coordinator.base.config import DATUMS_MAX
 from coordinator.base.errors import ServiceError, invalid
-from coordinator.doors.http.calls import JSON_BYTES_MAX, Call, unreadable
+from coordinator.doors.http.calls import HEAD_BYTES, JSON_BYTES_MAX, Call, UnreadableBody, unreadable
 from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.futures import submit
 from coordinator.doors.tinker.results import PROTOBUF
 from coordinator.doors.tinker.tensors import ELEMENTS_MAX, binary_tensor, dense, elements, shape_of, tokens
 from coordinator.doors.tinker.unreadable import consumes_seq
-from coordinator.operations.operation import Kind
+from coordinator.payloads.elements import TooManyElements, parse
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.v1 import checkpoints_pb2, training_pb2, types_pb2
 from workers.contract.loss_inputs import LOSS_RULES
@@ -35,7 +36,7 @@ _ELSEWHERE = {
 """Losses that the SDK names and this pool does not have, each with its replacement."""
 
 
-@consumes_seq(Kind.FORWARD_BACKWARD, training_pb2.ForwardBackwardRequest)
+@consumes_seq(training_pb2.ForwardBackwardRequest)
 async def forward_backward(call: Call) -> Response:
     """POST /forward_backward, with or without gradient; POST /forward of clients before 0.25."""
     if call.content_type == PROTOBUF:
@@ -51,7 +52,9 @@ async def forward_backward(call: Call) -> Response:
 
 def _parsed(body: bytes) -> wire.ForwardBackwardRequest:
     try:
-        return wire.ForwardBackwardRequest.FromString(body)
+        return parse(wire.ForwardBackwardRequest, body)
+    except TooManyElements as error:
+        raise UnreadableBody(error.reason, error.message, body[:HEAD_BYTES]) from None
     except DecodeError:
         raise unreadable("the body is not a forward_backward request of the Tinker protocol", body) from None
 
@@ -60,29 +63,27 @@ async def _json_pass(call: Call, given: schemas.JsonPass) -> Response:
     try:
         asked = _binary_pass(given)
     except ServiceError as error:
-        kind, make = _kind(is_forward=_is_forward(given))
-        return await submit(call, call.service.refuse, kind, make(adapter_id=given.model_id, seq=given.seq_id), error)
+        make = _request_type(is_forward=_is_forward(given))
+        return await submit(call, call.service.refuse, make(adapter_id=given.model_id, seq=given.seq_id), error)
     return await _pass(call, asked)
 
 
 async def _pass(call: Call, asked: wire.ForwardBackwardRequest) -> Response:
-    kind, make = _kind(is_forward=asked.forward_only)
+    make = _request_type(is_forward=asked.forward_only)
     request = make(adapter_id=asked.model_id, seq=asked.seq_id)
     try:
         _fill(request, asked)
     except ServiceError as error:
-        return await submit(call, call.service.refuse, kind, request, error)
+        return await submit(call, call.service.refuse, request, error)
     use_case = call.service.forward if asked.forward_only else call.service.forward_backward
     return await submit(call, use_case, request)
 
 
-def _kind(*, is_forward: bool) -> tuple[Kind, type[PassRequest]]:
-    if is_forward:
-        return Kind.FORWARD, training_pb2.ForwardRequest
-    return Kind.FORWARD_BACKWARD, training_pb2.ForwardBackwardRequest
+def _request_type(*, is_forward: bool) -> type[PassRequest]:
+    return training_pb2.ForwardRequest if is_forward else training_pb2.ForwardBackwardRequest
 
 
-@consumes_seq(Kind.OPTIM_STEP, training_pb2.OptimStepRequest)
+@consumes_seq(training_pb2.OptimStepRequest)
 async def optim_step(call: Call) -> Response:
     """POST /optim_step."""
     asked = await call.json(schemas.OptimStep)
@@ -90,13 +91,13 @@ async def optim_step(call: Call) -> Response:
     if asked.optimizer_params is not None:
         name = str(asked.optimizer_params.get("type", ""))[:40]
         error = unsupported(f"optimizer {name!r}", "send adam_params")
-        return await submit(call, call.service.refuse, Kind.OPTIM_STEP, request, error)
+        return await submit(call, call.service.refuse, request, error)
     given = asked.adam_params.model_dump(exclude_none=True) if asked.adam_params else {}
     request.adam.CopyFrom(types_pb2.AdamParams(**given))
     return await submit(call, call.service.optim_step, request)
 
 
-@consumes_seq(Kind.SAVE_STATE, checkpoints_pb2.SaveStateRequest)
+@consumes_seq(checkpoints_pb2.SaveStateRequest)
 async def save_weights(call: Call) -> Response:
     """POST /save_weights."""
     asked = await call.json(schemas.SaveWeights)
@@ -111,7 +112,7 @@ async def save_weights(call: Call) -> Response:
     return await submit(call, call.service.save_state, request)
 
 
-@consumes_seq(Kind.SAVE_WEIGHTS_FOR_SAMPLER, checkpoints_pb2.SaveWeightsForSamplerRequest)
+@consumes_seq(checkpoints_pb2.SaveWeightsForSamplerRequest)
 async def save_weights_for_sampler(call: Call) -> Response:
     """POST /save_weights_for_sampler."""
     asked = await call.json(schemas.SaveWeightsForSampler)
@@ -127,7 +128,7 @@ async def save_weights_for_sampler(call: Call) -> Response:
     return await submit(call, call.service.save_weights_for_sampler, request)
 
 
-@consumes_seq(Kind.SAVE_WEIGHTS_FOR_SAMPLER, checkpoints_pb2.SaveWeightsForSamplerRequest)
+@consumes_seq(checkpoints_pb2.SaveWeightsForSamplerRequest)
 async def save_weights_external(call: Call) -> Response:
     """POST /save_weights_external."""
     asked = await call.json(schemas.SaveWeightsExternal)
@@ -142,7 +143,7 @@ async def save_weights_external(call: Call) -> Response:
         error = unsupported(
             "encryption of an export", "leave age_encryption_recipients out and encrypt what you download"
         )
-        return await submit(call, call.service.refuse, Kind.SAVE_WEIGHTS_FOR_SAMPLER, request, error)
+        return await submit(call, call.service.refuse, request, error)
     return await submit(call, call.service.save_weights_for_sampler, request)
 
 
@@ -154,7 +155,7 @@ async def load_into(call: Call, model_id: str, asked: schemas.LoadWeights) -> Re
         adapter_id=model_id, seq=asked.seq_id, path=asked.path, with_optimizer=asked.optimizer
     )
     if asked.weights_access_token:
-        return await submit(call, call.service.refuse, Kind.LOAD_STATE, request, no_access_tokens())
+        return await submit(call, call.service.refuse, request, no_access_tokens())
     return await submit(call, call.service.load_state, request)
 
 
@@ -170,6 +171,7 @@ def _fill(request: PassRequest, asked: wire.ForwardBackwardRequest) -> None:
 
     Raises ServiceError INVALID_ARGUMENT.
     """
+    _check_num_data(len(asked.data))
     request.loss_function = loss_function(asked.loss_fn)
     for key, value in _options(asked).items():
         request.loss_config[key] = value
@@ -187,6 +189,11 @@ def _fill(request: PassRequest, asked: wire.ForwardBackwardRequest) -> None:
                     )
             inputs[key] = dense(label, tensor)
         request.data.add(tokens=tokens(datum.model_input, f"data[{index}].model_input"), loss_inputs=inputs)
+
+
+def _check_num_data(num_data: int) -> None:
+    if num_data > DATUMS_MAX:
+        raise invalid(f"{num_data} sequences in one request, at most {DATUMS_MAX}: send several requests")
 
 
 def loss_function(name: str) -> types_pb2.LossFunction.ValueType:
@@ -212,6 +219,7 @@ def _binary_pass(asked: schemas.JsonPass) -> wire.ForwardBackwardRequest:
     given = asked.forward_backward_input or asked.forward_input
     if given is None:
         raise invalid("forward_backward_input and forward_input are missing: send one of them, with the data")
+    _check_num_data(len(given.data))
     return wire.ForwardBackwardRequest(
         model_id=asked.model_id,
         seq_id=asked.seq_id,

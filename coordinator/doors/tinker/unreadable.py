@@ -22,7 +22,6 @@ from coordinator.doors.http.calls import INLINE_BYTES_MAX, Call, UnreadableBody
 from coordinator.doors.tinker.futures import submit
 from coordinator.doors.tinker.results import PROTOBUF
 from coordinator.doors.tinker.schemas import Seq
-from coordinator.operations.operation import Kind
 from coordinator.service.training import SequencedRequest
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.v1 import training_pb2
@@ -40,8 +39,8 @@ class Head(BaseModel):
     is_forward: bool = False
 
 
-def consumes_seq(kind: Kind, make: type[SequencedRequest]) -> Callable[[Handler], Handler]:
-    """Decorate a handler: record an unreadable body as a failed operation of this kind."""
+def consumes_seq(make: type[SequencedRequest]) -> Callable[[Handler], Handler]:
+    """Decorate a handler: record an unreadable body as a refused request of this type."""
 
     def decorate(handler: Handler) -> Handler:
         @functools.wraps(handler)
@@ -49,14 +48,14 @@ def consumes_seq(kind: Kind, make: type[SequencedRequest]) -> Callable[[Handler]
             try:
                 return await handler(call)
             except UnreadableBody as error:
-                return await _refuse(call, kind, make, error)
+                return await _refuse(call, make, error)
 
         return handle
 
     return decorate
 
 
-async def _refuse(call: Call, kind: Kind, make: type[SequencedRequest], error: UnreadableBody) -> Response:
+async def _refuse(call: Call, make: type[SequencedRequest], error: UnreadableBody) -> Response:
     read = read_protobuf if call.content_type == PROTOBUF else read_json
     if len(error.head) > INLINE_BYTES_MAX:
         head = await asyncio.to_thread(read_head, read, error.head)
@@ -65,9 +64,9 @@ async def _refuse(call: Call, kind: Kind, make: type[SequencedRequest], error: U
     if head is None:
         raise error
     if head.is_forward:
-        kind, make = Kind.FORWARD, training_pb2.ForwardRequest
+        make = training_pb2.ForwardRequest
     try:
-        return await submit(call, call.service.refuse, kind, make(adapter_id=head.model_id, seq=head.seq_id), error)
+        return await submit(call, call.service.refuse, make(adapter_id=head.model_id, seq=head.seq_id), error)
     except ServiceError as refusal:
         if refusal.retry_delay_s is not None:
             raise  # the sequence number is still free: a retry of the call will find it

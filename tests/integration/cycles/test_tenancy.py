@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.base.errors import Code, ServiceError, invalid
-from coordinator.operations.operation import Kind
 from coordinator.service.access import Principal
 from tests.support.database import query
 from tests.support.toy_pool import ToyPool, datum, pass_request, refusal, running_pool, sample_request
@@ -156,10 +155,23 @@ async def test_a_refusal_is_not_recorded_in_the_log_of_anothers_adapter(tmp_path
         adapter = await pool.adapter("alice")
         request = training_pb2.OptimStepRequest(adapter_id=adapter, seq=1)
         eve, alice = await pool.principal("eve"), await pool.principal("alice")
-        foreign = await refusal(pool.service.refuse(eve, Kind.OPTIM_STEP, request, invalid("no")))
-        own = await refusal(pool.service.refuse(alice, Kind.OPTIM_STEP, request, invalid("no")))
+        foreign = await refusal(pool.service.refuse(eve, request, invalid("no")))
+        own = await refusal(pool.service.refuse(alice, request, invalid("no")))
         assert (foreign.code, foreign.operation) == (Code.NOT_FOUND, "")
         assert (own.message, own.operation) == ("no", f"{adapter}:1")
+
+
+async def test_a_refused_train_step_takes_the_seqs_of_both_its_operations(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        adapter, alice = await pool.adapter("alice"), await pool.principal("alice")
+        step = training_pb2.TrainStepRequest(adapter_id=adapter, seq=1)
+        assert (await refusal(pool.service.refuse(alice, step, invalid("no")))).operation == f"{adapter}:1"
+        following = training_pb2.OptimStepRequest(adapter_id=adapter, seq=3)
+        assert (await refusal(pool.service.refuse(alice, following, invalid("no")))).operation == f"{adapter}:3"
+        for seq in (1, 2, 3):
+            name = ops_pb.GetOperationRequest(name=f"{adapter}:{seq}")
+            found = (await pool.service.get_operation(alice, name)).operation
+            assert found.state == ops_pb.OPERATION_STATE_FAILED
 
 
 async def test_anothers_checkpoint_is_neither_listed_nor_read(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class FakeService:
             raise AttributeError(name)
         streaming = name in ("wait_operations", "stream_sample", "export_checkpoint", "watch_cycles")
 
-        async def respond_once(principal: Principal, request: Message) -> Message:
+        async def respond_once(principal: Principal, request: Message, *_: Any) -> Message:
             self.calls.append((name, principal, request))
             response = self.responses.get(
                 name, ServiceError(Code.UNIMPLEMENTED, "UNIMPLEMENTED", f"no response for {name}")

@@ -1,0 +1,141 @@
+"""Requests of many empty elements are refused before an object of them exists, at their place in the sequence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import zstandard
+
+from coordinator.base.config import DATUMS_MAX, ELEMENTS_MAX, GrpcConfig, HttpConfig
+from coordinator.base.errors import Code, ServiceError
+from coordinator.doors.grpc.server import GrpcDoor
+from coordinator.doors.http.calls import UnreadableBody, check_elements, read_json
+from coordinator.doors.http_app import PREFIX
+from coordinator.doors.http_server import HttpDoor
+from coordinator.doors.openai import schemas as openai_schemas
+from coordinator.doors.tinker import schemas
+from coordinator.doors.tinker.results import PROTOBUF
+from coordinator.service.access import Principal
+from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
+from tests.support.loop_time import loop_time
+from tinkerpool.compat import tinker_pb2 as wire
+from tinkerpool.v1 import training_pb2
+
+EMPTY_DATA = 8_400_000
+CALLBACK_S_MAX = 0.1
+
+
+async def refuse(_principal: Principal, request: Any) -> None:
+    """Refuse as the service does: the refusal names the operation that records it."""
+    error = ServiceError(Code.INVALID_ARGUMENT, "REQUEST_TOO_LARGE", "too large")
+    error.operation = f"{request.adapter_id}:{request.seq}"
+    raise error
+
+
+def seq_of(request: Any) -> int:
+    seq: int = request.seq
+    return seq
+
+
+def num_data(request: Any) -> int:
+    return len(request.data)
+
+
+@pytest.fixture
+def service() -> FakeService:
+    return FakeService(refuse=refuse)
+
+
+@pytest.fixture
+async def http(service: FakeService) -> AsyncIterator[httpx.AsyncClient]:
+    door = HttpDoor(HttpConfig(port=0, is_remote=True, allow_plaintext=True))
+    door.bind()
+    await door.start(FakeBackend(service), Path("nowhere"))
+    async with httpx.AsyncClient(base_url=door.url + PREFIX, headers={"x-api-key": KEY}, timeout=60) as client:
+        yield client
+    await door.stop(0)
+
+
+async def test_millions_of_empty_data_in_a_small_body_are_refused_at_their_seq(
+    http: httpx.AsyncClient, service: FakeService
+) -> None:
+    head = wire.ForwardBackwardRequest(model_id="a", seq_id=7).SerializeToString()
+    body = zstandard.compress(head + b"\x1a\x00" * EMPTY_DATA)
+    assert len(body) < 4096
+    headers = {"content-type": PROTOBUF, "content-encoding": "zstd"}
+    with loop_time() as measured:
+        response = await http.post("/forward_backward", content=body, headers=headers)
+    assert response.json() == {"request_id": "a:7"}
+    [(name, _, request)] = service.calls
+    assert (name, seq_of(request)) == ("refuse", 7)
+    assert measured.longest_s < CALLBACK_S_MAX, measured.longest
+
+
+async def test_more_data_than_any_pass_may_have_are_not_converted(
+    http: httpx.AsyncClient, service: FakeService
+) -> None:
+    head = wire.ForwardBackwardRequest(model_id="a", seq_id=7, loss_fn="cross_entropy").SerializeToString()
+    headers = {"content-type": PROTOBUF}
+    with loop_time() as measured:
+        response = await http.post("/forward_backward", content=head + b"\x1a\x00" * 100_000, headers=headers)
+        in_json = {"model_id": "a", "seq_id": 8, "forward_input": {"loss_fn": "x", "data": []}}
+        in_json["forward_input"]["data"] = [{"model_input": {"chunks": []}, "loss_fn_inputs": {}}] * (DATUMS_MAX + 1)  # type: ignore[index]
+        as_json = await http.post("/forward", json=in_json)
+    assert (response.json(), as_json.json()) == ({"request_id": "a:7"}, {"request_id": "a:8"})
+    assert [num_data(request) for _, _, request in service.calls] == [0, 0]
+    assert measured.longest_s < CALLBACK_S_MAX, measured.longest
+
+
+async def test_millions_of_empty_data_over_grpc_are_refused_at_their_seq(service: FakeService) -> None:
+    door = GrpcDoor(GrpcConfig(port=0))
+    door.bind()
+    await door.start(FakeBackend(service))
+    channel: Any = grpc.aio.insecure_channel(f"127.0.0.1:{door.port}")
+    key = (("authorization", f"Bearer {KEY}"),)
+    head = training_pb2.TrainStepRequest(adapter_id="a", seq=7).SerializeToString()
+    with loop_time() as measured, pytest.raises(grpc.aio.AioRpcError) as raised:
+        await channel.unary_unary("/tinkerpool.v1.TrainingService/TrainStep")(
+            head + b"\x22\x00" * EMPTY_DATA, metadata=key
+        )
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"more than {ELEMENTS_MAX} fields" in (raised.value.details() or "")
+    [(name, _, request)] = service.calls
+    assert (name, type(request).__name__, seq_of(request)) == ("refuse", "TrainStepRequest", 7)
+    assert measured.longest_s < CALLBACK_S_MAX, measured.longest
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await channel.unary_unary("/tinkerpool.v1.OperationService/GetOperation")(
+            b"\x12\x00" * EMPTY_DATA, metadata=key
+        )
+    assert raised.value.code() is not grpc.StatusCode.OK
+    await channel.close()
+    await door.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("what", "item"),
+    [("objects and lists", b"{},"), ("objects and lists", b"[],"), ("strings", b'"",'), ("items", b"1,")],
+)
+def test_a_json_body_of_many_small_items_is_refused_before_it_is_parsed(what: str, item: bytes) -> None:
+    body = b'{"model_id":"a","seq_id":7,"x":[' + item * (8_000_000 // len(item)) + b"1]}"
+    for parse in (partial(read_json, schemas.JsonPass), partial(openai_schemas.parse, openai_schemas.Completion)):
+        with pytest.raises(UnreadableBody, match=what) as raised:
+            parse(body)
+        assert len(raised.value.head) < 100_000
+
+
+def test_the_largest_honest_json_bodies_are_parsed() -> None:
+    tensor = {"data": [0.5] * 64, "dtype": "float32", "shape": [64]}
+    datum = {
+        "model_input": {"chunks": [{"type": "encoded_text", "tokens": [50_000] * 64}]},
+        "loss_fn_inputs": {"target_tokens": tensor, "weights": tensor},
+    }
+    body = {"model_id": "a", "seq_id": 1, "forward_input": {"loss_fn": "cross_entropy", "data": [datum] * DATUMS_MAX}}
+    assert read_json(schemas.JsonPass, json.dumps(body).encode()).seq_id == 1
+    check_elements(json.dumps({"prompt": '"Yes," said {she}. ' * 10_000}).encode())
