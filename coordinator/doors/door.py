@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from coordinator.base.errors import Code, ServiceError
@@ -19,6 +20,9 @@ class Keys(Protocol):
 
     def authenticate(self, key: str) -> Principal:
         """Return the principal of a key, which may be empty. Raises ServiceError UNAUTHENTICATED."""
+
+    def while_valid(self, principal: Principal) -> AbstractContextManager[None]:
+        """Return a block that raises ServiceError UNAUTHENTICATED when the caller's key is revoked meanwhile."""
 
 
 class Backend(Protocol):

@@ -120,7 +120,9 @@ def _guarded(
                     "no API key: set TINKER_API_KEY (with OpenAI's clients OPENAI_API_KEY), or send it as X-API-Key "
                     "or as a bearer token",
                 )
-            return await handler(Call(request, door.backend.authenticator.authenticate(key), door))
+            principal = door.backend.authenticator.authenticate(key)
+            with door.backend.authenticator.while_valid(principal):
+                return await handler(Call(request, principal, door))
         except ClientDisconnect:
             return Response(status_code=499)  # the client has left: never sent
         except Exception as error:  # noqa: BLE001  # from here its text would reach the client

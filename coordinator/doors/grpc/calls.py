@@ -7,6 +7,7 @@ checked; text of an exception that is not a `ServiceError` never reaches a clien
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
@@ -115,7 +116,7 @@ class Calls(grpc.GenericRpcHandler):
             principal = self._keys.authenticate(_api_key(handler_call_details))
         except Exception as error:  # noqa: BLE001  # from here its text would reach the client
             return _refusing(to_refusal(error, rpc.name))
-        return _streaming(rpc, principal) if rpc.is_streaming else _unary(rpc, principal)
+        return _streaming(rpc, principal, self._keys) if rpc.is_streaming else _unary(rpc, principal)
 
 
 def use_case_name(method: MethodDescriptor) -> str:
@@ -147,16 +148,25 @@ def _unary(rpc: _Rpc, principal: Principal) -> grpc.RpcMethodHandler[bytes, byte
     return grpc.unary_unary_rpc_method_handler(handle)
 
 
-def _streaming(rpc: _Rpc, principal: Principal) -> grpc.RpcMethodHandler[bytes, bytes]:
+def _streaming(rpc: _Rpc, principal: Principal, keys: Keys) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def run(body: bytes) -> AsyncIterator[bytes]:
         responses: AsyncIterator[Message] = rpc.use_case(principal, rpc.parse(body))
         async for response in responses:
             yield _serialize(response)
 
     async def handle(body: bytes, context: Context) -> None:
-        async with aclosing(run(body)) as responses:  # type: ignore[type-var]
-            while (response := await _respond(rpc, context, anext(responses, None))) is not None:
-                await context.write(response)
+        is_writing = False
+        try:
+            with keys.while_valid(principal):
+                async with aclosing(run(body)) as responses:  # type: ignore[type-var]
+                    while (response := await _respond(rpc, context, anext(responses, None))) is not None:
+                        is_writing = True
+                        await context.write(response)
+                        is_writing = False
+        except ServiceError as error:  # the key was revoked meanwhile
+            if is_writing:  # the client does not read, and no status can overtake the response: end without one
+                raise asyncio.CancelledError from None
+            await _abort(context, error)
 
     return grpc.unary_stream_rpc_method_handler(handle)
 

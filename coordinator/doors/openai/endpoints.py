@@ -113,7 +113,7 @@ class OpenAi:
         except BaseException:
             await stream.aclose()
             raise
-        return EventStream(writer.stream(first, stream))
+        return EventStream(writer.stream(first, stream, call.door.backend.authenticator.while_valid(call.principal)))
 
 
 async def unknown(call: Call) -> Response:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -165,39 +165,47 @@ class ResponseWriter:
             return await asyncio.to_thread(self._whole, operations)
         return self._whole(operations)
 
-    async def stream(self, first: Event, events: AsyncGenerator[Event]) -> AsyncGenerator[bytes]:
-        """Yield the body as server-sent events. A failure is the last event."""
-        growing: dict[int, _Growing] = {}
+    async def stream(
+        self, first: Event, events: AsyncGenerator[Event], while_valid: AbstractContextManager[None]
+    ) -> AsyncGenerator[bytes]:
+        """Yield the body as server-sent events while the caller's key is valid. A failure is the last event."""
         try:
-            async with aclosing(events):
-                for index in range(len(self.options.prompts) * self.options.num_choices):
-                    growing[index] = _Growing(self._choice(index // self.options.num_choices))
-                    if (begin := self.style.begin(index)) is not None:
-                        yield self._chunk(begin)
-                    if self.options.echoes is not None and not self.options.is_streamed_late:
-                        echo = Piece(text=self.options.echoes[index // self.options.num_choices], infos=())
-                        yield self._chunk(self.style.grown(index, echo, None))
-                operations: list[ops_pb.Operation] = []
-                received: Event | None = first
-                while received is not None:
-                    prompt_index, event = received
-                    if event.HasField("operation"):
-                        check(event.operation)
-                        operations.append(event.operation)
-                        for chunk in self._rest(prompt_index, event.operation, growing):
-                            yield chunk
-                    elif not self.options.is_streamed_late:
-                        index = prompt_index * self.options.num_choices + event.token.sequence_index
-                        piece = growing[index].push(event.token.token, event.token.logprob)
-                        if piece.text or (piece.infos and self.options.num_top is not None):
-                            yield self._chunk(self.style.grown(index, piece, self._logprobs(piece.infos)))
-                    received = await anext(events, None)
-                if self.options.wants_usage:
-                    num_tokens = sum(each.choice.num_tokens for each in growing.values())
-                    yield _event(self._frame(self.style.chunk_object, [], self._usage(operations, num_tokens)))
+            with while_valid:
+                async with aclosing(self._chunks(first, events)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
             yield DONE
         except Exception as error:  # noqa: BLE001  # the status is already sent
             yield _event(error_body(to_refusal(error, "a stream")))
+
+    async def _chunks(self, first: Event, events: AsyncGenerator[Event]) -> AsyncGenerator[bytes]:
+        growing: dict[int, _Growing] = {}
+        async with aclosing(events):
+            for index in range(len(self.options.prompts) * self.options.num_choices):
+                growing[index] = _Growing(self._choice(index // self.options.num_choices))
+                if (begin := self.style.begin(index)) is not None:
+                    yield self._chunk(begin)
+                if self.options.echoes is not None and not self.options.is_streamed_late:
+                    echo = Piece(text=self.options.echoes[index // self.options.num_choices], infos=())
+                    yield self._chunk(self.style.grown(index, echo, None))
+            operations: list[ops_pb.Operation] = []
+            received: Event | None = first
+            while received is not None:
+                prompt_index, event = received
+                if event.HasField("operation"):
+                    check(event.operation)
+                    operations.append(event.operation)
+                    for chunk in self._rest(prompt_index, event.operation, growing):
+                        yield chunk
+                elif not self.options.is_streamed_late:
+                    index = prompt_index * self.options.num_choices + event.token.sequence_index
+                    piece = growing[index].push(event.token.token, event.token.logprob)
+                    if piece.text or (piece.infos and self.options.num_top is not None):
+                        yield self._chunk(self.style.grown(index, piece, self._logprobs(piece.infos)))
+                received = await anext(events, None)
+            if self.options.wants_usage:
+                num_tokens = sum(each.choice.num_tokens for each in growing.values())
+                yield _event(self._frame(self.style.chunk_object, [], self._usage(operations, num_tokens)))
 
     def _rest(self, prompt_index: int, operation: ops_pb.Operation, growing: dict[int, _Growing]) -> list[bytes]:
         """Return the last chunks of a prompt's choices."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from google.protobuf.message import Message
@@ -22,6 +23,10 @@ class FakeKeys:
         if key != KEY:
             raise ServiceError(Code.UNAUTHENTICATED, "API_KEY_INVALID" if key else "API_KEY_MISSING", "no such key")
         return PRINCIPAL
+
+    def while_valid(self, principal: Principal) -> AbstractContextManager[None]:
+        """Return a block that is never interrupted: the key is never revoked."""
+        return nullcontext()
 
 
 class FakeService:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -18,6 +19,8 @@ from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http_server import HttpDoor
 from coordinator.doors.openai.responses import LOGPROB_MIN
 from coordinator.doors.openai.text_models import read_text_model
+from coordinator.service.access import Authenticator
+from coordinator.storage.store import Store
 from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
 from tests.support.served_pool import SHIPPED_MODEL
 from tests.support.toy_pool import FakeTime
@@ -105,17 +108,22 @@ class Door:
     def __init__(self) -> None:
         self._opened: list[HttpDoor] = []
 
-    async def _open(self, service: Any) -> httpx.AsyncClient:
+    async def _open(self, service: Any, keys: Any = None, key: str = KEY) -> httpx.AsyncClient:
         door = HttpDoor(HttpConfig(port=0, is_remote=True, allow_plaintext=True), FakeTime(now=1234.5, wall_offset=0.0))
         door.bind()
-        await door.start(FakeBackend(service), Path("nowhere"))
+        await door.start(FakeBackend(service, keys=keys), Path("nowhere"))
         self._opened.append(door)
-        headers = {"authorization": f"Bearer {KEY}"}
+        headers = {"authorization": f"Bearer {key}"}
         return httpx.AsyncClient(base_url=door.url, headers=headers, timeout=60, verify=False)  # loads no certificates
 
     async def request(self, service: Any, method: str, path: str, **options: Any) -> httpx.Response:
         async with await self._open(service) as client:
             return await client.request(method, path, **options)
+
+    async def streamed_with(self, keys: Authenticator, key: str, service: Any) -> str:
+        """Return the events of a streamed completion with this key."""
+        async with await self._open(service, keys, key) as client:
+            return (await client.post("/v1/completions", json={"model": "kjv", "prompt": "And", "stream": True})).text
 
     async def complete(self, service: Any, prompt: Any = "And", **values: Any) -> Any:
         """POST /v1/completions, which must succeed."""
@@ -404,6 +412,19 @@ async def test_a_refusal_of_the_service_has_openais_form_and_status(
     assert (received["type"], received["param"], received["code"]) == (kind, None, code)
     assert response.headers.get("retry-after") == retry_after
     assert "secret" not in response.text
+
+
+async def test_a_stream_ends_with_an_error_when_its_key_is_revoked(door: Door, store: Store) -> None:
+    keys = Authenticator(store, lambda: 1.0)
+    key, row = await keys.create_key("alice")
+
+    async def one_token(*_: Any) -> AsyncIterator[sampling_pb2.StreamSampleResponse]:
+        yield sampling_pb2.StreamSampleResponse(token=sampling_pb2.SampledToken(token=tokens_of("a")[0]))
+        await keys.revoke_key(row.key_id)
+        await asyncio.Event().wait()
+
+    text = await door.streamed_with(keys, key, fake(stream_sample=one_token))
+    assert "invalid_api_key" in text.split("\n\n")[-2]
 
 
 @pytest.mark.parametrize("stream", [False, True])

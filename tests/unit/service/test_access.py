@@ -113,3 +113,36 @@ async def test_an_unknown_key_cannot_be_revoked_and_a_tenants_name_is_checked(ke
     for name in ("", "a" * 65, "a b", "../x", "é"):
         with pytest.raises(ServiceError, match="1 to 64"):
             await keys.create_key(name)
+
+
+async def test_a_flood_of_unknown_keys_reads_nothing_from_the_database(keys: Authenticator, store: Store) -> None:
+    await keys.create_key("alice")
+    statements: list[str] = []
+    store.database._reader.set_trace_callback(statements.append)  # private: the reader counts nothing itself
+    for number in range(1000):
+        assert refusal(keys, f"tp_{number:012}_{'A' * 43}")[0] is Code.UNAUTHENTICATED
+    assert statements == []
+    key, _ = await keys.create_key("bob")
+    assert keys.authenticate(key).tenant_name == "bob", "a key that is created later is accepted at once"
+
+
+async def test_a_call_is_cancelled_and_refused_when_its_key_is_revoked(keys: Authenticator) -> None:
+    _, row = await keys.create_key("alice")
+    principal = keys.holder(row.key_id)
+    begun = asyncio.Event()
+
+    async def call() -> None:
+        with keys.while_valid(principal):
+            begun.set()
+            await asyncio.Event().wait()
+
+    calls = [asyncio.create_task(call()) for _ in range(2)]
+    await begun.wait()
+    calls[0].cancel()
+    await asyncio.wait(calls[:1])
+    await keys.revoke_key(row.key_id)
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError), "a call that its client cancelled stays cancelled"
+    assert isinstance(results[1], ServiceError)
+    with pytest.raises(ServiceError, match="was revoked"):
+        await call()
