@@ -19,10 +19,14 @@ from coordinator.runtime.assembly import Runners, make_runners
 from coordinator.runtime.data_dir import DataDir, Seams
 from coordinator.runtime.recovery import Recovery, load_fair_state
 from coordinator.runtime.tasks import Tasks
+from coordinator.runtime.turns import Turns
 from coordinator.scheduling.schedule import make_scheduling
 from workers.contract.protocols import Pool
 
 logger = logging.getLogger(__name__)
+
+FILE_TURNS = 2
+"""Use cases that read or write state files at a time. The cycles' saves and snapshots use the same few threads."""
 
 
 class Core:
@@ -42,6 +46,7 @@ class Core:
         self.started_at = 0.0
         self._seams = seams or Seams()
         self.tasks = Tasks(self.failure)
+        self.file_turns = Turns(FILE_TURNS)
         self._data_dir: DataDir | None = None
         self._runners: Runners | None = None
         self._is_stopping = False

@@ -192,10 +192,11 @@ class AdapterUseCases(UseCases):
 
     async def _write_start(self, adapter: AdapterLog, source: CheckpointRow, with_optimizer: bool) -> SnapshotRow:
         """Copy a checkpoint as the new adapter's first snapshot, so that the checkpoint may be deleted."""
-        state = await self._core.states.read_checkpoint(source)
-        if not with_optimizer:
-            state = replace(state, optimizer=None, num_steps=0)
-        return await self._core.states.write_start(adapter, state)
+        async with self._core.file_turns.turn(adapter.tenant_id):
+            state = await self._core.states.read_checkpoint(source)
+            if not with_optimizer:
+                state = replace(state, optimizer=None, num_steps=0)
+            return await self._core.states.write_start(adapter, state)
 
     def _row(self, adapter_id: str) -> AdapterRow:
         row = self._core.store.adapters.get(adapter_id)

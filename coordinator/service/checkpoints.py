@@ -100,7 +100,8 @@ class CheckpointUseCases(UseCases):
     ) -> AsyncIterator[pb.ExportCheckpointResponse]:
         """Stream a checkpoint as a tar archive of a PEFT directory."""
         row = await self._with_file(self._readable_checkpoint(principal, request.path))
-        async for piece in _read(self._core.states.folders.checkpoints.tar(row.folder, row.sha256), request.path):
+        pieces = self._core.states.folders.checkpoints.tar(row.folder, row.sha256)
+        async for piece in self._read(principal, pieces, request.path):
             yield pb.ExportCheckpointResponse(data=piece)
 
     async def export_file(self, principal: Principal, path: str, file: str) -> AsyncGenerator[bytes]:
@@ -109,7 +110,8 @@ class CheckpointUseCases(UseCases):
         if file not in (CONFIG, WEIGHTS):
             raise not_found("file", file)
         row = await self._with_file(row)
-        async for piece in _read(self._core.states.folders.checkpoints.piecewise(row.folder, row.sha256, file), path):
+        pieces = self._core.states.folders.checkpoints.piecewise(row.folder, row.sha256, file)
+        async for piece in self._read(principal, pieces, path):
             yield piece
 
     async def _with_file(self, row: CheckpointRow) -> CheckpointRow:
@@ -117,6 +119,22 @@ class CheckpointUseCases(UseCases):
             return await self._core.states.with_file(row)
         except StorageError as error:
             raise storage_error(error) from None
+
+    async def _read(self, principal: Principal, pieces: Iterator[bytes], path: str) -> AsyncIterator[bytes]:
+        """Yield pieces of files, each read on a thread, in a turn of the tenant."""
+        try:
+            while True:
+                async with self._core.file_turns.turn(principal.tenant_id):
+                    piece = await asyncio.to_thread(next, pieces, b"")
+                if not piece:
+                    return
+                yield piece
+        except OSError as error:
+            raise ServiceError(
+                Code.ABORTED,
+                "CHECKPOINT_GONE",
+                f"{path} was deleted during the download, or cannot be read: {error.strerror}",
+            ) from None
 
 
 class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, CheckpointUseCases, OperationUseCases):
@@ -179,19 +197,6 @@ class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, Checkpoin
                 raise ServiceError(Code(saving.error.code), saving.error.reason, saving.error.message)
             path = saving.save_state.path or saving.save_weights_for_sampler.path
         return path
-
-
-async def _read(pieces: Iterator[bytes], path: str) -> AsyncIterator[bytes]:
-    """Yield pieces of files, each read on a thread."""
-    try:
-        while piece := await asyncio.to_thread(next, pieces, b""):
-            yield piece
-    except OSError as error:
-        raise ServiceError(
-            Code.ABORTED,
-            "CHECKPOINT_GONE",
-            f"{path} was deleted during the download, or cannot be read: {error.strerror}",
-        ) from None
 
 
 def _message(row: CheckpointRow) -> pb.Checkpoint:

@@ -1,6 +1,9 @@
 """What one tenant queues has a budget: of a cycle's time, for saves and loads, and of the coordinator's memory."""
 
+import asyncio
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 from coordinator.checkpoints.snapshots import AT_ONCE
 from coordinator.checkpoints.states import States
 from coordinator.operations import in_flight
+from coordinator.runtime.core import FILE_TURNS
 from coordinator.storage.folders import StateFiles
 from tests.support.toy_pool import expected_chain, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -104,6 +108,33 @@ async def test_the_snapshots_in_memory_are_bounded(tmp_path: Path, monkeypatch: 
         await pool.wait(*steps)
     assert AT_ONCE / 2 < max(numbers) <= AT_ONCE
     assert len(numbers) >= len(adapters)
+
+
+async def test_a_few_threads_serve_all_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers, lock, num_reading = [], threading.Lock(), 0
+    tar = StateFiles.tar
+
+    def counted(self: StateFiles, *args: Any) -> Iterator[bytes]:
+        nonlocal num_reading
+        pieces = tar(self, *args)
+        while True:
+            with lock:
+                num_reading += 1
+                numbers.append(num_reading)
+            time.sleep(0.005)  # so that reads of several exports overlap if they may
+            piece = next(pieces, b"")
+            with lock:
+                num_reading -= 1
+            if not piece:
+                return
+            yield piece
+
+    monkeypatch.setattr(StateFiles, "tar", counted)  # the real pieces: only counted
+    async with running_pool(tmp_path) as pool:
+        saved = await pool.save(await pool.adapter(), 1, "s")
+        exports = await asyncio.gather(*[pool.export(saved.save_state.path) for _ in range(20)])
+    assert all(export == exports[0] for export in exports)
+    assert max(numbers) == FILE_TURNS
 
 
 async def test_requests_that_do_not_fit_into_memory_are_read_from_the_log_and_have_the_same_bits(
