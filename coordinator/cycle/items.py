@@ -8,7 +8,7 @@ ran before it (the worker's fence checks this chain); an item belongs to one gen
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from coordinator.base.errors import Code, ServiceError
@@ -31,6 +31,8 @@ from workers.contract.messages import (
     SaveItem,
 )
 
+INLINE_BYTES_MAX = 1 << 20
+"""Payloads up to this size are decoded on the event loop: that takes some milliseconds."""
 SNAPSHOT = "snapshot"
 """`op_id` of a save for recovery."""
 
@@ -131,12 +133,28 @@ class ItemBuilder:
         state = self._folders.snapshots.read(row.folder, row.sha256)
         return AdapterInstall(spec=log.spec, state=replace(state, applied_seq=row.seq))
 
-    def pass_items(self, log: AdapterLog, num_chunks: int) -> list[tuple[Operation, PassItem]]:
-        """Return the adapter's next `num_chunks` chunks, in order."""
+    async def decode_large(self, log: AdapterLog, num_chunks: int) -> dict[str, DecodedPass]:
+        """Decode the large payloads among the next `num_chunks` chunks on a thread, by operation.
+
+        Small ones, and those that are in memory decoded, are left to `pass_items`.
+        """
+        large: list[Operation] = []
+        for operation in log.ready_passes():
+            if num_chunks <= 0:
+                break
+            num_chunks -= len(operation.chunks) - log.num_chunks_done(operation)
+            if operation.decoded is None and operation.num_bytes > INLINE_BYTES_MAX:
+                large.append(operation)
+        return {each.name: await asyncio.to_thread(decode_pass, self._payload(each)) for each in large}
+
+    def pass_items(
+        self, log: AdapterLog, num_chunks: int, decoded_ahead: Mapping[str, DecodedPass]
+    ) -> list[tuple[Operation, PassItem]]:
+        """Return the adapter's next `num_chunks` chunks, in order; `decoded_ahead` is from `decode_large`."""
         items: list[tuple[Operation, PassItem]] = []
         prev_seq = log.copy.applied_seq
         for operation in log.ready_passes():
-            decoded = self._decoded(operation)
+            decoded = self._decoded(operation, decoded_ahead.get(operation.name))
             for index in range(log.num_chunks_done(operation), len(operation.chunks)):
                 if len(items) == num_chunks:
                     return items
@@ -272,10 +290,10 @@ class ItemBuilder:
             case _:
                 raise AssertionError(f"{operation.kind} does not run in the step phase")
 
-    def _decoded(self, operation: Operation) -> DecodedPass:
+    def _decoded(self, operation: Operation, decoded_ahead: DecodedPass | None) -> DecodedPass:
         if operation.decoded is not None:
             return operation.decoded
-        decoded = decode_pass(self._payload(operation))
+        decoded = decoded_ahead or decode_pass(self._payload(operation))
         if operation.is_final:
             operation.keep_decoded(decoded)  # a replay; its last chunk drops it
         else:

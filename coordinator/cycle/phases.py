@@ -172,9 +172,11 @@ class Phases:
         """Run the planned chunks of forwards and forward_backwards."""
         work = PhaseWork()
         for adapter_id, num_chunks in plan.num_chunks.items():
-            log = self._logs.get(adapter_id)  # it may have been deleted since the plan was made
-            if log is not None and await self._install(log, plan.placements[adapter_id], work):
-                for operation, item in self._items.pass_items(log, num_chunks):
+            if (log := self._logs.get(adapter_id)) is None:
+                continue  # it was deleted since the plan was made
+            decoded = await self._items.decode_large(log, num_chunks)
+            if self._logs.get(adapter_id) is log and await self._install(log, plan.placements[adapter_id], work):
+                for operation, item in self._items.pass_items(log, num_chunks, decoded):
                     log.start(operation)
                     work.add(log, operation, item)
                 self._planning.ready.planned(adapter_id, cycle.cycle_id)

@@ -11,7 +11,9 @@ import pytest
 
 from coordinator.checkpoints.snapshots import AT_ONCE
 from coordinator.checkpoints.states import States
+from coordinator.cycle import items
 from coordinator.operations import in_flight
+from coordinator.payloads.passes import decode_pass
 from coordinator.runtime.core import FILE_TURNS
 from coordinator.storage.folders import StateFiles
 from tests.support.toy_pool import expected_chain, running_pool
@@ -155,3 +157,25 @@ async def test_requests_that_do_not_fit_into_memory_are_read_from_the_log_and_ha
         await pool.take_over()
         await pool.wait(await pool.submit(adapter, 7))
         assert pool.log_of(adapter).next_seq == 8
+
+
+async def test_a_large_request_is_decoded_again_off_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_flight, "REQUEST_BYTES_MAX", 1)  # so that it is decoded when it runs
+    monkeypatch.setattr(items, "INLINE_BYTES_MAX", 500)
+    threads = {}
+
+    def recorded(payload: bytes) -> Any:
+        threads[len(payload) > 500] = threading.current_thread()
+        return decode_pass(payload)
+
+    monkeypatch.setattr(items, "decode_pass", recorded)  # the real one: only its thread is recorded
+    async with running_pool(tmp_path, cycle_tokens_max=64) as pool:
+        adapter = await pool.adapter()
+        done = await pool.wait(
+            await pool.forward_backward(adapter, 1, 3), await pool.forward_backward(adapter, 2, *[16] * 20)
+        )
+    assert [each.num_tokens for each in done] == [3, 320]
+    assert threads[False] is threading.main_thread()
+    assert threads[True] is not threading.main_thread()

@@ -142,6 +142,7 @@ async def test_this_file_covers_every_method_of_the_service(tmp_path: Path) -> N
         "refuse",
         "export_file",
         "newest_checkpoints",
+        "find_session",
         "trained_modules",
         "join_sampler",
         "finished_samples",
@@ -186,6 +187,19 @@ async def test_anothers_checkpoint_is_neither_listed_nor_read(tmp_path: Path) ->
         ):
             assert (await refusal(reading)).code is Code.NOT_FOUND
         assert await anext(pool.service.export_file(alice, path, "adapter_config.json"))
+
+
+async def test_a_session_is_found_by_its_metadata_only_by_its_tenant_and_while_it_is_live(tmp_path: Path) -> None:
+    async with running_pool(tmp_path) as pool:
+        eve, alice = await pool.principal("eve"), await pool.principal("alice")
+        metadata = {"door": "x"}
+        session = sessions_pb2.CreateSessionRequest(user_metadata=metadata, request_id="r")
+        session_id = (await pool.service.create_session(alice, session)).session.session_id
+        assert await pool.service.find_session(alice, metadata) == session_id
+        assert await pool.service.find_session(alice, metadata | {"more": "y"}) == ""
+        assert await pool.service.find_session(eve, metadata) == ""
+        await pool.finish_session(session_id)
+        assert await pool.service.find_session(alice, metadata) == ""
 
 
 async def test_anothers_sampler_cannot_be_joined_and_its_samples_cannot_be_listed(tmp_path: Path) -> None:
