@@ -40,6 +40,7 @@ class Probe:
         self.figures = LoopFigures()
         self._main = threading.get_ident()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: tuple[Any, int, int] | None = None
 
     def install(self) -> None:
         """Measure every callback from now on."""
@@ -51,21 +52,32 @@ class Probe:
                 run_handle(handle)
                 return
             wall_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
+            self._running = (handle, cpu_ns, wall_ns)
             try:
                 run_handle(handle)
             finally:
+                self._running = None
                 self._note(handle, time.thread_time_ns() - cpu_ns, time.perf_counter_ns() - wall_ns)
+                if handle._loop is not self._loop:
+                    self._loop = handle._loop
+                    self._beat(handle._loop, handle._loop.time())
 
         handle_type._run = run
+
+    def take(self) -> LoopFigures:
+        """Return the measurements since the last call; a callback that runs now counts with what it has used."""
+        if (running := self._running) is not None:
+            handle, cpu_ns, wall_ns = running
+            used_ns = time.clock_gettime_ns(time.pthread_getcpuclockid(self._main)) - cpu_ns
+            self._note(handle, used_ns, time.perf_counter_ns() - wall_ns)
+        figures, self.figures = self.figures, LoopFigures()
+        return figures
 
     def _note(self, handle: Any, cpu_ns: int, wall_ns: int) -> None:
         figures = self.figures
         if cpu_ns > figures.longest_cpu_ms * 1e6:
             figures.longest_cpu_ms, figures.longest_name = cpu_ns / 1e6, _name_of(handle)
         figures.longest_wall_ms = max(figures.longest_wall_ms, wall_ns / 1e6)
-        if handle._loop is not self._loop:
-            self._loop = handle._loop
-            self._beat(handle._loop, handle._loop.time())
 
     def _beat(self, loop: asyncio.AbstractEventLoop, expected: float) -> None:
         now = loop.time()
@@ -122,7 +134,6 @@ def _answer(listener: Listener, probe: Probe) -> None:
     while True:
         try:
             connection.recv()
-            figures, probe.figures = probe.figures, LoopFigures()
-            connection.send(figures)
+            connection.send(probe.take())
         except (EOFError, OSError):
             return

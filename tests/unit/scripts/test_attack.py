@@ -93,6 +93,16 @@ async def test_a_request_waits_for_the_windows_that_the_pool_opens() -> None:
     assert len(received) > num_sent
 
 
+def test_probe_counts_a_callback_that_has_not_ended(probe: Probe) -> None:
+    async def work() -> float:
+        end = time.thread_time() + 0.1
+        while time.thread_time() < end:
+            pass
+        return probe.take().longest_cpu_ms
+
+    assert asyncio.run(work()) >= 100
+
+
 def test_report_finds_each_goal_that_an_attack_misses() -> None:
     assert CALM.missed() == []
     assert replace(CALM, longest_cpu_ms=101.0).missed() == ["processor time"]
