@@ -109,9 +109,10 @@ class Server:
         if self._http_door is not None:
             await self._http_door.refuse()
         await self._coordinator.stop()
-        await self._door.stop(DOOR_GRACE_S)
+        stops = [self._door.stop(DOOR_GRACE_S)]
         if self._http_door is not None:
-            await self._http_door.stop(DOOR_GRACE_S)
+            stops.append(self._http_door.stop(DOOR_GRACE_S))
+        await asyncio.gather(*stops)
 
     @property
     def url(self) -> str:

@@ -157,6 +157,9 @@ class GrpcConfig(DoorConfig):
 
     port: int = 7600
     """Port for gRPC. 0: any free port."""
+    connections_max: int = 1024
+    """Most connections at once; fewer where the process may not open four times as many files. One more is closed at
+    once, and its client tries again; open ones are not affected."""
     streams_max: int = 1000
     """Most calls at a time on one connection; more wait at the client."""
     keepalive_s: float = 60.0
@@ -172,7 +175,15 @@ class GrpcConfig(DoorConfig):
         DoorConfig.__post_init__(self)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"the port must be 0 (any free one) to 65535, got {self.port}")
-        _check_positive(self, "streams_max", "keepalive_s", "idle_s_max", "connection_age_s_max", "connection_grace_s")
+        _check_positive(
+            self,
+            "connections_max",
+            "streams_max",
+            "keepalive_s",
+            "idle_s_max",
+            "connection_age_s_max",
+            "connection_grace_s",
+        )
         if not (self.is_tls or self.allow_plaintext or is_loopback(self.host)):
             raise ValueError(
                 f"{self.host} can be reached from other machines, and without TLS the API keys could be read on the "

@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 from coordinator.base.errors import ServiceError, invalid
 from coordinator.doors.door import Keys, to_refusal
+from coordinator.doors.grpc.statuses import Context, abort
 from coordinator.payloads.elements import TooManyElements, parse, parse_head
 from coordinator.service.access import Principal
 from coordinator.service.training import SEQUENCED_REQUESTS
@@ -38,7 +36,6 @@ from tinkerpool.v1 import (
 )
 
 T = TypeVar("T")
-Context = grpc.aio.ServicerContext[bytes, bytes]
 
 SERVICES: tuple[ServiceDescriptor, ...] = tuple(
     service
@@ -54,12 +51,6 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
     for service in module.DESCRIPTOR.services_by_name.values()
 )
 """The services of the contract."""
-
-ERROR_DOMAIN = "tinkerpool"
-"""`ErrorInfo.domain` of every refusal."""
-
-MESSAGE_BYTES_MAX = 1500
-"""Longest error text: HTTP/2 headers carry it twice, encoding can triple it, and clients limit headers to 8 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +157,7 @@ def _streaming(rpc: _Rpc, principal: Principal, keys: Keys) -> grpc.RpcMethodHan
         except ServiceError as error:  # the key was revoked meanwhile
             if is_writing:  # the client does not read, and no status can overtake the response: end without one
                 raise asyncio.CancelledError from None
-            await _abort(context, error)
+            await abort(context, error)
 
     return grpc.unary_stream_rpc_method_handler(handle)
 
@@ -175,7 +166,7 @@ def _refusing(error: ServiceError) -> grpc.RpcMethodHandler[bytes, bytes]:
     """Return a handler that refuses without reading the request: it is declared as a stream and never read."""
 
     async def handle(_bodies: AsyncIterator[bytes], context: Context) -> None:
-        await _abort(context, error)
+        await abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(handle)
 
@@ -190,32 +181,7 @@ async def _respond(rpc: _Rpc, context: Context, response: Awaitable[T]) -> T:
     try:
         return await response
     except Exception as error:  # noqa: BLE001  # from here its text would reach the client
-        await _abort(context, to_refusal(error, rpc.name))
-
-
-async def _abort(context: Context, error: ServiceError) -> NoReturn:
-    status = rpc_status.to_status(to_status(error))
-    await context.abort(status.code, status.details or "", status.trailing_metadata or ())
-
-
-def to_status(error: ServiceError) -> status_pb2.Status:
-    """Return a refusal's status: with `ErrorInfo` always, with `RetryInfo` exactly if the call may succeed later."""
-    message = error.message
-    if len(message.encode()) > MESSAGE_BYTES_MAX:
-        message = message.encode()[: MESSAGE_BYTES_MAX - 4].decode(errors="ignore") + " ..."
-    details: list[Message] = [
-        error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.metadata)
-    ]
-    if error.retry_delay_s is not None:
-        delay = duration_pb2.Duration()
-        delay.FromNanoseconds(round(error.retry_delay_s * 1e9))
-        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    status = status_pb2.Status(code=int(error.code), message=message)
-    for detail in details:
-        packed = any_pb2.Any()
-        packed.Pack(detail)
-        status.details.append(packed)
-    return status
+        await abort(context, to_refusal(error, rpc.name))
 
 
 def _api_key(details: grpc.HandlerCallDetails) -> str:

@@ -7,15 +7,15 @@ The port is bound before anything slow starts, so that a port in use is reported
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from coordinator.base.config import GrpcConfig
 from coordinator.doors.door import Backend, DoorError, listen_error
 from coordinator.doors.grpc.calls import SERVICES, Calls
+from coordinator.doors.grpc.public import PublicCalls
 
 HEALTH_INTERVAL_S = 1.0
 """Seconds between two updates of the health service."""
@@ -29,7 +29,7 @@ class GrpcDoor:
     def __init__(self, config: GrpcConfig) -> None:
         self._config = config
         self._server: grpc.aio.Server
-        self._health = health.aio.HealthServicer()
+        self._public = PublicCalls([service.full_name for service in SERVICES])
         self._health_task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._port = 0
@@ -56,20 +56,17 @@ class GrpcDoor:
 
     async def start(self, backend: Backend) -> None:
         """Serve the RPCs and, updated every second, the health of the backend."""
-        self._server.add_generic_rpc_handlers((Calls(backend.service, backend.authenticator),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = [service.full_name for service in SERVICES]
-        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
-        await self._report_health(["", *names], backend.health())
+        self._server.add_generic_rpc_handlers((self._public, Calls(backend.service, backend.authenticator)))
+        self._public.set_health(is_serving=backend.health())
         await self._server.start()
-        self._health_task = asyncio.create_task(self._watch_health(["", *names], backend), name="grpc health")
+        self._health_task = asyncio.create_task(self._watch_health(backend), name="grpc health")
 
     async def refuse(self) -> None:
         """Report NOT_SERVING and accept no new calls; running calls continue."""
         if self._health_task is None or self._closing is not None:
             return
         self._health_task.cancel()
-        await self._health.enter_graceful_shutdown()
+        self._public.close()
         self._closing = asyncio.create_task(self._server.stop(_STOPPING_S), name="grpc closing")
         await asyncio.sleep(0)
 
@@ -80,15 +77,10 @@ class GrpcDoor:
             await self._server.stop(grace_s)
             await self._closing
 
-    async def _watch_health(self, names: list[str], backend: Backend) -> None:
+    async def _watch_health(self, backend: Backend) -> None:
         while True:
             await asyncio.sleep(HEALTH_INTERVAL_S)
-            await self._report_health(names, backend.health())
-
-    async def _report_health(self, names: list[str], is_healthy: bool) -> None:
-        serving = health_pb2.HealthCheckResponse
-        for name in names:
-            await self._health.set(name, serving.SERVING if is_healthy else serving.NOT_SERVING)
+            self._public.set_health(is_serving=backend.health())
 
 
 def _check_free(host: str, port: int) -> None:
@@ -113,13 +105,29 @@ def _credentials(config: GrpcConfig) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials([pair], authorities, require_client_auth=authorities is not None)
 
 
+def _connections_max(wanted: int) -> int:
+    """Return `wanted`, or a quarter of the files that the process may open.
+
+    HTTP may take half of them; a quarter is left for the database, state folders and workers.
+    """
+    files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return wanted if files_max == resource.RLIM_INFINITY else min(wanted, max(1, files_max // 4))
+
+
 def _options(config: GrpcConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.so_reuseport", 0),  # on by default: two servers would silently share one port
         ("grpc.max_receive_message_length", config.message_bytes_max),
         ("grpc.max_send_message_length", config.message_bytes_max),
         ("grpc.max_concurrent_streams", config.streams_max),
-        ("grpc.server_handshake_timeout_ms", 10_000),
+        # A stream that is not read holds at most this; with probes of the bandwidth, the window grows to 8 MiB.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", 64 << 10),
+        ("grpc.max_allowed_incoming_connections", _connections_max(config.connections_max)),
+        ("grpc.server_handshake_timeout_ms", 10_000),  # also of connections that send nothing
+        ("grpc.max_metadata_size", 8 << 10),  # a key and the headers of a client take under 1 KiB
+        ("grpc.absolute_max_metadata_size", 16 << 10),
+        ("grpc.http2.max_ping_strikes", 2),
         ("grpc.keepalive_time_ms", round(config.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),

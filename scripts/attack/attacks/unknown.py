@@ -112,7 +112,6 @@ ATTACKS = (
         program=health_watch,
         observe=health_of_a_stopped_worker,
         is_held=True,
-        is_open=True,
     ),
     Attack(
         name="health-unfinished",

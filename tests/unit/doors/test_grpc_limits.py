@@ -1,0 +1,155 @@
+"""The gRPC door under calls that anybody can make: health, reflection, connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from coordinator.base.config import GrpcConfig
+from coordinator.doors.grpc import public
+from coordinator.doors.grpc.server import GrpcDoor
+from scripts.attack.frames import Connection
+from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
+from tinkerpool.v1 import operations_pb2, sessions_pb2, sessions_pb2_grpc
+
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+Start = Callable[..., Awaitable[GrpcDoor]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    """Return a function that starts a door on a free port."""
+    doors: list[GrpcDoor] = []
+
+    async def start_one(backend: FakeBackend | None = None, **config: Any) -> GrpcDoor:
+        doors.append(GrpcDoor(GrpcConfig(port=0, **config)))
+        doors[-1].bind()
+        await doors[-1].start(
+            backend or FakeBackend(FakeService(get_capabilities=sessions_pb2.GetCapabilitiesResponse()))
+        )
+        return doors[-1]
+
+    yield start_one
+    for door in doors:
+        await door.stop(grace_s=0.1)
+
+
+def address(door: GrpcDoor) -> str:
+    return f"127.0.0.1:{door.port}"
+
+
+@contextlib.asynccontextmanager
+async def health_of(door: GrpcDoor) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(address(door)) as channel:
+        yield health_pb2_grpc.HealthStub(channel)
+
+
+async def test_a_watcher_that_reads_nothing_delays_neither_a_check_nor_the_stop(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.doors.grpc.server.HEALTH_INTERVAL_S", 0.01)  # not a setting
+    is_healthy = True
+    door = await start(FakeBackend(health=lambda: is_healthy))
+    watcher = await Connection.open(address(door), window=0)
+    await watcher.call(WATCH, b"")
+    async with asyncio.timeout(20), health_of(door) as health:
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING
+        is_healthy = False
+        while (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING:  # noqa: ASYNC110  # no event
+            await asyncio.sleep(0.01)
+        await door.stop(grace_s=0.2)
+    await watcher.close()
+
+
+async def test_a_client_that_does_not_even_read_its_socket_does_not_delay_the_stop(start: Start) -> None:
+    large = operations_pb2.WaitOperationsResponse(operation=operations_pb2.Operation(name="x" * (16 << 20)))
+    door = await start(FakeBackend(FakeService(wait_operations=[large] * 8)))
+    client = await Connection.open(address(door), window=(1 << 31) - 1, is_read=False)
+    await client.call("/tinkerpool.v1.OperationService/WaitOperations", b"", KEY)
+    await asyncio.sleep(0.2)  # the sockets' buffers are full
+    async with asyncio.timeout(20):
+        await door.stop(grace_s=0.2)
+    await client.close()
+
+
+async def test_health_checks_that_never_end_are_not_received_and_others_are_answered(start: Start) -> None:
+    """One request is read at a time; the others are answered unread, and the pool takes no more of them."""
+    num_bytes = 3 << 20
+    door = await start(message_bytes_max=4 << 20)
+    attacker = await Connection.open(address(door))
+    sending = asyncio.gather(*(attacker.send_most(CHECK, num_bytes) for _ in range(20)))
+    async with health_of(door) as health:
+        for _ in range(5):
+            assert (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING
+    taken = await sending
+    assert sum(taken) < num_bytes + 20 * (128 << 10)
+    assert attacker.num_ended >= 20
+    await attacker.close()
+
+
+async def test_a_health_check_of_an_unknown_service_or_of_many_bytes_is_refused(start: Start) -> None:
+    async with health_of(await start()) as health:
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await health.Check(health_pb2.HealthCheckRequest(service="unknown"))
+        with pytest.raises(grpc.aio.AioRpcError) as large:
+            await health.Check(health_pb2.HealthCheckRequest(service="x" * public.REQUEST_BYTES_MAX))
+        watched = await health.Watch(health_pb2.HealthCheckRequest(service="unknown")).read()
+    assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+    assert large.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert watched.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+async def test_watchers_have_a_highest_number_and_a_place_is_free_when_one_leaves(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(public, "WATCHERS_MAX", 2)  # not a setting
+    async with health_of(await start()) as health:
+        watchers = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        for watcher in watchers:
+            assert (await watcher.read()).status == SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await health.Watch(health_pb2.HealthCheckRequest()).read()
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        status: Any = rpc_status.from_call(refused.value)  # type: ignore[arg-type]  # typed for synchronous calls
+        assert any(detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for detail in status.details)
+        watchers[0].cancel()
+        async with asyncio.timeout(20):
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    if (await health.Watch(health_pb2.HealthCheckRequest()).read()).status == SERVING:
+                        break
+
+
+async def test_connections_above_their_highest_number_are_closed_and_open_ones_keep_working(start: Start) -> None:
+    door = await start(connections_max=4)
+    async with grpc.aio.insecure_channel(address(door)) as channel:
+        stub: Any = sessions_pb2_grpc.SessionServiceStub(channel)
+
+        async def call() -> None:
+            request = sessions_pb2.GetCapabilitiesRequest()
+            await stub.GetCapabilities(request, metadata=(("authorization", f"Bearer {KEY}"),))
+
+        await call()
+        opened = [await asyncio.open_connection("127.0.0.1", door.port) for _ in range(20)]
+        async with asyncio.timeout(20):
+            while sum(reader.at_eof() for reader, _ in opened) < 17:
+                await asyncio.gather(*(read_some(reader) for reader, _ in opened))
+        assert sum(reader.at_eof() for reader, _ in opened) == 17
+        await call()
+    for _, writer in opened:
+        writer.close()
+
+
+async def read_some(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(TimeoutError, OSError):
+        async with asyncio.timeout(0.1):
+            await reader.read(100)
