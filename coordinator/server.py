@@ -21,6 +21,7 @@ from coordinator.coordinator import DEFAULT_TENANT, Coordinator
 from coordinator.doors.door import DoorError
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_server import HttpDoor
+from coordinator.runtime.backup import remove_leftovers
 from coordinator.runtime.data_dir import DataDirError
 from coordinator.serving import READY_FILE, Serving
 from tinkerpool.credentials import Credentials, credentials_file, kept_credentials, write_credentials
@@ -81,6 +82,7 @@ class Server:
 
     async def _start(self) -> None:
         await self._coordinator.start()
+        await asyncio.to_thread(remove_leftovers, self._config.coordinator.data_dir)
         await self._door.start(self._coordinator)
         if self._http_door is not None:
             await self._http_door.start(self._coordinator, self._config.coordinator.data_dir / TOKENIZERS_DIR)

@@ -1,4 +1,4 @@
-"""The commands that run a pool: `serve`, `up`, `down` and `logs`.
+"""The commands that run a pool, `serve`, `up`, `down` and `logs`, and those on its data: `backup`, `restore`, `doctor`.
 
 Public interface: `register`, which the `tinkerpool` command finds through an entry point. The pool's libraries are
 imported only when a command needs them, so that `tinkerpool --help` is quick and works without them.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import typer
 
-from coordinator.cli import commands
+from coordinator.cli import commands, data
 from coordinator.cli.options import KeepsArguments, with_options
-from tinkerpool.cli.app import RUN_PANEL
+from tinkerpool.cli.app import DATA_PANEL, RUN_PANEL
 
 _SERVE_HELP = (
     "Run a pool in this terminal, until Ctrl-C or SIGTERM.\n\n"
@@ -30,3 +30,6 @@ def register(app: typer.Typer) -> None:
         app.command(name, help=text, cls=KeepsArguments, rich_help_panel=RUN_PANEL)(with_options(run))
     app.command("down", rich_help_panel=RUN_PANEL)(commands.down)
     app.command("logs", rich_help_panel=RUN_PANEL)(commands.logs)
+    app.command(rich_help_panel=DATA_PANEL)(data.backup)
+    app.command(rich_help_panel=DATA_PANEL)(data.restore)
+    app.command(rich_help_panel=DATA_PANEL)(data.doctor)

@@ -92,6 +92,8 @@ class AdapterLog:
     """When an operation was first seen behind a seq that has not arrived."""
     damage: ops_pb.OperationError | None = None
     """Why no copy can be made: every operation fails with this error until the next start tries again."""
+    is_restored: bool = False
+    """The log comes from a backup and may lack acknowledged operations: only the server assigns sequence numbers."""
     is_deleted: bool = False
     """Its deletion has begun, and has not failed: it accepts no more operations."""
     _decided: list[Operation] = field(default_factory=list)

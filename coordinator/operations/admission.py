@@ -119,6 +119,8 @@ class Admission:
         existing = [self._find_from(log, seq + i) for i in range(len(requests))]
         if existing[0] is not None:
             return self._repeat(log, existing, requests)
+        if is_explicit and log.is_restored:
+            raise _restored(log.adapter_id)
         if seq <= log.snapshot_seq:
             raise _dropped(f"{log.adapter_id}:{seq}", _expected(log))
         self._check_room(log.tenant_id, log.adapter_id, sum(request.raw.ByteSize() for request in requests))
@@ -395,6 +397,16 @@ def _check_same(operation: Operation, request: Request, metadata: dict[str, str]
         return
     if operation.payload_hash != digest(_refused_payload(request), operation.kind.value):
         raise _taken(operation, metadata)
+
+
+def _restored(adapter_id: str) -> ServiceError:
+    return ServiceError(
+        Code.FAILED_PRECONDITION,
+        "POOL_RESTORED",
+        f"the pool was restored from a backup, which may lack operations of {adapter_id} that were acknowledged since. "
+        f"Save the state that it has now (`tinkerpool checkpoint save {adapter_id} NAME`) or choose one of its "
+        "checkpoints, and create a training client from that",
+    )
 
 
 def _dropped(name: str, metadata: dict[str, str]) -> ServiceError:

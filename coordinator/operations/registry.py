@@ -161,7 +161,11 @@ class AdapterRegistry:
 def adapter_of_row(row: AdapterRow) -> AdapterLog:
     """Return an adapter without its operations."""
     return AdapterLog(
-        tenant_id=row.tenant_id, session_id=row.session_id, base_model=row.base_model, spec=spec_of_row(row)
+        tenant_id=row.tenant_id,
+        session_id=row.session_id,
+        base_model=row.base_model,
+        spec=spec_of_row(row),
+        is_restored=row.is_restored,
     )
 
 

@@ -36,7 +36,7 @@ __all__ = ["DataDir", "DataDirError", "DataDirInUse", "DataDirLock", "Seams"]
 logger = logging.getLogger(__name__)
 LOCK = "lock"
 OURS = (
-    *(f"{DATABASE}*", SIDE_FILE, LOCK, *ROOTS, QUARANTINE),
+    *(f"{DATABASE}*", SIDE_FILE, LOCK, *ROOTS, QUARANTINE, ".backup"),
     *("ray.json", "serve.log*", "serving.json", "tokenizers"),  # of the server and its commands
 )
 """Patterns of the names in a data directory that tinkerpool makes: only these are closed to other users."""
@@ -94,7 +94,7 @@ class DataDir:
         self._disk = seams.disk or RealDisk()
         check_local(path, seams.mounts())
         path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-        if not (path / LOCK).exists():  # so nobody holds it; a refusal must not make it
+        if not (path / LOCK).exists():  # no coordinator can hold it, and a refusal must not make it
             self._check(seams)
         self._lock = seams.lock(path)
         try:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import secrets
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -308,11 +310,20 @@ def open_connection(path: Path) -> Connection:
 
 
 def open_read_only(path: Path) -> Connection:
-    """Open a connection that changes neither database nor write-ahead log, also beside a running coordinator."""
+    """Open a connection that changes neither database nor write-ahead log, while a coordinator may run."""
     # Without a log no process has the database open. SQLite would make a log, and leave it there.
     mode = "mode=ro" if _log_of(path).exists() else "immutable=1"
     db = sqlite3.connect(f"file:{quote(str(path))}?{mode}", uri=True, isolation_level=None, timeout=10.0)
     db.row_factory = sqlite3.Row
+    return db
+
+
+def open_target(path: Path) -> Connection:
+    """Open the target of a copy: without a log, and not durable before its file is synced."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE_FILE))
+    db = sqlite3.connect(path, isolation_level=None)
+    db.row_factory = sqlite3.Row
+    db.execute("PRAGMA journal_mode = OFF")
     return db
 
 
@@ -337,6 +348,25 @@ def read_closed(path: Path, read: Callable[[Connection], T], connect: Callable[[
     finally:
         if not had_memory:  # the index of the log, which SQLite makes and leaves there
             memory.unlink(missing_ok=True)
+
+
+def problems_of(db: Connection, num_max: int = 20) -> list[str]:
+    """Return what SQLite finds damaged in a database, up to a number; reads all of it."""
+    try:
+        found = [row[0] for row in db.execute(f"PRAGMA integrity_check({num_max})") if row[0] != "ok"]
+        foreign = db.execute("PRAGMA foreign_key_check").fetchmany(num_max)
+    except sqlite3.DatabaseError as error:
+        return [str(error)]
+    return found + [f"a row of {row[0]} refers to a missing row of {row[2]}" for row in foreign]
+
+
+@contextmanager
+def writing_copy(path: Path) -> Iterator[None]:
+    """Raise OSError for an error of SQLite in the block, which writes a copy."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise OSError(errno.EIO, f"the copy cannot be written: {error}", str(path)) from None
 
 
 def _log_of(path: Path) -> Path:

@@ -11,13 +11,16 @@ import os
 import shutil
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+REMOVING = ".removing-"
+"""Prefix of the name of a folder that is being removed."""
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
-"""The rights of everybody but the owner."""
+"""The rights of users other than the owner."""
 logger = logging.getLogger(__name__)
 
 
@@ -73,11 +76,7 @@ class RealDisk:
 
     def sync(self, path: Path) -> None:
         """See `Disk`."""
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_path(path)
 
     def rename(self, old: Path, new: Path) -> None:
         """See `Disk`."""
@@ -102,8 +101,12 @@ class RealDisk:
             return file.read(num_bytes)
 
     def remove(self, folder: Path) -> None:
-        """See `Disk`."""
-        shutil.rmtree(folder, ignore_errors=True)
+        """See `Disk`. First takes its name away, so that no other process, such as a backup, finds a part of it."""
+        doomed = folder.with_name(f"{REMOVING}{folder.name}")
+        with suppress(OSError):
+            folder.rename(doomed)
+        for path in (doomed, folder):
+            shutil.rmtree(path, ignore_errors=True)
 
     def restrict(self, folder: Path, patterns: Sequence[str]) -> None:
         """See `Disk`."""
@@ -131,6 +134,15 @@ def _restrict(path: Path, *, is_entered: bool | None) -> None:
             path.chmod(stat.S_IMODE(mode) & ~OTHERS)
     except OSError as error:
         logger.warning("other users may have access to %s: %s", path, error)
+
+
+def sync_path(path: Path) -> None:
+    """Make a file's content durable, or a folder's names. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def open_private(path: Path) -> BinaryIO:

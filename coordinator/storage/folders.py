@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.storage.disk import Disk
+from coordinator.storage.disk import REMOVING, Disk
 from coordinator.storage.identity import QUARANTINE, ROOTS, Identity, identity_in
 from workers.contract.failpoints import failpoint
 from workers.contract.messages import AdapterSpec, AdapterState, ModelInfo
@@ -157,11 +157,11 @@ class StateFiles:
     def set_orphans_aside(self, known: set[str], quarantine: Quarantine, service_s: float) -> None:
         """Move the folders that a crash left without a row, so are not `known`, into quarantine.
 
-        Deletes temporary folders: their writing did not end. Leaves files of other names alone. Raises OSError.
+        Deletes temporary folders: their writing, or removal, did not end. Leaves other files alone. Raises OSError.
         """
         orphans = []
         for name in self._disk.names(self._root):
-            if name.startswith(_TEMPORARY):
+            if name.startswith((_TEMPORARY, REMOVING)):
                 self._disk.remove(self._root / name)
             elif name not in known and identity_in(name) is not None:
                 orphans.append(name)

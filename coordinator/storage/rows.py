@@ -98,6 +98,8 @@ class AdapterRow:
     """A JSON object."""
     created_at: float
     deleted_at: float | None = None
+    is_restored: bool = False
+    """Whether its log may lack operations that its client has acknowledged: it comes from a backup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,7 @@ CREATE TABLE adapters (
     user_metadata TEXT NOT NULL,          -- a JSON object
     created_at REAL NOT NULL,
     deleted_at REAL,                      -- NULL: it has training state
+    is_restored INTEGER NOT NULL DEFAULT 0, -- its log may lack operations that its client has acknowledged
     UNIQUE (session_id, request_id)       -- makes CreateAdapter safe to repeat
 );
 CREATE INDEX adapters_by_tenant ON adapters (tenant_id, created_at);

@@ -20,8 +20,9 @@ COMMAND_GROUP = "tinkerpool.commands"
 RUN_PANEL = "Run a pool on this machine"
 LOOK_PANEL = "Look into a pool"
 THINGS_PANEL = "Adapters and checkpoints"
+DATA_PANEL = "Back up, restore, check"
 ADMIN_PANEL = "Administer"
-PANELS = (RUN_PANEL, LOOK_PANEL, THINGS_PANEL, ADMIN_PANEL)
+PANELS = (RUN_PANEL, DATA_PANEL, LOOK_PANEL, THINGS_PANEL, ADMIN_PANEL)
 """The groups of commands, in the order of `--help`."""
 
 HELP = "\n\n".join(
@@ -69,7 +70,7 @@ def build() -> typer.Typer:
     app.add_typer(
         checkpoints.app,
         name="checkpoint",
-        help="Your checkpoints: list, export for PEFT, delete.",
+        help="Your checkpoints: list, save, export for PEFT, delete.",
         rich_help_panel=THINGS_PANEL,
     )
     app.add_typer(keys.app, name="key", help="API keys: create, list, revoke.", rich_help_panel=ADMIN_PANEL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ import typer
 
 from tinkerpool.cli import show
 from tinkerpool.cli.connection import (
+    TIMEOUT_S,
     JsonOption,
     KeyOption,
     LimitOption,
@@ -22,10 +24,17 @@ from tinkerpool.cli.connection import (
 )
 from tinkerpool.cli.show import CliError
 from tinkerpool.client.archive import ArchiveFile
-from tinkerpool.client.calls.methods import DELETE_CHECKPOINT, EXPORT_CHECKPOINT, LIST_CHECKPOINTS
+from tinkerpool.client.calls.methods import (
+    DELETE_CHECKPOINT,
+    EXPORT_CHECKPOINT,
+    LIST_CHECKPOINTS,
+    SAVE_STATE,
+    WAIT_OPERATIONS,
+)
 from tinkerpool.client.calls.transport import Transport
 from tinkerpool.names import CheckpointPath
 from tinkerpool.v1 import checkpoints_pb2 as pb
+from tinkerpool.v1.operations_pb2 import Operation, WaitOperationsRequest
 
 app = typer.Typer(no_args_is_help=True)
 PathArgument = Annotated[str, typer.Argument(help="The path in `tinkerpool checkpoint list`, tinker://...")]
@@ -66,6 +75,31 @@ def list_checkpoints(
     )
     if found.next_page_token:
         show.note(f"There are more; --limit {limit * 4} shows them.")
+
+
+@app.command()
+def save(
+    adapter_id: Annotated[str, typer.Argument(help="The id in `tinkerpool adapter list`.")],
+    name: Annotated[str, typer.Argument(help="Name of the checkpoint.")],
+    url: UrlOption = "",
+    api_key: KeyOption = "",
+) -> None:
+    """Save an adapter's state as it is now, behind its queued operations. Its client need not run any more."""
+    target = find_target(url, api_key)
+
+    async def save_and_wait(transport: Transport) -> Operation:
+        request = pb.SaveStateRequest(adapter_id=adapter_id, name=name, request_id=uuid.uuid4().hex)
+        saving = await transport.call(SAVE_STATE, request, timeout_s=TIMEOUT_S)
+        waiting = WaitOperationsRequest(names=[saving.operation.name])
+        finished = [response.operation async for response in transport.stream(WAIT_OPERATIONS, waiting)]
+        return finished[0]
+
+    operation = ask(target, save_and_wait)
+    if operation.HasField("error"):
+        raise CliError(operation.error.message)
+    show.note(
+        f"Saved {operation.save_state.path}: ServiceClient().create_training_client_from_state(path) continues it."
+    )
 
 
 @app.command()

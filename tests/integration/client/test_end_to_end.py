@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 
 import tinkerpool
 from tests.support.served_pool import ServedPool, shipped_pool
+from tests.support.serving import Terminal
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -95,3 +98,58 @@ def test_a_saved_state_is_loaded_bit_for_bit(pool: ServedPool) -> None:
         resumed = service.create_training_client_from_state_with_optimizer(saved.path)
         assert logprobs(resumed, data)[0].tobytes() == before.tobytes()
         assert train(resumed, TEXT, 2) == more
+
+
+def continued(
+    pool: ServedPool, key: str, path: str, folder: Path
+) -> tuple[dict[str, bytes], dict[str, bytes], list[float]]:
+    """Train on from a checkpoint; return the files of that checkpoint and of the last one, and the losses."""
+    with tinkerpool.ServiceClient(base_url=pool.url, api_key=key) as service:
+        client = service.create_training_client_from_state_with_optimizer(path)
+        losses = train(client, TEXT, 3)
+        last = client.save_state("continued").result(60).path
+        return exported(service, path, folder / "first"), exported(service, last, folder / "last"), losses
+
+
+def exported(service: tinkerpool.ServiceClient, path: str, folder: Path) -> dict[str, bytes]:
+    written = service.create_rest_client().export_checkpoint(path, folder).result(60)
+    return {file.name: file.read_bytes() for file in written.iterdir()}
+
+
+def test_a_backup_under_load_restores_the_same_bits_and_a_continued_run_has_the_same(
+    pool: ServedPool, tmp_path: Path
+) -> None:
+    terminal = Terminal(tmp_path / "home")
+    data_dir = pool.coordinator.core.config.data_dir
+    num_done, is_over, alice, bob = [0], threading.Event(), pool.key("alice"), pool.key("bob")
+
+    def load() -> None:
+        with tinkerpool.ServiceClient(base_url=pool.url, api_key=bob) as service:
+            client = service.create_lora_training_client(rank=4, seed=1)
+            while not is_over.is_set():
+                train(client, TEXT, 1)
+                client.save_state(f"step{num_done[0]}").result(60)
+                num_done[0] += 1
+
+    with tinkerpool.ServiceClient(base_url=pool.url, api_key=alice) as service:
+        client = service.create_lora_training_client(rank=8, seed=3)
+        train(client, TEXT, 3)
+        path = client.save_state("middle").result(60).path
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        wait_until(lambda: num_done[0] > 1)
+        before = num_done[0]
+        backup = terminal.run("backup", str(tmp_path / "backup"), "--data-dir", str(data_dir))
+        assert num_done[0] > before, "the pool went on meanwhile"
+    finally:
+        is_over.set()
+        thread.join(60)
+    assert backup.returncode == 0, backup.stdout + backup.stderr
+    expected = continued(pool, alice, path, tmp_path / "a")
+    restored = terminal.run("restore", str(tmp_path / "backup"), str(tmp_path / "new"))
+    assert restored.returncode == 0, restored.stdout + restored.stderr
+    with shipped_pool(tmp_path / "new") as other:
+        assert continued(other, alice, path, tmp_path / "b") == expected
+    doctor = terminal.run("doctor", "--data-dir", str(tmp_path / "new"), "--verify")
+    assert doctor.returncode == 0, doctor.stdout

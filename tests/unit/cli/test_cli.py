@@ -17,7 +17,7 @@ from tests.support.doors.door_thread import open_door
 from tests.support.doors.fake_service import KEY, FakeService
 from tinkerpool.cli.main import main
 from tinkerpool.credentials import Credentials, credentials_file, write_credentials
-from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, pool_pb2
+from tinkerpool.v1 import adapters_pb2, checkpoints_pb2, operations_pb2, pool_pb2
 
 CHECKPOINT = "tinker://s1:train:0/weights/final"
 
@@ -226,6 +226,23 @@ def test_checkpoint_export_writes_a_complete_directory_or_none(run: Run, service
     service.responses["export_checkpoint"] = [*archive("good")[:1], not_found("checkpoint", CHECKPOINT)]
     assert run("checkpoint", "export", CHECKPOINT, str(tmp_path / "out" / "half")).code == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["peft"]
+
+
+def test_checkpoint_save_waits_for_the_checkpoint_and_shows_why_there_is_none(run: Run, service: FakeService) -> None:
+    operation = operations_pb2.Operation(name="s1:train:0:7")
+    saved = operations_pb2.Operation(name=operation.name, save_state=operations_pb2.SaveStateResult(path=CHECKPOINT))
+    failed = operations_pb2.Operation(
+        name=operation.name, error=operations_pb2.OperationError(message="the disk is full")
+    )
+    service.responses["save_state"] = checkpoints_pb2.SaveStateResponse(operation=operation)
+    service.responses["wait_operations"] = [operations_pb2.WaitOperationsResponse(operation=saved)]
+    done = run("checkpoint", "save", "s1:train:0", "final")
+    assert (done.code, done.err.startswith(f"Saved {CHECKPOINT}: ")) == (0, True)
+    [request] = [request for name, _, request in service.calls if name == "save_state"]
+    assert isinstance(request, checkpoints_pb2.SaveStateRequest)
+    assert (request.adapter_id, request.name, request.seq, len(request.request_id)) == ("s1:train:0", "final", 0, 32)
+    service.responses["wait_operations"] = [operations_pb2.WaitOperationsResponse(operation=failed)]
+    assert run("checkpoint", "save", "s1:train:0", "final") == Done(1, "", "Error: the disk is full\n")
 
 
 def test_a_malformed_path_is_refused_before_any_call(run: Run) -> None:

@@ -1,0 +1,183 @@
+"""Copies of a data directory: what its database names, the database itself, state folders, and a copy's new identity.
+
+For backup, restore and doctor, which read the files of a pool whose coordinator may be running. Does not depend
+on locks or on the order of a backup. Main invariant: what is read is not changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from coordinator.storage.database import Connection, open_read_only, read_closed
+from coordinator.storage.disk import PRIVATE_FOLDER, open_private, sync_path
+from coordinator.storage.identity import DATABASE, DataDirError, Identity
+from coordinator.storage.operations import drop_payloads
+
+T = TypeVar("T")
+PIECE_BYTES = 1 << 20
+PAGES_AT_ONCE = 4096
+"""Pages of a database between two reports of progress."""
+LISTED_MAX = 20
+"""Most items that a message lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedState:
+    """A row that names a state folder."""
+
+    root: str
+    owner: str
+    """The path of the checkpoint, the adapter of the snapshot, or the sampler."""
+    folder: str
+    sha256: str
+
+    @property
+    def path(self) -> Path:
+        """The folder, below the data directory."""
+        return Path(self.root) / self.folder
+
+    @property
+    def label(self) -> str:
+        """The state as people see it."""
+        return f"{self.root.removesuffix('s')} {self.owner}"
+
+
+def read_database(data_dir: Path, read: Callable[[Connection], T]) -> T | None:
+    """Return what `read` returns for a directory's database; None if it is missing or empty. Raises DataDirError."""
+    try:
+        return read_closed(data_dir / DATABASE, read, open_read_only)
+    except ValueError as error:
+        raise DataDirError(str(error)) from None
+
+
+def named_states(db: Connection) -> list[NamedState]:
+    """Return the rows that name a folder which must exist: not those of samplers whose session has ended."""
+    rows = db.execute(
+        "SELECT 'checkpoints' AS root, path AS owner, folder, sha256 FROM checkpoints WHERE folder != ''"
+        " UNION ALL SELECT 'snapshots', adapter_id, folder, sha256 FROM snapshots"
+        " UNION ALL SELECT 'samplers', sampler_id, folder, sha256 FROM samplers JOIN sessions USING (session_id)"
+        " WHERE folder != '' AND ended_at IS NULL"
+    )
+    return [NamedState(row["root"], row["owner"], row["folder"], row["sha256"]) for row in rows]
+
+
+def listed(items: Sequence[str]) -> str:
+    """Return items for a message: the first ones, and how many more there are."""
+    more = f" and {len(items) - LISTED_MAX} more" if len(items) > LISTED_MAX else ""
+    return ", ".join(items[:LISTED_MAX]) + more
+
+
+@contextmanager
+def one_moment(db: Connection) -> Iterator[None]:
+    """Make all reads in the block see the database as it is at the begin, also while another process writes."""
+    db.execute("BEGIN")
+    try:
+        db.execute("SELECT 1 FROM meta").fetchone()
+        yield
+    finally:
+        db.execute("ROLLBACK")
+
+
+def copy_database(source: Connection, target: Connection, on_bytes: Callable[[int], None]) -> None:
+    """Copy a database; call it within `one_moment`. `on_bytes` gets the progress.
+
+    Without a transaction of its own, SQLite would begin the copy again after each write of another process.
+    """
+    assert source.in_transaction
+    page_bytes = source.execute("PRAGMA page_size").fetchone()[0]
+    done = 0
+
+    def note(_status: int, remaining: int, total: int) -> None:
+        nonlocal done
+        on_bytes((total - remaining - done) * page_bytes)
+        done = total - remaining
+
+    source.backup(target, pages=PAGES_AT_ONCE, progress=note)
+
+
+def copy_state(source: Path, target: Path, on_bytes: Callable[[int], None]) -> str:
+    """Copy a state folder, durably, and return the checksum of what was copied. Raises OSError."""
+    target.mkdir(mode=PRIVATE_FOLDER)
+    digest = hashlib.sha256()
+    for name in sorted(path.name for path in source.iterdir()):
+        with (source / name).open("rb") as file, open_private(target / name) as copy:
+            for piece in _digested(digest, name, file.fileno(), on_bytes):
+                copy.write(piece)
+            copy.flush()
+            os.fsync(copy.fileno())
+    sync_path(target)
+    return digest.hexdigest()
+
+
+def checksum(folder: Path, on_bytes: Callable[[int], None]) -> str:
+    """Return the checksum of a state folder. Raises OSError."""
+    digest = hashlib.sha256()
+    for name in sorted(path.name for path in folder.iterdir()):
+        with (folder / name).open("rb") as file:
+            for _ in _digested(digest, name, file.fileno(), on_bytes):
+                pass
+    return digest.hexdigest()
+
+
+def _digested(digest: hashlib._Hash, name: str, file: int, on_bytes: Callable[[int], None]) -> Iterator[bytes]:
+    """Yield a file in pieces, and add it to the checksum of its folder as `folders` does."""
+    digest.update(f"{name}\0{os.fstat(file).st_size}\0".encode())
+    while piece := os.read(file, PIECE_BYTES):
+        digest.update(piece)
+        on_bytes(len(piece))
+        yield piece
+
+
+def take_over(db: Connection, identity: Identity, renamed: Sequence[tuple[NamedState, str]], wall: float) -> None:
+    """Make a copied database that of another pool, in one transaction.
+
+    `renamed`: the states that were copied, each with its folder's new name. All sessions end, and with them unnamed
+    samplers. Adapters then accept only operations whose sequence number the server assigns: their clients may have
+    acknowledged numbers that this copy lacks.
+    """
+    db.execute("BEGIN IMMEDIATE")
+    for key, value in (("pool_id", identity.pool_id), ("epoch", identity.epoch)):
+        db.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))
+    db.execute("UPDATE sessions SET ended_at = ? WHERE ended_at IS NULL", (wall,))
+    db.execute("UPDATE samplers SET folder = '', sha256 = ''")
+    db.execute("UPDATE adapters SET is_restored = 1 WHERE deleted_at IS NULL")
+    for state, folder in renamed:
+        column = {"checkpoints": "path", "snapshots": "adapter_id"}[state.root]
+        sql = f"UPDATE {state.root} SET folder = ? WHERE {column} = ?"  # noqa: S608 (our names)
+        db.execute(sql, (folder, state.owner))
+    db.execute("COMMIT")
+
+
+def drop_states(db: Connection, lost: Collection[NamedState], wall: float) -> list[str]:
+    """Delete rows whose states are lost, in one transaction; return what was lost with them, as people see it.
+
+    Without its snapshot an adapter cannot be rebuilt, because its log begins there: it is deleted, with its operations
+    that have not run and with the checkpoints that its log would still have made.
+    """
+    db.execute("BEGIN IMMEDIATE")
+    also = []
+    for state in lost:
+        if state.root == "checkpoints":
+            db.execute("DELETE FROM checkpoints WHERE path = ?", (state.owner,))
+        elif state.root == "snapshots":
+            also += _drop_adapter(db, state.owner, wall)
+    db.execute("COMMIT")
+    return also
+
+
+def _drop_adapter(db: Connection, adapter_id: str, wall: float) -> list[str]:
+    unwritten = db.execute(
+        "SELECT path FROM checkpoints WHERE adapter_id = ? AND folder = ''", (adapter_id,)
+    ).fetchall()
+    db.execute("DELETE FROM checkpoints WHERE adapter_id = ? AND folder = ''", (adapter_id,))
+    db.execute("UPDATE adapters SET deleted_at = ? WHERE adapter_id = ?", (wall, adapter_id))
+    db.execute("DELETE FROM snapshots WHERE adapter_id = ?", (adapter_id,))
+    db.execute("DELETE FROM operations WHERE target_id = ? AND outcome IS NULL", (adapter_id,))
+    drop_payloads(db, adapter_id)
+    return [f"adapter {adapter_id}", *(f"checkpoint {row['path']}" for row in unwritten)]
