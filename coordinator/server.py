@@ -24,6 +24,7 @@ from coordinator.doors.http_server import HttpDoor
 from coordinator.runtime.backup import remove_leftovers
 from coordinator.runtime.data_dir import DataDirError
 from coordinator.serving import READY_FILE, Serving
+from coordinator.storage.database import StorageError
 from tinkerpool.credentials import Credentials, credentials_file, kept_credentials, write_credentials
 from workers.contract.protocols import Pool, PoolStartError
 
@@ -77,7 +78,7 @@ class Server:
             return await _before(stopping.wait(), self._start())
         except (DoorError, DataDirError, PoolStartError) as error:
             raise StartError(str(error)) from error
-        except OSError as error:
+        except (OSError, StorageError) as error:
             raise StartError(f"the pool cannot start: {error}") from error
 
     async def _start(self) -> None:

@@ -26,7 +26,7 @@ from coordinator.operations.operation import Kind, Operation, new_row, operation
 from coordinator.operations.registry import AdapterRegistry
 from coordinator.payloads.canonical import digest, serialize
 from coordinator.payloads.passes import Chunk, DecodedPass
-from coordinator.storage.database import ConflictError, StorageError, StoreBrokenError
+from coordinator.storage.database import ConflictError, LockedError, StorageError, StoreBrokenError
 from coordinator.storage.store import Store
 from tinkerpool.names import operation_name
 
@@ -366,6 +366,13 @@ def storage_error(error: object) -> ServiceError:
             Code.UNAVAILABLE,
             "STORAGE_BROKEN",
             "the server's disk fails and the server stops; whether the request was logged is not known: send it again",
+            retry_delay_s=RETRY_DELAY_S,
+        )
+    if isinstance(error, LockedError):
+        return ServiceError(
+            Code.UNAVAILABLE,
+            "STORAGE_LOCKED",
+            "another program has locked the server's database: nothing was accepted, send the request again",
             retry_delay_s=RETRY_DELAY_S,
         )
     return ServiceError(

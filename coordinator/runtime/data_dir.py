@@ -16,7 +16,7 @@ from pathlib import Path
 from coordinator.base.errors import Failure
 from coordinator.base.time import Time
 from coordinator.runtime.mounts import check_local, mount_table
-from coordinator.storage.database import Connection, open_read_only, read_closed
+from coordinator.storage.database import Connection, RetryLaterError, open_read_only, read_closed
 from coordinator.storage.disk import PRIVATE_FILE, PRIVATE_FOLDER, Disk, RealDisk
 from coordinator.storage.folders import StateFolders
 from coordinator.storage.identity import (
@@ -102,6 +102,9 @@ class DataDir:
             self._disk.restrict(path, OURS)
             self.store = Store(path / DATABASE, time, failure, connect=seams.connect)
             self.folders = StateFolders(path, self._disk)
+        except RetryLaterError as error:
+            self._lock.release()
+            raise DataDirError(str(error)) from None
         except BaseException:
             self._lock.release()
             raise

@@ -11,12 +11,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from coordinator.storage.checkpoints import put_snapshot
-from coordinator.storage.database import Connection, Database, DiskFullError
+from coordinator.storage.database import Connection, Database, RetryLaterError
 from coordinator.storage.operations import finish, lost_targets
 from coordinator.storage.rows import CheckpointRow, DecidedOperation, SamplerRow, SnapshotRow, insert
 
-FULL_RETRY_S = 1.0
-"""Pause before a commit is tried again on a full disk."""
+RETRY_S = 1.0
+"""Pause before a commit is tried again on a full disk, or in a locked database."""
 CYCLES_KEPT = 10_000
 """Summaries of the last cycles that stay in the database."""
 
@@ -79,17 +79,20 @@ class Cycles:
         self._is_stopping = False
 
     async def persist(self, commit: CycleCommit) -> frozenset[str]:
-        """Commit as `commit`; while the disk is full, try again until `stop_retrying`. Raises StorageError."""
+        """Commit as `commit`; while the disk is full or the database locked, try again until `stop_retrying`.
+
+        Raises StorageError.
+        """
         while True:
             try:
                 return await self.commit(commit)
-            except DiskFullError:
+            except RetryLaterError:
                 if self._is_stopping:
                     raise
-                await asyncio.sleep(FULL_RETRY_S)
+                await asyncio.sleep(RETRY_S)
 
     def stop_retrying(self) -> None:
-        """Stop retrying on a full disk: the next incarnation runs the uncommitted operations again."""
+        """Stop retrying: the next incarnation runs the uncommitted operations again."""
         self._is_stopping = True
 
     def commit(self, commit: CycleCommit) -> asyncio.Future[frozenset[str]]:

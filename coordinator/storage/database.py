@@ -4,7 +4,8 @@ A write is a function on the connection; all queued writes are committed as one 
 of their calls. So a later write is never durable before an earlier one. Reads use a connection of their own and see
 committed rows only. Does not depend on any table but `meta`.
 
-A full disk refuses writes, and takes them again once it has room. A disk that fails to sync, or returns damaged data,
+A full disk refuses writes, and takes them again once it has room; so does a database that another process has locked. A
+disk that fails to sync, or returns damaged data,
 ends this incarnation: it is unknown how much of the last commit is durable, and another sync would not show it.
 """
 
@@ -47,6 +48,12 @@ RIDING_MAX = 1000
 """Riding writes (see `ride`) after which they get a commit of their own."""
 SERVICE_TIME_STEP_S = 1.0
 """How much service time a crash may lose."""
+LOCK_WAIT_S = 1.0
+"""How long one attempt waits for a lock that another process holds. Queued writes wait as long, and so may a stop."""
+LOCKED_STARTS_MAX = 10
+"""Attempts to open a locked database. The start is blocked meanwhile, so that it takes a signal only after them."""
+_LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
+"""Errors, without their extension, of a lock that another process holds. The database is as it was before the write."""
 _NO_ROOM = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
 """Errors of a full disk, a quota, or a limit on file sizes. The database is as it was before the write."""
 
@@ -55,8 +62,16 @@ class StorageError(Exception):
     """The database refused a write. No part of that write is durable."""
 
 
-class DiskFullError(StorageError):
+class RetryLaterError(StorageError):
+    """The database cannot take the write now, and takes the same write later."""
+
+
+class DiskFullError(RetryLaterError):
     """The disk has no room for the write."""
+
+
+class LockedError(RetryLaterError):
+    """Another process holds the lock of the database."""
 
 
 class ConflictError(StorageError):
@@ -85,7 +100,9 @@ class Database:
     def __init__(
         self, path: Path, time: Time, failure: Failure, *, connect: Callable[[Path], Connection] | None = None
     ) -> None:
-        """Open or create the database. Raises ValueError if another version of tinkerpool wrote it.
+        """Open or create the database.
+
+        Raises ValueError if another version of tinkerpool wrote it, and LockedError if another process locks it.
 
         If the disk fails, that is reported to `failure`, and later writes are refused. `connect` opens a connection; a
         simulation passes one with a disk that it controls.
@@ -97,9 +114,9 @@ class Database:
         self._path = path
         self._time = time
         self._failure = failure
-        self._writer = (connect or open_connection)(path)
+        self._writer = _opened(path, connect or open_connection)
         try:
-            self._prepare()
+            _until_unlocked(path, self._prepare)
             # After a failed sync the write-ahead log may have holes on the disk that the page cache hides: empty it.
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._service_s = self._service_s_kept = read_meta(self._writer, "service_ms") / 1000
@@ -107,7 +124,7 @@ class Database:
             self._writer.close()
             raise
         self._opened = time.monotonic()
-        self._reader = (connect or open_connection)(path)
+        self._reader = _opened(path, connect or open_connection)
         self._reader.execute("PRAGMA query_only = ON")
         self._queued: list[_Queued] = []
         self._riding: dict[str, tuple[str, Write]] = {}
@@ -115,7 +132,8 @@ class Database:
         self._committing: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-writer")
         self._broken: StoreBrokenError | None = None
-        self._is_full = False
+        self._refusal: type[RetryLaterError] | None = None
+        """Why the last commit refused writes; None: it did not."""
         self._is_closed = False
 
     async def close(self) -> None:
@@ -181,6 +199,8 @@ class Database:
         """Create the tables in a new file. Raises ValueError if the file has another format."""
         db = self._writer
         if _has_tables(db, self._path):
+            db.execute("BEGIN IMMEDIATE")
+            db.execute("ROLLBACK")  # nobody else writes
             return
         db.execute("BEGIN IMMEDIATE")
         for statement in SCHEMA.split(";\n"):
@@ -197,11 +217,13 @@ class Database:
             while self._queued:
                 await self._linger()
                 queued, self._queued = self._queued, []
-                riding, self._riding = list(self._riding.values()), {}
-                outcomes = await loop.run_in_executor(self._thread, self._commit, queued, riding)
+                riding, self._riding = self._riding, {}
+                outcomes = await loop.run_in_executor(self._thread, self._commit, queued, list(riding.values()))
                 if self._broken is not None:
                     self._failure.report(self._broken)
-                self._note_room(outcomes)
+                self._note_refusals([error for _, error in outcomes])
+                if self._refusal is LockedError:
+                    self._riding = riding | self._riding
                 for each, (value, error) in zip(queued, outcomes, strict=True):
                     _resolve(each.future, value, error)
                 if self._broken is None and self._is_checkpoint_due():
@@ -215,14 +237,21 @@ class Database:
         finally:
             self._committing = None
 
-    def _note_room(self, outcomes: Iterable[tuple[Any, Exception | None]]) -> None:
-        """Log when the disk becomes full, and when it has room again."""
-        reason = next((error for _, error in outcomes if _is_full(error)), None)
-        if reason is not None and not self._is_full:
+    def _note_refusals(self, errors: Iterable[Exception | None]) -> None:
+        """Log when the database begins to refuse writes, and when it takes them again."""
+        reason = next((error for error in errors if _is_full(error) or _is_locked(error)), None)
+        refusal = None if reason is None else LockedError if _is_locked(reason) else DiskFullError
+        if refusal is self._refusal:
+            return
+        if self._refusal is not None:
+            logger.warning("the database is unlocked" if self._refusal is LockedError else "the disk has room again")
+        if refusal is LockedError:
+            logger.error(
+                "another process has locked %s: new operations are refused until it unlocks the database", self._path
+            )
+        elif refusal is DiskFullError:
             logger.error("the disk is full (%s): new operations are refused until there is room", reason)
-        elif reason is None and self._is_full:
-            logger.warning("the disk has room again")
-        self._is_full = reason is not None
+        self._refusal = refusal
 
     async def _linger(self) -> None:
         """Wait shortly for related writes: a pass and its step are two calls, and one append."""
@@ -262,8 +291,8 @@ class Database:
                 return [(None, self._broken)] * len(queued)
             if db.in_transaction:
                 db.execute("ROLLBACK")
-            if len(queued) == 1:
-                return [(None, error)]
+            if len(queued) == 1 or _is_locked(error):
+                return [(None, error)] * len(queued)
             single = [self._commit([each], ()) for each in queued]  # there may be room for the smaller ones
             return [outcome for [outcome] in single]
         self.num_commits += 1
@@ -303,7 +332,7 @@ class Database:
 def open_connection(path: Path) -> Connection:
     """Open a connection whose commits are synced. A new database can be read by its owner only, as its log."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE_FILE))
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=LOCK_WAIT_S)
     db.row_factory = sqlite3.Row
     set_pragmas(db)
     return db
@@ -369,6 +398,26 @@ def writing_copy(path: Path) -> Iterator[None]:
         raise OSError(errno.EIO, f"the copy cannot be written: {error}", str(path)) from None
 
 
+def _opened(path: Path, connect: Callable[[Path], Connection]) -> Connection:
+    return _until_unlocked(path, lambda: connect(path))
+
+
+def _until_unlocked(path: Path, attempt: Callable[[], T]) -> T:
+    """Return what an attempt returns, as soon as no other process locks the database. Raises LockedError."""
+    for number in range(LOCKED_STARTS_MAX):
+        try:
+            return attempt()
+        except sqlite3.OperationalError as error:
+            if not _is_locked(error):
+                raise
+            if number == 0:
+                logger.warning("another process has locked %s: waiting until it unlocks the database", path)
+    raise LockedError(
+        f"another process has locked {path}: end the program that writes to it (a shell of sqlite3, a backup), then "
+        "start again"
+    )
+
+
 def _log_of(path: Path) -> Path:
     return path.with_name(f"{path.name}-wal")
 
@@ -404,6 +453,10 @@ def _is_full(error: Exception | None) -> bool:
     return getattr(error, "sqlite_errorcode", 0) in _NO_ROOM
 
 
+def _is_locked(error: Exception | None) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _LOCKED
+
+
 def _is_fatal(error: sqlite3.Error) -> bool:
     """Return whether the durable content of the database is unknown after this error."""
     code = getattr(error, "sqlite_errorcode", 0)
@@ -419,7 +472,8 @@ def _resolve(future: asyncio.Future[Any], value: Any, error: Exception | None) -
     elif isinstance(error, sqlite3.IntegrityError):
         future.set_exception(ConflictError(str(error)))
     elif isinstance(error, sqlite3.Error):
-        future.set_exception((DiskFullError if _is_full(error) else StorageError)(str(error)))
+        kind = DiskFullError if _is_full(error) else LockedError if _is_locked(error) else StorageError
+        future.set_exception(kind(str(error)))
     else:
         future.set_exception(error)
 

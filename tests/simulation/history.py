@@ -36,7 +36,7 @@ from tests.simulation.oracle import Mismatch, check_checkpoints, check_published
 from tests.simulation.pool import SimPool, SimPoolFront, WorkerFaults
 from tests.simulation.script import draw_script
 from tests.simulation.world import SimTime, World
-from tests.support.disk.apsw_connection import ApswConnection, Cursor
+from tests.support.disk.apsw_connection import ApswConnection, Cursor, locked_error
 from tests.support.disk.lossy_vfs import LossyVfs, close_quietly, sync_error
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2
@@ -74,6 +74,8 @@ class SimConnection(ApswConnection):
         super().__init__(path, vfs=vfs, is_read_only=is_read_only)
 
     def execute(self, sql: str, parameters: Any = ()) -> Cursor:
+        if self._world.is_database_locked and sql.startswith("BEGIN"):
+            raise locked_error()
         try:
             return super().execute(sql, parameters)
         finally:
@@ -139,7 +141,7 @@ class History:
         world.is_killed = False
         self._must_end_at = None
         self._has_file_failed = False
-        self._vfs.is_full = self._disk.is_full = False
+        self._vfs.is_full = self._disk.is_full = world.is_database_locked = False
         if self._is_last:
             self._pool.faults = WorkerFaults(survive=1.0)
         random = world.random(f"loop {world.work['epochs']}")
@@ -205,12 +207,14 @@ class History:
         work = loop.create_task(self._work(coordinator))
         stop = loop.create_task(self._until_stopped())
         timers = (
-            [] if self._is_last else [loop.create_task(each) for each in (self._fill_disk(), self._set_wall_clock())]
+            []
+            if self._is_last
+            else [loop.create_task(each) for each in (self._fill_disk(), self._lock_database(), self._set_wall_clock())]
         )
         await asyncio.wait((failed, work, stop), return_when=asyncio.FIRST_COMPLETED)
         for timer in timers:
             timer.cancel()
-        self._vfs.is_full = self._disk.is_full = False
+        self._vfs.is_full = self._disk.is_full = self.world.is_database_locked = False
         if self._must_end_at is not None:
             await asyncio.wait((failed,), timeout=NOTICE_S)
         if self._must_end_at is not None and (not failed.done() or loop.time() > self._must_end_at):
@@ -330,6 +334,18 @@ class History:
             self._vfs.is_full = self._disk.is_full = True
             await asyncio.sleep(self._random.choice((0.02, 0.2, 5.0)))
             self._vfs.is_full = self._disk.is_full = False
+
+    async def _lock_database(self) -> None:
+        """Let another process lock the database for a while, repeatedly, in some histories."""
+        random = self.world.random(f"lock {self.world.work['epochs']}")
+        if random.random() < 0.7:
+            return
+        while True:
+            await asyncio.sleep(random.expovariate(1))
+            self.world.fault("database locked")
+            self.world.is_database_locked = True
+            await asyncio.sleep(random.choice((0.02, 0.2, 20.0)))
+            self.world.is_database_locked = False
 
     async def _set_wall_clock(self) -> None:
         """Set the wall clock to another time, repeatedly, in some histories."""

@@ -35,6 +35,8 @@ class World:
         self.wall_offset = 0.0
         self.is_killed = False
         """The coordinator's process was killed: its remaining calls have no effect."""
+        self.is_database_locked = False
+        """Another process holds the lock of the database."""
         self.last_fault = ""
         self._hash = hashlib.sha256()
         self._on_event = on_event

@@ -412,7 +412,7 @@ async def test_cancelling_a_sample_that_waits_for_its_commit_after_its_worker_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end of its session keeps the result too."""
-    monkeypatch.setattr("coordinator.storage.cycles.FULL_RETRY_S", 0.001)
+    monkeypatch.setattr("coordinator.storage.cycles.RETRY_S", 0.001)
     async with running_pool(tmp_path, time=FakeTime()) as pool:  # a worker restarts only when the time advances
         session, core = await pool.session(), pool.core
         sampler, is_decided = await pool.sampler(session), asyncio.Event()

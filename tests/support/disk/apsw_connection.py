@@ -108,3 +108,10 @@ def sqlite_error(error: apsw.Error) -> sqlite3.Error:
     other = kind(str(error))
     other.sqlite_errorcode = getattr(error, "extendedresult", 0) or getattr(error, "result", sqlite3.SQLITE_ERROR)
     return other
+
+
+def locked_error() -> sqlite3.Error:
+    """Return the error of a statement that needs a lock which another process holds."""
+    error = sqlite3.OperationalError("database is locked")
+    error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+    return error

@@ -10,9 +10,20 @@ from pathlib import Path
 import pytest
 
 from coordinator.base.errors import Failure
-from coordinator.storage.database import Connection, Database, StorageError, open_read_only, read_closed
+from coordinator.storage import database as database_module
+from coordinator.storage.cycles import CycleCommit, Cycles
+from coordinator.storage.database import (
+    Connection,
+    Database,
+    LockedError,
+    StorageError,
+    open_connection,
+    open_read_only,
+    read_closed,
+)
 from coordinator.storage.schema import SCHEMA_VERSION
 from tests.support.database import query
+from tests.support.disk.apsw_connection import locked_error
 from tests.support.toy_pool import FakeTime
 
 
@@ -167,3 +178,66 @@ async def test_a_full_disk_fails_the_writes_that_need_room_and_no_later_ones(dat
     database._writer.execute("PRAGMA max_page_count = 1000000")
     await insert_cycle(database, 2, bytes(1 << 20))
     assert cycle_ids(database) == [1, 2, 3]
+
+
+async def test_a_locked_database_refuses_writes_and_a_commit_waits_for_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(database_module, "LOCK_WAIT_S", 0.01)
+    monkeypatch.setattr("coordinator.storage.cycles.RETRY_S", 0.001)
+    database = opened(tmp_path / "log.db")
+    other = sqlite3.connect(tmp_path / "log.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    database.ride("mark", lambda db: db.execute("INSERT INTO cycles VALUES (9, '')"))
+    persisting = asyncio.create_task(Cycles(database).persist(CycleCommit(cycle_id=1)))
+    for cycle_id in (2, 3):
+        with pytest.raises(LockedError):
+            await insert_cycle(database, cycle_id)
+    assert not persisting.done()
+    other.execute("COMMIT")
+    other.close()
+    await asyncio.wait_for(persisting, 5)
+    await insert_cycle(database, 4)
+    assert cycle_ids(database) == [1, 4, 9], "riding writes of a refused commit are committed with the next one"
+    await database.close()
+    assert [record.message.partition(str(tmp_path))[0] for record in caplog.records] == [
+        "another process has locked ",
+        "the database is unlocked",
+    ]
+
+
+async def test_a_stop_in_a_locked_database_ends_the_waits_for_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "LOCK_WAIT_S", 0.01)
+    monkeypatch.setattr("coordinator.storage.cycles.RETRY_S", 0.001)
+    database = opened(tmp_path / "log.db")
+    other = sqlite3.connect(tmp_path / "log.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    cycles = Cycles(database)
+    persisting = asyncio.create_task(cycles.persist(CycleCommit(cycle_id=1)))
+    cycles.stop_retrying()
+    with pytest.raises(LockedError):
+        await asyncio.wait_for(persisting, 5)
+    await asyncio.wait_for(database.close(), 5)
+    other.close()
+
+
+async def test_a_start_waits_for_a_locked_database_and_then_says_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_attempts = 0
+
+    def connect(path: Path) -> Connection:
+        nonlocal num_attempts
+        num_attempts += 1
+        if num_attempts < num_locked:
+            raise locked_error()
+        return open_connection(path)
+
+    num_locked = 4
+    await Database(tmp_path / "log.db", FakeTime(), Failure(), connect=connect).close()
+    assert [record.message.partition(": ")[2] for record in caplog.records] == ["waiting until it unlocks the database"]
+    num_locked = 1000
+    with pytest.raises(LockedError, match="end the program that writes to it"):
+        Database(tmp_path / "log.db", FakeTime(), Failure(), connect=connect)
