@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import uuid
+from collections.abc import Mapping
 
 from coordinator.base.config import VERSION
 from coordinator.payloads.passes import check_metadata
@@ -13,6 +15,9 @@ from coordinator.storage.database import ConflictError
 from coordinator.storage.rows import SessionRow
 from tinkerpool.v1 import sessions_pb2 as pb
 from workers.contract.loss_inputs import LOSS_RULES
+
+ROWS_AT_ONCE = 50
+"""Sessions of a list that are described before other callbacks of the event loop run: each costs two reads."""
 
 
 class SessionUseCases(UseCases):
@@ -58,7 +63,7 @@ class SessionUseCases(UseCases):
             session_id=session_id,
             tenant_id=principal.tenant_id,
             request_id=request.request_id or None,
-            user_metadata=json.dumps(dict(request.user_metadata)),
+            user_metadata=_to_json(request.user_metadata),
             created_at=self._core.time.wall(),
         )
         try:
@@ -90,9 +95,17 @@ class SessionUseCases(UseCases):
         """List the tenant's live sessions, newest first."""
         page = functools.partial(self._core.store.sessions.page, principal.tenant_id)
         rows, token, total = self._page(page, request, 20)
-        return pb.ListSessionsResponse(
-            sessions=[self._session(row) for row in rows], next_page_token=token, total_size=total
-        )
+        sessions = []
+        for index, row in enumerate(rows):
+            if index % ROWS_AT_ONCE == ROWS_AT_ONCE - 1:
+                await asyncio.sleep(0)
+            sessions.append(self._session(row))
+        return pb.ListSessionsResponse(sessions=sessions, next_page_token=token, total_size=total)
+
+    async def find_session(self, principal: Principal, user_metadata: Mapping[str, str]) -> str:
+        """Return the id of the tenant's newest live session with exactly this metadata; empty if there is none."""
+        row = self._core.store.sessions.live_with_metadata(principal.tenant_id, _to_json(user_metadata))
+        return row.session_id if row is not None else ""
 
     def _session(self, row: SessionRow) -> pb.Session:
         store = self._core.store
@@ -104,3 +117,7 @@ class SessionUseCases(UseCases):
             create_time=timestamp(row.created_at),
             is_live=row.ended_at is None,
         )
+
+
+def _to_json(user_metadata: Mapping[str, str]) -> str:
+    return json.dumps(dict(user_metadata))

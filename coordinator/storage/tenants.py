@@ -118,6 +118,11 @@ class Sessions(Table[SessionRow]):
         """Return a session that has not ended."""
         return self._one("WHERE session_id = ? AND ended_at IS NULL", (session_id,))
 
+    def live_with_metadata(self, tenant_id: str, user_metadata: str) -> SessionRow | None:
+        """Return the newest of a tenant's live sessions with exactly this metadata."""
+        rest = "WHERE tenant_id = ? AND ended_at IS NULL AND user_metadata = ? ORDER BY created_at DESC LIMIT 1"
+        return self._one(rest, (tenant_id, user_metadata))
+
     def live(self) -> list[SessionRow]:
         """Return the sessions that have not ended."""
         return self._all("WHERE ended_at IS NULL")

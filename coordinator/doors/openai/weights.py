@@ -30,7 +30,6 @@ from tinkerpool.v1.adapters_pb2 import GetAdapterRequest
 METADATA = {"tinkerpool:door": "openai"}
 """Metadata of the door's own sessions."""
 HEARTBEAT_S = 10.0
-_PAGE_SIZE = 1000
 LISTED_MAX = 1000
 """Most checkpoints in a listing of models, newest first."""
 _SAMPLED = (checkpoints_pb2.CHECKPOINT_KIND_TRAINING, checkpoints_pb2.CHECKPOINT_KIND_SAMPLER)
@@ -113,7 +112,8 @@ class Samplers:
     def __init__(self) -> None:
         self._sessions: dict[str, str] = {}
         """Session id by tenant."""
-        self._finding = asyncio.Lock()
+        self._finding: dict[str, asyncio.Lock] = {}
+        """By tenant: a tenant with many sessions delays only its own first call."""
 
     async def of(self, call: Call, weights: Weights) -> Sampler:
         """Return the tenant's sampler of these weights, created if needed. Raises ServiceError."""
@@ -129,9 +129,10 @@ class Samplers:
 
     async def _session(self, call: Call) -> str:
         tenant_id = call.principal.tenant_id
-        async with self._finding:
+        async with self._finding.setdefault(tenant_id, asyncio.Lock()):
             if tenant_id not in self._sessions:
-                self._sessions[tenant_id] = await _live_session(call) or await _new_session(call)
+                kept = await call.service.find_session(call.principal, METADATA)
+                self._sessions[tenant_id] = kept or await _new_session(call)
             return self._sessions[tenant_id]
 
 
@@ -222,20 +223,6 @@ async def _create(call: Call, session_id: str, weights: Weights) -> Sampler:
     )
     created = await call.service.create_sampler(call.principal, request)
     return Sampler(session_id, created.sampler.sampler_id)
-
-
-async def _live_session(call: Call) -> str:
-    """Return the door's session that an earlier run of the coordinator created; empty if there is none."""
-    token = ""
-    while True:
-        request = sessions_pb2.ListSessionsRequest(page_size=_PAGE_SIZE, page_token=token)
-        page = await call.service.list_sessions(call.principal, request)
-        for session in page.sessions:
-            if METADATA.items() <= dict(session.user_metadata).items():
-                return session.session_id
-        token = page.next_page_token
-        if not token:
-            return ""
 
 
 async def _new_session(call: Call) -> str:

@@ -82,6 +82,23 @@ async def grpc_empty_data(target: Target) -> AsyncGenerator[None, None]:
     await counted(target, tenant.send_raw(FORWARD_BACKWARD, body))
 
 
+async def grpc_large(target: Target) -> AsyncGenerator[None, None]:
+    """Send passes of one sequence of 63 MB over gRPC, one after the other: each is refused as too long."""
+    tenant = Tenant(target)
+    adapter_id = await tenant.adapter()
+    tokens = types_pb2.Tensor(data=bytes(target.many(63_000_000) // 4 * 4), dtype=types_pb2.DATA_TYPE_INT32)
+    tokens.shape.append(len(tokens.data) // 4)
+    yield
+    seq = 0
+    while target.is_on():
+        seq += 1
+        request = training_pb2.ForwardBackwardRequest(
+            adapter_id=adapter_id, seq=seq, loss_function=types_pb2.LOSS_FUNCTION_CROSS_ENTROPY
+        )
+        request.data.add(tokens=tokens)
+        await counted(target, tenant.training.ForwardBackward(request, metadata=tenant.metadata))
+
+
 async def grpc_empty_names(target: Target) -> AsyncGenerator[None, None]:
     """Wait over gRPC for 31 million operations with empty names, 63 MB."""
     tenant = Tenant(target)
@@ -146,13 +163,19 @@ ATTACKS = (
         by=TENANT,
         text="1.6 kB of zstd over HTTP that unpack to 8.4 million empty data",
         program=zstd_empty_data,
-        is_open=True,
     ),
     Attack(
         name="grpc-empty-data",
         by=TENANT,
         text="a pass of 63 MB of empty data over gRPC",
         program=grpc_empty_data,
+        is_open=True,
+    ),
+    Attack(
+        name="grpc-large",
+        by=TENANT,
+        text="passes of one sequence of 63 MB over gRPC, one after the other",
+        program=grpc_large,
         is_open=True,
     ),
     Attack(

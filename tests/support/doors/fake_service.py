@@ -32,7 +32,7 @@ class FakeKeys:
 class FakeService:
     """Has every use case. Without a response from the test, a use case is UNIMPLEMENTED; a list is streamed."""
 
-    def __init__(self, **responses: Message | Exception | list[Message | Exception] | Callable[..., Any]) -> None:
+    def __init__(self, **responses: Message | str | Exception | list[Message | Exception] | Callable[..., Any]) -> None:
         self.responses = responses
         self.calls: list[tuple[str, Principal, Message]] = []
 
@@ -41,7 +41,7 @@ class FakeService:
             raise AttributeError(name)
         streaming = name in ("wait_operations", "stream_sample", "export_checkpoint", "watch_cycles")
 
-        async def respond_once(principal: Principal, request: Message, *_: Any) -> Message:
+        async def respond_once(principal: Principal, request: Message, *_: Any) -> Message | str:
             self.calls.append((name, principal, request))
             response = self.responses.get(
                 name, ServiceError(Code.UNIMPLEMENTED, "UNIMPLEMENTED", f"no response for {name}")
@@ -50,7 +50,7 @@ class FakeService:
                 response = await response(principal, request)
             if isinstance(response, Exception):
                 raise response
-            assert isinstance(response, Message)
+            assert isinstance(response, Message | str)
             return response
 
         async def stream(principal: Principal, request: Message) -> AsyncIterator[Message]:

@@ -7,8 +7,10 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -16,12 +18,14 @@ import pytest
 
 from coordinator.base.config import HttpConfig
 from coordinator.base.errors import Code, ServiceError
+from coordinator.doors.http.calls import Call
 from coordinator.doors.http_server import HttpDoor
 from coordinator.doors.openai.responses import LOGPROB_MIN
 from coordinator.doors.openai.text_models import read_text_model
-from coordinator.service.access import Authenticator
+from coordinator.doors.openai.weights import Samplers, Weights
+from coordinator.service.access import Authenticator, Principal
 from coordinator.storage.store import Store
-from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
+from tests.support.doors.fake_service import KEY, PRINCIPAL, FakeBackend, FakeService
 from tests.support.served_pool import SHIPPED_MODEL
 from tests.support.toy_pool import FakeTime
 from tinkerpool.convert import from_tensor, to_tensor
@@ -86,7 +90,7 @@ def fake(*sequences: Any, result: ops_pb.SampleResult | None = None, **responses
     usual: dict[str, Any] = {
         "get_capabilities": sessions_pb2.GetCapabilitiesResponse(base_models=[BASE]),
         "get_tokenizer": sessions_pb2.GetTokenizerResponse(files=FILES),
-        "list_sessions": sessions_pb2.ListSessionsResponse(),
+        "find_session": "",
         "create_session": sessions_pb2.CreateSessionResponse(session=sessions_pb2.Session(session_id="s")),
         "create_sampler": sampling_pb2.CreateSamplerResponse(sampler=sampling_pb2.Sampler(sampler_id=SAMPLER)),
         "sample": sampling_pb2.SampleResponse(),
@@ -550,3 +554,24 @@ async def test_the_list_of_models_has_every_name_that_the_tenant_may_use(door: D
     assert (response.json()["id"], response.json()["root"]) == (sampler.path, "kjv")
     response = await door.request(fake(), "GET", "/v1/models/unknown")
     assert response.json()["error"]["code"] == "model_not_found"
+
+
+async def test_a_tenant_whose_session_is_looked_up_slowly_delays_no_other_tenant() -> None:
+    may_find = asyncio.Event()
+
+    async def find_session(principal: Principal, _: object) -> str:
+        if principal.tenant_id == "slow":
+            await may_find.wait()
+        return "found"
+
+    samplers, service = Samplers(), fake(find_session=find_session)
+    calls = [
+        cast("Call", SimpleNamespace(service=service, principal=replace(PRINCIPAL, tenant_id=tenant)))
+        for tenant in ("slow", "quick")
+    ]
+    weights = Weights(base_model=BASE, checkpoint=None)
+    slow = asyncio.create_task(samplers.of(calls[0], weights))
+    await asyncio.sleep(0)
+    assert (await asyncio.wait_for(samplers.of(calls[1], weights), 5)).session_id == "found"
+    may_find.set()
+    assert (await slow).session_id == "found"

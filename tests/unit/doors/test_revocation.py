@@ -90,7 +90,7 @@ async def test_a_revoked_keys_stream_ends_although_its_client_reads_nothing(
     await keys.revoke_key(row.key_id)
     async with asyncio.timeout(10):
         await waits.ended.wait()
-    connection.close()
+    await connection.close()
 
 
 async def test_a_revoked_keys_long_poll_over_http_ends_with_unauthorized(keys: Authenticator, waits: Waits) -> None:
