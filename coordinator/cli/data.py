@@ -20,17 +20,32 @@ from tinkerpool.cli.show import CliError
 if TYPE_CHECKING:
     from coordinator.runtime.backup import Progress
 
+BACKUP_HELP = (
+    "Back a pool up, while it runs or when it is stopped.\n\n"
+    "Copies the database and every checkpoint and snapshot as they are at one moment, and compares their checksums. "
+    "The pool goes on meanwhile. 'tinkerpool restore' makes a data directory of the backup. API keys are in it only "
+    "as hashes: keep ~/.tinkerpool/credentials.json, too."
+)
+RESTORE_HELP = (
+    "Make a new data directory of a backup.\n\n"
+    "Takes what the backup's database names, verifies it, and gives it to a new pool with the same tenants, API keys, "
+    "adapters and checkpoints. All sessions have ended: clients of before are refused (POOL_RESTORED), because the "
+    "backup may lack operations that were acknowledged to them, and continue from a checkpoint.\n\n"
+    "The source stays as it is. It may also be the data directory of a stopped pool whose database is an older copy."
+)
+DOCTOR_HELP = (
+    "Examine a pool's data, while it runs or when it is stopped, or a backup; change nothing.\n\n"
+    "Shows which pool it is, damage of the database, states whose folders are missing, folders in quarantine, rights "
+    "of other users, the file system, and what a start would do. The exit code is 1 if a start would be refused or "
+    "something is damaged."
+)
+
 
 def backup(
     target: Annotated[Path, typer.Argument(metavar="DEST", help="A new or empty folder, best on another disk.")],
     data_dir: DataDirOption = None,
 ) -> None:
-    """Back a pool up, while it runs or when it is stopped.
-
-    Copies the database and every checkpoint and snapshot as they are at one moment, and compares their checksums. The
-    pool goes on meanwhile. `tinkerpool restore` makes a data directory of the backup. The API keys are in it only as
-    hashes: keep ~/.tinkerpool/credentials.json, too.
-    """
+    """Back a pool up, while it runs or when it is stopped. Raises CliError."""
     from coordinator.runtime.backup import back_up
 
     with _reported() as on_progress:
@@ -50,19 +65,17 @@ def backup(
 
 
 def restore(
-    source: Annotated[Path, typer.Argument(help="A backup, or the data directory of a stopped pool.")],
-    new_data_dir: Annotated[Path, typer.Argument(help="A new or empty folder on a disk of this machine.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A backup, or the data directory of a stopped pool.")
+    ],
+    new_data_dir: Annotated[
+        Path, typer.Argument(metavar="NEW_DATA_DIR", help="A new or empty folder on a disk of this machine.")
+    ],
     skip_damaged: Annotated[
         bool, typer.Option("--skip-damaged", help="Leave out states that are missing or damaged, and list them.")
     ] = False,
 ) -> None:
-    """Make a new data directory of a backup.
-
-    Takes what the database names, verifies it, and gives it to a new pool. Tenants, API keys, adapters and checkpoints
-    are those of the backup. Its sessions have ended: clients of before are refused (POOL_RESTORED), because the backup
-    may lack operations that were acknowledged to them, and go on from a checkpoint. The source stays as it is. It may
-    also be the directory of a stopped pool with an older copy of its database.
-    """
+    """Make a new data directory of a backup. Raises CliError."""
     from coordinator.runtime.restore import restore as make
 
     target = new_data_dir.expanduser().absolute()
@@ -81,12 +94,7 @@ def doctor(
     data_dir: DataDirOption = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read every state and compare its checksum.")] = False,
 ) -> None:
-    """Examine a pool's data, while it runs or when it is stopped, or a backup; change nothing.
-
-    Shows which pool it is, whether the database is sound and the newest, states whose folders are missing, folders in
-    quarantine, rights of other users, the file system, and what a start would do. The exit code is 1 if a start would
-    be refused or something is damaged.
-    """
+    """Examine a pool's data, or a backup; exit with 1 if there is a problem. Raises CliError."""
     from coordinator.runtime.doctor import examine
 
     path = data_dir_of(data_dir)

@@ -72,6 +72,7 @@ class Core:
         self._publish(registers, self._runners)
         Recovery(self.store, self.registry, self.in_flight, self.states, self.samples).run()
         self._runners.start(self.tasks)
+        self.tasks.spawn(self._data_dir.keep_noting(self.time))
         self.started_at = self.time.monotonic()
 
     async def stop(self) -> None:

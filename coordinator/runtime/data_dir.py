@@ -6,6 +6,7 @@ long as the database is open; a refused directory is left as it was. Does not de
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import logging
 import os
@@ -25,6 +26,7 @@ from coordinator.storage.identity import (
     ROOTS,
     SIDE_FILE,
     DataDirError,
+    Identity,
     check,
     identity_of,
     write_side_file,
@@ -35,6 +37,9 @@ __all__ = ["DataDir", "DataDirError", "DataDirInUse", "DataDirLock", "Seams"]
 
 logger = logging.getLogger(__name__)
 LOCK = "lock"
+NOTE_S = 600.0
+"""Seconds of service time between two notes of how far the database has come. An older copy of a killed pool's database
+shows if it lacks more than this; a note costs three syncs."""
 OURS = (
     *(f"{DATABASE}*", SIDE_FILE, LOCK, *ROOTS, QUARANTINE, ".backup"),
     *("ray.json", "serve.log*", "serving.json", "tokenizers"),  # of the server and its commands
@@ -91,6 +96,7 @@ class DataDir:
         """Check, take the lock, open. Raises DataDirError and OSError."""
         self._path = path
         self._failure = failure
+        self._noting: asyncio.Future[None] | None = None
         self._disk = seams.disk or RealDisk()
         check_local(path, seams.mounts())
         path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
@@ -117,9 +123,20 @@ class DataDir:
         self.folders.begin_epoch(identity)
         return epoch
 
+    async def keep_noting(self, time: Time) -> None:
+        """Note now and then how far the database has come, so that an older copy shows also after a kill."""
+        while True:
+            await time.sleep(NOTE_S)
+            noting = asyncio.get_running_loop().run_in_executor(None, self._note, self.store.identity())
+            self._noting = noting
+            await asyncio.shield(noting)
+
     async def close(self) -> None:
         """Note how far the database has come, commit the queued writes, close it and release the lock."""
-        self._note_service_time()
+        if self._noting is not None:
+            await asyncio.wait((self._noting,))
+        if not self._failure.is_reported:
+            self._note(self.store.identity())
         await self.store.close()
         self._lock.release()
 
@@ -130,11 +147,9 @@ class DataDir:
             raise DataDirError(str(error)) from None
         check(self._path, database, self._disk)
 
-    def _note_service_time(self) -> None:
-        """Write the durable service time to the side file: it shows later that an older copy was put back."""
-        if self._failure.is_reported:
-            return
+    def _note(self, identity: Identity) -> None:
+        """Write what is durable in the database to the side file."""
         try:
-            write_side_file(self._path, self.store.identity(), self._disk)
+            write_side_file(self._path, identity, self._disk)
         except OSError as error:
             logger.warning("the side file cannot be written: %s", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import sqlite3
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.base.errors import Failure
-from coordinator.runtime.data_dir import DataDir, DataDirError, DataDirInUse, Seams
+from coordinator.runtime.data_dir import NOTE_S, DataDir, DataDirError, DataDirInUse, Seams
 from coordinator.storage.disk import RealDisk
 from coordinator.storage.identity import DATABASE, SIDE_FILE, Identity, read_side_file
 from tests.support.toy_engine import toy_model_info
@@ -110,6 +111,25 @@ async def test_a_copy_from_within_the_last_epoch_is_refused_after_a_clean_stop(t
     db.close()
     with pytest.raises(DataDirError, match=r"lacks the last 2\.00 hours"):
         opened(pool)
+
+
+async def test_a_copy_from_within_the_epoch_of_a_killed_pool_is_refused(tmp_path: Path) -> None:
+    time = FakeTime(now=1.0)
+    data_dir = DataDir(tmp_path / "pool", time, Failure(), Seams())
+    await data_dir.begin_epoch()
+    noting = asyncio.create_task(data_dir.keep_noting(time))
+    await asyncio.sleep(0)
+    killed = copy_of_killed(tmp_path / "pool", tmp_path / "killed")
+    time.now += NOTE_S
+    await data_dir.store.sessions.end("nobody", 0.0)  # the commit stores the service time
+    await time.advance(1.0)
+    while (side := read_side_file(tmp_path / "pool", RealDisk())) is None or not side.service_ms:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    shutil.copy2(tmp_path / "pool" / SIDE_FILE, killed / SIDE_FILE)
+    with pytest.raises(DataDirError, match=r"older copy: it lacks the last 0\.17 hours"):
+        opened(killed)
+    noting.cancel()
+    await data_dir.close()
 
 
 @pytest.mark.parametrize("with_lock", [False, True])
