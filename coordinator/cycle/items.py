@@ -16,7 +16,7 @@ from coordinator.fleet.fleet import Flight
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Kind, Operation, service_error
-from coordinator.payloads.passes import DecodedPass, decode_adam, decode_pass
+from coordinator.payloads.passes import INLINE_BYTES_MAX, DecodedPass, decode_adam, decode_pass
 from coordinator.storage.folders import StateFolders
 from coordinator.storage.store import Store
 from tinkerpool.v1 import training_pb2
@@ -31,8 +31,6 @@ from workers.contract.messages import (
     SaveItem,
 )
 
-INLINE_BYTES_MAX = 1 << 20
-"""Payloads up to this size are decoded on the event loop: that takes some milliseconds."""
 SNAPSHOT = "snapshot"
 """`op_id` of a save for recovery."""
 

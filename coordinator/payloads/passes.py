@@ -35,6 +35,8 @@ Inputs = Mapping[str, NDArray[np.float32] | NDArray[np.int32]]
 PASS_BYTES, DATUM_BYTES, ARRAY_BYTES = 340, 260, 148
 """Memory of the Python objects around decoded arrays: of a request, of each datum in it, of each array. Measured with
 CPython 3.11 and numpy 2; a test compares them with tracemalloc."""
+INLINE_BYTES_MAX = 1 << 20
+"""Requests up to this size are decoded on the event loop, which takes some milliseconds; larger ones on a thread."""
 
 
 def decoded_bytes(num_datums: int, num_arrays: int, num_array_bytes: int) -> int:

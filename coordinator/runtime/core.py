@@ -25,6 +25,8 @@ from workers.contract.protocols import Pool
 
 logger = logging.getLogger(__name__)
 
+DECODE_TURNS = 1
+"""Large requests that are decoded at a time: the decoder holds the interpreter, so more threads gain nothing."""
 FILE_TURNS = 2
 """Use cases that read or write state files at a time. The cycles' saves and snapshots use the same few threads."""
 
@@ -47,6 +49,7 @@ class Core:
         self._seams = seams or Seams()
         self.tasks = Tasks(self.failure)
         self.file_turns = Turns(FILE_TURNS)
+        self.decode_turns = Turns(DECODE_TURNS)
         self._data_dir: DataDir | None = None
         self._runners: Runners | None = None
         self._is_stopping = False

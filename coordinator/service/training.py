@@ -6,6 +6,7 @@ operation is durable.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import NoReturn
 
@@ -17,6 +18,7 @@ from coordinator.operations.admission import Request
 from coordinator.operations.operation import Kind
 from coordinator.payloads.canonical import serialize
 from coordinator.payloads.passes import (
+    INLINE_BYTES_MAX,
     PassRequest,
     canonical_adam,
     canonical_pass,
@@ -29,7 +31,6 @@ from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints_pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import training_pb2 as pb
-from workers.contract.messages import ModelInfo
 
 SaveRequest = checkpoints_pb.SaveStateRequest | checkpoints_pb.SaveWeightsForSamplerRequest
 SequencedRequest = PassRequest | pb.OptimStepRequest | pb.LoadStateRequest | SaveRequest
@@ -51,34 +52,34 @@ class TrainingUseCases(UseCases):
 
     async def forward(self, principal: Principal, request: pb.ForwardRequest) -> pb.ForwardResponse:
         """Queue a forward."""
-        log, model = self._served(principal, request)
-        [operation] = await self._submit(log, request, self._pass(request, model, Kind.FORWARD))
+        log = self._served(principal, request)
+        [operation] = await self._submit(log, request, await self._pass(request, log, Kind.FORWARD))
         return pb.ForwardResponse(operation=operation)
 
     async def forward_backward(
         self, principal: Principal, request: pb.ForwardBackwardRequest
     ) -> pb.ForwardBackwardResponse:
         """Queue a forward_backward."""
-        log, model = self._served(principal, request)
-        [operation] = await self._submit(log, request, self._pass(request, model, Kind.FORWARD_BACKWARD))
+        log = self._served(principal, request)
+        [operation] = await self._submit(log, request, await self._pass(request, log, Kind.FORWARD_BACKWARD))
         return pb.ForwardBackwardResponse(operation=operation)
 
     async def optim_step(self, principal: Principal, request: pb.OptimStepRequest) -> pb.OptimStepResponse:
         """Queue an optimizer step."""
-        log, _ = self._served(principal, request)
+        log = self._served(principal, request)
         [operation] = await self._submit(log, request, self._step(request))
         return pb.OptimStepResponse(operation=operation)
 
     async def train_step(self, principal: Principal, request: pb.TrainStepRequest) -> pb.TrainStepResponse:
         """Queue a forward_backward and the step after it."""
-        log, model = self._served(principal, request)
-        requests = (self._pass(request, model, Kind.FORWARD_BACKWARD), self._step(request))
+        log = self._served(principal, request)
+        requests = (await self._pass(request, log, Kind.FORWARD_BACKWARD), self._step(request))
         forward_backward, optim_step = await self._submit(log, request, *requests)
         return pb.TrainStepResponse(forward_backward=forward_backward, optim_step=optim_step)
 
     async def load_state(self, principal: Principal, request: pb.LoadStateRequest) -> pb.LoadStateResponse:
         """Queue a load."""
-        log, _ = self._served(principal, request)
+        log = self._served(principal, request)
         payload = pb.LoadStateRequest(
             adapter_id=request.adapter_id, path=request.path, with_optimizer=request.with_optimizer
         )
@@ -98,7 +99,7 @@ class TrainingUseCases(UseCases):
         self, principal: Principal, request: checkpoints_pb.SaveStateRequest
     ) -> checkpoints_pb.SaveStateResponse:
         """Queue a checkpoint of weights and moments."""
-        log, _ = self._served(principal, request)
+        log = self._served(principal, request)
         [operation] = await self._submit(log, request, self._save(request, Kind.SAVE_STATE))
         return checkpoints_pb.SaveStateResponse(operation=operation)
 
@@ -106,7 +107,7 @@ class TrainingUseCases(UseCases):
         self, principal: Principal, request: checkpoints_pb.SaveWeightsForSamplerRequest
     ) -> checkpoints_pb.SaveWeightsForSamplerResponse:
         """Queue a checkpoint of weights, or an unnamed sampler."""
-        log, _ = self._served(principal, request)
+        log = self._served(principal, request)
         [operation] = await self._submit(log, request, self._save(request, Kind.SAVE_WEIGHTS_FOR_SAMPLER))
         return checkpoints_pb.SaveWeightsForSamplerResponse(operation=operation)
 
@@ -115,7 +116,7 @@ class TrainingUseCases(UseCases):
 
         Raises `error`, which then names the failed operation, or the reason why that seq cannot be recorded.
         """
-        log, _ = self._served(principal, request)
+        log = self._served(principal, request)
         kinds = _KINDS[type(request)]
         await self._submit(log, request, *(Request(kind=kind, raw=request, malformed=error) for kind in kinds))
         raise AssertionError("a malformed request was accepted")
@@ -126,8 +127,8 @@ class TrainingUseCases(UseCases):
         operations = await acceptance.until_durable()
         return [operation.as_message(is_running=log.is_running(operation)) for operation in operations]
 
-    def _served(self, principal: Principal, request: SequencedRequest) -> tuple[AdapterLog, ModelInfo]:
-        """Return the adapter and its base model. Raises ServiceError if that is not served, or there is no room."""
+    def _served(self, principal: Principal, request: SequencedRequest) -> AdapterLog:
+        """Return the adapter. Raises ServiceError if its base model is not served, or there is no room."""
         log = self._adapter(principal, request.adapter_id)
         self._core.sessions.keep_alive(log.session_id)
         if log.base_model not in self._core.fleet.models:
@@ -137,11 +138,17 @@ class TrainingUseCases(UseCases):
                 f"{log.adapter_id} belongs to base model {log.base_model}, which this pool does not serve now",
             )
         self._core.admission.check_room(log, request.seq, request.request_id, request.ByteSize())
-        return log, self._core.fleet.models[log.base_model]
+        return log
 
-    def _pass(self, request: PassRequest, model: ModelInfo, kind: Kind) -> Request:
+    async def _pass(self, request: PassRequest, log: AdapterLog, kind: Kind) -> Request:
+        """Decode a pass; a large one on a thread, in a turn of its tenant."""
+        model, limits = self._core.fleet.models[log.base_model], self._core.config.limits
         try:
-            payload, decoded = canonical_pass(request, model, self._core.config.limits)
+            if request.ByteSize() <= INLINE_BYTES_MAX:
+                payload, decoded = canonical_pass(request, model, limits)
+            else:
+                async with self._core.decode_turns.turn(log.tenant_id):
+                    payload, decoded = await asyncio.to_thread(canonical_pass, request, model, limits)
         except ServiceError as error:
             return Request(kind=kind, raw=request, malformed=error)
         chunks = cut_chunks(decoded.lengths, model.chunk_tokens)

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from coordinator.checkpoints.snapshots import AT_ONCE
 from coordinator.checkpoints.states import States
 from coordinator.cycle import items
 from coordinator.operations import in_flight
-from coordinator.payloads.passes import decode_pass
 from coordinator.runtime.core import FILE_TURNS
+from coordinator.service import training
 from coordinator.storage.folders import StateFiles
 from tests.support.toy_pool import expected_chain, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
@@ -159,23 +159,28 @@ async def test_requests_that_do_not_fit_into_memory_are_read_from_the_log_and_ha
         assert pool.log_of(adapter).next_seq == 8
 
 
-async def test_a_large_request_is_decoded_again_off_the_event_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(in_flight, "REQUEST_BYTES_MAX", 1)  # so that it is decoded when it runs
-    monkeypatch.setattr(items, "INLINE_BYTES_MAX", 500)
-    threads = {}
-
-    def recorded(payload: bytes) -> Any:
-        threads[len(payload) > 500] = threading.current_thread()
-        return decode_pass(payload)
-
-    monkeypatch.setattr(items, "decode_pass", recorded)  # the real one: only its thread is recorded
-    async with running_pool(tmp_path, cycle_tokens_max=64) as pool:
+async def test_a_large_request_is_decoded_off_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "REQUEST_BYTES_MAX", 1)  # so that it is decoded again when it runs
+    threads: dict[str, list[threading.Thread]] = {}
+    for module, name in ((training, "canonical_pass"), (items, "decode_pass")):
+        monkeypatch.setattr(module, "INLINE_BYTES_MAX", 500)
+        # the real function: only its thread is recorded
+        monkeypatch.setattr(module, name, in_recorded_thread(getattr(module, name), threads.setdefault(name, [])))
+    async with running_pool(tmp_path, cycle_tokens_max=512) as pool:
         adapter = await pool.adapter()
-        done = await pool.wait(
-            await pool.forward_backward(adapter, 1, 3), await pool.forward_backward(adapter, 2, *[16] * 20)
-        )
-    assert [each.num_tokens for each in done] == [3, 320]
-    assert threads[False] is threading.main_thread()
-    assert threads[True] is not threading.main_thread()
+        await pool.wait(await pool.forward_backward(adapter, 1, 3))
+        done = await pool.wait(await pool.forward_backward(adapter, 2, *[16] * 20))
+    assert done[0].num_tokens == 320
+    for small, large in threads.values():
+        assert small is threading.main_thread()
+        assert large is not threading.main_thread()
+
+
+def in_recorded_thread(function: Callable[..., Any], threads: list[threading.Thread]) -> Callable[..., Any]:
+    """Return the function, which adds its thread to the list at each call."""
+
+    def run(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return function(*args)
+
+    return run
