@@ -25,6 +25,8 @@ An honest datum has up to 70: tokens and seven loss inputs, each with name, type
 processor time, to count and to decode. An empty datum takes two bytes: without this limit, 64 MiB of them would stop
 the event loop for a minute.
 """
+POLLS_DIVISOR = 2
+"""Calls that wait for a result hold at most one of this many HTTP connections: so short calls always find one."""
 JSON_OBJECTS_MAX = 16 << 10
 """Most objects and lists of a JSON body. A pass of `DATUMS_MAX` datums with two loss inputs each has 11,300."""
 JSON_STRINGS_MAX = 128 << 10
@@ -200,7 +202,12 @@ class HttpConfig(DoorConfig):
     is_remote: bool = False
     """Whether clients may be on other machines. Needs TLS, or plaintext allowed explicitly."""
     connections_max: int = 4096
-    """Most connections at once; fewer where the process may not open twice as many files."""
+    """Most connections at once; fewer where the process may not open twice as many files. Above it, connections without
+    a running call are closed, those that never sent a valid key first."""
+    handshake_s: float = 10.0
+    """Seconds that a TLS handshake may take."""
+    idle_s: float = 75.0
+    """Seconds for which a connection without a call is kept. The SDK keeps one for 5 s."""
     head_s: float = 10.0
     """Seconds that the first line and the headers of a request may take to arrive."""
     body_s: float = 60.0
@@ -214,7 +221,7 @@ class HttpConfig(DoorConfig):
             raise ValueError(f"the HTTP port must be 0 (any free one) to 65535, got {self.port}")
         if self.is_remote and not (self.is_tls or self.allow_plaintext):
             raise ValueError(f"{self.host} can be reached from other machines: give a certificate, or allow plaintext")
-        _check_positive(self, "connections_max", "head_s", "body_s", "poll_s")
+        _check_positive(self, "connections_max", "handshake_s", "idle_s", "head_s", "body_s", "poll_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call, DoorContext, api_key
+from coordinator.doors.http.connections import WITH_KEY
 from coordinator.doors.openai import endpoints as openai
 from coordinator.doors.openai.errors import error_response as openai_error_response
 from coordinator.doors.tinker import futures, models, runs, sampling, sessions, training
@@ -121,6 +122,7 @@ def _guarded(
                     "or as a bearer token",
                 )
             principal = door.backend.authenticator.authenticate(key)
+            request.scope[WITH_KEY] = True
             with door.backend.authenticator.while_valid(principal):
                 return await handler(Call(request, principal, door))
         except ClientDisconnect:

@@ -1,9 +1,8 @@
 """The HTTP server: binds a port, limits connections, serves `http_app` on the coordinator's event loop, stops.
 
 The port is bound before anything slow starts, so that a port in use is reported at once; calls are served after
-`start`. A call that waits for a result holds a coroutine, not a thread. Connections have a highest number, and
-deadlines for a request that does not arrive or a response that is not read. These do not depend on paths or tenants: a
-connection exists before any API key is known.
+`start`. A call that waits for a result holds a coroutine, not a thread. Connections are accepted and bounded by
+`http.connections`.
 """
 
 from __future__ import annotations
@@ -11,29 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import resource
 import socket
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from coordinator.base.config import HttpConfig
+from coordinator.base.config import POLLS_DIVISOR, HttpConfig
 from coordinator.base.time import SystemTime, Time
 from coordinator.doors.door import Backend, DoorError, listen_error
 from coordinator.doors.http.calls import DoorContext, Gate
+from coordinator.doors.http.connections import Connection, Listener
 from coordinator.doors.http.downloads import Downloads
+from coordinator.doors.http.places import Places, Polls
 from coordinator.doors.http.tokenizers import write_tokenizers
 from coordinator.doors.http_app import make_app
 
-_log = logging.getLogger(__name__)
-
-_KEEP_ALIVE_S = 75
-"""Longer than the SDK keeps an idle connection."""
 _DROP_S = 5.0
 """Seconds that cancelled calls may take to end."""
 
@@ -86,18 +80,20 @@ class HttpDoor:
         if not config.is_remote:
             tokenizers = await write_tokenizers(backend.service, tokenizers_dir)
 
+        num_max = _connections_max(config.connections_max)
         app = make_app(
             DoorContext(
                 backend=backend,
                 config=config,
                 gate=self._gate,
                 downloads=Downloads(self._time),
+                polls=Polls(max(1, num_max // POLLS_DIVISOR)),
                 tokenizers=tokenizers,
                 time=self._time,
             )
         )
-        self._server = _Server(_uvicorn_config(app, config))
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http door")
+        self._server = _Server(_uvicorn_config(app, config), self._socket, Places(num_max), config.handshake_s)
+        self._serving = asyncio.create_task(self._server.serve(), name="http door")
         while not self._server.started:
             if self._serving.done():
                 self._serving.result()
@@ -127,7 +123,26 @@ class HttpDoor:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the process that it runs in."""
+    """A server that leaves signals to the process that it runs in, and accepting to a `Listener`."""
+
+    def __init__(self, config: uvicorn.Config, listening: socket.socket, places: Places, handshake_s: float) -> None:
+        super().__init__(config)
+        self._handshake_s = handshake_s
+        self._listening = listening
+        self._places = places
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept."""
+        make: Callable[..., Connection] = self.config.http_protocol_class  # type: ignore[assignment]  # a factory
+
+        def connection() -> Connection:
+            return make(config=self.config, server_state=self.server_state, app_state={}, places=self._places)
+
+        await self.lifespan.startup()
+        listener = Listener(self._listening, connection, self._places, self.config.ssl, self._handshake_s)
+        listener.open()
+        self.servers = [listener]  # type: ignore[list-item]  # a stop closes it, and waits for it
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -147,91 +162,18 @@ class _Server(uvicorn.Server):
             await asyncio.wait(calls, timeout=_DROP_S)
 
 
-class Connection(H11Protocol):
-    """A connection that is closed above the limit of connections, or when a request does not arrive in time."""
-
-    def __init__(self, *args: Any, num_max: int, head_s: float, body_s: float, **options: Any) -> None:
-        """Allow `num_max` connections at once, `head_s` seconds for a request's line and headers, and `body_s` seconds
-        for the rest of a refused body and for the client to read a full buffer of a response.
-        """
-        super().__init__(*args, **options)
-        self._num_max = num_max
-        self._head_s = head_s
-        self._body_s = body_s
-        self._deadline: asyncio.TimerHandle | None = None
-        self._stalled: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Close the connection above the limit; else set the deadline of the first request."""
-        super().connection_made(transport)
-        if len(self.connections) > self._num_max:
-            _log.warning("%d HTTP connections are open, the maximum: another one is refused", self._num_max)
-            transport.abort()
-            return
-        self._deadline = self.loop.call_later(self._head_s, self._expire)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel both deadlines."""
-        self._cancel_deadline()
-        self._cancel_stall()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        """Keep a deadline while the data belongs to no running call: a head, or the body of a refused call."""
-        super().data_received(data)
-        call: Any = self.cycle  # None before the first
-        if call is not None and not call.response_complete:
-            self._cancel_deadline()
-        elif self._deadline is None:
-            seconds = self._head_s if call is None or not call.more_body else self._body_s
-            self._deadline = self.loop.call_later(seconds, self._expire)
-
-    def on_response_complete(self) -> None:
-        """Set the deadline of the next head if a part of it arrived during the call."""
-        super().on_response_complete()
-        call: Any = self.cycle
-        if call.response_complete and self._deadline is None and self.conn.trailing_data[0]:
-            self._deadline = self.loop.call_later(self._head_s, self._expire)
-
-    def pause_writing(self) -> None:
-        """Start the deadline for a client that does not read its response."""
-        super().pause_writing()
-        self._stalled = self.loop.call_later(self._body_s, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        """Cancel that deadline: the client reads again."""
-        super().resume_writing()
-        self._cancel_stall()
-
-    def _cancel_stall(self) -> None:
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
-
-    def _cancel_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _expire(self) -> None:
-        self._deadline = None
-        self.transport.abort()
-
-
 def _uvicorn_config(app: object, config: HttpConfig) -> uvicorn.Config:
-    connection = functools.partial(
-        Connection, num_max=_connections_max(config.connections_max), head_s=config.head_s, body_s=config.body_s
-    )
+    connection = functools.partial(Connection, head_s=config.head_s, body_s=config.body_s)
     uvicorn_config = uvicorn.Config(
         app,  # type: ignore[arg-type]  # any ASGI application
         http=connection,  # type: ignore[arg-type]  # a factory of protocols
         ws="none",
         lifespan="off",
         log_config=None,
-        log_level="warning",
+        log_level="error",  # not a line for each malformed request: `Places` counts them
         access_log=False,
         server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_keep_alive=config.idle_s,  # type: ignore[arg-type]  # a delay of the event loop
         ssl_certfile=config.tls_cert,
         ssl_keyfile=config.tls_key,
         ssl_ca_certs=str(config.tls_client_ca) if config.tls_client_ca else None,

@@ -17,6 +17,7 @@ from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.base.time import Time
 from coordinator.doors.door import Backend
 from coordinator.doors.http.downloads import Downloads
+from coordinator.doors.http.places import Polls
 from coordinator.service import Service
 from coordinator.service.access import Principal
 
@@ -76,6 +77,7 @@ class DoorContext:
     config: HttpConfig
     gate: Gate
     downloads: Downloads
+    polls: Polls
     tokenizers: Mapping[str, Path]
     """Base model to the directory of its tokenizer, for clients on this machine; empty if clients may be remote."""
     time: Time

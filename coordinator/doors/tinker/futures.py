@@ -7,7 +7,6 @@ of the coordinator.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from http import HTTPStatus
@@ -82,9 +81,13 @@ async def retrieve_futures(call: Call) -> Response:
     asked = await call.json(schemas.RetrieveFutures)
     timeout_s = call.door.config.poll_s if asked.timeout is None else min(asked.timeout, call.door.config.poll_s)
     target = asked.target
-    samples, cursor = await call.service.finished_samples(
-        call.principal, target.sampling_session_id, target.cloned_sampler_id, asked.prev_cursor, timeout_s
-    )
+    try:
+        async with call.door.polls.held(call.principal.tenant_id, 2 * call.door.config.poll_s):
+            samples, cursor = await call.service.finished_samples(
+                call.principal, target.sampling_session_id, target.cloned_sampler_id, asked.prev_cursor, timeout_s
+            )
+    except TimeoutError:  # other polls needed the room
+        samples, cursor = [], asked.prev_cursor
     completions = [
         {"state": "failed", "request_id": sample.name}
         if sample.is_failed
@@ -113,7 +116,7 @@ async def finished(call: Call, name: str, timeout_s: float) -> ops_pb.Operation 
     """Return the operation once it is finished, or None after `timeout_s` seconds. Raises ServiceError."""
     found = None
     try:
-        async with asyncio.timeout(timeout_s):
+        async with call.door.polls.held(call.principal.tenant_id, timeout_s):
             waiting = call.service.wait_operations(call.principal, ops_pb.WaitOperationsRequest(names=[name]))
             async with aclosing(waiting) as responses:  # type: ignore[type-var]
                 async for response in responses:

@@ -184,19 +184,6 @@ async def test_a_head_that_begins_during_a_call_has_the_same_deadline(opened: Op
     writer.close()
 
 
-async def test_a_connection_above_the_limit_is_refused_and_the_others_continue(opened: Open) -> None:
-    door, client = await opened(connections_max=3)
-    held = [await asyncio.open_connection("127.0.0.1", door.port) for _ in range(2)]
-    assert (await client.get("/healthz")).status_code == 200
-    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
-    async with asyncio.timeout(5):
-        with contextlib.suppress(ConnectionResetError):
-            assert await reader.read() == b""
-    assert (await client.get("/healthz")).status_code == 200
-    for _, each in [*held, (reader, writer)]:
-        each.close()
-
-
 async def test_a_call_that_arrives_while_the_door_closes_does_not_start(opened: Open) -> None:
     service = FakeService()
     door, client = await opened(service)
