@@ -39,11 +39,12 @@ class OpenAi:
         found = await weights.find(call, asked.model)
         model = await self._texts.of(call, found.base_model)
         given = schemas.prompts_of(asked.prompt, model.vocab_size)
-        encoded = iter(await model.encode([each for each in given if isinstance(each, str)], add_special_tokens=True))
+        texts = [each for each in given if isinstance(each, str)]
+        encoded = iter(await model.encode(texts, call.principal.tenant_id, add_special_tokens=True))
         prompts = [next(encoded) if isinstance(each, str) else each for each in given]
         options = ResponseOptions(
             prompts=prompts,
-            echoes=[each if isinstance(each, str) else model.text_of(each) for each in given] if asked.echo else None,
+            echoes=await model.texts_of(given, call.principal.tenant_id) if asked.echo else None,
             num_choices=asked.n,
             max_tokens=max(asked.max_tokens, 1),  # the service samples at least one token; `is_empty` drops it
             stops=asked.stops,
@@ -58,7 +59,9 @@ class OpenAi:
         asked = await schemas.read(call, schemas.Chat)
         found = await weights.find(call, asked.model)
         model = await self._texts.of(call, found.base_model)
-        prompt = await model.encode_chat(schemas.messages_of(asked.messages), asked.chat_template_kwargs)
+        prompt = await model.encode_chat(
+            schemas.messages_of(asked.messages), asked.chat_template_kwargs, call.principal.tenant_id
+        )
         options = ResponseOptions(
             prompts=[prompt],
             echoes=None,

@@ -14,10 +14,14 @@ from coordinator.doors.http.calls import Call
 from coordinator.doors.openai.detokenizer import BROKEN, Detokenizer
 from coordinator.doors.openai.errors import no_model, refused
 from coordinator.doors.openai.templates import ChatTemplate, ChatTemplateError, read_template
+from coordinator.runtime.turns import Turns
 from tinkerpool.v1 import sessions_pb2 as pb
 
 _INLINE_CHARACTERS_MAX = 4096
-"""Longer texts are encoded on a thread."""
+"""Longer texts are encoded on a thread, which the tenants share by turns."""
+_PREFIX_CHARACTERS = 16
+"""Characters for each token of the longest prompt. Of a longer text, a prefix of this length is encoded first: if that
+alone has twice as many tokens as the model takes, the rest is not encoded. Languages have two to five to a token."""
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTES = {chr(value): value for value in _PRINTABLE} | {
     chr(256 + index): value for index, value in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))
@@ -45,6 +49,8 @@ class TextModel:
     """Tokens without visible text: special tokens and end-of-sequence tokens."""
     anchor: tuple[int, ...]
     """A token with text, if there is one. Tokens that are decoded after it keep their leading space."""
+    turns: Turns = field(default_factory=lambda: Turns(1))
+    """Turns at encoding long texts: one at a time leaves the other processors to the workers."""
     _token_texts: dict[int, tuple[str, bytes | None]] = field(default_factory=dict, init=False)
 
     def detokenizer(self, stops: Sequence[str] = (), *, is_prompt: bool = False) -> Detokenizer:
@@ -55,6 +61,13 @@ class TextModel:
         """Return the text of tokens, special tokens included."""
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=False)
         return text
+
+    async def texts_of(self, prompts: Sequence[str | list[int]], tenant_id: str) -> list[str]:
+        """Return the texts of a tenant's prompts, which are texts or tokens. Of a too long prompt, return a part."""
+        tokens = [each[: self.max_tokens] for each in prompts if not isinstance(each, str)]
+        async with self.turns.turn(tenant_id):
+            decoded = iter(await asyncio.to_thread(self.tokenizer.decode_batch, tokens, skip_special_tokens=False))
+        return [each if isinstance(each, str) else next(decoded) for each in prompts]
 
     def token_text(self, token: int) -> tuple[str, bytes | None]:
         """Return the text of one token, and its bytes if known. Bytes of an incomplete character are escaped."""
@@ -67,13 +80,19 @@ class TextModel:
             self._token_texts[token] = text, data
         return self._token_texts[token]
 
-    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Return the tokens of texts."""
-        if sum(map(len, texts)) > _INLINE_CHARACTERS_MAX:
-            return await asyncio.to_thread(self._encode, texts, add_special_tokens)
-        return self._encode(texts, add_special_tokens)
+    async def encode(self, texts: Sequence[str], tenant_id: str, *, add_special_tokens: bool) -> list[list[int]]:
+        """Return the tokens of a tenant's texts. Raises ServiceError INVALID_ARGUMENT for one far beyond the model."""
+        if sum(map(len, texts)) <= _INLINE_CHARACTERS_MAX:
+            return [self._encode(text, add_special_tokens) for text in texts]
+        encoded = []
+        for text in texts:
+            async with self.turns.turn(tenant_id):
+                encoded.append(await asyncio.to_thread(self._encode, text, add_special_tokens))
+        return encoded
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], tenant_id: str
+    ) -> list[int]:
         """Return the prompt for the assistant's next message. Raises ServiceError INVALID_ARGUMENT."""
         if self.template is None:
             raise refused(
@@ -87,11 +106,27 @@ class TextModel:
             raise refused(
                 "messages", f"the chat template of {self.name} does not accept these messages: {error}"
             ) from None
-        [tokens] = await self.encode([text], add_special_tokens=False)
+        [tokens] = await self.encode([text], tenant_id, add_special_tokens=False)
         return tokens
 
-    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        return [self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        num_characters = _PREFIX_CHARACTERS * self.max_tokens
+        while num_characters < len(text):
+            if len(self._tokens(text[:num_characters], add_special_tokens)) > 2 * self.max_tokens:
+                raise refused(
+                    "prompt",
+                    f"{self.name} takes {self.max_tokens} tokens in all, and the prompt has more than "
+                    f"{2 * self.max_tokens}: shorten the prompt",
+                    "CONTEXT_LENGTH_EXCEEDED",
+                )
+            num_characters *= 4
+        return self._tokens(text, add_special_tokens)
+
+    def _tokens(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of a text. `encode` of the library would hold the interpreter's lock; this does not."""
+        [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        tokens: list[int] = encoding.ids
+        return tokens
 
 
 class TextModels:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from coordinator.base.errors import ServiceError
 from coordinator.doors.openai.detokenizer import BROKEN, Detokenizer
 from coordinator.doors.openai.templates import ChatTemplateError, read_template
-from coordinator.doors.openai.text_models import read_text_model
+from coordinator.doors.openai.text_models import TextModel, read_text_model
+from tests.support.loop_time import loop_time
 from tests.support.served_pool import SHIPPED_MODEL
 from tinkerpool.v1 import sessions_pb2
 
@@ -115,6 +118,40 @@ def test_saved_truncation_and_padding_of_a_tokenizer_are_off() -> None:
     files = {"tokenizer.json": tokenizer.to_str().encode()}
     for text in ("a", "And the LORD said unto Moses"):
         assert read_text_model(BASE, files).tokenizer.encode(text).ids == TOKENIZER.encode(text).ids
+
+
+@given(st.text(max_size=200), st.booleans())
+def test_a_text_has_the_same_tokens_whether_the_interpreter_is_held_or_not(text: str, add_special_tokens: bool) -> None:
+    assert MODEL._tokens(text, add_special_tokens) == TOKENIZER.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+async def test_of_a_text_far_beyond_the_model_only_a_prefix_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded, tokens_of = list[int](), TextModel._tokens
+
+    def counted(self: TextModel, text: str, add_special_tokens: bool) -> list[int]:
+        encoded.append(len(text))
+        return tokens_of(self, text, add_special_tokens)
+
+    monkeypatch.setattr(TextModel, "_tokens", counted)
+    with pytest.raises(ServiceError, match="more than 2048: shorten") as raised:
+        await MODEL.encode(["And the LORD said, " * 400_000], "t", add_special_tokens=True)
+    assert raised.value.reason == "CONTEXT_LENGTH_EXCEEDED"
+    assert sum(encoded) <= 16 * 1024
+
+
+async def test_other_calls_run_while_long_texts_are_encoded_or_decoded() -> None:
+    texts = ["And the LORD said unto Moses, " * 500] * 20
+    with loop_time() as measured:
+        encoding = asyncio.create_task(MODEL.encode(texts, "t", add_special_tokens=False))
+        num_turns = 0
+        while not encoding.done():
+            num_turns += 1
+            await asyncio.sleep(0)
+        prompts = [tokens[:1024] for tokens in encoding.result()]
+        decoded = await MODEL.texts_of([*prompts, "text"], "t")
+    assert num_turns > 20 * len(texts)  # a thread that held the interpreter would leave the loop one turn for each text
+    assert decoded == [*(TOKENIZER.decode(tokens, skip_special_tokens=False) for tokens in prompts), "text"]
+    assert measured.longest_s < 0.1, measured.longest
 
 
 def test_a_single_token_has_its_text_and_its_bytes() -> None:
