@@ -161,12 +161,12 @@ def _attacked(
         time.sleep(POLL_S)
     attack_s = time.monotonic() - begin
     note = "" if is_prepared else "the preparation did not end"
-    if attack.observe is not None:
-        note = attack.observe(pool)
     neighbour.finish(phase, FINISH_TIMEOUT_S if pool.exit_code is None else 0.0)
     loop = LoopFigures()
     with contextlib.suppress(EOFError, OSError):
         loop = pool.probe.read()
+    if attack.observe is not None:
+        note = attack.observe(pool)
     peak_bytes, log_bytes = watch.peak_bytes, pool.log_bytes - log_bytes
     tally = attacker.stop()
     time.sleep(plan.after_s)
