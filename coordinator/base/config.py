@@ -162,6 +162,11 @@ class GrpcConfig(DoorConfig):
     connections_max: int = 1024
     """Most connections at once; fewer where the process may not open four times as many files. One more is closed at
     once, and its client tries again; open ones are not affected."""
+    receive_bytes_max: int = 512 << 20
+    """Most bytes of requests that are being received, or are held by calls until they are accepted; one tenant may hold
+    a quarter. A request of unknown length counts as `message_bytes_max` while it arrives: at least eight times that."""
+    receive_s: float = 60.0
+    """Seconds that a request may wait to be received, and that it may take to arrive."""
     streams_max: int = 1000
     """Most calls at a time on one connection; more wait at the client."""
     keepalive_s: float = 60.0
@@ -177,8 +182,14 @@ class GrpcConfig(DoorConfig):
         DoorConfig.__post_init__(self)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"the port must be 0 (any free one) to 65535, got {self.port}")
+        if self.receive_bytes_max < 8 * self.message_bytes_max:
+            raise ValueError(
+                f"receive_bytes_max must be at least 8 times message_bytes_max ({8 * self.message_bytes_max}), got "
+                f"{self.receive_bytes_max}"
+            )
         _check_positive(
             self,
+            "receive_s",
             "connections_max",
             "streams_max",
             "keepalive_s",

@@ -8,19 +8,21 @@ checked; text of an exception that is not a `ServiceError` never reaches a clien
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import grpc
-from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from coordinator.base.errors import ServiceError, invalid
 from coordinator.doors.door import Keys, to_refusal
+from coordinator.doors.grpc.intake import Intake
 from coordinator.doors.grpc.statuses import Context, abort
 from coordinator.payloads.elements import TooManyElements, parse, parse_head
 from coordinator.service.access import Principal
@@ -33,6 +35,7 @@ from tinkerpool.v1 import (
     sampling_pb2,
     sessions_pb2,
     training_pb2,
+    types_pb2,
 )
 
 T = TypeVar("T")
@@ -64,6 +67,8 @@ class _Rpc:
     refuse: Callable[[Principal, Any, ServiceError], Awaitable[NoReturn]]
     """Records a refusal at a sequence number, and raises it."""
     is_streaming: bool
+    is_large: bool
+    """Whether the request may have data for training or sampling."""
 
     def parse(self, body: bytes) -> Message:
         """Return the request message. Raises ServiceError INVALID_ARGUMENT."""
@@ -89,9 +94,10 @@ class _Rpc:
 class Calls(grpc.GenericRpcHandler):
     """Authenticates each call and runs its use case."""
 
-    def __init__(self, service: Any, keys: Keys) -> None:
+    def __init__(self, service: Any, keys: Keys, intake: Intake) -> None:
         """Look up the use cases. Raises AttributeError if `service` lacks a method for an RPC of the contract."""
         self._keys = keys
+        self._intake = intake
         self._rpcs: Mapping[str, _Rpc] = {
             f"/{method.containing_service.full_name}/{method.name}": _rpc(method, service)
             for descriptor in SERVICES
@@ -107,7 +113,9 @@ class Calls(grpc.GenericRpcHandler):
             principal = self._keys.authenticate(_api_key(handler_call_details))
         except Exception as error:  # noqa: BLE001  # from here its text would reach the client
             return _refusing(to_refusal(error, rpc.name))
-        return _streaming(rpc, principal, self._keys) if rpc.is_streaming else _unary(rpc, principal)
+        if rpc.is_streaming:
+            return _streaming(rpc, principal, self._keys, self._intake)
+        return _unary(rpc, principal, self._intake)
 
 
 def use_case_name(method: MethodDescriptor) -> str:
@@ -122,10 +130,23 @@ def _rpc(method: MethodDescriptor, service: Any) -> _Rpc:
         use_case=getattr(service, use_case_name(method)),
         refuse=service.refuse,
         is_streaming=method.server_streaming,
+        is_large=_has_tensors(method.input_type),
     )
 
 
-def _unary(rpc: _Rpc, principal: Principal) -> grpc.RpcMethodHandler[bytes, bytes]:
+def _has_tensors(message: Descriptor) -> bool:
+    parts = [field.message_type for field in message.fields if field.message_type is not None]
+    return types_pb2.Tensor.DESCRIPTOR in parts or any(_has_tensors(part) for part in parts)
+
+
+async def _read(context: Context) -> bytes:
+    body: Any = await context.read()
+    if body is grpc.aio.EOF:
+        raise invalid("the call has no request")
+    return bytes(body)
+
+
+def _unary(rpc: _Rpc, principal: Principal, intake: Intake) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def run(body: bytes) -> bytes:
         try:
             request = rpc.parse(body)
@@ -133,23 +154,31 @@ def _unary(rpc: _Rpc, principal: Principal) -> grpc.RpcMethodHandler[bytes, byte
             raise await rpc.recorded(principal, body, error) from None
         return _serialize(await rpc.use_case(principal, request))
 
-    async def handle(body: bytes, context: Context) -> bytes:
-        return await _respond(rpc, context, run(body))
+    async def receive_and_run(context: Context) -> bytes:
+        read = functools.partial(_read, context)
+        async with intake.received(principal.tenant_id, read, is_large=rpc.is_large) as body:
+            return await run(body)
 
-    return grpc.unary_unary_rpc_method_handler(handle)
+    async def handle(_bodies: object, context: Context) -> bytes:
+        return await _respond(rpc, context, receive_and_run(context))
+
+    return grpc.stream_unary_rpc_method_handler(handle)  # a stream of one request, which is read once there is room
 
 
-def _streaming(rpc: _Rpc, principal: Principal, keys: Keys) -> grpc.RpcMethodHandler[bytes, bytes]:
+def _streaming(rpc: _Rpc, principal: Principal, keys: Keys, intake: Intake) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def run(body: bytes) -> AsyncIterator[bytes]:
         responses: AsyncIterator[Message] = rpc.use_case(principal, rpc.parse(body))
         async for response in responses:
             yield _serialize(response)
 
-    async def handle(body: bytes, context: Context) -> None:
+    async def handle(_bodies: object, context: Context) -> None:
         is_writing = False
+        receiving = intake.received(principal.tenant_id, functools.partial(_read, context), is_large=rpc.is_large)
         try:
             with keys.while_valid(principal):
-                async with aclosing(run(body)) as responses:  # type: ignore[type-var]
+                async with AsyncExitStack() as held:
+                    body = await _respond(rpc, context, held.enter_async_context(receiving))
+                    responses = await held.enter_async_context(aclosing(run(body)))  # type: ignore[type-var]
                     while (response := await _respond(rpc, context, anext(responses, None))) is not None:
                         is_writing = True
                         await context.write(response)
@@ -159,7 +188,7 @@ def _streaming(rpc: _Rpc, principal: Principal, keys: Keys) -> grpc.RpcMethodHan
                 raise asyncio.CancelledError from None
             await abort(context, error)
 
-    return grpc.unary_stream_rpc_method_handler(handle)
+    return grpc.stream_stream_rpc_method_handler(handle)
 
 
 def _refusing(error: ServiceError) -> grpc.RpcMethodHandler[bytes, bytes]:

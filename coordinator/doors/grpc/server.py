@@ -15,6 +15,7 @@ import grpc
 from coordinator.base.config import GrpcConfig
 from coordinator.doors.door import Backend, DoorError, listen_error
 from coordinator.doors.grpc.calls import SERVICES, Calls
+from coordinator.doors.grpc.intake import Intake
 from coordinator.doors.grpc.public import PublicCalls
 
 HEALTH_INTERVAL_S = 1.0
@@ -56,7 +57,9 @@ class GrpcDoor:
 
     async def start(self, backend: Backend) -> None:
         """Serve the RPCs and, updated every second, the health of the backend."""
-        self._server.add_generic_rpc_handlers((self._public, Calls(backend.service, backend.authenticator)))
+        self._server.add_generic_rpc_handlers(
+            (self._public, Calls(backend.service, backend.authenticator, Intake(self._config)))
+        )
         self._public.set_health(is_serving=backend.health())
         await self._server.start()
         self._health_task = asyncio.create_task(self._watch_health(backend), name="grpc health")

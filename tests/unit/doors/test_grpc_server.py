@@ -22,6 +22,7 @@ from coordinator.base.config import GrpcConfig
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.door import DoorError
 from coordinator.doors.grpc.calls import SERVICES, Calls, use_case_name
+from coordinator.doors.grpc.intake import Intake
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.service import Service
 from coordinator.service.access import Principal
@@ -107,7 +108,7 @@ def test_a_service_without_a_use_case_for_an_rpc_is_refused_at_the_start() -> No
         pass
 
     with pytest.raises(AttributeError, match="get_capabilities"):
-        Calls(Empty(), FakeKeys())
+        Calls(Empty(), FakeKeys(), Intake(GrpcConfig()))
     names = {use_case_name(method) for service in SERVICES for method in service.methods}
     assert {"create_adapter", "save_weights_for_sampler", "wait_operations", "list_api_keys"} <= names
     assert len(SERVICES) == 8

@@ -1,0 +1,183 @@
+"""The intake of the gRPC door: which requests are received, and how many bytes of them are held."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from coordinator.base.config import GrpcConfig
+from coordinator.base.errors import Code, ServiceError
+from coordinator.doors.grpc import intake
+from coordinator.doors.grpc.intake import Budget, Intake
+from coordinator.doors.grpc.server import GrpcDoor
+from coordinator.service.access import Principal
+from scripts.attack.frames import Connection
+from tests.support.doors.fake_service import FakeBackend, FakeKeys, FakeService
+from tinkerpool.v1 import operations_pb2, operations_pb2_grpc, training_pb2, training_pb2_grpc
+
+MIB = 1 << 20
+FORWARD_BACKWARD = "/tinkerpool.v1.TrainingService/ForwardBackward"
+GET_OPERATION = "/tinkerpool.v1.OperationService/GetOperation"
+
+
+class KeysByName(FakeKeys):
+    """Every key is the name of its tenant."""
+
+    def authenticate(self, key: str) -> Principal:
+        """Return the principal."""
+        return Principal(tenant_id=key, tenant_name=key, key_id=key, is_admin=False)
+
+
+class Door:
+    """A door that takes requests of 4 MiB, and 32 MiB of them at once."""
+
+    def __init__(self, **config: Any) -> None:
+        self.service = FakeService(
+            forward_backward=training_pb2.ForwardBackwardResponse(),
+            get_operation=operations_pb2.GetOperationResponse(),
+        )
+        self._door = GrpcDoor(GrpcConfig(port=0, message_bytes_max=4 * MIB, receive_bytes_max=32 * MIB, **config))
+
+    async def start(self) -> None:
+        self._door.bind()
+        await self._door.start(FakeBackend(self.service, keys=KeysByName()))
+        self.address = f"127.0.0.1:{self._door.port}"
+        self.channel = grpc.aio.insecure_channel(self.address)
+
+    async def stop(self) -> None:
+        await self.channel.close()
+        await self._door.stop(0.1)
+
+    async def forward_backward(self, tenant: str, num_bytes: int = 100) -> None:
+        stub: Any = training_pb2_grpc.TrainingServiceStub(self.channel)
+        request = training_pb2.ForwardBackwardRequest(adapter_id="x" * num_bytes)
+        await stub.ForwardBackward(request, metadata=(("authorization", f"Bearer {tenant}"),))
+
+    async def get_operation(self, tenant: str, num_bytes: int = 10) -> None:
+        stub: Any = operations_pb2_grpc.OperationServiceStub(self.channel)
+        request = operations_pb2.GetOperationRequest(name="x" * num_bytes)
+        await stub.GetOperation(request, metadata=(("authorization", f"Bearer {tenant}"),))
+
+
+@contextlib.asynccontextmanager
+async def opened(**config: Any) -> AsyncIterator[Door]:
+    door = Door(**config)
+    await door.start()
+    try:
+        yield door
+    finally:
+        await door.stop()
+
+
+async def test_requests_that_never_end_take_a_tenants_part_and_others_are_served() -> None:
+    async with opened() as door:
+        attacker = await Connection.open(door.address)
+        taken = await asyncio.gather(*(attacker.send_most(FORWARD_BACKWARD, 3 * MIB, "mallory") for _ in range(20)))
+        assert sum(taken) < 2 * 3 * MIB + 18 * 64 * 1024 + MIB, "two are being received; the others wait unread"
+        async with asyncio.timeout(20):
+            await door.forward_backward("alice", 2 * MIB)
+            await door.get_operation("mallory")  # small requests do not wait behind large ones
+        await attacker.close()
+        async with asyncio.timeout(20):
+            await door.forward_backward("mallory", 2 * MIB)  # what the connection held is free again
+
+
+async def test_a_request_that_does_not_arrive_in_time_is_refused() -> None:
+    async with opened(receive_s=0.2) as door:
+        attacker = await Connection.open(door.address)
+        await attacker.send_most(FORWARD_BACKWARD, MIB, "mallory")
+        async with asyncio.timeout(20):
+            while not attacker.num_ended:  # noqa: ASYNC110  # the client's count has no event
+                await asyncio.sleep(0.01)
+        await attacker.close()
+    assert door.service.calls == []
+
+
+async def test_small_requests_that_never_end_are_received_one_at_a_time_of_each_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intake, "SMALL_S", 60.0)  # not a setting
+    async with opened() as door:
+        attacker = await Connection.open(door.address)
+        taken = await asyncio.gather(*(attacker.send_most(GET_OPERATION, 3 * MIB, "mallory") for _ in range(20)))
+        assert sum(taken) < 3 * MIB + 19 * 64 * 1024 + MIB
+        async with asyncio.timeout(20):
+            await door.get_operation("alice")
+        await attacker.close()
+
+
+async def test_a_large_request_of_a_call_without_data_is_refused() -> None:
+    async with opened() as door:
+        with pytest.raises(grpc.aio.AioRpcError, match="this call takes at most") as refused:
+            await door.get_operation("alice", intake.SMALL_BYTES_MAX)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_bytes_of_a_received_request_are_held_until_its_call_ends() -> None:
+    receiving = Intake(GrpcConfig(message_bytes_max=100, receive_bytes_max=800, receive_s=0.05))
+
+    async def read() -> bytes:
+        return bytes(90)
+
+    async with contextlib.AsyncExitStack() as held:
+        for _ in range(2):
+            await held.enter_async_context(receiving.received("alice", read, is_large=True))
+        with pytest.raises(ServiceError) as refused:
+            await held.enter_async_context(receiving.received("alice", read, is_large=True))
+        assert (refused.value.code, refused.value.reason) == (Code.RESOURCE_EXHAUSTED, "CALLS_BUSY")
+        assert refused.value.retry_delay_s is not None
+        await held.enter_async_context(receiving.received("bob", read, is_large=True))
+    async with receiving.received("alice", read, is_large=True) as body:
+        assert len(body) == 90
+
+
+async def test_waiting_tenants_take_turns() -> None:
+    budget = Budget(total=1, of_tenant_max=1, waiting_max=100)
+    await budget.take("first", 1, 10)
+    order: list[str] = []
+
+    async def take(tenant: str) -> None:
+        await budget.take(tenant, 1, 10)
+        order.append(tenant)
+        budget.give(tenant, 1)
+
+    calls = [asyncio.create_task(take(tenant)) for tenant in ("a", "a", "a", "b", "c")]
+    await asyncio.sleep(0)
+    budget.give("first", 1)
+    await asyncio.gather(*calls)
+    assert order == ["a", "b", "c", "a", "a"]
+
+
+async def test_a_call_that_leaves_while_it_waits_or_is_granted_takes_nothing() -> None:
+    budget = Budget(total=1, of_tenant_max=1, waiting_max=8)
+    await budget.take("a", 1, 10)
+    waiting = [asyncio.create_task(budget.take("b", 1, 10)) for _ in range(2)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await asyncio.wait(waiting[:1])
+    budget.give("a", 1)  # grants the second ...
+    waiting[1].cancel()  # ... which leaves before it runs again
+    await asyncio.wait(waiting)
+    await budget.take("c", 1, 0.1)
+
+
+async def test_calls_beyond_the_highest_number_of_waiting_ones_are_refused_at_once() -> None:
+    budget = Budget(total=1, of_tenant_max=1, waiting_max=8)
+    await budget.take("a", 1, 10)
+    waiting = [asyncio.create_task(budget.take("b", 1, 10)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(ServiceError, match="too many calls wait"):
+        await budget.take("b", 1, 10)
+    for call in waiting:
+        call.cancel()
+
+
+@pytest.mark.parametrize("receive_bytes_max", [0, 8 * 100 - 1])
+def test_a_budget_without_room_for_all_readers_is_refused(receive_bytes_max: int) -> None:
+    with pytest.raises(ValueError, match="at least 8 times"):
+        GrpcConfig(message_bytes_max=100, receive_bytes_max=receive_bytes_max)
