@@ -31,11 +31,14 @@ def thread_environment(num_threads: int | None) -> dict[str, str]:
 def ray_environment(config: PoolConfig) -> dict[str, str]:
     """Return the variables that Ray reads when it is imported.
 
-    With them no call starts a Ray by itself, and a token that exists is sent to the cluster. Ray sends it only if told
-    to; a cluster without authentication ignores it.
+    With them no call starts a Ray by itself. A private Ray asks for a token, and listens on the loopback only: that is
+    what Ray does where it supports one machine only, and this variable is its one switch for that. A token that exists
+    is sent to a cluster. Ray sends it only if told to; a cluster without authentication ignores it.
     """
     environment = {"RAY_ENABLE_AUTO_CONNECT": "0"}
+    if config.ray_address is None:
+        return environment | {"RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     has_token = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    if config.ray_address is not None and (has_token or (Path.home() / ".ray" / "auth_token").exists()):
+    if has_token or (Path.home() / ".ray" / "auth_token").exists():
         environment["RAY_AUTH_MODE"] = "token"
     return environment

@@ -20,6 +20,8 @@ def make_pool(config: PoolConfig) -> Pool:
     engines = config.engines()
     if config.kind == "ray":
         _add_to_environment(ray_environment(config))
+        if config.ray_address is None:
+            os.environ["RAY_AUTH_MODE"] = "token"  # also where the operator's clusters have none
         from workers.pool.ray_pool import RayPool
 
         return RayPool(config)

@@ -3,7 +3,8 @@
 Has Ray's processes and folder; not the workers in Ray.
 
 Main invariant: the owner file names a private Ray's processes and folder from before they exist until they are removed.
-So a start with the same file removes exactly the leftovers of a killed owner.
+So a start with the same file removes exactly the leftovers of a killed owner. The token of a private Ray exists only in
+the environment and the memory of its processes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from workers.contract.protocols import PoolStartError
 from workers.contract.settings import PoolConfig, num_cores
@@ -41,6 +43,8 @@ WATCH_S = 0.1
 """Seconds between two checks of the essential processes."""
 HEARD_TIMEOUT_S = 30.0
 """Seconds that the event loop has to take the news of Ray's death, before Ray is ended in this process anyway."""
+TOKEN_BYTES = 32
+"""Random bytes of a private Ray's token: too many to guess."""
 KILL_TIMEOUT_S = 10.0
 """Seconds that killed processes have to end; only one that hangs in the kernel takes longer than milliseconds."""
 
@@ -190,6 +194,7 @@ class RayHost:
             folder = config.ray_temp_dir or f"{belongings.folder}/ray"
             options = {"address": "local", "_temp_dir": folder, "num_cpus": num_cpus}
         with _marked(belongings):
+            AuthenticationTokenLoader.instance().reset_cache()  # or Ray would use the token of an earlier Ray
             ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, **options)
         if belongings is not None:
             self._essential = _essential_processes(belongings)
@@ -223,12 +228,12 @@ def _remove_leftovers(owner_file: Path) -> None:
 
 @contextmanager
 def _marked(belongings: Belongings | None) -> Iterator[None]:
-    """Let processes that are started inside inherit the mark."""
+    """Let processes that are started inside inherit the mark, and a token that no other Ray has."""
     if belongings is None:
         yield
         return
     # Ray's processes set their titles, which may overwrite the environment unless this variable forbids it.
-    added = {MARK_VARIABLE: belongings.mark, "SPT_NOENV": "1"}
+    added = {MARK_VARIABLE: belongings.mark, "SPT_NOENV": "1", "RAY_AUTH_TOKEN": secrets.token_hex(TOKEN_BYTES)}
     before = {name: os.environ[name] for name in added if name in os.environ}
     os.environ |= added
     try:

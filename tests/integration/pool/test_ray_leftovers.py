@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,16 @@ from coordinator.cli.options import RAY_FILE
 from tests.support.serving import TOY_ON_RAY, Terminal
 from workers.pool.processes import find_marked
 from workers.pool.ray_host import Belongings
+
+LISTENS = "0A"
+"""State of a listening socket in the kernel's table."""
+LOOPBACKS = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+"""127.0.0.1, the same as an address of IPv6, and ::1, as the kernel's table writes them on this byte order."""
+JOIN = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+print("joined", ray.get(ray.remote(lambda: 1).remote()))
+"""
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -42,6 +53,57 @@ def descendants(pid: int) -> set[int]:
     return found - {pid}
 
 
+def check_it_listens_on_the_loopback_only(pids: set[int]) -> None:
+    """Fail if one of the processes has a listening socket on another interface."""
+    open_sockets: dict[str, str] = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENS:
+                open_sockets[f"socket:[{fields[9]}]"] = fields[1].partition(":")[0]
+    found = {(name, open_sockets[link]) for pid in pids for name, link in links(pid) if link in open_sockets}
+    assert {"gcs_server", "raylet"} <= {name for name, _ in found}, "the test found no socket of Ray"
+    assert {each for each in found if each[1] not in LOOPBACKS} == set()
+
+
+def links(pid: int) -> list[tuple[str, str]]:
+    """Return the process's name and the target of each of its open files."""
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        return [(name, str(path.readlink())) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:  # it, or the file, has just been closed
+        return []
+
+
+def check_only_its_own_token_opens_it(terminal: Terminal, of: Belongings) -> None:
+    """Fail if a process with another token can join, or if Ray's token is in a command line or a file of its folder."""
+    variables: dict[str, str] = {}
+    lines = []
+    for pid, name in processes(of).items():
+        line = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        lines += line
+        if name == "raylet":
+            content = Path(f"/proc/{pid}/environ").read_text()
+            variables = dict(each.split("=", 1) for each in content.split("\0") if "=" in each)
+    token = variables["RAY_AUTH_TOKEN"]
+    assert token != os.environ["RAY_AUTH_TOKEN"], "a private Ray has the token of a cluster"
+    assert not any(token in each for each in lines)
+    assert of.folder is not None
+    logs = [path for path in (*Path(of.folder).rglob("*"), *terminal.home.rglob("*")) if path.is_file()]
+    assert logs
+    assert not any(token.encode() in path.read_bytes() for path in logs)
+    address = next(each.partition("=")[2] for each in lines if each.startswith("--gcs-address="))
+    joined = terminal.python(
+        *("-c", JOIN, address),
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN="0" * 64,
+        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # or it would look for Ray at another address of this machine
+    )
+    assert joined.returncode != 0, joined.stdout
+    assert "joined" not in joined.stdout
+    assert "uthenticat" in joined.stderr + joined.stdout
+
+
 def test_killed_pools_ray_is_removed_by_its_next_start_and_another_pools_ray_is_not(tmp_path: Path) -> None:
     first, other = Terminal(tmp_path / "first"), Terminal(tmp_path / "other")
     with first.serve(*TOY_ON_RAY) as (killed, _), other.serve(*TOY_ON_RAY) as _:
@@ -50,6 +112,8 @@ def test_killed_pools_ray_is_removed_by_its_next_start_and_another_pools_ray_is_
         assert not unmarked & descendants(killed.pid)
         assert {"gcs_server", "raylet", "ray::EngineActo", "ray::DashboardA"} <= set(processes(old).values())
         # Ray may end idle workers at any time.
+        check_it_listens_on_the_loopback_only({killed.pid, *processes(old)})
+        check_only_its_own_token_opens_it(first, old)
         needed = {pid for pid, name in processes(bystander).items() if name != "ray::IDLE"}
         killed.kill()
         killed.wait(20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable
@@ -25,6 +26,7 @@ from workers.pool.ray_pool import RayPool
 
 pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
+SECRET_VARIABLE = "TINKERPOOL_TEST_RUN"
 OTHERS: set[int] = set()
 NOTICED_S = 5.0
 """Seconds within which a lost worker must be detected; Ray takes milliseconds on an idle machine."""
@@ -49,14 +51,15 @@ def environment(pid: int) -> list[str]:
 
 def children_with_the_secret() -> set[int]:
     """Return every process with the secret of this test run in its environment, also orphaned ones."""
-    token = os.environ.get("RAY_AUTH_TOKEN")
+    secret = os.environ.get(SECRET_VARIABLE)
     pids = {int(entry.name) for entry in Path("/proc").glob("[0-9]*")} - {os.getpid()}
-    return {pid for pid in pids if token and f"RAY_AUTH_TOKEN={token}" in environment(pid)}
+    return {pid for pid in pids if secret and f"{SECRET_VARIABLE}={secret}" in environment(pid)}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def others() -> None:
     """Record processes of earlier tests that are not Ray: Python's resource tracker."""
+    os.environ[SECRET_VARIABLE] = secrets.token_hex(16)
     OTHERS.update(children_with_the_secret())
 
 

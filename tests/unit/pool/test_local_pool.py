@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -130,4 +129,12 @@ def test_ray_token_is_used_with_a_cluster_if_there_is_one(tmp_path: Path, monkey
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").touch()
     assert ray_environment(cluster)["RAY_AUTH_MODE"] == "token"
-    assert "RAY_AUTH_MODE" not in ray_environment(dataclasses.replace(cluster, ray_address=None))
+
+
+def test_a_private_ray_asks_for_a_token_and_listens_on_the_loopback_whatever_tokens_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    environment = ray_environment(PoolConfig(models=(PoolModel(name="toy", path="toy"),)))
+    assert (environment["RAY_AUTH_MODE"], environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]) == ("token", "0")
