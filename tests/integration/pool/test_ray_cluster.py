@@ -27,6 +27,8 @@ from workers.pool.ray_pool import RayPool
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
 
+LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""A variable that a private pool of an earlier test has set in this process."""
 NOTICED_S = 10.0
 """Seconds within which a lost worker must be detected: about 1 s, or 3 s if its node's Ray is lost too."""
 REPLACED_S = 40.0
@@ -74,6 +76,7 @@ def start_node(mark: str, *options: str) -> None:
         env={
             **os.environ,
             MARK_VARIABLE: mark,
+            LOOPBACK_ONLY: "1",
             "RAY_health_check_period_ms": str(HEALTH_CHECK_MS),
             "SPT_NOENV": "1",
         },
@@ -90,6 +93,7 @@ def test_serve_joins_a_cluster_with_nothing_but_its_token(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_AUTH_MODE")
+    monkeypatch.delenv(LOOPBACK_ONLY, raising=False)
     terminal = Terminal(tmp_path / "home")
     with terminal.serve(*TOY_ON_RAY, "--ray-address", cluster.address):
         assert not (terminal.data_dir / RAY_FILE).exists(), "a joined cluster is not the pool's to end"
