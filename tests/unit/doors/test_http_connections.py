@@ -17,7 +17,7 @@ import pytest
 
 from coordinator.base.config import HttpConfig
 from coordinator.doors.http import connections, places
-from coordinator.doors.http.connections import ACCEPTS_MAX, Listener
+from coordinator.doors.http.connections import Listener
 from coordinator.doors.http.places import Places, Polls, Report
 from coordinator.doors.http_app import PREFIX
 from coordinator.doors.http_server import HttpDoor
@@ -232,7 +232,3 @@ async def test_refused_connections_are_logged_in_sum(caplog: pytest.LogCaptureFi
         assert caplog.records[-1].getMessage() == "of the HTTP connections: 999 refused"
     assert report._timer is not None
     report._timer.cancel()
-
-
-def test_one_callback_accepts_a_bounded_number_of_connections() -> None:
-    assert ACCEPTS_MAX <= 100
