@@ -22,8 +22,8 @@ from coordinator.doors.http.places import Places
 WITH_KEY = "tinkerpool.has_valid_key"
 """Entry of a call's ASGI scope: its API key was valid."""
 ACCEPTS_MAX = 16
-"""Most connections that are accepted in one callback: each takes up to 1.5 ms of processor time, with one that is closed
-to make room."""
+"""Most connections that are accepted in one callback: each takes up to 1.5 ms of processor time, and one is closed to
+make room for it."""
 ACCEPT_RETRY_S = 1.0
 """Pause after the process had no file descriptor for a connection. Without it the event loop would try all the time."""
 BUSY_RETRY_S = 0.05
