@@ -142,7 +142,7 @@ class DataDir:
 
     def _check(self, seams: Seams) -> None:
         try:
-            database = read_closed(self._path / DATABASE, identity_of, seams.connect_read_only)
+            database = read_closed(self._path / DATABASE, identity_of, seams.connect_read_only, is_alone=True)
         except ValueError as error:
             raise DataDirError(str(error)) from None
         check(self._path, database, self._disk)

@@ -356,11 +356,13 @@ def open_target(path: Path) -> Connection:
     return db
 
 
-def read_closed(path: Path, read: Callable[[Connection], T], connect: Callable[[Path], Connection]) -> T | None:
+def read_closed(
+    path: Path, read: Callable[[Connection], T], connect: Callable[[Path], Connection], *, is_alone: bool = False
+) -> T | None:
     """Return what `read` returns for a database that this process has not open; None if it is missing or empty.
 
-    Leaves the folder as it was. `connect`: see `open_read_only`. Raises ValueError if the file is damaged or of another
-    format.
+    `connect`: see `open_read_only`. `is_alone`: no other process opens the database meanwhile; then the folder is left
+    as it was. Raises ValueError if the file is damaged or of another format.
     """
     if not path.exists() or not (path.stat().st_size or _log_of(path).exists()):
         return None
@@ -375,7 +377,7 @@ def read_closed(path: Path, read: Callable[[Connection], T], connect: Callable[[
     except sqlite3.DatabaseError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     finally:
-        if not had_memory:  # the index of the log, which SQLite makes and leaves there
+        if is_alone and not had_memory:  # the index of the log, which SQLite makes and leaves there
             memory.unlink(missing_ok=True)
 
 

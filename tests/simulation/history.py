@@ -243,7 +243,7 @@ class History:
             self._replace_database(older)
             self.world.fault("older database put back")
             try:
-                database = read_closed(self._folder / DATABASE, identity_of, self._connect_read_only)
+                database = read_closed(self._folder / DATABASE, identity_of, self._connect_read_only, is_alone=True)
                 check(self._folder, database, self._disk)
             except DataDirError as error:
                 self.world.trace(str(error).replace(str(self._folder), "").partition(":")[0])

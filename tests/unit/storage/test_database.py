@@ -124,7 +124,7 @@ def test_reading_a_database_that_is_closed_or_was_killed_changes_no_file(tmp_pat
     asyncio.run(database.close())
     for folder in (tmp_path, tmp_path / "killed"):
         before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-        assert read_closed(folder / "log.db", version, open_read_only) == SCHEMA_VERSION
+        assert read_closed(folder / "log.db", version, open_read_only, is_alone=True) == SCHEMA_VERSION
         assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
 
 
