@@ -7,6 +7,7 @@ long as the database is open; a refused directory is left as it was. Does not de
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import logging
 import os
@@ -116,10 +117,18 @@ class DataDir:
             raise
 
     async def begin_epoch(self) -> int:
-        """Begin a new incarnation of the coordinator and return its epoch. Call once, before the first append."""
+        """Begin a new incarnation of the coordinator and return its epoch. Call once, before the first append.
+
+        Raises OSError if the disk fails. On a full one the side file stays as it is: deletions must be possible.
+        """
         epoch = await self.store.raise_epoch()
         identity = self.store.identity()
-        write_side_file(self._path, identity, self._disk)
+        try:
+            write_side_file(self._path, identity, self._disk)
+        except OSError as error:
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                raise
+            logger.warning("the disk is full: %s is of an older epoch", SIDE_FILE)
         self.folders.begin_epoch(identity)
         return epoch
 

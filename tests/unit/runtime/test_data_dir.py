@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import sqlite3
@@ -15,6 +16,7 @@ from coordinator.base.errors import Failure
 from coordinator.runtime.data_dir import NOTE_S, DataDir, DataDirError, DataDirInUse, Seams
 from coordinator.storage.disk import RealDisk
 from coordinator.storage.identity import DATABASE, SIDE_FILE, Identity, read_side_file
+from tests.support.faults import failing
 from tests.support.toy_engine import toy_model_info
 from tests.support.toy_pool import FakeTime
 from workers.contract.messages import AdapterSpec, AdapterState
@@ -154,6 +156,18 @@ async def test_a_start_after_the_epoch_was_raised_and_before_the_side_file_passe
     assert (await epoch(pool)).epoch == 3
     (pool / SIDE_FILE).unlink()
     assert (await epoch(pool)).epoch == 4
+
+
+async def test_an_epoch_begins_on_a_full_disk_and_not_on_a_failing_one(tmp_path: Path) -> None:
+    data_dir = opened(tmp_path)
+    with failing(RealDisk, "write", OSError(errno.EIO, "Input/output error")), pytest.raises(OSError, match="Input"):
+        await data_dir.begin_epoch()
+    with failing(RealDisk, "write", OSError(errno.ENOSPC, "No space left on device")):
+        assert await data_dir.begin_epoch() == 2
+    await data_dir.close()
+    side = read_side_file(tmp_path, RealDisk())
+    assert side is not None
+    assert side.epoch == 2
 
 
 def test_a_file_that_is_no_database_is_refused_in_a_sentence(tmp_path: Path) -> None:
