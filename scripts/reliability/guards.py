@@ -105,8 +105,12 @@ GUARDS = (
     Guard(
         name="side file of each epoch",
         file="coordinator/runtime/data_dir.py",
-        before="            write_side_file(self._path, identity, self._disk)\n        except OSError as error:\n            if",
-        after="            pass\n        except OSError as error:\n            if",
+        before="""self._disk)
+        except OSError as error:
+            if""",
+        after="""self._disk) if not identity else None
+        except OSError as error:
+            if""",
         tests=("tests/unit/runtime/test_data_dir.py",),
     ),
     Guard(
