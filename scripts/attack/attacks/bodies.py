@@ -157,6 +157,7 @@ ATTACKS = (
         text="20 passes of 60 MiB over HTTP, each short of its end",
         program=http_unfinished,
         is_held=True,
+        is_open=True,
     ),
     Attack(
         name="zstd-empty-data",
@@ -195,7 +196,6 @@ ATTACKS = (
         by=TENANT,
         text="a prompt of 7.9 MB of text to `/v1/completions`",
         program=completions_text,
-        is_open=True,
     ),
     Attack(
         name="json-lists",

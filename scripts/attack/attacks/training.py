@@ -119,6 +119,5 @@ ATTACKS = (
         by=TENANT,
         text="20,000 sessions, and then calls of the OpenAI door",
         program=sessions,
-        is_open=True,
     ),
 )
