@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+import grpc
 import numpy as np
 
 import tinkerpool
@@ -129,7 +130,7 @@ class Neighbour:
             try:
                 action()
             except Exception as error:  # noqa: BLE001  # every failure is a figure
-                reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+                reason = _reason(error)
             self._end(phase, kind, began, reason)
 
     def _end(self, phase: Phase, kind: str, began: float, reason: str) -> None:
@@ -161,3 +162,10 @@ class Neighbour:
                 timeout=CONNECT_TIMEOUT_S,
                 wait_for_ready=True,
             )
+
+
+def _reason(error: Exception) -> str:
+    """Return a failure as one short line."""
+    if isinstance(error, grpc.Call):
+        return f"{error.code().name}: {error.details()}"[:120]
+    return f"{type(error).__name__}: {error}".splitlines()[0][:120]

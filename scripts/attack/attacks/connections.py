@@ -227,6 +227,7 @@ ATTACKS = (
         by=NO_KEY,
         text="calls that are reset as soon as they begin, without a pause, on four connections",
         program=rapid_reset,
+        is_open=True,
     ),
     Attack(
         name="pings",
