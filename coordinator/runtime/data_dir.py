@@ -19,7 +19,7 @@ from coordinator.base.errors import Failure
 from coordinator.base.time import Time
 from coordinator.runtime.mounts import check_local, mount_table
 from coordinator.storage.database import Connection, RetryLaterError, open_read_only, read_closed
-from coordinator.storage.disk import PRIVATE_FILE, PRIVATE_FOLDER, Disk, RealDisk
+from coordinator.storage.disk import PRIVATE_FILE, PRIVATE_FOLDER, Disk, RealDisk, Reserve
 from coordinator.storage.folders import StateFolders
 from coordinator.storage.identity import (
     DATABASE,
@@ -41,8 +41,9 @@ LOCK = "lock"
 NOTE_S = 600.0
 """Seconds of service time between two notes of how far the database has come. An older copy of a killed pool's database
 shows if it lacks more than this; a note costs three syncs."""
+RESERVE = "reserve"
 OURS = (
-    *(f"{DATABASE}*", SIDE_FILE, LOCK, *ROOTS, QUARANTINE, ".backup"),
+    *(f"{DATABASE}*", SIDE_FILE, LOCK, RESERVE, *ROOTS, QUARANTINE, ".backup"),
     *("ray.json", "serve.log*", "serving.json", "tokenizers"),  # of the server and its commands
 )
 """Patterns of the names in a data directory that tinkerpool makes: only these are closed to other users."""
@@ -107,7 +108,10 @@ class DataDir:
         try:
             self._check(seams)
             self._disk.restrict(path, OURS)
-            self.store = Store(path / DATABASE, time, failure, connect=seams.connect)
+            reserve = Reserve(path / RESERVE, self._disk)
+            self.store = Store(path / DATABASE, time, failure, connect=seams.connect, reserve=reserve)
+            if not reserve.take():
+                logger.error("the disk is full: only deletions are accepted until there is room")
             self.folders = StateFolders(path, self._disk)
         except RetryLaterError as error:
             self._lock.release()

@@ -54,6 +54,7 @@ class Housekeeping:
             for log in self._registry.logs.values():
                 self._fail_behind_gap(log)
             try:
+                await self._store.database.take_reserve()
                 for session in self._sessions.expired(self._config.session_timeout_s):
                     logger.info("session %s expired", session.session_id)
                     await self.end_session(session.session_id)

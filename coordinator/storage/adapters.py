@@ -45,7 +45,7 @@ class Adapters(Table[AdapterRow]):
             drop_payloads(db, adapter_id)
             return str(row["folder"]) if row is not None else None
 
-        return self._database.write(write)
+        return self._database.write(write, is_deletion=True)
 
     def get(self, adapter_id: str) -> AdapterRow | None:
         """Return an adapter, also a deleted one."""

@@ -100,7 +100,7 @@ class Checkpoints(Table[CheckpointRow]):
             db.execute("DELETE FROM checkpoints WHERE path = ? AND seq = ?", key)
             return str(row["folder"]) if row is not None else ""
 
-        return self._database.write(write)
+        return self._database.write(write, is_deletion=True)
 
 
 class Samplers(Table[SamplerRow]):

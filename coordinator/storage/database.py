@@ -28,7 +28,7 @@ from urllib.parse import quote
 
 from coordinator.base.errors import Failure
 from coordinator.base.time import Time
-from coordinator.storage.disk import PRIVATE_FILE
+from coordinator.storage.disk import PRIVATE_FILE, Reserve
 from coordinator.storage.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 from workers.contract.failpoints import failpoint
 
@@ -92,13 +92,21 @@ class _Queued:
     future: asyncio.Future[Any]
     can_linger: bool
     """Whether sharing a commit with the next writes is worth a short wait."""
+    is_deletion: bool
+    """Whether it may use the reserve of a full disk."""
 
 
 class Database:
     """The database in a data directory. Open it, await its writes, close it."""
 
     def __init__(
-        self, path: Path, time: Time, failure: Failure, *, connect: Callable[[Path], Connection] | None = None
+        self,
+        path: Path,
+        time: Time,
+        failure: Failure,
+        *,
+        connect: Callable[[Path], Connection] | None = None,
+        reserve: Reserve | None = None,
     ) -> None:
         """Open or create the database.
 
@@ -114,6 +122,7 @@ class Database:
         self._path = path
         self._time = time
         self._failure = failure
+        self._reserve = reserve
         self._writer = _opened(path, connect or open_connection)
         try:
             _until_unlocked(path, self._prepare)
@@ -154,14 +163,19 @@ class Database:
         """Return the seconds that the service has run in all incarnations, without downtime and steps of the clock."""
         return self._service_s + self._time.monotonic() - self._opened
 
-    def write(self, write: Callable[[Connection], T], kind: str = "", *, can_linger: bool = False) -> asyncio.Future[T]:
-        """Queue a write; the future is done when it is durable. If it raises, only this write is rolled back."""
+    def write(
+        self, write: Callable[[Connection], T], kind: str = "", *, can_linger: bool = False, is_deletion: bool = False
+    ) -> asyncio.Future[T]:
+        """Queue a write; the future is done when it is durable. If it raises, only this write is rolled back.
+
+        `is_deletion`: it frees more room than it needs, so it may use the reserve of a full disk.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         if self._broken is not None or self._is_closed:
             future.set_exception(self._broken or StorageError("the database is closed"))
             return future
-        self._queued.append(_Queued(write, kind, future, can_linger))
+        self._queued.append(_Queued(write, kind, future, can_linger, is_deletion))
         if not can_linger:
             self._hurry.set()
         if self._committing is None:
@@ -191,9 +205,14 @@ class Database:
         """Return a committed value of the table `meta`."""
         return read_meta(self._reader, key)
 
-    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> asyncio.Future[int]:
+    def execute(self, sql: str, parameters: Sequence[Any] = (), *, is_deletion: bool = False) -> asyncio.Future[int]:
         """Queue one statement as a write; the future has the number of rows that it changed."""
-        return self.write(lambda db: db.execute(sql, parameters).rowcount)
+        return self.write(lambda db: db.execute(sql, parameters).rowcount, is_deletion=is_deletion)
+
+    async def take_reserve(self) -> None:
+        """Make the reserve again, if a deletion has released it and there is room."""
+        if self._reserve is not None and not self._reserve.is_held:
+            await asyncio.to_thread(self._reserve.take)
 
     def _prepare(self) -> None:
         """Create the tables in a new file. Raises ValueError if the file has another format."""
@@ -218,7 +237,7 @@ class Database:
                 await self._linger()
                 queued, self._queued = self._queued, []
                 riding, self._riding = self._riding, {}
-                outcomes = await loop.run_in_executor(self._thread, self._commit, queued, list(riding.values()))
+                outcomes = await loop.run_in_executor(self._thread, self._commit_in_room, queued, list(riding.values()))
                 if self._broken is not None:
                     self._failure.report(self._broken)
                 self._note_refusals([error for _, error in outcomes])
@@ -241,7 +260,7 @@ class Database:
         """Log when the database begins to refuse writes, and when it takes them again."""
         reason = next((error for error in errors if _is_full(error) or _is_locked(error)), None)
         refusal = None if reason is None else LockedError if _is_locked(reason) else DiskFullError
-        if refusal is self._refusal:
+        if refusal is self._refusal or (refusal is None and self._is_reserve_used):
             return
         if self._refusal is not None:
             logger.warning("the database is unlocked" if self._refusal is LockedError else "the disk has room again")
@@ -259,6 +278,25 @@ class Database:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), LINGER_S)
         self._hurry.clear()
+
+    @property
+    def _is_reserve_used(self) -> bool:
+        return self._reserve is not None and not self._reserve.is_held
+
+    def _commit_in_room(
+        self, queued: Sequence[_Queued], riding: Sequence[tuple[str, Write]]
+    ) -> list[tuple[Any, Exception | None]]:
+        """Commit all writes. Release the reserve if a deletion finds no room; from then on commit deletions only."""
+        if self._is_reserve_used:
+            full = DiskFullError("the last room is kept for deletions")
+            deletions = iter(self._commit([each for each in queued if each.is_deletion], ()))
+            return [next(deletions) if each.is_deletion else (None, full) for each in queued]
+        outcomes = self._commit(queued, riding)
+        for index, each in enumerate(queued):
+            is_refused = each.is_deletion and _is_full(outcomes[index][1])
+            if is_refused and self._reserve is not None and (self._reserve.release() or self._is_reserve_used):
+                [outcomes[index]] = self._commit([each], ())
+        return outcomes
 
     def _commit(
         self, queued: Sequence[_Queued], riding: Sequence[tuple[str, Write]]
@@ -302,7 +340,11 @@ class Database:
 
     def _is_checkpoint_due(self) -> bool:
         num_commits = self.num_commits - self._checkpointed_commits
-        return num_commits >= CHECKPOINT_COMMITS or self._bytes_since_checkpoint >= CHECKPOINT_BYTES
+        return (
+            num_commits >= CHECKPOINT_COMMITS
+            or (num_commits > 0 and self._is_reserve_used)
+            or self._bytes_since_checkpoint >= CHECKPOINT_BYTES
+        )
 
     def _checkpoint(self) -> None:
         """Copy the write-ahead log into the database. Commits are durable without it; on a full disk the log grows."""
@@ -452,7 +494,7 @@ def set_pragmas(db: Connection) -> None:
 
 
 def _is_full(error: Exception | None) -> bool:
-    return getattr(error, "sqlite_errorcode", 0) in _NO_ROOM
+    return isinstance(error, DiskFullError) or getattr(error, "sqlite_errorcode", 0) in _NO_ROOM
 
 
 def _is_locked(error: Exception | None) -> bool:

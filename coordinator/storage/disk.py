@@ -6,6 +6,7 @@ after the sync of the folder that holds it.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shutil
@@ -21,6 +22,10 @@ REMOVING = ".removing-"
 """Prefix of the name of a folder that is being removed."""
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 """The rights of users other than the owner."""
+RESERVE_BYTES = 8 << 20
+"""Size of the reserve: half for one deletion, which changes about a thousand pages of 4 KiB at most; half to copy the
+write-ahead log into the database, so that the next deletion begins the log again."""
+RESERVE_FILE = ".room"
 logger = logging.getLogger(__name__)
 
 
@@ -60,6 +65,45 @@ class Disk(Protocol):
         As far as possible, and idempotent. A state folder that other users cannot open is not entered: its files were
         made, or restricted, before.
         """
+
+
+class Reserve:
+    """Room on the disk that only deletions may use: a file, which is removed when a deletion finds the disk full.
+
+    Main invariant: while the reserve is not held, the database takes deletions only; so nothing else uses its room.
+    """
+
+    def __init__(self, folder: Path, disk: Disk) -> None:
+        """`folder`: its own folder."""
+        self.is_held = False
+        """Whether the file is on the disk."""
+        self._folder = folder
+        self._disk = disk
+
+    def take(self) -> bool:
+        """Make the file unless it is there; return whether it is held. Does not raise if the disk has no room."""
+        if self.is_held:
+            return True
+        path = self._folder / RESERVE_FILE
+        try:
+            self._disk.make_folder(self._folder)
+            if RESERVE_FILE not in self._disk.names(self._folder) or self._disk.size(path) != RESERVE_BYTES:
+                # Bytes that no file system compresses.
+                self._disk.write(path, hashlib.shake_256(b"reserve").digest(RESERVE_BYTES))
+                for each in (path, self._folder, self._folder.parent):
+                    self._disk.sync(each)
+        except OSError:
+            self._disk.remove(self._folder)
+            return False
+        self.is_held = True
+        return True
+
+    def release(self) -> bool:
+        """Remove the file; return whether it was held."""
+        was_held, self.is_held = self.is_held, False
+        if was_held:
+            self._disk.remove(self._folder)
+        return was_held
 
 
 class RealDisk:

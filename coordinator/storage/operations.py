@@ -23,6 +23,8 @@ from coordinator.storage.rows import (
 )
 from coordinator.storage.tenants import add_usage
 
+DROPPED_MAX = 500
+"""Results that one transaction drops, so that it takes milliseconds: the writes of cycles wait for it."""
 _COUNTER_BITS = 32
 """Low bits of an append id: the counter within an epoch."""
 
@@ -120,31 +122,42 @@ class Operations(Table[OperationRow]):
         )
         self._database.ride(f"fetched {target_id}:{seq}", lambda db: db.execute(sql, (now, target_id, seq)))
 
-    def drop_results(self, *, fetched_before: float, finished_before: float) -> asyncio.Future[int]:
+    async def drop_results(self, *, fetched_before: float, finished_before: float) -> int:
         """Drop results that were fetched or finished before these moments of service time, if no recovery needs the
-        operation. The future has their number.
+        operation. Returns their number.
 
         Until the second moment a seq or request id that no other row records stays taken, with an empty outcome.
         """
 
-        def write(db: Connection) -> int:
-            emptied = db.execute(
-                "UPDATE operations SET outcome = x'', fetched_service_s = NULL WHERE payload IS NULL"
-                " AND fetched_service_s < ? AND (request_id IS NOT NULL OR kind = 'sample')",
-                (fetched_before,),
-            )
-            dropped = db.execute(
-                "DELETE FROM operations WHERE payload IS NULL AND (fetched_service_s < ? OR finished_service_s < ?)",
-                (fetched_before, finished_before),
-            )
-            return int(emptied.rowcount + dropped.rowcount)
-
-        return self._database.write(write)
+        total = 0
+        while True:
+            num = await self._database.write(lambda db: _drop_slice(db, fetched_before, finished_before))
+            total += num
+            if num < DROPPED_MAX:
+                return total
 
     def _with_payloads(self, condition: str, parameters: Sequence[object]) -> list[tuple[OperationRow, bytes | None]]:
         sql = f"SELECT {columns(OperationRow)}, payload FROM operations WHERE {condition}"  # noqa: S608 (our names)
         rows: list[Row] = self._database.read(sql, parameters)
         return [(typed(OperationRow, row), row["payload"]) for row in rows]
+
+
+def _drop_slice(db: Connection, fetched_before: float, finished_before: float) -> int:
+    """Drop at most `DROPPED_MAX` results; return how many rows were changed. See `Operations.drop_results`."""
+    emptied = db.execute(
+        "UPDATE operations SET outcome = x'', fetched_service_s = NULL WHERE (target_id, seq) IN (SELECT target_id, seq"
+        " FROM operations WHERE payload IS NULL AND fetched_service_s < ?"
+        " AND (request_id IS NOT NULL OR kind = 'sample') LIMIT ?)",
+        (fetched_before, DROPPED_MAX),
+    ).rowcount
+    if emptied == DROPPED_MAX:  # the rows to delete are what is left of the fetched ones afterwards
+        return DROPPED_MAX
+    deleted = db.execute(
+        "DELETE FROM operations WHERE (target_id, seq) IN (SELECT target_id, seq FROM operations"
+        " WHERE payload IS NULL AND (fetched_service_s < ? OR finished_service_s < ?) LIMIT ?)",
+        (fetched_before, finished_before, DROPPED_MAX - emptied),
+    ).rowcount
+    return int(emptied + deleted)
 
 
 def lost_targets(db: Connection, decided: Iterable[DecidedOperation]) -> frozenset[str]:

@@ -11,6 +11,7 @@ from coordinator.storage.adapters import Adapters
 from coordinator.storage.checkpoints import Checkpoints, Samplers, Snapshots
 from coordinator.storage.cycles import Cycles
 from coordinator.storage.database import Connection, Database, read_meta
+from coordinator.storage.disk import Reserve
 from coordinator.storage.identity import Identity
 from coordinator.storage.operations import Operations
 from coordinator.storage.tenants import ApiKeys, Sessions, Tenants, Usage
@@ -20,10 +21,16 @@ class Store:
     """The log in a data directory, by tables."""
 
     def __init__(
-        self, path: Path, time: Time, failure: Failure, *, connect: Callable[[Path], Connection] | None = None
+        self,
+        path: Path,
+        time: Time,
+        failure: Failure,
+        *,
+        connect: Callable[[Path], Connection] | None = None,
+        reserve: Reserve | None = None,
     ) -> None:
         """Open or create the database; see `Database`."""
-        self.database = Database(path, time, failure, connect=connect)
+        self.database = Database(path, time, failure, connect=connect, reserve=reserve)
         self.operations = Operations(self.database)
         self.adapters = Adapters(self.database)
         self.checkpoints = Checkpoints(self.database)
@@ -55,6 +62,6 @@ class Store:
             db.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch'")
             return read_meta(db, "epoch")
 
-        epoch = await self.database.write(write)
+        epoch = await self.database.write(write, is_deletion=True)  # a pool on a full disk must start, to delete
         self.operations.begin_epoch(epoch)
         return epoch

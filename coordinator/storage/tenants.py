@@ -93,6 +93,7 @@ class ApiKeys(Table[ApiKeyRow]):
             " revoked_at IS NOT NULL OR EXISTS (SELECT 1 FROM api_keys other WHERE other.is_admin"
             " AND other.revoked_at IS NULL AND other.key_id != api_keys.key_id))",
             (wall, key_id),
+            is_deletion=True,
         )
 
 
@@ -135,5 +136,7 @@ class Sessions(Table[SessionRow]):
     def end(self, session_id: str, wall: float) -> asyncio.Future[int]:
         """End a session, if it has not ended. `wall`: the time of day."""
         return self._database.execute(
-            "UPDATE sessions SET ended_at = ? WHERE session_id = ? AND ended_at IS NULL", (wall, session_id)
+            "UPDATE sessions SET ended_at = ? WHERE session_id = ? AND ended_at IS NULL",
+            (wall, session_id),
+            is_deletion=True,
         )

@@ -34,6 +34,8 @@ class SimDisk:
     def __init__(self, root: Path, random: Random, on_operation: Callable[[str, str], None]) -> None:
         """`on_operation` is called before each change and sync; it may raise an error of a disk, or `Crash`."""
         self.is_full = False
+        self.on_room: Callable[[int], None] = lambda num_bytes: None
+        """Called with the number of bytes in the files that a removed folder had."""
         self._random = random
         self._root_path = root
         self._root = _Folder()
@@ -94,9 +96,11 @@ class SimDisk:
     def remove(self, folder: Path) -> None:
         self._on_operation("remove", folder.name)
         try:
-            self._folder(folder.parent).names.pop(folder.name, None)
+            removed = self._folder(folder.parent).names.pop(folder.name, None)
         except FileNotFoundError:
             return
+        if isinstance(removed, _Folder):
+            self.on_room(sum(len(file.content) for file in removed.names.values() if isinstance(file, _File)))
 
     def restrict(self, folder: Path, patterns: Sequence[str]) -> None:
         """Do nothing: there are no other users."""

@@ -26,6 +26,7 @@ from coordinator.coordinator import Coordinator
 from coordinator.runtime.core import Core
 from coordinator.runtime.data_dir import DataDirLock, Seams
 from coordinator.storage import database as coordinator_database
+from coordinator.storage import disk as coordinator_disk
 from coordinator.storage.database import Connection, StorageError, open_read_only, read_closed, set_pragmas
 from coordinator.storage.identity import DATABASE, DataDirError, check, identity_of
 from coordinator.storage.store import Store
@@ -45,6 +46,8 @@ from workers.contract.messages import AdapterState
 
 EPOCH_S_MAX = 3000.0
 """Most virtual seconds of an epoch."""
+RESERVE_BYTES = 1 << 18
+"""A smaller reserve than the product's: it is written in each epoch."""
 NOTICE_S = 10.0
 """Seconds within which a coordinator must end after a sync of its database failed."""
 DAY_S = 86400.0
@@ -93,6 +96,7 @@ class History:
         self._vfs = LossyVfs(f"lossy-{next(_vfs_numbers)}", world.random("vfs"))
         self._vfs.on_operation = self._on_database
         self._disk = SimDisk(folder, world.random("disk"), self._on_files)
+        self._disk.on_room = self._add_room
         self._connections: list[ApswConnection] = []
         self._lock: DataDirLock | None = None
         self._pool = SimPool(world, random.randrange(1, 4), _draw_worker_faults(world.random("faults")))
@@ -153,6 +157,7 @@ class History:
         self._arm_failpoints()
         patches = contextlib.ExitStack()
         patches.enter_context(mock.patch.object(coordinator_database, "CHECKPOINT_COMMITS", self._checkpoint_commits))
+        patches.enter_context(mock.patch.object(coordinator_disk, "RESERVE_BYTES", RESERVE_BYTES))
         patches.enter_context(mock.patch.object(publishing, "HELD_BYTES_MAX", self._held_bytes_max))
         try:
             loop.run_until_complete(self._serve(coordinator))
@@ -333,8 +338,14 @@ class History:
             await asyncio.sleep(self._random.expovariate(1))
             self.world.fault("disk full")
             self._vfs.is_full = self._disk.is_full = True
+            self._vfs.room = 0
             await asyncio.sleep(self._random.choice((0.02, 0.2, 5.0)))
             self._vfs.is_full = self._disk.is_full = False
+
+    def _add_room(self, num_bytes: int) -> None:
+        self._vfs.room += num_bytes
+        if num_bytes == RESERVE_BYTES:
+            self.world.work["reserves released"] += 1
 
     async def _lock_database(self) -> None:
         """Let another process lock the database for a while, repeatedly, in some histories."""

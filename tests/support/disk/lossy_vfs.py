@@ -49,7 +49,8 @@ class LossyVfs(apsw.VFS):
         self.name = name
         self.random = random
         self.is_full = False
-        """Files cannot grow."""
+        """Files cannot grow, except by `room` bytes."""
+        self.room = 0
         self.on_operation: Callable[[str, str], None] = lambda operation, file: None
         """Called before each write and sync of a file; may raise a disk's error, or call `kill`."""
         self.num_operations: Counter[str] = Counter()
@@ -145,8 +146,10 @@ class _LossyFile(apsw.VFSFile):
 
     def xWrite(self, data: Any, offset: int) -> None:  # noqa: N802
         self._vfs.about_to("write", self._path)
-        if self._vfs.is_full and offset + len(data) > self.xFileSize():
-            raise apsw.exception_for(apsw.SQLITE_FULL)
+        if self._vfs.is_full and (num_bytes := offset + len(data) - self.xFileSize()) > 0:
+            if num_bytes > self._vfs.room:
+                raise apsw.exception_for(apsw.SQLITE_FULL)
+            self._vfs.room -= num_bytes
         super().xWrite(data, offset)
         self.content.pending.append((offset, bytes(data)))
 

@@ -1,11 +1,14 @@
 """Group commit and the format of the file: order, atomicity, and which files are refused."""
 
 import asyncio
+import errno
 import shutil
 import sqlite3
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from random import Random
+from typing import cast
 
 import pytest
 
@@ -15,15 +18,19 @@ from coordinator.storage.cycles import CycleCommit, Cycles
 from coordinator.storage.database import (
     Connection,
     Database,
+    DiskFullError,
     LockedError,
     StorageError,
     open_connection,
     open_read_only,
     read_closed,
+    set_pragmas,
 )
+from coordinator.storage.disk import RealDisk, Reserve
 from coordinator.storage.schema import SCHEMA_VERSION
 from tests.support.database import query
-from tests.support.disk.apsw_connection import locked_error
+from tests.support.disk.apsw_connection import ApswConnection, locked_error
+from tests.support.disk.lossy_vfs import LossyVfs
 from tests.support.toy_pool import FakeTime
 
 
@@ -241,3 +248,52 @@ async def test_a_start_waits_for_a_locked_database_and_then_says_what_to_do(
     num_locked = 1000
     with pytest.raises(LockedError, match="end the program that writes to it"):
         Database(tmp_path / "log.db", FakeTime(), Failure(), connect=connect)
+
+
+async def test_deletions_work_on_a_full_disk_and_nothing_else_uses_their_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    vfs = LossyVfs("full", Random(0))
+
+    def connect(path: Path) -> Connection:
+        connection = cast("Connection", ApswConnection(path, vfs=vfs.name))
+        set_pragmas(connection)
+        return connection
+
+    class CountingDisk(RealDisk):
+        def write(self, path: Path, content: bytes) -> None:
+            if vfs.is_full:
+                raise OSError(errno.ENOSPC, "no space left")
+            super().write(path, content)
+
+        def remove(self, folder: Path) -> None:
+            vfs.room += sum(path.stat().st_size for path in folder.glob("*"))
+            super().remove(folder)
+
+    reserve = Reserve(tmp_path / "reserve", CountingDisk())
+    database = Database(tmp_path / "log.db", FakeTime(), Failure(), connect=connect, reserve=reserve)
+    assert reserve.take()
+    for cycle_id in range(500):
+        insert_cycle(database, cycle_id, bytes(10_000))
+    await insert_cycle(database, 500)
+    vfs.is_full = True
+    for cycle_id in range(500):
+        await database.execute("DELETE FROM cycles WHERE cycle_id = ?", (cycle_id,), is_deletion=True)
+        if cycle_id % 50 == 0:
+            await database.take_reserve()
+            with pytest.raises(DiskFullError):
+                await insert_cycle(database, 501 + cycle_id)
+    assert not reserve.is_held
+    assert cycle_ids(database) == [500]
+    vfs.is_full = False
+    with pytest.raises(DiskFullError):
+        await insert_cycle(database, 501)
+    await database.take_reserve()
+    assert reserve.is_held
+    await insert_cycle(database, 501)
+    await database.close()
+    vfs.unregister()
+    assert [record.message.partition(" (")[0] for record in caplog.records] == [
+        "the disk is full",
+        "the disk has room again",
+    ]

@@ -273,3 +273,20 @@ async def test_only_the_last_cycles_are_kept(store: Store, tmp_path: Path, monke
     for cycle_id in range(1, 8):
         await store.cycles.commit(CycleCommit(cycle_id=cycle_id))
     assert [row["cycle_id"] for row in query(tmp_path / "log.db", "SELECT cycle_id FROM cycles")] == [5, 6, 7]
+
+
+async def test_old_results_are_dropped_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.storage.operations.DROPPED_MAX", 10)
+    store = await open_store(tmp_path)
+    for seq in range(1, 36):
+        request_id = f"r{seq}" if seq % 2 else None
+        await store.operations.append([operation(seq, payload=b"x", outcome=b"ok", request_id=request_id)])
+        store.operations.note_fetched("a", seq)
+    await store.database.execute("UPDATE operations SET payload = NULL, fetched_service_s = 1")
+    num_commits = store.database.num_commits
+    num_dropped = await store.operations.drop_results(fetched_before=2.0, finished_before=-1.0)
+    assert store.database.num_commits - num_commits == 4
+    assert num_dropped == 35
+    rows = store.database.read("SELECT seq, outcome FROM operations ORDER BY seq")
+    assert [(row["seq"], row["outcome"]) for row in rows] == [(seq, b"") for seq in range(1, 36, 2)]
+    await store.close()
