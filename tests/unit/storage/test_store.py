@@ -277,7 +277,7 @@ async def test_only_the_last_cycles_are_kept(store: Store, tmp_path: Path, monke
 
 async def test_old_results_are_dropped_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.storage.operations.DROPPED_MAX", 10)
-    store = await open_store(tmp_path)
+    store = await open_store(tmp_path / "log.db")
     for seq in range(1, 36):
         request_id = f"r{seq}" if seq % 2 else None
         await store.operations.append([operation(seq, payload=b"x", outcome=b"ok", request_id=request_id)])
