@@ -24,7 +24,7 @@ from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.results import PROTOBUF
 from coordinator.service.access import Principal
 from tests.support.doors.fake_service import KEY, FakeBackend, FakeService
-from tests.support.loop_time import loop_time
+from tests.support.doors.loop_time import loop_time
 from tinkerpool.compat import tinker_pb2 as wire
 from tinkerpool.v1 import training_pb2
 

@@ -15,7 +15,7 @@ from coordinator.base.errors import ServiceError
 from coordinator.doors.openai.detokenizer import BROKEN, Detokenizer
 from coordinator.doors.openai.templates import ChatTemplateError, read_template
 from coordinator.doors.openai.text_models import TextModel, read_text_model
-from tests.support.loop_time import loop_time
+from tests.support.doors.loop_time import loop_time
 from tests.support.served_pool import SHIPPED_MODEL
 from tinkerpool.v1 import sessions_pb2
 
