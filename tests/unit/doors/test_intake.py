@@ -74,6 +74,7 @@ async def opened(**config: Any) -> AsyncIterator[Door]:
         await door.stop()
 
 
+@pytest.mark.slow
 async def test_requests_that_never_end_take_a_tenants_part_and_others_are_served() -> None:
     async with opened() as door:
         attacker = await Connection.open(door.address)
@@ -98,6 +99,7 @@ async def test_a_request_that_does_not_arrive_in_time_is_refused() -> None:
     assert door.service.calls == []
 
 
+@pytest.mark.slow
 async def test_small_requests_that_never_end_are_received_one_at_a_time_of_each_tenant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
