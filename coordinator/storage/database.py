@@ -219,7 +219,7 @@ class Database:
         db = self._writer
         if _has_tables(db, self._path):
             db.execute("BEGIN IMMEDIATE")
-            db.execute("ROLLBACK")  # nobody else writes
+            db.execute("ROLLBACK")  # this thread is the only writer
             return
         db.execute("BEGIN IMMEDIATE")
         for statement in SCHEMA.split(";\n"):
