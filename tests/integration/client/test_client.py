@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.restartable_pool import RestartablePool, restartable_pool
 from tests.support.toy_engine import POISON_TOKEN
+from tests.support.waiting import wait_until
 from tinkerpool import (
     AdamParams,
     Datum,
@@ -43,12 +44,16 @@ def datum(*tokens: int) -> Datum:
     return Datum(list(tokens), {"target_tokens": list(tokens), "weights": [1.0] * len(tokens)})
 
 
-def test_a_training_loop_runs_from_end_to_end(service: ServiceClient) -> None:
+def test_a_training_loop_runs_from_end_to_end(pool: RestartablePool, service: ServiceClient) -> None:
     client = service.create_lora_training_client(rank=8, seed=3)
+    engine = pool.pool.engines["w0"][-1]
     info = client.get_info()
     assert (info.model_name, info.lora_rank, info.model_id) == ("toy", 8, client.model_id)
+    engine.may_run.clear()
     output = client.forward_backward([datum(1, 2, 3), datum(4)], "cross_entropy")
     step = client.optim_step(ADAM)
+    wait_until(lambda: f"{client.model_id}:2" in {o.name for o in list(pool.pool.core.in_flight.all())})
+    engine.may_run.set()
     assert [d["logprobs"].shape for d in output.result(10).loss_fn_outputs] == [(3,), (1,)]
     assert output.result().metrics["clock_cycle:unique"] == step.result(10).metrics["clock_cycle:unique"]
     both = client.train_step([datum(1)], "cross_entropy", ADAM).result(10)

