@@ -97,6 +97,11 @@ class AttackedPool:
         return self._process.poll()
 
     @property
+    def data_dir(self) -> Path:
+        """The pool's data directory."""
+        return self._folder / "pool"
+
+    @property
     def log_bytes(self) -> int:
         """Bytes that the coordinator has logged since its start."""
         return self._log.stat().st_size - self.log_bytes_at_start
@@ -157,6 +162,10 @@ class AttackedPool:
         self._process.kill()
         self._process.wait()
 
+    def log_text(self) -> str:
+        """Return the whole log."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
     def log_tail(self, num_lines: int = 25) -> str:
         """Return the end of the log."""
         with self._log.open("rb") as file:
@@ -177,7 +186,7 @@ class AttackedPool:
             command += make_certificate(self._folder)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command, "--data-dir", str(self._folder / "pool"), "--ready-file", str(ready)],
+                [*command, "--data-dir", str(self.data_dir), "--ready-file", str(ready)],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,
