@@ -11,6 +11,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,12 @@ def attacked(pool: AttackedPool) -> Iterator[None]:
     attackers = []
     try:
         for name in BESIDE:
-            facts = {"grpc": pool.grpc, "http": pool.http, "model": pool.model, "key": pool.create_key(name)}
+            facts: dict[str, Any] = {
+                "grpc": pool.grpc,
+                "http": pool.http,
+                "model": pool.model,
+                "key": pool.create_key(name),
+            }
             attackers.append(Attacker(ATTACKS[name], Target(**facts, scale=SCALE, duration_s=600.0)))
             assert attackers[-1].wait_ready()
             attackers[-1].go()
