@@ -7,7 +7,7 @@ from coordinator.base.time import Time
 from coordinator.runtime.core import Core
 from coordinator.runtime.data_dir import Seams
 from coordinator.service import Service
-from coordinator.service.access import Authenticator
+from coordinator.tenants.keys import Authenticator
 from workers.contract.protocols import Pool
 
 DEFAULT_TENANT = "default"

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from coordinator.base.errors import Code, ServiceError
 from coordinator.service import Service
-from coordinator.service.access import Principal
+from coordinator.tenants.keys import Principal
 
 
 class Keys(Protocol):

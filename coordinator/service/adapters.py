@@ -17,18 +17,10 @@ from coordinator.operations.sessions import Session
 from coordinator.payloads.canonical import serialize
 from coordinator.payloads.passes import check_metadata
 from coordinator.runtime.core import Core
-from coordinator.service.access import (
-    Authenticator,
-    Principal,
-    UseCases,
-    check_index,
-    metadata_of,
-    request_id_taken,
-    timestamp,
-    uninterrupted,
-)
+from coordinator.service.access import UseCases, check_index, metadata_of, request_id_taken, timestamp, uninterrupted
 from coordinator.storage.database import ConflictError, StorageError
 from coordinator.storage.rows import AdapterRow, CheckpointRow, SnapshotRow
+from coordinator.tenants.keys import Authenticator, Principal
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2 as pb
 from tinkerpool.v1 import operations_pb2 as ops_pb

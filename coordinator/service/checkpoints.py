@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.admission import storage_error
-from coordinator.service.access import Principal, UseCases, check_ttl, metadata_of, timestamp, uninterrupted
+from coordinator.service.access import UseCases, check_ttl, metadata_of, timestamp, uninterrupted
 from coordinator.service.adapters import AdapterUseCases
 from coordinator.service.operations import OperationUseCases
 from coordinator.service.sessions import SessionUseCases
@@ -19,6 +19,7 @@ from coordinator.service.training import TrainingUseCases
 from coordinator.storage.database import StorageError
 from coordinator.storage.folders import CONFIG, WEIGHTS
 from coordinator.storage.rows import CheckpointRow
+from coordinator.tenants.keys import Principal
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2, sessions_pb2
 from tinkerpool.v1 import checkpoints_pb2 as pb

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
 from coordinator.operations.operation import Kind, Operation
-from coordinator.service.access import Principal, UseCases
+from coordinator.service.access import UseCases
+from coordinator.tenants.keys import Principal
 from tinkerpool.v1 import operations_pb2 as pb
 
 NAMES_AT_ONCE = 100

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 
 from coordinator.base.config import VERSION
 from coordinator.base.errors import Code, ServiceError
-from coordinator.service.access import Principal, UseCases, timestamp, uninterrupted
+from coordinator.service.access import UseCases, timestamp, uninterrupted
 from coordinator.storage.rows import ApiKeyRow
+from coordinator.tenants.keys import Principal
 from tinkerpool.v1 import pool_pb2 as pb
 
 

@@ -18,9 +18,10 @@ from coordinator.operations.sessions import Session
 from coordinator.payloads.canonical import serialize
 from coordinator.payloads.samples import canonical_sample, check_sample_fits
 from coordinator.sampling.sample import Event
-from coordinator.service.access import Principal, UseCases, check_index, refusal_of, request_id_taken, uninterrupted
+from coordinator.service.access import UseCases, check_index, refusal_of, request_id_taken, uninterrupted
 from coordinator.storage.database import ConflictError
 from coordinator.storage.rows import SamplerRow
+from coordinator.tenants.keys import Principal
 from tinkerpool import names
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import sampling_pb2 as pb

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 
 from coordinator.base.config import VERSION
 from coordinator.payloads.passes import check_metadata
-from coordinator.service.access import Principal, UseCases, metadata_of, timestamp, uninterrupted
+from coordinator.service.access import UseCases, metadata_of, timestamp, uninterrupted
 from coordinator.storage.database import ConflictError
 from coordinator.storage.rows import SessionRow
+from coordinator.tenants.keys import Principal
 from tinkerpool.v1 import sessions_pb2 as pb
 from workers.contract.loss_inputs import LOSS_RULES
 

@@ -26,7 +26,8 @@ from coordinator.payloads.passes import (
     check_metadata,
     cut_chunks,
 )
-from coordinator.service.access import Principal, UseCases, check_number, check_ttl, refusal_of
+from coordinator.service.access import UseCases, check_number, check_ttl, refusal_of
+from coordinator.tenants.keys import Principal
 from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints_pb
 from tinkerpool.v1 import operations_pb2 as ops_pb

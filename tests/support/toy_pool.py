@@ -25,10 +25,10 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.payloads.passes import cut_chunks, decode_pass
 from coordinator.runtime.core import Core
 from coordinator.runtime.data_dir import Seams
-from coordinator.service.access import Principal
 from coordinator.storage.folders import StateFolders
 from coordinator.storage.rows import NewOperation
 from coordinator.storage.store import Store
+from coordinator.tenants.keys import Principal
 from tests.support.toy_engine import ToyEngine, digest, fresh_chain, item_digest, toy_token
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import (

@@ -25,8 +25,8 @@ from coordinator.doors.door import Keys, to_refusal
 from coordinator.doors.grpc.intake import Intake
 from coordinator.doors.grpc.statuses import Context, abort
 from coordinator.payloads.elements import TooManyElements, parse, parse_head
-from coordinator.service.access import Principal
 from coordinator.service.training import SEQUENCED_REQUESTS
+from coordinator.tenants.keys import Principal
 from tinkerpool.v1 import (
     adapters_pb2,
     checkpoints_pb2,

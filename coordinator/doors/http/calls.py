@@ -19,7 +19,7 @@ from coordinator.doors.door import Backend
 from coordinator.doors.http.downloads import Downloads
 from coordinator.doors.http.places import Polls
 from coordinator.service import Service
-from coordinator.service.access import Principal
+from coordinator.tenants.keys import Principal
 
 SMALL_BYTES_MAX = 1 << 20
 """Largest body of a call without data for training or sampling."""

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from coordinator.service import Service
-from coordinator.service.access import Principal
 from coordinator.storage.disk import Disk, RealDisk
+from coordinator.tenants.keys import Principal
 from tinkerpool.v1 import sessions_pb2 as pb
 
 _NO_TENANT = Principal(tenant_id="", tenant_name="", key_id="", is_admin=False)

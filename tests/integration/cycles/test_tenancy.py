@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.base.errors import Code, ServiceError, invalid
-from coordinator.service.access import Principal
+from coordinator.tenants.keys import Principal
 from tests.support.database import query
 from tests.support.toy_pool import ToyPool, datum, pass_request, refusal, running_pool, sample_request
 from tinkerpool.names import CheckpointPath

@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.service.access import Principal
+from coordinator.tenants.keys import Principal
 
 KEY = "tp_000000000000_canary-key-that-must-appear-in-no-log-whatever"
 PRINCIPAL = Principal(tenant_id="t1", tenant_name="default", key_id="000000000000", is_admin=True)

@@ -25,7 +25,7 @@ from coordinator.doors.grpc.calls import SERVICES, Calls, use_case_name
 from coordinator.doors.grpc.intake import Intake
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.service import Service
-from coordinator.service.access import Principal
+from coordinator.tenants.keys import Principal
 from tests.support.doors.certificates import make_certificate
 from tests.support.doors.fake_service import KEY, FakeBackend, FakeKeys, FakeService
 from tinkerpool.v1 import operations_pb2, operations_pb2_grpc, sessions_pb2, sessions_pb2_grpc

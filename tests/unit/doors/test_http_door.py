@@ -30,7 +30,7 @@ from coordinator.doors.http_server import HttpDoor
 from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.results import JSON_RESULT_BYTES_MAX, PROTOBUF
 from coordinator.doors.tinker.runs import CHECKPOINTS_MAX
-from coordinator.service.access import Principal
+from coordinator.tenants.keys import Principal
 from tests.support.doors.certificates import make_certificate
 from tests.support.doors.fake_service import KEY, PRINCIPAL, FakeBackend, FakeService
 from tests.support.toy_pool import FakeTime

@@ -15,7 +15,7 @@ from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.grpc import intake
 from coordinator.doors.grpc.intake import Budget, Intake
 from coordinator.doors.grpc.server import GrpcDoor
-from coordinator.service.access import Principal
+from coordinator.tenants.keys import Principal
 from scripts.attack.frames import Connection
 from tests.support.doors.fake_service import FakeBackend, FakeKeys, FakeService
 from tinkerpool.v1 import operations_pb2, operations_pb2_grpc, training_pb2, training_pb2_grpc

@@ -23,8 +23,8 @@ from coordinator.doors.http_server import HttpDoor
 from coordinator.doors.openai.responses import LOGPROB_MIN
 from coordinator.doors.openai.text_models import read_text_model
 from coordinator.doors.openai.weights import Samplers, Weights
-from coordinator.service.access import Authenticator, Principal
 from coordinator.storage.store import Store
+from coordinator.tenants.keys import Authenticator, Principal
 from tests.support.doors.fake_service import KEY, PRINCIPAL, FakeBackend, FakeService
 from tests.support.served_pool import SHIPPED_MODEL
 from tests.support.toy_pool import FakeTime

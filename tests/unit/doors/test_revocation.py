@@ -16,8 +16,8 @@ from coordinator.base.config import GrpcConfig, HttpConfig
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.doors.http_app import PREFIX
 from coordinator.doors.http_server import HttpDoor
-from coordinator.service.access import Authenticator, Principal
 from coordinator.storage.store import Store
+from coordinator.tenants.keys import Authenticator, Principal
 from scripts.attack.frames import Connection
 from tests.support.doors.fake_service import FakeBackend, FakeService
 from tinkerpool.v1 import operations_pb2 as ops_pb

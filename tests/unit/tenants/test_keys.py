@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.service.access import Authenticator
 from coordinator.storage.store import Store
+from coordinator.tenants.keys import Authenticator
 
 
 @pytest.fixture
