@@ -153,6 +153,11 @@ class AdapterLog:
                 return True
         return False
 
+    def waits_for(self, seq: int) -> bool:
+        """Return whether accepted operations wait for this seq, which is the lowest one that has not arrived."""
+        is_gap = self.snapshot_seq < seq < self.next_seq and seq not in self.operations
+        return is_gap and all(before in self.operations for before in range(self.snapshot_seq + 1, seq))
+
     def unfinished(self) -> list[Operation]:
         """Return the operations without a committed outcome, in order."""
         decided = {operation.seq: operation for operation in self._decided}

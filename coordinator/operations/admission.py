@@ -31,6 +31,9 @@ from coordinator.storage.store import Store
 from tinkerpool.names import operation_name
 
 RETRY_DELAY_S = 1.0
+AWAITED_BYTES_MAX = 128 << 20
+"""Room beyond `pending_bytes_max` for operations that others of the tenant wait for: two requests of the largest size.
+Without it a client that sends the first part of a batch last would wait for its own later parts, which wait for it."""
 SAMPLER_SEQ_MAX = 4 * 10**18
 """Leaves room below 2^63 for the numbers that the server assigns afterwards."""
 
@@ -107,7 +110,7 @@ class Admission:
         except ServiceError:
             return  # `accept` raises it
         if self._find_from(log, seq) is None and seq > log.snapshot_seq:
-            self._check_room(log.tenant_id, log.adapter_id, num_bytes)
+            self._check_room(log, seq, num_bytes)
 
     def accept(self, log: AdapterLog, seq: int, request_id: str, requests: Sequence[Request]) -> Acceptance:
         """Accept consecutive operations of an adapter, all or none.
@@ -123,7 +126,7 @@ class Admission:
             raise _restored(log.adapter_id)
         if seq <= log.snapshot_seq:
             raise _dropped(f"{log.adapter_id}:{seq}", _expected(log))
-        self._check_room(log.tenant_id, log.adapter_id, sum(request.raw.ByteSize() for request in requests))
+        self._check_room(log, seq, sum(request.raw.ByteSize() for request in requests))
         if seq - log.next_seq >= self._limits.pending_operations_max:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
@@ -166,7 +169,7 @@ class Admission:
             return Acceptance((existing,), self._appends_of([existing]), is_new=False)
         if request.refusal is not None:
             raise request.refusal
-        self._check_room(tenant_id, sampler_id, len(request.payload))
+        self._check_queue(tenant_id, sampler_id, len(request.payload))
         seq = known_seq or self._numbers.next(sampler_id)
         operation = self._operation(tenant_id, sampler_id, seq, request_id, request)
         self._numbers.note(sampler_id, seq)
@@ -236,7 +239,17 @@ class Admission:
         """Return the unfinished appends of these operations, which may have entered by several calls."""
         return tuple(self._appending[each.name] for each in operations if each.name in self._appending)
 
-    def _check_room(self, tenant_id: str, target_id: str, num_bytes: int) -> None:
+    def _check_room(self, log: AdapterLog, seq: int, num_bytes: int) -> None:
+        """Raise ServiceError if there is no room; the operation that the adapter waits for has room of its own."""
+        try:
+            self._check_queue(log.tenant_id, log.adapter_id, num_bytes)
+        except ServiceError as refusal:
+            pending = self._in_flight.bytes_of_tenant(log.tenant_id)
+            has_room = pending + num_bytes <= self._limits.pending_bytes_max + AWAITED_BYTES_MAX
+            if refusal.reason != "QUEUE_FULL" or not has_room or not log.waits_for(seq):
+                raise
+
+    def _check_queue(self, tenant_id: str, target_id: str, num_bytes: int) -> None:
         self.check_open()
         num_unfinished = self._in_flight.num_of_target(target_id)
         if num_unfinished >= self._limits.pending_operations_max:

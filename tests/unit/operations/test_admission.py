@@ -8,6 +8,7 @@ import pytest
 
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError, invalid
+from coordinator.operations import admission
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.admission import Admission, Request
 from coordinator.operations.in_flight import FinishedSamples, InFlightTable
@@ -239,6 +240,24 @@ async def test_a_tenants_bytes_in_flight_are_bounded(bench: Bench) -> None:
     with pytest.raises(ServiceError, match="are queued"):
         bench.admission.check_room(bench.adapter, 2, "", 50)  # before it is decoded
     bench.admission.check_room(bench.adapter, 1, "", 50)  # a repeat needs no free bytes
+
+
+async def test_the_operation_that_others_wait_for_is_accepted_although_the_queue_is_full(bench: Bench) -> None:
+    for seq in (2, 3, *range(5, 11)):
+        await bench.submit(step(bytes(250)), seq=seq)
+    assert (await bench.refusal(step(bytes(250)), seq=4)).reason == "QUEUE_FULL", "it waits for seq 1 itself"
+    assert (await bench.refusal(step(bytes(250)), seq=11)).reason == "QUEUE_FULL"
+    bench.admission.check_room(bench.adapter, 1, "", 250)
+    assert seqs(await bench.submit(step(bytes(250)), seq=1)) == [1]
+    assert seqs(await bench.submit(step(bytes(250)), seq=4)) == [4]
+
+
+async def test_the_room_for_awaited_operations_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "AWAITED_BYTES_MAX", 60)  # the real one takes 128 MiB
+    await bench.submit(step(bytes(1999)), seq=3)
+    request = Request(kind=Kind.OPTIM_STEP, raw=training_pb2.OptimStepRequest(adapter_id="a" * 40), payload=bytes(40))
+    await bench.submit(request, seq=1)
+    assert (await bench.refusal(request, seq=2)).reason == "QUEUE_FULL"
 
 
 async def test_queued_samples_are_bounded_too(bench: Bench) -> None:
