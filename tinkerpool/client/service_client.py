@@ -13,6 +13,7 @@ from tinkerpool.client.calls import methods
 from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.encoding import string_map
 from tinkerpool.client.calls.futures import APIFuture
+from tinkerpool.client.calls.retry import RetryPolicy
 from tinkerpool.client.calls.transport import GrpcTransport, Transport
 from tinkerpool.client.rest_client import RestClient, fetch_capabilities
 from tinkerpool.client.sampling_client import SamplingClient, create_sampler
@@ -41,9 +42,10 @@ class ServiceClient:
         user_metadata: Mapping[str, str] | None = None,
         *,
         root_certificates: bytes | None = None,
+        retry_timeout_s: float | None = None,
         transport: Transport | None = None,
     ) -> None:
-        """Raises ConfigurationError if there is no key, or for a malformed URL.
+        """Raises ConfigurationError if there is no key, or for a malformed URL; ValueError for a negative time.
 
         Args:
             base_url: `http://host:port`, `https://host:port` (TLS) or `host:port`. None: `$TINKERPOOL_BASE_URL`, else
@@ -51,11 +53,15 @@ class ServiceClient:
             api_key: None: `$TINKERPOOL_API_KEY`, else the key of this address in this machine's credentials file.
             user_metadata: labels for the session.
             root_certificates: the authorities (PEM) to trust instead of this machine's. Implies TLS.
+            retry_timeout_s: how long a call is tried again while waiting may help: the queue is full, the pool restarts
+                or cannot be reached. Then it raises the refusal; a training client of which a call was given up can
+                submit nothing more (`get_training_client` continues). None: without end.
             transport: instead of gRPC, for tests.
         """
+        policy = RetryPolicy(timeout_s=retry_timeout_s)
         if transport is None:
             transport = GrpcTransport(*find_service(base_url, api_key), root_certificates=root_certificates)
-        self._connection = Connection(transport)
+        self._connection = Connection(transport, policy)
         self._session = Session(self._connection, user_metadata)
 
     def create_lora_training_client(

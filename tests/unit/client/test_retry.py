@@ -47,6 +47,21 @@ def test_a_service_that_never_replied_is_retried_for_a_limited_time() -> None:
         attempts.next_delay_s(REFUSED, has_connected=False)
 
 
+def test_a_call_is_given_up_when_the_next_try_would_come_after_the_users_time() -> None:
+    clock = Clock()
+    full = api_error(Code.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", retry_delay_s=5.0)
+    attempts = backoff(clock, timeout_s=60, jitter=0)
+    clock.now = 1000  # a wait that has gone well for long
+    attempts.next_delay_s(full, has_connected=True)
+    clock.now = 1050
+    attempts.next_delay_s(full, has_connected=True)
+    clock.now = 1056
+    with pytest.raises(ApiError, match="full"):
+        attempts.next_delay_s(full, has_connected=True)
+    attempts.reset()
+    attempts.next_delay_s(full, has_connected=True)
+
+
 def test_a_retry_never_comes_before_the_services_own_delay() -> None:
     full = api_error(Code.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", retry_delay_s=2.0)
     delays = [backoff().next_delay_s(full, has_connected=True) for _ in range(20)]
@@ -96,7 +111,8 @@ def test_transient_network_errors_are_retried(code: Code, expected: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    "policy", [{"initial_s": 0}, {"factor": 0.5}, {"jitter": 1}, {"max_s": 0.01}, {"unforeseen_max": -1}]
+    "policy",
+    [{"initial_s": 0}, {"factor": 0.5}, {"jitter": 1}, {"max_s": 0.01}, {"unforeseen_max": -1}, {"timeout_s": -1}],
 )
 def test_an_invalid_retry_policy_is_refused(policy: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"must be|needs"):

@@ -144,6 +144,18 @@ def test_a_refusal_that_consumed_no_sequence_number_does_not_block_later_request
     assert len(pool.requests("OptimStep")) == 1
 
 
+def test_a_call_that_is_given_up_after_the_users_time_raises_the_refusal_and_ends_its_client() -> None:
+    pool = FakePool()
+    with ServiceClient(transport=pool, retry_timeout_s=0.0) as service:
+        client = service.create_lora_training_client()
+        full = errors.api_error(errors.Code.RESOURCE_EXHAUSTED, "no room", reason="QUEUE_FULL", retry_delay_s=1.0)
+        pool.faults = {"OptimStep": [full]}
+        with pytest.raises(errors.ApiError, match="no room"):
+            client.optim_step().result(5)
+        with pytest.raises(errors.OrderBroken, match="get_training_client"):
+            client.optim_step().result(5)
+
+
 def test_the_error_of_a_failed_operation_has_its_reason_and_name(pool: FakePool, client: TrainingClient) -> None:
     name = f"{MODEL_ID}:1"
     error = operations_pb2.OperationError(

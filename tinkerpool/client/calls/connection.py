@@ -17,7 +17,7 @@ from tinkerpool.client.calls import futures, methods
 from tinkerpool.client.calls.encoding import check_succeeded, is_finished
 from tinkerpool.client.calls.futures import APIFuture, BackgroundStream, shared_loop
 from tinkerpool.client.calls.methods import RequestT, ResponseT, ServerStream, Unary
-from tinkerpool.client.calls.retry import Backoff, Retries
+from tinkerpool.client.calls.retry import Backoff, Retries, RetryPolicy
 from tinkerpool.client.calls.transport import Endpoint, GrpcTransport, Transport
 from tinkerpool.errors import ApiError, ClientClosed, Code, NotFound, TinkerpoolError, api_error
 from tinkerpool.v1.operations_pb2 import Operation, WaitOperationsRequest, WaitOperationsResponse
@@ -156,10 +156,10 @@ class Waiter:
 class Connection:
     """Calls that survive a restart of the service."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, policy: RetryPolicy | None = None) -> None:
         self._transport = transport
         self._background = shared_loop()
-        self._retries = Retries()
+        self._retries = Retries(policy)
         self._waiter = Waiter(self._open_wait, self._retries)
         self._is_closed = False
 

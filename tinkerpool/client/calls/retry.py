@@ -1,9 +1,9 @@
 """When a call is tried again, and after which delay.
 
 Every call of the client is safe to repeat: by its sequence number, by its request id, or because it only reads. So
-errors that may pass are retried without end, and a restarting coordinator costs a client nothing but time. Two errors
-are not: while no service has ever replied, the address may be wrong; and unforeseen failures of the service, after a
-few times in a row.
+errors that may pass are retried without end, or for as long as the user says, and a restarting coordinator costs a
+client nothing but time. Two errors are not: while no service has ever replied, the address may be wrong; and unforeseen
+failures of the service, after a few times in a row.
 """
 
 from __future__ import annotations
@@ -39,12 +39,16 @@ class RetryPolicy:
     """How long to look for a service that has never replied. 0: try once."""
     unforeseen_max: int = 5
     """Most retries in a row of a call that fails with INTERNAL or UNKNOWN without a reason of the service's."""
+    timeout_s: float | None = None
+    """How long a call is tried again since its last progress. None: without end."""
 
     def __post_init__(self) -> None:
         if not (0 < self.initial_s <= self.max_s and self.factor >= 1 and 0 <= self.jitter < 1):
             raise ValueError("a retry policy needs 0 < initial_s <= max_s, factor >= 1 and 0 <= jitter < 1")
         if self.connect_timeout_s < 0 or self.unforeseen_max < 0:
             raise ValueError("connect_timeout_s and unforeseen_max must be 0 or more")
+        if self.timeout_s is not None and not self.timeout_s >= 0:
+            raise ValueError(f"timeout_s must be None or a number of seconds, 0 or more, not {self.timeout_s}")
 
 
 class Backoff:
@@ -59,6 +63,7 @@ class Backoff:
 
     def reset(self) -> None:
         """Start again with short delays, after progress."""
+        self._failing_since: float | None = None
         self._num_unforeseen = 0
         self._delay_s = self._policy.initial_s
 
@@ -77,7 +82,12 @@ class Backoff:
                 raise error
         if not has_connected and self.elapsed_s >= self._policy.connect_timeout_s:
             raise error
+        if self._failing_since is None:
+            self._failing_since = self._clock()
         delay_s = max(self._delay_s, error.retry_delay_s or 0.0)
+        timeout_s = self._policy.timeout_s
+        if timeout_s is not None and self._clock() - self._failing_since + delay_s > timeout_s:
+            raise error
         self._delay_s = min(self._delay_s * self._policy.factor, self._policy.max_s)
         spread = self._policy.jitter
         # Never sooner than the service asked for.

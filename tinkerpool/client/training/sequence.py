@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from tinkerpool.client.calls.connection import Connection
 from tinkerpool.client.calls.futures import APIFuture
 from tinkerpool.client.calls.methods import RequestT, ResponseT, Unary
+from tinkerpool.client.calls.retry import is_retryable
 from tinkerpool.errors import AlreadyExists, ApiError, InternalError, OrderBroken, PermissionDenied, Unauthenticated
 from tinkerpool.v1 import operations_pb2
 
@@ -110,5 +111,9 @@ class AdapterSequence:
 
 def _leaves_a_gap(error: ApiError) -> bool:
     """Return whether the refused seq stays unused, or belongs to another client. Other refusals are recorded there."""
-    is_foreign = "expected_seq" in error.metadata
-    return is_foreign or isinstance(error, AlreadyExists | InternalError | PermissionDenied | Unauthenticated)
+    is_foreign, was_given_up = "expected_seq" in error.metadata, is_retryable(error)
+    return (
+        is_foreign
+        or was_given_up
+        or isinstance(error, AlreadyExists | InternalError | PermissionDenied | Unauthenticated)
+    )
