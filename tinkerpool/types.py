@@ -322,6 +322,11 @@ class LoadWeightsResponse:
     """The checkpoint that was loaded."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscardGradientResponse:
+    """Result of discard_gradient. Empty so far."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TopkLogprobs:
     """The most likely tokens at each of n positions, the most likely first."""

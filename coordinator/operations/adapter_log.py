@@ -5,10 +5,11 @@ operations compute. The invariants:
 
 - operations run strictly by seq, with no gap; a failed one counts as done;
 - `copy.cursor` is the last seq that the copy has passed, `copy.applied_seq` the last one that its worker ran. They
-  differ by operations that need no worker: failed ones, and on a replay all that change no state, except saves whose
-  weights must be rematerialized;
+  differ by operations that need no worker: failed ones, discard_gradients, and on a replay all that change no state,
+  except saves whose weights must be rematerialized;
 - once an operation that adds gradient or loads a state fails, its gradient window is closed: operations that need it
-  fail too, up to and including the next optim_step, and the worker drops the pending gradient first;
+  fail too, up to and including the next optim_step, unless a load or a discard_gradient comes first; with the next
+  item the worker drops the pending gradient;
 - progress of execution belongs to one generation of the copy: losing or installing the copy starts the next one.
 """
 
@@ -26,6 +27,8 @@ from workers.contract.messages import AdapterSpec, ItemResult
 
 NO_SEQS = (0, -1)
 """An empty range of sequence numbers."""
+ENDS_WINDOW = (Kind.OPTIM_STEP, Kind.LOAD_STATE, Kind.DISCARD_GRADIENT)
+"""The operations after which no gradient is pending."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +90,7 @@ class AdapterLog:
     engine_s_since_snapshot: float = 0.0
     """Engine seconds that a replay from the snapshot would take."""
     window_bytes: int = 0
-    """Bytes of the payloads since the last optimizer step was accepted."""
+    """Bytes of the payloads that add to the pending gradient, since the last operation that ends a window."""
     gap_since: float | None = None
     """When an operation was first seen behind a seq that has not arrived."""
     damage: ops_pb.OperationError | None = None
@@ -97,7 +100,7 @@ class AdapterLog:
     is_deleted: bool = False
     """Its deletion has begun, and has not failed: it accepts no more operations."""
     _decided: list[Operation] = field(default_factory=list)
-    """Failed without a worker, not yet committed."""
+    """Decided without a worker, not yet committed."""
     _reinstalls: Counter[str] = field(default_factory=Counter)
     """How often each operation found the copy out of order, since the last result for an undecided operation."""
 
@@ -147,7 +150,7 @@ class AdapterLog:
         """The copy's gradient is not empty, as far as this log can tell."""
         for seq in range(self.copy.cursor, self.snapshot_seq, -1):
             operation = self.operations.get(seq)
-            if operation is None or operation.kind in (Kind.OPTIM_STEP, Kind.LOAD_STATE):
+            if operation is None or operation.kind in ENDS_WINDOW:
                 return False
             if operation.kind is Kind.FORWARD_BACKWARD:
                 return True
@@ -173,7 +176,7 @@ class AdapterLog:
         self.next_seq = max(self.next_seq, operation.seq + 1)
         if operation.kind is Kind.FORWARD_BACKWARD:
             self.window_bytes += operation.num_bytes
-        elif operation.kind in (Kind.OPTIM_STEP, Kind.LOAD_STATE):
+        elif operation.kind in ENDS_WINDOW:
             self.window_bytes = 0
 
     def withdraw(self, operation: Operation) -> None:
@@ -317,7 +320,7 @@ class AdapterLog:
                 self.fail(operation, error)
 
     def take_decided(self) -> list[Operation]:
-        """Return the operations that were failed without a worker since the last call: they are to be committed."""
+        """Return the operations that were decided without a worker since the last call: they are to be committed."""
         decided, self._decided = self._decided, []
         return decided
 
@@ -335,7 +338,7 @@ class AdapterLog:
     # ---- order
 
     def advance(self) -> None:
-        """Move the cursor over everything that needs no worker; fail the operations that a closed window forbids.
+        """Move the cursor over everything that needs no worker, and decide the operations that no worker is to run.
 
         A refused operation stops the cursor until its record is durable: if that append fails, it was never accepted.
         """
@@ -344,10 +347,8 @@ class AdapterLog:
             return
         while (operation := self.operations.get(self.copy.cursor + 1)) is not None:
             if not operation.is_final:
-                error = self.copy.window_error
-                if error is None or not operation.kind.needs_open_window or self.is_running(operation):
+                if not self._decide(operation):
                     return
-                self.fail(operation, window_closed(error))
             elif self._is_replay(operation) or (not operation.is_durable and operation.seq > self.copy.applied_seq):
                 return
             self._pass(operation)
@@ -417,7 +418,7 @@ class AdapterLog:
             if operation.is_final and not self._is_replay(operation):
                 if operation.is_failed or operation.kind.changes_state:
                     return
-            elif operation.kind.is_pass or self._is_forbidden(operation):
+            elif operation.kind.is_pass or not operation.kind.needs_worker or self._is_forbidden(operation):
                 return
             else:
                 if operation.kind is Kind.OPTIM_STEP and num_steps == 1:
@@ -440,8 +441,21 @@ class AdapterLog:
             operation.is_final
             and not operation.is_failed
             and (operation.kind.changes_state or operation.must_rematerialize)
+            and operation.kind.needs_worker
             and operation.seq > self.copy.applied_seq
         )
+
+    def _decide(self, operation: Operation) -> bool:
+        """Decide the next operation if no worker is to run it; return whether it is decided."""
+        error = self.copy.window_error
+        if not operation.kind.needs_worker:
+            operation.succeed(0, Usage()).discard_gradient.SetInParent()
+            self._decided.append(operation)
+        elif error is None or not operation.kind.needs_open_window or self.is_running(operation):
+            return False
+        else:
+            self.fail(operation, window_closed(error))
+        return True
 
     def _pass(self, operation: Operation) -> None:
         copy, role = self.copy, operation.kind.window_role
@@ -487,5 +501,6 @@ def window_closed(first: ops_pb.OperationError) -> ops_pb.OperationError:
         code=Code.FAILED_PRECONDITION,
         reason="GRADIENT_WINDOW_CLOSED",
         message=f"not run: an earlier operation of the same step failed and its gradient was dropped; {first.message};"
-        " submit the step again after the next optim_step",
+        " submit the step again after the next optim_step, or after discard_gradient, which opens the window without"
+        " a step",
     )

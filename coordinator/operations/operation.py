@@ -32,13 +32,19 @@ class Kind(Enum):
     FORWARD_BACKWARD = "forward_backward"
     OPTIM_STEP = "optim_step"
     LOAD_STATE = "load_state"
+    DISCARD_GRADIENT = "discard_gradient"
     SAVE_STATE = "save_state"
     SAVE_WEIGHTS_FOR_SAMPLER = "save_weights_for_sampler"
     SAMPLE = "sample"
 
     @property
+    def needs_worker(self) -> bool:
+        """A worker runs it; otherwise its adapter's log decides it when its turn comes."""
+        return self is not Kind.DISCARD_GRADIENT
+
+    @property
     def is_pass(self) -> bool:
-        """Runs in a cycle's pass; the other operations of an adapter run in its step phase."""
+        """Runs in a cycle's pass; the other operations that a worker runs for an adapter run in its step phase."""
         return self in (Kind.FORWARD, Kind.FORWARD_BACKWARD)
 
     @property
@@ -53,8 +59,8 @@ class Kind(Enum):
 
     @property
     def changes_state(self) -> bool:
-        """Changes the adapter, so that recovery must run it again."""
-        return self in (Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.LOAD_STATE)
+        """Changes the adapter, so that recovery must apply it again."""
+        return self in _CHANGING
 
     @property
     def needs_open_window(self) -> bool:
@@ -72,10 +78,12 @@ class Kind(Enum):
         return getattr(ops_pb, f"OPERATION_KIND_{self.name}")  # type: ignore[no-any-return]
 
 
+_CHANGING = (Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.LOAD_STATE, Kind.DISCARD_GRADIENT)
 _WINDOW_ROLES = {
     Kind.FORWARD_BACKWARD: WindowRole.ADD,
     Kind.OPTIM_STEP: WindowRole.STEP,
     Kind.LOAD_STATE: WindowRole.RESET,
+    Kind.DISCARD_GRADIENT: WindowRole.DISCARD,
 }
 
 

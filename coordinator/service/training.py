@@ -34,13 +34,14 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import training_pb2 as pb
 
 SaveRequest = checkpoints_pb.SaveStateRequest | checkpoints_pb.SaveWeightsForSamplerRequest
-SequencedRequest = PassRequest | pb.OptimStepRequest | pb.LoadStateRequest | SaveRequest
+SequencedRequest = PassRequest | pb.OptimStepRequest | pb.LoadStateRequest | pb.DiscardGradientRequest | SaveRequest
 _KINDS: Mapping[type[SequencedRequest], tuple[Kind, ...]] = {
     pb.ForwardRequest: (Kind.FORWARD,),
     pb.ForwardBackwardRequest: (Kind.FORWARD_BACKWARD,),
     pb.OptimStepRequest: (Kind.OPTIM_STEP,),
     pb.TrainStepRequest: (Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP),
     pb.LoadStateRequest: (Kind.LOAD_STATE,),
+    pb.DiscardGradientRequest: (Kind.DISCARD_GRADIENT,),
     checkpoints_pb.SaveStateRequest: (Kind.SAVE_STATE,),
     checkpoints_pb.SaveWeightsForSamplerRequest: (Kind.SAVE_WEIGHTS_FOR_SAMPLER,),
 }
@@ -95,6 +96,15 @@ class TrainingUseCases(UseCases):
         load = Request(kind=Kind.LOAD_STATE, raw=request, payload=serialize(payload), refusal=refusal_of(check))
         [operation] = await self._submit(log, request, load)
         return pb.LoadStateResponse(operation=operation)
+
+    async def discard_gradient(
+        self, principal: Principal, request: pb.DiscardGradientRequest
+    ) -> pb.DiscardGradientResponse:
+        """Queue a discard of the pending gradient."""
+        log = self._served(principal, request)
+        discard = Request(kind=Kind.DISCARD_GRADIENT, raw=request, payload=serialize(_without_seq(request)))
+        [operation] = await self._submit(log, request, discard)
+        return pb.DiscardGradientResponse(operation=operation)
 
     async def save_state(
         self, principal: Principal, request: checkpoints_pb.SaveStateRequest

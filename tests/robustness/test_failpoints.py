@@ -55,13 +55,17 @@ class Load:
             self.specs[adapter] = pool.spec_of(adapter)
 
     async def submit(self, pool: ToyPool, adapter: str, step: int) -> None:
-        """Submit two passes, a step, a checkpoint and an unnamed sampler."""
-        first = 5 * step + 1
-        for seq in (first, first + 1):
-            self.acknowledged.append(await pool.forward_backward(adapter, seq, *LENGTHS))
-        self.acknowledged.append(await pool.optim_step(adapter, first + 2))
-        self.acknowledged.append(await pool.submit_save(adapter, first + 3, f"step{step}"))
-        self.acknowledged.append(await pool.submit_publish(adapter, first + 4))
+        """Submit two passes and a pass or a discard between them, a step, a checkpoint and an unnamed sampler."""
+        first = 6 * step + 1
+        self.acknowledged.append(await pool.forward_backward(adapter, first, *LENGTHS))
+        if step % 2:
+            self.acknowledged.append(await pool.discard_gradient(adapter, first + 1))
+        else:
+            self.acknowledged.append(await pool.forward_backward(adapter, first + 1, *LENGTHS))
+        self.acknowledged.append(await pool.forward_backward(adapter, first + 2, *LENGTHS))
+        self.acknowledged.append(await pool.optim_step(adapter, first + 3))
+        self.acknowledged.append(await pool.submit_save(adapter, first + 4, f"step{step}"))
+        self.acknowledged.append(await pool.submit_publish(adapter, first + 5))
 
     async def run(self, pool: ToyPool) -> None:
         """Submit everything, each step for all adapters at once, and wait for it."""
@@ -73,7 +77,9 @@ class Load:
 
     def chain(self, adapter: str, num_steps: int = NUM_STEPS) -> bytes:
         """Return the expected hash chain of the adapter after this number of steps."""
-        windows = [((5 * step + 1, 5 * step + 2), 5 * step + 3) for step in range(num_steps)]
+        firsts = [6 * step + 1 for step in range(num_steps)]
+        passes = [(2,) if step % 2 else (0, 1, 2) for step in range(num_steps)]
+        windows = [([first + i for i in each], first + 3) for first, each in zip(firsts, passes, strict=True)]
         return expected_chain(self.specs[adapter], windows)
 
 
@@ -157,7 +163,7 @@ def _on(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
 async def check_samplers(pool: ToyPool, adapter: str, load: Load, done: Mapping[str, ops_pb.Operation]) -> None:
     """Check that every unnamed sampler has the weights of its step, even if the crash came before its file."""
     for step in range(NUM_STEPS):
-        sampler = done[f"{adapter}:{5 * step + 5}"].save_weights_for_sampler.sampler_id
+        sampler = done[f"{adapter}:{6 * step + 6}"].save_weights_for_sampler.sampler_id
         [operation] = await pool.wait(await pool.sample(sampler, 1, seed=step))
         chain = load.chain(adapter, step + 1)
         assert tokens_of(operation) == expected_tokens(chain, sample_request(sampler, seed=step))
@@ -168,7 +174,7 @@ async def check_checkpoints(pool: ToyPool, adapter: str, load: Load) -> None:
     request = checkpoints_pb2.ListCheckpointsRequest(adapter_id=adapter)
     listed = (await pool.service.list_checkpoints(await pool.principal(), request)).checkpoints
     assert len(listed) == NUM_STEPS
-    seq = 5 * NUM_STEPS + 1
+    seq = 6 * NUM_STEPS + 1
     for checkpoint in listed:
         num_steps = int(checkpoint.path.rpartition("step")[2]) + 1
         [loaded] = await pool.wait(await pool.load_state(adapter, seq, checkpoint.path))

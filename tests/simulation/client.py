@@ -45,6 +45,8 @@ class Sent:
     variant: int = 0
     """The variant to send. A client may change it until the request is acknowledged."""
     is_bad: bool = False
+    has_contents: bool = True
+    """Whether its variants differ."""
     has_changed: bool = False
     names: list[str] = field(default_factory=list)
     """Its operations, once it is acknowledged."""
@@ -174,6 +176,7 @@ class Client:
                 step.kind,
                 lambda variant: request_of(step, adapter_id, path, variant),
                 is_bad=step.is_bad or (bool(step.source) and path.endswith("/absent")),
+                has_contents=step.has_contents,
             )
         sent = self.sent[step.seq]
         names = [f"{self.adapter_id}:{step.seq + index}" for index in range(step.num_seqs)]
@@ -187,7 +190,7 @@ class Client:
             await asyncio.sleep(self._random.expovariate(1 / self._behaviour.think_s))
             num_times = self._random.randrange(2, 6) if self._random.random() < self._behaviour.repeat else 1
             await asyncio.gather(*(self._send(sent, names) for _ in range(num_times)))
-        if not sent.is_bad and self._random.random() < self._behaviour.other:
+        if not sent.is_bad and sent.has_contents and self._random.random() < self._behaviour.other:
             await self._send_other(sent)
         while not sent.is_done or (sent.num_fetches < FETCHES and self._random.random() < 0.3):
             await self._fetch(sent)
@@ -224,7 +227,7 @@ class Client:
 
     def _redraw_contents(self, sent: Sent) -> None:
         """Perhaps switch to the other variant, if the request is not acknowledged."""
-        if not sent.is_acknowledged and self._random.random() < self._behaviour.other:
+        if not sent.is_acknowledged and sent.has_contents and self._random.random() < self._behaviour.other:
             self._world.faults["other contents later"] += 1
             sent.variant, sent.has_changed = 1 - sent.variant, True
 

@@ -105,6 +105,10 @@ def _apply(
                 _step(adapter, sent, seq)
             adapter.gradient = b""
             adapter.is_window_open = True
+        case "discard_gradient":
+            if has_failed:
+                raise Mismatch(f"{name} failed with {reason}: {outcome.error.message}")
+            adapter.gradient, adapter.is_window_open = b"", True
         case "save_state":
             if not has_failed:
                 adapter.saved[outcome.save_state.path] = (seq, adapter.chain, adapter.moments)

@@ -46,6 +46,11 @@ class Step:
     """Samples drawn from the saved weights."""
 
     @property
+    def has_contents(self) -> bool:
+        """Whether there are different requests for its sequence number."""
+        return self.kind != "discard_gradient"
+
+    @property
     def num_seqs(self) -> int:
         """Number of sequence numbers that the step takes."""
         return 2 if self.kind == "train_step" else 1
@@ -65,6 +70,7 @@ def draw_script(random: Random, num_steps: int) -> list[Step]:
         ("train_step", 2),
         ("save_state", 2),
         ("load_state", 1),
+        ("discard_gradient", 1),
         ("save_weights_for_sampler", 2),
         strict=True,
     )
@@ -88,7 +94,7 @@ def draw_script(random: Random, num_steps: int) -> list[Step]:
             values |= {"name": random.choice(("", "", f"s{seq}")), "num_samples": random.randrange(3)}
         if kind == "load_state":
             values |= {"source": random.choice(saves), "with_optimizer": random.random() < 0.5}
-        if kind not in {"save_state", "save_weights_for_sampler"}:
+        if kind not in {"save_state", "save_weights_for_sampler", "discard_gradient"}:
             values["is_bad"] = random.random() < bad
         step = Step(seq=seq, kind=kind, **values)
         steps.append(step)
@@ -113,6 +119,8 @@ def request_of(step: Step, adapter_id: str, path: str, variant: int = 0) -> Any:
             return training_pb2.TrainStepRequest(**fields, data=data, loss_function=step.loss, adam=adam)
         case "optim_step":
             return training_pb2.OptimStepRequest(**fields, adam=adam)
+        case "discard_gradient":
+            return training_pb2.DiscardGradientRequest(**fields)
         case "save_state":
             name = f"{step.name}-other" if variant else step.name
             return checkpoints_pb2.SaveStateRequest(**fields, name=name, overwrite=step.overwrite)

@@ -10,12 +10,13 @@ from coordinator.payloads.passes import Chunk
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import AdapterSpec
 
-FB, FORWARD, STEP, LOAD, SAVE = (
+FB, FORWARD, STEP, LOAD, SAVE, DISCARD = (
     Kind.FORWARD_BACKWARD,
     Kind.FORWARD,
     Kind.OPTIM_STEP,
     Kind.LOAD_STATE,
     Kind.SAVE_STATE,
+    Kind.DISCARD_GRADIENT,
 )
 
 ERROR = ops_pb.OperationError(code=9, reason="NON_FINITE", message="the loss is not finite")

@@ -124,6 +124,11 @@ class ToyPool:
         )
         return str((await self.service.optim_step(await self.principal(tenant), request)).operation.name)
 
+    async def discard_gradient(self, adapter_id: str, seq: int) -> str:
+        """Submit a discard_gradient; return the operation's name."""
+        request = training_pb2.DiscardGradientRequest(adapter_id=adapter_id, seq=seq)
+        return str((await self.service.discard_gradient(await self.principal(), request)).operation.name)
+
     async def submit(self, adapter_id: str, seq: int) -> str:
         """Submit an optim_step at every third seq, otherwise a forward_backward; return the operation's name."""
         if seq % 3 == 0:

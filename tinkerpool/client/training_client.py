@@ -155,6 +155,14 @@ class TrainingClient(Ready):
         request = training_pb2.LoadStateRequest(adapter_id=self.model_id, path=path, with_optimizer=True)
         return self._sequence.reserve(1, lambda seq: self._load_state(request, seq))
 
+    def discard_gradient(self) -> APIFuture[types.DiscardGradientResponse]:
+        """Discard the pending gradient without a step; weights and moments stay. Not in the SDK.
+
+        Also opens the gradient window after a failure has closed it, so that the next `forward_backward` counts.
+        """
+        request = training_pb2.DiscardGradientRequest(adapter_id=self.model_id)
+        return self._sequence.reserve(1, lambda seq: self._discard_gradient(request, seq))
+
     def save_weights_and_get_sampling_client(
         self, name: str | None = None, *, kind: types.SamplerKind = "snapshot"
     ) -> SamplingClient:
@@ -244,6 +252,10 @@ class TrainingClient(Ready):
         """`load_state_with_optimizer`, as a future."""
         return self.load_state_with_optimizer(path)
 
+    async def discard_gradient_async(self) -> APIFuture[types.DiscardGradientResponse]:
+        """`discard_gradient`, as a future."""
+        return self.discard_gradient()
+
     async def save_weights_and_get_sampling_client_async(
         self, name: str | None = None, *, kind: types.SamplerKind = "snapshot"
     ) -> SamplingClient:
@@ -293,6 +305,12 @@ class TrainingClient(Ready):
     async def _load_state(self, request: training_pb2.LoadStateRequest, seq: int) -> types.LoadWeightsResponse:
         operation = await self._sequence.run(methods.LOAD_STATE, request, seq)
         return types.LoadWeightsResponse(path=operation.load_state.path)
+
+    async def _discard_gradient(
+        self, request: training_pb2.DiscardGradientRequest, seq: int
+    ) -> types.DiscardGradientResponse:
+        await self._sequence.run(methods.DISCARD_GRADIENT, request, seq)
+        return types.DiscardGradientResponse()
 
     def _sampling_client(self, name: str | None, kind: types.SamplerKind) -> APIFuture[SamplingClient]:
         if kind not in get_args(types.SamplerKind):

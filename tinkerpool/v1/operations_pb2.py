@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tinkerpool.v1 import types_pb2 as tinkerpool_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etinkerpool/v1/operations.proto\x12\rtinkerpool.v1\x1a\x19tinkerpool/v1/types.proto\"?\n\x0eOperationError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xb4\x01\n\x15\x46orwardBackwardResult\x12\'\n\x08logprobs\x18\x01 \x03(\x0b\x32\x15.tinkerpool.v1.Tensor\x12\x42\n\x07metrics\x18\x02 \x03(\x0b\x32\x31.tinkerpool.v1.ForwardBackwardResult.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x7f\n\x0fOptimStepResult\x12<\n\x07metrics\x18\x01 \x03(\x0b\x32+.tinkerpool.v1.OptimStepResult.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x1f\n\x0fLoadStateResult\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x1f\n\x0fSaveStateResult\x12\x0c\n\x04path\x18\x01 \x01(\t\"?\n\x1bSaveWeightsForSamplerResult\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsampler_id\x18\x02 \x01(\t\"\xbd\x01\n\x0fSampledSequence\x12%\n\x06tokens\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tensor\x12\'\n\x08logprobs\x18\x02 \x01(\x0b\x32\x15.tinkerpool.v1.Tensor\x12.\n\x0bstop_reason\x18\x03 \x01(\x0e\x32\x19.tinkerpool.v1.StopReason\x12*\n\x04topk\x18\x04 \x01(\x0b\x32\x1c.tinkerpool.v1.TokenLogprobs\"b\n\rTokenLogprobs\x12(\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tensor\x12\'\n\x08logprobs\x18\x02 \x01(\x0b\x32\x15.tinkerpool.v1.Tensor\"\xc4\x02\n\x0cSampleResult\x12\x31\n\tsequences\x18\x01 \x03(\x0b\x32\x1e.tinkerpool.v1.SampledSequence\x12.\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32\x15.tinkerpool.v1.Tensor\x12\x31\n\x0btopk_prompt\x18\x03 \x01(\x0b\x32\x1c.tinkerpool.v1.TokenLogprobs\x12\x35\n\x16prompt_target_logprobs\x18\x04 \x01(\x0b\x32\x15.tinkerpool.v1.Tensor\x12\x37\n\x11prompt_alt_tokens\x18\x05 \x01(\x0b\x32\x1c.tinkerpool.v1.TokenLogprobs\x12 \n\x18num_cached_prompt_tokens\x18\x06 \x01(\x05\x12\x0c\n\x04note\x18\x07 \x01(\t\"\xec\x04\n\tOperation\x12\x0c\n\x04name\x18\x01 \x01(\t\x12*\n\x04kind\x18\x02 \x01(\x0e\x32\x1c.tinkerpool.v1.OperationKind\x12,\n\x05state\x18\x03 \x01(\x0e\x32\x1d.tinkerpool.v1.OperationState\x12\x11\n\ttarget_id\x18\x04 \x01(\t\x12\x0b\n\x03seq\x18\x05 \x01(\x03\x12\x10\n\x08\x63ycle_id\x18\x06 \x01(\x03\x12\x12\n\nnum_tokens\x18\x07 \x01(\x03\x12\x16\n\x0e\x65ngine_seconds\x18\x08 \x01(\x01\x12,\n\x05\x65rror\x18\t \x01(\x0b\x32\x1d.tinkerpool.v1.OperationError\x12@\n\x10\x66orward_backward\x18\n \x01(\x0b\x32$.tinkerpool.v1.ForwardBackwardResultH\x00\x12\x34\n\noptim_step\x18\x0b \x01(\x0b\x32\x1e.tinkerpool.v1.OptimStepResultH\x00\x12\x34\n\nload_state\x18\x0c \x01(\x0b\x32\x1e.tinkerpool.v1.LoadStateResultH\x00\x12\x34\n\nsave_state\x18\r \x01(\x0b\x32\x1e.tinkerpool.v1.SaveStateResultH\x00\x12N\n\x18save_weights_for_sampler\x18\x0e \x01(\x0b\x32*.tinkerpool.v1.SaveWeightsForSamplerResultH\x00\x12-\n\x06sample\x18\x0f \x01(\x0b\x32\x1b.tinkerpool.v1.SampleResultH\x00\x42\x08\n\x06result\"#\n\x13GetOperationRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"C\n\x14GetOperationResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"&\n\x15WaitOperationsRequest\x12\r\n\x05names\x18\x01 \x03(\t\"E\n\x16WaitOperationsResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"&\n\x16\x43\x61ncelOperationRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"F\n\x17\x43\x61ncelOperationResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation*\x95\x02\n\rOperationKind\x12\x1e\n\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16OPERATION_KIND_FORWARD\x10\x01\x12#\n\x1fOPERATION_KIND_FORWARD_BACKWARD\x10\x02\x12\x1d\n\x19OPERATION_KIND_OPTIM_STEP\x10\x03\x12\x1d\n\x19OPERATION_KIND_LOAD_STATE\x10\x04\x12\x1d\n\x19OPERATION_KIND_SAVE_STATE\x10\x05\x12+\n\'OPERATION_KIND_SAVE_WEIGHTS_FOR_SAMPLER\x10\x06\x12\x19\n\x15OPERATION_KIND_SAMPLE\x10\x07*\xa5\x01\n\x0eOperationState\x12\x1f\n\x1bOPERATION_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16OPERATION_STATE_QUEUED\x10\x01\x12\x1b\n\x17OPERATION_STATE_RUNNING\x10\x02\x12\x1d\n\x19OPERATION_STATE_SUCCEEDED\x10\x03\x12\x1a\n\x16OPERATION_STATE_FAILED\x10\x04*W\n\nStopReason\x12\x1b\n\x17STOP_REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10STOP_REASON_STOP\x10\x01\x12\x16\n\x12STOP_REASON_LENGTH\x10\x02\x32\xae\x02\n\x10OperationService\x12W\n\x0cGetOperation\x12\".tinkerpool.v1.GetOperationRequest\x1a#.tinkerpool.v1.GetOperationResponse\x12_\n\x0eWaitOperations\x12$.tinkerpool.v1.WaitOperationsRequest\x1a%.tinkerpool.v1.WaitOperationsResponse0\x01\x12`\n\x0f\x43\x61ncelOperation\x12%.tinkerpool.v1.CancelOperationRequest\x1a&.tinkerpool.v1.CancelOperationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etinkerpool/v1/operations.proto\x12\rtinkerpool.v1\x1a\x19tinkerpool/v1/types.proto\"?\n\x0eOperationError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xb4\x01\n\x15\x46orwardBackwardResult\x12\'\n\x08logprobs\x18\x01 \x03(\x0b\x32\x15.tinkerpool.v1.Tensor\x12\x42\n\x07metrics\x18\x02 \x03(\x0b\x32\x31.tinkerpool.v1.ForwardBackwardResult.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x7f\n\x0fOptimStepResult\x12<\n\x07metrics\x18\x01 \x03(\x0b\x32+.tinkerpool.v1.OptimStepResult.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x1f\n\x0fLoadStateResult\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x17\n\x15\x44iscardGradientResult\"\x1f\n\x0fSaveStateResult\x12\x0c\n\x04path\x18\x01 \x01(\t\"?\n\x1bSaveWeightsForSamplerResult\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsampler_id\x18\x02 \x01(\t\"\xbd\x01\n\x0fSampledSequence\x12%\n\x06tokens\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tensor\x12\'\n\x08logprobs\x18\x02 \x01(\x0b\x32\x15.tinkerpool.v1.Tensor\x12.\n\x0bstop_reason\x18\x03 \x01(\x0e\x32\x19.tinkerpool.v1.StopReason\x12*\n\x04topk\x18\x04 \x01(\x0b\x32\x1c.tinkerpool.v1.TokenLogprobs\"b\n\rTokenLogprobs\x12(\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x15.tinkerpool.v1.Tensor\x12\'\n\x08logprobs\x18\x02 \x01(\x0b\x32\x15.tinkerpool.v1.Tensor\"\xc4\x02\n\x0cSampleResult\x12\x31\n\tsequences\x18\x01 \x03(\x0b\x32\x1e.tinkerpool.v1.SampledSequence\x12.\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32\x15.tinkerpool.v1.Tensor\x12\x31\n\x0btopk_prompt\x18\x03 \x01(\x0b\x32\x1c.tinkerpool.v1.TokenLogprobs\x12\x35\n\x16prompt_target_logprobs\x18\x04 \x01(\x0b\x32\x15.tinkerpool.v1.Tensor\x12\x37\n\x11prompt_alt_tokens\x18\x05 \x01(\x0b\x32\x1c.tinkerpool.v1.TokenLogprobs\x12 \n\x18num_cached_prompt_tokens\x18\x06 \x01(\x05\x12\x0c\n\x04note\x18\x07 \x01(\t\"\xae\x05\n\tOperation\x12\x0c\n\x04name\x18\x01 \x01(\t\x12*\n\x04kind\x18\x02 \x01(\x0e\x32\x1c.tinkerpool.v1.OperationKind\x12,\n\x05state\x18\x03 \x01(\x0e\x32\x1d.tinkerpool.v1.OperationState\x12\x11\n\ttarget_id\x18\x04 \x01(\t\x12\x0b\n\x03seq\x18\x05 \x01(\x03\x12\x10\n\x08\x63ycle_id\x18\x06 \x01(\x03\x12\x12\n\nnum_tokens\x18\x07 \x01(\x03\x12\x16\n\x0e\x65ngine_seconds\x18\x08 \x01(\x01\x12,\n\x05\x65rror\x18\t \x01(\x0b\x32\x1d.tinkerpool.v1.OperationError\x12@\n\x10\x66orward_backward\x18\n \x01(\x0b\x32$.tinkerpool.v1.ForwardBackwardResultH\x00\x12\x34\n\noptim_step\x18\x0b \x01(\x0b\x32\x1e.tinkerpool.v1.OptimStepResultH\x00\x12\x34\n\nload_state\x18\x0c \x01(\x0b\x32\x1e.tinkerpool.v1.LoadStateResultH\x00\x12\x34\n\nsave_state\x18\r \x01(\x0b\x32\x1e.tinkerpool.v1.SaveStateResultH\x00\x12N\n\x18save_weights_for_sampler\x18\x0e \x01(\x0b\x32*.tinkerpool.v1.SaveWeightsForSamplerResultH\x00\x12-\n\x06sample\x18\x0f \x01(\x0b\x32\x1b.tinkerpool.v1.SampleResultH\x00\x12@\n\x10\x64iscard_gradient\x18\x10 \x01(\x0b\x32$.tinkerpool.v1.DiscardGradientResultH\x00\x42\x08\n\x06result\"#\n\x13GetOperationRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"C\n\x14GetOperationResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"&\n\x15WaitOperationsRequest\x12\r\n\x05names\x18\x01 \x03(\t\"E\n\x16WaitOperationsResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation\"&\n\x16\x43\x61ncelOperationRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"F\n\x17\x43\x61ncelOperationResponse\x12+\n\toperation\x18\x01 \x01(\x0b\x32\x18.tinkerpool.v1.Operation*\xba\x02\n\rOperationKind\x12\x1e\n\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16OPERATION_KIND_FORWARD\x10\x01\x12#\n\x1fOPERATION_KIND_FORWARD_BACKWARD\x10\x02\x12\x1d\n\x19OPERATION_KIND_OPTIM_STEP\x10\x03\x12\x1d\n\x19OPERATION_KIND_LOAD_STATE\x10\x04\x12\x1d\n\x19OPERATION_KIND_SAVE_STATE\x10\x05\x12+\n\'OPERATION_KIND_SAVE_WEIGHTS_FOR_SAMPLER\x10\x06\x12\x19\n\x15OPERATION_KIND_SAMPLE\x10\x07\x12#\n\x1fOPERATION_KIND_DISCARD_GRADIENT\x10\x08*\xa5\x01\n\x0eOperationState\x12\x1f\n\x1bOPERATION_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16OPERATION_STATE_QUEUED\x10\x01\x12\x1b\n\x17OPERATION_STATE_RUNNING\x10\x02\x12\x1d\n\x19OPERATION_STATE_SUCCEEDED\x10\x03\x12\x1a\n\x16OPERATION_STATE_FAILED\x10\x04*W\n\nStopReason\x12\x1b\n\x17STOP_REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10STOP_REASON_STOP\x10\x01\x12\x16\n\x12STOP_REASON_LENGTH\x10\x02\x32\xae\x02\n\x10OperationService\x12W\n\x0cGetOperation\x12\".tinkerpool.v1.GetOperationRequest\x1a#.tinkerpool.v1.GetOperationResponse\x12_\n\x0eWaitOperations\x12$.tinkerpool.v1.WaitOperationsRequest\x1a%.tinkerpool.v1.WaitOperationsResponse0\x01\x12`\n\x0f\x43\x61ncelOperation\x12%.tinkerpool.v1.CancelOperationRequest\x1a&.tinkerpool.v1.CancelOperationResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,12 +36,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORWARDBACKWARDRESULT_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_OPTIMSTEPRESULT_METRICSENTRY']._loaded_options = None
   _globals['_OPTIMSTEPRESULT_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_OPERATIONKIND']._serialized_start=2156
-  _globals['_OPERATIONKIND']._serialized_end=2433
-  _globals['_OPERATIONSTATE']._serialized_start=2436
-  _globals['_OPERATIONSTATE']._serialized_end=2601
-  _globals['_STOPREASON']._serialized_start=2603
-  _globals['_STOPREASON']._serialized_end=2690
+  _globals['_OPERATIONKIND']._serialized_start=2247
+  _globals['_OPERATIONKIND']._serialized_end=2561
+  _globals['_OPERATIONSTATE']._serialized_start=2564
+  _globals['_OPERATIONSTATE']._serialized_end=2729
+  _globals['_STOPREASON']._serialized_start=2731
+  _globals['_STOPREASON']._serialized_end=2818
   _globals['_OPERATIONERROR']._serialized_start=76
   _globals['_OPERATIONERROR']._serialized_end=139
   _globals['_FORWARDBACKWARDRESULT']._serialized_start=142
@@ -54,30 +54,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPTIMSTEPRESULT_METRICSENTRY']._serialized_end=322
   _globals['_LOADSTATERESULT']._serialized_start=453
   _globals['_LOADSTATERESULT']._serialized_end=484
-  _globals['_SAVESTATERESULT']._serialized_start=486
-  _globals['_SAVESTATERESULT']._serialized_end=517
-  _globals['_SAVEWEIGHTSFORSAMPLERRESULT']._serialized_start=519
-  _globals['_SAVEWEIGHTSFORSAMPLERRESULT']._serialized_end=582
-  _globals['_SAMPLEDSEQUENCE']._serialized_start=585
-  _globals['_SAMPLEDSEQUENCE']._serialized_end=774
-  _globals['_TOKENLOGPROBS']._serialized_start=776
-  _globals['_TOKENLOGPROBS']._serialized_end=874
-  _globals['_SAMPLERESULT']._serialized_start=877
-  _globals['_SAMPLERESULT']._serialized_end=1201
-  _globals['_OPERATION']._serialized_start=1204
-  _globals['_OPERATION']._serialized_end=1824
-  _globals['_GETOPERATIONREQUEST']._serialized_start=1826
-  _globals['_GETOPERATIONREQUEST']._serialized_end=1861
-  _globals['_GETOPERATIONRESPONSE']._serialized_start=1863
-  _globals['_GETOPERATIONRESPONSE']._serialized_end=1930
-  _globals['_WAITOPERATIONSREQUEST']._serialized_start=1932
-  _globals['_WAITOPERATIONSREQUEST']._serialized_end=1970
-  _globals['_WAITOPERATIONSRESPONSE']._serialized_start=1972
-  _globals['_WAITOPERATIONSRESPONSE']._serialized_end=2041
-  _globals['_CANCELOPERATIONREQUEST']._serialized_start=2043
-  _globals['_CANCELOPERATIONREQUEST']._serialized_end=2081
-  _globals['_CANCELOPERATIONRESPONSE']._serialized_start=2083
-  _globals['_CANCELOPERATIONRESPONSE']._serialized_end=2153
-  _globals['_OPERATIONSERVICE']._serialized_start=2693
-  _globals['_OPERATIONSERVICE']._serialized_end=2995
+  _globals['_DISCARDGRADIENTRESULT']._serialized_start=486
+  _globals['_DISCARDGRADIENTRESULT']._serialized_end=509
+  _globals['_SAVESTATERESULT']._serialized_start=511
+  _globals['_SAVESTATERESULT']._serialized_end=542
+  _globals['_SAVEWEIGHTSFORSAMPLERRESULT']._serialized_start=544
+  _globals['_SAVEWEIGHTSFORSAMPLERRESULT']._serialized_end=607
+  _globals['_SAMPLEDSEQUENCE']._serialized_start=610
+  _globals['_SAMPLEDSEQUENCE']._serialized_end=799
+  _globals['_TOKENLOGPROBS']._serialized_start=801
+  _globals['_TOKENLOGPROBS']._serialized_end=899
+  _globals['_SAMPLERESULT']._serialized_start=902
+  _globals['_SAMPLERESULT']._serialized_end=1226
+  _globals['_OPERATION']._serialized_start=1229
+  _globals['_OPERATION']._serialized_end=1915
+  _globals['_GETOPERATIONREQUEST']._serialized_start=1917
+  _globals['_GETOPERATIONREQUEST']._serialized_end=1952
+  _globals['_GETOPERATIONRESPONSE']._serialized_start=1954
+  _globals['_GETOPERATIONRESPONSE']._serialized_end=2021
+  _globals['_WAITOPERATIONSREQUEST']._serialized_start=2023
+  _globals['_WAITOPERATIONSREQUEST']._serialized_end=2061
+  _globals['_WAITOPERATIONSRESPONSE']._serialized_start=2063
+  _globals['_WAITOPERATIONSRESPONSE']._serialized_end=2132
+  _globals['_CANCELOPERATIONREQUEST']._serialized_start=2134
+  _globals['_CANCELOPERATIONREQUEST']._serialized_end=2172
+  _globals['_CANCELOPERATIONRESPONSE']._serialized_start=2174
+  _globals['_CANCELOPERATIONRESPONSE']._serialized_end=2244
+  _globals['_OPERATIONSERVICE']._serialized_start=2821
+  _globals['_OPERATIONSERVICE']._serialized_end=3123
 # @@protoc_insertion_point(module_scope)

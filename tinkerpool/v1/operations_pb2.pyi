@@ -42,6 +42,8 @@ class _OperationKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operati
     """A checkpoint of weights, or an unnamed sampler."""
     OPERATION_KIND_SAMPLE: _OperationKind.ValueType  # 7
     """Continuations of a prompt."""
+    OPERATION_KIND_DISCARD_GRADIENT: _OperationKind.ValueType  # 8
+    """The pending gradient dropped without a step."""
 
 class OperationKind(_OperationKind, metaclass=_OperationKindEnumTypeWrapper):
     """What an operation does."""
@@ -62,6 +64,8 @@ OPERATION_KIND_SAVE_WEIGHTS_FOR_SAMPLER: OperationKind.ValueType  # 6
 """A checkpoint of weights, or an unnamed sampler."""
 OPERATION_KIND_SAMPLE: OperationKind.ValueType  # 7
 """Continuations of a prompt."""
+OPERATION_KIND_DISCARD_GRADIENT: OperationKind.ValueType  # 8
+"""The pending gradient dropped without a step."""
 Global___OperationKind: _TypeAlias = OperationKind  # noqa: Y015
 
 class _OperationState:
@@ -267,6 +271,23 @@ class LoadStateResult(_message.Message):
 Global___LoadStateResult: _TypeAlias = LoadStateResult  # noqa: Y015
 
 @_typing.final
+class DiscardGradientResult(_message.Message):
+    """Result of a discard_gradient."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiscardGradientResult: _TypeAlias = DiscardGradientResult  # noqa: Y015
+
+@_typing.final
 class SaveStateResult(_message.Message):
     """Result of a save_state."""
 
@@ -461,6 +482,7 @@ class Operation(_message.Message):
     SAVE_STATE_FIELD_NUMBER: _builtins.int
     SAVE_WEIGHTS_FOR_SAMPLER_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
+    DISCARD_GRADIENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """`<adapter or sampler id>:<seq>`; what WaitOperations and its siblings take."""
     kind: Global___OperationKind.ValueType
@@ -472,7 +494,7 @@ class Operation(_message.Message):
     seq: _builtins.int
     """Its place in the adapter's order, from 1; in a sampler, a number without order."""
     cycle_id: _builtins.int
-    """The cycle in which it finished; 0 before that, and for samples."""
+    """The cycle in which it finished; 0 before that, for samples, and for an operation that no worker ran."""
     num_tokens: _builtins.int
     """Tokens put through the base model for it."""
     engine_seconds: _builtins.float
@@ -505,6 +527,10 @@ class Operation(_message.Message):
     def sample(self) -> Global___SampleResult:
         """SAMPLE."""
 
+    @_builtins.property
+    def discard_gradient(self) -> Global___DiscardGradientResult:
+        """DISCARD_GRADIENT."""
+
     def __init__(
         self,
         *,
@@ -523,12 +549,13 @@ class Operation(_message.Message):
         save_state: Global___SaveStateResult | None = ...,
         save_weights_for_sampler: Global___SaveWeightsForSamplerResult | None = ...,
         sample: Global___SampleResult | None = ...,
+        discard_gradient: Global___DiscardGradientResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "forward_backward", b"forward_backward", "load_state", b"load_state", "optim_step", b"optim_step", "result", b"result", "sample", b"sample", "save_state", b"save_state", "save_weights_for_sampler", b"save_weights_for_sampler"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["discard_gradient", b"discard_gradient", "error", b"error", "forward_backward", b"forward_backward", "load_state", b"load_state", "optim_step", b"optim_step", "result", b"result", "sample", b"sample", "save_state", b"save_state", "save_weights_for_sampler", b"save_weights_for_sampler"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cycle_id", b"cycle_id", "engine_seconds", b"engine_seconds", "error", b"error", "forward_backward", b"forward_backward", "kind", b"kind", "load_state", b"load_state", "name", b"name", "num_tokens", b"num_tokens", "optim_step", b"optim_step", "result", b"result", "sample", b"sample", "save_state", b"save_state", "save_weights_for_sampler", b"save_weights_for_sampler", "seq", b"seq", "state", b"state", "target_id", b"target_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cycle_id", b"cycle_id", "discard_gradient", b"discard_gradient", "engine_seconds", b"engine_seconds", "error", b"error", "forward_backward", b"forward_backward", "kind", b"kind", "load_state", b"load_state", "name", b"name", "num_tokens", b"num_tokens", "optim_step", b"optim_step", "result", b"result", "sample", b"sample", "save_state", b"save_state", "save_weights_for_sampler", b"save_weights_for_sampler", "seq", b"seq", "state", b"state", "target_id", b"target_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["forward_backward", "optim_step", "load_state", "save_state", "save_weights_for_sampler", "sample"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["forward_backward", "optim_step", "load_state", "save_state", "save_weights_for_sampler", "sample", "discard_gradient"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 

@@ -423,3 +423,57 @@ class LoadStateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadStateResponse: _TypeAlias = LoadStateResponse  # noqa: Y015
+
+@_typing.final
+class DiscardGradientRequest(_message.Message):
+    """Request of DiscardGradient."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_ID_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    adapter_id: _builtins.str
+    """The adapter."""
+    seq: _builtins.int
+    """Place in the adapter's order, from 1; 0: the next one (then set request_id)."""
+    request_id: _builtins.str
+    """Makes a call with seq 0 safe to repeat."""
+    def __init__(
+        self,
+        *,
+        adapter_id: _builtins.str = ...,
+        seq: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "request_id", b"request_id", "seq", b"seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiscardGradientRequest: _TypeAlias = DiscardGradientRequest  # noqa: Y015
+
+@_typing.final
+class DiscardGradientResponse(_message.Message):
+    """Response of DiscardGradient."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def operation(self) -> _operations_pb2.Operation:
+        """The accepted operation."""
+
+    def __init__(
+        self,
+        *,
+        operation: _operations_pb2.Operation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiscardGradientResponse: _TypeAlias = DiscardGradientResponse  # noqa: Y015

@@ -76,6 +76,11 @@ class TrainingServiceStub(object):
                 request_serializer=tinkerpool_dot_v1_dot_training__pb2.LoadStateRequest.SerializeToString,
                 response_deserializer=tinkerpool_dot_v1_dot_training__pb2.LoadStateResponse.FromString,
                 _registered_method=True)
+        self.DiscardGradient = channel.unary_unary(
+                '/tinkerpool.v1.TrainingService/DiscardGradient',
+                request_serializer=tinkerpool_dot_v1_dot_training__pb2.DiscardGradientRequest.SerializeToString,
+                response_deserializer=tinkerpool_dot_v1_dot_training__pb2.DiscardGradientResponse.FromString,
+                _registered_method=True)
 
 
 class TrainingServiceServicer(object):
@@ -137,6 +142,15 @@ class TrainingServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DiscardGradient(self, request, context):
+        """Discards the pending gradient without a step, and opens a closed gradient window: the next ForwardBackward begins a
+        new one. Weights and moments stay. Like a load, it closes the window if it fails (which only a cancellation or an
+        adapter that cannot be rebuilt can cause).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainingServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -164,6 +178,11 @@ def add_TrainingServiceServicer_to_server(servicer, server):
                     servicer.LoadState,
                     request_deserializer=tinkerpool_dot_v1_dot_training__pb2.LoadStateRequest.FromString,
                     response_serializer=tinkerpool_dot_v1_dot_training__pb2.LoadStateResponse.SerializeToString,
+            ),
+            'DiscardGradient': grpc.unary_unary_rpc_method_handler(
+                    servicer.DiscardGradient,
+                    request_deserializer=tinkerpool_dot_v1_dot_training__pb2.DiscardGradientRequest.FromString,
+                    response_serializer=tinkerpool_dot_v1_dot_training__pb2.DiscardGradientResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -318,6 +337,33 @@ class TrainingService(object):
             '/tinkerpool.v1.TrainingService/LoadState',
             tinkerpool_dot_v1_dot_training__pb2.LoadStateRequest.SerializeToString,
             tinkerpool_dot_v1_dot_training__pb2.LoadStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DiscardGradient(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinkerpool.v1.TrainingService/DiscardGradient',
+            tinkerpool_dot_v1_dot_training__pb2.DiscardGradientRequest.SerializeToString,
+            tinkerpool_dot_v1_dot_training__pb2.DiscardGradientResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -66,6 +66,11 @@ class TrainingServiceStub:
     DATA_LOSS if the file does not match its checksum; like every failure that leaves the adapter other than was asked,
     it closes the gradient window.
     """
+    DiscardGradient: _grpc.UnaryUnaryMultiCallable[_training_pb2.DiscardGradientRequest, _training_pb2.DiscardGradientResponse]
+    """Discards the pending gradient without a step, and opens a closed gradient window: the next ForwardBackward begins a
+    new one. Weights and moments stay. Like a load, it closes the window if it fails (which only a cancellation or an
+    adapter that cannot be rebuilt can cause).
+    """
 
 @_typing.type_check_only
 class TrainingServiceAsyncStub(TrainingServiceStub):
@@ -104,6 +109,11 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     Also NOT_FOUND: no such checkpoint. The operation fails with INVALID_ARGUMENT if rank or modules differ, with
     DATA_LOSS if the file does not match its checksum; like every failure that leaves the adapter other than was asked,
     it closes the gradient window.
+    """
+    DiscardGradient: _aio.UnaryUnaryMultiCallable[_training_pb2.DiscardGradientRequest, _training_pb2.DiscardGradientResponse]  # type: ignore[assignment]
+    """Discards the pending gradient without a step, and opens a closed gradient window: the next ForwardBackward begins a
+    new one. Weights and moments stay. Like a load, it closes the window if it fails (which only a cancellation or an
+    adapter that cannot be rebuilt can cause).
     """
 
 class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -170,6 +180,17 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         Also NOT_FOUND: no such checkpoint. The operation fails with INVALID_ARGUMENT if rank or modules differ, with
         DATA_LOSS if the file does not match its checksum; like every failure that leaves the adapter other than was asked,
         it closes the gradient window.
+        """
+
+    @_abc_1.abstractmethod
+    def DiscardGradient(
+        self,
+        request: _training_pb2.DiscardGradientRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.DiscardGradientResponse, _abc.Awaitable[_training_pb2.DiscardGradientResponse]]:
+        """Discards the pending gradient without a step, and opens a closed gradient window: the next ForwardBackward begins a
+        new one. Weights and moments stay. Like a load, it closes the window if it fails (which only a cancellation or an
+        adapter that cannot be rebuilt can cause).
         """
 
 def add_TrainingServiceServicer_to_server(servicer: TrainingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

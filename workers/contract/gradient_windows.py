@@ -9,6 +9,7 @@ ends the window, whatever its outcome, so that the next one begins open and empt
     forward_backward    adds gradient            fails                    the window closes
     optim_step          uses the gradient up     fails                    the next window begins
     load_state          drops the gradient       opens the window         the window closes
+    discard_gradient    drops the gradient       opens the window         the window closes
 
 Main invariant: the rule is defined once, here. The coordinator's adapter log sends no operation that needs an open
 window while the window is closed, and the worker's fence applies none.
@@ -36,6 +37,8 @@ class WindowRole(Enum):
     """Optim_step: ends the window."""
     RESET = "reset"
     """Load_state: drops the gradient and opens a window."""
+    DISCARD = "discard"
+    """Discard_gradient: drops the gradient and opens a window. No worker runs it: the next item carries the drop."""
 
     @property
     def needs_open_window(self) -> bool:
@@ -54,12 +57,12 @@ class WindowRole(Enum):
                 return before or failure
             case WindowRole.STEP:
                 return None
-            case WindowRole.RESET:
+            case WindowRole.RESET | WindowRole.DISCARD:
                 return None if failure is None else before or failure
 
     def leaves_gradient(self, *, has_failed: bool) -> bool:
         """Return whether a copy may hold gradient of an ended or closed window, to be dropped before the next item."""
-        return has_failed and self is not WindowRole.NONE
+        return self is WindowRole.DISCARD or (has_failed and self is not WindowRole.NONE)
 
 
 def role_of(item: Item) -> WindowRole:

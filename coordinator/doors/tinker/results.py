@@ -124,6 +124,8 @@ def _json(operation: ops_pb.Operation) -> dict[str, Any]:
             return {"metrics": dict(operation.optim_step.metrics)}
         case "load_state":
             return {"type": "load_weights", "path": operation.load_state.path, "model_id": operation.target_id}
+        case "discard_gradient":
+            return {"type": "discard_gradient"}
         case "save_state":
             return {"type": "save_weights", "path": operation.save_state.path}
         case "save_weights_for_sampler":

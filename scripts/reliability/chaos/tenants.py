@@ -246,6 +246,8 @@ def digest(result: Any) -> str:
             hashed.update(_metrics(result.metrics))
         case types.SampleResponse():
             hashed.update(repr((result.sequences, result.prompt_logprobs)).encode())
+        case types.DiscardGradientResponse():
+            pass
         case types.SaveWeightsResponse() | types.SaveWeightsForSamplerResponse() | types.LoadWeightsResponse():
             hashed.update(result.path.removeprefix("tinker://").partition("/")[2].encode())
         case _:
@@ -262,6 +264,8 @@ def operation_digest(operation: operations_pb2.Operation) -> str:
             return digest(types.OptimStepResponse(metrics=dict(operation.optim_step.metrics)))
         case "load_state":
             return digest(types.LoadWeightsResponse(path=operation.load_state.path))
+        case "discard_gradient":
+            return digest(types.DiscardGradientResponse())
         case "save_state":
             return digest(types.SaveWeightsResponse(path=operation.save_state.path))
         case "save_weights_for_sampler":

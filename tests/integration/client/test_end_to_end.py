@@ -155,3 +155,20 @@ def test_a_backup_under_load_restores_the_same_bits_and_a_continued_run_has_the_
         assert continued(other, alice, path, tmp_path / "b") == expected
     doctor = terminal.run("doctor", "--data-dir", str(tmp_path / "new"), "--verify")
     assert doctor.returncode == 0, doctor.stdout
+
+
+def test_a_discarded_gradient_leaves_no_trace_in_the_bits(pool: ServedPool) -> None:
+    step = tinkerpool.AdamParams(learning_rate=5e-3)
+    states = []
+    for discards in (True, False):
+        with pool.client("alice") as service:
+            client = service.create_lora_training_client(rank=8, seed=5)
+            data = [datum(client.get_tokenizer())]
+            train(client, TEXT, 1)
+            if discards:
+                client.forward_backward([datum(client.get_tokenizer(), "Let there be light.\n")], "cross_entropy")
+                client.discard_gradient()
+            client.forward_backward(data, "cross_entropy")
+            norm = client.optim_step(step).result(60).metrics["grad_norm:last"]
+            states.append((norm, logprobs(client, data)[0].tobytes()))
+    assert states[0] == states[1]

@@ -54,6 +54,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
         adapter_id=t.adapter, seq=1, data=[datum(3)], loss_function=CROSS_ENTROPY
     ),
     "load_state": lambda t: training_pb2.LoadStateRequest(adapter_id=t.adapter, seq=9, path=t.checkpoint),
+    "discard_gradient": lambda t: training_pb2.DiscardGradientRequest(adapter_id=t.adapter, seq=9),
     "save_state": lambda t: checkpoints_pb2.SaveStateRequest(adapter_id=t.adapter, seq=9, name="mine"),
     "save_weights_for_sampler": lambda t: checkpoints_pb2.SaveWeightsForSamplerRequest(adapter_id=t.adapter, seq=9),
     "get_sampler": lambda t: sampling_pb2.GetSamplerRequest(sampler_id=t.sampler),

@@ -161,6 +161,9 @@ class FakePool:
     def _LoadState(self, request: Any) -> Message:  # noqa: N802
         return training_pb2.LoadStateResponse(operation=self._accept("load_state", request))
 
+    def _DiscardGradient(self, request: Any) -> Message:  # noqa: N802
+        return training_pb2.DiscardGradientResponse(operation=self._accept("discard_gradient", request))
+
     def _SaveState(self, request: Any) -> Message:  # noqa: N802
         return checkpoints_pb2.SaveStateResponse(operation=self._accept("save_state", request))
 
@@ -229,6 +232,8 @@ def _finish(operation: operations_pb2.Operation, kind: str, request: Any) -> Non
             operation.optim_step.metrics["grad_norm:last"] = 1.0
         case "load_state":
             operation.load_state.path = request.path
+        case "discard_gradient":
+            operation.discard_gradient.SetInParent()
         case "save_state":
             operation.save_state.path = f"tinker://{request.adapter_id}/weights/{request.name}"
         case "save_weights_for_sampler" if request.name:

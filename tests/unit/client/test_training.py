@@ -52,10 +52,11 @@ def test_sequence_numbers_count_from_one_for_every_kind_of_operation(pool: FakeP
         client.load_state("tinker://x/weights/a"),
         client.load_state_with_optimizer("tinker://x/weights/a"),
         client.save_weights_for_sampler("b"),
+        client.discard_gradient(),
         client.optim_step(),
     ]
     results = [future.result(5) for future in futures]
-    assert pool.applied == list(range(1, 9))
+    assert pool.applied == list(range(1, 10))
     assert results[2].path == f"tinker://{MODEL_ID}/weights/a"
     assert results[5].path == f"tinker://{MODEL_ID}/sampler_weights/b"
     assert [request.with_optimizer for request in pool.requests("LoadState")] == [False, True]

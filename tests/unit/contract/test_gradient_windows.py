@@ -14,6 +14,7 @@ from workers.contract.gradient_windows import WindowRole
         (WindowRole.ADD, True, None, "second", "first"),
         (WindowRole.STEP, True, None, None, None),
         (WindowRole.RESET, False, None, "second", "first"),
+        (WindowRole.DISCARD, False, None, "second", "first"),
     ],
 )
 def test_an_operation_opens_keeps_or_closes_its_window(
@@ -28,8 +29,9 @@ def test_an_operation_opens_keeps_or_closes_its_window(
     assert role.closed_by(None, "second") == open_and_failed
     assert role.closed_by("first", "second") == closed_and_failed
     assert role.leaves_gradient(has_failed=True) is (role is not WindowRole.NONE)
-    assert not role.leaves_gradient(has_failed=False)
+    assert role.leaves_gradient(has_failed=False) is (role is WindowRole.DISCARD), "no worker runs a discard"
 
 
-def test_load_opens_a_closed_window() -> None:
-    assert WindowRole.RESET.closed_by("first", None) is None
+@pytest.mark.parametrize("role", [WindowRole.RESET, WindowRole.DISCARD])
+def test_a_load_and_a_discard_open_a_closed_window(role: WindowRole) -> None:
+    assert role.closed_by("first", None) is None

@@ -10,6 +10,7 @@ from coordinator.operations.adapter_log import AdapterLog, ReadyChunks
 from coordinator.operations.operation import Kind, Operation, Usage
 from coordinator.payloads.passes import Chunk
 from tests.support.adapter_logs import (
+    DISCARD,
     ERROR,
     FB,
     FORWARD,
@@ -72,6 +73,69 @@ def test_a_load_opens_a_closed_window_and_closes_an_open_one_if_it_fails() -> No
         assert seqs(adapter.take_decided()) == ([3, 4] if fails else [])
 
 
+def test_a_discard_is_decided_in_its_turn_and_the_next_item_drops_the_gradient() -> None:
+    adapter = adapter_with(FB, DISCARD, DISCARD, FORWARD, FB, STEP)
+    assert seqs(adapter.ready_passes()) == [1]
+    adapter.advance()
+    assert adapter.take_decided() == []
+    run(adapter, 1)
+    assert seqs(decided := adapter.take_decided()) == [2, 3]
+    assert all(each.outcome is not None and each.outcome.HasField("discard_gradient") for each in decided)
+    assert (adapter.copy.cursor, adapter.copy.applied_seq, adapter.copy.must_drop_gradient) == (3, 1, True)
+    assert not adapter.has_pending_gradient
+    assert seqs(adapter.ready_passes()) == [4, 5]
+
+
+def test_a_discard_opens_a_closed_window_for_operations_behind_it() -> None:
+    adapter = adapter_with(FB, FB, DISCARD, FB, STEP)
+    run(adapter, 1, fail=[1])
+    assert seqs(adapter.take_decided()) == [2, 3]
+    assert adapter.operations[2].is_failed
+    assert not adapter.operations[3].is_failed
+    run(adapter, 4, 5)
+    assert adapter.take_decided() == []
+
+
+def test_a_cancelled_discard_closes_the_window_whose_gradient_it_should_have_dropped() -> None:
+    adapter = adapter_with(FB, DISCARD, STEP, STEP)
+    adapter.fail(adapter.operations[2], ERROR)
+    run(adapter, 1)
+    assert seqs(adapter.take_decided()) == [2, 3]
+    assert adapter.operations[3].is_failed
+    assert seqs(adapter.ready_states()) == [4]
+
+
+def test_a_replay_drops_the_gradient_between_the_passes_around_a_discard() -> None:
+    adapter = adapter_with(FB, SAVE, DISCARD, FORWARD, FB, STEP)
+    run(adapter, 1, 2)
+    for each in adapter.take_decided():
+        each.commit()
+    run(adapter, 4, 5)
+    adapter.place_copy("w1")
+    adapter.advance()
+    replayed = []
+    while adapter.is_replaying:
+        ready = seqs([*adapter.ready_passes(), *adapter.ready_states()])
+        replayed.append((ready, adapter.copy.must_drop_gradient))
+        adapter.took_gradient_drop()
+        adapter.applied(adapter.operations[ready[0]])
+        adapter.advance()
+    assert replayed == [([1], False), ([5], True)]
+
+
+def test_a_discard_whose_append_fails_discards_nothing() -> None:
+    adapter = adapter_with(FB)
+    adapter.add(appending(2, DISCARD))
+    adapter.place_copy("w0")
+    run(adapter, 1)
+    assert adapter.copy.must_drop_gradient
+    adapter.withdraw(adapter.operations[2])
+    assert adapter.take_decided() == []
+    assert (adapter.worker_id, adapter.copy.must_drop_gradient) == ("", False)
+    adapter.advance()
+    assert adapter.is_replaying
+
+
 def test_a_lost_copy_is_rebuilt_by_the_operations_that_changed_state() -> None:
     adapter = adapter_with(FB, FORWARD, FB, STEP, FB, STEP, SAVE, FB)
     run(adapter, 1, 2, 3, 4, 5, fail=[5])
@@ -132,6 +196,8 @@ def test_losing_a_copy_twice_leaves_the_same_state_as_losing_it_once() -> None:
         ((FB, STEP), (), False),
         ((FB, STEP, FORWARD), (), False),
         ((FB, LOAD), (), False),
+        ((FB, DISCARD), (), False),
+        ((DISCARD, FB), (), True),
         ((FB, STEP), (2,), False),  # the gradient of a step that failed is dropped
     ],
 )
@@ -139,7 +205,7 @@ def test_a_gradient_is_pending_from_a_pass_to_the_next_step_or_load(
     kinds: tuple[Kind, ...], failing: tuple[int, ...], is_pending: bool
 ) -> None:
     adapter = adapter_with(*kinds)
-    run(adapter, *range(1, len(kinds) + 1), fail=failing)
+    run(adapter, *(seq for seq, kind in enumerate(kinds, 1) if kind is not DISCARD), fail=failing)
     assert adapter.has_pending_gradient is is_pending
 
 
@@ -253,7 +319,7 @@ def test_readiness_of_an_adapter_with_ten_thousand_operations_reads_only_the_fir
 
 
 @given(
-    st.lists(st.sampled_from([FB, FORWARD, STEP, LOAD, SAVE]), min_size=1, max_size=8),
+    st.lists(st.sampled_from([FB, FORWARD, STEP, LOAD, SAVE, DISCARD]), min_size=1, max_size=8),
     st.lists(st.sampled_from(["succeed", "fail", "lose", "quarantine", "begin", "gap"]), max_size=12),
 )
 @example([FB, FB], ["begin", "fail"])

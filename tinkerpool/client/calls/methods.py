@@ -61,6 +61,9 @@ FORWARD_BACKWARD = Unary(
 OPTIM_STEP = Unary("TrainingService", "OptimStep", training.OptimStepRequest, training.OptimStepResponse)
 TRAIN_STEP = Unary("TrainingService", "TrainStep", training.TrainStepRequest, training.TrainStepResponse)
 LOAD_STATE = Unary("TrainingService", "LoadState", training.LoadStateRequest, training.LoadStateResponse)
+DISCARD_GRADIENT = Unary(
+    "TrainingService", "DiscardGradient", training.DiscardGradientRequest, training.DiscardGradientResponse
+)
 
 CREATE_SAMPLER = Unary(
     "SamplingService", "CreateSampler", sampling.CreateSamplerRequest, sampling.CreateSamplerResponse
