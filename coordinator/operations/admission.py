@@ -269,7 +269,7 @@ class Admission:
                 Code.FAILED_PRECONDITION,
                 "WINDOW_TOO_LARGE",
                 f"the gradient since the last optim_step comes from {log.window_bytes + added} bytes of requests, "
-                f"at most {self._limits.window_bytes_max} are kept: take an optim_step first",
+                f"at most {self._limits.window_bytes_max} are kept: take an optim_step first, or discard the gradient",
             )
         return None
 
