@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import threading
 import time
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ class LoopFigures:
     """Processor time of the longest callback."""
     longest_name: str = ""
     """That callback."""
+    longest_collection_ms: float = 0.0
+    """Processor time of the longest garbage collection; the callback in which it fell includes it."""
     longest_wall_ms: float = 0.0
     """Wall time of the callback that took longest by the clock."""
     late_ms: list[float] = field(default_factory=list)
@@ -41,6 +44,7 @@ class Probe:
         self._main = threading.get_ident()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: tuple[Any, int, int] | None = None
+        self._collection_ns = 0
 
     def install(self) -> None:
         """Measure every callback from now on."""
@@ -63,6 +67,7 @@ class Probe:
                     self._beat(handle._loop, handle._loop.time())
 
         handle_type._run = run
+        gc.callbacks.append(self._collecting)
 
     def take(self) -> LoopFigures:
         """Return the measurements since the last call; a callback that runs now counts with what it has used."""
@@ -78,6 +83,16 @@ class Probe:
         if cpu_ns > figures.longest_cpu_ms * 1e6:
             figures.longest_cpu_ms, figures.longest_name = cpu_ns / 1e6, _name_of(handle)
         figures.longest_wall_ms = max(figures.longest_wall_ms, wall_ns / 1e6)
+
+    def _collecting(self, phase: str, _info: dict[str, int]) -> None:
+        """Measure a garbage collection, which the callback in which it falls pays for."""
+        if threading.get_ident() != self._main:
+            return
+        if phase == "start":
+            self._collection_ns = time.thread_time_ns()
+        else:
+            used_ms = (time.thread_time_ns() - self._collection_ns) / 1e6
+            self.figures.longest_collection_ms = max(self.figures.longest_collection_ms, used_ms)
 
     def _beat(self, loop: asyncio.AbstractEventLoop, expected: float) -> None:
         now = loop.time()

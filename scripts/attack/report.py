@@ -41,6 +41,7 @@ class Figures:
     longest_cpu_ms: float
     """Processor time of the longest callback of the coordinator's event loop."""
     longest_name: str
+    longest_collection_ms: float
     longest_cpu_ms_solo: float
     stall_ms: float
     """The longest time for which the event loop started no timer, by the clock."""
@@ -93,6 +94,7 @@ def figures_of(
         after_bytes=memory_bytes[2],
         longest_cpu_ms=loop.longest_cpu_ms,
         longest_name=loop.longest_name,
+        longest_collection_ms=loop.longest_collection_ms,
         longest_cpu_ms_solo=solo_loop.longest_cpu_ms,
         stall_ms=late_ms[-1] if late_ms else 0.0,
         stall_ms_p999=late_ms[int(len(late_ms) * 0.999)] if late_ms else 0.0,
@@ -134,6 +136,7 @@ def details(figures: Figures) -> Iterator[str]:
     """Yield what the table has no room for."""
     yield f"  {figures.attack_s:.0f} s of attack; the pool's answers: {_counts(figures.tally) or 'none'}"
     yield f"  longest callback: {figures.longest_name} ({figures.longest_cpu_ms_solo:.0f} ms alone)"
+    yield f"  longest garbage collection: {figures.longest_collection_ms:.0f} ms"
     yield f"  stall p99.9 {figures.stall_ms_p999:,.0f} ms; log {figures.log_bytes:,} bytes"
     for kind in (NEW_HTTP, NEW_GRPC):
         yield f"  {kind}: {_change(figures.solo.get(kind), figures.attacked.get(kind))} ms"
