@@ -28,6 +28,7 @@ CALM = Figures(
     stopped_at_bytes=0,
     longest_cpu_ms=100.0,
     longest_name="",
+    longest_collection_ms=0.0,
     longest_cpu_ms_solo=1.0,
     stall_ms=3.0,
     stall_ms_p999=2.0,
