@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from coordinator.base.time import Signal, Time
 from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.payloads.canonical import serialize
+from coordinator.operations.windows import Window
 from coordinator.storage.database import StorageError
 from workers.contract.messages import AdapterState, ItemResult
 
@@ -40,7 +40,7 @@ RETRY_S, RETRY_S_MAX = 5.0, 300.0
 class _Durable:
     adapter: AdapterLog
     seq: int
-    window_error: bytes
+    window: Window
     replay_s: float
     replaced: str
     """The folder of the snapshot that it replaces."""
@@ -61,8 +61,8 @@ class Snapshots:
         """Adapter to seconds that its last snapshot took to write."""
         self._retry_at: dict[str, float] = {}
         self._num_failures: Counter[str] = Counter()
-        self._asked: dict[str, tuple[AdapterLog, bytes]] = {}
-        """Adapters whose states were requested, and the failures that had closed their gradient windows."""
+        self._asked: dict[str, tuple[AdapterLog, Window]] = {}
+        """Adapters whose states were requested, and their gradient windows."""
 
     def due(self, adapters: Iterable[AdapterLog], lost: Collection[str]) -> list[AdapterLog]:
         """Return the adapters to snapshot now, without the `lost` ones: they ran an operation that was never logged.
@@ -88,8 +88,7 @@ class Snapshots:
 
     def begin(self, adapter: AdapterLog) -> None:
         """Record that a worker is about to be asked for the copy's state."""
-        window_error = serialize(adapter.copy.window_error) if adapter.copy.window_error is not None else b""
-        self._asked[adapter.adapter_id] = adapter, window_error
+        self._asked[adapter.adapter_id] = adapter, adapter.copy.applied_window
 
     def end(self) -> None:
         """Record a failure for every worker that did not reply: it is lost."""
@@ -104,8 +103,8 @@ class Snapshots:
         if result.state is None:
             self.failed(adapter, str(result.error))
             return
-        _, window_error = self._asked.pop(adapter.adapter_id)
-        writing = self._write(adapter, result.state, window_error, adapter.engine_s_since_snapshot)
+        _, window = self._asked.pop(adapter.adapter_id)
+        writing = self._write(adapter, result.state, window, adapter.engine_s_since_snapshot)
         self._writing[adapter.adapter_id] = asyncio.get_running_loop().create_task(writing)
 
     def failed(self, adapter: AdapterLog, reason: str) -> None:
@@ -128,7 +127,7 @@ class Snapshots:
         durable, self._durable = self._durable, []
         for each in durable:
             if adapters.get(each.adapter.adapter_id) is each.adapter:
-                each.adapter.cover(each.seq, each.window_error, each.replay_s)
+                each.adapter.cover(each.seq, each.window, each.replay_s)
             if each.replaced:
                 self._states.folders.snapshots.remove(each.replaced)
 
@@ -165,15 +164,15 @@ class Snapshots:
         cost_s = self._cost_s.get(adapter.adapter_id, 0.0)
         return cost_s <= WRITING_SHARE_MAX * (cost_s + adapter.engine_s_since_snapshot)
 
-    async def _write(self, adapter: AdapterLog, state: AdapterState, window_error: bytes, replay_s: float) -> None:
+    async def _write(self, adapter: AdapterLog, state: AdapterState, window: Window, replay_s: float) -> None:
         began = self._time.monotonic()
         try:
-            replaced = await self._states.write_snapshot(adapter, state, window_error)
+            replaced = await self._states.write_snapshot(adapter, state, window)
         except (OSError, StorageError) as error:
             self.failed(adapter, str(error))
         else:
             if replaced is not None:
-                self._durable.append(_Durable(adapter, state.applied_seq, window_error, replay_s, replaced))
+                self._durable.append(_Durable(adapter, state.applied_seq, window, replay_s, replaced))
             self._cost_s[adapter.adapter_id] = self._time.monotonic() - began
             self._num_failures.pop(adapter.adapter_id, None)
         finally:

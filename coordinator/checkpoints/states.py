@@ -13,6 +13,7 @@ from coordinator.base.errors import Code, Failure, ServiceError, not_found
 from coordinator.checkpoints.published_weights import Publishing, version_of
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.windows import Window, window_bytes
 from coordinator.storage.database import StorageError, StoreBrokenError
 from coordinator.storage.folders import Saved, StateFiles, StateFolders
 from coordinator.storage.rows import CheckpointRow, SnapshotRow
@@ -45,7 +46,7 @@ class States:
                 f"the server cannot write the state to disk ({error.strerror}): nothing was saved; try again later",
             ) from None
 
-    async def write_snapshot(self, log: AdapterLog, state: AdapterState, window_error: bytes) -> str | None:
+    async def write_snapshot(self, log: AdapterLog, state: AdapterState, window: Window) -> str | None:
         """Make a snapshot durable and cut the log there, once no published version needs the log.
 
         Returns the folder that it replaces, empty if none; None if the adapter was deleted meanwhile. Raises OSError
@@ -59,7 +60,7 @@ class States:
             seq=state.applied_seq,
             folder=saved.folder,
             sha256=saved.sha256,
-            window_error=window_error,
+            window=window_bytes(window),
         )
         try:
             replaced = await self._store.snapshots.commit(row)

@@ -28,6 +28,7 @@ from coordinator.scheduling.planner import PassPlan, Planning
 from coordinator.storage.cycles import CycleCommit, Cycles, StagedStates
 from coordinator.storage.database import ConflictError
 from tinkerpool.v1 import pool_pb2
+from workers.contract.gradient_windows import EMPTY
 from workers.contract.messages import ItemResult
 
 CYCLES_SHOWN_MAX = 1000
@@ -226,4 +227,4 @@ class Committer:
                 self._fleet.hold_version(worker_id, incarnation, operation.name)
         for snapshot in cycle.staged.snapshots:
             if snapshot.adapter_id in self._group.logs and snapshot.adapter_id not in lost:
-                self._group.logs[snapshot.adapter_id].cover(snapshot.seq, b"", math.inf)
+                self._group.logs[snapshot.adapter_id].cover(snapshot.seq, EMPTY, math.inf)

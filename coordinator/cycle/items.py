@@ -16,6 +16,7 @@ from coordinator.fleet.fleet import Flight
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Kind, Operation, service_error
+from coordinator.operations.windows import window_of
 from coordinator.payloads.passes import INLINE_BYTES_MAX, DecodedPass, decode_adam, decode_pass
 from coordinator.storage.folders import StateFolders
 from coordinator.storage.store import Store
@@ -129,7 +130,9 @@ class ItemBuilder:
         if row is None:
             return AdapterInstall(spec=log.spec, state=None)
         state = self._folders.snapshots.read(row.folder, row.sha256)
-        return AdapterInstall(spec=log.spec, state=replace(state, applied_seq=row.seq))
+        window = window_of(row.window)
+        batch = window.batch if window.has_gradient else None
+        return AdapterInstall(spec=log.spec, state=replace(state, applied_seq=row.seq), batch=batch)
 
     async def decode_large(self, log: AdapterLog, num_chunks: int) -> dict[str, DecodedPass]:
         """Decode the large payloads among the next `num_chunks` chunks on a thread, by operation.
@@ -169,6 +172,7 @@ class ItemBuilder:
                     loss_fn=decoded.loss_fn,
                     loss_config=decoded.loss_config,
                     backward=operation.kind is Kind.FORWARD_BACKWARD,
+                    batch=operation.batch,
                 )
                 log.took_gradient_drop()
                 items.append((operation, item))

@@ -15,8 +15,9 @@ from coordinator.checkpoints.snapshots import Snapshots
 from coordinator.cycle.commit import Cycle
 from coordinator.cycle.items import Entry
 from coordinator.fleet.fleet import Fleet, Incarnation
-from coordinator.operations.adapter_log import AdapterLog, window_closed
+from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation, Usage, item_error, service_error
+from coordinator.operations.windows import window_closed
 from coordinator.scheduling.worker_losses import replay_differs
 from tinkerpool.convert import to_tensor
 from tinkerpool.metrics import merge_metrics
@@ -57,8 +58,9 @@ class Results:
             self._apply_replay(log, operation, worker, result, is_last=is_last)
         else:
             log.add_result(operation, result)
-            if operation.kind.needs_open_window and log.copy.window_error is not None:
-                operation.fail(window_closed(log.copy.window_error), log.usage(operation), cycle_id=cycle.cycle_id)
+            window, role = log.copy.window, operation.kind.window_role
+            if window.forbids(role, operation.seq):
+                operation.fail(window_closed(window, role), log.usage(operation), cycle_id=cycle.cycle_id)
             elif result.error is not None:
                 operation.fail(item_error(result.error), log.usage(operation), cycle_id=cycle.cycle_id)
             elif is_last and not isinstance(item, LoadItem):  # a load is decided by the snapshot behind it

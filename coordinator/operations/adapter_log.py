@@ -7,9 +7,8 @@ operations compute. The invariants:
 - `copy.cursor` is the last seq that the copy has passed, `copy.applied_seq` the last one that its worker ran. They
   differ by operations that need no worker: failed ones, discard_gradients, and on a replay all that change no state,
   except saves whose weights must be rematerialized;
-- once an operation that adds gradient or loads a state fails, its gradient window is closed: operations that need it
-  fail too, up to and including the next optim_step, unless a load or a discard_gradient comes first; with the next
-  item the worker drops the pending gradient;
+- once an operation that adds gradient or loads a state fails, its gradient window is closed: the operations that it
+  forbids fail too (`workers.contract.gradient_windows`), and with the next item the worker drops the pending gradient;
 - progress of execution belongs to one generation of the copy: losing or installing the copy starts the next one.
 """
 
@@ -19,16 +18,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from coordinator.base.errors import Code
 from coordinator.fleet.fleet import Residency
 from coordinator.operations.operation import Kind, Operation, OutcomeState, Usage
+from coordinator.operations.windows import Window, failure_of, window_closed
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.contract.gradient_windows import EMPTY
 from workers.contract.messages import AdapterSpec, ItemResult
 
 NO_SEQS = (0, -1)
 """An empty range of sequence numbers."""
 ENDS_WINDOW = (Kind.OPTIM_STEP, Kind.LOAD_STATE, Kind.DISCARD_GRADIENT)
-"""The operations after which no gradient is pending."""
+"""The operations after which no gradient is pending, if they succeed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +55,10 @@ class Copy:
     cursor: int
     applied_seq: int
     """The last seq that the worker ran."""
-    window_error: ops_pb.OperationError | None
-    """The failure that closed the current gradient window."""
+    window: Window
+    """The gradient window at the cursor."""
+    applied_window: Window
+    """The gradient window at `applied_seq`: that of a snapshot."""
     worker_id: str = ""
     """Empty: there is no copy, the next worker must install one."""
     must_drop_gradient: bool = False
@@ -78,15 +80,15 @@ class AdapterLog:
     """Which worker each adapter of this base model has its copy on."""
     snapshot_seq: int = 0
     """The last seq that the newest durable snapshot contains; a new copy starts there."""
-    snapshot_window_error: ops_pb.OperationError | None = None
-    """The failure that had closed the gradient window there."""
+    snapshot_window: Window = EMPTY
+    """The gradient window there."""
     quarantined: tuple[int, int] = NO_SEQS
     """First and last seq of operations whose worker was lost: each of them runs in a batch of its own."""
     next_seq: int = 1
     """The seq after the highest accepted one: the next one that the server assigns."""
     operations: dict[int, Operation] = field(default_factory=dict)
     """All after `snapshot_seq`, by seq."""
-    copy: Copy = field(default_factory=lambda: Copy(0, 0, 0, None))
+    copy: Copy = field(default_factory=lambda: Copy(0, 0, 0, EMPTY, EMPTY))
     engine_s_since_snapshot: float = 0.0
     """Engine seconds that a replay from the snapshot would take."""
     window_bytes: int = 0
@@ -147,14 +149,8 @@ class AdapterLog:
 
     @property
     def has_pending_gradient(self) -> bool:
-        """The copy's gradient is not empty, as far as this log can tell."""
-        for seq in range(self.copy.cursor, self.snapshot_seq, -1):
-            operation = self.operations.get(seq)
-            if operation is None or operation.kind in ENDS_WINDOW:
-                return False
-            if operation.kind is Kind.FORWARD_BACKWARD:
-                return True
-        return False
+        """The copy's gradient is not empty."""
+        return self.copy.window.has_gradient
 
     def waits_for(self, seq: int) -> bool:
         """Return whether accepted operations wait for this seq, which is the lowest one that has not arrived."""
@@ -214,8 +210,8 @@ class AdapterLog:
         """Start again from the snapshot: the copy on the worker was lost or cannot be trusted."""
         if self.worker_id:
             self.residency.leave(self.worker_id, self.adapter_id)
-        seq = self.snapshot_seq
-        self.copy = Copy(self.copy.generation + 1, seq, seq, self.snapshot_window_error)
+        seq, window = self.snapshot_seq, self.snapshot_window
+        self.copy = Copy(self.copy.generation + 1, seq, seq, window, window)
 
     def place_copy(self, worker_id: str) -> None:
         """Start a new copy from the snapshot, which is being installed on this worker."""
@@ -287,6 +283,7 @@ class AdapterLog:
     def pause(self, operation: Operation) -> None:
         """Record that the worker ran a part of the operation; the rest waits for another cycle."""
         self.progress(operation).is_running = False
+        self._added_gradient(operation)
 
     def add_result(self, operation: Operation, result: ItemResult) -> None:
         """Add the result of one more chunk, or of a whole operation without chunks."""
@@ -375,12 +372,12 @@ class AdapterLog:
             return False
         return not first.is_final or self._is_replay(first)
 
-    def cover(self, seq: int, window_error: bytes, replay_s: float) -> None:
+    def cover(self, seq: int, window: Window, replay_s: float) -> None:
         """Drop the operations up to `seq`: a durable snapshot covers them; their replay would have taken `replay_s`."""
         if seq <= self.snapshot_seq:
             return
         self.snapshot_seq = seq
-        self.snapshot_window_error = ops_pb.OperationError.FromString(window_error) if window_error else None
+        self.snapshot_window = window
         self.engine_s_since_snapshot = max(0.0, self.engine_s_since_snapshot - replay_s)
         for old in [s for s in self.operations if s <= seq and self.operations[s].is_committed]:
             del self.operations[old]
@@ -434,7 +431,12 @@ class AdapterLog:
 
     def _is_forbidden(self, operation: Operation) -> bool:
         """Return whether the operation's window is closed, so that `advance` will fail it."""
-        return self.copy.window_error is not None and operation.kind.needs_open_window and not operation.is_final
+        window = self.copy.window
+        return (
+            window.closed_by is not None
+            and not operation.is_final
+            and window.forbids(operation.kind.window_role, operation.seq)
+        )
 
     def _is_replay(self, operation: Operation) -> bool:
         return (
@@ -447,21 +449,34 @@ class AdapterLog:
 
     def _decide(self, operation: Operation) -> bool:
         """Decide the next operation if no worker is to run it; return whether it is decided."""
-        error = self.copy.window_error
         if not operation.kind.needs_worker:
             operation.succeed(0, Usage()).discard_gradient.SetInParent()
             self._decided.append(operation)
-        elif error is None or not operation.kind.needs_open_window or self.is_running(operation):
-            return False
+        elif self._is_forbidden(operation) and not self.is_running(operation):
+            self.fail(operation, window_closed(self.copy.window, operation.kind.window_role))
         else:
-            self.fail(operation, window_closed(error))
+            return False
         return True
 
     def _pass(self, operation: Operation) -> None:
         copy, role = self.copy, operation.kind.window_role
         copy.cursor = operation.seq
-        copy.window_error = role.closed_by(copy.window_error, _named(operation) if operation.is_failed else None)
-        copy.must_drop_gradient |= role.leaves_gradient(has_failed=operation.is_failed)
+        failure = failure_of(operation) if operation.is_failed else None
+        copy.window = copy.window.after(role, operation.seq, failure, operation.batch)
+        if operation.seq == copy.applied_seq:
+            copy.applied_window = copy.window
+        if role.leaves_gradient(has_failed=failure is not None):
+            copy.must_drop_gradient = True
+        else:
+            self._added_gradient(operation)
+
+    def _added_gradient(self, operation: Operation) -> None:
+        """Note that the copy's gradient is that of the present window.
+
+        If an operation ran behind a failed batch in the same phase, then the worker dropped that batch's by itself.
+        """
+        if operation.kind is Kind.FORWARD_BACKWARD:
+            self.copy.must_drop_gradient = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,22 +500,3 @@ def _until_quarantined(ready: Iterable[Operation], first: int, last: int) -> Ite
         yield operation
         if is_quarantined:
             return
-
-
-def _named(operation: Operation) -> ops_pb.OperationError:
-    assert operation.outcome is not None
-    error = ops_pb.OperationError()
-    error.CopyFrom(operation.outcome.error)
-    error.message = f"{operation.name} failed: {error.message}"
-    return error
-
-
-def window_closed(first: ops_pb.OperationError) -> ops_pb.OperationError:
-    """Return why an operation of a closed gradient window does not run; `first` is the failure that closed it."""
-    return ops_pb.OperationError(
-        code=Code.FAILED_PRECONDITION,
-        reason="GRADIENT_WINDOW_CLOSED",
-        message=f"not run: an earlier operation of the same step failed and its gradient was dropped; {first.message};"
-        " submit the step again after the next optim_step, or after discard_gradient, which opens the window without"
-        " a step",
-    )

@@ -20,15 +20,18 @@ from google.protobuf.message import Message
 
 from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError, invalid, not_found
-from coordinator.operations.adapter_log import AdapterLog, window_closed
+from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.in_flight import InFlightTable, SampleNumbers
 from coordinator.operations.operation import Kind, Operation, new_row, operation_of_row, service_error
 from coordinator.operations.registry import AdapterRegistry
+from coordinator.operations.windows import window_closed
 from coordinator.payloads.canonical import digest, serialize
 from coordinator.payloads.passes import Chunk, DecodedPass
 from coordinator.storage.database import ConflictError, LockedError, StorageError, StoreBrokenError
 from coordinator.storage.store import Store
 from tinkerpool.names import operation_name
+from workers.contract.gradient_windows import GradientWindow, WindowRole
+from workers.contract.messages import UNMARKED, RequestBatch
 
 RETRY_DELAY_S = 1.0
 AWAITED_BYTES_MAX = 128 << 20
@@ -50,6 +53,8 @@ class Request:
     decoded: DecodedPass | None = None
     chunks: tuple[Chunk, ...] = ()
     chunk_tokens: int = 0
+    batch: RequestBatch = UNMARKED
+    """The batch that a forward_backward is part of, also if it is refused."""
     malformed: ServiceError | None = None
     """Why it has no payload."""
     refusal: ServiceError | None = None
@@ -281,7 +286,7 @@ class Admission:
         operations = []
         for i, request in enumerate(requests):
             operation = self._operation(log.tenant_id, log.adapter_id, seq + i, "", request, is_refused=True)
-            operation.fail(failure if i == 0 else window_closed(failure))
+            operation.fail(failure if i == 0 else window_closed(GradientWindow(failure), WindowRole.STEP))
             operations.append(operation)
         refusal.operation = operation_name(log.adapter_id, seq)
         return Acceptance(operations, (self._enter(log, operations, is_record=True),), refusal)
@@ -368,6 +373,7 @@ class Admission:
             chunk_tokens=request.chunk_tokens,
             num_bytes=len(payload),
             chunks=() if is_refused else request.chunks,
+            batch=request.batch,
             append_id=self._store.operations.new_append_id(),
         )
 

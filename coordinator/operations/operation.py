@@ -22,7 +22,7 @@ from coordinator.payloads.passes import Chunk, DecodedPass
 from coordinator.storage.rows import DecidedOperation, NewOperation, OperationRow
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.gradient_windows import WindowRole
-from workers.contract.messages import ErrorCode, ItemError
+from workers.contract.messages import UNMARKED, ErrorCode, ItemError, RequestBatch
 
 
 class Kind(Enum):
@@ -61,11 +61,6 @@ class Kind(Enum):
     def changes_state(self) -> bool:
         """Changes the adapter, so that recovery must apply it again."""
         return self in _CHANGING
-
-    @property
-    def needs_open_window(self) -> bool:
-        """Must not run once an earlier operation of its gradient window failed."""
-        return self.window_role.needs_open_window
 
     @property
     def window_role(self) -> WindowRole:
@@ -139,6 +134,8 @@ class Operation:
     num_bytes: int
     """Size of the payload."""
     chunks: tuple[Chunk, ...] = ()
+    batch: RequestBatch = UNMARKED
+    """The batch that a forward_backward is part of."""
     append_id: int = 0
     """Identifies this append in the log: another operation at the same sequence number has another id."""
     decoded: DecodedPass | None = None
@@ -306,6 +303,7 @@ def item_error(error: ItemError) -> ops_pb.OperationError:
 
 def new_row(operation: Operation) -> NewOperation:
     """Return an operation as the log appends it; a refused one with its outcome."""
+    is_marked = operation.batch != UNMARKED
     return NewOperation(
         target_id=operation.target_id,
         seq=operation.seq,
@@ -316,6 +314,8 @@ def new_row(operation: Operation) -> NewOperation:
         payload=operation.payload,
         payload_hash=operation.payload_hash,
         chunk_tokens=operation.chunk_tokens,
+        batch_first_seq=operation.batch.first_seq if is_marked else None,
+        batch_last_seq=operation.batch.last_seq if is_marked else None,
         outcome=serialize(operation.outcome) if operation.outcome is not None else None,
         is_failed=operation.is_failed,
     )
@@ -344,6 +344,9 @@ def operation_of_row(row: OperationRow) -> Operation:
         state = OutcomeState.UNDECIDED
     else:
         state = OutcomeState.COMMITTED if row.outcome else OutcomeState.DROPPED
+    batch = UNMARKED
+    if row.batch_first_seq is not None and row.batch_last_seq is not None:
+        batch = RequestBatch(row.batch_first_seq, row.batch_last_seq)
     return Operation(
         tenant_id=row.tenant_id,
         target_id=row.target_id,
@@ -353,6 +356,7 @@ def operation_of_row(row: OperationRow) -> Operation:
         payload_hash=row.payload_hash,
         request_id=row.request_id or "",
         chunk_tokens=row.chunk_tokens,
+        batch=batch,
         num_bytes=row.num_bytes,
         append_id=row.append_id,
         acceptance=Acceptance.DURABLE,

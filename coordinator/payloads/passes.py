@@ -26,7 +26,7 @@ from coordinator.payloads.canonical import serialize
 from tinkerpool.convert import from_tensor, to_tensor
 from tinkerpool.v1 import training_pb2, types_pb2
 from workers.contract.loss_inputs import IGNORED_INPUT, LOSS_RULES, LossRule
-from workers.contract.messages import AdamParams, Datum, ModelInfo
+from workers.contract.messages import UNMARKED, AdamParams, Datum, ModelInfo, RequestBatch
 
 PassRequest = training_pb2.ForwardRequest | training_pb2.ForwardBackwardRequest | training_pb2.TrainStepRequest
 Inputs = Mapping[str, NDArray[np.float32] | NDArray[np.int32]]
@@ -129,6 +129,24 @@ def loss_name(value: int) -> str:
     return name
 
 
+def batch_of(request: PassRequest) -> RequestBatch:
+    """Return the batch that a request is part of. Raises ServiceError if the mark does not fit the request."""
+    if isinstance(request, training_pb2.ForwardRequest) or not request.HasField("batch"):
+        return UNMARKED
+    first, num = request.batch.first_seq, request.batch.num_requests
+    batch = RequestBatch(first, first + num - 1)
+    if first < 1 or not first <= request.seq <= batch.last_seq:
+        raise invalid(
+            f"batch has {num} requests from seq {first} on, but this request has seq {request.seq}: it must be one of "
+            "them, so give seq explicitly"
+        )
+    if isinstance(request, training_pb2.TrainStepRequest) and request.seq != batch.last_seq:
+        raise invalid(
+            f"batch ends at seq {batch.last_seq}, but the optim_step is at {request.seq + 1}: mark it as last"
+        )
+    return batch
+
+
 def canonical_pass(request: PassRequest, model: ModelInfo, limits: Limits) -> tuple[bytes, DecodedPass]:
     """Check a forward or forward_backward; return its payload and its decoded form."""
     name = loss_name(request.loss_function)
@@ -150,6 +168,8 @@ def canonical_pass(request: PassRequest, model: ModelInfo, limits: Limits) -> tu
     payload = training_pb2.ForwardBackwardRequest(
         adapter_id=request.adapter_id, loss_function=request.loss_function, loss_config=decoded.loss_config
     )
+    if not isinstance(request, training_pb2.ForwardRequest) and request.HasField("batch"):
+        payload.batch.CopyFrom(request.batch)
     for datum in decoded.data:
         payload.data.add(
             tokens=to_tensor(datum.tokens), loss_inputs={key: to_tensor(v) for key, v in datum.loss_inputs.items()}

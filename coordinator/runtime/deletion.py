@@ -19,6 +19,7 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Operation, decided_row
 from coordinator.operations.registry import AdapterRegistry
+from coordinator.operations.windows import window_of
 from coordinator.scheduling.worker_losses import Quarantine
 from coordinator.storage.database import StorageError
 from coordinator.storage.store import Store
@@ -94,7 +95,7 @@ class Deletions:
         Meanwhile a cycle or a snapshot may have advanced without updating the adapter log.
         """
         if (row := self._store.snapshots.get(log.adapter_id)) is not None:
-            log.cover(row.seq, row.window_error, math.inf)
+            log.cover(row.seq, window_of(row.window), math.inf)
         log.lose_copy()  # its worker may have been lost, too
         log.cancel_deletion(unfinished)
         self._registry.add(log)

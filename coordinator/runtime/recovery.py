@@ -15,6 +15,7 @@ from coordinator.checkpoints.states import States
 from coordinator.operations.in_flight import InFlightTable
 from coordinator.operations.operation import Operation, operation_of_row
 from coordinator.operations.registry import AdapterRegistry, adapter_of_row
+from coordinator.operations.windows import window_of
 from coordinator.payloads.passes import cut_chunks, decode_pass
 from coordinator.sampling.scheduler import SampleScheduler
 from coordinator.scheduling.virtual_counters import FairState, Share
@@ -68,7 +69,7 @@ class Recovery:
         for row in self._store.adapters.not_deleted():
             log = adapter_of_row(row)
             if (snapshot := self._store.snapshots.get(log.adapter_id)) is not None:
-                log.cover(snapshot.seq, snapshot.window_error, 0.0)
+                log.cover(snapshot.seq, window_of(snapshot.window), 0.0)
             log.restore(max(self._store.operations.last_seq(log.adapter_id), log.snapshot_seq) + 1)
             for operation_row, payload in self._store.operations.since(log.adapter_id, log.snapshot_seq):
                 name = f"{operation_row.target_id}:{operation_row.seq}"

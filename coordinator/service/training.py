@@ -20,6 +20,7 @@ from coordinator.payloads.canonical import serialize
 from coordinator.payloads.passes import (
     INLINE_BYTES_MAX,
     PassRequest,
+    batch_of,
     canonical_adam,
     canonical_pass,
     check_fits,
@@ -32,6 +33,7 @@ from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints_pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import training_pb2 as pb
+from workers.contract.messages import UNMARKED
 
 SaveRequest = checkpoints_pb.SaveStateRequest | checkpoints_pb.SaveWeightsForSamplerRequest
 SequencedRequest = PassRequest | pb.OptimStepRequest | pb.LoadStateRequest | pb.DiscardGradientRequest | SaveRequest
@@ -154,14 +156,16 @@ class TrainingUseCases(UseCases):
     async def _pass(self, request: PassRequest, log: AdapterLog, kind: Kind) -> Request:
         """Decode a pass; a large one on a thread, in a turn of its tenant."""
         model, limits = self._core.fleet.models[log.base_model], self._core.config.limits
+        batch = UNMARKED
         try:
+            batch = batch_of(request)
             if request.ByteSize() <= INLINE_BYTES_MAX:
                 payload, decoded = canonical_pass(request, model, limits)
             else:
                 async with self._core.decode_turns.turn(log.tenant_id):
                     payload, decoded = await asyncio.to_thread(canonical_pass, request, model, limits)
         except ServiceError as error:
-            return Request(kind=kind, raw=request, malformed=error)
+            return Request(kind=kind, raw=request, batch=batch, malformed=error)
         chunks = cut_chunks(decoded.lengths, model.chunk_tokens)
         return Request(
             kind=kind,
@@ -170,6 +174,7 @@ class TrainingUseCases(UseCases):
             decoded=decoded,
             chunks=chunks,
             chunk_tokens=model.chunk_tokens,
+            batch=batch,
             refusal=refusal_of(check_fits, chunks, model),
         )
 

@@ -200,8 +200,8 @@ class Snapshots(Table[SnapshotRow]):
 def put_snapshot(db: Connection, snapshot: SnapshotRow) -> None:
     """Replace an adapter's snapshot and drop the payloads that the new one covers."""
     db.execute(
-        "INSERT OR REPLACE INTO snapshots (adapter_id, seq, folder, sha256, window_error) VALUES (?, ?, ?, ?, ?)",
-        (snapshot.adapter_id, snapshot.seq, snapshot.folder, snapshot.sha256, snapshot.window_error),
+        "INSERT OR REPLACE INTO snapshots (adapter_id, seq, folder, sha256, window) VALUES (?, ?, ?, ?, ?)",
+        (snapshot.adapter_id, snapshot.seq, snapshot.folder, snapshot.sha256, snapshot.window),
     )
     drop_covered_payloads(db, snapshot.adapter_id, snapshot.seq)
 

@@ -160,8 +160,8 @@ class SnapshotRow:
     seq: int
     folder: str
     sha256: str
-    window_error: bytes = b""
-    """The failure that has closed the gradient window there, a serialized v1.OperationError; empty: it is open."""
+    window: bytes = b""
+    """The gradient window there, of `coordinator.operations.windows`; empty: open and without gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +179,9 @@ class NewOperation:
     payload: bytes
     payload_hash: bytes
     chunk_tokens: int
+    batch_first_seq: int | None = None
+    batch_last_seq: int | None = None
+    """The batch that a forward_backward is part of; None: it is unmarked, or another kind of operation."""
     outcome: bytes | None = None
     is_failed: bool = False
 
@@ -212,6 +215,8 @@ class OperationRow:
     num_bytes: int
     """Size of the payload when it was appended."""
     chunk_tokens: int
+    batch_first_seq: int | None
+    batch_last_seq: int | None
     outcome: bytes | None
     """The serialized v1.Operation; None while undecided, empty once dropped."""
 

@@ -24,7 +24,7 @@ Folders (see `folders`) are named below `checkpoints/`, `snapshots/` and `sample
 
 APPLICATION_ID = 0x74706F6C
 """`tpol`, in the header of the file: a database of this format and its successors."""
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 UNWRITTEN = "folder = '' AND samplers.payload = x''"
 """Condition for unnamed samplers whose weights have no file so far. For a checkpoint an empty folder is enough."""
@@ -105,6 +105,8 @@ CREATE TABLE operations (
     payload_hash BLOB NOT NULL,
     num_bytes INTEGER NOT NULL,           -- of the payload
     chunk_tokens INTEGER NOT NULL,        -- canonical chunks are a function of the payload and this
+    batch_first_seq INTEGER,              -- the batch that a forward_backward is part of: a failed one closes
+    batch_last_seq INTEGER,               -- the gradient window up to here; NULL: it is not marked
     outcome BLOB,                         -- the finished v1.Operation; NULL while undecided, empty once dropped
     is_failed INTEGER NOT NULL DEFAULT 0,
     finished_service_s REAL,
@@ -127,7 +129,7 @@ CREATE TABLE snapshots (
     seq INTEGER NOT NULL,                 -- covers all operations up to here
     folder TEXT NOT NULL,
     sha256 TEXT NOT NULL,
-    window_error BLOB NOT NULL DEFAULT x'' -- the failure that has closed the gradient window; empty: it is open
+    window BLOB NOT NULL DEFAULT x''      -- JSON: the gradient window's failure and batch; empty: none of them
 );
 CREATE TABLE checkpoints (
     path TEXT PRIMARY KEY,

@@ -214,8 +214,8 @@ GUARDS = (
     Guard(
         name="closed gradient window",
         file="coordinator/operations/adapter_log.py",
-        before="copy.window_error = role.closed_by(copy.window_error, _named(operation)",
-        after="copy.window_error = role.closed_by(None, None",
+        before="copy.window = copy.window.after(role, operation.seq, failure, operation.batch)",
+        after="copy.window = EMPTY",
         tests=("tests/integration/cycles/test_recovery.py", "tests/integration/cycles/test_cycles.py"),
     ),
     Guard(

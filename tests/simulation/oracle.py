@@ -42,6 +42,8 @@ class Expected:
     chain: bytes
     gradient: bytes = b""
     moments: bytes = b""
+    batches: set[tuple[int, int] | None] = field(default_factory=set)
+    """The batches that tried to add to the gradient since the gradient window began; None for those without a mark."""
     is_window_open: bool = True
     saved: dict[str, tuple[int, bytes, bytes]] = field(default_factory=dict)
     """Path to the seq, weights and moments of its last save."""
@@ -80,6 +82,10 @@ def _apply(
     name = f"{client.name} {outcome.name} ({kind})"
     reason = outcome.error.reason
     has_failed = outcome.state == ops_pb.OPERATION_STATE_FAILED
+    if kind == "forward_backward":
+        if not adapter.is_window_open and _is_behind(adapter.batches, seq):
+            _begin_window(adapter)
+        adapter.batches.add(step.batch)
     needs_window = kind in {"forward_backward", "optim_step"}
     is_closed = needs_window and not adapter.is_window_open
     is_refused = sent.is_bad and index == 0
@@ -103,12 +109,11 @@ def _apply(
         case "optim_step":
             if not has_failed:
                 _step(adapter, sent, seq)
-            adapter.gradient = b""
-            adapter.is_window_open = True
+            _begin_window(adapter)
         case "discard_gradient":
             if has_failed:
                 raise Mismatch(f"{name} failed with {reason}: {outcome.error.message}")
-            adapter.gradient, adapter.is_window_open = b"", True
+            _begin_window(adapter)
         case "save_state":
             if not has_failed:
                 adapter.saved[outcome.save_state.path] = (seq, adapter.chain, adapter.moments)
@@ -119,11 +124,23 @@ def _apply(
                     adapter.unnamed.add(seq)
         case "load_state":
             adapter.gradient = b""
-            adapter.is_window_open = not has_failed
-            if not has_failed:
+            if has_failed:
+                adapter.is_window_open = False
+                adapter.batches.add(None)
+            else:
+                _begin_window(adapter)
                 request = sent.request()
                 _, adapter.chain, moments = adapter.saved[request.path]
                 adapter.moments = moments if request.with_optimizer else b""
+
+
+def _begin_window(adapter: Expected) -> None:
+    adapter.gradient, adapter.is_window_open, adapter.batches = b"", True, set()
+
+
+def _is_behind(batches: set[tuple[int, int] | None], seq: int) -> bool:
+    """Return whether a closed window held one marked batch, and `seq` is behind it."""
+    return len(batches) == 1 and all(batch is not None and seq > batch[1] for batch in batches)
 
 
 def _pass(adapter: Expected, sent: Sent, kind: str, seq: int, outcome: ops_pb.Operation, has_failed: bool) -> None:

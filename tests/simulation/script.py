@@ -18,6 +18,7 @@ from tinkerpool.v1 import checkpoints_pb2, sampling_pb2, training_pb2, types_pb2
 
 BAD_TOKEN = 2**20
 """Outside every vocabulary: the request is refused."""
+RATES = (1e-4, 1e-3, 0.5)
 LOSSES = (types_pb2.LOSS_FUNCTION_CROSS_ENTROPY, types_pb2.LOSS_FUNCTION_IMPORTANCE_SAMPLING)
 
 
@@ -30,6 +31,8 @@ class Step:
     """The use case; "train_step" takes two sequence numbers."""
     lengths: tuple[int, ...] = ()
     """Tokens of the sequences of a pass."""
+    batch: tuple[int, int] | None = None
+    """First and last seq of the batch that a forward_backward is marked as part of; None: it is not marked."""
     is_poison: bool = False
     """The engine fails the operation."""
     is_bad: bool = False
@@ -78,13 +81,20 @@ def draw_script(random: Random, num_steps: int) -> list[Step]:
         [kind] = random.choices(kinds, weights)
         if kind == "load_state" and not saves:
             kind = "save_state"
+        if kind in {"forward_backward", "train_step"} and (num_parts := random.choice((0, 1, 1, 2, 3))):
+            batch = (seq, seq + num_parts - 1)
+            for part in range(num_parts):
+                part_kind = kind if part == num_parts - 1 else "forward_backward"
+                steps.append(_draw_pass(random, seq, part_kind, poison, bad, batch))
+                seq += steps[-1].num_seqs
+            continue
         values: dict[str, Any] = {}
         if kind in {"forward", "forward_backward", "train_step"}:
-            values["lengths"] = tuple(random.randrange(1, 17) for _ in range(random.choice((1, 1, 2, 4, 6))))
-            values["is_poison"] = random.random() < poison
-            values["loss"] = random.choice(LOSSES)
-        if kind in {"optim_step", "train_step"}:
-            values["learning_rate"] = random.choice((1e-4, 1e-3, 0.5))
+            steps.append(_draw_pass(random, seq, kind, poison, bad, None))
+            seq += steps[-1].num_seqs
+            continue
+        if kind == "optim_step":
+            values["learning_rate"] = random.choice(RATES)
         if kind == "save_state":
             values["name"] = f"c{seq}"
             if saves and random.random() < 0.3:
@@ -104,9 +114,25 @@ def draw_script(random: Random, num_steps: int) -> list[Step]:
     return steps
 
 
+def _draw_pass(random: Random, seq: int, kind: str, poison: float, bad: float, batch: tuple[int, int] | None) -> Step:
+    return Step(
+        seq=seq,
+        kind=kind,
+        lengths=tuple(random.randrange(1, 17) for _ in range(random.choice((1, 1, 2, 4, 6)))),
+        batch=batch,
+        is_poison=random.random() < poison,
+        loss=random.choice(LOSSES),
+        learning_rate=random.choice(RATES) if kind == "train_step" else 0.0,
+        is_bad=random.random() < bad,
+    )
+
+
 def request_of(step: Step, adapter_id: str, path: str, variant: int = 0) -> Any:
     """Return the request of a step; `path` is the checkpoint of a load."""
     fields: dict[str, Any] = {"adapter_id": adapter_id, "seq": step.seq}
+    if step.batch is not None:
+        first, last = step.batch
+        fields["batch"] = training_pb2.Batch(first_seq=first, num_requests=last - first + 1)
     data = [_datum(step, index, length, variant) for index, length in enumerate(step.lengths)]
     rate = step.learning_rate + (0.25 if variant else 0.0)
     adam = types_pb2.AdamParams(learning_rate=-1.0 if step.is_bad else rate)

@@ -8,7 +8,7 @@ from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.operation import Kind, Operation, Usage
 from coordinator.payloads.passes import Chunk
 from tinkerpool.v1 import operations_pb2 as ops_pb
-from workers.contract.messages import AdapterSpec
+from workers.contract.messages import AdapterSpec, RequestBatch
 
 FB, FORWARD, STEP, LOAD, SAVE, DISCARD = (
     Kind.FORWARD_BACKWARD,
@@ -46,6 +46,27 @@ def appending(seq: int, kind: Kind, *, name: str = "a", tenant: str = "t") -> Op
     """Return an operation whose append has not ended."""
     chunks = (Chunk(0, 1, 4),) if kind.is_pass else ()
     return Operation(tenant, name, seq, kind, b"", b"", "", 16, 10, chunks)
+
+
+def in_batch(adapter: AdapterLog, *seqs: int) -> None:
+    """Mark these operations, at consecutive sequence numbers, as one batch."""
+    for seq in seqs:
+        adapter.operations[seq].batch = RequestBatch(seqs[0], seqs[-1])
+
+
+def run_together(adapter: AdapterLog, *seqs: int, fail: Iterable[int] = ()) -> None:
+    """Run these operations in one phase: all are with the worker before the first result is applied."""
+    adapter.advance()
+    adapter.took_gradient_drop()
+    for seq in seqs:
+        adapter.start(adapter.operations[seq])
+    for seq in seqs:
+        one = adapter.operations[seq]
+        is_forbidden = adapter.copy.window.forbids(one.kind.window_role, seq)
+        one.fail(ERROR) if seq in fail or is_forbidden else one.succeed(1, Usage())
+        one.commit()
+        adapter.applied(one)
+        adapter.advance()
 
 
 def run(adapter: AdapterLog, *seqs: int, fail: Iterable[int] = ()) -> None:

@@ -197,7 +197,7 @@ class ToyEngine:
                 self._install(install)
             for key in batch.removals:
                 self._remove(key)
-            results = tuple(self._apply(item) for item in batch.items)
+            results = tuple(self._run_items(batch.items))
         return BatchResult(
             epoch=self._epoch,
             cycle_id=batch.cycle_id,
@@ -220,35 +220,54 @@ class ToyEngine:
     def _install(self, install: AdapterInstall) -> None:
         adapter_id = install.spec.adapter_id
         self._remove(adapter_id)
-        adapter = ToyAdapter(install.spec, fresh_chain(install.spec))
+        adapter = ToyAdapter(install.spec, fresh_chain(install.spec), progress=Progress.of(install))
         if install.state is not None:
             try:
                 _load(adapter, install.state, with_optimizer=True)
                 if install.state.gradient is not None:
                     adapter.gradient = _read(install.state.gradient)
-                    adapter.progress.num_datums = install.state.num_datums
             except ValueError as error:
                 self._broken[adapter_id] = ItemError(code=ErrorCode.DATA_LOSS, message=str(error))
                 return
-            adapter.progress.applied_seq = install.state.applied_seq
         self.adapters[adapter_id] = adapter
 
-    def _apply(self, item: Item) -> ItemResult:
+    def _run_items(self, items: Sequence[Item]) -> list[ItemResult]:
+        """Run consecutive passes together, as the real engine does: all are admitted before the first is settled."""
+        results: list[ItemResult] = []
+        group: list[PassItem] = []
+        for item in items:
+            is_pass = isinstance(item, PassItem)
+            if not is_pass or (item.drop_gradient and any(each.adapter_id == item.adapter_id for each in group)):
+                results += self._passes(group)
+                group = []
+            if isinstance(item, PassItem):
+                group.append(item)
+            else:
+                results.append(self._apply(item))
+        return results + self._passes(group)
+
+    def _admit(self, item: Item) -> ItemError | None:
+        """Admit an item, and drop the gradient if that begins with it; return why it must not run."""
         adapter = self.adapters.get(item.adapter_id)
         if adapter is None:
             absent = ItemError(code=ErrorCode.OUT_OF_ORDER, message="this worker does not hold the adapter")
-            return ItemResult(op_id=item.op_id, error=self._broken.get(item.adapter_id, absent))
+            return self._broken.get(item.adapter_id, absent)
         error = adapter.progress.admit(item)
-        is_admitted = error is None or error.code is not ErrorCode.OUT_OF_ORDER
         if error is None and (item.drop_gradient or isinstance(item, LoadItem)):
             adapter.gradient = b""
+        return error
+
+    def _apply(self, item: Item) -> ItemResult:
+        error = self._admit(item)
+        adapter = self.adapters.get(item.adapter_id)
+        if adapter is None:
+            return ItemResult(op_id=item.op_id, error=error)
+        is_admitted = error is None or error.code is not ErrorCode.OUT_OF_ORDER
         match item:
-            case PassItem():
-                return ItemResult(op_id=item.op_id, error=error) if error else self._pass(adapter, item)
             case OptimStepItem():
                 metrics = {} if error else _step(adapter, item)
                 if is_admitted:
-                    adapter.gradient, adapter.progress.num_datums = b"", 0
+                    adapter.gradient = b""
                 return ItemResult(op_id=item.op_id, error=error, metrics=metrics, engine_s=1e-6)
             case SaveItem():
                 if error is None and item.publish_as:
@@ -267,29 +286,55 @@ class ToyEngine:
                 return ItemResult(op_id=item.op_id, error=error)
         raise AssertionError(type(item))
 
-    def _pass(self, adapter: ToyAdapter, item: PassItem) -> ItemResult:
+    def _passes(self, group: Sequence[PassItem]) -> list[ItemResult]:
+        results: dict[int, ItemResult] = {}
+        running: list[tuple[int, PassItem]] = []
+        for index, item in enumerate(group):
+            if (error := self._admit(item)) is not None:
+                results[index] = ItemResult(op_id=item.op_id, error=error)
+            else:
+                running.append((index, item))
+        while running:
+            failures = [self._run_pass(self.adapters[item.adapter_id], item) for _, item in running]
+            again: list[tuple[int, PassItem]] = []
+            waiting: set[str] = set()
+            for (index, item), failure in zip(running, failures, strict=True):
+                adapter = self.adapters[item.adapter_id]
+                if item.adapter_id in waiting or adapter.progress.must_run_again(item):
+                    waiting.add(item.adapter_id)
+                    again.append((index, item))
+                else:
+                    results[index] = self._settle(adapter, item, failure)
+            running = again
+        return [results[index] for index in range(len(group))]
+
+    def _run_pass(self, adapter: ToyAdapter, item: PassItem) -> ItemError | None:
+        """Add a pass to the gradient, also one that fails; return its failure."""
         tokens = np.concatenate([datum.tokens for datum in item.data])
         if KILL_TOKEN in tokens:
             raise RuntimeError("killed by a toy token")
         if EXIT_TOKEN in tokens:
             os.kill(os.getpid(), signal.SIGKILL)
-        failure = None
+        if item.backward:
+            adapter.gradient = digest(adapter.gradient, item_digest(item))
         if POISON_TOKEN in tokens or item.loss_config.get(FAIL_OPTION):
-            failure = ItemError(code=ErrorCode.NON_FINITE, message="the loss is not finite")
+            return ItemError(code=ErrorCode.NON_FINITE, message="the loss is not finite")
+        return None
+
+    def _settle(self, adapter: ToyAdapter, item: PassItem, failure: ItemError | None) -> ItemResult:
         error = adapter.progress.settle(item, failure)
         if error is not None:
             if item.backward:
                 adapter.gradient = b""
             return ItemResult(op_id=item.op_id, error=error)
-        if item.backward:
-            adapter.gradient = digest(adapter.gradient, item_digest(item))
+        num_tokens = sum(len(datum.tokens) for datum in item.data)
         value = int.from_bytes(adapter.chain[:2], "little") / 65536
         return ItemResult(
             op_id=item.op_id,
             logprobs=tuple(np.full(d.loss_inputs["target_tokens"].shape, -value, np.float32) for d in item.data),
-            metrics={"loss:sum": value * len(tokens)},
-            num_tokens=len(tokens),
-            engine_s=1e-6 * len(tokens),
+            metrics={"loss:sum": value * num_tokens},
+            num_tokens=num_tokens,
+            engine_s=1e-6 * num_tokens,
         )
 
     def start_sample(self, request: SampleRequest) -> None:
@@ -366,9 +411,8 @@ class ToyEngine:
 def _step(adapter: ToyAdapter, item: OptimStepItem) -> dict[str, float]:
     adapter.chain = digest(adapter.chain, adapter.gradient, item_digest(item))
     adapter.moments = digest(adapter.moments, adapter.gradient, item_digest(item))
-    adapter.progress.num_steps += 1
     norm = 1.0 if adapter.gradient else 0.0
-    num_datums = float(adapter.progress.num_datums)
+    num_datums = float(adapter.progress.stepped())
     return {
         "grad_norm:last": norm,
         "update_norm:last": norm,
@@ -389,7 +433,7 @@ def _load(adapter: ToyAdapter, state: AdapterState, *, with_optimizer: bool) -> 
 def toy_state(adapter: ToyAdapter, *, with_optimizer: bool = True, with_gradient: bool = False) -> AdapterState:
     """Return an adapter's durable state."""
     has_gradient = with_gradient and bool(adapter.gradient)
-    assert not (has_gradient and adapter.progress.window), "a closed window has no gradient"
+    assert not (has_gradient and adapter.progress.window.closed_by), "a closed window has no gradient"
     return AdapterState(
         weights=_written(adapter.chain),
         optimizer=_written(adapter.moments) if with_optimizer else None,

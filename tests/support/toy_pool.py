@@ -105,13 +105,21 @@ class ToyPool:
         return str(response.adapter.adapter_id)
 
     async def forward_backward(
-        self, adapter_id: str, seq: int, *lengths: int, tenant: str = "alice", token: int | None = None
+        self,
+        adapter_id: str,
+        seq: int,
+        *lengths: int,
+        tenant: str = "alice",
+        token: int | None = None,
+        batch: tuple[int, int] | None = None,
     ) -> str:
         """Submit a forward_backward of sequences of these lengths; return the operation's name.
 
-        All tokens of the first sequence are `token`, if given.
+        All tokens of the first sequence are `token`, if given; `batch` are the first and the last seq of its batch.
         """
         request = pass_request(adapter_id, seq, lengths)
+        if batch is not None:
+            request.batch.first_seq, request.batch.num_requests = batch[0], batch[1] - batch[0] + 1
         if token is not None:
             request.data[0].tokens.CopyFrom(to_tensor(np.full(lengths[0], token, np.int32)))
         response = await self.service.forward_backward(await self.principal(tenant), request)

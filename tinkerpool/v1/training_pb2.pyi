@@ -21,6 +21,35 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class Batch(_message.Message):
+    """The requests of one call of a client, which cuts a large batch into several. If one of them fails in a gradient window
+    that holds nothing else, the rest of the batch fails, and so does an OptimStep behind it; the next batch begins a new
+    window. Without marks a failure closes the window up to the next OptimStep, LoadState or DiscardGradient.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_SEQ_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    first_seq: _builtins.int
+    """`seq` of its first request, from 1."""
+    num_requests: _builtins.int
+    """Number of its requests, from 1. Their seqs are consecutive, and no other request has one between."""
+    def __init__(
+        self,
+        *,
+        first_seq: _builtins.int = ...,
+        num_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_seq", b"first_seq", "num_requests", b"num_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Batch: _TypeAlias = Batch  # noqa: Y015
+
+@_typing.final
 class ForwardRequest(_message.Message):
     """Request of Forward."""
 
@@ -142,6 +171,7 @@ class ForwardBackwardRequest(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     LOSS_FUNCTION_FIELD_NUMBER: _builtins.int
     LOSS_CONFIG_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.str
     """The adapter."""
     seq: _builtins.int
@@ -158,6 +188,10 @@ class ForwardBackwardRequest(_message.Message):
     def loss_config(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Options of the loss by name; unknown ones are refused."""
 
+    @_builtins.property
+    def batch(self) -> Global___Batch:
+        """The batch that this request is part of; needs a `seq` from 1. Unset: a batch whose end is not known."""
+
     def __init__(
         self,
         *,
@@ -167,10 +201,11 @@ class ForwardBackwardRequest(_message.Message):
         data: _abc.Iterable[_types_pb2.Datum] | None = ...,
         loss_function: _types_pb2.LossFunction.ValueType = ...,
         loss_config: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        batch: Global___Batch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "data", b"data", "loss_config", b"loss_config", "loss_function", b"loss_function", "request_id", b"request_id", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "batch", b"batch", "data", b"data", "loss_config", b"loss_config", "loss_function", b"loss_function", "request_id", b"request_id", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -293,6 +328,7 @@ class TrainStepRequest(_message.Message):
     LOSS_FUNCTION_FIELD_NUMBER: _builtins.int
     LOSS_CONFIG_FIELD_NUMBER: _builtins.int
     ADAM_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.str
     """The adapter."""
     seq: _builtins.int
@@ -313,6 +349,10 @@ class TrainStepRequest(_message.Message):
     def adam(self) -> _types_pb2.AdamParams:
         """Hyperparameters of the step."""
 
+    @_builtins.property
+    def batch(self) -> Global___Batch:
+        """The batch whose last request this is; needs a `seq` from 1. Unset: a batch whose end is not known."""
+
     def __init__(
         self,
         *,
@@ -323,10 +363,11 @@ class TrainStepRequest(_message.Message):
         loss_function: _types_pb2.LossFunction.ValueType = ...,
         loss_config: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         adam: _types_pb2.AdamParams | None = ...,
+        batch: Global___Batch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adam", b"adam"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adam", b"adam", "batch", b"batch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adam", b"adam", "adapter_id", b"adapter_id", "data", b"data", "loss_config", b"loss_config", "loss_function", b"loss_function", "request_id", b"request_id", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adam", b"adam", "adapter_id", b"adapter_id", "batch", b"batch", "data", b"data", "loss_config", b"loss_config", "loss_function", b"loss_function", "request_id", b"request_id", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

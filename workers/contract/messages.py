@@ -46,6 +46,18 @@ class ItemError:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class RequestBatch:
+    """The requests of one call of a client, at consecutive sequence numbers."""
+
+    first_seq: int
+    last_seq: int
+
+
+UNMARKED = RequestBatch(0, (1 << 63) - 1)
+"""The batch of a request without a mark: nobody knows where it ends. Compare it by value: workers get copies."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:
     """Everything that a worker of the base model needs to make a fresh adapter, bit for bit."""
@@ -99,6 +111,8 @@ class AdapterInstall:
 
     spec: AdapterSpec
     state: AdapterState | None
+    batch: RequestBatch | None = None
+    """The batch of the pending gradient, as in `GradientWindow.batch`; None: none is pending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +166,8 @@ class PassItem(Item):
     loss_config: Mapping[str, float]
     backward: bool
     """Accumulate the gradient of the summed loss; False for a forward."""
+    batch: RequestBatch = UNMARKED
+    """The batch that its operation is part of: it decides how long a failure closes the gradient window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

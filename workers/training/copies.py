@@ -62,7 +62,7 @@ class AdapterCopies:
             self._broken[spec.adapter_id] = ItemError(code=code, message=str(error))
             return
         self._bank.add(spec.adapter_id, spec, host)
-        self._progress[spec.adapter_id] = Progress.of(state)
+        self._progress[spec.adapter_id] = Progress.of(install)
 
     def remove(self, key: str) -> None:
         """Drop a copy, or a sampler version. Unknown keys are ignored."""
@@ -95,6 +95,10 @@ class AdapterCopies:
         if error is not None and item.backward:
             self._bank.entry(item.adapter_id).drop_grad()
         return error
+
+    def must_run_again(self, item: PassItem) -> bool:
+        """Return whether an admitted pass lost its gradient with a batch that failed; see `Progress.must_run_again`."""
+        return self._progress[item.adapter_id].must_run_again(item)
 
     def fail(self, item: Item, error: ItemError) -> None:
         """Record that an admitted step, save or load failed."""
@@ -129,7 +133,7 @@ class AdapterCopies:
         assert host.weights is not None
         gradient = None
         if item.with_gradient and host.grad is not None:
-            assert progress.window is None, "a closed window has no gradient"
+            assert progress.window.closed_by is None, "a closed window has no gradient"
             gradient = gradient_file(entry.layout, entry.spec, host.grad)
         return AdapterState(
             weights=weights_file(entry.layout, entry.spec, host.weights),

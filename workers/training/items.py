@@ -127,12 +127,33 @@ class ItemRunner:
             group.num_tokens += num_tokens
 
     def _run_group(self, group: _Group) -> list[ItemResult]:
-        requests = [member.request for member in group.members if member.request is not None]
+        results: dict[int, ItemResult] = {}
+        members = list(enumerate(group.members))
+        while members:
+            members = self._run_members(members, results)
+        return [results[index] for index in range(len(group.members))]
+
+    def _run_members(
+        self, members: Sequence[tuple[int, _Member]], results: dict[int, ItemResult]
+    ) -> list[tuple[int, _Member]]:
+        """Run one packed pass; add its results by index, and return the members that must run again.
+
+        If a batch fails, its adapter's gradient is dropped, with what later batches of the same adapter added to it in
+        this pass. They run again on the empty gradient, in order, so everything of that adapter behind them waits.
+        """
+        requests = [member.request for _, member in members if member.request is not None]
         outcomes = iter(self._passes.run(requests))
-        return [
-            self._settled(member, Outcome(error=member.error) if member.request is None else next(outcomes))
-            for member in group.members
-        ]
+        again: list[tuple[int, _Member]] = []
+        waiting: set[str] = set()
+        for index, member in members:
+            outcome = Outcome(error=member.error) if member.request is None else next(outcomes)
+            key = member.item.adapter_id
+            if key in waiting or (member.is_admitted and self._copies.must_run_again(member.item)):
+                waiting.add(key)
+                again.append((index, member))
+            else:
+                results[index] = self._settled(member, outcome)
+        return again
 
     def _settled(self, member: _Member, outcome: Outcome) -> ItemResult:
         """Record a pass's outcome in its copy, and make its result."""

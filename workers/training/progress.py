@@ -1,16 +1,16 @@
 """The place of an adapter's copy in the adapter's order: which item it admits next. Rules only, without tensors.
 
 Main invariants: an item runs only if the copy is exactly at the item's `prev_seq` (and at its chunk), so no item is
-applied twice or skipped. A failed operation consumes its sequence number. The gradient window is closed from the first
-failure in it to the next step (`contract.gradient_windows`).
+applied twice or skipped. A failed operation consumes its sequence number. A failure closes the gradient window, and
+`contract.gradient_windows` says for how long.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workers.contract.gradient_windows import WindowRole, role_of
-from workers.contract.messages import AdapterState, ErrorCode, Item, ItemError, PassItem
+from workers.contract.gradient_windows import EMPTY, GradientWindow, WindowRole, batch_of, role_of
+from workers.contract.messages import AdapterInstall, ErrorCode, Item, ItemError, PassItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +35,19 @@ class Progress:
     next_chunk: int = 0
     failed: Failure | None = None
     """The last operation that failed; its later chunks fail with the same error."""
-    window: Failure | None = None
-    """The failure that closed the gradient window; None: the window is open."""
+    window: GradientWindow[Failure] = EMPTY
 
     @classmethod
-    def of(cls, state: AdapterState | None) -> Progress:
-        """Return the place of a fresh copy (None), or of one installed from a state."""
+    def of(cls, install: AdapterInstall) -> Progress:
+        """Return the place of a copy that was just installed."""
+        state = install.state
         if state is None:
             return cls()
         return cls(
             applied_seq=state.applied_seq,
             num_steps=0 if state.optimizer is None else state.num_steps,
             num_datums=0 if state.gradient is None else state.num_datums,
+            window=GradientWindow(None, install.batch),
         )
 
     def admit(self, item: Item) -> ItemError | None:
@@ -64,14 +65,19 @@ class Progress:
             return self._out_of_order(item)
         role = role_of(item)
         if item.drop_gradient or role is WindowRole.RESET:
-            self.window = None
+            self.window = EMPTY
             self.num_datums = 0
         self._advance(item)
-        if self.window is None or not role.needs_open_window:
+        closed_by = self.window.closed_by
+        if closed_by is None:
             return None
-        error = _in_closed_window(self.window)
-        self.fail(item, error)
-        return error
+        if self.window.forbids(role, item.seq):
+            error = _in_closed_window(closed_by)
+            self.fail(item, error)
+            return error
+        if role is WindowRole.ADD:
+            self.window = EMPTY  # it begins a new one
+        return None
 
     def settle(self, item: PassItem, error: ItemError | None) -> ItemError | None:
         """Record the outcome of an admitted pass, in the order of the items; return the error of its result.
@@ -80,13 +86,24 @@ class Progress:
         """
         if self.failed is not None and self.failed.seq == item.seq:
             return self.failed.error
-        if item.backward and error is None and self.window is not None:
-            error = _in_closed_window(self.window)
+        if item.backward and error is None and self.window.closed_by is not None:
+            error = _in_closed_window(self.window.closed_by)
         if error is not None:
             self.fail(item, error)
         elif item.backward:
             self.num_datums += len(item.data)
+            self.window = self.window.after(WindowRole.ADD, item.seq, None, item.batch)
         return error
+
+    def must_run_again(self, item: PassItem) -> bool:
+        """Return whether an admitted pass ran beside a batch that failed, and lost its gradient with that batch's.
+
+        Then a new window begins, for the pass to run again: nothing of it has been settled.
+        """
+        if not item.backward or not self.window.is_behind(item.seq):
+            return False
+        self.window = EMPTY
+        return True
 
     def fail(self, item: Item, error: ItemError) -> None:
         """Record that an admitted item failed: its sequence number is consumed, and its window may close."""
@@ -95,7 +112,7 @@ class Progress:
             self.open_seq = None
             self.applied_seq = item.seq
         role = role_of(item)
-        self.window = role.closed_by(self.window, self.failed)
+        self.window = self.window.after(role, item.seq, self.failed, batch_of(item))
         if role is not WindowRole.NONE:
             self.num_datums = 0
 
@@ -103,6 +120,7 @@ class Progress:
         """Count an optimizer step and end the window; return the number of sequences that were in it."""
         num_datums, self.num_datums = self.num_datums, 0
         self.num_steps += 1
+        self.window = EMPTY
         return num_datums
 
     def loaded(self, num_steps: int) -> None:

@@ -172,3 +172,28 @@ def test_a_discarded_gradient_leaves_no_trace_in_the_bits(pool: ServedPool) -> N
             norm = client.optim_step(step).result(60).metrics["grad_norm:last"]
             states.append((norm, logprobs(client, data)[0].tobytes()))
     assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("fault", ["refused", "overflows"])
+def test_the_corrected_call_of_a_notebook_works_at_once_with_the_bits_of_a_run_without_the_bad_one(
+    pool: ServedPool, fault: str
+) -> None:
+    step = tinkerpool.AdamParams(learning_rate=5e-3)
+    runs = []
+    for has_failed in (True, False):
+        with pool.client("alice") as service:
+            client = service.create_lora_training_client(rank=8, seed=6)
+            good = [datum(client.get_tokenizer())]
+            train(client, TEXT, 1)
+            if has_failed:
+                targets, weights = ([10**6] * 3, [1.0] * 3) if fault == "refused" else ([5] * 3, [3e38] * 3)
+                inputs = {"target_tokens": targets, "weights": weights}
+                bad = tinkerpool.Datum(tinkerpool.ModelInput.from_ints([1, 2, 3]), inputs)
+                failed = client.forward_backward([*good, bad], "cross_entropy")
+                with pytest.raises(tinkerpool.TinkerpoolError):
+                    failed.result(60)
+            corrected, stepped = client.forward_backward(good, "cross_entropy"), client.optim_step(step)
+            loss = corrected.result(60).metrics["loss:sum"]
+            norm = stepped.result(60).metrics["grad_norm:last"]
+            runs.append((loss, norm, logprobs(client, good)[0].tobytes()))
+    assert runs[0] == runs[1]

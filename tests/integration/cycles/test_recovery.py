@@ -39,7 +39,7 @@ async def test_failed_windows_and_cancelled_operations_are_skipped_by_a_replay(t
         names += [await pool.submit(adapter, seq) for seq in (6, 7, 8, 9)]
         before = await pool.wait(*names)
         chain = pool.chain(adapter)
-        assert pool.log_of(adapter).copy.window_error is None
+        assert pool.log_of(adapter).copy.window.closed_by is None
         assert len(pool.engines["w0"][-1].batches) < 12, "a failed chunk does not evict the adapter"
     assert {each.seq: each.error.reason for each in before if each.state == FAILED} == {
         5: "NON_FINITE",

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tests.support.numerics.harness import Driver, Tenant, Trace, code, make_data, make_spec, note, training_items
 from tests.support.numerics.tenants import NUM_STEPS, TENANTS, assert_same, train
-from workers.contract.messages import AdamParams, Batch, Datum, ErrorCode
+from workers.contract.messages import AdamParams, Batch, Datum, ErrorCode, Item, RequestBatch
 
 pytestmark = pytest.mark.slow
 
@@ -163,3 +163,36 @@ def test_neighbour_with_a_huge_learning_rate_or_weight_decay_changes_nothing(qwe
         note(trace, driver.run(driver.step(good.key, good.params), driver.step("wild", params))[0])
         trace.states.append(driver.state(good.key))
     assert_same({good.key: trace}, train_solo(qwen3, [good]))
+
+
+@pytest.mark.parametrize("num_slots", [16, 1])
+def test_batches_behind_a_failed_one_have_the_bits_of_a_run_without_it(qwen3: Path, num_slots: int) -> None:
+    """All are in one batch of the worker; with 16 slots they run in one packed pass, beside another adapter."""
+    bad = _with(make_data("cross_entropy", [17]), "weights", float("inf"))
+    data = [make_data("cross_entropy", [13, 21], seed) for seed in range(4)]
+    runs = []
+    for has_failed in (True, False):
+        driver = Driver(qwen3, num_slots=num_slots)
+        driver.install(make_spec("a"), make_spec("b", 16))
+        failing: list[Item] = []
+        if has_failed:
+            failing = [
+                driver.backward("a", data[0], batch=RequestBatch(1, 3)),
+                driver.backward("a", bad, batch=RequestBatch(1, 3)),
+                driver.backward("a", data[1], batch=RequestBatch(1, 3)),
+                driver.backward("a", bad, batch=RequestBatch(4, 4)),
+            ]
+        first = driver.seqs["a"] + 1
+        fine: list[Item] = [
+            *driver.chunks("a", [data[2], data[3]], batch=RequestBatch(first, first)),
+            driver.backward("b", data[1]),
+            driver.forward("a", data[0]),
+            driver.backward("a", data[1]),
+        ]
+        results = driver.run(*failing, *fine)
+        assert [result.error is None for result in results] == [True, False, False, False][: len(failing)] + [True] * 5
+        steps = driver.train(driver.step("a"), driver.step("b"))
+        assert [step.metrics["num_datums:sum"] for step in steps] == [6, 2]
+        states = [dataclasses.replace(driver.state(key), applied_seq=0) for key in "ab"]
+        runs.append((states, [array.tobytes() for result in results[-5:] for array in result.logprobs]))
+    assert runs[0] == runs[1]

@@ -9,6 +9,7 @@ import pytest
 from coordinator.checkpoints.snapshots import LOGGED_OPERATIONS_MAX, RETRY_S, Snapshots
 from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.windows import Window
 from tests.support.adapter_logs import ERROR, FB, STEP, adapter_with, operation, run
 from tests.support.toy_pool import FakeTime
 from workers.contract.messages import AdapterState, ErrorCode, ItemError, ItemResult
@@ -24,7 +25,7 @@ class SlowSaver:
     written: list[int] = field(default_factory=list)
     snapshots: Any = None
 
-    async def write_snapshot(self, adapter: AdapterLog, state: AdapterState, window_error: bytes) -> str:
+    async def write_snapshot(self, adapter: AdapterLog, state: AdapterState, window: Window) -> str:
         await self.may_end.wait()
         self.time.now += self.seconds
         self.written.append(state.applied_seq)

@@ -200,7 +200,10 @@ def test_a_large_batch_takes_several_sequence_numbers_and_has_one_result(
         "clock_cycle:unique_1": 102,
         "clock_cycle:unique_2": 103,
     }
+    assert {(r.batch.first_seq, r.batch.num_requests) for r in pool.requests("ForwardBackward")} == {(1, 3)}
     step = client.train_step(data, "cross_entropy").result(5)
+    assert {(r.batch.first_seq, r.batch.num_requests) for r in pool.requests("ForwardBackward")[3:]} == {(4, 3)}
+    assert pool.requests("TrainStep")[0].batch == pool.requests("ForwardBackward")[-1].batch
     assert (sorted(seqs(pool, "ForwardBackward")), seqs(pool, "TrainStep")) == ([1, 2, 3, 4, 5], [6])
     assert len(step.forward_backward.loss_fn_outputs) == 5
     assert step.optim_step.metrics == {"grad_norm:last": 1}
@@ -274,7 +277,8 @@ def test_a_custom_loss_that_fails_consumes_its_sequence_numbers(
     with pytest.raises(error):
         future.result(10)
     step.result(5)
-    assert len(pool.requests("ForwardBackward")[0].data) == 0
+    [empty] = pool.requests("ForwardBackward")
+    assert (len(empty.data), empty.batch) == (0, training_pb2.Batch(first_seq=2, num_requests=1))
     assert pool.applied == [1, 2, 3]
 
 

@@ -1,6 +1,7 @@
 """One adapter's log in memory: ready operations, closed windows, lost copies."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from coordinator.operations.adapter_log import AdapterLog, ReadyChunks
 from coordinator.operations.operation import Kind, Operation, Usage
+from coordinator.operations.windows import Window, window_bytes, window_of
 from coordinator.payloads.passes import Chunk
 from tests.support.adapter_logs import (
     DISCARD,
@@ -19,11 +21,14 @@ from tests.support.adapter_logs import (
     STEP,
     adapter_with,
     appending,
+    in_batch,
     operation,
     run,
+    run_together,
     seqs,
 )
-from workers.contract.messages import ItemResult
+from workers.contract.gradient_windows import EMPTY, GradientWindow
+from workers.contract.messages import UNMARKED, ItemResult, RequestBatch
 
 
 def test_a_pass_takes_the_prefix_of_passes_and_no_operation_behind_a_gap() -> None:
@@ -134,6 +139,92 @@ def test_a_discard_whose_append_fails_discards_nothing() -> None:
     assert (adapter.worker_id, adapter.copy.must_drop_gradient) == ("", False)
     adapter.advance()
     assert adapter.is_replaying
+
+
+def test_a_failed_batch_fails_its_rest_and_the_step_behind_it_and_the_next_batch_runs_at_once() -> None:
+    adapter = adapter_with(FB, FB, FORWARD, FB, STEP)
+    in_batch(adapter, 1, 2)
+    in_batch(adapter, 4)
+    run(adapter, 1, fail=[1])
+    assert seqs(adapter.take_decided()) == [2]
+    assert seqs(adapter.ready_passes()) == [3, 4], "a forward changes nothing"
+    run(adapter, 3, 4, 5)
+    assert adapter.take_decided() == []
+
+    adapter = adapter_with(FB, FORWARD, STEP, FB)
+    in_batch(adapter, 1)
+    run(adapter, 1, 2, fail=[1])
+    assert seqs(adapter.take_decided()) == [3], "a step without its batch must not run"
+    assert seqs(adapter.ready_passes()) == [4]
+
+
+def test_an_unmarked_pass_or_another_batch_in_the_window_closes_it_up_to_the_step() -> None:
+    for first in ((), (1,)):
+        adapter = adapter_with(FB, FB, FB, STEP, FB)
+        in_batch(adapter, *first)
+        in_batch(adapter, 2)
+        in_batch(adapter, 3)
+        run(adapter, 1, 2, fail=[2])
+        assert seqs(adapter.take_decided()) == [3, 4]
+        assert seqs(adapter.ready_passes()) == [5]
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_a_batch_that_ran_behind_a_failed_one_in_the_same_phase_keeps_its_gradient(num_chunks: int) -> None:
+    adapter = adapter_with(FB, FB, FB, STEP)
+    in_batch(adapter, 1)
+    in_batch(adapter, 2, 3)
+    two = adapter.operations[2]
+    if num_chunks == 1:
+        run_together(adapter, 1, 2, fail=[1])
+    else:
+        two.chunks *= 2
+        adapter.start(two)
+        run_together(adapter, 1, fail=[1])
+        assert adapter.copy.must_drop_gradient
+        adapter.add_result(two, ItemResult(op_id=two.name))
+        adapter.pause(two)
+    assert not adapter.copy.must_drop_gradient, "the worker has dropped the first batch's gradient by itself"
+    adapter.advance()
+    assert seqs(adapter.ready_passes()) == ([3] if num_chunks == 1 else [2, 3])
+
+
+def test_a_step_of_the_same_phase_as_its_failed_batch_does_not_run() -> None:
+    adapter = adapter_with(FB, FB, FB, STEP, FB)
+    in_batch(adapter, 1, 2)
+    in_batch(adapter, 3)
+    run_together(adapter, 1, 2, 3, fail=[1, 3])
+    assert [adapter.operations[seq].is_failed for seq in (1, 2, 3)] == [True] * 3
+    assert seqs(adapter.take_decided()) == [4]
+    assert seqs(adapter.ready_passes()) == [5]
+    assert adapter.copy.must_drop_gradient
+
+
+@pytest.mark.parametrize("kinds", [(FB, FB), (FB, FB, FB), (STEP, FB, FB), (FB, FB, DISCARD, FB)])
+def test_a_window_is_the_same_after_a_replay_from_a_snapshot_in_its_middle(kinds: tuple[Kind, ...]) -> None:
+    """Operations that need no worker may follow the snapshot's seq when it is taken: they are passed again."""
+    adapter = adapter_with(*kinds)
+    for seq, kind in enumerate(kinds, 1):
+        if kind is FB:
+            in_batch(adapter, seq)
+            if seq > 1:
+                adapter.fail(adapter.operations[seq], ERROR)  # as a refusal, or a cancellation
+    run(adapter, *(seq for seq, kind in enumerate(kinds, 1) if seq == 1 or kind is STEP))
+    for each in adapter.take_decided():
+        each.commit()
+    window = adapter.copy.window
+    adapter.cover(adapter.copy.applied_seq, adapter.copy.applied_window, 0.0)
+    adapter.lose_copy()
+    adapter.advance()
+    assert (adapter.copy.cursor, adapter.copy.window) == (len(kinds), window)
+
+
+@pytest.mark.parametrize("batch", [UNMARKED, RequestBatch(2, 3), None])
+@pytest.mark.parametrize("error", [ERROR, None])
+def test_a_window_is_read_back_as_it_was_written(batch: RequestBatch | None, error: Any) -> None:
+    window: Window = GradientWindow(error, batch)
+    assert window_of(window_bytes(window)) == window
+    assert (window_bytes(window) == b"") is (window == EMPTY)
 
 
 def test_a_lost_copy_is_rebuilt_by_the_operations_that_changed_state() -> None:
@@ -261,7 +352,7 @@ def test_a_snapshot_that_becomes_durable_after_its_copy_was_lost_is_the_start_of
     adapter.place_copy("w0")
     run(adapter, 1, 2)
     adapter.lose_copy()
-    adapter.cover(2, b"", 0.0)
+    adapter.cover(2, EMPTY, 0.0)
     adapter.add(operation(3, FB))
     adapter.advance()
     assert adapter.missing_seq() is None
@@ -271,7 +362,7 @@ def test_a_snapshot_that_becomes_durable_after_its_copy_was_lost_is_the_start_of
 def test_only_operations_that_a_snapshot_covers_leave_memory() -> None:
     adapter = adapter_with(FB, STEP, FB)
     run(adapter, 1, 2)
-    adapter.cover(2, b"", 0.0)
+    adapter.cover(2, EMPTY, 0.0)
     assert list(adapter.operations) == [3]
     assert adapter.copy.cursor == 2
 

@@ -19,6 +19,7 @@ from coordinator.storage.store import Store
 from tests.support.adapter_logs import adapter_with
 from tests.support.toy_pool import FakeTime, fail_appends
 from tinkerpool.v1 import training_pb2, types_pb2
+from workers.contract.gradient_windows import EMPTY
 
 LIMITS = Limits(pending_operations_max=8, pending_bytes_max=2000, window_bytes_max=500)
 
@@ -314,7 +315,7 @@ async def test_a_stopping_pool_refuses_new_operations_and_acknowledges_repeats(b
 
 
 async def test_an_operation_that_a_snapshot_covers_is_not_accepted_again(bench: Bench) -> None:
-    bench.adapter.cover(5, b"", 0.0)
+    bench.adapter.cover(5, EMPTY, 0.0)
     bench.adapter.restore(6)
     assert (await bench.refusal(step(), seq=3)).reason == "RESULT_DROPPED"
     assert seqs(await bench.submit(step(), seq=6)) == [6]

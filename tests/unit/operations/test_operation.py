@@ -1,16 +1,18 @@
 """An operation's two states: every transition asserts the states that it starts from."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.operations.operation import Acceptance, Operation, OutcomeState, Usage, operation_of_row
+from coordinator.operations.operation import Acceptance, Operation, OutcomeState, Usage, new_row, operation_of_row
 from coordinator.runtime.recovery import restored_operation
 from coordinator.storage.rows import OperationRow
-from tests.support.adapter_logs import ERROR, STEP, appending
+from tests.support.adapter_logs import ERROR, FB, STEP, appending
 from tinkerpool.v1 import operations_pb2 as ops_pb
+from workers.contract.messages import UNMARKED, RequestBatch
 
 A, D, W = Acceptance.APPENDING, Acceptance.DURABLE, Acceptance.WITHDRAWN
 UNDECIDED, DECIDING, DECIDED = OutcomeState.UNDECIDED, OutcomeState.DECIDING, OutcomeState.DECIDED
@@ -72,7 +74,7 @@ def test_a_retired_failure_keeps_its_error_because_it_may_close_a_window() -> No
     assert one.outcome == ops_pb.Operation(state=ops_pb.OPERATION_STATE_FAILED, error=ERROR)
 
 
-def row(outcome: bytes | None) -> OperationRow:
+def row(outcome: bytes | None, batch: tuple[int | None, int | None] = (None, None)) -> OperationRow:
     return OperationRow(
         target_id="a",
         seq=1,
@@ -83,6 +85,8 @@ def row(outcome: bytes | None) -> OperationRow:
         payload_hash=b"",
         num_bytes=3,
         chunk_tokens=16,
+        batch_first_seq=batch[0],
+        batch_last_seq=batch[1],
         outcome=outcome,
     )
 
@@ -97,3 +101,9 @@ def test_a_logged_operation_is_restored_in_the_state_of_its_row() -> None:
     undecided, decided = restored_operation(row(None), b"abc"), restored_operation(row(failed), b"abc")
     assert (undecided.is_durable, undecided.outcome_state, undecided.payload) == (True, UNDECIDED, b"abc")
     assert (decided.is_durable, decided.outcome_state, decided.payload, decided.is_failed) == (True, RETIRED, b"", True)
+
+
+@pytest.mark.parametrize("batch", [UNMARKED, RequestBatch(1, 3)])
+def test_the_batch_of_an_operation_is_in_its_row(batch: RequestBatch) -> None:
+    appended = new_row(replace(appending(1, FB), batch=batch))
+    assert operation_of_row(row(None, (appended.batch_first_seq, appended.batch_last_seq))).batch == batch

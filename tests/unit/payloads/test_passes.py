@@ -21,6 +21,7 @@ from tests.support.toy_pool import datum, pass_request
 from tinkerpool.convert import to_tensor
 from tinkerpool.v1 import training_pb2, types_pb2
 from workers.contract.loss_inputs import LOSS_RULES
+from workers.contract.messages import UNMARKED, RequestBatch
 
 MODEL, LIMITS = toy_model_info(), Limits(datums_max=4)
 Pass = training_pb2.ForwardBackwardRequest
@@ -89,6 +90,31 @@ def test_seq_and_request_id_are_not_part_of_the_payload_and_everything_else_is()
     ):
         assert payload(other) != payload(first)
     assert payload(request(rl_datum(), loss="PPO")) != payload(request(rl_datum(), loss="PPO", clip_low_threshold=0.9))
+
+
+def test_a_batch_is_part_of_the_payload_and_names_a_range_with_the_request_in_it() -> None:
+    plain, marked = request(datum(3)), request(datum(3))
+    marked.seq, marked.batch.first_seq, marked.batch.num_requests = 5, 4, 3
+    assert payload(marked) != payload(plain)
+    assert (payloads.batch_of(plain), payloads.batch_of(marked)) == (UNMARKED, RequestBatch(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("seq", "first", "num"), [(0, 0, 1), (0, 1, 1), (3, 4, 3), (7, 4, 3), (5, 5, 0), (5, 5, -1), (1, 0, 9)]
+)
+def test_a_batch_that_does_not_have_its_request_is_refused(seq: int, first: int, num: int) -> None:
+    marked = request(datum(3))
+    marked.seq, marked.batch.first_seq, marked.batch.num_requests = seq, first, num
+    with pytest.raises(ServiceError, match=f"this request has seq {seq}"):
+        payloads.batch_of(marked)
+
+
+def test_a_train_step_is_the_last_request_of_its_batch() -> None:
+    step = training_pb2.TrainStepRequest(seq=4, batch=training_pb2.Batch(first_seq=3, num_requests=2))
+    assert payloads.batch_of(step) == RequestBatch(3, 4)
+    step.batch.num_requests = 3
+    with pytest.raises(ServiceError, match="the optim_step is at 5"):
+        payloads.batch_of(step)
 
 
 def test_the_kind_is_part_of_the_hash() -> None:

@@ -12,6 +12,7 @@ from coordinator.scheduling.planner import ReadySet
 from coordinator.scheduling.worker_losses import Quarantine
 from tests.support.adapter_logs import FB, LOAD, SAVE, STEP, adapter_with, operation, run, spec_named
 from tests.support.toy_pool import FakeTime, running_pool
+from workers.contract.gradient_windows import EMPTY
 from workers.contract.messages import ItemResult
 
 NUM_IDLE = 1000
@@ -127,7 +128,7 @@ def test_an_adapter_is_ahead_from_its_first_operation_until_a_snapshot_covers_it
     run(adapter, 1)
     bench.ready.ran(["a"])
     assert bench.ready.ahead() == [adapter]
-    adapter.cover(1, b"", 0.0)
+    adapter.cover(1, EMPTY, 0.0)
     assert bench.ready.ahead() == []
 
 

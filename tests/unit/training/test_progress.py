@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from workers.contract.gradient_windows import GradientWindow
 from workers.contract.messages import (
+    UNMARKED,
     AdamParams,
+    AdapterInstall,
+    AdapterSpec,
     AdapterState,
     ErrorCode,
     ItemError,
     LoadItem,
     OptimStepItem,
     PassItem,
+    RequestBatch,
     SaveItem,
 )
 from workers.training.progress import Progress
@@ -19,7 +24,15 @@ from workers.training.progress import Progress
 FAILURE = ItemError(code=ErrorCode.NON_FINITE, message="it overflowed")
 
 
-def a_pass(seq: int, chunk: int = 0, num_chunks: int = 1, *, backward: bool = True, drop: bool = False) -> PassItem:
+def a_pass(
+    seq: int,
+    chunk: int = 0,
+    num_chunks: int = 1,
+    *,
+    backward: bool = True,
+    drop: bool = False,
+    batch: RequestBatch = UNMARKED,
+) -> PassItem:
     return PassItem(
         op_id="",
         adapter_id="a",
@@ -32,6 +45,7 @@ def a_pass(seq: int, chunk: int = 0, num_chunks: int = 1, *, backward: bool = Tr
         loss_fn="",
         loss_config={},
         backward=backward,
+        batch=batch,
     )
 
 
@@ -164,3 +178,54 @@ def test_save_runs_in_a_closed_window_and_at_the_current_seq() -> None:
     assert progress.admit(SaveItem(op_id="", adapter_id="a", prev_seq=1, seq=1, with_optimizer=True)) is None
     assert progress.admit(SaveItem(op_id="", adapter_id="a", prev_seq=1, seq=2, with_optimizer=True)) is None
     assert progress.applied_seq == 2
+
+
+B, C = RequestBatch(1, 2), RequestBatch(3, 3)
+
+
+def test_a_failed_batch_fails_its_rest_and_a_step_and_the_next_batch_begins_a_new_window() -> None:
+    for behind in (a_pass(3, batch=C), a_step(3)):
+        progress = Progress()
+        failed(progress, a_pass(1, batch=B))
+        assert code(progress.admit(a_pass(2, batch=B))) == FAILURE.code
+        if isinstance(behind, PassItem):
+            done(progress, behind)
+            assert progress.window == GradientWindow(None, C)
+        else:
+            assert code(progress.admit(behind)) == FAILURE.code
+
+
+def test_a_batch_that_ran_beside_a_failed_one_must_run_again_and_the_rest_of_the_failed_one_fails() -> None:
+    progress = Progress()
+    items = [a_pass(1, batch=B), a_pass(2, batch=B), a_pass(3, 0, 2, batch=C), a_pass(3, 1, 2, batch=C)]
+    assert [progress.admit(item) for item in items] == [None] * 4
+    assert not progress.must_run_again(items[0])
+    assert progress.settle(items[0], FAILURE) == FAILURE
+    assert not progress.must_run_again(items[1])
+    assert code(progress.settle(items[1], None)) == FAILURE.code
+    assert progress.must_run_again(items[2])
+    assert not progress.must_run_again(items[2]), "its window has begun"
+    assert [progress.settle(item, None) for item in items[2:]] == [None] * 2
+    assert progress.admit(a_step(4)) is None
+
+
+def test_no_pass_runs_again_in_a_window_that_had_other_gradient() -> None:
+    progress = Progress()
+    done(progress, a_pass(1, batch=RequestBatch(1, 1)))
+    items = [a_pass(2, batch=RequestBatch(2, 2)), a_pass(3, batch=C)]
+    assert [progress.admit(item) for item in items] == [None] * 2
+    progress.settle(items[0], FAILURE)
+    assert not progress.must_run_again(items[1])
+    assert code(progress.settle(items[1], None)) == FAILURE.code
+    assert code(progress.admit(a_step(4))) == FAILURE.code
+
+
+@pytest.mark.parametrize(("held", "is_open"), [(B, True), (None, True), (UNMARKED, False), (RequestBatch(0, 0), False)])
+def test_an_installed_gradient_belongs_to_the_batch_that_the_install_names(
+    held: RequestBatch | None, is_open: bool
+) -> None:
+    state = AdapterState(weights=b"", optimizer=None, num_steps=0, applied_seq=1, fingerprint="", gradient=b"")
+    spec = AdapterSpec(adapter_id="a", rank=8, alpha=1.0, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
+    progress = Progress.of(AdapterInstall(spec=spec, state=state, batch=held))
+    failed(progress, a_pass(2, batch=B))
+    assert (progress.admit(a_pass(3, batch=C)) is None) is is_open

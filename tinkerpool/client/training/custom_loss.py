@@ -164,7 +164,8 @@ class CustomPass:
         A forward_backward without data is refused and recorded as failed, which closes the gradient window: the next
         optim_step fails instead of stepping on a part of the gradient.
         """
-        for i in range(len(self._forwards)):
-            empty = training_pb2.ForwardBackwardRequest(adapter_id=self._adapter_id)
+        requests = [training_pb2.ForwardBackwardRequest(adapter_id=self._adapter_id) for _ in self._forwards]
+        passes.mark(requests, seq)
+        for i, empty in enumerate(requests):
             with suppress(TinkerpoolError):
                 await sequence.run(methods.FORWARD_BACKWARD, empty, seq + i)

@@ -78,10 +78,21 @@ def build_request(
     return request
 
 
+def mark(requests: Sequence[Any], seq: int) -> None:
+    """Mark requests that add gradient as one batch with seqs from `seq` on: if one fails, the pool knows what else did.
+
+    Then a corrected batch need not wait for the next optimizer step.
+    """
+    for request in requests:
+        if not isinstance(request, training_pb2.ForwardRequest):
+            request.batch.first_seq, request.batch.num_requests = seq, len(requests)
+
+
 async def run(
     sequence: AdapterSequence, method: methods.Unary[Any, Any], requests: Sequence[Any], seq: int
 ) -> ForwardBackwardOutput:
     """Send the chunks of one batch with seqs from `seq` on, and merge their outputs. Raises the first error."""
+    mark(requests, seq)
     operations = await asyncio.gather(*(sequence.run(method, request, seq + i) for i, request in enumerate(requests)))
     return merge([encoding.forward_backward_output(operation) for operation in operations])
 
@@ -93,6 +104,7 @@ async def run_train_step(
     seq: int,
 ) -> TrainStepResponse:
     """Send the chunks of one batch; the last one is the request that also has the optimizer step."""
+    mark([*requests, step], seq)
 
     async def run_last() -> tuple[operations_pb2.Operation, operations_pb2.Operation]:
         response = await sequence.send(methods.TRAIN_STEP, step, seq + len(requests), num_seqs=2)
