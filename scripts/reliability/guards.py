@@ -219,6 +219,27 @@ GUARDS = (
         tests=("tests/integration/cycles/test_recovery.py", "tests/integration/cycles/test_cycles.py"),
     ),
     Guard(
+        name="gradient of a batch that ran behind a failed one",
+        file="coordinator/operations/adapter_log.py",
+        before="        self.progress(operation).is_running = False\n        self._added_gradient(operation)\n",
+        after="        self.progress(operation).is_running = False\n",
+        tests=("tests/unit/operations/test_adapter_log.py",),
+    ),
+    Guard(
+        name="second run of a batch beside a failed one",
+        file="workers/training/items.py",
+        before="member.is_admitted and self._copies.must_run_again(member.item)",
+        after="False",
+        tests=("tests/numerics/training/test_isolation.py", "-k", "behind"),
+    ),
+    Guard(
+        name="drop of a gradient that was discarded",
+        file="workers/contract/gradient_windows.py",
+        before="self is WindowRole.DISCARD or (has_failed",
+        after="(has_failed",
+        tests=("tests/integration/cycles/test_gradient_windows.py",),
+    ),
+    Guard(
         name="two solo losses before poison is decided",
         file="coordinator/scheduling/worker_losses.py",
         before="        if not was_solo:\n",

@@ -422,6 +422,7 @@ class History:
             for kind in {step.kind for step in client.script}:
                 self.world.work[kind] += sum(1 for step in client.script if step.kind == kind)
             self.world.work["sample"] += len(client.samples)
+            self.world.work["windows begun behind a failed batch"] += expected.num_corrected
         check = core.store.database.read_one("PRAGMA integrity_check")
         if check is None or check[0] != "ok":
             raise Mismatch(f"the database is damaged: {check}")

@@ -45,6 +45,8 @@ class Expected:
     batches: set[tuple[int, int] | None] = field(default_factory=set)
     """The batches that tried to add to the gradient since the gradient window began; None for those without a mark."""
     is_window_open: bool = True
+    num_corrected: int = 0
+    """Windows that began behind a failed batch, without a step between."""
     saved: dict[str, tuple[int, bytes, bytes]] = field(default_factory=dict)
     """Path to the seq, weights and moments of its last save."""
     published: dict[int, bytes] = field(default_factory=dict)
@@ -85,6 +87,7 @@ def _apply(
     if kind == "forward_backward":
         if not adapter.is_window_open and _is_behind(adapter.batches, seq):
             _begin_window(adapter)
+            adapter.num_corrected += 1
         adapter.batches.add(step.batch)
     needs_window = kind in {"forward_backward", "optim_step"}
     is_closed = needs_window and not adapter.is_window_open

@@ -76,6 +76,11 @@ def test_weights_are_sampled_before_they_are_in_a_file_and_rematerialized_after_
     assert figures["work"]["weights to rematerialize"] > NUM_SEEDS / 50
 
 
+def test_gradients_are_discarded_and_windows_begin_behind_failed_batches(figures: Any) -> None:
+    assert figures["work"]["discard_gradient"] > NUM_SEEDS / 10
+    assert figures["work"]["windows begun behind a failed batch"] > NUM_SEEDS / 50
+
+
 def test_crashes_occur_at_most_failpoints(figures: Any) -> None:
     from workers.contract.failpoints import POINTS
 
