@@ -59,6 +59,8 @@ class Request:
     """Why it has no payload."""
     refusal: ServiceError | None = None
     """Why it cannot be accepted now; does not count for a repeat."""
+    refused_payload: bytes = b""
+    """The payload that records its refusal, if it was made where that takes no time of the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +107,8 @@ class Admission:
                 Code.UNAVAILABLE, "SHUTTING_DOWN", "the pool is shutting down: try again", retry_delay_s=RETRY_DELAY_S
             )
 
-    def check_room(self, log: AdapterLog, seq: int, request_id: str, num_bytes: int) -> None:
-        """Raise ServiceError if a request of this size would be refused for lack of room: before it is decoded.
+    def check_room(self, log: AdapterLog, seq: int, request_id: str) -> None:
+        """Raise ServiceError if any request would be refused for lack of room: before it is decoded.
 
         A repeat needs no room, nor does a request that is refused for its seq.
         """
@@ -115,7 +117,7 @@ class Admission:
         except ServiceError:
             return  # `accept` raises it
         if self._find_from(log, seq) is None and seq > log.snapshot_seq:
-            self._check_room(log, seq, num_bytes)
+            self._check_room(log, seq, 1)
 
     def accept(self, log: AdapterLog, seq: int, request_id: str, requests: Sequence[Request]) -> Acceptance:
         """Accept consecutive operations of an adapter, all or none.
@@ -131,7 +133,7 @@ class Admission:
             raise _restored(log.adapter_id)
         if seq <= log.snapshot_seq:
             raise _dropped(f"{log.adapter_id}:{seq}", _expected(log))
-        self._check_room(log, seq, sum(request.raw.ByteSize() for request in requests))
+        self._check_room(log, seq, sum(len(request.payload) for request in requests))
         if seq - log.next_seq >= self._limits.pending_operations_max:
             raise ServiceError(
                 Code.FAILED_PRECONDITION,
@@ -361,7 +363,7 @@ class Admission:
         *,
         is_refused: bool = False,
     ) -> Operation:
-        payload = _refused_payload(request) if is_refused else request.payload
+        payload = _record_of(request) if is_refused else request.payload
         return Operation(
             tenant_id=tenant_id,
             target_id=target_id,
@@ -408,20 +410,24 @@ def _append_error(error: BaseException) -> BaseException:
     return storage_error(error) if isinstance(error, StorageError) else error
 
 
-def _refused_payload(request: Request) -> bytes:
+def refused_payload(request: Message) -> bytes:
     """Return the payload that records a refused request: a hash of the message as it was received."""
-    raw = type(request.raw)()
-    raw.CopyFrom(request.raw)
+    raw = type(request)()
+    raw.CopyFrom(request)
     for name in ("seq", "request_id"):
         raw.ClearField(name)
     return digest(serialize(raw), "refused")
+
+
+def _record_of(request: Request) -> bytes:
+    return request.refused_payload or refused_payload(request.raw)
 
 
 def _check_same(operation: Operation, request: Request, metadata: dict[str, str]) -> None:
     """Raise ServiceError unless the operation has this request's payload, or records the refusal of this request."""
     if request.malformed is None and operation.payload_hash == digest(request.payload, operation.kind.value):
         return
-    if operation.payload_hash != digest(_refused_payload(request), operation.kind.value):
+    if operation.payload_hash != digest(_record_of(request), operation.kind.value):
         raise _taken(operation, metadata)
 
 

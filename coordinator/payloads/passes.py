@@ -147,6 +147,18 @@ def batch_of(request: PassRequest) -> RequestBatch:
     return batch
 
 
+def is_large(request: PassRequest) -> bool:
+    """Return whether a pass has more than `INLINE_BYTES_MAX` bytes of tensors. `ByteSize` would serialize it."""
+    num_bytes = 0
+    for datum in request.data:
+        num_bytes += len(datum.tokens.data)
+        for name in datum.loss_inputs:
+            num_bytes += len(datum.loss_inputs[name].data)
+        if num_bytes > INLINE_BYTES_MAX:
+            return True
+    return False
+
+
 def canonical_pass(request: PassRequest, model: ModelInfo, limits: Limits) -> tuple[bytes, DecodedPass]:
     """Check a forward or forward_backward; return its payload and its decoded form."""
     name = loss_name(request.loss_function)

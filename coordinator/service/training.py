@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NoReturn
 
 from google.protobuf.message import Message
 
+from coordinator.base.config import Limits
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.admission import Request
+from coordinator.operations.admission import Request, refused_payload
 from coordinator.operations.operation import Kind
 from coordinator.payloads.canonical import serialize
 from coordinator.payloads.passes import (
-    INLINE_BYTES_MAX,
     PassRequest,
     batch_of,
     canonical_adam,
@@ -26,6 +27,7 @@ from coordinator.payloads.passes import (
     check_fits,
     check_metadata,
     cut_chunks,
+    is_large,
 )
 from coordinator.service.access import UseCases, check_number, check_ttl, refusal_of
 from coordinator.tenants.keys import Principal
@@ -33,7 +35,7 @@ from tinkerpool import names
 from tinkerpool.v1 import checkpoints_pb2 as checkpoints_pb
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from tinkerpool.v1 import training_pb2 as pb
-from workers.contract.messages import UNMARKED
+from workers.contract.messages import UNMARKED, ModelInfo
 
 SaveRequest = checkpoints_pb.SaveStateRequest | checkpoints_pb.SaveWeightsForSamplerRequest
 SequencedRequest = PassRequest | pb.OptimStepRequest | pb.LoadStateRequest | pb.DiscardGradientRequest | SaveRequest
@@ -150,33 +152,16 @@ class TrainingUseCases(UseCases):
                 "BASE_MODEL_NOT_SERVED",
                 f"{log.adapter_id} belongs to base model {log.base_model}, which this pool does not serve now",
             )
-        self._core.admission.check_room(log, request.seq, request.request_id, request.ByteSize())
+        self._core.admission.check_room(log, request.seq, request.request_id)
         return log
 
     async def _pass(self, request: PassRequest, log: AdapterLog, kind: Kind) -> Request:
         """Decode a pass; a large one on a thread, in a turn of its tenant."""
         model, limits = self._core.fleet.models[log.base_model], self._core.config.limits
-        batch = UNMARKED
-        try:
-            batch = batch_of(request)
-            if request.ByteSize() <= INLINE_BYTES_MAX:
-                payload, decoded = canonical_pass(request, model, limits)
-            else:
-                async with self._core.decode_turns.turn(log.tenant_id):
-                    payload, decoded = await asyncio.to_thread(canonical_pass, request, model, limits)
-        except ServiceError as error:
-            return Request(kind=kind, raw=request, batch=batch, malformed=error)
-        chunks = cut_chunks(decoded.lengths, model.chunk_tokens)
-        return Request(
-            kind=kind,
-            raw=request,
-            payload=payload,
-            decoded=decoded,
-            chunks=chunks,
-            chunk_tokens=model.chunk_tokens,
-            batch=batch,
-            refusal=refusal_of(check_fits, chunks, model),
-        )
+        if not is_large(request):
+            return _decoded(request, kind, model, limits)
+        async with self._core.decode_turns.turn(log.tenant_id):
+            return await asyncio.to_thread(_with_record, request, kind, model, limits)
 
     def _step(self, request: pb.OptimStepRequest | pb.TrainStepRequest) -> Request:
         try:
@@ -193,6 +178,33 @@ class TrainingUseCases(UseCases):
         except ServiceError as error:
             return Request(kind=kind, raw=request, malformed=error)
         return Request(kind=kind, raw=request, payload=serialize(_without_seq(request)))
+
+
+def _decoded(request: PassRequest, kind: Kind, model: ModelInfo, limits: Limits) -> Request:
+    batch = UNMARKED
+    try:
+        batch = batch_of(request)
+        payload, decoded = canonical_pass(request, model, limits)
+    except ServiceError as error:
+        return Request(kind=kind, raw=request, batch=batch, malformed=error)
+    chunks = cut_chunks(decoded.lengths, model.chunk_tokens)
+    return Request(
+        kind=kind,
+        raw=request,
+        payload=payload,
+        decoded=decoded,
+        chunks=chunks,
+        chunk_tokens=model.chunk_tokens,
+        batch=batch,
+        refusal=refusal_of(check_fits, chunks, model),
+    )
+
+
+def _with_record(request: PassRequest, kind: Kind, model: ModelInfo, limits: Limits) -> Request:
+    """Decode a pass, and make the record of its refusal, if it is refused."""
+    made = _decoded(request, kind, model, limits)
+    is_refused = made.malformed is not None or made.refusal is not None
+    return replace(made, refused_payload=refused_payload(request)) if is_refused else made
 
 
 def _check_name(request: SaveRequest) -> None:

@@ -25,6 +25,7 @@ from coordinator.doors.door import Keys, to_refusal
 from coordinator.doors.grpc.intake import Intake
 from coordinator.doors.grpc.statuses import Context, abort
 from coordinator.payloads.elements import TooManyElements, parse, parse_head
+from coordinator.payloads.passes import INLINE_BYTES_MAX
 from coordinator.service.training import SEQUENCED_REQUESTS
 from coordinator.tenants.keys import Principal
 from tinkerpool.v1 import (
@@ -80,9 +81,13 @@ class _Rpc:
                 f"the request is not a valid {name} message: use the same version of client and pool"
             ) from None
 
+    async def read(self, body: bytes) -> Message:
+        """Return the request message; parse a large one on a thread. Raises ServiceError INVALID_ARGUMENT."""
+        return self.parse(body) if len(body) <= INLINE_BYTES_MAX else await asyncio.to_thread(self.parse, body)
+
     async def recorded(self, principal: Principal, body: bytes, error: TooManyElements) -> ServiceError:
         """Return the refusal of a message, after it was recorded at the sequence number that the message names."""
-        head = parse_head(self.request_type, body)
+        head = await asyncio.to_thread(parse_head, self.request_type, body)
         if not isinstance(head, SEQUENCED_REQUESTS):
             return error
         try:
@@ -149,7 +154,7 @@ async def _read(context: Context) -> bytes:
 def _unary(rpc: _Rpc, principal: Principal, intake: Intake) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def run(body: bytes) -> bytes:
         try:
-            request = rpc.parse(body)
+            request = await rpc.read(body)
         except TooManyElements as error:
             raise await rpc.recorded(principal, body, error) from None
         return _serialize(await rpc.use_case(principal, request))
@@ -167,7 +172,7 @@ def _unary(rpc: _Rpc, principal: Principal, intake: Intake) -> grpc.RpcMethodHan
 
 def _streaming(rpc: _Rpc, principal: Principal, keys: Keys, intake: Intake) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def run(body: bytes) -> AsyncIterator[bytes]:
-        responses: AsyncIterator[Message] = rpc.use_case(principal, rpc.parse(body))
+        responses: AsyncIterator[Message] = rpc.use_case(principal, await rpc.read(body))
         async for response in responses:
             yield _serialize(response)
 

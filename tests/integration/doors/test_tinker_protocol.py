@@ -190,15 +190,15 @@ def test_a_refusals_quotes_of_the_request_are_shortened_before_they_are_stored(
 
 
 def test_a_retryable_refusal_consumes_no_seq(pool: RestartablePool, wired: Wire, model: str) -> None:
-    for seq in range(2, 2 + LIMITS.pending_operations_max):
+    for seq in range(3, 3 + LIMITS.pending_operations_max):
         wired.ok("/optim_step", step(model, seq))
-    refused = wired.binary(pass_of(model, 1, [1]))
+    refused = wired.binary(pass_of(model, 2, [1]))
     assert refused.status_code == 429
     assert int(refused.headers["retry-after-ms"]) > 0
     assert refused.json()["reason"] == "QUEUE_FULL"
-    unreadable = wired.post("/save_weights", {"model_id": model, "seq_id": 1})
+    unreadable = wired.post("/save_weights", {"model_id": model, "seq_id": 2})
     assert (unreadable.status_code, unreadable.json()["reason"]) == (429, "QUEUE_FULL")
-    assert 1 not in pool.pool.log_of(model).operations
+    assert 2 not in pool.pool.log_of(model).operations
 
 
 def test_a_poll_is_held_open_and_then_returns_try_again(wired: Wire, model: str) -> None:
