@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, TypeVar, cast
@@ -26,6 +26,7 @@ from tinkerpool.v1 import adapters_pb2, sampling_pb2, sessions_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 T = TypeVar("T")
+HEARTBEAT_S = 60.0
 FETCHES = 3
 """How often each result is fetched at least."""
 FINAL = (ops_pb.OPERATION_STATE_SUCCEEDED, ops_pb.OPERATION_STATE_FAILED)
@@ -138,6 +139,15 @@ class Client:
             await asyncio.gather(*(self._sample(step, step.num_samples + 1) for step in published))
         while is_last and any(each.num_fetches < FETCHES for each in self._all()):
             await self._fetch_all([each for each in self._all() if each.num_fetches < FETCHES])
+
+    async def keep_alive(self, coordinator: Coordinator) -> None:
+        """Send heartbeats, also once all is done: other clients may need longer than a session waits."""
+        while True:
+            if self._principal is not None and self.session_id:
+                request = sessions_pb2.HeartbeatRequest(session_id=self.session_id)
+                with suppress(ServiceError):
+                    await coordinator.service.heartbeat(self._principal, request)
+            await asyncio.sleep(HEARTBEAT_S)
 
     async def _set_up(self) -> None:
         service = self._coordinator.service

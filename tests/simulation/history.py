@@ -268,7 +268,13 @@ class History:
             (self._folder / name).write_bytes(content)
 
     async def _work(self, coordinator: Coordinator) -> None:
-        await asyncio.gather(*(client.run(coordinator, is_last=self._is_last) for client in self._clients))
+        loop = asyncio.get_running_loop()
+        heartbeats = [loop.create_task(client.keep_alive(coordinator)) for client in self._clients]
+        try:
+            await asyncio.gather(*(client.run(coordinator, is_last=self._is_last) for client in self._clients))
+        finally:
+            for each in heartbeats:
+                each.cancel()
         if self._is_last:
             await self._verify(coordinator)
 
