@@ -20,6 +20,8 @@ from coordinator.doors.grpc.public import PublicCalls
 
 HEALTH_INTERVAL_S = 1.0
 """Seconds between two updates of the health service."""
+PENDING_MAX = 16_384
+"""Calls that have arrived and not begun, of all connections: as many as 64 full ones have. Each holds 11 kB."""
 _STOPPING_S = 86400.0
 """Grace of running calls while the coordinator stops: unlimited, for the coordinator itself ends them."""
 
@@ -123,6 +125,8 @@ def _options(config: GrpcConfig) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", config.message_bytes_max),
         ("grpc.max_send_message_length", config.message_bytes_max),
         ("grpc.max_concurrent_streams", config.streams_max),
+        ("grpc.server.max_pending_requests", PENDING_MAX),  # above it, grpc cancels calls of anybody at random
+        ("grpc.server.max_pending_requests_hard_limit", PENDING_MAX + PENDING_MAX // 4),
         # A stream that is not read holds at most this; with probes of the bandwidth, the window grows to 8 MiB.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", 64 << 10),
