@@ -170,7 +170,6 @@ ATTACKS = (
         by=TENANT,
         text="a pass of 63 MB of empty data over gRPC",
         program=grpc_empty_data,
-        is_open=True,
     ),
     Attack(
         name="grpc-large",

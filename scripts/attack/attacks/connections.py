@@ -220,14 +220,12 @@ ATTACKS = (
         text="connections above the highest number, without a pause; the coordinator may open 1,024 files",
         program=http_refused,
         files_max=FILES_MAX,
-        is_open=True,
     ),
     Attack(
         name="rapid-reset",
         by=NO_KEY,
         text="calls that are reset as soon as they begin, without a pause, on four connections",
         program=rapid_reset,
-        is_open=True,
     ),
     Attack(
         name="pings",
