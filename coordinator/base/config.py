@@ -168,8 +168,8 @@ class GrpcConfig(DoorConfig):
     receive_s: float = 60.0
     """Seconds that a request may wait to be received, and that it may take to arrive."""
     streams_max: int = 256
-    """Most calls at a time on one connection; more wait at the client. Calls that are reset at once count until they have
-    begun, so it also bounds how long others wait behind a flood of them: a few times 0.25 s, with 256."""
+    """Most calls at a time on one connection; more wait at the client. Calls that are reset at once count until they
+    have begun, so this also bounds how long others wait behind a flood of them."""
     keepalive_s: float = 60.0
     """Seconds of silence after which a client is pinged; without a reply in 20 s its connection is closed."""
     idle_s_max: float = 600.0
