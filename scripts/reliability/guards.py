@@ -158,7 +158,7 @@ GUARDS = (
     Guard(
         name="hash of a payload",
         file="coordinator/operations/admission.py",
-        before="    if operation.payload_hash != digest(_refused_payload(request), operation.kind.value):\n",
+        before="    if operation.payload_hash != digest(_record_of(request), operation.kind.value):\n",
         after="    if False:\n",
         tests=("tests/unit/operations/test_admission.py",),
     ),

@@ -13,6 +13,7 @@ from coordinator.checkpoints.snapshots import AT_ONCE
 from coordinator.checkpoints.states import States
 from coordinator.cycle import items
 from coordinator.operations import in_flight
+from coordinator.payloads import passes
 from coordinator.runtime.core import FILE_TURNS
 from coordinator.service import training
 from coordinator.storage.folders import StateFiles
@@ -162,8 +163,9 @@ async def test_requests_that_do_not_fit_into_memory_are_read_from_the_log_and_ha
 async def test_a_large_request_is_decoded_off_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "REQUEST_BYTES_MAX", 1)  # so that it is decoded again when it runs
     threads: dict[str, list[threading.Thread]] = {}
-    for module, name in ((training, "canonical_pass"), (items, "decode_pass")):
+    for module in (passes, items):
         monkeypatch.setattr(module, "INLINE_BYTES_MAX", 500)
+    for module, name in ((training, "canonical_pass"), (items, "decode_pass")):
         # the real function: only its thread is recorded
         monkeypatch.setattr(module, name, in_recorded_thread(getattr(module, name), threads.setdefault(name, [])))
     async with running_pool(tmp_path, cycle_tokens_max=512) as pool:
