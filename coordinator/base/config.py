@@ -222,6 +222,9 @@ class HttpConfig(DoorConfig):
     """Seconds for which a connection without a call is kept. The SDK keeps one for 5 s."""
     head_s: float = 10.0
     """Seconds that the first line and the headers of a request may take to arrive."""
+    receive_bytes_max: int = 256 << 20
+    """Most bytes of bodies that are being received, or are held by calls until they are accepted: half for bodies as
+    they are sent, half for decompressed ones. At least four times `message_bytes_max`."""
     body_s: float = 60.0
     """Seconds that the body of a request may take to arrive."""
     poll_s: float = 30.0
@@ -231,6 +234,11 @@ class HttpConfig(DoorConfig):
         DoorConfig.__post_init__(self)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"the HTTP port must be 0 (any free one) to 65535, got {self.port}")
+        if self.receive_bytes_max < 4 * self.message_bytes_max:
+            raise ValueError(
+                f"receive_bytes_max must be at least 4 times message_bytes_max ({4 * self.message_bytes_max}), got "
+                f"{self.receive_bytes_max}"
+            )
         if self.is_remote and not (self.is_tls or self.allow_plaintext):
             raise ValueError(f"{self.host} can be reached from other machines: give a certificate, or allow plaintext")
         _check_positive(self, "connections_max", "handshake_s", "idle_s", "head_s", "body_s", "poll_s")

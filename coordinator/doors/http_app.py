@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.http.calls import Call, DoorContext, api_key
 from coordinator.doors.http.connections import WITH_KEY
+from coordinator.doors.http.responses import num_retries
 from coordinator.doors.openai import endpoints as openai
 from coordinator.doors.openai.errors import error_response as openai_error_response
 from coordinator.doors.tinker import futures, models, runs, sampling, sessions, training
@@ -23,8 +24,8 @@ from coordinator.doors.tinker.errors import error_response
 
 PREFIX = "/api/v1"
 Handler = Callable[[Call], Awaitable[Response]]
-ErrorResponse = Callable[[Exception, str], Response]
-"""Makes a protocol's response of an exception and the name of the call."""
+ErrorResponse = Callable[[Exception, str, int], Response]
+"""Makes a protocol's response of an exception, the name of the call, and how often the client has repeated it."""
 METHODS = ["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"]
 
 _CHECKPOINTS = "/training_runs/{run}/checkpoints"
@@ -123,12 +124,12 @@ def _guarded(
                 )
             principal = door.backend.authenticator.authenticate(key)
             request.scope[WITH_KEY] = True
-            with door.backend.authenticator.while_valid(principal):
-                return await handler(Call(request, principal, door))
+            with door.backend.authenticator.while_valid(principal), door.bodies.of_call(principal.tenant_id) as held:
+                return await handler(Call(request, principal, door, held))
         except ClientDisconnect:
             return Response(status_code=499)  # the client has left: never sent
         except Exception as error:  # noqa: BLE001  # from here its text would reach the client
-            return to_response(error, f"{request.method} {request.url.path}")
+            return to_response(error, f"{request.method} {request.url.path}", num_retries(request))
 
     return respond
 

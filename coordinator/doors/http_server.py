@@ -21,6 +21,7 @@ import uvicorn
 from coordinator.base.config import POLLS_DIVISOR, HttpConfig
 from coordinator.base.time import SystemTime, Time
 from coordinator.doors.door import Backend, DoorError, listen_error
+from coordinator.doors.http.bodies import Bodies
 from coordinator.doors.http.calls import DoorContext, Gate
 from coordinator.doors.http.connections import Connection, Listener
 from coordinator.doors.http.downloads import Downloads
@@ -88,6 +89,7 @@ class HttpDoor:
                 gate=self._gate,
                 downloads=Downloads(self._time),
                 polls=Polls(max(1, num_max // POLLS_DIVISOR)),
+                bodies=Bodies(config),
                 tokenizers=tokenizers,
                 time=self._time,
             )

@@ -12,12 +12,12 @@ exceed `receive_bytes_max`, and one tenant never holds more than a quarter of th
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from coordinator.base.config import GrpcConfig
 from coordinator.base.errors import Code, ServiceError
+from coordinator.doors.budget import PARTS, Budget
 
 SMALL_BYTES_MAX = 2 << 20
 """Largest request of a call without data for training or sampling. A wait for 10,000 operations has 1 MiB."""
@@ -29,8 +29,6 @@ UNCOUNTED_BYTES = 4096
 """Requests up to this size are not counted after they were read, so that a tenant with large uploads can still call."""
 WAITING_MAX = 2048
 """Most calls that wait to be read; a quarter of them of one tenant. Each holds up to 64 KiB."""
-PARTS = 4
-"""One tenant may hold one part of everything."""
 RESERVED_READERS = SMALL_READERS + 1
 """Readers that large requests leave: those of small requests, and that of calls without a key."""
 
@@ -92,81 +90,6 @@ class Intake:
         return body
 
 
-class Budget:
-    """An amount that calls take and give back. A call waits if the rest or its tenant's part is too small.
-
-    Tenants with waiting calls take turns; calls of one tenant are served in the order of their arrival.
-    """
-
-    def __init__(self, total: int, of_tenant_max: int, waiting_max: int) -> None:
-        self._free = total
-        self._of_tenant_max = of_tenant_max
-        self._waiting_max = waiting_max
-        self._taken: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[tuple[asyncio.Future[None], int]]] = OrderedDict()
-        self._num_waiting = 0
-
-    async def take(self, tenant_id: str, amount: int, timeout_s: float) -> None:
-        """Take an amount. Raises ServiceError CALLS_BUSY after `timeout_s` seconds, or if too many calls wait."""
-        if tenant_id not in self._waiting and self._fits(tenant_id, amount):
-            self._grant(tenant_id, amount)
-            return
-        queue = self._waiting.get(tenant_id, ())
-        if self._num_waiting >= self._waiting_max or len(queue) >= self._waiting_max // PARTS:
-            raise _busy("too many calls wait to be read")
-        granted = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant_id, deque()).append((granted, amount))
-        self._num_waiting += 1
-        try:
-            async with asyncio.timeout(timeout_s):
-                await granted
-        except BaseException as error:
-            if granted.cancelled():
-                self._serve()  # without this call, which may have been the first of its tenant
-            else:
-                self.give(tenant_id, amount)
-            if isinstance(error, TimeoutError):
-                raise _busy(f"the call was not read within {timeout_s:g} s, because others were") from None
-            raise
-
-    def give(self, tenant_id: str, amount: int) -> None:
-        """Give an amount back, and serve waiting calls."""
-        self._free += amount
-        self._taken[tenant_id] -= amount
-        if not self._taken[tenant_id]:
-            del self._taken[tenant_id]
-        if self._waiting:
-            self._serve()
-
-    def _fits(self, tenant_id: str, amount: int) -> bool:
-        return amount <= self._free and self._taken[tenant_id] + amount <= self._of_tenant_max
-
-    def _grant(self, tenant_id: str, amount: int) -> None:
-        self._free -= amount
-        self._taken[tenant_id] += amount
-
-    def _serve(self) -> None:
-        """Grant what fits, a call of each tenant in turn. Calls that have left are dropped."""
-        is_progress = True
-        while is_progress:
-            is_progress = False
-            for tenant_id, queue in list(self._waiting.items()):
-                granted, amount = queue[0]
-                has_left = granted.cancelled()
-                if not has_left and not self._fits(tenant_id, amount):
-                    continue
-                is_progress = True
-                queue.popleft()
-                self._num_waiting -= 1
-                if queue:
-                    self._waiting.move_to_end(tenant_id)
-                else:
-                    del self._waiting[tenant_id]
-                if not has_left:
-                    self._grant(tenant_id, amount)
-                    granted.set_result(None)
-
-
 async def _read_within(seconds: float, read: Read) -> bytes:
     try:
         async with asyncio.timeout(seconds):
@@ -178,7 +101,3 @@ async def _read_within(seconds: float, read: Read) -> bytes:
             f"the request did not arrive within {seconds:g} s: try again, or send less at once",
             retry_delay_s=1.0,
         ) from None
-
-
-def _busy(why: str) -> ServiceError:
-    return ServiceError(Code.RESOURCE_EXHAUSTED, "CALLS_BUSY", f"{why}: try again", retry_delay_s=1.0)

@@ -1,4 +1,4 @@
-"""An HTTP call: its caller and its body. Applies limits and encodings; does not depend on the protocol of the body."""
+"""An HTTP call: its caller, its parameters and its body, parsed. Does not depend on the protocol of the body."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-import zstandard
 from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 
@@ -16,6 +15,7 @@ from coordinator.base.config import JSON_ITEMS_MAX, JSON_OBJECTS_MAX, JSON_STRIN
 from coordinator.base.errors import Code, ServiceError, invalid
 from coordinator.base.time import Time
 from coordinator.doors.door import Backend
+from coordinator.doors.http.bodies import HEAD_BYTES, INLINE_BYTES_MAX, Bodies, HeldBody, UnreadableBody, unreadable
 from coordinator.doors.http.downloads import Downloads
 from coordinator.doors.http.places import Polls
 from coordinator.service import Service
@@ -25,15 +25,7 @@ SMALL_BYTES_MAX = 1 << 20
 """Largest body of a call without data for training or sampling."""
 JSON_BYTES_MAX = 8 << 20
 """Largest body in JSON: parsing holds the interpreter's lock, and the parsed body is many times as large."""
-INLINE_BYTES_MAX = 256 << 10
-"""Larger bodies are decompressed, parsed and encoded on a thread."""
 _FAULTS_SHOWN = 5
-_PIECE_BYTES = 1 << 10
-"""Compressed bytes that are decompressed at a time. They can expand 32,768 times before the limit is checked."""
-_WINDOW_BYTES = 8 << 20
-"""Smallest window of a compressed body that is accepted, for any limit."""
-HEAD_BYTES = 64 << 10
-"""Length of the head that is kept of a body that is too large: it names the model and the sequence number."""
 
 Body = TypeVar("Body", bound=BaseModel)
 Item = TypeVar("Item")
@@ -41,14 +33,6 @@ Items = Annotated[list[Item], Field(fail_fast=True)]
 """A list. Validation stops at the first wrong item: reasons for a million wrong items would take gigabytes."""
 Named = Annotated[dict[str, Item], Field(fail_fast=True)]
 """A dictionary, with the same limit."""
-
-
-class UnreadableBody(ServiceError):
-    """A body that is refused permanently: too large or malformed. `head` is its beginning, decompressed."""
-
-    def __init__(self, reason: str, message: str, head: bytes = b"") -> None:
-        super().__init__(Code.INVALID_ARGUMENT, reason, message)
-        self.head = head
 
 
 class Gate:
@@ -78,6 +62,7 @@ class DoorContext:
     gate: Gate
     downloads: Downloads
     polls: Polls
+    bodies: Bodies
     tokenizers: Mapping[str, Path]
     """Base model to the directory of its tokenizer, for clients on this machine; empty if clients may be remote."""
     time: Time
@@ -95,6 +80,8 @@ class Call:
     request: Request
     principal: Principal
     door: DoorContext
+    held: HeldBody
+    """Receives the body, and holds its bytes until the call ends."""
 
     @property
     def service(self) -> Service:
@@ -131,33 +118,13 @@ class Call:
     async def body(self, *, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         """Return the body, decompressed, of at most `bytes_max` bytes.
 
-        Raises UnreadableBody if it is larger or cannot be decompressed; ServiceError BODY_TOO_SLOW, INVALID_ARGUMENT
-        for an unknown encoding, or UNAVAILABLE if the door has closed in the meantime.
+        Raises UnreadableBody if it is larger or cannot be decompressed; ServiceError BODY_TOO_SLOW, CALLS_BUSY,
+        INVALID_ARGUMENT for an unknown encoding, or UNAVAILABLE if the door has closed in the meantime.
         """
         limit = min(bytes_max, self.door.config.message_bytes_max)
-        try:
-            async with asyncio.timeout(self.door.config.body_s):
-                compressed = await self._received(limit)
-        except TimeoutError:
-            raise _too_slow(self.door.config.body_s) from None
+        body = await self.held.received(self.request, limit)
         self.door.gate.check_open()
-        encoding = self.request.headers.get("content-encoding", "identity").strip().lower()
-        if encoding == "identity":
-            if len(compressed) > limit:
-                raise _too_large(limit, compressed)
-            return compressed
-        if encoding != "zstd":
-            raise invalid(f"content-encoding {encoding[:40]!r} is not supported: send zstd, or leave the header out")
-        return await asyncio.to_thread(_decompressed, compressed, limit)
-
-    async def _received(self, limit: int) -> bytes:
-        """Return the body as it was sent; of a body above `limit`, a head of more than `limit` bytes."""
-        pieces = bytearray()
-        async for piece in self.request.stream():
-            pieces += piece
-            if len(pieces) > limit:
-                break
-        return bytes(pieces)
+        return body
 
 
 def check_elements(body: bytes) -> None:
@@ -200,41 +167,3 @@ def api_key(request: Request) -> str:
         return key.strip()
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
-
-
-def unreadable(message: str, head: bytes | bytearray) -> UnreadableBody:
-    """Return the refusal of a malformed body."""
-    return UnreadableBody("INVALID_ARGUMENT", message, bytes(head))
-
-
-def _decompressed(compressed: bytes, limit: int) -> bytes:
-    pieces = bytearray()
-    reader = zstandard.ZstdDecompressor(max_window_size=max(limit, _WINDOW_BYTES)).decompressobj()
-    try:
-        is_too_large = len(compressed) > limit or zstandard.frame_content_size(compressed) > limit
-        for start in range(0, len(compressed), _PIECE_BYTES):
-            pieces += reader.decompress(compressed[start : start + _PIECE_BYTES])
-            if len(pieces) > limit or (is_too_large and pieces):
-                raise _too_large(limit, pieces)
-    except zstandard.ZstdError as error:
-        raise unreadable(f"the request's body is not zstd: {error}", pieces) from None
-    if not reader.eof or reader.unused_data:
-        raise unreadable("the request's body is not zstd: the frame is incomplete, or bytes follow it", pieces)
-    return bytes(pieces)
-
-
-def _too_large(limit: int, head: bytes | bytearray) -> UnreadableBody:
-    return UnreadableBody(
-        "REQUEST_TOO_LARGE",
-        f"the request's body has more than {limit} bytes: send fewer or shorter sequences at once",
-        bytes(head[:HEAD_BYTES]),
-    )
-
-
-def _too_slow(body_s: float) -> ServiceError:
-    return ServiceError(
-        Code.UNAVAILABLE,
-        "BODY_TOO_SLOW",
-        f"the request's body did not arrive within {body_s:g} s: try again, or send less at once",
-        retry_delay_s=1.0,
-    )

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from coordinator.base.errors import Code, ServiceError
-from coordinator.doors.http.calls import INLINE_BYTES_MAX
+from coordinator.doors.http.bodies import INLINE_BYTES_MAX
 
 T = TypeVar("T")
 
@@ -37,25 +38,38 @@ _REASON_STATUS = {
     "RESULT_TOO_LARGE": HTTPStatus.NOT_ACCEPTABLE,
     "SESSION_UNKNOWN": HTTPStatus.FORBIDDEN,
 }
+RETRY_S_MAX = 60.0
+"""Longest delay before a retry. The SDKs do not accept a longer one."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def status_of(error: ServiceError) -> int:
     """Return the HTTP status of a refusal.
 
-    The Tinker SDK retries 408, 409, 429 and everything from 500 on for minutes, and OpenAI's client retries them a few
-    times. So these statuses are for refusals of calls that may succeed later; a permanent refusal gets another 4xx.
+    OpenAI's client retries 408, 409, 429 and everything from 500 on a few times, and the Tinker SDK for minutes. So
+    these statuses are for refusals of calls that may succeed later; a permanent refusal gets another 4xx.
     """
     if error.retry_delay_s is not None:
         return HTTPStatus.SERVICE_UNAVAILABLE if error.code is Code.UNAVAILABLE else HTTPStatus.TOO_MANY_REQUESTS
     return _REASON_STATUS.get(error.reason) or _STATUS.get(error.code, HTTPStatus.BAD_REQUEST)
 
 
-def headers_of(error: ServiceError) -> dict[str, str]:
-    """Return the headers of a refusal: the delay before a retry, where a retry makes sense."""
+def headers_of(error: ServiceError, num_retries: int = 0) -> dict[str, str]:
+    """Return the headers of a refusal: the delay before a retry, where a retry makes sense.
+
+    The delay doubles with each retry that the client has made, up to `RETRY_S_MAX`: some calls of the Tinker SDK are
+    given up after 10 retries, which last five minutes so.
+    """
     if error.retry_delay_s is None:
         return {}
-    return {"retry-after-ms": str(round(error.retry_delay_s * 1000))}
+    delay_s = min(error.retry_delay_s * 2 ** min(num_retries, 10), max(RETRY_S_MAX, error.retry_delay_s))
+    return {"retry-after": str(math.ceil(delay_s)), "retry-after-ms": str(round(delay_s * 1000))}
+
+
+def num_retries(request: Request) -> int:
+    """Return how often the client says that it has repeated a call; 0 if it does not say it."""
+    text = request.headers.get("x-stainless-retry-count", "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 4 else 0
 
 
 def encode_json(content: Any) -> bytes:

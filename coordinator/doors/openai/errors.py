@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from http import HTTPStatus
 from typing import Any
 
@@ -46,13 +45,13 @@ def failure(error: ops_pb.OperationError) -> ServiceError:
     return ServiceError(Code.of(error.code), error.reason, error.message)
 
 
-def error_response(error: Exception, where: str) -> Response:
-    """Return the response to a call that raised; `where` names the call, for the log."""
+def error_response(error: Exception, where: str, retries: int = 0) -> Response:
+    """Return the response to a call that raised.
+
+    `where` names the call, for the log; `retries`: how often the client has repeated it.
+    """
     refusal = to_refusal(error, where)
-    headers = headers_of(refusal)
-    if refusal.retry_delay_s is not None:
-        headers["retry-after"] = str(math.ceil(refusal.retry_delay_s))
-    return JSONResponse(error_body(refusal), status_code=status_of(refusal), headers=headers)
+    return JSONResponse(error_body(refusal), status_code=status_of(refusal), headers=headers_of(refusal, retries))
 
 
 def error_body(refusal: ServiceError) -> dict[str, Any]:

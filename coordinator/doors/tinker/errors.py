@@ -5,6 +5,8 @@ Main invariant: every error has a JSON body with its message. The SDK takes a 40
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 from starlette.responses import JSONResponse, Response
 
 from coordinator.base.errors import Code, ServiceError
@@ -26,11 +28,16 @@ _USER_CODES = frozenset(
 """Failures that the user can mend."""
 
 
-def error_response(error: Exception, where: str) -> Response:
-    """Return the response to a call that raised; `where` names the call, for the log."""
+def error_response(error: Exception, where: str, retries: int = 0) -> Response:
+    """Return the response to a call that raised.
+
+    `where` names the call, for the log; `retries`: how often the client has repeated it. Every refusal with a delay is
+    a 429: with a 503 the SDK would fetch a result again at once, without any pause.
+    """
     refusal = to_refusal(error, where)
     body = {"detail": refusal.message, "reason": refusal.reason, **refusal.metadata}
-    return JSONResponse(body, status_code=status_of(refusal), headers=headers_of(refusal))
+    status = status_of(refusal) if refusal.retry_delay_s is None else HTTPStatus.TOO_MANY_REQUESTS
+    return JSONResponse(body, status_code=status, headers=headers_of(refusal, retries))
 
 
 def unsupported(what: str, instead: str) -> ServiceError:

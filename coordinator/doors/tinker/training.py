@@ -16,7 +16,8 @@ from starlette.responses import Response
 
 from coordinator.base.config import DATUMS_MAX
 from coordinator.base.errors import ServiceError, invalid
-from coordinator.doors.http.calls import HEAD_BYTES, JSON_BYTES_MAX, Call, UnreadableBody, unreadable
+from coordinator.doors.http.bodies import HEAD_BYTES, UnreadableBody, unreadable
+from coordinator.doors.http.calls import JSON_BYTES_MAX, Call
 from coordinator.doors.tinker import schemas
 from coordinator.doors.tinker.errors import unsupported
 from coordinator.doors.tinker.futures import submit

@@ -18,7 +18,8 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from coordinator.base.errors import ServiceError
-from coordinator.doors.http.calls import INLINE_BYTES_MAX, Call, UnreadableBody
+from coordinator.doors.http.bodies import INLINE_BYTES_MAX, UnreadableBody
+from coordinator.doors.http.calls import Call
 from coordinator.doors.tinker.futures import submit
 from coordinator.doors.tinker.results import PROTOBUF
 from coordinator.doors.tinker.schemas import Seq

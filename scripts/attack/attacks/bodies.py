@@ -157,7 +157,6 @@ ATTACKS = (
         text="20 passes of 60 MiB over HTTP, each short of its end",
         program=http_unfinished,
         is_held=True,
-        is_open=True,
     ),
     Attack(
         name="zstd-empty-data",

@@ -16,7 +16,8 @@ import zstandard
 from coordinator.base.config import DATUMS_MAX, ELEMENTS_MAX, GrpcConfig, HttpConfig
 from coordinator.base.errors import Code, ServiceError
 from coordinator.doors.grpc.server import GrpcDoor
-from coordinator.doors.http.calls import UnreadableBody, check_elements, read_json
+from coordinator.doors.http.bodies import UnreadableBody
+from coordinator.doors.http.calls import check_elements, read_json
 from coordinator.doors.http_app import PREFIX
 from coordinator.doors.http_server import HttpDoor
 from coordinator.doors.openai import schemas as openai_schemas

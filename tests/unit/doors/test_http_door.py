@@ -67,7 +67,7 @@ async def opened() -> AsyncIterator[Open]:
     ("error", "status", "header"),
     [
         (ServiceError(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "later", retry_delay_s=1.5), 429, "1500"),
-        (ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "later", retry_delay_s=1.0), 503, "1000"),
+        (ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "later", retry_delay_s=1.0), 429, "1000"),
         (ServiceError(Code.RESOURCE_EXHAUSTED, "ADAPTER_QUOTA", "delete some"), 400, None),
         (ServiceError(Code.ALREADY_EXISTS, "SEQ_TAKEN", "another"), 400, None),
         (ServiceError(Code.FAILED_PRECONDITION, "SESSION_ENDED", "ended"), 403, None),
@@ -83,6 +83,20 @@ async def test_only_calls_that_may_succeed_later_get_a_status_that_the_sdk_retri
     assert response.json()["detail"] == error.message
     assert response.json()["reason"] == error.reason
     assert response.headers.get("retry-after-ms") == header
+
+
+@pytest.mark.parametrize(
+    ("retries", "seconds", "milliseconds"),
+    [("0", "2", "1500"), ("1", "3", "3000"), ("5", "48", "48000"), ("9", "60", "60000"), ("-1", "2", "1500")],
+)
+async def test_the_delay_doubles_with_each_retry_of_a_call(
+    opened: Open, retries: str, seconds: str, milliseconds: str
+) -> None:
+    busy = ServiceError(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "later", retry_delay_s=1.5)
+    _, client = await opened(FakeService(create_session=busy))
+    response = await client.post("/create_session", json={}, headers={"x-stainless-retry-count": retries})
+    assert response.status_code == 429
+    assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == (seconds, milliseconds)
 
 
 async def test_an_internal_error_is_logged_and_not_sent(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
@@ -139,7 +153,7 @@ async def test_a_body_that_does_not_arrive_in_time_is_refused(opened: Open) -> N
             await asyncio.sleep(0.7)
 
     response = await client.post("/create_session", content=trickle())
-    assert response.status_code == 503
+    assert response.status_code == 429
     assert response.json()["reason"] == "BODY_TOO_SLOW"
 
 
@@ -194,7 +208,7 @@ async def test_a_call_that_arrives_while_the_door_closes_does_not_start(opened: 
         await door.refuse()
         yield b"}"
 
-    assert (await client.post("/create_session", content=closing())).status_code == 503
+    assert (await client.post("/create_session", content=closing())).status_code == 429
     assert service.calls == []
 
 
@@ -261,7 +275,7 @@ async def test_a_closing_door_finishes_running_calls_and_refuses_new_ones(opened
     await asyncio.sleep(0.2)
     await door.refuse()
     refused = await asyncio.gather(client.get("/sessions"), return_exceptions=True)
-    assert isinstance(refused[0], httpx.TransportError) or refused[0].status_code == 503  # type: ignore[union-attr]
+    assert isinstance(refused[0], httpx.TransportError) or refused[0].status_code == 429  # type: ignore[union-attr]
     may_go.set()
     assert (await running).json() == {"supported_models": []}
     await door.stop(5)

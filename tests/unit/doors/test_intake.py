@@ -12,8 +12,9 @@ import pytest
 
 from coordinator.base.config import GrpcConfig
 from coordinator.base.errors import Code, ServiceError
+from coordinator.doors.budget import Budget
 from coordinator.doors.grpc import intake
-from coordinator.doors.grpc.intake import Budget, Intake
+from coordinator.doors.grpc.intake import Intake
 from coordinator.doors.grpc.server import GrpcDoor
 from coordinator.tenants.keys import Principal
 from scripts.attack.frames import Connection

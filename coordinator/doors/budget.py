@@ -1,0 +1,119 @@
+"""The bytes of requests that a door may hold at once: taken before they are received, by tenants in turn.
+
+Does not depend on a protocol or on requests. Main invariant: what calls have taken never exceeds the total, nor a
+tenant's calls their part of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+
+from coordinator.base.errors import Code, ServiceError
+
+PARTS = 4
+"""One tenant may hold one part of everything."""
+
+
+class Budget:
+    """An amount that calls take and give back. A call waits if the rest or its tenant's part is too small.
+
+    Tenants with waiting calls take turns; calls of one tenant are served in the order of their arrival.
+    """
+
+    def __init__(self, total: int, of_tenant_max: int, waiting_max: int) -> None:
+        self._free = total
+        self._of_tenant_max = of_tenant_max
+        self._waiting_max = waiting_max
+        self._taken: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[tuple[asyncio.Future[None], int]]] = OrderedDict()
+        self._num_waiting = 0
+
+    async def take(self, tenant_id: str, amount: int, timeout_s: float) -> None:
+        """Take an amount. Raises ServiceError CALLS_BUSY after `timeout_s` seconds, or if too many calls wait."""
+        if tenant_id not in self._waiting and self._fits(tenant_id, amount):
+            self._grant(tenant_id, amount)
+            return
+        queue = self._waiting.get(tenant_id, ())
+        if self._num_waiting >= self._waiting_max or len(queue) >= self._waiting_max // PARTS:
+            raise _busy("too many calls wait to be read")
+        granted = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant_id, deque()).append((granted, amount))
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                await granted
+        except BaseException as error:
+            if granted.cancelled():
+                self._serve()  # without this call, which may have been the first of its tenant
+            else:
+                self.give(tenant_id, amount)
+            if isinstance(error, TimeoutError):
+                raise _busy(f"the call was not read within {timeout_s:g} s, because others were") from None
+            raise
+
+    def give(self, tenant_id: str, amount: int) -> None:
+        """Give an amount back, and serve waiting calls."""
+        self._free += amount
+        self._taken[tenant_id] -= amount
+        if not self._taken[tenant_id]:
+            del self._taken[tenant_id]
+        if self._waiting:
+            self._serve()
+
+    def _fits(self, tenant_id: str, amount: int) -> bool:
+        return amount <= self._free and self._taken[tenant_id] + amount <= self._of_tenant_max
+
+    def _grant(self, tenant_id: str, amount: int) -> None:
+        self._free -= amount
+        self._taken[tenant_id] += amount
+
+    def _serve(self) -> None:
+        """Grant what fits, a call of each tenant in turn. Calls that have left are dropped."""
+        is_progress = True
+        while is_progress:
+            is_progress = False
+            for tenant_id, queue in list(self._waiting.items()):
+                granted, amount = queue[0]
+                has_left = granted.cancelled()
+                if not has_left and not self._fits(tenant_id, amount):
+                    continue
+                is_progress = True
+                queue.popleft()
+                self._num_waiting -= 1
+                if queue:
+                    self._waiting.move_to_end(tenant_id)
+                else:
+                    del self._waiting[tenant_id]
+                if not has_left:
+                    self._grant(tenant_id, amount)
+                    granted.set_result(None)
+
+
+class Held:
+    """What one call has taken of a budget. Give it back at the end of the call with `close`."""
+
+    def __init__(self, budget: Budget, tenant_id: str) -> None:
+        self._budget = budget
+        self._tenant_id = tenant_id
+        self._amount = 0
+
+    async def take(self, amount: int, timeout_s: float) -> None:
+        """Take an amount, once. Raises ServiceError CALLS_BUSY, as the budget does."""
+        assert not self._amount, "a call that waits for more would hold what others wait for"
+        await self._budget.take(self._tenant_id, amount, timeout_s)
+        self._amount = amount
+
+    def shrink(self, amount: int) -> None:
+        """Give back what is above an amount."""
+        if amount < self._amount:
+            self._budget.give(self._tenant_id, self._amount - amount)
+            self._amount = amount
+
+    def close(self) -> None:
+        """Give back everything. Idempotent."""
+        self.shrink(0)
+
+
+def _busy(why: str) -> ServiceError:
+    return ServiceError(Code.RESOURCE_EXHAUSTED, "CALLS_BUSY", f"{why}: try again", retry_delay_s=1.0)
