@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import count, islice
 
@@ -120,6 +120,11 @@ class FinishedSamples:
             pass
         last = reported[-1][0] if reported else position
         return [finished for _, finished in reported], (self._epoch << _POSITION_BITS) + last
+
+    def forget(self, target_ids: Collection[str]) -> None:
+        """Drop the lists of samplers whose session has ended; a late poll reads its list from the store again."""
+        for key in [key for key in self._lists if key[0] in target_ids]:
+            self._lists.pop(key).changed.set()
 
     def close(self) -> None:
         """End every wait; polls after the next start return the remaining samples."""

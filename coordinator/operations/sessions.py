@@ -133,7 +133,7 @@ class SessionTable:
             row.session_id,
             row.tenant_id,
             self._monotonic(),
-            _next_index(self._store.adapters.ids_of_session(row.session_id, with_deleted=True)),
+            max(row.adapters_gone, _next_index(self._store.adapters.ids_of_session(row.session_id, with_deleted=True))),
             _next_index(self._store.samplers.ids_of_session(row.session_id)),
         )
 

@@ -66,10 +66,8 @@ def make_runners(
             context.config,
             time,
             store,
-            registers.registry,
-            registers.sessions,
+            registers,
             states,
-            registers.admission,
             samples,
         ),
     )

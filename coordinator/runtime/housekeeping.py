@@ -1,4 +1,5 @@
-"""Expires idle sessions, operations behind a seq that never arrived, old results and checkpoints.
+"""Expires idle sessions, operations behind a seq that never arrived, old results and checkpoints; deletes rows that
+nothing needs any more.
 
 Does not depend on cycles. Main invariant: every expiry is decided in service time, in which downtime and steps of the
 wall clock do not count.
@@ -7,21 +8,23 @@ wall clock do not count.
 from __future__ import annotations
 
 import logging
+from itertools import count
 
 from coordinator.base.config import CoordinatorConfig
 from coordinator.base.errors import Code
 from coordinator.base.time import Time
 from coordinator.checkpoints.states import States
 from coordinator.operations.adapter_log import AdapterLog
-from coordinator.operations.admission import Admission
-from coordinator.operations.registry import AdapterRegistry
-from coordinator.operations.sessions import SessionTable
+from coordinator.operations.epoch import Registers
 from coordinator.sampling.scheduler import SampleScheduler
 from coordinator.storage.database import StorageError
 from coordinator.storage.store import Store
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 logger = logging.getLogger(__name__)
+
+SLICES_MAX = 25
+"""Slices of rows that one sweep deletes from a table, so that its transactions leave room for those of cycles."""
 
 
 class Housekeeping:
@@ -32,19 +35,18 @@ class Housekeeping:
         config: CoordinatorConfig,
         time: Time,
         store: Store,
-        registry: AdapterRegistry,
-        sessions: SessionTable,
+        registers: Registers,
         states: States,
-        admission: Admission,
         samples: SampleScheduler,
     ) -> None:
         self._config = config
         self._time = time
         self._store = store
-        self._registry = registry
-        self._sessions = sessions
+        self._registry = registers.registry
+        self._sessions = registers.sessions
+        self._admission = registers.admission
+        self._finished_samples = registers.finished_samples
         self._states = states
-        self._admission = admission
         self._samples = samples
 
     async def run(self) -> None:
@@ -64,6 +66,7 @@ class Housekeeping:
                     fetched_before=now - self._config.fetched_retention_s,
                     finished_before=now - self._config.result_retention_s,
                 )
+                await self._delete_leftovers(now - self._config.ended_retention_s)
             except StorageError as error:
                 logger.warning("the database refuses writes: %s; retrying later", error)
 
@@ -74,10 +77,23 @@ class Housekeeping:
         """
         with self._sessions.ending(session_id):
             await self._store.sessions.end(session_id, self._time.wall())
-        for sampler_id in self._store.samplers.ids_of_session(session_id):
+        sampler_ids = self._store.samplers.ids_of_session(session_id)
+        for sampler_id in sampler_ids:
             self._admission.end_sampler(sampler_id)
             self._samples.end_sampler(sampler_id)
+        self._finished_samples.forget(frozenset(sampler_ids))
         await self._states.remove_samplers(session_id)
+
+    async def _delete_leftovers(self, before: float) -> None:
+        """Delete rows that nothing has needed since `before`: of samplers, then adapters, then sessions.
+
+        Each sweep examines a slice of each table, and goes on while it finds rows to delete. Raises StorageError.
+        """
+        for table in (self._store.samplers, self._store.adapters, self._store.sessions):
+            for number in count(1):
+                found = await table.leftovers.delete_some(before)
+                if not found.deleted or found.is_last or number == SLICES_MAX:
+                    break
 
     def _fail_behind_gap(self, log: AdapterLog) -> None:
         missing, now = log.missing_seq(), self._time.monotonic()

@@ -59,6 +59,7 @@ class AdapterUseCases(UseCases):
     ) -> pb.CreateAdapterResponse:
         if existing := self._existing_adapter(request):
             return pb.CreateAdapterResponse(adapter=self._message(self._same(existing, payload)))
+        self._check_unused(request)
         source = self._readable_checkpoint(principal, request.from_path) if request.from_path else None
         model, spec = self._spec(request, source)
         self._check_quota(principal)
@@ -133,6 +134,16 @@ class AdapterUseCases(UseCases):
         if not request.request_id:
             return None
         return self._core.store.adapters.of_request(request.session_id, request.request_id)
+
+    def _check_unused(self, request: pb.CreateAdapterRequest) -> None:
+        """Refuse an index without a row that may have had an adapter, so that no id is given twice."""
+        if request.HasField("index") and request.index < self._core.store.sessions.adapters_gone(request.session_id):
+            raise ServiceError(
+                Code.FAILED_PRECONDITION,
+                "ADAPTER_DELETED",
+                f"{names.adapter_id(request.session_id, request.index)} may have existed and been deleted long ago: "
+                "use an index that this session has not used, or a request_id",
+            )
 
     def _same(self, row: AdapterRow, payload: bytes) -> AdapterRow:
         if row.payload != payload:

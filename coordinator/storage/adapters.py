@@ -1,4 +1,4 @@
-"""The adapters and their specs. Rows stay after a deletion."""
+"""The adapters and their specs. Rows stay after a deletion, until nothing needs them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from coordinator.storage.checkpoints import put_snapshot
 from coordinator.storage.database import Connection, Database
 from coordinator.storage.operations import drop_payloads, finish_logged
-from coordinator.storage.rows import AdapterRow, DecidedOperation, Page, SnapshotRow, Table, insert
+from coordinator.storage.rows import AdapterRow, DecidedOperation, Leftovers, Page, SnapshotRow, Table, insert
+
+NEEDLESS_ADAPTER = """deleted_service_s < :before
+    AND NOT EXISTS (SELECT 1 FROM operations WHERE target_id = adapter_id)
+    AND NOT EXISTS (SELECT 1 FROM checkpoints WHERE checkpoints.adapter_id = adapters.adapter_id)
+    AND NOT EXISTS (
+        SELECT 1 FROM samplers WHERE samplers.adapter_id = adapters.adapter_id AND samplers.adapter_id != '')"""
+"""Condition for adapters that were deleted long ago, whose results are past their keep time, and that no checkpoint or
+sampler needs: these read its spec."""
 
 
 class Adapters(Table[AdapterRow]):
@@ -16,6 +24,7 @@ class Adapters(Table[AdapterRow]):
 
     def __init__(self, database: Database) -> None:
         super().__init__(database, AdapterRow, "adapters")
+        self.leftovers = Leftovers(database, "adapters", "adapter_id", NEEDLESS_ADAPTER, _note_gone)
 
     def insert(self, row: AdapterRow, start: SnapshotRow | None) -> asyncio.Future[None]:
         """Insert an adapter together with the snapshot that it starts from; None: it starts from its seed.
@@ -40,7 +49,10 @@ class Adapters(Table[AdapterRow]):
         def write(db: Connection) -> str | None:
             finish_logged(db, finished, now)
             row = db.execute("SELECT folder FROM snapshots WHERE adapter_id = ?", (adapter_id,)).fetchone()
-            db.execute("UPDATE adapters SET deleted_at = ? WHERE adapter_id = ?", (wall, adapter_id))
+            db.execute(
+                "UPDATE adapters SET deleted_at = ?, deleted_service_s = ? WHERE adapter_id = ?",
+                (wall, now, adapter_id),
+            )
             db.execute("DELETE FROM snapshots WHERE adapter_id = ?", (adapter_id,))
             drop_payloads(db, adapter_id)
             return str(row["folder"]) if row is not None else None
@@ -75,3 +87,13 @@ class Adapters(Table[AdapterRow]):
             (session_id, with_deleted),
         )
         return [row["adapter_id"] for row in rows]
+
+
+def _note_gone(db: Connection, adapter_id: str) -> None:
+    """Note in its session that an adapter of this number existed, so that the number is never given again."""
+    number = int(adapter_id.rpartition(":")[2])
+    db.execute(
+        "UPDATE sessions SET adapters_gone = MAX(adapters_gone, ?) WHERE session_id ="
+        " (SELECT session_id FROM adapters WHERE adapter_id = ?)",
+        (number + 1, adapter_id),
+    )

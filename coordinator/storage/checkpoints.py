@@ -11,7 +11,17 @@ from collections.abc import Sequence
 
 from coordinator.storage.database import Connection, Database
 from coordinator.storage.operations import drop_covered_payloads
-from coordinator.storage.rows import CheckpointRow, Page, SamplerRow, SnapshotRow, Table, columns, insert, typed
+from coordinator.storage.rows import (
+    CheckpointRow,
+    Leftovers,
+    Page,
+    SamplerRow,
+    SnapshotRow,
+    Table,
+    columns,
+    insert,
+    typed,
+)
 from coordinator.storage.schema import UNWRITTEN
 
 
@@ -103,11 +113,18 @@ class Checkpoints(Table[CheckpointRow]):
         return self._database.write(write, is_deletion=True)
 
 
+NEEDLESS_SAMPLER = """EXISTS (
+        SELECT 1 FROM sessions WHERE sessions.session_id = samplers.session_id AND ended_service_s < :before)
+    AND NOT EXISTS (SELECT 1 FROM operations WHERE target_id = sampler_id)"""
+"""Condition for samplers whose session ended long ago, and whose results are past their keep time."""
+
+
 class Samplers(Table[SamplerRow]):
-    """The samplers of all sessions. Rows of ended sessions stay, without folders."""
+    """The samplers of all sessions. Rows of ended sessions stay for a while, without folders."""
 
     def __init__(self, database: Database) -> None:
         super().__init__(database, SamplerRow, "samplers")
+        self.leftovers = Leftovers(database, "samplers", "sampler_id", NEEDLESS_SAMPLER, lambda db, key: None)
 
     def insert(self, row: SamplerRow) -> asyncio.Future[None]:
         """Insert a sampler. Raises ConflictError through the future if its id or request id exists."""

@@ -25,6 +25,8 @@ PAGES_AT_ONCE = 4096
 """Pages of a database between two reports of progress."""
 LISTED_MAX = 20
 """Most items that a message lists."""
+_SERVICE_S = "(SELECT value / 1000.0 FROM meta WHERE key = 'service_ms')"
+"""The service time of the copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,10 @@ def take_over(db: Connection, identity: Identity, renamed: Sequence[tuple[NamedS
     db.execute("BEGIN IMMEDIATE")
     for key, value in (("pool_id", identity.pool_id), ("epoch", identity.epoch)):
         db.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))
-    db.execute("UPDATE sessions SET ended_at = ? WHERE ended_at IS NULL", (wall,))
+    db.execute(
+        f"UPDATE sessions SET ended_at = ?, ended_service_s = {_SERVICE_S} WHERE ended_at IS NULL",  # noqa: S608
+        (wall,),
+    )
     db.execute("UPDATE samplers SET folder = '', sha256 = ''")
     db.execute("UPDATE adapters SET is_restored = 1 WHERE deleted_at IS NULL")
     for state, folder in renamed:
@@ -176,7 +181,10 @@ def _drop_adapter(db: Connection, adapter_id: str, wall: float) -> list[str]:
         "SELECT path FROM checkpoints WHERE adapter_id = ? AND folder = ''", (adapter_id,)
     ).fetchall()
     db.execute("DELETE FROM checkpoints WHERE adapter_id = ? AND folder = ''", (adapter_id,))
-    db.execute("UPDATE adapters SET deleted_at = ? WHERE adapter_id = ?", (wall, adapter_id))
+    db.execute(
+        f"UPDATE adapters SET deleted_at = ?, deleted_service_s = {_SERVICE_S} WHERE adapter_id = ?",  # noqa: S608
+        (wall, adapter_id),
+    )
     db.execute("DELETE FROM snapshots WHERE adapter_id = ?", (adapter_id,))
     db.execute("DELETE FROM operations WHERE target_id = ? AND outcome IS NULL", (adapter_id,))
     drop_payloads(db, adapter_id)

@@ -18,7 +18,7 @@ import logging
 import os
 import secrets
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -192,7 +192,7 @@ class Database:
         if len(self._riding) >= RIDING_MAX and self._committing is None:
             self.write(lambda db: None)
 
-    def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
+    def read(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
         """Return the rows of a query over committed data."""
         return self._reader.execute(sql, parameters).fetchall()
 

@@ -1,4 +1,4 @@
-"""The rows of the database as frozen dataclasses, and `Table`, which reads them: the base of the tables' classes.
+"""The rows of the database as frozen dataclasses; `Table`, which reads them; `Leftovers`, which deletes rows.
 
 Fields are named as the columns; `schema` has each table's format. Times named `_at` are seconds of the wall clock,
 times named `_service_s` are seconds of service time. Main invariant: a row with all columns of its table is read back
@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar
 
 from coordinator.storage.database import Connection, Database, Row
 
+EXAMINED_MAX = 200
+"""Rows that one slice of a walk examines, in about a millisecond of the event loop, and deletes at most."""
 R = TypeVar("R")
 Converters = list[tuple[str, Callable[[Any], Any] | None]]
 _known: dict[type[Any], Converters] = {}
@@ -75,6 +77,8 @@ class SessionRow:
     """A JSON object."""
     created_at: float
     ended_at: float | None = None
+    adapters_gone: int = 0
+    """A number below this without a row may have had an adapter, whose row is deleted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +260,61 @@ class Table(Generic[R]):
         assert counted is not None
         rows = self._all(f"{rest} LIMIT ? OFFSET ?", (*parameters, limit + 1, offset))
         return Page(rows[:limit], len(rows) > limit, counted[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """What one slice of a walk over a table found."""
+
+    deleted: list[str]
+    """The keys of the deleted rows."""
+    is_last: bool
+    """Whether the next slice begins at the table's first row."""
+
+
+class Leftovers:
+    """Walks over a table again and again, by its key, and deletes the rows that nothing needs.
+
+    A slice examines a bounded number of rows, so it takes about a millisecond whatever the table has. The walk begins
+    anew in each epoch.
+    """
+
+    def __init__(
+        self, database: Database, table: str, key: str, is_needless: str, note: Callable[[Connection, str], Any]
+    ) -> None:
+        """`is_needless` is the condition of a row to delete; its parameter `:before` is a moment of service time.
+
+        `note` gets each key before its row is deleted, in the same transaction.
+        """
+        self._database = database
+        self._read = (
+            f"SELECT {key} AS key, {is_needless} AS is_needless FROM {table} WHERE {key} > :after"  # noqa: S608
+            f" ORDER BY {key} LIMIT {EXAMINED_MAX}"
+        )
+        # Asked again: a row may refer to it since, of a write that was queued before.
+        self._delete = f"DELETE FROM {table} WHERE {key} = :key AND {is_needless}"  # noqa: S608
+        self._is_still_needless = f"SELECT 1 FROM {table} WHERE {key} = :key AND {is_needless}"  # noqa: S608
+        self._note = note
+        self._after = ""
+
+    async def delete_some(self, before: float) -> Slice:
+        """Examine the next rows; delete those that nothing has needed since `before`. Raises StorageError."""
+        rows = self._database.read(self._read, {"after": self._after, "before": before})
+        found = [row["key"] for row in rows if row["is_needless"]]
+        deleted = await self._database.write(lambda db: self._delete_all(db, found, before), "collect") if found else []
+        is_last = len(rows) < EXAMINED_MAX
+        self._after = "" if is_last else rows[-1]["key"]
+        return Slice(deleted=deleted, is_last=is_last)
+
+    def _delete_all(self, db: Connection, keys: Sequence[str], before: float) -> list[str]:
+        deleted = []
+        for key in keys:
+            values = {"key": key, "before": before}
+            if db.execute(self._is_still_needless, values).fetchone() is not None:
+                self._note(db, key)
+                db.execute(self._delete, values)
+                deleted.append(key)
+        return deleted
 
 
 def columns(row_type: type[Any]) -> str:

@@ -9,9 +9,9 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | meta | a number: `pool_id`, `epoch`, `last_cycle_id`, `service_ms` | the coordinator starts; a cycle commits |
 | tenants | a tenant with its fair-share weight and counter | a key is created for it; a cycle of it commits |
 | api_keys | an API key, as the hash of its secret | it is created or revoked |
-| sessions | a client process | it is created or ends; the row stays |
-| adapters | an adapter: its spec, not its state | it is created or deleted; the row stays |
-| samplers | a sampler | it is created, or weights are saved without a name; the row stays |
+| sessions | a client process | it is created or ends; deleted once nothing needs it |
+| adapters | an adapter: its spec, not its state | it is created or deleted; its row is deleted later |
+| samplers | a sampler | it is created, or weights are saved without a name; deleted after its session |
 | operations | an operation: its payload, then its outcome | it is appended, decided, and later emptied |
 | cycles | one of the last cycles, as a serialized v1.Cycle | it commits |
 | plans | an adapter in a planned cycle | with the write after the plan; the cycle's commit deletes it |
@@ -24,7 +24,7 @@ Folders (see `folders`) are named below `checkpoints/`, `snapshots/` and `sample
 
 APPLICATION_ID = 0x74706F6C
 """`tpol`, in the header of the file: a database of this format and its successors."""
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 UNWRITTEN = "folder = '' AND samplers.payload = x''"
 """Condition for unnamed samplers whose weights have no file so far. For a checkpoint an empty folder is enough."""
@@ -54,6 +54,8 @@ CREATE TABLE sessions (
     user_metadata TEXT NOT NULL,          -- a JSON object
     created_at REAL NOT NULL,
     ended_at REAL,                        -- NULL: it is live
+    ended_service_s REAL,                 -- its row is deleted some time after it
+    adapters_gone INTEGER NOT NULL DEFAULT 0, -- a number below this without a row may have had an adapter
     UNIQUE (tenant_id, request_id)        -- makes CreateSession safe to repeat
 );
 CREATE TABLE adapters (
@@ -72,6 +74,7 @@ CREATE TABLE adapters (
     user_metadata TEXT NOT NULL,          -- a JSON object
     created_at REAL NOT NULL,
     deleted_at REAL,                      -- NULL: it has training state
+    deleted_service_s REAL,               -- its row is deleted some time after it
     is_restored INTEGER NOT NULL DEFAULT 0, -- its log may lack operations that its client has acknowledged
     UNIQUE (session_id, request_id)       -- makes CreateAdapter safe to repeat
 );
@@ -92,6 +95,7 @@ CREATE TABLE samplers (
     is_inflight INTEGER NOT NULL DEFAULT 0, -- samples from the newest such row of its adapter
     UNIQUE (session_id, request_id)       -- makes CreateSampler safe to repeat
 );
+CREATE INDEX samplers_by_adapter ON samplers (adapter_id) WHERE adapter_id != '';
 CREATE INDEX samplers_inflight ON samplers (adapter_id) WHERE is_inflight;
 CREATE INDEX samplers_unwritten ON samplers (adapter_id) WHERE folder = '' AND payload = x'';
 CREATE TABLE operations (

@@ -8,7 +8,22 @@ from __future__ import annotations
 import asyncio
 
 from coordinator.storage.database import Connection, Database
-from coordinator.storage.rows import ApiKeyRow, Page, SessionRow, Table, TenantRow, UsageRow, insert, typed
+from coordinator.storage.rows import (
+    ApiKeyRow,
+    Leftovers,
+    Page,
+    SessionRow,
+    Table,
+    TenantRow,
+    UsageRow,
+    insert,
+    typed,
+)
+
+NEEDLESS_SESSION = """ended_service_s < :before
+    AND NOT EXISTS (SELECT 1 FROM adapters WHERE adapters.session_id = sessions.session_id)
+    AND NOT EXISTS (SELECT 1 FROM samplers WHERE samplers.session_id = sessions.session_id)"""
+"""Condition for sessions that ended long ago and have no adapter or sampler left."""
 
 
 class Tenants(Table[TenantRow]):
@@ -98,10 +113,11 @@ class ApiKeys(Table[ApiKeyRow]):
 
 
 class Sessions(Table[SessionRow]):
-    """The sessions of all tenants, live and ended."""
+    """The sessions of all tenants, live ones and those that ended recently, or have something left."""
 
     def __init__(self, database: Database) -> None:
         super().__init__(database, SessionRow, "sessions")
+        self.leftovers = Leftovers(database, "sessions", "session_id", NEEDLESS_SESSION, lambda db, key: None)
 
     def insert(self, row: SessionRow) -> asyncio.Future[None]:
         """Insert a session. Raises ConflictError through the future if its request id exists."""
@@ -118,6 +134,11 @@ class Sessions(Table[SessionRow]):
     def get_live(self, session_id: str) -> SessionRow | None:
         """Return a session that has not ended."""
         return self._one("WHERE session_id = ? AND ended_at IS NULL", (session_id,))
+
+    def adapters_gone(self, session_id: str) -> int:
+        """Return the number below which an adapter without a row may have existed; 0 for an unknown session."""
+        row = self._database.read_one("SELECT adapters_gone FROM sessions WHERE session_id = ?", (session_id,))
+        return int(row["adapters_gone"]) if row is not None else 0
 
     def live_with_metadata(self, tenant_id: str, user_metadata: str) -> SessionRow | None:
         """Return the newest of a tenant's live sessions with exactly this metadata."""
@@ -136,7 +157,7 @@ class Sessions(Table[SessionRow]):
     def end(self, session_id: str, wall: float) -> asyncio.Future[int]:
         """End a session, if it has not ended. `wall`: the time of day."""
         return self._database.execute(
-            "UPDATE sessions SET ended_at = ? WHERE session_id = ? AND ended_at IS NULL",
-            (wall, session_id),
+            "UPDATE sessions SET ended_at = ?, ended_service_s = ? WHERE session_id = ? AND ended_at IS NULL",
+            (wall, self._database.service_time(), session_id),
             is_deletion=True,
         )

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -20,6 +20,7 @@ from tests.support.toy_pool import (
     sample_request,
     tokens_of,
 )
+from tests.support.waiting import until
 from tinkerpool.v1 import checkpoints_pb2
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract import failpoints
@@ -31,6 +32,8 @@ T = TypeVar("T")
 SUCCEEDED = ops_pb.OPERATION_STATE_SUCCEEDED
 NUM_ADAPTERS = 3
 NUM_STEPS = 4
+CONFIG: Mapping[str, Any] = {"num_workers": 2, "ended_retention_s": 0.0, "sweep_interval_s": 0.01}
+"""Rows of ended sessions are deleted while the load runs."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +69,7 @@ class Load:
         self.acknowledged.append(await pool.optim_step(adapter, first + 3))
         self.acknowledged.append(await pool.submit_save(adapter, first + 4, f"step{step}"))
         self.acknowledged.append(await pool.submit_publish(adapter, first + 5))
+        await pool.finish_session(await pool.session())
 
     async def run(self, pool: ToyPool) -> None:
         """Submit everything, each step for all adapters at once, and wait for it."""
@@ -73,6 +77,7 @@ class Load:
         for step in range(NUM_STEPS):
             await asyncio.gather(*(self.submit(pool, adapter, step) for adapter in self.adapters))
             await pool.written()
+            await until(lambda: not pool.store.database.read("SELECT 1 FROM sessions WHERE ended_at IS NOT NULL"))
         await pool.wait(*self.acknowledged)
 
     def chain(self, adapter: str, num_steps: int = NUM_STEPS) -> bytes:
@@ -109,7 +114,7 @@ async def test_a_crash_at_any_failpoint_loses_nothing_acknowledged_and_applies_n
         acknowledged[hit] = list(load.acknowledged)
         shutil.copytree(data, tmp_path / f"killed-{hit}")
 
-    async with running_pool(data, num_workers=2, replay_s_max=1e-6) as pool:
+    async with running_pool(data, replay_s_max=1e-6, **CONFIG) as pool:
         await load.create(pool)
         failpoints.arm(point, crash)
         await load.run(pool)
@@ -126,7 +131,7 @@ async def check_the_next_epoch(killed: Path, load: Load, acknowledged: Sequence[
             assert path.name.startswith(".writing-") or (path / "state.json").exists(), (
                 "a folder with its final name is complete"
             )
-    async with running_pool(killed, num_workers=2) as pool:
+    async with running_pool(killed, **CONFIG) as pool:
         await pool.take_over()
         before = await pool.wait(*acknowledged)
         assert [each for each in before if each.state != SUCCEEDED] == []

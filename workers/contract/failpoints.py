@@ -34,6 +34,8 @@ POINTS: Mapping[str, str] = {
     "sampler.renamed": "they have their name, and its row does not point at them",
     "publish.before_commit": "its row points at them, but that is not committed",
     "publish.after_commit": "its row points at them, and the log that made them is still kept",
+    "collect.before_commit": "rows that nothing needs are deleted, but that is not committed",
+    "collect.after_commit": "they are gone, and the rows that only they needed are still there",
 }
 """Every point, with the state of the system there."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,6 +102,47 @@ async def test_a_finished_session_ends_and_its_adapters_can_still_train(tmp_path
         await pool.take_over()
         assert not await is_live(pool, session)
         assert (await pool.wait(await pool.optim_step(adapter, 2)))[0].state == SUCCEEDED
+
+
+async def test_a_late_call_is_told_that_its_session_has_ended_until_its_rows_are_deleted(tmp_path: Path) -> None:
+    time = FakeTime()
+    async with running_pool(tmp_path, time=time, ended_retention_s=60.0) as pool:
+        session, with_adapter = await create(pool, "r"), await create(pool, "q")
+        principal = await pool.principal()
+        request = adapters_pb2.CreateAdapterRequest(session_id=with_adapter, base_model="toy", rank=8, index=0)
+        adapter = (await pool.service.create_adapter(principal, request)).adapter.adapter_id
+        for each in (session, with_adapter):
+            await pool.finish_session(each)
+        await time.advance(50)
+        assert (await refusal(heartbeat(pool, session))).reason == "SESSION_ENDED"
+        await time.until(lambda: pool.store.sessions.of_tenant(principal.tenant_id, session) is None)
+        unknown = await refusal(heartbeat(pool, session))
+        assert (unknown.code, unknown.reason) == (Code.NOT_FOUND, "SESSION_UNKNOWN")
+        assert (await refusal(heartbeat(pool, with_adapter))).reason == "SESSION_ENDED"
+        await pool.delete_adapter(adapter)
+        await time.until(lambda: pool.store.sessions.of_tenant(principal.tenant_id, with_adapter) is None)
+        assert await create(pool, "r") not in (session, with_adapter)
+
+
+async def test_the_number_of_an_adapter_whose_row_is_deleted_is_never_given_again(tmp_path: Path) -> None:
+    time = FakeTime()
+    async with running_pool(tmp_path, time=time, ended_retention_s=60.0, session_timeout_s=1e6) as pool:
+        principal, session = await pool.principal(), await create(pool, "r")
+
+        async def create_adapter(**values: Any) -> str:
+            request = adapters_pb2.CreateAdapterRequest(session_id=session, base_model="toy", rank=8, **values)
+            return str((await pool.service.create_adapter(principal, request)).adapter.adapter_id)
+
+        gone = await create_adapter(index=3)
+        await pool.delete_adapter(gone)
+        await time.until(lambda: pool.store.adapters.get(gone) is None)
+        assert (await refusal(create_adapter(index=3))).reason == "ADAPTER_DELETED"
+        assert (await refusal(pool.delete_adapter(gone))).code is Code.NOT_FOUND
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        principal = await pool.principal()
+        assert (await refusal(create_adapter(index=3))).reason == "ADAPTER_DELETED"
+        assert await create_adapter(request_id="a") == f"{session}:train:4"
 
 
 async def test_training_keeps_a_session_alive_without_heartbeats(tmp_path: Path) -> None:

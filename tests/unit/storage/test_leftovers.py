@@ -1,0 +1,156 @@
+"""Rows of ended sessions and deleted adapters: each thing that needs one keeps it, and nothing else does."""
+
+import asyncio
+from typing import Any
+
+from coordinator.storage.cycles import CycleCommit, StagedStates
+from coordinator.storage.rows import (
+    EXAMINED_MAX,
+    CheckpointRow,
+    DecidedOperation,
+    Leftovers,
+    NewOperation,
+    SamplerRow,
+    SnapshotRow,
+)
+from coordinator.storage.store import Store
+from tests.support.database import TENANT, adapter_row, session_row
+
+ADAPTER, SAMPLER = "s:train:0", "s:sample:0"
+NOW, LATER = 0.0, 1.0
+"""Moments of service time: that of all writes here, and one behind it."""
+
+
+def sampler_row(sampler_id: str = SAMPLER, **values: Any) -> SamplerRow:
+    return SamplerRow(
+        sampler_id=sampler_id,
+        tenant_id=TENANT,
+        session_id=sampler_id.partition(":")[0],
+        base_model="toy",
+        created_at=0.0,
+        **values,
+    )
+
+
+async def log_operation(store: Store, target_id: str, kind: str) -> None:
+    row = NewOperation(
+        target_id=target_id,
+        seq=1,
+        append_id=1,
+        tenant_id=TENANT,
+        kind=kind,
+        request_id=None,
+        payload=b"p",
+        payload_hash=b"h",
+        chunk_tokens=16,
+    )
+    await store.operations.append([row])
+
+
+async def all_deleted(leftovers: Leftovers, before: float = LATER) -> list[str]:
+    """Walk over the whole table once."""
+    deleted: list[str] = []
+    while True:
+        found = await leftovers.delete_some(before)
+        deleted += found.deleted
+        if found.is_last:
+            return deleted
+
+
+async def test_an_ended_session_stays_until_its_time_is_over_and_its_adapters_and_samplers_are_gone(
+    store: Store,
+) -> None:
+    await store.sessions.insert(session_row("s"))
+    await store.adapters.insert(adapter_row(ADAPTER, "s"), None)
+    await store.samplers.insert(sampler_row())
+    walk = store.sessions.leftovers
+    assert await all_deleted(walk) == []
+    await store.sessions.end("s", 5.0)
+    assert await all_deleted(walk) == []
+    await store.adapters.delete(ADAPTER, [], 5.0)
+    assert await all_deleted(store.adapters.leftovers) == [ADAPTER]
+    assert await all_deleted(walk) == []
+    assert await all_deleted(store.samplers.leftovers) == [SAMPLER]
+    assert await all_deleted(walk, before=NOW) == []
+    assert await all_deleted(walk) == ["s"]
+    assert store.sessions.of_tenant(TENANT, "s") is None
+
+
+async def test_a_sampler_stays_until_its_session_has_ended_and_its_results_are_dropped(store: Store) -> None:
+    await store.sessions.insert(session_row("s"))
+    await store.samplers.insert(sampler_row())
+    walk = store.samplers.leftovers
+    assert await all_deleted(walk) == []
+    await log_operation(store, SAMPLER, "sample")
+    await store.sessions.end("s", 5.0)
+    assert await all_deleted(walk) == []
+    decided = DecidedOperation(target_id=SAMPLER, seq=1, append_id=1, tenant_id=TENANT, kind="sample", outcome=b"o")
+    await store.cycles.commit(_commit(decided))
+    assert await all_deleted(walk) == []
+    await store.operations.drop_results(fetched_before=NOW, finished_before=LATER)
+    assert await all_deleted(walk, before=NOW) == []
+    assert await all_deleted(walk) == [SAMPLER]
+
+
+async def test_a_deleted_adapter_stays_for_its_checkpoints_samplers_and_results(store: Store) -> None:
+    for session in ("s", "t"):
+        await store.sessions.insert(session_row(session))
+    start = SnapshotRow(adapter_id=ADAPTER, seq=0, folder="f", sha256="x")
+    await store.adapters.insert(adapter_row(ADAPTER, "s"), start)
+    walk = store.adapters.leftovers
+    await log_operation(store, ADAPTER, "optim_step")
+    await store.samplers.insert(sampler_row("t:sample:0", adapter_id=ADAPTER))
+    checkpoint = CheckpointRow(
+        path="p",
+        tenant_id=TENANT,
+        adapter_id=ADAPTER,
+        kind="weights",
+        folder="c",
+        size_bytes=1,
+        seq=1,
+        base_model="toy",
+        rank=8,
+        fingerprint="",
+        user_metadata="{}",
+        created_at=0.0,
+    )
+    await store.cycles.commit(_commit(checkpoints=[checkpoint]))
+    assert await all_deleted(walk) == []
+    failed = DecidedOperation(target_id=ADAPTER, seq=1, append_id=1, tenant_id=TENANT, kind="optim_step", outcome=b"o")
+    await store.adapters.delete(ADAPTER, [failed], 5.0)
+    assert await all_deleted(walk) == []
+    await store.checkpoints.delete("p", 1)
+    assert await all_deleted(walk) == []
+    await store.operations.drop_results(fetched_before=NOW, finished_before=LATER)
+    assert await all_deleted(walk) == []
+    await store.sessions.end("t", 5.0)
+    assert await all_deleted(store.samplers.leftovers) == ["t:sample:0"]
+    assert await all_deleted(walk, before=NOW) == []
+    assert await all_deleted(walk) == [ADAPTER]
+    assert store.sessions.adapters_gone("s") == 1
+    assert store.sessions.adapters_gone("t") == 0
+
+
+async def test_a_slice_examines_a_bounded_number_of_rows(store: Store) -> None:
+    num_slices = 3
+    ids = [f"s{number:05}" for number in range(num_slices * EXAMINED_MAX)]
+    await asyncio.gather(*(store.sessions.insert(session_row(each)) for each in ids))
+    await asyncio.gather(*(store.sessions.end(each, 5.0) for each in ids))
+    walk = store.sessions.leftovers
+    slices = [await walk.delete_some(LATER) for _ in range(num_slices + 1)]
+    assert [len(each.deleted) for each in slices] == [EXAMINED_MAX] * num_slices + [0]
+    assert [each.is_last for each in slices] == [False] * num_slices + [True]
+
+
+async def test_a_row_that_is_needed_again_before_it_is_deleted_stays(store: Store) -> None:
+    await store.sessions.insert(session_row("s"))
+    await store.adapters.insert(adapter_row(ADAPTER, "s"), None)
+    await store.adapters.delete(ADAPTER, [], 5.0)
+    inserting = store.samplers.insert(sampler_row(adapter_id=ADAPTER))  # committed only after the walk has read
+    assert (await store.adapters.leftovers.delete_some(LATER)).deleted == []
+    await inserting
+    assert store.adapters.get(ADAPTER) is not None
+
+
+def _commit(*finished: DecidedOperation, checkpoints: list[CheckpointRow] | None = None) -> CycleCommit:
+    return CycleCommit(finished=list(finished), states=StagedStates(checkpoints=checkpoints or []))
