@@ -209,9 +209,14 @@ class Database:
         """Queue one statement as a write; the future has the number of rows that it changed."""
         return self.write(lambda db: db.execute(sql, parameters).rowcount, is_deletion=is_deletion)
 
+    @property
+    def has_reserve(self) -> bool:
+        """Whether there is room that only deletions may use."""
+        return self._reserve is not None and self._reserve.is_held
+
     async def take_reserve(self) -> None:
         """Make the reserve again, if a deletion has released it and there is room."""
-        if self._reserve is not None and not self._reserve.is_held:
+        if self._reserve is not None and not self.has_reserve:
             await asyncio.to_thread(self._reserve.take)
 
     def _prepare(self) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.database import query
+from tests.support.memory import num_entries
 from tests.support.toy_pool import LENGTHS, ToyPool, running_pool
+from tests.support.waiting import until
 from tinkerpool.v1 import operations_pb2 as ops_pb
 from workers.contract.messages import PassItem
 
@@ -51,6 +53,40 @@ async def test_log_after_five_thousand_steps_is_as_small_as_after_a_thousand(tmp
     assert num_rows < 3000
     assert num_payloads < 3000
     assert sum(len(log.operations) for log in logs) < 3000
+
+
+async def live_and_end(pool: ToyPool, *, has_work: bool) -> None:
+    """Create a session with an adapter and a sampler, perhaps train and sample, then end it and delete the adapter."""
+    adapter = await pool.adapter()
+    sampler = await pool.sampler(adapter.partition(":")[0])
+    if has_work:
+        await pool.service.finished_samples(await pool.principal(), sampler, 0, 0, 0.0)
+        names = [await pool.forward_backward(adapter, 1, 4), await pool.sample(sampler, 1)]
+        names.append(await pool.submit_publish(adapter, 2))
+        await until(lambda: not any(pool.core.in_flight.get(name) for name in names))
+    await pool.finish_session(adapter)
+    await pool.delete_adapter(adapter)
+
+
+@pytest.mark.slow
+async def test_memory_and_rows_are_bounded_over_thousands_of_sessions(tmp_path: Path) -> None:
+    retention = {"ended_retention_s": 0.0, "fetched_retention_s": 0.0, "result_retention_s": 0.0}
+    tables = ("sessions", "adapters", "samplers", "operations", "snapshots", "checkpoints", "plans")
+    async with running_pool(tmp_path, sweep_interval_s=0.05, **retention) as pool:
+        await pool.principal()
+
+        def num_rows() -> list[int]:
+            return [pool.store.database.read(f"SELECT COUNT(*) FROM {table}")[0][0] for table in tables]
+
+        num_entries_after = []
+        for _ in range(4):
+            await asyncio.gather(*(live_and_end(pool, has_work=number % 10 == 0) for number in range(500)))
+            await pool.written()
+            await until(lambda: num_rows()[:4] == [0, 0, 0, 0])
+            num_entries_after.append(num_entries(pool.core))
+        assert num_rows() == [0] * len(tables)
+    growth = num_entries_after[-1] - num_entries_after[1]
+    assert growth < 500, f"{growth} entries are left of 1,000 sessions: {num_entries_after}"
 
 
 @pytest.mark.slow

@@ -140,6 +140,10 @@ class Client:
         while is_last and any(each.num_fetches < FETCHES for each in self._all()):
             await self._fetch_all([each for each in self._all() if each.num_fetches < FETCHES])
 
+    async def until_known(self) -> None:
+        """Return once the tenant has a key."""
+        await self._until(lambda: self._principal is not None)
+
     async def keep_alive(self, coordinator: Coordinator) -> None:
         """Send heartbeats, also once all is done: other clients may need longer than a session waits."""
         while True:
@@ -152,16 +156,17 @@ class Client:
     async def _set_up(self) -> None:
         service = self._coordinator.service
         if self._principal is None:
-            await self._call(self._make_key)
+            await self.repeated(self._make_key)
+            self._change()
         if not self.session_id:
             request = sessions_pb2.CreateSessionRequest(request_id="session")
-            response = await self._call(lambda: service.create_session(self.principal, request))
+            response = await self.repeated(lambda: service.create_session(self.principal, request))
             self.session_id = response.session.session_id
         if not self.adapter_id:
             creation = adapters_pb2.CreateAdapterRequest(
                 session_id=self.session_id, base_model="toy", rank=8, index=0, seed=len(self.name)
             )
-            response = await self._call(lambda: service.create_adapter(self.principal, creation))
+            response = await self.repeated(lambda: service.create_adapter(self.principal, creation))
             self.adapter_id = response.adapter.adapter_id
 
     async def _make_key(self) -> None:
@@ -365,13 +370,13 @@ class Client:
             session_id=self.session_id, model_path=path, request_id=f"sampler {step.seq}"
         )
         service = self._coordinator.service
-        response = await self._call(lambda: service.create_sampler(self.principal, request))
+        response = await self.repeated(lambda: service.create_sampler(self.principal, request))
         return str(response.sampler.sampler_id)
 
     def _all(self) -> list[Sent]:
         return [*self.sent.values(), *self.samples.values()]
 
-    async def _call(self, call: Callable[[], Awaitable[Any]]) -> Any:
+    async def repeated(self, call: Callable[[], Awaitable[Any]]) -> Any:
         """Repeat an idempotent call until its response arrives."""
         while True:
             await self._delay()

@@ -36,6 +36,7 @@ from tests.simulation.loop import Crash, Deadlock, SimLoop, TooLong
 from tests.simulation.oracle import Mismatch, check_checkpoints, check_published, expect
 from tests.simulation.pool import SimPool, SimPoolFront, WorkerFaults
 from tests.simulation.script import draw_script
+from tests.simulation.short_sessions import ShortSessions
 from tests.simulation.world import SimTime, World
 from tests.support.disk.apsw_connection import ApswConnection, Cursor, locked_error
 from tests.support.disk.lossy_vfs import LossyVfs, close_quietly, sync_error
@@ -106,11 +107,14 @@ class History:
             cycle_tokens_max=random.choice((16, 64, None)),
             linger_s=random.choice((0.0, 0.03)),
             replay_s_max=random.choice((0.0, 5e-5, 10.0)),
+            sweep_interval_s=world.random("sweeps").choice((0.1, 1.0, 5.0)),
+            ended_retention_s=world.random("retention").choice((0.0, 0.3, 3.0)),
         )
         self._held_bytes_max = random.choice((1 << 30, 1 << 30, 400))
         self._files_start_s = random.choice((0.0005, 0.0005, 0.05, 0.5))
         self._file_sync_fails = random.choice((0.0, 0.0, 0.0, 0.05))
         self._clients = [self._draw_client(index) for index in range(random.choice((1, 1, 2, 2, 3, 4)))]
+        self._short_sessions = [ShortSessions(world, client) for client in self._clients]
         self._endings = [_draw_ending(world.random(f"ending {number}")) for number in range(random.randrange(5))]
         self._ending = Ending(kind="")
         self._num_hits = 0
@@ -145,7 +149,8 @@ class History:
         world.is_killed = False
         self._must_end_at = None
         self._has_file_failed = False
-        self._vfs.is_full = self._disk.is_full = world.is_database_locked = False
+        self._empty_disk()
+        world.is_database_locked = False
         if self._is_last:
             self._pool.faults = WorkerFaults(survive=1.0)
         random = world.random(f"loop {world.work['epochs']}")
@@ -211,15 +216,13 @@ class History:
         failed = loop.create_task(coordinator.failed())
         work = loop.create_task(self._work(coordinator))
         stop = loop.create_task(self._until_stopped())
-        timers = (
-            []
-            if self._is_last
-            else [loop.create_task(each) for each in (self._fill_disk(), self._lock_database(), self._set_wall_clock())]
-        )
+        faults = () if self._is_last else (self._fill_disk(coordinator), self._lock_database(), self._set_wall_clock())
+        timers = [loop.create_task(each) for each in faults]
         await asyncio.wait((failed, work, stop), return_when=asyncio.FIRST_COMPLETED)
         for timer in timers:
             timer.cancel()
-        self._vfs.is_full = self._disk.is_full = self.world.is_database_locked = False
+        self._empty_disk()
+        self.world.is_database_locked = False
         if self._must_end_at is not None:
             await asyncio.wait((failed,), timeout=NOTICE_S)
         if self._must_end_at is not None and (not failed.done() or loop.time() > self._must_end_at):
@@ -271,7 +274,8 @@ class History:
         loop = asyncio.get_running_loop()
         heartbeats = [loop.create_task(client.keep_alive(coordinator)) for client in self._clients]
         try:
-            await asyncio.gather(*(client.run(coordinator, is_last=self._is_last) for client in self._clients))
+            parts = (*self._clients, *self._short_sessions)
+            await asyncio.gather(*(part.run(coordinator, is_last=self._is_last) for part in parts))
         finally:
             for each in heartbeats:
                 each.cancel()
@@ -336,7 +340,7 @@ class History:
             self.world.crash("moment")
         self.world.fault("clean stop")
 
-    async def _fill_disk(self) -> None:
+    async def _fill_disk(self, coordinator: Coordinator) -> None:
         """Make the disk full for a while, repeatedly, in some histories."""
         if self._random.random() < 0.7:
             return
@@ -345,8 +349,12 @@ class History:
             self.world.fault("disk full")
             self._vfs.is_full = self._disk.is_full = True
             self._vfs.room = 0
+            self.world.has_reserve_for_deletions = coordinator.core.store.database.has_reserve
             await asyncio.sleep(self._random.choice((0.02, 0.2, 5.0)))
-            self._vfs.is_full = self._disk.is_full = False
+            self._empty_disk()
+
+    def _empty_disk(self) -> None:
+        self._vfs.is_full = self._disk.is_full = self.world.has_reserve_for_deletions = False
 
     def _add_room(self, num_bytes: int) -> None:
         self._vfs.room += num_bytes
@@ -390,6 +398,11 @@ class History:
         self._connections.append(connection)
         return cast("Connection", connection)
 
+    def _needed(self, named: str) -> set[str]:
+        """Return the ids of the sessions or adapters whose rows something needs."""
+        kept = [life for each in self._short_sessions for life in each.lives if life.saving]
+        return {getattr(each, named) for each in (*self._clients, *kept)}
+
     def _draw_client(self, index: int) -> Client:
         name = f"tenant{index}"
         random = self.world.random(f"script {name}")
@@ -429,6 +442,10 @@ class History:
                 self.world.work[kind] += sum(1 for step in client.script if step.kind == kind)
             self.world.work["sample"] += len(client.samples)
             self.world.work["windows begun behind a failed batch"] += expected.num_corrected
+        for table, named in (("sessions", "session_id"), ("adapters", "adapter_id")):
+            stored_ids = {row[0] for row in core.store.database.read(f"SELECT {named} FROM {table}")}
+            if stored_ids != (needed := self._needed(named)):
+                raise Mismatch(f"{table}: {sorted(stored_ids)} are stored, {sorted(needed)} are needed")
         check = core.store.database.read_one("PRAGMA integrity_check")
         if check is None or check[0] != "ok":
             raise Mismatch(f"the database is damaged: {check}")

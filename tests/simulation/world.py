@@ -37,6 +37,8 @@ class World:
         """The coordinator's process was killed: its remaining calls have no effect."""
         self.is_database_locked = False
         """Another process holds the lock of the database."""
+        self.has_reserve_for_deletions = False
+        """The disk is full since a moment at which the coordinator held its reserve."""
         self.last_fault = ""
         self._hash = hashlib.sha256()
         self._on_event = on_event
