@@ -181,10 +181,8 @@ def _drop_adapter(db: Connection, adapter_id: str, wall: float) -> list[str]:
         "SELECT path FROM checkpoints WHERE adapter_id = ? AND folder = ''", (adapter_id,)
     ).fetchall()
     db.execute("DELETE FROM checkpoints WHERE adapter_id = ? AND folder = ''", (adapter_id,))
-    db.execute(
-        f"UPDATE adapters SET deleted_at = ?, deleted_service_s = {_SERVICE_S} WHERE adapter_id = ?",  # noqa: S608
-        (wall, adapter_id),
-    )
+    deletion = f"UPDATE adapters SET deleted_at = ?, deleted_service_s = {_SERVICE_S} WHERE adapter_id = ?"  # noqa: S608
+    db.execute(deletion, (wall, adapter_id))
     db.execute("DELETE FROM snapshots WHERE adapter_id = ?", (adapter_id,))
     db.execute("DELETE FROM operations WHERE target_id = ? AND outcome IS NULL", (adapter_id,))
     drop_payloads(db, adapter_id)

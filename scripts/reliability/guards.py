@@ -144,7 +144,7 @@ GUARDS = (
     Guard(
         name="an adapter is lost with its snapshot",
         file="coordinator/storage/copies.py",
-        before='    db.execute("UPDATE adapters SET deleted_at = ? WHERE adapter_id = ?", (wall, adapter_id))\n',
+        before="    db.execute(deletion, (wall, adapter_id))\n",
         after="",
         tests=("tests/integration/data/test_restore.py", "-k", "snapshot_is_lost"),
     ),

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,7 @@ async def live_and_end(pool: ToyPool, *, has_work: bool) -> None:
 
 @pytest.mark.slow
 async def test_memory_and_rows_are_bounded_over_thousands_of_sessions(tmp_path: Path) -> None:
-    retention = {"ended_retention_s": 0.0, "fetched_retention_s": 0.0, "result_retention_s": 0.0}
+    retention: dict[str, Any] = {"ended_retention_s": 0.0, "fetched_retention_s": 0.0, "result_retention_s": 0.0}
     tables = ("sessions", "adapters", "samplers", "operations", "snapshots", "checkpoints", "plans")
     async with running_pool(tmp_path, sweep_interval_s=0.05, **retention) as pool:
         await pool.principal()

@@ -274,7 +274,7 @@ class History:
         loop = asyncio.get_running_loop()
         heartbeats = [loop.create_task(client.keep_alive(coordinator)) for client in self._clients]
         try:
-            parts = (*self._clients, *self._short_sessions)
+            parts: list[Client | ShortSessions] = [*self._clients, *self._short_sessions]
             await asyncio.gather(*(part.run(coordinator, is_last=self._is_last) for part in parts))
         finally:
             for each in heartbeats:
@@ -398,10 +398,10 @@ class History:
         self._connections.append(connection)
         return cast("Connection", connection)
 
-    def _needed(self, named: str) -> set[str]:
+    def _needed(self, key: str) -> set[str]:
         """Return the ids of the sessions or adapters whose rows something needs."""
         kept = [life for each in self._short_sessions for life in each.lives if life.saving]
-        return {getattr(each, named) for each in (*self._clients, *kept)}
+        return {getattr(each, key) for each in (*self._clients, *kept)}
 
     def _draw_client(self, index: int) -> Client:
         name = f"tenant{index}"
@@ -442,10 +442,10 @@ class History:
                 self.world.work[kind] += sum(1 for step in client.script if step.kind == kind)
             self.world.work["sample"] += len(client.samples)
             self.world.work["windows begun behind a failed batch"] += expected.num_corrected
-        for table, named in (("sessions", "session_id"), ("adapters", "adapter_id")):
-            stored_ids = {row[0] for row in core.store.database.read(f"SELECT {named} FROM {table}")}
-            if stored_ids != (needed := self._needed(named)):
-                raise Mismatch(f"{table}: {sorted(stored_ids)} are stored, {sorted(needed)} are needed")
+        for table, key in (("sessions", "session_id"), ("adapters", "adapter_id")):
+            ids = {row[0] for row in core.store.database.read(f"SELECT {key} FROM {table}")}
+            if ids != (needed := self._needed(key)):
+                raise Mismatch(f"{table}: {sorted(ids)} are stored, {sorted(needed)} are needed")
         check = core.store.database.read_one("PRAGMA integrity_check")
         if check is None or check[0] != "ok":
             raise Mismatch(f"the database is damaged: {check}")
