@@ -292,8 +292,8 @@ class Leftovers:
             f" ORDER BY {key} LIMIT {EXAMINED_MAX}"
         )
         # Asked again: a row may refer to it since, of a write that was queued before.
-        self._delete = f"DELETE FROM {table} WHERE {key} = :key AND {is_needless}"  # noqa: S608
         self._is_still_needless = f"SELECT 1 FROM {table} WHERE {key} = :key AND {is_needless}"  # noqa: S608
+        self._delete = f"DELETE FROM {table} WHERE {key} = :key"  # noqa: S608
         self._note = note
         self._after = ""
 
@@ -312,7 +312,7 @@ class Leftovers:
             values = {"key": key, "before": before}
             if db.execute(self._is_still_needless, values).fetchone() is not None:
                 self._note(db, key)
-                db.execute(self._delete, values)
+                db.execute(self._delete, {"key": key})
                 deleted.append(key)
         return deleted
 

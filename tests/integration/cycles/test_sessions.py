@@ -113,7 +113,10 @@ async def test_a_late_call_is_told_that_its_session_has_ended_until_its_rows_are
         adapter = (await pool.service.create_adapter(principal, request)).adapter.adapter_id
         for each in (session, with_adapter):
             await pool.finish_session(each)
-        await time.advance(50)
+        num_asleep = len(time.sleepers)
+        for _ in range(10):
+            await time.advance(5)
+            await until(lambda: len(time.sleepers) >= num_asleep)  # until the sweep and its commits are over
         assert (await refusal(heartbeat(pool, session))).reason == "SESSION_ENDED"
         await time.until(lambda: pool.store.sessions.of_tenant(principal.tenant_id, session) is None)
         unknown = await refusal(heartbeat(pool, session))

@@ -11,7 +11,6 @@ from coordinator.storage.rows import (
     Leftovers,
     NewOperation,
     SamplerRow,
-    SnapshotRow,
 )
 from coordinator.storage.store import Store
 from tests.support.database import TENANT, adapter_row, session_row
@@ -29,6 +28,23 @@ def sampler_row(sampler_id: str = SAMPLER, **values: Any) -> SamplerRow:
         base_model="toy",
         created_at=0.0,
         **values,
+    )
+
+
+def checkpoint_row(adapter_id: str) -> CheckpointRow:
+    return CheckpointRow(
+        path="p",
+        tenant_id=TENANT,
+        adapter_id=adapter_id,
+        kind="weights",
+        folder="c",
+        size_bytes=1,
+        seq=1,
+        base_model="toy",
+        rank=8,
+        fingerprint="",
+        user_metadata="{}",
+        created_at=0.0,
     )
 
 
@@ -85,7 +101,7 @@ async def test_a_sampler_stays_until_its_session_has_ended_and_its_results_are_d
     await store.sessions.end("s", 5.0)
     assert await all_deleted(walk) == []
     decided = DecidedOperation(target_id=SAMPLER, seq=1, append_id=1, tenant_id=TENANT, kind="sample", outcome=b"o")
-    await store.cycles.commit(_commit(decided))
+    await store.cycles.commit(CycleCommit(finished=[decided]))
     assert await all_deleted(walk) == []
     await store.operations.drop_results(fetched_before=NOW, finished_before=LATER)
     assert await all_deleted(walk, before=NOW) == []
@@ -93,41 +109,32 @@ async def test_a_sampler_stays_until_its_session_has_ended_and_its_results_are_d
 
 
 async def test_a_deleted_adapter_stays_for_its_checkpoints_samplers_and_results(store: Store) -> None:
+    """Each of three adapters has one of these."""
     for session in ("s", "t"):
         await store.sessions.insert(session_row(session))
-    start = SnapshotRow(adapter_id=ADAPTER, seq=0, folder="f", sha256="x")
-    await store.adapters.insert(adapter_row(ADAPTER, "s"), start)
+    with_checkpoint, with_sampler, with_result = (f"s:train:{number}" for number in range(3))
+    for adapter_id in (with_checkpoint, with_sampler, with_result):
+        await store.adapters.insert(adapter_row(adapter_id, "s"), None)
+    await store.cycles.commit(CycleCommit(states=StagedStates(checkpoints=[checkpoint_row(with_checkpoint)])))
+    await store.samplers.insert(sampler_row("t:sample:0", adapter_id=with_sampler))
+    await log_operation(store, with_result, "optim_step")
     walk = store.adapters.leftovers
-    await log_operation(store, ADAPTER, "optim_step")
-    await store.samplers.insert(sampler_row("t:sample:0", adapter_id=ADAPTER))
-    checkpoint = CheckpointRow(
-        path="p",
-        tenant_id=TENANT,
-        adapter_id=ADAPTER,
-        kind="weights",
-        folder="c",
-        size_bytes=1,
-        seq=1,
-        base_model="toy",
-        rank=8,
-        fingerprint="",
-        user_metadata="{}",
-        created_at=0.0,
-    )
-    await store.cycles.commit(_commit(checkpoints=[checkpoint]))
     assert await all_deleted(walk) == []
-    failed = DecidedOperation(target_id=ADAPTER, seq=1, append_id=1, tenant_id=TENANT, kind="optim_step", outcome=b"o")
-    await store.adapters.delete(ADAPTER, [failed], 5.0)
+    failed = DecidedOperation(
+        target_id=with_result, seq=1, append_id=1, tenant_id=TENANT, kind="optim_step", outcome=b"o"
+    )
+    for adapter_id in (with_checkpoint, with_sampler, with_result):
+        await store.adapters.delete(adapter_id, [failed] if adapter_id == with_result else [], 5.0)
     assert await all_deleted(walk) == []
     await store.checkpoints.delete("p", 1)
-    assert await all_deleted(walk) == []
-    await store.operations.drop_results(fetched_before=NOW, finished_before=LATER)
-    assert await all_deleted(walk) == []
+    assert await all_deleted(walk, before=NOW) == []
+    assert await all_deleted(walk) == [with_checkpoint]
     await store.sessions.end("t", 5.0)
     assert await all_deleted(store.samplers.leftovers) == ["t:sample:0"]
-    assert await all_deleted(walk, before=NOW) == []
-    assert await all_deleted(walk) == [ADAPTER]
-    assert store.sessions.adapters_gone("s") == 1
+    assert await all_deleted(walk) == [with_sampler]
+    await store.operations.drop_results(fetched_before=NOW, finished_before=LATER)
+    assert await all_deleted(walk) == [with_result]
+    assert store.sessions.adapters_gone("s") == 3
     assert store.sessions.adapters_gone("t") == 0
 
 
@@ -150,7 +157,3 @@ async def test_a_row_that_is_needed_again_before_it_is_deleted_stays(store: Stor
     assert (await store.adapters.leftovers.delete_some(LATER)).deleted == []
     await inserting
     assert store.adapters.get(ADAPTER) is not None
-
-
-def _commit(*finished: DecidedOperation, checkpoints: list[CheckpointRow] | None = None) -> CycleCommit:
-    return CycleCommit(finished=list(finished), states=StagedStates(checkpoints=checkpoints or []))
