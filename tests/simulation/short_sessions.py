@@ -22,6 +22,7 @@ from tinkerpool.v1 import operations_pb2 as ops_pb
 
 LIVES_MAX = 5
 POLL_S = 0.2
+FULL_WAIT_S = 3.0
 
 
 @dataclass(slots=True)
@@ -32,6 +33,8 @@ class Life:
     has_adapter: bool
     has_sampler: bool
     has_checkpoint: bool
+    waits_for_full_disk: bool
+    """Whether it tries to delete its checkpoint and its adapter while the disk is full."""
     session_id: str = ""
     adapter_id: str = ""
     saving: str = ""
@@ -59,6 +62,7 @@ class ShortSessions:
                 has_adapter=(has_adapter := random.random() < 0.6),
                 has_sampler=random.random() < 0.5,
                 has_checkpoint=has_adapter and random.random() < 0.5,
+                waits_for_full_disk=random.random() < 0.5,
             )
             for number in range(random.randrange(LIVES_MAX + 1))
         ]
@@ -118,6 +122,11 @@ class ShortSessions:
         await self._delete_one(life, "finish_session", request, note)
 
     async def _delete(self, life: Life) -> None:
+        if life.waits_for_full_disk:
+            waited_s = 0.0
+            while waited_s < FULL_WAIT_S and not self._world.has_reserve_for_deletions:
+                await asyncio.sleep(POLL_S / 10)
+                waited_s += POLL_S / 10
         if life.path:
             await self._delete_one(
                 life, "delete_checkpoint", checkpoints_pb2.DeleteCheckpointRequest(path=life.path), lambda: None

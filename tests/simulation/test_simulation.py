@@ -76,6 +76,18 @@ def test_weights_are_sampled_before_they_are_in_a_file_and_rematerialized_after_
     assert figures["work"]["weights to rematerialize"] > NUM_SEEDS / 50
 
 
+def test_checkpoints_adapters_and_sessions_are_deleted_while_the_disk_is_full(figures: Any) -> None:
+    """A deletion that is refused then fails its history."""
+    for deletion in ("delete_checkpoint", "delete_adapter", "finish_session"):
+        assert figures["work"][f"{deletion} on a full disk"] > NUM_SEEDS / 50
+    assert figures["work"]["reserves released"] > NUM_SEEDS / 50
+
+
+def test_late_calls_of_ended_sessions_are_answered_before_and_after_their_rows_are_gone(figures: Any) -> None:
+    for answer in ("late calls of ended sessions", "late calls of sessions that are gone"):
+        assert figures["work"][answer] > NUM_SEEDS
+
+
 def test_gradients_are_discarded_and_windows_begin_behind_failed_batches(figures: Any) -> None:
     assert figures["work"]["discard_gradient"] > NUM_SEEDS / 10
     assert figures["work"]["windows begun behind a failed batch"] > NUM_SEEDS / 50

@@ -250,9 +250,8 @@ async def test_a_start_waits_for_a_locked_database_and_then_says_what_to_do(
         Database(tmp_path / "log.db", FakeTime(), Failure(), connect=connect)
 
 
-async def test_deletions_work_on_a_full_disk_and_nothing_else_uses_their_room(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def database_on_a_small_disk(folder: Path) -> tuple[LossyVfs, Reserve, Database]:
+    """Return a file system that can be full, a reserve on it and a database that uses both."""
     vfs = LossyVfs("full", Random(0))
 
     def connect(path: Path) -> Connection:
@@ -270,8 +269,30 @@ async def test_deletions_work_on_a_full_disk_and_nothing_else_uses_their_room(
             vfs.room += sum(path.stat().st_size for path in folder.glob("*"))
             super().remove(folder)
 
-    reserve = Reserve(tmp_path / "reserve", CountingDisk())
-    database = Database(tmp_path / "log.db", FakeTime(), Failure(), connect=connect, reserve=reserve)
+    reserve = Reserve(folder / "reserve", CountingDisk())
+    return vfs, reserve, Database(folder / "log.db", FakeTime(), Failure(), connect=connect, reserve=reserve)
+
+
+async def test_each_deletion_on_a_full_disk_leaves_the_reserve_to_the_next_one(tmp_path: Path) -> None:
+    """Otherwise the write-ahead log would grow with each, until it is copied into the database at the next chance."""
+    vfs, reserve, database = database_on_a_small_disk(tmp_path)
+    assert reserve.take()
+    await asyncio.gather(*(insert_cycle(database, cycle_id) for cycle_id in range(60)))
+    vfs.is_full = True
+    room = []
+    for cycle_id in range(60):
+        await database.execute("DELETE FROM cycles WHERE cycle_id = ?", (cycle_id,), is_deletion=True)
+        room.append(vfs.room)
+    assert not reserve.is_held
+    assert room[-1] == room[5], "the last deletions took no more room"
+    await database.close()
+    vfs.unregister()
+
+
+async def test_deletions_work_on_a_full_disk_and_nothing_else_uses_their_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    vfs, reserve, database = database_on_a_small_disk(tmp_path)
     assert reserve.take()
     for cycle_id in range(500):
         insert_cycle(database, cycle_id, bytes(10_000))
