@@ -10,7 +10,9 @@ service  a step of one and of 16 tenants through gRPC and Ray
 
 Each version prepares an item in a process of its own. In every round both measure it, one after the other; the order
 alternates. Rounds are short, because the speed of a machine changes. There are several pairs of processes, because
-equal processes differ by some percent. A ratio is the median over rounds of that round's ratio of speeds, new / old.
+equal processes differ by some percent. A service has background work even when it is idle, so services never run at the
+same time: one measures all rounds of its pair and ends, then the other. A ratio is the median over rounds of that
+round's ratio of speeds, new / old.
 Prints a Markdown table; --results DIR writes DIR/versions.json.
 """
 
@@ -32,6 +34,8 @@ from workers.contract.settings import num_cores
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[3]
 GOAL = 0.98
+ALONE = ("service",)
+"""Items whose versions do not run at the same time."""
 
 
 class Version:
@@ -86,15 +90,17 @@ def compare(item: str, args: argparse.Namespace) -> list[Row]:
     """Measure an item of both versions, pair by pair and round by round; return a row for each of its cases."""
     rounds: dict[str, dict[str, list[float]]] = {}
     for pair in range(args.processes):
-        with contextlib.ExitStack() as stack:
-            versions = {}
-            for name, folder in in_turn([("old", args.old), ("new", args.new)], pair):
-                versions[name] = Version(folder, item, args)
-                stack.callback(versions[name].close)
-            for number in range(args.rounds):
-                for name, version in in_turn(list(versions.items()), number):
-                    for case, seconds in version.measure().items():
-                        rounds.setdefault(case, {"old": [], "new": []})[name].append(seconds)
+        folders = in_turn([("old", args.old), ("new", args.new)], pair)
+        for group in [[each] for each in folders] if item in ALONE else [folders]:
+            with contextlib.ExitStack() as stack:
+                versions = {}
+                for name, folder in group:
+                    versions[name] = Version(folder, item, args)
+                    stack.callback(versions[name].close)
+                for number in range(args.rounds):
+                    for name, version in in_turn(list(versions.items()), number):
+                        for case, seconds in version.measure().items():
+                            rounds.setdefault(case, {"old": [], "new": []})[name].append(seconds)
     rows = []
     for case, times in rounds.items():
         old, new = Timing(tuple(times["old"])), Timing(tuple(times["new"]))
