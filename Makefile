@@ -34,7 +34,7 @@ TEST_FAST_PROCESSES ?= 2
 # tests/conftest.py groups and sorts the tests.
 PYTEST = $(BIN)/python -m pytest -q --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-gpu bench-gpu sim chaos guards attack trace check protos up down status logs bench cookbook real-model clean setup
+.PHONY: help demo test test-fast test-gpu bench-gpu sim chaos guards attack fuzz trace check protos up down status logs bench cookbook real-model clean setup
 
 help: ## show this list
 	@echo "tinkerpool: many users fine-tune language models on one shared pool."
@@ -70,6 +70,9 @@ guards: $(READY) ## remove each durability guard from a copy, and show that a te
 
 attack: $(READY) ## attack a pool: what a neighbour and the coordinator suffer (ARGS="--list", ARGS="saves --scale 0.1")
 	@$(BIN)/python -m scripts.attack $(ARGS)
+
+fuzz: $(READY) ## send 10,000 generated messages to every RPC and route, half an hour (ARGS="/asample --messages 500 --seed 7")
+	@$(BIN)/python -m scripts.reliability.fuzz $(ARGS)
 
 trace: $(READY) ## print the files that a step and a sample execute, in order of first call, through both doors
 	@$(BIN)/python -m scripts.trace $(ARGS)

@@ -124,12 +124,12 @@ class ItemBuilder:
         self._store = store
         self._folders = folders
 
-    def install(self, log: AdapterLog) -> AdapterInstall:
-        """Read a copy of the adapter as of its newest snapshot. Blocks on files. Raises ServiceError."""
+    async def read_copy(self, log: AdapterLog) -> AdapterInstall:
+        """Read a copy of the adapter as of its newest snapshot, its files off the event loop. Raises ServiceError."""
         row = self._store.snapshots.get(log.adapter_id)
         if row is None:
             return AdapterInstall(spec=log.spec, state=None)
-        state = self._folders.snapshots.read(row.folder, row.sha256)
+        state = await asyncio.to_thread(self._folders.snapshots.read, row.folder, row.sha256)
         window = window_of(row.window)
         batch = window.batch if window.has_gradient else None
         return AdapterInstall(spec=log.spec, state=replace(state, applied_seq=row.seq), batch=batch)

@@ -256,7 +256,7 @@ class Phases:
         if work.num_install_bytes >= INSTALL_BYTES_MAX:
             return False
         try:
-            install = await asyncio.to_thread(self._items.install, log)
+            install = await self._items.read_copy(log)
         except ServiceError as error:
             await self._refuse_copy(log, error)
             return False

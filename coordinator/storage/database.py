@@ -18,6 +18,7 @@ import logging
 import os
 import secrets
 import sqlite3
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -135,6 +136,7 @@ class Database:
         self._opened = time.monotonic()
         self._reader = _opened(path, connect or open_connection)
         self._reader.execute("PRAGMA query_only = ON")
+        self._reading_thread = threading.get_ident()
         self._queued: list[_Queued] = []
         self._riding: dict[str, tuple[str, Write]] = {}
         self._hurry = asyncio.Event()
@@ -193,11 +195,17 @@ class Database:
             self.write(lambda db: None)
 
     def read(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
-        """Return the rows of a query over committed data."""
+        """Return the rows of a query over committed data. Call this on the event loop's thread only.
+
+        All reads share a connection: while one runs on another thread, the others see the data as of its start, without
+        commits that they know of.
+        """
+        assert threading.get_ident() == self._reading_thread, "a read on another thread than the event loop's"
         return self._reader.execute(sql, parameters).fetchall()
 
     def read_one(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None:
-        """Return the first row of a query over committed data."""
+        """Return the first row of a query over committed data, as `read` does."""
+        assert threading.get_ident() == self._reading_thread, "a read on another thread than the event loop's"
         row: Row | None = self._reader.execute(sql, parameters).fetchone()
         return row
 

@@ -17,7 +17,7 @@ import pytest
 from coordinator.base.errors import Code, ServiceError
 from coordinator.fleet.fleet import VERSIONS_MAX
 from coordinator.storage.database import StorageError
-from tests.support.faults import held
+from tests.support.faults import held_task
 from tests.support.publishing import (
     ROUND,
     begin_to_publish,
@@ -474,7 +474,7 @@ async def test_a_load_submitted_while_a_state_is_read_waits_for_the_file_too(
         await pool.wait(await pool.forward_backward(third, 1, 3))
         with held_files(pool) as may_write:
             sampler = await publish(pool, adapter, 1, is_named=is_named)
-            with held(core.loops["toy"]._phases._items, "install") as installs:  # the read of a state
+            with held_task(core.loops["toy"]._phases._items, "read_copy") as installs:  # the read of a state
                 core.registry.logs[adapter if whose_copy == "its own" else other].lose_copy()
                 pool.hold()
                 await pool.forward_backward(third, 2, 3)

@@ -120,4 +120,4 @@ def test_paired_loops_alternate_if_their_pauses_exceed_the_fixed_cost_of_a_cycle
     apart_cycles, apart_s = paced(tmp_path, fixed_s=0.003, away_s=(0.01, 0.04), linger_s=0.0)
     cycles, seconds = paced(tmp_path, fixed_s=0.003, away_s=(0.01, 0.04), linger_s=0.03)
     assert cycles > 1.7, apart_cycles
-    assert seconds < 1.05 * apart_s
+    assert seconds < 1.1 * apart_s, "1.04 to 1.07 with six other draws of the pauses"

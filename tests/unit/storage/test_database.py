@@ -318,3 +318,11 @@ async def test_deletions_work_on_a_full_disk_and_nothing_else_uses_their_room(
         "the disk is full",
         "the disk has room again",
     ]
+
+
+async def test_a_read_on_another_thread_is_refused(database: Database) -> None:
+    """While it ran, reads of the event loop would not see what was committed since its start."""
+    with pytest.raises(AssertionError, match="another thread"):
+        await asyncio.to_thread(database.read, "SELECT 1")
+    with pytest.raises(AssertionError, match="another thread"):
+        await asyncio.to_thread(database.read_one, "SELECT 1")
