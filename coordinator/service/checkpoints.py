@@ -17,7 +17,7 @@ from coordinator.service.operations import OperationUseCases
 from coordinator.service.sessions import SessionUseCases
 from coordinator.service.training import TrainingUseCases
 from coordinator.storage.database import StorageError
-from coordinator.storage.folders import CONFIG, WEIGHTS
+from coordinator.storage.folders import CONFIG, WEIGHTS, Piece
 from coordinator.storage.rows import CheckpointRow
 from coordinator.tenants.keys import Principal
 from tinkerpool import names
@@ -121,15 +121,17 @@ class CheckpointUseCases(UseCases):
         except StorageError as error:
             raise storage_error(error) from None
 
-    async def _read(self, principal: Principal, pieces: Iterator[bytes], path: str) -> AsyncIterator[bytes]:
-        """Yield pieces of files, each read on a thread, in a turn of the tenant."""
+    async def _read(self, principal: Principal, pieces: Iterator[Piece], path: str) -> AsyncIterator[bytes]:
+        """Yield the data of pieces, each read on a thread, in a turn of the tenant, which is charged by bytes."""
         try:
             while True:
-                async with self._core.file_turns.turn(principal.tenant_id):
-                    piece = await asyncio.to_thread(next, pieces, b"")
-                if not piece:
+                async with self._core.file_turns.turn(principal.tenant_id) as turn:
+                    piece: Piece | None = await asyncio.to_thread(next, pieces, None)
+                    turn.use(piece.num_read if piece is not None else 0)
+                if piece is None:
                     return
-                yield piece
+                if piece.data:
+                    yield piece.data
         except OSError as error:
             raise ServiceError(
                 Code.ABORTED,

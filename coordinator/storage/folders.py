@@ -54,6 +54,16 @@ class Saved:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of an export."""
+
+    data: bytes
+    """What the client gets; empty: nothing, the files are being verified."""
+    num_read: int = 0
+    """Bytes that were read from the disk for it."""
+
+
 class StateFiles:
     """The folders below one root."""
 
@@ -129,24 +139,25 @@ class StateFiles:
             num_datums=state["num_datums"],
         )
 
-    def tar(self, folder: str, sha256: str, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
+    def tar(self, folder: str, sha256: str, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
         """Yield the folder's PEFT files as a tar archive, in pieces of at most `piece_bytes`. Raises as `piecewise`."""
-        self._verify(folder, sha256, piece_bytes)
+        yield from self._verify(folder, sha256, piece_bytes)
         for name in (CONFIG, WEIGHTS):
             member = tarfile.TarInfo(name)
             member.size = self._disk.size(self._root / folder / name)
-            yield member.tobuf()
+            yield Piece(member.tobuf())
             yield from self._pieces(folder, name, piece_bytes)
             if padding := bytes(-member.size % tarfile.BLOCKSIZE):
-                yield padding
-        yield from [bytes(tarfile.BLOCKSIZE)] * 2  # the end of an archive
+                yield Piece(padding)
+        yield from [Piece(bytes(tarfile.BLOCKSIZE))] * 2  # the end of an archive
 
-    def piecewise(self, folder: str, sha256: str, name: str, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
+    def piecewise(self, folder: str, sha256: str, name: str, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
         """Verify a folder, then yield one of its files, one piece in memory at a time.
 
-        Raises ServiceError as `read`, before the first piece, and OSError if the folder is removed meanwhile.
+        While it verifies, it yields pieces without data. Raises ServiceError as `read`, before the first data, and
+        OSError if the folder is removed meanwhile.
         """
-        self._verify(folder, sha256, piece_bytes)
+        yield from self._verify(folder, sha256, piece_bytes)
         yield from self._pieces(folder, name, piece_bytes)
 
     def remove(self, folder: str) -> None:
@@ -184,13 +195,14 @@ class StateFiles:
             raise _damaged()
         return files
 
-    def _verify(self, folder: str, sha256: str, piece_bytes: int) -> None:
+    def _verify(self, folder: str, sha256: str, piece_bytes: int) -> Iterator[Piece]:
         digest = hashlib.sha256()
         try:
             for name in sorted(self._disk.names(self._root / folder)):
                 digest.update(f"{name}\0{self._disk.size(self._root / folder / name)}\0".encode())
                 for piece in self._pieces(folder, name, piece_bytes):
-                    digest.update(piece)
+                    digest.update(piece.data)
+                    yield Piece(b"", piece.num_read)
         except OSError as error:
             if error.errno in _TRANSIENT:
                 raise _cannot_read_now(error) from None
@@ -198,11 +210,11 @@ class StateFiles:
         if digest.hexdigest() != sha256:
             raise _damaged()
 
-    def _pieces(self, folder: str, name: str, piece_bytes: int) -> Iterator[bytes]:
+    def _pieces(self, folder: str, name: str, piece_bytes: int) -> Iterator[Piece]:
         start = 0
-        while piece := self._disk.read_piece(self._root / folder / name, start, piece_bytes):
-            yield piece
-            start += len(piece)
+        while data := self._disk.read_piece(self._root / folder / name, start, piece_bytes):
+            yield Piece(data, len(data))
+            start += len(data)
 
 
 class Quarantine:

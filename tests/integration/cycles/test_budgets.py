@@ -16,7 +16,7 @@ from coordinator.operations import in_flight
 from coordinator.payloads import passes
 from coordinator.runtime.core import FILE_TURNS
 from coordinator.service import training
-from coordinator.storage.folders import StateFiles
+from coordinator.storage.folders import Piece, StateFiles
 from tests.support.toy_pool import expected_chain, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
@@ -117,7 +117,7 @@ async def test_a_few_threads_serve_all_exports(tmp_path: Path, monkeypatch: pyte
     numbers, lock, num_reading = [], threading.Lock(), 0
     tar = StateFiles.tar
 
-    def counted(self: StateFiles, *args: Any) -> Iterator[bytes]:
+    def counted(self: StateFiles, *args: Any) -> Iterator[Piece]:
         nonlocal num_reading
         pieces = tar(self, *args)
         while True:
@@ -125,10 +125,10 @@ async def test_a_few_threads_serve_all_exports(tmp_path: Path, monkeypatch: pyte
                 num_reading += 1
                 numbers.append(num_reading)
             time.sleep(0.005)  # so that reads of several exports overlap if they may
-            piece = next(pieces, b"")
+            piece = next(pieces, None)
             with lock:
                 num_reading -= 1
-            if not piece:
+            if piece is None:
                 return
             yield piece
 

@@ -53,9 +53,9 @@ def test_a_flipped_byte_in_any_file_is_data_loss(files: StateFiles, tmp_path: Pa
             assert raised.value.code is Code.DATA_LOSS
             assert str(tmp_path) not in raised.value.message
             with pytest.raises(ServiceError):
-                next(files.tar(saved.folder, saved.sha256))
+                list(files.tar(saved.folder, saved.sha256))
             with pytest.raises(ServiceError):
-                next(files.piecewise(saved.folder, saved.sha256, "adapter_config.json"))
+                list(files.piecewise(saved.folder, saved.sha256, "adapter_config.json"))
         path.write_bytes(sound)
     assert files.read(saved.folder, saved.sha256) == IN_A_WINDOW
 
@@ -193,15 +193,25 @@ def test_a_folder_is_named_after_its_pool_and_epoch_and_its_checksum_is_not(file
     assert again.sha256 == saved.sha256
 
 
+def test_a_file_is_verified_in_pieces(files: StateFiles) -> None:
+    """So that other exports have turns between them."""
+    saved = files.write(SPEC, MODEL, IN_A_WINDOW)
+    pieces = list(files.piecewise(saved.folder, saved.sha256, "adapter_config.json", 100))
+    verified = [piece for piece in pieces if not piece.data]
+    assert sum(piece.num_read for piece in verified) >= saved.size_bytes
+    assert max(piece.num_read for piece in pieces) <= 100
+
+
 def test_an_export_is_a_tar_of_a_peft_directory(files: StateFiles) -> None:
     saved = files.write(SPEC, MODEL, IN_A_WINDOW)
-    pieces = list(files.tar(saved.folder, saved.sha256, piece_bytes=1000))
+    pieces = [piece.data for piece in files.tar(saved.folder, saved.sha256, piece_bytes=1000)]
     assert all(len(piece) <= 1000 for piece in pieces)
     with tarfile.open(fileobj=io.BytesIO(b"".join(pieces))) as archive:
         contents = {name: archive.extractfile(name).read() for name in archive.getnames()}  # type: ignore[union-attr]
     config = json.loads(contents["adapter_config.json"])
     assert contents["adapter_model.safetensors"] == STATE.weights
-    assert b"".join(files.piecewise(saved.folder, saved.sha256, "adapter_model.safetensors", 3)) == STATE.weights
+    pieces = [piece.data for piece in files.piecewise(saved.folder, saved.sha256, "adapter_model.safetensors", 3)]
+    assert b"".join(pieces) == STATE.weights
     assert set(contents) == {"adapter_config.json", "adapter_model.safetensors"}
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 8, 16.0)
     assert config["target_modules"] == ["q_proj", "up_proj"]
