@@ -209,7 +209,10 @@ class Phases:
             return
         residents[worker_id] += 1
         generation = log.copy.generation
+        began = self._time.monotonic()
         loaded = await self._items.read_load(log, num_states)
+        if loaded is not None:
+            self._planning.charge(log.tenant_id, self._time.monotonic() - began)
         if log.copy.generation != generation or self._planning.ready.waits_for_file(log):
             return  # the copy was lost, or a load arrived, while a file was read
         try:
@@ -236,9 +239,13 @@ class Phases:
             began = self._time.monotonic()
             await self._results.apply(cycle, entry, worker, result)
             operation = entry.operation
-            if operation is not None and operation.kind.moves_state and result.error is None:
+            if operation is None or not operation.kind.moves_state:
+                continue
+            applying_s = self._time.monotonic() - began
+            self._planning.charge(entry.log.tenant_id, result.engine_s + applying_s)
+            if result.error is None:
                 kept = moved.setdefault(operation.name, MovedState(operation, entry.log))
-                kept.add(entry, result, self._time.monotonic() - began)
+                kept.add(entry, result, applying_s)
         for each in moved.values():
             self._planning.observe_states(each.operation.kind, each.log.spec, each.num_bytes, each.seconds)
 
@@ -255,11 +262,13 @@ class Phases:
             return False  # its copy was lost since the plan was made
         if work.num_install_bytes >= INSTALL_BYTES_MAX:
             return False
+        began = self._time.monotonic()
         try:
             install = await self._items.read_copy(log)
         except ServiceError as error:
             await self._refuse_copy(log, error)
             return False
+        self._planning.charge(log.tenant_id, self._time.monotonic() - began)
         is_there = self._logs.get(log.adapter_id) is log
         if not is_there or not worker.is_live or self._snapshots.is_unsettled(log.adapter_id):
             return False

@@ -25,7 +25,7 @@ from coordinator.operations.operation import Kind
 from coordinator.operations.registry import AdapterGroup
 from coordinator.scheduling.cost_model import START_TOKENS, CycleCosts, TokenBudget
 from coordinator.scheduling.state_budget import StateCandidate, StateCost, StateCosts, plan_states
-from coordinator.scheduling.virtual_counters import FairState, decode_share, lifted
+from coordinator.scheduling.virtual_counters import FairState, charged, decode_share, lifted
 from coordinator.scheduling.worker_losses import Quarantine
 from workers.contract.messages import AdapterSpec
 
@@ -340,15 +340,25 @@ class Planning:
         return plan
 
     def plan_states(self, logs: Sequence[AdapterLog], cycle_id: int) -> Mapping[str, int]:
-        """Choose how many saves and loads of these adapters run in the step phase; charge them to the counters."""
+        """Choose how many saves and loads of these adapters run in the step phase. `charge` them when they ran."""
         if not logs:
             return {}
-        pass_s = self.costs.predicted_s(self.budget.tokens, 0.0)
-        tokens_per_s = self.budget.tokens / pass_s if pass_s else float(START_TOKENS)
         candidates = [self.ready.state_candidate(log, self._state_costs) for log in logs]
-        num_planned, self._fair = plan_states(candidates, self._fair, tokens_per_s)
+        num_planned, self._fair = plan_states(candidates, self._fair, self._tokens_per_s())
         self.ready.planned_states(num_planned, cycle_id)
         return num_planned
+
+    def charge(self, tenant_id: str, seconds: float) -> None:
+        """Charge measured seconds of an engine or of files to a tenant's counter: saves, loads, installs, exports.
+
+        Becomes durable with the tenant's next cycle; a crash before that loses the charge, as it loses the work.
+        """
+        self._fair = charged(self._fair, tenant_id, seconds * self._tokens_per_s())
+
+    def _tokens_per_s(self) -> float:
+        """Return the tokens that a second of a worker is worth."""
+        pass_s = self.costs.predicted_s(self.budget.tokens, 0.0)
+        return self.budget.tokens / pass_s if pass_s else float(START_TOKENS)
 
     def observe_states(self, kind: Kind, spec: AdapterSpec, num_bytes: int, seconds: float) -> None:
         """Record what a save or a load took."""

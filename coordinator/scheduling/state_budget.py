@@ -2,7 +2,8 @@
 
 A save or a load moves a whole state through the coordinator's memory and its disk; an optimizer step does not, and
 needs no budget. `StateCosts` measures the bytes and seconds by kind of operation and shape of adapter. `plan_states` is
-a pure function of these costs and of the tenants' virtual counters, which it charges as a pass does.
+a pure function of these costs and of the tenants' virtual counters. It chooses by what the operations are likely to
+take; tenants are charged what they took, once that is measured.
 
 Does not depend on workers, files or a clock. Main invariant: the states of one step phase take at most `BYTES_MAX` and
 an estimated `SECONDS_MAX`, or there is only one. So a tenant that queues hundreds of saves delays its own, and a
@@ -77,13 +78,14 @@ def plan_states(
 ) -> tuple[dict[str, int], FairState]:
     """Return how many saves and loads of each adapter run now, by adapter.
 
-    The next one is of the tenant with the lowest counter, and of its adapters the one whose turn is longest ago. A
-    second is charged as `tokens_per_s` tokens.
+    The next one is of the tenant with the lowest counter, and of its adapters the one whose turn is longest ago. Within
+    this choice a second counts as `tokens_per_s` tokens; the returned counters are not charged.
     """
     rotations: dict[str, deque[tuple[str, Iterator[StateCost]]]] = {}
     for candidate in sorted(candidates, key=lambda c: (c.last_cycle_id, c.adapter_id)):
         rotations.setdefault(candidate.tenant_id, deque()).append((candidate.adapter_id, iter(candidate.costs)))
-    shares = lifted(state.shares, rotations.keys() - state.active, state.active)
+    before = lifted(state.shares, rotations.keys() - state.active, state.active)
+    shares = dict(before)
     heap = [(shares[tenant].virtual_tokens, tenant) for tenant in rotations]
     heapq.heapify(heap)
     num_planned: dict[str, int] = {}
@@ -101,7 +103,7 @@ def plan_states(
             rotation.append((adapter_id, costs))
         if rotation:
             heapq.heappush(heap, (shares[tenant].virtual_tokens, tenant))
-    return num_planned, FairState(shares=shares, active=state.active | rotations.keys())
+    return num_planned, FairState(shares=before, active=state.active | rotations.keys())
 
 
 def _key(kind: Kind, spec: AdapterSpec) -> tuple[object, ...]:

@@ -57,6 +57,17 @@ def lifted(shares: Mapping[str, Share], returning: Collection[str], active: Iter
     return raised
 
 
+def charged(state: FairState, tenant_id: str, num_tokens: float) -> FairState:
+    """Return the counters after work of a tenant outside a plan, as many tokens of it.
+
+    A tenant that is not active is lifted first, or its lift when it returns would take the charge back.
+    """
+    is_active = tenant_id in state.active
+    shares = lifted(state.shares, () if is_active else (tenant_id,), state.active)
+    shares[tenant_id] = shares.get(tenant_id, Share()).charged(num_tokens)
+    return FairState(shares=shares, active=state.active)
+
+
 def decode_share(sampling: Collection[str], training: Collection[str], shares: Mapping[str, Share]) -> float:
     """Divide the weights of the tenants that sample there by those of all tenants; one that does both counts twice."""
     if not (sampling and training):

@@ -196,11 +196,14 @@ class AdapterUseCases(UseCases):
     async def _write_start(self, adapter: AdapterLog, source: CheckpointRow, with_optimizer: bool) -> SnapshotRow:
         """Copy a checkpoint as the new adapter's first snapshot, so that the checkpoint may be deleted."""
         async with self._core.file_turns.turn(adapter.tenant_id) as turn:
+            began = self._core.time.monotonic()
             state = await self._core.states.read_checkpoint(source)
             turn.use(2 * state.num_bytes)  # read and written
             if not with_optimizer:
                 state = replace(state, optimizer=None, num_steps=0)
-            return await self._core.states.write_start(adapter, state)
+            start = await self._core.states.write_start(adapter, state)
+            self._charge_files(adapter.tenant_id, adapter.base_model, began)
+            return start
 
     def _row(self, adapter_id: str) -> AdapterRow:
         row = self._core.store.adapters.get(adapter_id)

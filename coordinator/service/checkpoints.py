@@ -102,7 +102,7 @@ class CheckpointUseCases(UseCases):
         """Stream a checkpoint as a tar archive of a PEFT directory."""
         row = await self._with_file(self._readable_checkpoint(principal, request.path))
         pieces = self._core.states.folders.checkpoints.tar(row.folder, row.sha256)
-        async for piece in self._read(principal, pieces, request.path):
+        async for piece in self._read(principal, pieces, row):
             yield pb.ExportCheckpointResponse(data=piece)
 
     async def export_file(self, principal: Principal, path: str, file: str) -> AsyncGenerator[bytes]:
@@ -112,7 +112,7 @@ class CheckpointUseCases(UseCases):
             raise not_found("file", file)
         row = await self._with_file(row)
         pieces = self._core.states.folders.checkpoints.piecewise(row.folder, row.sha256, file)
-        async for piece in self._read(principal, pieces, path):
+        async for piece in self._read(principal, pieces, row):
             yield piece
 
     async def _with_file(self, row: CheckpointRow) -> CheckpointRow:
@@ -121,13 +121,18 @@ class CheckpointUseCases(UseCases):
         except StorageError as error:
             raise storage_error(error) from None
 
-    async def _read(self, principal: Principal, pieces: Iterator[Piece], path: str) -> AsyncIterator[bytes]:
-        """Yield the data of pieces, each read on a thread, in a turn of the tenant, which is charged by bytes."""
+    async def _read(self, principal: Principal, pieces: Iterator[Piece], row: CheckpointRow) -> AsyncIterator[bytes]:
+        """Yield the data of pieces, each read on a thread, in a turn of the tenant, which is charged by bytes.
+
+        The measured seconds count as work on the checkpoint's base model.
+        """
         try:
             while True:
                 async with self._core.file_turns.turn(principal.tenant_id) as turn:
+                    began = self._core.time.monotonic()
                     piece: Piece | None = await asyncio.to_thread(next, pieces, None)
                     turn.use(piece.num_read if piece is not None else 0)
+                    self._charge_files(principal.tenant_id, row.base_model, began)
                 if piece is None:
                     return
                 if piece.data:
@@ -136,7 +141,7 @@ class CheckpointUseCases(UseCases):
             raise ServiceError(
                 Code.ABORTED,
                 "CHECKPOINT_GONE",
-                f"{path} was deleted during the download, or cannot be read: {error.strerror}",
+                f"{row.path} was deleted during the download, or cannot be read: {error.strerror}",
             ) from None
 
 

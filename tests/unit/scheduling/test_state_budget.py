@@ -10,7 +10,7 @@ from coordinator.scheduling.state_budget import (
     StateCosts,
     plan_states,
 )
-from coordinator.scheduling.virtual_counters import FairState, Share
+from coordinator.scheduling.virtual_counters import FairState, Share, charged
 from tests.support.adapter_logs import spec_named
 
 QUICK = StateCost(1000, SECONDS_MAX / 10)
@@ -43,11 +43,22 @@ def test_tenants_share_a_phase_by_their_counters_and_not_by_what_they_queue() ->
     assert planned(candidate("a", "t", 500), candidate("b", "u", 5)) == {"a": 5, "b": 5}
 
 
-def test_a_save_is_charged_by_its_seconds_over_the_weight() -> None:
+def test_a_plan_chooses_by_estimates_and_charges_nothing() -> None:
     state = FairState(shares={"t": Share(weight=2.0, virtual_tokens=7.0)}, active=frozenset("t"))
-    _, charged = plan_states([candidate("a", "t", 1)], state, TOKENS_PER_S)
-    assert charged.shares["t"].virtual_tokens == 7.0 + QUICK.seconds * TOKENS_PER_S / 2.0
-    assert charged.active == {"t"}
+    _, after = plan_states([candidate("a", "t", 1), candidate("b", "u", 1)], state, TOKENS_PER_S)
+    assert after.shares["t"].virtual_tokens == 7.0
+    assert after.shares["u"].virtual_tokens == 7.0, "lifted"
+    assert after.active == {"t", "u"}
+
+
+def test_measured_work_is_charged_over_the_weight_and_also_to_a_tenant_that_is_not_active() -> None:
+    shares = {"t": Share(weight=2.0, virtual_tokens=7.0), "idle": Share(virtual_tokens=1.0)}
+    state = FairState(shares=shares, active=frozenset("t"))
+    state = charged(charged(state, "t", 100.0), "idle", 10.0)
+    assert state.shares["t"].virtual_tokens == 57.0
+    assert state.shares["idle"].virtual_tokens == 67.0, "it returns behind the active ones by what it used"
+    assert charged(state, "new", 1.0).shares["new"].virtual_tokens == 58.0
+    assert state.active == {"t"}
 
 
 def test_a_tenant_that_was_idle_gets_no_saved_up_share() -> None:
