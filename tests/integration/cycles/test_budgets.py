@@ -3,9 +3,9 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -17,10 +17,13 @@ from coordinator.payloads import passes
 from coordinator.runtime.core import FILE_TURNS
 from coordinator.service import training
 from coordinator.storage.folders import Piece, StateFiles
-from tests.support.toy_pool import expected_chain, running_pool
+from tests.support.toy_pool import FakeTime, expected_chain, running_pool
 from tinkerpool.v1 import operations_pb2 as ops_pb
 
 NUM_SAVES = 200
+RATE = 1000.0
+"""Tokens that a second counts as."""
+T = TypeVar("T")
 
 
 async def test_hundreds_of_saves_of_one_tenant_do_not_delay_a_neighbours_step(tmp_path: Path) -> None:
@@ -36,6 +39,56 @@ async def test_hundreds_of_saves_of_one_tenant_do_not_delay_a_neighbours_step(tm
         assert unfinished > NUM_SAVES / 2
         done = await pool.wait(*saves)
         assert {each.state for each in done} == {ops_pb.OPERATION_STATE_SUCCEEDED}
+
+
+async def test_saves_loads_installs_exports_and_copies_are_charged_the_seconds_that_they_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each access to a state file takes a second; a pass of five tokens has another cost."""
+    clock = FakeTime()
+
+    def slow(name: str) -> None:
+        method = getattr(StateFiles, name)
+
+        def run(*args: Any) -> Any:
+            clock.now += 1.0
+            return method(*args)
+
+        monkeypatch.setattr(StateFiles, name, run)
+
+    async with running_pool(tmp_path, time=clock, linger_s=0.0, replay_s_max=1e6) as pool:
+        adapter = await pool.adapter()
+        await pool.wait(await pool.forward_backward(adapter, 1, 5))
+        planning, tenant = pool.core.loops["toy"].planning, (await pool.principal()).tenant_id
+
+        monkeypatch.setattr(planning, "_tokens_per_s", lambda: RATE)  # private: the real one is measured
+
+        def counter() -> float:
+            return planning.counters(frozenset({tenant})).get(tenant, 0.0)
+
+        async def done(submitting: Awaitable[str]) -> ops_pb.Operation:
+            return (await pool.wait(await submitting))[0]
+
+        async def seconds(call: Awaitable[T]) -> tuple[T, float]:
+            before = counter()
+            result = await call
+            return result, (counter() - before) / RATE
+
+        for name in ("read", "write"):
+            slow(name)
+        saved, saving_s = await seconds(pool.save(adapter, 2, "s"))
+        path = saved.save_state.path
+        loaded, loading_s = await seconds(done(pool.load_state(adapter, 3, path)))
+        copy, copying_s = await seconds(pool.adapter(base_model="", rank=0, from_path=path, with_optimizer=True))
+        passed, installing_s = await seconds(done(pool.forward_backward(copy, 1, 5)))
+        slow("_pieces")
+        _, exporting_s = await seconds(pool.export(path))
+    assert {each.state for each in (saved, loaded, passed)} == {ops_pb.OPERATION_STATE_SUCCEEDED}
+    assert saving_s == pytest.approx(1.0, abs=0.1)
+    assert loading_s == pytest.approx(2.0, abs=0.1), "it is read, and written as the snapshot behind it"
+    assert copying_s == pytest.approx(2.0, abs=0.1)
+    assert installing_s == pytest.approx(1.0, abs=0.1)
+    assert exporting_s == 6.0, "four files are verified, two are sent"
 
 
 async def test_saves_and_loads_of_one_adapter_keep_their_order_over_many_cycles(tmp_path: Path) -> None:
