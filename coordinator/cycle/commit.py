@@ -21,12 +21,13 @@ from coordinator.checkpoints.saver import Saver
 from coordinator.fleet.fleet import Fleet
 from coordinator.operations.adapter_log import AdapterLog
 from coordinator.operations.in_flight import InFlightTable
-from coordinator.operations.operation import Operation, decided_row
+from coordinator.operations.operation import Kind, Operation, decided_row
 from coordinator.operations.registry import AdapterGroup
 from coordinator.payloads.canonical import serialize
 from coordinator.scheduling.planner import PassPlan, Planning
 from coordinator.storage.cycles import CycleCommit, Cycles, StagedStates
 from coordinator.storage.database import ConflictError
+from coordinator.storage.rows import FileUse
 from tinkerpool.v1 import pool_pb2
 from workers.contract.gradient_windows import EMPTY
 from workers.contract.messages import ItemResult
@@ -49,6 +50,7 @@ class Cycle:
     entries: dict[str, pool_pb2.CycleEntry] = field(default_factory=dict)
     """The adapters' parts in the cycle, by adapter id."""
     staged: StagedStates = field(default_factory=StagedStates)
+    file_uses: list[FileUse] = field(default_factory=list)
     published: list[tuple[str, str, Operation]] = field(default_factory=list)
     """Saves that published weights, which their worker holds since: worker, incarnation, operation."""
 
@@ -63,6 +65,18 @@ class Cycle:
     def finish(self, operations: Iterable[Operation]) -> None:
         """Commit these decided operations with the cycle."""
         self.finished += operations
+
+    def use_files(self, log: AdapterLog, kind: Kind | str, num_bytes: int, seconds: float) -> None:
+        """Meter with the cycle what an operation of this kind, or an install, took of the state files."""
+        use = FileUse(
+            adapter_id=log.adapter_id,
+            tenant_id=log.tenant_id,
+            kind=kind.value if isinstance(kind, Kind) else kind,
+            num_bytes=num_bytes,
+            seconds=seconds,
+            is_operation=isinstance(kind, Kind),
+        )
+        self.file_uses.append(use)
 
     def count(self, log: AdapterLog, worker_id: str, result: ItemResult) -> pool_pb2.CycleEntry:
         """Count a result in the adapter's part of the cycle, and return that part.
@@ -179,6 +193,7 @@ class Committer:
             cycle_id=cycle.cycle_id if has_run else 0,
             summary=serialize(message) if has_run else b"",
             states=cycle.staged,
+            file_uses=cycle.file_uses,
             virtual_tokens=self._planning.counters(cycle.tenants()),
         )
         began = self._time.monotonic()

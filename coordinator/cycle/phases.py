@@ -20,11 +20,12 @@ from coordinator.cycle.items import Entry, ItemBuilder, MovedState, PhaseWork, f
 from coordinator.cycle.results import Results
 from coordinator.fleet.fleet import Fleet, Incarnation
 from coordinator.operations.adapter_log import AdapterLog
+from coordinator.operations.operation import Kind
 from coordinator.scheduling.cost_model import Deadlines
 from coordinator.scheduling.planner import PassPlan, Planning, place
 from coordinator.scheduling.worker_losses import LossRecorder, Quarantine
 from workers.contract.failpoints import failpoint
-from workers.contract.messages import Batch, BatchResult, ItemResult
+from workers.contract.messages import AdapterState, Batch, BatchResult, ItemResult
 from workers.contract.protocols import Pool, WorkerLost
 
 EXPECTED_MAX = 64
@@ -175,7 +176,7 @@ class Phases:
             if (log := self._logs.get(adapter_id)) is None:
                 continue  # it was deleted since the plan was made
             decoded = await self._items.decode_large(log, num_chunks)
-            if self._logs.get(adapter_id) is log and await self._install(log, plan.placements[adapter_id], work):
+            if self._logs.get(adapter_id) is log and await self._install(cycle, log, plan.placements[adapter_id], work):
                 for operation, item in self._items.pass_items(log, num_chunks, decoded):
                     log.start(operation)
                     work.add(log, operation, item)
@@ -193,26 +194,29 @@ class Phases:
             if any(operation.kind.moves_state for operation in itertools.islice(log.ready_states(), 2)):
                 moving.append(log)
             else:
-                await self._add_steps(log, 0, residents, work)
+                await self._add_steps(cycle, log, 0, residents, work)
         num_states = self._planning.plan_states(moving, cycle.cycle_id)
         for log in moving:
-            await self._add_steps(log, num_states.get(log.adapter_id, 0), residents, work)
+            await self._add_steps(cycle, log, num_states.get(log.adapter_id, 0), residents, work)
         await self._run(cycle, work)
 
-    async def _add_steps(self, log: AdapterLog, num_states: int, residents: dict[str, int], work: PhaseWork) -> None:
+    async def _add_steps(
+        self, cycle: Cycle, log: AdapterLog, num_states: int, residents: dict[str, int], work: PhaseWork
+    ) -> None:
         """Add the operations of an adapter that are due, with at most `num_states` saves and loads."""
         first = next(log.ready_states(), None)
         if first is None or (first.kind.moves_state and not num_states):
             return
         worker_id = log.worker_id or place(residents)
-        if worker_id not in residents or not await self._install(log, worker_id, work):
+        if worker_id not in residents or not await self._install(cycle, log, worker_id, work):
             return
         residents[worker_id] += 1
         generation = log.copy.generation
         began = self._time.monotonic()
         loaded = await self._items.read_load(log, num_states)
         if loaded is not None:
-            self._planning.charge(log.tenant_id, self._time.monotonic() - began)
+            num_bytes = loaded.num_bytes if isinstance(loaded, AdapterState) else 0
+            self._use_files(cycle, log, Kind.LOAD_STATE, num_bytes, self._time.monotonic() - began)
         if log.copy.generation != generation or self._planning.ready.waits_for_file(log):
             return  # the copy was lost, or a load arrived, while a file was read
         try:
@@ -242,14 +246,16 @@ class Phases:
             if operation is None or not operation.kind.moves_state:
                 continue
             applying_s = self._time.monotonic() - began
-            self._planning.charge(entry.log.tenant_id, result.engine_s + applying_s)
+            self._planning.charge(entry.log.tenant_id, result.engine_s)
+            num_bytes = result.state.num_bytes if result.state is not None else 0
+            self._use_files(cycle, entry.log, operation.kind, num_bytes, applying_s)
             if result.error is None:
                 kept = moved.setdefault(operation.name, MovedState(operation, entry.log))
                 kept.add(entry, result, applying_s)
         for each in moved.values():
             self._planning.observe_states(each.operation.kind, each.log.spec, each.num_bytes, each.seconds)
 
-    async def _install(self, log: AdapterLog, worker_id: str, work: PhaseWork) -> bool:
+    async def _install(self, cycle: Cycle, log: AdapterLog, worker_id: str, work: PhaseWork) -> bool:
         """Place a copy of the adapter on the worker, unless it has one; return whether it has one.
 
         False also if the phase has no room for another copy, or its stored state is damaged; its operations are failed
@@ -268,7 +274,8 @@ class Phases:
         except ServiceError as error:
             await self._refuse_copy(log, error)
             return False
-        self._planning.charge(log.tenant_id, self._time.monotonic() - began)
+        if install.state is not None:
+            self._use_files(cycle, log, "install", install.state.num_bytes, self._time.monotonic() - began)
         is_there = self._logs.get(log.adapter_id) is log
         if not is_there or not worker.is_live or self._snapshots.is_unsettled(log.adapter_id):
             return False
@@ -276,6 +283,11 @@ class Phases:
         log.advance()
         work.install(log, install)
         return True
+
+    def _use_files(self, cycle: Cycle, log: AdapterLog, kind: Kind | str, num_bytes: int, seconds: float) -> None:
+        """Charge and meter what an adapter took of the state files."""
+        self._planning.charge(log.tenant_id, seconds)
+        cycle.use_files(log, kind, num_bytes, seconds)
 
     async def _refuse_copy(self, log: AdapterLog, error: ServiceError) -> None:
         """Handle an adapter of which no copy can be made.

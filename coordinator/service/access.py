@@ -99,10 +99,12 @@ class UseCases:
             raise not_found("checkpoint", path)
         return row
 
-    def _charge_files(self, tenant_id: str, base_model: str, began: float) -> None:
-        """Charge the time since `began`, in which files were read or written, to the tenant's virtual counter."""
+    def _charge_files(self, tenant_id: str, base_model: str, began: float) -> float:
+        """Charge the time since `began`, in which files were used, to the tenant's virtual counter; return it."""
+        seconds = self._core.time.monotonic() - began
         if (loop := self._core.loops.get(base_model)) is not None:
-            loop.planning.charge(tenant_id, self._core.time.monotonic() - began)
+            loop.planning.charge(tenant_id, seconds)
+        return seconds
 
     def _model(self, name: str) -> ModelInfo:
         model = self._core.fleet.models.get(name)

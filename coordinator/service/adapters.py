@@ -19,7 +19,7 @@ from coordinator.payloads.passes import check_metadata
 from coordinator.runtime.core import Core
 from coordinator.service.access import UseCases, check_index, metadata_of, request_id_taken, timestamp, uninterrupted
 from coordinator.storage.database import ConflictError, StorageError
-from coordinator.storage.rows import AdapterRow, CheckpointRow, SnapshotRow
+from coordinator.storage.rows import AdapterRow, CheckpointRow, FileUse, SnapshotRow
 from coordinator.tenants.keys import Authenticator, Principal
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2 as pb
@@ -83,9 +83,11 @@ class AdapterUseCases(UseCases):
             created_at=self._core.time.wall(),
         )
         adapter = AdapterLog(principal.tenant_id, session.session_id, model.name, spec)
-        start = await self._write_start(adapter, source, request.with_optimizer) if source is not None else None
+        start = use = None
+        if source is not None:
+            start, use = await self._write_start(adapter, source, request.with_optimizer)
         try:
-            await self._core.store.adapters.insert(row, start)
+            await self._core.store.adapters.insert(row, start, use)
         except StorageError as error:
             if start is not None:
                 self._core.states.folders.snapshots.remove(start.folder)
@@ -193,7 +195,9 @@ class AdapterUseCases(UseCases):
                 f"you have {limit} adapters, the maximum: delete some first",
             )
 
-    async def _write_start(self, adapter: AdapterLog, source: CheckpointRow, with_optimizer: bool) -> SnapshotRow:
+    async def _write_start(
+        self, adapter: AdapterLog, source: CheckpointRow, with_optimizer: bool
+    ) -> tuple[SnapshotRow, FileUse]:
         """Copy a checkpoint as the new adapter's first snapshot, so that the checkpoint may be deleted."""
         async with self._core.file_turns.turn(adapter.tenant_id) as turn:
             began = self._core.time.monotonic()
@@ -202,8 +206,14 @@ class AdapterUseCases(UseCases):
             if not with_optimizer:
                 state = replace(state, optimizer=None, num_steps=0)
             start = await self._core.states.write_start(adapter, state)
-            self._charge_files(adapter.tenant_id, adapter.base_model, began)
-            return start
+            use = FileUse(
+                adapter_id=adapter.adapter_id,
+                tenant_id=adapter.tenant_id,
+                kind="copy",
+                num_bytes=turn.num_used,
+                seconds=self._charge_files(adapter.tenant_id, adapter.base_model, began),
+            )
+            return start, use
 
     def _row(self, adapter_id: str) -> AdapterRow:
         row = self._core.store.adapters.get(adapter_id)

@@ -18,7 +18,7 @@ from coordinator.service.sessions import SessionUseCases
 from coordinator.service.training import TrainingUseCases
 from coordinator.storage.database import StorageError
 from coordinator.storage.folders import CONFIG, WEIGHTS, Piece
-from coordinator.storage.rows import CheckpointRow
+from coordinator.storage.rows import CheckpointRow, FileUse
 from coordinator.tenants.keys import Principal
 from tinkerpool import names
 from tinkerpool.v1 import adapters_pb2, sessions_pb2
@@ -126,13 +126,15 @@ class CheckpointUseCases(UseCases):
 
         The measured seconds count as work on the checkpoint's base model.
         """
+        num_bytes, seconds = 0, 0.0
         try:
             while True:
                 async with self._core.file_turns.turn(principal.tenant_id) as turn:
                     began = self._core.time.monotonic()
                     piece: Piece | None = await asyncio.to_thread(next, pieces, None)
                     turn.use(piece.num_read if piece is not None else 0)
-                    self._charge_files(principal.tenant_id, row.base_model, began)
+                    seconds += self._charge_files(principal.tenant_id, row.base_model, began)
+                    num_bytes += piece.num_read if piece is not None else 0
                 if piece is None:
                     return
                 if piece.data:
@@ -143,6 +145,15 @@ class CheckpointUseCases(UseCases):
                 "CHECKPOINT_GONE",
                 f"{row.path} was deleted during the download, or cannot be read: {error.strerror}",
             ) from None
+        finally:
+            use = FileUse(
+                adapter_id=row.adapter_id,
+                tenant_id=principal.tenant_id,
+                kind="export",
+                num_bytes=num_bytes,
+                seconds=seconds,
+            )
+            self._core.store.usage.note(use)
 
 
 class CopyUseCases(SessionUseCases, AdapterUseCases, TrainingUseCases, CheckpointUseCases, OperationUseCases):

@@ -69,6 +69,8 @@ class PoolUseCases(UseCases):
                     num_operations=row.num_operations,
                     num_tokens=row.num_tokens,
                     engine_seconds=row.engine_s,
+                    file_bytes=row.file_bytes,
+                    file_seconds=row.file_s,
                 )
                 for row in rows
             ]

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from coordinator.storage.checkpoints import put_snapshot
 from coordinator.storage.database import Connection, Database
 from coordinator.storage.operations import drop_payloads, finish_logged
-from coordinator.storage.rows import AdapterRow, DecidedOperation, Leftovers, Page, SnapshotRow, Table, insert
+from coordinator.storage.rows import AdapterRow, DecidedOperation, FileUse, Leftovers, Page, SnapshotRow, Table, insert
+from coordinator.storage.tenants import add_file_use
 
 NEEDLESS_ADAPTER = """deleted_service_s < :before
     AND NOT EXISTS (SELECT 1 FROM operations WHERE target_id = adapter_id)
@@ -26,8 +27,10 @@ class Adapters(Table[AdapterRow]):
         super().__init__(database, AdapterRow, "adapters")
         self.leftovers = Leftovers(database, "adapters", "adapter_id", NEEDLESS_ADAPTER, _note_gone)
 
-    def insert(self, row: AdapterRow, start: SnapshotRow | None) -> asyncio.Future[None]:
+    def insert(self, row: AdapterRow, start: SnapshotRow | None, use: FileUse | None = None) -> asyncio.Future[None]:
         """Insert an adapter together with the snapshot that it starts from; None: it starts from its seed.
+
+        `use`: what making that snapshot took.
 
         Raises ConflictError through the future if its id or request id exists.
         """
@@ -36,6 +39,8 @@ class Adapters(Table[AdapterRow]):
             insert(db, "adapters", row)
             if start is not None:
                 put_snapshot(db, start)
+            if use is not None:
+                add_file_use(db, use)
 
         return self._database.write(write)
 

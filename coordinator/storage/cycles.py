@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from coordinator.storage.checkpoints import put_snapshot
 from coordinator.storage.database import Connection, Database, RetryLaterError
 from coordinator.storage.operations import finish, lost_targets
-from coordinator.storage.rows import CheckpointRow, DecidedOperation, SamplerRow, SnapshotRow, insert
+from coordinator.storage.rows import CheckpointRow, DecidedOperation, FileUse, SamplerRow, SnapshotRow, insert
+from coordinator.storage.tenants import add_file_use
 
 RETRY_S = 1.0
 """Pause before a commit is tried again on a full disk, or in a locked database."""
@@ -69,6 +70,7 @@ class CycleCommit:
     states: StagedStates = field(default_factory=StagedStates)
     virtual_tokens: dict[str, float] = field(default_factory=dict)
     """Fair-share counters by tenant."""
+    file_uses: list[FileUse] = field(default_factory=list)
 
 
 class Cycles:
@@ -109,6 +111,9 @@ class Cycles:
             for operation in commit.finished:
                 if operation.target_id not in lost:
                     finish(db, operation, now)
+            for use in commit.file_uses:
+                if use.adapter_id not in lost:
+                    add_file_use(db, use)
             _store_states(db, commit.states, lost)
             for tenant_id, counter in commit.virtual_tokens.items():
                 db.execute("UPDATE tenants SET virtual_tokens = ? WHERE tenant_id = ?", (counter, tenant_id))

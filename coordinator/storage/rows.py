@@ -64,6 +64,23 @@ class UsageRow:
     num_operations: int
     num_tokens: int
     engine_s: float
+    file_bytes: int
+    """Of states that were read, written or sent."""
+    file_s: float
+    """Measured seconds of that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileUse:
+    """What an adapter's operation, install, copy or export took of the state files."""
+
+    adapter_id: str
+    tenant_id: str
+    kind: str
+    """The kind of the operation; `install`, `copy` or `export`, which are counted here and nowhere else."""
+    num_bytes: int
+    seconds: float
+    is_operation: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,14 +17,14 @@ canonical serialization; outcomes and errors are serialized messages of the cont
 | plans | an adapter in a planned cycle | with the write after the plan; the cycle's commit deletes it |
 | snapshots | an adapter's newest snapshot | its folder is durable |
 | checkpoints | a checkpoint | its save commits; it is overwritten or deleted |
-| usage | the usage of a tenant's finished operations of one kind | an operation finishes |
+| usage | the usage of a tenant's operations of one kind, or uses of files | one finishes; an export: later |
 
 Folders (see `folders`) are named below `checkpoints/`, `snapshots/` and `samplers/` of the data directory.
 """
 
 APPLICATION_ID = 0x74706F6C
 """`tpol`, in the header of the file: a database of this format and its successors."""
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 UNWRITTEN = "folder = '' AND samplers.payload = x''"
 """Condition for unnamed samplers whose weights have no file so far. For a checkpoint an empty folder is enough."""
@@ -162,6 +162,8 @@ CREATE TABLE usage (
     num_operations INTEGER NOT NULL,
     num_tokens INTEGER NOT NULL,
     engine_s REAL NOT NULL,
+    file_bytes INTEGER NOT NULL DEFAULT 0, -- of states that were read, written or sent
+    file_s REAL NOT NULL DEFAULT 0,
     PRIMARY KEY (tenant_id, kind)
 ) WITHOUT ROWID;
 CREATE TRIGGER snapshots_keep_the_log     -- a snapshot cuts the log, which such weights are rematerialized from

@@ -6,10 +6,12 @@ Main invariants: an administrator's key remains; a session that has ended never 
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 from coordinator.storage.database import Connection, Database
 from coordinator.storage.rows import (
     ApiKeyRow,
+    FileUse,
     Leftovers,
     Page,
     SessionRow,
@@ -53,24 +55,40 @@ class Usage:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._numbers = itertools.count()
 
     def of(self, tenant_id: str | None) -> list[UsageRow]:
         """Return a tenant's usage by kind of operation; None: the usage of every tenant."""
         rows = self._database.read(
-            "SELECT name AS tenant_name, kind, num_operations, num_tokens, engine_s"
+            "SELECT name AS tenant_name, kind, num_operations, num_tokens, engine_s, file_bytes, file_s"
             " FROM usage JOIN tenants USING (tenant_id) WHERE ? IS NULL OR tenant_id = ? ORDER BY name, kind",
             (tenant_id, tenant_id),
         )
         return [typed(UsageRow, row) for row in rows]
 
+    def note(self, use: FileUse) -> None:
+        """Add a use of files. Becomes durable with the next write; a crash before that loses it."""
+        self._database.ride(f"use {next(self._numbers)}", lambda db: add_file_use(db, use))
+
 
 def add_usage(db: Connection, tenant_id: str, kind: str, num_tokens: int, engine_s: float) -> None:
     """Add a finished operation to its tenant's usage."""
     db.execute(
-        "INSERT INTO usage VALUES (?, ?, 1, ?, ?) ON CONFLICT (tenant_id, kind) DO UPDATE SET"
+        "INSERT INTO usage (tenant_id, kind, num_operations, num_tokens, engine_s) VALUES (?, ?, 1, ?, ?)"
+        " ON CONFLICT (tenant_id, kind) DO UPDATE SET"
         " num_operations = num_operations + 1, num_tokens = num_tokens + excluded.num_tokens,"
         " engine_s = engine_s + excluded.engine_s",
         (tenant_id, kind, num_tokens, engine_s),
+    )
+
+
+def add_file_use(db: Connection, use: FileUse) -> None:
+    """Add a use of files to its tenant's usage; an operation is counted by its outcome."""
+    db.execute(
+        "INSERT INTO usage VALUES (?, ?, ?, 0, 0, ?, ?) ON CONFLICT (tenant_id, kind) DO UPDATE SET"
+        " num_operations = num_operations + excluded.num_operations,"
+        " file_bytes = file_bytes + excluded.file_bytes, file_s = file_s + excluded.file_s",
+        (use.tenant_id, use.kind, 0 if use.is_operation else 1, use.num_bytes, use.seconds),
     )
 
 

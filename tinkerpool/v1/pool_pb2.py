@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tinkerpool/v1/pool.proto\x12\rtinkerpool.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xa9\x01\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nbase_model\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x11\n\tnum_slots\x18\x06 \x01(\x05\x12\x14\n\x0cnum_adapters\x18\x07 \x01(\x05\x12\x0f\n\x07is_live\x18\x08 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\"\x80\x01\n\nCycleEntry\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x16\n\x0enum_operations\x18\x04 \x01(\x05\x12\x12\n\nnum_tokens\x18\x05 \x01(\x03\x12\x0f\n\x07is_step\x18\x06 \x01(\x08\"\xcd\x01\n\x05\x43ycle\x12\x10\n\x08\x63ycle_id\x18\x01 \x01(\x03\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x0cpass_seconds\x18\x04 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x05 \x01(\x01\x12\x16\n\x0e\x63ommit_seconds\x18\x06 \x01(\x01\x12*\n\x07\x65ntries\x18\x07 \x03(\x0b\x32\x19.tinkerpool.v1.CycleEntry\"*\n\x14GetPoolStatusRequest\x12\x12\n\nnum_cycles\x18\x01 \x01(\x05\"\xdb\x01\n\x15GetPoolStatusResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.tinkerpool.v1.Worker\x12\x12\n\nnum_queued\x18\x02 \x01(\x03\x12\x13\n\x0bnum_running\x18\x03 \x01(\x03\x12\x13\n\x0bnum_samples\x18\x04 \x01(\x03\x12$\n\x06\x63ycles\x18\x05 \x03(\x0b\x32\x14.tinkerpool.v1.Cycle\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\r\n\x05\x65poch\x18\x07 \x01(\x03\x12\x16\n\x0euptime_seconds\x18\x08 \x01(\x01\"\x14\n\x12WatchCyclesRequest\":\n\x13WatchCyclesResponse\x12#\n\x05\x63ycle\x18\x01 \x01(\x0b\x32\x14.tinkerpool.v1.Cycle\"l\n\x08UsageRow\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x16\n\x0enum_operations\x18\x03 \x01(\x03\x12\x12\n\nnum_tokens\x18\x04 \x01(\x03\x12\x16\n\x0e\x65ngine_seconds\x18\x05 \x01(\x01\"\x11\n\x0fGetUsageRequest\"9\n\x10GetUsageResponse\x12%\n\x04rows\x18\x01 \x03(\x0b\x32\x17.tinkerpool.v1.UsageRow\"\x7f\n\x06\x41piKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x10\n\x08is_admin\x18\x03 \x01(\x08\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nis_revoked\x18\x05 \x01(\x08\"7\n\x13\x43reateApiKeyRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x10\n\x08is_admin\x18\x02 \x01(\x08\"K\n\x14\x43reateApiKeyResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x07\x61pi_key\x18\x02 \x01(\x0b\x32\x15.tinkerpool.v1.ApiKey\"\x14\n\x12ListApiKeysRequest\">\n\x13ListApiKeysResponse\x12\'\n\x08\x61pi_keys\x18\x01 \x03(\x0b\x32\x15.tinkerpool.v1.ApiKey\"%\n\x13RevokeApiKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\"\x16\n\x14RevokeApiKeyResponse2\x8e\x02\n\x0bPoolService\x12Z\n\rGetPoolStatus\x12#.tinkerpool.v1.GetPoolStatusRequest\x1a$.tinkerpool.v1.GetPoolStatusResponse\x12V\n\x0bWatchCycles\x12!.tinkerpool.v1.WatchCyclesRequest\x1a\".tinkerpool.v1.WatchCyclesResponse0\x01\x12K\n\x08GetUsage\x12\x1e.tinkerpool.v1.GetUsageRequest\x1a\x1f.tinkerpool.v1.GetUsageResponse2\x96\x02\n\x0c\x41\x64minService\x12W\n\x0c\x43reateApiKey\x12\".tinkerpool.v1.CreateApiKeyRequest\x1a#.tinkerpool.v1.CreateApiKeyResponse\x12T\n\x0bListApiKeys\x12!.tinkerpool.v1.ListApiKeysRequest\x1a\".tinkerpool.v1.ListApiKeysResponse\x12W\n\x0cRevokeApiKey\x12\".tinkerpool.v1.RevokeApiKeyRequest\x1a#.tinkerpool.v1.RevokeApiKeyResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tinkerpool/v1/pool.proto\x12\rtinkerpool.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xa9\x01\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nbase_model\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x11\n\tnum_slots\x18\x06 \x01(\x05\x12\x14\n\x0cnum_adapters\x18\x07 \x01(\x05\x12\x0f\n\x07is_live\x18\x08 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\"\x80\x01\n\nCycleEntry\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x16\n\x0enum_operations\x18\x04 \x01(\x05\x12\x12\n\nnum_tokens\x18\x05 \x01(\x03\x12\x0f\n\x07is_step\x18\x06 \x01(\x08\"\xcd\x01\n\x05\x43ycle\x12\x10\n\x08\x63ycle_id\x18\x01 \x01(\x03\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x0cpass_seconds\x18\x04 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x05 \x01(\x01\x12\x16\n\x0e\x63ommit_seconds\x18\x06 \x01(\x01\x12*\n\x07\x65ntries\x18\x07 \x03(\x0b\x32\x19.tinkerpool.v1.CycleEntry\"*\n\x14GetPoolStatusRequest\x12\x12\n\nnum_cycles\x18\x01 \x01(\x05\"\xdb\x01\n\x15GetPoolStatusResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.tinkerpool.v1.Worker\x12\x12\n\nnum_queued\x18\x02 \x01(\x03\x12\x13\n\x0bnum_running\x18\x03 \x01(\x03\x12\x13\n\x0bnum_samples\x18\x04 \x01(\x03\x12$\n\x06\x63ycles\x18\x05 \x03(\x0b\x32\x14.tinkerpool.v1.Cycle\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\r\n\x05\x65poch\x18\x07 \x01(\x03\x12\x16\n\x0euptime_seconds\x18\x08 \x01(\x01\"\x14\n\x12WatchCyclesRequest\":\n\x13WatchCyclesResponse\x12#\n\x05\x63ycle\x18\x01 \x01(\x0b\x32\x14.tinkerpool.v1.Cycle\"\x96\x01\n\x08UsageRow\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x16\n\x0enum_operations\x18\x03 \x01(\x03\x12\x12\n\nnum_tokens\x18\x04 \x01(\x03\x12\x16\n\x0e\x65ngine_seconds\x18\x05 \x01(\x01\x12\x12\n\nfile_bytes\x18\x06 \x01(\x03\x12\x14\n\x0c\x66ile_seconds\x18\x07 \x01(\x01\"\x11\n\x0fGetUsageRequest\"9\n\x10GetUsageResponse\x12%\n\x04rows\x18\x01 \x03(\x0b\x32\x17.tinkerpool.v1.UsageRow\"\x7f\n\x06\x41piKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x10\n\x08is_admin\x18\x03 \x01(\x08\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nis_revoked\x18\x05 \x01(\x08\"7\n\x13\x43reateApiKeyRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x10\n\x08is_admin\x18\x02 \x01(\x08\"K\n\x14\x43reateApiKeyResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x07\x61pi_key\x18\x02 \x01(\x0b\x32\x15.tinkerpool.v1.ApiKey\"\x14\n\x12ListApiKeysRequest\">\n\x13ListApiKeysResponse\x12\'\n\x08\x61pi_keys\x18\x01 \x03(\x0b\x32\x15.tinkerpool.v1.ApiKey\"%\n\x13RevokeApiKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\"\x16\n\x14RevokeApiKeyResponse2\x8e\x02\n\x0bPoolService\x12Z\n\rGetPoolStatus\x12#.tinkerpool.v1.GetPoolStatusRequest\x1a$.tinkerpool.v1.GetPoolStatusResponse\x12V\n\x0bWatchCycles\x12!.tinkerpool.v1.WatchCyclesRequest\x1a\".tinkerpool.v1.WatchCyclesResponse0\x01\x12K\n\x08GetUsage\x12\x1e.tinkerpool.v1.GetUsageRequest\x1a\x1f.tinkerpool.v1.GetUsageResponse2\x96\x02\n\x0c\x41\x64minService\x12W\n\x0c\x43reateApiKey\x12\".tinkerpool.v1.CreateApiKeyRequest\x1a#.tinkerpool.v1.CreateApiKeyResponse\x12T\n\x0bListApiKeys\x12!.tinkerpool.v1.ListApiKeysRequest\x1a\".tinkerpool.v1.ListApiKeysResponse\x12W\n\x0cRevokeApiKey\x12\".tinkerpool.v1.RevokeApiKeyRequest\x1a#.tinkerpool.v1.RevokeApiKeyResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,28 +46,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHCYCLESREQUEST']._serialized_end=873
   _globals['_WATCHCYCLESRESPONSE']._serialized_start=875
   _globals['_WATCHCYCLESRESPONSE']._serialized_end=933
-  _globals['_USAGEROW']._serialized_start=935
-  _globals['_USAGEROW']._serialized_end=1043
-  _globals['_GETUSAGEREQUEST']._serialized_start=1045
-  _globals['_GETUSAGEREQUEST']._serialized_end=1062
-  _globals['_GETUSAGERESPONSE']._serialized_start=1064
-  _globals['_GETUSAGERESPONSE']._serialized_end=1121
-  _globals['_APIKEY']._serialized_start=1123
-  _globals['_APIKEY']._serialized_end=1250
-  _globals['_CREATEAPIKEYREQUEST']._serialized_start=1252
-  _globals['_CREATEAPIKEYREQUEST']._serialized_end=1307
-  _globals['_CREATEAPIKEYRESPONSE']._serialized_start=1309
-  _globals['_CREATEAPIKEYRESPONSE']._serialized_end=1384
-  _globals['_LISTAPIKEYSREQUEST']._serialized_start=1386
-  _globals['_LISTAPIKEYSREQUEST']._serialized_end=1406
-  _globals['_LISTAPIKEYSRESPONSE']._serialized_start=1408
-  _globals['_LISTAPIKEYSRESPONSE']._serialized_end=1470
-  _globals['_REVOKEAPIKEYREQUEST']._serialized_start=1472
-  _globals['_REVOKEAPIKEYREQUEST']._serialized_end=1509
-  _globals['_REVOKEAPIKEYRESPONSE']._serialized_start=1511
-  _globals['_REVOKEAPIKEYRESPONSE']._serialized_end=1533
-  _globals['_POOLSERVICE']._serialized_start=1536
-  _globals['_POOLSERVICE']._serialized_end=1806
-  _globals['_ADMINSERVICE']._serialized_start=1809
-  _globals['_ADMINSERVICE']._serialized_end=2087
+  _globals['_USAGEROW']._serialized_start=936
+  _globals['_USAGEROW']._serialized_end=1086
+  _globals['_GETUSAGEREQUEST']._serialized_start=1088
+  _globals['_GETUSAGEREQUEST']._serialized_end=1105
+  _globals['_GETUSAGERESPONSE']._serialized_start=1107
+  _globals['_GETUSAGERESPONSE']._serialized_end=1164
+  _globals['_APIKEY']._serialized_start=1166
+  _globals['_APIKEY']._serialized_end=1293
+  _globals['_CREATEAPIKEYREQUEST']._serialized_start=1295
+  _globals['_CREATEAPIKEYREQUEST']._serialized_end=1350
+  _globals['_CREATEAPIKEYRESPONSE']._serialized_start=1352
+  _globals['_CREATEAPIKEYRESPONSE']._serialized_end=1427
+  _globals['_LISTAPIKEYSREQUEST']._serialized_start=1429
+  _globals['_LISTAPIKEYSREQUEST']._serialized_end=1449
+  _globals['_LISTAPIKEYSRESPONSE']._serialized_start=1451
+  _globals['_LISTAPIKEYSRESPONSE']._serialized_end=1513
+  _globals['_REVOKEAPIKEYREQUEST']._serialized_start=1515
+  _globals['_REVOKEAPIKEYREQUEST']._serialized_end=1552
+  _globals['_REVOKEAPIKEYRESPONSE']._serialized_start=1554
+  _globals['_REVOKEAPIKEYRESPONSE']._serialized_end=1576
+  _globals['_POOLSERVICE']._serialized_start=1579
+  _globals['_POOLSERVICE']._serialized_end=1849
+  _globals['_ADMINSERVICE']._serialized_start=1852
+  _globals['_ADMINSERVICE']._serialized_end=2130
 # @@protoc_insertion_point(module_scope)

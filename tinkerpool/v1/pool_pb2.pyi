@@ -293,16 +293,26 @@ class UsageRow(_message.Message):
     NUM_OPERATIONS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     ENGINE_SECONDS_FIELD_NUMBER: _builtins.int
+    FILE_BYTES_FIELD_NUMBER: _builtins.int
+    FILE_SECONDS_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """The tenant's name."""
     kind: _builtins.str
-    """`forward_backward`, `sample`, ..."""
+    """`forward_backward`, `sample`, ...; also `install`, `copy` (an adapter created from a checkpoint) and `export`, which
+    are no operations.
+    """
     num_operations: _builtins.int
-    """Finished operations, failed ones included."""
+    """Finished operations, failed ones included; or installs, copies, exports."""
     num_tokens: _builtins.int
     """Tokens through the base model."""
     engine_seconds: _builtins.float
     """Seconds of engine time."""
+    file_bytes: _builtins.int
+    """Bytes of states that the coordinator read, wrote or sent for them."""
+    file_seconds: _builtins.float
+    """Seconds in which it did so. Exact over crashes, except for exports: of those that ended in the last seconds before
+    a crash, or had not ended, nothing is counted.
+    """
     def __init__(
         self,
         *,
@@ -311,10 +321,12 @@ class UsageRow(_message.Message):
         num_operations: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         engine_seconds: _builtins.float = ...,
+        file_bytes: _builtins.int = ...,
+        file_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_seconds", b"engine_seconds", "kind", b"kind", "num_operations", b"num_operations", "num_tokens", b"num_tokens", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_seconds", b"engine_seconds", "file_bytes", b"file_bytes", "file_seconds", b"file_seconds", "kind", b"kind", "num_operations", b"num_operations", "num_tokens", b"num_tokens", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -51,6 +51,42 @@ async def test_usage_is_the_sum_of_the_operations_by_tenant_and_kind(tmp_path: P
             assert await usage(pool, tenant) == sums(operations)
 
 
+async def test_the_use_of_state_files_is_metered_once_and_survives_a_crash(tmp_path: Path) -> None:
+    """Bytes of saves, loads, installs and copies are exact; an export is durable with the next write."""
+    async with running_pool(tmp_path, is_crash=True, replay_s_max=1e6) as pool:
+        adapter = await pool.adapter()
+        saved = await pool.save(adapter, 1, "s")
+        path = saved.save_state.path
+        await pool.wait(await pool.load_state(adapter, 2, path))
+        copy = await pool.adapter(base_model="", rank=0, from_path=path, with_optimizer=True)
+        await pool.wait(await pool.forward_backward(copy, 1, 5))
+        await pool.export(path)
+        await pool.session()  # a later write
+        before = await file_bytes(pool)
+    size = before["save_state"]
+    assert size > 0
+    assert before == {
+        "save_state": size,
+        "load_state": 2 * size,  # it is read, and written as the snapshot behind it
+        "copy": 2 * size,
+        "install": size,
+        "export": before["export"],
+        "forward_backward": 0,
+    }
+    assert before["export"] > 0
+    async with running_pool(tmp_path) as pool:
+        await pool.take_over()
+        assert await file_bytes(pool) == before
+        await pool.wait(await pool.forward_backward(copy, 2, 5))
+        after = await file_bytes(pool)
+    assert after == before | {"install": 2 * size}, "the copy was installed again; nothing else was done again"
+
+
+async def file_bytes(pool: ToyPool) -> dict[str, int]:
+    rows = (await pool.service.get_usage(await pool.principal(), pool_pb2.GetUsageRequest())).rows
+    return {row.kind: row.file_bytes for row in rows}
+
+
 async def test_failed_operations_are_counted_and_repeated_requests_are_not(tmp_path: Path) -> None:
     async with running_pool(tmp_path) as pool:
         adapter = await pool.adapter()
