@@ -70,10 +70,16 @@ def check_store(data_dir: Path) -> None:
                 raise Violation(f"{name}: missing {sorted(known - present)}, without a row {sorted(present - known)}")
 
 
+NO_OPERATIONS = ("install", "copy", "export")
+"""Kinds of usage that are no operations."""
+
+
 def usage_of(pool: ServedPool) -> Counter[tuple[str, str, str]]:
-    """Return operations and tokens charged, by tenant and kind."""
+    """Return operations and tokens charged, by tenant and kind. Kills cause more installs, and may lose exports."""
     charged: Counter[tuple[str, str, str]] = Counter()
     for row in pool.usage():
+        if row.kind in NO_OPERATIONS:
+            continue
         charged[row.tenant, row.kind, "operations"] = row.num_operations
         charged[row.tenant, row.kind, "tokens"] = row.num_tokens
     return charged
