@@ -75,7 +75,7 @@ async def test_a_failed_sync_stops_the_coordinator_and_the_next_one_has_every_ac
         with pytest.raises(ServiceError) as refused:
             await pool.forward_backward(adapter, 3, *LENGTHS)
         with pytest.raises(StoreBrokenError, match=r"the disk of .* fails"):
-            await asyncio.wait_for(pool.coordinator.failed(), 5)
+            await asyncio.wait_for(pool.coordinator.failed(), 60)
         assert not pool.coordinator.health()
         with pytest.raises(ServiceError):
             await pool.forward_backward(adapter, 3, *LENGTHS)

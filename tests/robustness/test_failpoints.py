@@ -168,7 +168,7 @@ def _on(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
     if threading.current_thread() is threading.main_thread():
         work()
     else:
-        asyncio.run_coroutine_threadsafe(call(), loop).result(30)
+        asyncio.run_coroutine_threadsafe(call(), loop).result(60)
 
 
 async def check_samplers(pool: ToyPool, adapter: str, load: Load, done: Mapping[str, ops_pb.Operation]) -> None:

@@ -63,7 +63,7 @@ async def sampler_of(pool: ToyPool, saved: ops_pb.Operation) -> str:
 
 async def publish(pool: ToyPool, adapter: str, seq: int, **values: Any) -> str:
     """Save the adapter's weights; return a sampler of them."""
-    [saved] = await asyncio.wait_for(pool.wait(await begin_to_publish(pool, adapter, seq, **values)), 10)
+    [saved] = await asyncio.wait_for(pool.wait(await begin_to_publish(pool, adapter, seq, **values)), 60)
     return await sampler_of(pool, saved)
 
 
@@ -87,7 +87,7 @@ def expected(chain: bytes, sampler: str) -> list[list[int]]:
 
 
 async def sampled(pool: ToyPool, sampler: str, seq: int) -> list[list[int]]:
-    [operation] = await asyncio.wait_for(pool.wait(await pool.sample(sampler, seq, seed=7)), 10)
+    [operation] = await asyncio.wait_for(pool.wait(await pool.sample(sampler, seq, seed=7)), 60)
     return tokens_of(operation)
 
 
@@ -111,7 +111,7 @@ def held_batches() -> Iterator[threading.Event]:
     may_run, run = threading.Event(), ToyEngine.run
 
     def held(engine: ToyEngine, batch: Batch) -> BatchResult:
-        may_run.wait(20)
+        may_run.wait(60)
         return run(engine, batch)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -60,7 +60,7 @@ class RestartablePool:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run on the pool's event loop; return the result."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     def release(self) -> None:
         """End a `pool.hold()`."""
@@ -77,7 +77,7 @@ class RestartablePool:
     def close(self) -> None:
         """End the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
         self._loop.close()
 

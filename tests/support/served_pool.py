@@ -33,7 +33,7 @@ class ServedPool:
     def key(self, tenant: str) -> str:
         """Return a new key of a tenant."""
         creating = self.coordinator.authenticator.create_key(tenant)
-        return asyncio.run_coroutine_threadsafe(creating, self._loop).result(10)[0]
+        return asyncio.run_coroutine_threadsafe(creating, self._loop).result(60)[0]
 
     def client(self, tenant: str) -> tinkerpool.ServiceClient:
         """Return a client with a new key of a tenant."""
@@ -75,5 +75,5 @@ def shipped_pool(data_dir: Path) -> Iterator[ServedPool]:
     finally:
         call(stop())
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()

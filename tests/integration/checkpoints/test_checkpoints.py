@@ -234,9 +234,9 @@ async def test_an_adapter_whose_snapshot_is_damaged_fails_with_data_loss_and_oth
         await pool.take_over("alice", "bob")
         names = [await pool.forward_backward(adapter, 4, 5), await pool.optim_step(adapter, 5)]
         other = await pool.forward_backward(neighbour, 1, 5, tenant="bob")
-        failed = await asyncio.wait_for(pool.wait(*names), 5)
+        failed = await asyncio.wait_for(pool.wait(*names), 60)
         assert (await pool.wait(other, tenant="bob"))[0].state == SUCCEEDED
-        [later] = await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 6, 5)), 5)
+        [later] = await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 6, 5)), 60)
         assert pool.coordinator.health()
         child = await pool.adapter(from_path=path)
         assert (await pool.wait(await pool.forward_backward(child, 1, 5)))[0].state == SUCCEEDED

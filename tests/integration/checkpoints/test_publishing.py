@@ -74,7 +74,7 @@ async def test_weights_without_a_file_are_rematerialized_after_a_crash_with_the_
         unfinished = [await pool.sample(sampler, 2, seed=7) for sampler in samplers]
     async with running_pool(tmp_path, num_workers=2) as pool:
         await pool.take_over()
-        finished = [tokens_of(each) for each in await asyncio.wait_for(pool.wait(*unfinished), 10)]
+        finished = [tokens_of(each) for each in await asyncio.wait_for(pool.wait(*unfinished), 60)]
         after = [await sampled(pool, sampler, 3) for sampler in samplers]
         await pool.written()
         assert all(folder_of(pool, sampler) for sampler in samplers)
@@ -121,12 +121,12 @@ async def test_a_load_waits_for_the_file_of_earlier_published_weights_and_other_
             names.append(await begin_to_publish(pool, adapter, 3, is_named=is_named))
             loading = await pool.load_state(adapter, 4, saved.save_state.path)
             await pool.release()
-            *_, published = await asyncio.wait_for(pool.wait(*names), 10)
-            await asyncio.wait_for(pool.wait(*[await pool.submit(other, seq) for seq in (2, 3)]), 10)
+            *_, published = await asyncio.wait_for(pool.wait(*names), 60)
+            await asyncio.wait_for(pool.wait(*[await pool.submit(other, seq) for seq in (2, 3)]), 60)
             assert snapshot_seq(pool, adapter) == 0
             assert pool.core.in_flight.get(loading) is not None
             may_write.set()
-            [loaded] = await asyncio.wait_for(pool.wait(loading), 10)
+            [loaded] = await asyncio.wait_for(pool.wait(loading), 60)
         assert loaded.state == SUCCEEDED
         assert snapshot_seq(pool, adapter) == 4
         sampler = await sampler_of(pool, published)
@@ -228,7 +228,7 @@ async def test_weights_of_a_stop_on_a_full_disk_are_rematerialized_from_the_log(
         spec = pool.spec_of(adapter)
         refuse_files(pool)
         sampler = await train(pool, adapter, 0, is_named=is_named)
-        await asyncio.wait_for(pool.coordinator.stop(), 10)
+        await asyncio.wait_for(pool.coordinator.stop(), 60)
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
         assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
@@ -248,7 +248,7 @@ async def test_samplers_of_an_adapter_that_is_deleted_before_their_file_is_writt
             await asyncio.sleep(0.02)
             assert not deletion.done()
             may_write.set()
-            await asyncio.wait_for(deletion, 10)
+            await asyncio.wait_for(deletion, 60)
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
         assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
@@ -260,8 +260,8 @@ async def test_an_adapter_is_not_deleted_while_its_weights_cannot_be_written(tmp
         adapter = await pool.adapter()
         refuse_files(pool)
         await train(pool, adapter, 0, is_named=is_named)
-        refused = await refusal(asyncio.wait_for(pool.delete_adapter(adapter), 10))
-        [after] = await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 5, 3)), 10)
+        refused = await refusal(asyncio.wait_for(pool.delete_adapter(adapter), 60))
+        [after] = await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 5, 3)), 60)
     assert refused.retry_delay_s is not None
     assert after.state == SUCCEEDED
 
@@ -279,7 +279,7 @@ async def test_an_adapter_is_not_deleted_before_its_weights_are_rematerialized(t
             refused = await refusal(pool.delete_adapter(adapter))
             may_run.set()
             assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
-            await asyncio.wait_for(pool.delete_adapter(adapter), 10)
+            await asyncio.wait_for(pool.delete_adapter(adapter), 60)
             assert folder_of(pool, sampler)
     assert refused.retry_delay_s is not None
 
@@ -294,11 +294,11 @@ async def test_a_sample_that_waits_for_weights_can_be_cancelled_and_ends_with_it
             await pool.take_over()
             names = [await pool.sample(sampler, seq, seed=7) for seq in (1, 2)]
             await pool.cancel(names[0])
-            [first] = await asyncio.wait_for(pool.wait(names[0]), 10)
+            [first] = await asyncio.wait_for(pool.wait(names[0]), 60)
             await pool.finish_session(adapter)
-            [second] = await asyncio.wait_for(pool.wait(names[1]), 10)
+            [second] = await asyncio.wait_for(pool.wait(names[1]), 60)
             may_run.set()
-            [after] = await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 5, 3)), 10)
+            [after] = await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 5, 3)), 60)
             assert list((tmp_path / "samplers").iterdir()) == []
     assert [first.error.code, second.error.code] == [1, 1]
     assert after.state == SUCCEEDED
@@ -363,8 +363,8 @@ async def test_samples_of_weights_that_cannot_be_rematerialized_fail_with_state_
 
             engine.run = failing  # type: ignore[method-assign]
             may_run.set()
-            [lost] = await asyncio.wait_for(pool.wait(waiting), 10)
-            [again] = await asyncio.wait_for(pool.wait(await pool.sample(sampler, 2, seed=7)), 10)
+            [lost] = await asyncio.wait_for(pool.wait(waiting), 60)
+            [again] = await asyncio.wait_for(pool.wait(await pool.sample(sampler, 2, seed=7)), 60)
             del engine.run
     assert [each.error.reason for each in (lost, again)] == ["STATE_LOST", "STATE_LOST"]
 
@@ -409,7 +409,7 @@ async def save_behind_a_failed_append(
     may_commit = threading.Event()
     with monkeypatch.context() as patch:
         fail_appends(patch, store, 3)
-        is_busy = store.database.write(lambda db: may_commit.wait(10))
+        is_busy = store.database.write(lambda db: may_commit.wait(60))
         step = asyncio.create_task(pool.optim_step(adapter, 3, learning_rate=0.5))
         save = asyncio.create_task(begin_to_publish(pool, adapter, 4, is_named=is_named))
         await until(lambda: bool(publishing_of(pool)._versions))
@@ -430,7 +430,7 @@ async def test_a_save_behind_an_append_that_failed_publishes_nothing(
         spec = pool.spec_of(adapter)
         name = await save_behind_a_failed_append(pool, adapter, monkeypatch, is_named=is_named)
         await pool.optim_step(adapter, 3)
-        [saved] = await asyncio.wait_for(pool.wait(name), 10)
+        [saved] = await asyncio.wait_for(pool.wait(name), 60)
         sampler = await sampler_of(pool, saved)
         await pool.written()
         assert await sampled(pool, sampler, 1) == expected(expected_chain(spec, [((1, 2), 3)]), sampler)
@@ -483,11 +483,11 @@ async def test_a_load_submitted_while_a_state_is_read_waits_for_the_file_too(
                 await pool.release()
                 await installs.until_begun()
                 names.append(await pool.load_state(adapter, 3, start))
-            await asyncio.wait_for(pool.wait(await pool.forward_backward(third, 3, 3)), 10)  # in the next cycle
+            await asyncio.wait_for(pool.wait(await pool.forward_backward(third, 3, 3)), 60)  # in the next cycle
             assert not folder_of(pool, sampler)
             assert not core.failure.is_reported
             may_write.set()
-            [*_, loaded] = await asyncio.wait_for(pool.wait(*names), 10)
+            [*_, loaded] = await asyncio.wait_for(pool.wait(*names), 60)
         assert loaded.state == SUCCEEDED
 
 
@@ -498,7 +498,7 @@ async def test_an_unexpected_error_of_the_writer_ends_a_deletion_and_the_stop(tm
             may_fail = threading.Event()
 
             def fail(*_: Any) -> Any:
-                may_fail.wait(10)
+                may_fail.wait(60)
                 raise MemoryError
 
             core.states.folders.samplers.write = fail  # type: ignore[method-assign,assignment]
@@ -507,11 +507,11 @@ async def test_an_unexpected_error_of_the_writer_ends_a_deletion_and_the_stop(tm
             await until(lambda: any(version.waiters for version in publishing_of(pool)._versions.values()))
             may_fail.set()
             with pytest.raises((StorageError, ServiceError)):
-                await asyncio.wait_for(deletion, 5)
-            await asyncio.wait_for(core.failure.wait(), 5)
+                await asyncio.wait_for(deletion, 60)
+            await asyncio.wait_for(core.failure.wait(), 60)
 
     with pytest.raises(MemoryError):
-        await asyncio.wait_for(delete_while_it_fails(), 20)
+        await asyncio.wait_for(delete_while_it_fails(), 60)
 
 
 async def test_an_undone_save_of_an_adapter_that_cannot_run_fails_with_the_reason(
@@ -526,5 +526,5 @@ async def test_an_undone_save_of_an_adapter_that_cannot_run_fails_with_the_reaso
         loop._phases._results.refuse_copy(log, ServiceError(Code.DATA_LOSS, "CHECKSUM_MISMATCH", "damaged"))
         core.registry.group("toy").mark_dirty(log)
         core.registry.group("toy").changed.notify()
-        [saved] = await asyncio.wait_for(pool.wait(name), 5)
+        [saved] = await asyncio.wait_for(pool.wait(name), 60)
     assert (saved.state, saved.error.reason) == (FAILED, "CHECKSUM_MISMATCH")

@@ -59,7 +59,7 @@ async def test_a_checkpoint_is_listed_before_its_file_is_written_and_exported_af
             await asyncio.sleep(0.05)
             assert not exporting.done()
             may_write.set()
-            archive = await asyncio.wait_for(exporting, 10)
+            archive = await asyncio.wait_for(exporting, 60)
         after = await checkpoint(pool, path_of(adapter))
     assert (before.sha256, before.size_bytes > 0) == ("", True)
     assert len(after.sha256) == 64
@@ -90,7 +90,7 @@ async def test_a_checkpoint_without_a_file_outlives_its_session_and_a_crash(tmp_
         await pool.take_over()
         sampler = await pool.sampler(await pool.session(), model_path=path_of(adapter))
         assert await sampled(pool, sampler, 1) == expected(chain_after(spec, 1), sampler)
-        archive = await asyncio.wait_for(pool.export(path_of(adapter)), 10)
+        archive = await asyncio.wait_for(pool.export(path_of(adapter)), 60)
     assert chain_in(archive["adapter_model.safetensors"]) == chain_after(spec, 1)
 
 
@@ -104,7 +104,7 @@ async def test_reads_of_a_checkpoint_are_retryable_until_it_is_rematerialized_af
             await pool.take_over()
             refusals = []
             for reader in (pool.export(path_of(adapter)), adapter_from(pool, path_of(adapter))):
-                refused = await refusal(asyncio.wait_for(reader, 10))
+                refused = await refusal(asyncio.wait_for(reader, 60))
                 refusals.append((refused.code, refused.retry_delay_s is not None))
             listed = await checkpoint(pool, path_of(adapter))
             may_run.set()
@@ -120,7 +120,7 @@ async def test_a_full_disk_refuses_an_export_and_no_sample(tmp_path: Path, monke
         adapter = await pool.adapter()
         make_room = refuse_files(pool)
         sampler = await train(pool, adapter, 0, is_named=True)
-        refused = await refusal(asyncio.wait_for(pool.export(path_of(adapter)), 10))
+        refused = await refusal(asyncio.wait_for(pool.export(path_of(adapter)), 60))
         assert await sampled(pool, sampler, 1)
         make_room()
         await pool.written()
@@ -134,7 +134,7 @@ async def test_a_checkpoint_deleted_before_its_file_is_written_leaves_none_and_f
         with held_files(pool) as may_write:
             sampler = await train(pool, adapter, 0, is_named=True)
             await pool.delete_checkpoint(path_of(adapter))
-            [gone] = await asyncio.wait_for(pool.wait(await pool.sample(sampler, 1)), 10)
+            [gone] = await asyncio.wait_for(pool.wait(await pool.sample(sampler, 1)), 60)
             for seq in range(ROUND + 1, 1000):  # a snapshot may begin after each cycle, unless one is being written
                 await pool.wait(await pool.forward_backward(adapter, seq, 3))
                 if snapshot_seq(pool, adapter) >= ROUND:
@@ -165,14 +165,14 @@ async def test_the_path_of_a_deleted_checkpoint_can_be_used_again_before_its_fil
             await pool.delete_checkpoint(path)
             await pool.forward_backward(adapter, 5, 3)
             await pool.optim_step(adapter, 6)
-            saved = await asyncio.wait_for(pool.publish(adapter, 7, f"w{ROUND}"), 10)
+            saved = await asyncio.wait_for(pool.publish(adapter, 7, f"w{ROUND}"), 60)
             new = await sampler_of(pool, saved)
             newest = await sampled(pool, new, 1)
         await pool.written()
         [folder] = [each.name for each in (tmp_path / "checkpoints").iterdir()]
         assert folder == folder_of(pool, new)
         archive = await pool.export(path)
-        [gone] = await asyncio.wait_for(pool.wait(await pool.sample(old, 1)), 10)
+        [gone] = await asyncio.wait_for(pool.wait(await pool.sample(old, 1)), 60)
     chain = chain_in(archive["adapter_model.safetensors"])
     assert chain != chain_after(spec, 1)
     assert newest == expected(chain, new)
@@ -184,7 +184,7 @@ async def test_a_checkpoint_that_expires_before_its_file_is_written_leaves_none(
         adapter = await pool.adapter()
         with held_files(pool):
             saving = await begin_to_publish(pool, adapter, 1, is_named=True, ttl_seconds=1)
-            [saved] = await asyncio.wait_for(pool.wait(saving), 10)
+            [saved] = await asyncio.wait_for(pool.wait(saving), 60)
             await until(lambda: not publishing_of(pool)._versions)
         await pool.written()
         assert list((tmp_path / "checkpoints").iterdir()) == []
@@ -198,5 +198,5 @@ async def test_a_save_for_export_completes_after_its_file_is_written(tmp_path: P
             saving = await begin_to_publish(pool, adapter, 1, is_named=True, for_export=True)
             await asyncio.sleep(0.05)
             assert not publishing_of(pool)._versions
-        [saved] = await asyncio.wait_for(pool.wait(saving), 10)
+        [saved] = await asyncio.wait_for(pool.wait(saving), 60)
         assert (await checkpoint(pool, saved.save_weights_for_sampler.path)).sha256

@@ -179,7 +179,7 @@ async def test_deleting_an_adapter_fails_its_queued_operations_and_keeps_its_res
         await asyncio.sleep(0)
         deletions[0].cancel()  # a cancelled call does not stop the deletion
         await pool.release()
-        operations = await asyncio.wait_for(pool.wait(running, queued, behind_gap), 5)
+        operations = await asyncio.wait_for(pool.wait(running, queued, behind_gap), 60)
         await deletions[1]
         await pool.delete_adapter(adapter)
         [still] = await pool.wait(done.name)
@@ -226,7 +226,7 @@ async def test_an_operation_acknowledged_during_the_deletion_of_its_adapter_gets
             assert deleted is None
             assert refused is None or (isinstance(refused, ServiceError) and refused.code is Code.NOT_FOUND)
         assert 0 < len(acknowledged) < 6
-        assert len(await asyncio.wait_for(pool.wait(*acknowledged), 5)) == len(acknowledged)
+        assert len(await asyncio.wait_for(pool.wait(*acknowledged), 60)) == len(acknowledged)
         assert len(pool.core.in_flight) == 0
 
 

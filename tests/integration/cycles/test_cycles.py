@@ -141,7 +141,7 @@ async def test_operations_behind_a_missing_seq_fail_after_the_gap_timeout(tmp_pa
     async with running_pool(tmp_path, gap_timeout_s=0.05, sweep_interval_s=0.02) as pool:
         adapter = await pool.adapter()
         name = await pool.optim_step(adapter, 2)
-        [operation] = await asyncio.wait_for(pool.wait(name), 5)
+        [operation] = await asyncio.wait_for(pool.wait(name), 60)
         assert (operation.state, operation.error.reason) == (FAILED, "SEQ_LOST")
         [first] = await pool.wait(await pool.forward_backward(adapter, 1, 5))
     assert first.state == SUCCEEDED

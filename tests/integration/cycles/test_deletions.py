@@ -28,7 +28,7 @@ async def test_a_refused_operation_whose_adapter_is_deleted_meanwhile_affects_no
         refused = asyncio.create_task(pool.service.forward_backward(principal, bad))
         deletion = pool.delete_adapter(adapter)
         results = await asyncio.gather(refused, deletion, return_exceptions=True)
-        [failed] = await asyncio.wait_for(pool.wait(waiting), 5)
+        [failed] = await asyncio.wait_for(pool.wait(waiting), 60)
         other = await pool.adapter()
         await pool.wait(await pool.submit(other, 1))
         assert pool.coordinator.health()
@@ -51,8 +51,8 @@ async def test_an_adapter_deleted_while_another_one_is_read_from_disk_stops_no_o
             deletion = asyncio.create_task(pool.delete_adapter(adapters[2]))
             await asyncio.sleep(0.01)  # the deletion has begun
             reads.may_go.set()
-            await asyncio.wait_for(deletion, 10)
-        done = await asyncio.wait_for(pool.wait(*names[:2]), 10)
+            await asyncio.wait_for(deletion, 60)
+        done = await asyncio.wait_for(pool.wait(*names[:2]), 60)
         assert [each.state for each in done] == [SUCCEEDED] * 2
         assert pool.coordinator.health()
 
@@ -75,14 +75,14 @@ async def test_an_adapter_whose_deletion_fails_continues_from_the_snapshot_that_
             await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
             await writes.until_begun()
             deletion = asyncio.create_task(pool.delete_adapter(adapter))
-            await asyncio.wait_for(is_deleting.wait(), 10)
+            await asyncio.wait_for(is_deleting.wait(), 60)
             writes.may_go.set()
             await pool.written()
             core.loops["toy"]._snapshots.settle(core.registry.group("toy").logs)
             may_fail.set()
             with pytest.raises(ServiceError, match="nothing was accepted"):
                 await deletion
-        operations = await asyncio.wait_for(pool.wait(*[await pool.submit(adapter, seq) for seq in (4, 5, 6)]), 10)
+        operations = await asyncio.wait_for(pool.wait(*[await pool.submit(adapter, seq) for seq in (4, 5, 6)]), 60)
         assert [each.state for each in operations] == [SUCCEEDED] * 3
         assert pool.chain(adapter) == expected_chain(spec, [((1, 2), 3), ((4, 5), 6)])
         await pool.delete_adapter(adapter)

@@ -41,7 +41,7 @@ async def test_only_the_poison_fails_and_co_batched_operations_succeed(tmp_path:
             await pool.release()
             for i, (name, tenant) in enumerate(zip(names, tenants, strict=True)):
                 target, _, seq = name.rpartition(":")
-                done = await asyncio.wait_for(pool.wait(name, f"{target}:{int(seq) + 1}", tenant=tenant), 30)
+                done = await asyncio.wait_for(pool.wait(name, f"{target}:{int(seq) + 1}", tenant=tenant), 60)
                 if i == poison:
                     assert [each.error.reason for each in done] == ["WORKER_DIED", "GRADIENT_WINDOW_CLOSED"]
                 else:
@@ -59,7 +59,7 @@ async def test_only_the_sample_that_crashes_its_worker_fails(tmp_path: Path, mon
         _crash_on_samples_with(monkeypatch, seed=13)
         names = [await pool.sample(base, seq, seed=seed) for seq, seed in ((1, 1), (2, 13), (3, 3))]
         step = await pool.optim_step(adapter, 2)
-        done = await asyncio.wait_for(pool.wait(*names, step), 30)
+        done = await asyncio.wait_for(pool.wait(*names, step), 60)
     assert [each.state for each in done] == [SUCCEEDED, FAILED, SUCCEEDED, SUCCEEDED]
     assert done[1].error.reason == "WORKER_DIED"
 
@@ -88,12 +88,12 @@ async def test_no_snapshot_is_taken_while_operations_are_quarantined(tmp_path: P
         await until(lambda: core.fleet.worker("w0").training)
         quarantine.record_loss([quarantined], [quarantined])
         await pool.release()
-        await asyncio.wait_for(pool.wait(name), 10)
+        await asyncio.wait_for(pool.wait(name), 60)
         await pool.written()
         saves = [item for batch in pool.engines["w0"][-1].batches for item in batch.items if isinstance(item, SaveItem)]
         assert saves == []
         quarantine.release(quarantined)
-        await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 2, 5)), 10)
+        await asyncio.wait_for(pool.wait(await pool.forward_backward(adapter, 2, 5)), 60)
         await pool.written()
         assert any(isinstance(item, SaveItem) for batch in pool.engines["w0"][-1].batches for item in batch.items)
 
@@ -140,7 +140,7 @@ async def test_a_worker_that_hangs_in_a_batch_is_replaced_at_its_deadline(
 
         def hang(batch: Batch) -> BatchResult:
             if any(isinstance(item, PassItem) for item in batch.items):
-                is_over.wait(30)
+                is_over.wait(60)
             return run(batch)
 
         engine.run = hang  # type: ignore[method-assign]
@@ -172,5 +172,5 @@ async def test_quarantined_operations_of_a_worker_that_cannot_be_replaced_run_on
         await asyncio.sleep(0.02)
         await pool.release()
         await killing
-        [done] = await asyncio.wait_for(pool.wait(name), 20)
+        [done] = await asyncio.wait_for(pool.wait(name), 60)
         assert done.state == SUCCEEDED

@@ -71,10 +71,10 @@ async def test_an_adapter_that_cannot_be_rebuilt_fails_and_other_adapters_contin
         adapter, other = await pool.adapter(), await pool.adapter()
         await pool.wait(*[await pool.submit(adapter, seq) for seq in (1, 2, 3)])
         await replace_worker_by_one_that_runs_twice(pool)
-        [lost] = await asyncio.wait_for(pool.wait(await pool.submit(adapter, 4)), 10)
+        [lost] = await asyncio.wait_for(pool.wait(await pool.submit(adapter, 4)), 60)
         assert (lost.state, lost.error.reason) == (FAILED, "STATE_LOST")
         del pool.engines["w0"][-1].run  # restores the method
-        [fine] = await asyncio.wait_for(pool.wait(await pool.submit(other, 1)), 10)
+        [fine] = await asyncio.wait_for(pool.wait(await pool.submit(other, 1)), 60)
         assert fine.state == SUCCEEDED
 
 
@@ -168,7 +168,7 @@ async def test_a_coordinator_stops_when_its_workers_have_a_later_epoch(tmp_path:
         pool.engines["w0"][-1]._epoch += 1
         await pool.submit(adapter, 2)
         with pytest.raises(TakenOver):
-            await asyncio.wait_for(pool.coordinator.failed(), 5)
+            await asyncio.wait_for(pool.coordinator.failed(), 60)
         assert not pool.coordinator.health()
 
 
@@ -211,7 +211,7 @@ async def test_a_save_that_is_cancelled_and_loses_its_worker_while_it_is_written
             await writes.until_begun()
             pool.lose_worker()
             await pool.cancel(name)
-        [saved] = await asyncio.wait_for(pool.wait(name), 10)
+        [saved] = await asyncio.wait_for(pool.wait(name), 60)
         assert saved.state == SUCCEEDED
-        [after] = await asyncio.wait_for(pool.wait(await pool.submit(adapter, 3)), 10)
+        [after] = await asyncio.wait_for(pool.wait(await pool.submit(adapter, 3)), 60)
         assert after.state == SUCCEEDED

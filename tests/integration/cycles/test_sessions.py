@@ -176,7 +176,7 @@ async def test_a_session_created_again_while_it_ends_does_not_become_live(tmp_pa
         again = sessions_pb2.CreateSessionRequest(request_id="r", user_metadata={"host": "laptop"})
         ended = (await pool.service.create_session(principal, again)).session
         assert (ended.session_id, ended.is_live) == (session, False)
-        unnamed = await asyncio.wait_for(pool.publish(adapter, 2), 10)
+        unnamed = await asyncio.wait_for(pool.publish(adapter, 2), 60)
         assert pool.coordinator.health()
     assert isinstance(refused, ServiceError)
     assert refused.reason == "SESSION_ENDED"

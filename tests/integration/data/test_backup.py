@@ -60,7 +60,7 @@ async def test_a_backup_while_states_are_written_and_deleted_at_each_of_its_step
                 await pool.delete_checkpoint(saved[-2])
 
         def on_progress(_step: str, _done: int, _all: int) -> None:
-            asyncio.run_coroutine_threadsafe(change(), loop).result(30)
+            asyncio.run_coroutine_threadsafe(change(), loop).result(60)
 
         made = await asyncio.to_thread(back_up, tmp_path / "pool", tmp_path / "backup", on_progress)
     assert len(saved) > 10
@@ -89,9 +89,9 @@ async def test_a_state_that_is_deleted_before_it_is_linked_makes_a_later_moment_
             found = named_states(db)
             for state in found:
                 if "short-lived" in state.owner:
-                    asyncio.run_coroutine_threadsafe(delete(state.owner), loop).result(30)
+                    asyncio.run_coroutine_threadsafe(delete(state.owner), loop).result(60)
             if rows_read < 4:
-                asyncio.run_coroutine_threadsafe(change(), loop).result(30)
+                asyncio.run_coroutine_threadsafe(change(), loop).result(60)
             return found
 
         monkeypatch.setattr(backups, "named_states", read_then_delete)  # the moment is between two steps of a backup
@@ -106,7 +106,7 @@ def after(change: Callable[[], Coroutine[Any, Any, None]], loop: asyncio.Abstrac
 
     def on_progress(step: str, done: int, _all: int) -> None:
         if step == "Copying the database" and not done:
-            asyncio.run_coroutine_threadsafe(change(), loop).result(30)
+            asyncio.run_coroutine_threadsafe(change(), loop).result(60)
 
     return on_progress
 
@@ -227,7 +227,7 @@ async def test_a_copy_of_the_database_has_one_moment_of_it_although_others_write
             num_steps += 1
             sql = "INSERT INTO cycles VALUES (?, ?)"
             write = pool.store.database.execute
-            asyncio.run_coroutine_threadsafe(_awaited(lambda: write(sql, (1 + num_steps, b"y"))), loop).result(30)
+            asyncio.run_coroutine_threadsafe(_awaited(lambda: write(sql, (1 + num_steps, b"y"))), loop).result(60)
 
         def copy() -> list[int]:
             with closing(open_target(tmp_path / "copy.db")) as target:

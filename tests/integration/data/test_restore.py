@@ -104,10 +104,10 @@ def test_a_running_client_of_before_is_refused_at_once_and_continues_with_a_new_
     with restartable_pool(pool_dir) as pool:
         with tinkerpool.ServiceClient(base_url=pool.url, api_key=pool.key()) as service:
             client = service.create_lora_training_client(rank=8)
-            client.train_step([datum], "cross_entropy").result(30)
-            path = client.save_state("kept").result(30).path
+            client.train_step([datum], "cross_entropy").result(60)
+            path = client.save_state("kept").result(60).path
             back_up(pool_dir, tmp_path / "backup", quiet)
-            client.train_step([datum], "cross_entropy").result(30)
+            client.train_step([datum], "cross_entropy").result(60)
             pool.run(_held(pool.pool))
             acknowledged = client.train_step([datum], "cross_entropy")
             while pool.pool.log_of(client.model_id).next_seq < 8:
@@ -119,15 +119,15 @@ def test_a_running_client_of_before_is_refused_at_once_and_continues_with_a_new_
             (tmp_path / "new").rename(pool_dir)
             pool.start()
             with pytest.raises(tinkerpool.errors.ApiError) as next_step:
-                client.train_step([datum], "cross_entropy").result(30)
+                client.train_step([datum], "cross_entropy").result(60)
             assert next_step.value.reason == "POOL_RESTORED"
             assert "create a training client from that" in str(next_step.value)
             # Not found, or refused as above if the pool was stopped before its reply arrived.
             with pytest.raises((tinkerpool.errors.NotFound, tinkerpool.errors.FailedPrecondition)):
-                acknowledged.result(30)
+                acknowledged.result(60)
         with tinkerpool.ServiceClient(base_url=pool.url, api_key=pool.key()) as service:
             client = service.create_training_client_from_state_with_optimizer(path)
-            assert client.train_step([datum], "cross_entropy").result(30).forward_backward.metrics
+            assert client.train_step([datum], "cross_entropy").result(60).forward_backward.metrics
 
 
 async def _held(pool: object) -> None:

@@ -344,7 +344,7 @@ def test_two_hundred_polls_are_held_open_without_a_thread_each(tmp_path: Path) -
             async with httpx.AsyncClient(verify=False, timeout=60, limits=limits, headers=headers) as http:
                 url = f"{pool.http_url}{API}/retrieve_future"
                 polls = [asyncio.create_task(http.post(url, json={"request_id": name})) for name in promises * 20]
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     while num_held < len(polls):  # there is no event for it
                         await asyncio.sleep(0.01)
                         num_held = len(pool.pool.core.in_flight._open_queues)

@@ -30,7 +30,7 @@ def test_running_steps_survive_a_killed_pool_and_run_once_each(tmp_path: Path) -
                 steps.append(client.optim_step(ADAM))
             steps[2].result(WAIT_S)
             process.kill()
-            process.wait(30)
+            process.wait(60)
             assert not all(step.future().done() for step in steps)
             with terminal.serve(*TOY[:-2], *again):
                 metrics = [step.result(WAIT_S).metrics for step in steps]

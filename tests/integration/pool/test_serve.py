@@ -44,7 +44,7 @@ def check_a_cycle_runs_on_both_workers(terminal: Terminal) -> None:
         )
         steps = [client.train_step([datum] * 4, "cross_entropy") for _ in range(3) for client in clients]
         losses = [step.result(120).forward_backward.metrics["loss:sum"] for step in steps]
-        cycles = service.create_rest_client().get_pool_status(num_cycles=100).result(30).cycles
+        cycles = service.create_rest_client().get_pool_status(num_cycles=100).result(60).cycles
     assert any(len({entry.worker_id for entry in cycle.entries}) == 2 for cycle in cycles)
     for step in range(3):
         assert len(set(losses[4 * step : 4 * step + 4])) == 1

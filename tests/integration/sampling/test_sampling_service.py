@@ -130,7 +130,7 @@ async def test_a_cancelled_sample_ends_whether_it_is_queued_or_decoded(tmp_path:
         assert states == [RUNNING, QUEUED]
         for _ in range(2):
             await pool.cancel(victim)
-        [cancelled] = await asyncio.wait_for(pool.wait(victim), 5)
+        [cancelled] = await asyncio.wait_for(pool.wait(victim), 60)
         await pool.release()
         [finished] = await pool.wait(other)
         unchanged = await pool.cancel(other)
@@ -162,7 +162,7 @@ async def test_a_sample_of_a_deleted_checkpoint_fails_with_the_reason_and_blocks
             assert before.state == SUCCEEDED
         await pool.delete_checkpoint(path)
         names = [await pool.sample(sampler, 1, num_samples=5), await pool.sample(base, 1, num_samples=2)]
-        gone, fine = await asyncio.wait_for(pool.wait(*names), 5)
+        gone, fine = await asyncio.wait_for(pool.wait(*names), 60)
     assert (gone.state, gone.error.code) == (FAILED, 5)
     assert "was deleted" in gone.error.message
     assert fine.state == SUCCEEDED
@@ -177,13 +177,13 @@ async def test_a_sample_whose_weights_cannot_be_read_frees_its_slots_for_queued_
         may_read = threading.Event()
 
         def read(*_: object) -> None:
-            may_read.wait(10)
+            may_read.wait(60)
             raise ServiceError(Code.DATA_LOSS, "CHECKSUM_MISMATCH", "damaged")
 
         pool.folders.checkpoints.read = read  # type: ignore[method-assign,assignment]
         names = [await pool.sample(sampler, 1, num_samples=5), await pool.sample(base, 1, num_samples=2)]
         may_read.set()
-        damaged, fine = await asyncio.wait_for(pool.wait(*names), 5)
+        damaged, fine = await asyncio.wait_for(pool.wait(*names), 60)
     assert damaged.error.code == 15
     assert fine.state == SUCCEEDED
 
@@ -203,7 +203,7 @@ async def test_a_sample_whose_worker_is_lost_before_its_start_is_started_once_on
             await pool.kill_worker()
             await until(lambda: len(pool.engines["w0"]) == 2)
             reads.may_go.set()
-            [operation] = await asyncio.wait_for(pool.wait(name), 5)
+            [operation] = await asyncio.wait_for(pool.wait(name), 60)
     assert operation.state == SUCCEEDED
     assert start_sample.call_count == 1
 
@@ -251,7 +251,7 @@ async def test_a_sample_whose_call_is_cancelled_while_it_is_logged_completes(tmp
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
         assert call.cancelled()
-        [operation] = await asyncio.wait_for(pool.wait(await pool.sample(sampler, 1, seed=1)), 5)
+        [operation] = await asyncio.wait_for(pool.wait(await pool.sample(sampler, 1, seed=1)), 60)
     assert operation.state == SUCCEEDED
 
 
@@ -424,11 +424,11 @@ async def test_cancelling_a_sample_that_waits_for_its_commit_after_its_worker_is
         with monkeypatch.context() as patch:
             patch.setattr(core.store.cycles, "commit", full)
             name = await pool.sample(sampler, 1)
-            await asyncio.wait_for(is_decided.wait(), 5)
+            await asyncio.wait_for(is_decided.wait(), 60)
             pool.lose_worker()
             await pool.cancel(name)
             await pool.finish_session(session)
-        [operation] = await asyncio.wait_for(pool.wait(name), 5)
+        [operation] = await asyncio.wait_for(pool.wait(name), 60)
     assert operation.state == SUCCEEDED
 
 
@@ -441,7 +441,7 @@ async def test_a_stop_ends_streams_and_the_sample_completes_after_the_next_start
         name = await pool.sample(sampler, 1, seed=4)
         pool.engines["w0"][-1].may_run.set()
         await pool.coordinator.stop()
-        assert (await refusal(asyncio.wait_for(streaming, 5))).code is Code.UNAVAILABLE
+        assert (await refusal(asyncio.wait_for(streaming, 60))).code is Code.UNAVAILABLE
     async with running_pool(tmp_path) as pool:
         await pool.take_over()
         [operation] = await pool.wait(name)

@@ -37,8 +37,8 @@ def open_door(service: object) -> Iterator[str]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert opened.wait(10)
+    assert opened.wait(60)
     yield url
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()

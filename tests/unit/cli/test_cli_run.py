@@ -110,7 +110,7 @@ def test_serve_ends_with_exit_code_0_after_a_signal(terminal: Terminal, here: He
         assert serving.pid == process.pid
         assert here(terminal.home, "usage").out == "Nothing has been used yet.\n"
         process.send_signal(signum)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     lines = (terminal.home / "serve.out").read_text().splitlines()
     assert lines[-1] == "Stopped."
     assert f"tinkerpool is ready at {serving.url}" in lines
@@ -183,7 +183,7 @@ def test_watch_ends_quietly_at_ctrl_c(served: Terminal) -> None:
     assert watch.stderr is not None
     assert watch.stderr.readline().startswith("Watching http://127.0.0.1:")
     watch.send_signal(signal.SIGINT)
-    assert (watch.wait(20), watch.stderr.read()) == (0, "\n")
+    assert (watch.wait(60), watch.stderr.read()) == (0, "\n")
     watch.stderr.close()
 
 

@@ -94,7 +94,7 @@ def test_blocking_on_the_clients_own_thread_raises_instead_of_hanging() -> None:
         start(5).result()
 
     with pytest.raises(RuntimeError, match="client's own thread"):
-        background.submit(block()).result(5)
+        background.submit(block()).result(60)
 
 
 def test_work_starts_in_the_order_of_submission() -> None:
@@ -115,6 +115,6 @@ def test_a_loop_that_stops_cancels_running_work_and_refuses_more() -> None:
     background.stop()
     background.stop()
     with pytest.raises(concurrent.futures.CancelledError):
-        running.result(1)
+        running.result(60)
     with pytest.raises(ClientClosed, match="another process"):
         futures.start(background, later(5))

@@ -24,12 +24,12 @@ def test_a_listing_is_assembled_from_its_pages(pool: FakePool, service: ServiceC
 
     pool.handlers["ListAdapters"] = page
     rest = service.create_rest_client()
-    runs = rest.list_training_runs(limit=12, offset=5).result(5).training_runs
+    runs = rest.list_training_runs(limit=12, offset=5).result(60).training_runs
     assert [run.training_run_id for run in runs] == [f"s:train:{i}" for i in range(5, 17)]
-    assert len(rest.list_training_runs(limit=1000).result(5).training_runs) == 25
-    assert rest.list_training_runs(offset=30).result(5).training_runs == []
+    assert len(rest.list_training_runs(limit=1000).result(60).training_runs) == 25
+    assert rest.list_training_runs(offset=30).result(60).training_runs == []
     with pytest.raises(ValueError, match="limit"):
-        rest.list_training_runs(limit=0).result(5)
+        rest.list_training_runs(limit=0).result(60)
 
 
 def tar_of(*members: tuple[str, bytes]) -> bytes:
@@ -51,14 +51,14 @@ def test_a_broken_export_is_restarted_and_complete(pool: FakePool, service: Serv
     pool.handlers["ExportCheckpoint"] = lambda request: attempts.pop(0)
     target = tmp_path / "deep" / "adapter"
     rest = service.create_rest_client()
-    assert rest.export_checkpoint("tinker://a:train:0/weights/x", target).result(5) == target
+    assert rest.export_checkpoint("tinker://a:train:0/weights/x", target).result(60) == target
     assert {path.name: path.stat().st_size for path in target.iterdir()} == {
         "adapter_config.json": 2,
         "adapter_model.safetensors": 5000,
     }
     assert [path.name for path in target.parent.iterdir()] == ["adapter"]
     with pytest.raises(FileExistsError):
-        rest.export_checkpoint("tinker://a:train:0/weights/x", target).result(5)
+        rest.export_checkpoint("tinker://a:train:0/weights/x", target).result(60)
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/outside", "a/../../outside"])
@@ -113,19 +113,19 @@ def test_each_method_of_the_rest_client_makes_its_call_and_converts_the_response
         "GetUsage": lambda r: pool_pb2.GetUsageResponse(rows=[pool_pb2.UsageRow(tenant="alice")]),
     }
     rest = service.create_rest_client()
-    found = rest.get_checkpoint(path).result(5)
+    found = rest.get_checkpoint(path).result(60)
     assert (found.checkpoint_id, found.checkpoint_type, found.size_bytes) == ("weights/x", "training", 5)
-    assert rest.list_checkpoints("s:train:0").result(5).checkpoints == [found]
-    assert rest.list_user_checkpoints().result(5).checkpoints == [found]
-    rest.delete_checkpoint("s:train:0", "weights/x").result(5)
+    assert rest.list_checkpoints("s:train:0").result(60).checkpoints == [found]
+    assert rest.list_user_checkpoints().result(60).checkpoints == [found]
+    rest.delete_checkpoint("s:train:0", "weights/x").result(60)
     assert pool.requests("DeleteCheckpoint")[0].path == path
-    assert rest.get_session("s").result(5).training_run_ids == ["s:train:0"]
-    assert rest.list_sessions().result(5).sessions == ["s"]
-    assert rest.get_training_run_by_tinker_path(path).result(5).num_operations == 4
-    rest.delete_training_run("s:train:0").result(5)
-    assert rest.get_operation("s:train:0:1").result(5) == operation
-    assert rest.cancel_operation("s:train:0:1").result(5) == operation
-    assert rest.get_pool_status(num_cycles=3).result(5).epoch == 3
-    assert rest.get_usage().result(5).rows[0].tenant == "alice"
+    assert rest.get_session("s").result(60).training_run_ids == ["s:train:0"]
+    assert rest.list_sessions().result(60).sessions == ["s"]
+    assert rest.get_training_run_by_tinker_path(path).result(60).num_operations == 4
+    rest.delete_training_run("s:train:0").result(60)
+    assert rest.get_operation("s:train:0:1").result(60) == operation
+    assert rest.cancel_operation("s:train:0:1").result(60) == operation
+    assert rest.get_pool_status(num_cycles=3).result(60).epoch == 3
+    assert rest.get_usage().result(60).rows[0].tenant == "alice"
     with pytest.raises(ValueError, match="checkpoint path"):
         rest.get_training_run_by_tinker_path("s:train:0")

@@ -31,7 +31,7 @@ def test_samples_need_no_order_and_each_has_its_own_number(pool: FakePool, sampl
     pool.lost_replies = {"Sample": 1}
     responses = [sampler.sample(PROMPT, 2, SamplingParams(max_tokens=3)) for _ in range(300)]
     expected = SampledSequence(stop_reason="length", tokens=[0, 1, 2], logprobs=[-1, -1, -1])
-    assert all(future.result(10).sequences == [expected, expected] for future in responses)
+    assert all(future.result(60).sequences == [expected, expected] for future in responses)
     assert {request.seq for request in pool.requests("Sample")} == set(range(1, 301))
     with pytest.raises(ValueError, match="num_samples"):
         sampler.sample(PROMPT, 0, SamplingParams())
@@ -41,11 +41,11 @@ def test_prompt_logprobs_begin_with_none(pool: FakePool, sampler: SamplingClient
     operation = sample_operation("x", 1, 1)
     operation.sample.prompt_logprobs.CopyFrom(to_tensor(np.array([np.nan, -2], np.float32)))
     pool.handlers["Sample"] = lambda request: sampling_pb2.SampleResponse(operation=operation)
-    assert sampler.compute_logprobs(PROMPT).result(5) == [None, -2.0]
+    assert sampler.compute_logprobs(PROMPT).result(60) == [None, -2.0]
     [request] = pool.requests("Sample")
     assert (request.include_prompt_logprobs, request.num_samples, request.params.max_tokens) == (True, 1, 1)
     assert (request.prompt_logprobs_last_n, request.HasField("prompt_targets")) == (0, False)
-    assert sampler.compute_logprobs(PROMPT, 1).result(5) == [None, -2.0]
+    assert sampler.compute_logprobs(PROMPT, 1).result(60) == [None, -2.0]
     assert pool.requests("Sample")[1].prompt_logprobs_last_n == 1
 
 
@@ -65,7 +65,7 @@ def test_every_option_of_the_sdk_is_sent_and_its_output_returned(pool: FakePool,
         # private: a coroutine of the client runs on the client's own loop
         sampler._connection.start(sampler.sample_async(PROMPT, 1, params, True, 2, 2, [[3, -1]], 3, 1)),
     ):
-        response = future.result(5)
+        response = future.result(60)
         assert response.sequences[0].topk_logprobs == [[(4, -1.0), (5, -2.0)]]
         assert response.topk_prompt_logprobs == [None, [(6, -3.0), (7, -4.0)]]
         assert response.target_prompt_logprobs == TensorData([[-0.5, 0.0]])
@@ -107,7 +107,7 @@ def test_two_thousand_concurrent_samples_need_no_thread_each(pool: FakePool, sam
     for operation in list(pool.operations.values()):
         operation.CopyFrom(sample_operation(operation.name, 1, 2))
     shared_loop().loop.call_soon_threadsafe(pool.release)
-    assert all(future.result(20).sequences[0].tokens == [0, 1] for future in futures)
+    assert all(future.result(60).sequences[0].tokens == [0, 1] for future in futures)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 30.0], ids=["accepted", "in transit"])
@@ -173,7 +173,7 @@ def test_closing_a_stream_ends_a_wait_for_its_next_token(pool: FakePool, sampler
     reader.start()
     wait_until(lambda: bool(pool.requests("Sample")))  # the stream broke, and the client waits for the result
     stream.close()
-    reader.join(10)
+    reader.join(60)
     assert not reader.is_alive()
     assert seen == [5]
     wait_until(lambda: bool(pool.requests("CancelOperation")))

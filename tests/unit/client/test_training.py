@@ -38,8 +38,8 @@ def test_calls_return_at_once_and_results_come_later(pool: FakePool, client: Tra
     assert not future.done()
     # private: the fake pool belongs to the client's own loop
     client._connection._background.loop.call_soon_threadsafe(pool.release)
-    assert step.result(5).metrics == {"grad_norm:last": 1}
-    output = future.result(5)
+    assert step.result(60).metrics == {"grad_norm:last": 1}
+    output = future.result(60)
     assert output.loss_fn_outputs[0]["logprobs"].tolist() == pytest.approx([-0.2, -0.3])
     assert output.metrics == {"loss:sum": pytest.approx(0.5), "clock_cycle:unique": 101}
 
@@ -55,7 +55,7 @@ def test_sequence_numbers_count_from_one_for_every_kind_of_operation(pool: FakeP
         client.discard_gradient(),
         client.optim_step(),
     ]
-    results = [future.result(5) for future in futures]
+    results = [future.result(60) for future in futures]
     assert pool.applied == list(range(1, 10))
     assert results[2].path == f"tinker://{MODEL_ID}/weights/a"
     assert results[5].path == f"tinker://{MODEL_ID}/sampler_weights/b"
@@ -75,7 +75,7 @@ def test_each_thread_keeps_its_order_and_no_sequence_number_is_used_twice(
         thread.start()
     for thread in threads:
         thread.join()
-    client.optim_step().result(10)
+    client.optim_step().result(60)
     assert pool.applied == list(range(1, 242))
     sent = sorted(pool.requests("ForwardBackward"), key=lambda request: request.seq)
     pairs = [from_tensor(request.data[0].loss_inputs["target_tokens"]).tolist() for request in sent]
@@ -86,7 +86,7 @@ def test_each_thread_keeps_its_order_and_no_sequence_number_is_used_twice(
 def test_requests_that_arrive_out_of_order_run_in_order(pool: FakePool, client: TrainingClient) -> None:
     pool.delay_of = lambda name, request: 0.02 if getattr(request, "seq", 0) == 1 else 0.0
     client.forward_backward([datum(1)], "cross_entropy")
-    client.optim_step().result(5)
+    client.optim_step().result(60)
     assert [name for name, _ in pool.calls if name in {"ForwardBackward", "OptimStep"}] == [
         "OptimStep",
         "ForwardBackward",
@@ -97,8 +97,8 @@ def test_requests_that_arrive_out_of_order_run_in_order(pool: FakePool, client: 
 def test_a_request_whose_reply_was_lost_is_repeated_and_applied_once(pool: FakePool, client: TrainingClient) -> None:
     pool.lost_replies = {"ForwardBackward": 2, "OptimStep": 1}
     output = client.forward_backward([datum(1, 2)], "cross_entropy")
-    client.optim_step(AdamParams(learning_rate=0.25)).result(5)
-    assert output.result(5).metrics["loss:sum"] == pytest.approx(0.5)
+    client.optim_step(AdamParams(learning_rate=0.25)).result(60)
+    assert output.result(60).metrics["loss:sum"] == pytest.approx(0.5)
     sent = pool.requests("ForwardBackward")
     assert len(sent) == 3
     assert len({request.SerializeToString(deterministic=True) for request in sent}) == 1
@@ -110,7 +110,7 @@ def test_data_may_change_once_the_call_has_returned(pool: FakePool, client: Trai
     tokens = np.array([1, 2])
     future = client.forward_backward([Datum(tokens, {"target_tokens": tokens, "weights": [1, 1]})], "cross_entropy")
     tokens[:] = 9
-    future.result(5)
+    future.result(60)
     assert {tuple(from_tensor(r.data[0].tokens)) for r in pool.requests("ForwardBackward")} == {(1, 2)}
 
 
@@ -119,17 +119,17 @@ def test_a_full_queue_and_broken_waits_only_delay_a_result(pool: FakePool, clien
     pool.faults = {"ForwardBackward": [full, full], "OptimStep": [UNREACHABLE]}
     pool.wait_faults = [UNREACHABLE, UNREACHABLE]
     futures = [client.forward_backward([datum(i)], "cross_entropy") for i in range(3)]
-    client.optim_step().result(5)
-    assert [future.result(5).metrics["clock_cycle:unique"] for future in futures] == [101, 102, 103]
+    client.optim_step().result(60)
+    assert [future.result(60).metrics["clock_cycle:unique"] for future in futures] == [101, 102, 103]
 
 
 def test_a_refusal_is_raised_by_its_own_future_only(pool: FakePool, client: TrainingClient) -> None:
     pool.faults = {"OptimStep": [errors.api_error(errors.Code.INVALID_ARGUMENT, "beta1", reason="INVALID_ARGUMENT")]}
     refused = client.optim_step(AdamParams(beta1=2))
     with pytest.raises(errors.InvalidArgument, match="beta1"):
-        refused.result(5)
+        refused.result(60)
     pool.applied.append(1)  # a refused operation consumes its sequence number
-    assert client.optim_step().result(5).metrics == {"grad_norm:last": 1}
+    assert client.optim_step().result(60).metrics == {"grad_norm:last": 1}
 
 
 @pytest.mark.parametrize("code", [errors.Code.ALREADY_EXISTS, errors.Code.UNAUTHENTICATED, errors.Code.INTERNAL])
@@ -138,10 +138,10 @@ def test_a_refusal_that_consumed_no_sequence_number_does_not_block_later_request
 ) -> None:
     pool.faults = {"OptimStep": [errors.api_error(code, "no", reason="WHY")]}
     with pytest.raises(errors.ApiError, match="no"):
-        client.optim_step().result(5)
+        client.optim_step().result(60)
     for _ in range(2):
         with pytest.raises(errors.OrderBroken, match=f"get_training_client.*{code.name}"):
-            client.optim_step().result(5)
+            client.optim_step().result(60)
     assert len(pool.requests("OptimStep")) == 1
 
 
@@ -152,9 +152,9 @@ def test_a_call_that_is_given_up_after_the_users_time_raises_the_refusal_and_end
         full = errors.api_error(errors.Code.RESOURCE_EXHAUSTED, "no room", reason="QUEUE_FULL", retry_delay_s=1.0)
         pool.faults = {"OptimStep": [full]}
         with pytest.raises(errors.ApiError, match="no room"):
-            client.optim_step().result(5)
+            client.optim_step().result(60)
         with pytest.raises(errors.OrderBroken, match="get_training_client"):
-            client.optim_step().result(5)
+            client.optim_step().result(60)
 
 
 def test_the_error_of_a_failed_operation_has_its_reason_and_name(pool: FakePool, client: TrainingClient) -> None:
@@ -165,7 +165,7 @@ def test_the_error_of_a_failed_operation_has_its_reason_and_name(pool: FakePool,
     failed = operations_pb2.Operation(name=name, state=operations_pb2.OPERATION_STATE_FAILED, error=error)
     pool.handlers["OptimStep"] = lambda request: training_pb2.OptimStepResponse(operation=failed)
     with pytest.raises(OperationFailed, match="operation 7 failed") as raised:
-        client.optim_step().result(5)
+        client.optim_step().result(60)
     assert (raised.value.code, raised.value.reason) == (errors.Code.FAILED_PRECONDITION, "GRADIENT_WINDOW_CLOSED")
     assert raised.value.operation == name
 
@@ -180,7 +180,7 @@ def test_a_request_that_cannot_be_sent_consumes_no_sequence_number(pool: FakePoo
     ):
         with pytest.raises(ValueError, match=r"no data|unknown loss_fn|no loss_fn_inputs|name is empty"):
             attempt()
-    client.optim_step().result(5)
+    client.optim_step().result(60)
     assert pool.applied == [1]
 
 
@@ -189,7 +189,7 @@ def test_a_large_batch_takes_several_sequence_numbers_and_has_one_result(
 ) -> None:
     monkeypatch.setattr(passes, "CHUNK_DATUMS_MAX", 2)  # the real bound is 1,024
     data = [datum(i) for i in range(5)]
-    merged = client.forward_backward(data, "cross_entropy").result(5)
+    merged = client.forward_backward(data, "cross_entropy").result(60)
     assert sorted(seqs(pool, "ForwardBackward")) == [1, 2, 3]
     assert [d["logprobs"].tolist() for d in merged.loss_fn_outputs] == [
         pytest.approx([-(i + 1) / 10]) for i in range(5)
@@ -201,7 +201,7 @@ def test_a_large_batch_takes_several_sequence_numbers_and_has_one_result(
         "clock_cycle:unique_2": 103,
     }
     assert {(r.batch.first_seq, r.batch.num_requests) for r in pool.requests("ForwardBackward")} == {(1, 3)}
-    step = client.train_step(data, "cross_entropy").result(5)
+    step = client.train_step(data, "cross_entropy").result(60)
     assert {(r.batch.first_seq, r.batch.num_requests) for r in pool.requests("ForwardBackward")[3:]} == {(4, 3)}
     assert pool.requests("TrainStep")[0].batch == pool.requests("ForwardBackward")[-1].batch
     assert (sorted(seqs(pool, "ForwardBackward")), seqs(pool, "TrainStep")) == ([1, 2, 3, 4, 5], [6])
@@ -215,7 +215,7 @@ def test_a_bounded_number_of_requests_is_sent_ahead_of_acknowledgements(pool: Fa
     futures = [client.optim_step() for _ in range(3 * sequence.WINDOW)]
     time.sleep(0.15)
     assert max(seqs(pool, "OptimStep")) == sequence.WINDOW
-    futures[-1].result(10)
+    futures[-1].result(60)
     assert pool.applied == list(range(1, 3 * sequence.WINDOW + 1))
 
 
@@ -240,8 +240,8 @@ def test_a_custom_loss_is_cross_entropy_weighted_by_its_negative_gradient(
     else:
         future = client.forward_backward_custom(data, custom_loss_numpy, with_gradients=True)
     step = client.optim_step()
-    metrics = future.result(10).metrics
-    step.result(5)
+    metrics = future.result(60).metrics
+    step.result(60)
     assert (sorted(seqs(pool, "Forward")), sorted(seqs(pool, "ForwardBackward"))) == ([1, 2], [3, 4])
     assert seqs(pool, "OptimStep") == [5]
     assert pool.applied == [1, 2, 3, 4, 5]
@@ -275,8 +275,8 @@ def test_a_custom_loss_that_fails_consumes_its_sequence_numbers(
     future = client.forward_backward_custom([datum(1, 2)], loss_fn, with_gradients=with_gradients)
     step = client.optim_step()
     with pytest.raises(error):
-        future.result(10)
-    step.result(5)
+        future.result(60)
+    step.result(60)
     [empty] = pool.requests("ForwardBackward")
     assert (len(empty.data), empty.batch) == (0, training_pb2.Batch(first_seq=2, num_requests=1))
     assert pool.applied == [1, 2, 3]
@@ -287,10 +287,10 @@ def test_a_custom_loss_may_block_on_the_futures_of_another_client(pool: FakePool
         reference = other_service.create_lora_training_client()
 
         def against_reference(data: list[Datum], logprobs: list[torch.Tensor]) -> Any:
-            base = reference.forward(data, "cross_entropy").result(5).loss_fn_outputs[0]["logprobs"].to_torch()
+            base = reference.forward(data, "cross_entropy").result(60).loss_fn_outputs[0]["logprobs"].to_torch()
             return (logprobs[0] - base).sum(), {}
 
-        assert client.forward_backward_custom([datum(1)], against_reference).result(10).metrics["loss:sum"] == 0
+        assert client.forward_backward_custom([datum(1)], against_reference).result(60).metrics["loss:sum"] == 0
 
 
 def test_an_unnamed_save_returns_a_sampler_of_the_saved_weights(pool: FakePool, client: TrainingClient) -> None:

@@ -120,4 +120,4 @@ def test_closing_ends_running_calls(url: str, service: FakeService) -> None:
         client.close()
         for future in (call.future(), cycles):
             with pytest.raises(errors.ClientClosed):
-                future.result(5)
+                future.result(60)

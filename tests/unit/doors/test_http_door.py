@@ -162,7 +162,7 @@ async def test_an_idle_connection_is_closed(opened: Open, begun: bytes) -> None:
     door, client = await opened(head_s=0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
     writer.write(begun)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         with contextlib.suppress(ConnectionResetError):
             assert await reader.read() == b""
     writer.close()
@@ -189,7 +189,7 @@ async def test_a_head_that_begins_during_a_call_has_the_same_deadline(opened: Op
     writer.write(b"GET /healthz HTT")
     await asyncio.sleep(0.3)  # longer than the deadline of a head
     may_go.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         received = b""
         with contextlib.suppress(ConnectionResetError):
             while piece := await reader.read(1000):
@@ -291,7 +291,7 @@ async def test_a_stop_aborts_calls_after_its_grace_period(opened: Open) -> None:
     door, client = await opened(FakeService(get_capabilities=never))
     running = asyncio.create_task(client.get("/get_server_capabilities", timeout=60))
     await asyncio.sleep(0.2)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await door.stop(0.2)
         [dropped] = await asyncio.gather(running, return_exceptions=True)
     assert isinstance(dropped, httpx.TransportError)

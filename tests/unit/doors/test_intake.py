@@ -81,11 +81,11 @@ async def test_requests_that_never_end_take_a_tenants_part_and_others_are_served
         attacker = await Connection.open(door.address)
         taken = await asyncio.gather(*(attacker.send_most(FORWARD_BACKWARD, 3 * MIB, "mallory") for _ in range(20)))
         assert sum(taken) < 2 * 3 * MIB + 18 * 64 * 1024 + MIB, "two are being received; the others wait unread"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await door.forward_backward("alice", 2 * MIB)
             await door.get_operation("mallory")  # small requests do not wait behind large ones
         await attacker.close()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await door.forward_backward("mallory", 2 * MIB)  # what the connection held is free again
 
 
@@ -93,7 +93,7 @@ async def test_a_request_that_does_not_arrive_in_time_is_refused() -> None:
     async with opened(receive_s=0.2) as door:
         attacker = await Connection.open(door.address)
         await attacker.send_most(FORWARD_BACKWARD, MIB, "mallory")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not attacker.num_ended:  # noqa: ASYNC110  # the client's count has no event
                 await asyncio.sleep(0.01)
         await attacker.close()
@@ -109,7 +109,7 @@ async def test_small_requests_that_never_end_are_received_one_at_a_time_of_each_
         attacker = await Connection.open(door.address)
         taken = await asyncio.gather(*(attacker.send_most(GET_OPERATION, 3 * MIB, "mallory") for _ in range(20)))
         assert sum(taken) < 3 * MIB + 19 * 64 * 1024 + MIB
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await door.get_operation("alice")
         await attacker.close()
 

@@ -66,7 +66,7 @@ async def start(data_dir: Path) -> AsyncIterator[Start]:
         server = make(options.pop("data_dir", data_dir), lines, **options)
         running = Running(server, asyncio.create_task(server.run()), lines)
         tasks.append(running.task)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not any("ready" in line for line in lines):
                 if running.task.done():
                     await running.task
@@ -81,7 +81,7 @@ async def start(data_dir: Path) -> AsyncIterator[Start]:
 
 async def end(task: asyncio.Task[None], signum: signal.Signals = signal.SIGTERM) -> None:
     os.kill(os.getpid(), signum)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await task
 
 
@@ -242,7 +242,7 @@ async def test_a_signal_during_the_start_stops_the_pool(data_dir: Path) -> None:
             await asyncio.sleep(60)
 
     config = ServerConfig(coordinator=CoordinatorConfig(data_dir=data_dir), grpc=GrpcConfig(port=0))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await Server(config, SlowPool({"w0": ToyEngine}), lambda line: None).run()
     assert running_pid(data_dir) is None
 
@@ -262,6 +262,6 @@ async def test_a_fatal_error_ends_the_pool_with_that_error(start: Start) -> None
     running = await start()
     # private: a fatal error cannot be caused on demand
     running.server._coordinator.core.failure.report(OSError("the disk is gone"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(OSError, match="the disk is gone"):
             await running.task

@@ -66,7 +66,7 @@ async def test_every_commit_is_synced(database: Database) -> None:
 
 async def test_queued_writes_share_a_commit_and_keep_their_order(database: Database) -> None:
     is_free = threading.Event()
-    busy = database.write(lambda db: is_free.wait(10))
+    busy = database.write(lambda db: is_free.wait(60))
     order: list[int] = []
     writes = [database.write(lambda db, i=i: order.append(i)) for i in range(20)]  # type: ignore[misc]
     is_free.set()
@@ -77,7 +77,7 @@ async def test_queued_writes_share_a_commit_and_keep_their_order(database: Datab
 
 async def test_a_failed_write_fails_no_other_write(database: Database) -> None:
     is_free = threading.Event()
-    busy = database.write(lambda db: is_free.wait(10))
+    busy = database.write(lambda db: is_free.wait(60))
 
     def half(db: Connection) -> None:
         db.execute("INSERT INTO cycles VALUES (7, '')")
@@ -95,7 +95,7 @@ async def test_a_closed_database_raises_instead_of_hanging(tmp_path: Path) -> No
     database = opened(tmp_path / "log.db")
     await database.close()
     with pytest.raises(StorageError):
-        await asyncio.wait_for(insert_cycle(database, 1), 5)
+        await asyncio.wait_for(insert_cycle(database, 1), 60)
 
 
 def test_a_newer_schema_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ async def test_readers_see_only_committed_rows(database: Database) -> None:
     def write(db: Connection) -> None:
         db.execute("INSERT INTO cycles VALUES (1, '')")
         is_written.set()
-        may_commit.wait(10)
+        may_commit.wait(60)
 
     future = database.write(write)
     await asyncio.to_thread(is_written.wait, 10)
@@ -172,7 +172,7 @@ async def test_a_full_disk_fails_the_writes_that_need_room_and_no_later_ones(dat
     num_pages = database._writer.execute("PRAGMA page_count").fetchone()[0]
     database._writer.execute(f"PRAGMA max_page_count = {num_pages}")
     is_free = threading.Event()
-    busy = database.write(lambda db: is_free.wait(10))
+    busy = database.write(lambda db: is_free.wait(60))
     small, large, other = (
         insert_cycle(database, 1),
         insert_cycle(database, 2, bytes(1 << 20)),
@@ -203,7 +203,7 @@ async def test_a_locked_database_refuses_writes_and_a_commit_waits_for_the_lock(
     assert not persisting.done()
     other.execute("COMMIT")
     other.close()
-    await asyncio.wait_for(persisting, 5)
+    await asyncio.wait_for(persisting, 60)
     await insert_cycle(database, 4)
     assert cycle_ids(database) == [1, 4, 9], "riding writes of a refused commit are committed with the next one"
     await database.close()
@@ -225,8 +225,8 @@ async def test_a_stop_in_a_locked_database_ends_the_waits_for_the_lock(
     persisting = asyncio.create_task(cycles.persist(CycleCommit(cycle_id=1)))
     cycles.stop_retrying()
     with pytest.raises(LockedError):
-        await asyncio.wait_for(persisting, 5)
-    await asyncio.wait_for(database.close(), 5)
+        await asyncio.wait_for(persisting, 60)
+    await asyncio.wait_for(database.close(), 60)
     other.close()
 
 
