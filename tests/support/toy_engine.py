@@ -183,7 +183,7 @@ class ToyEngine:
 
     def run(self, batch: Batch) -> BatchResult:
         started = time.perf_counter()
-        self.may_run.wait(60)
+        self.may_run.wait(30)
         if self._seconds_per_batch:
             time.sleep(self._seconds_per_batch)
         self.batches.append(batch)
